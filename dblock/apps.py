@@ -1,0 +1,15 @@
+"""The Django app."""
+
+from __future__ import annotations
+
+from django.apps import AppConfig
+from django.utils.translation import gettext_lazy as _
+
+
+class DblockConfig(AppConfig):
+    name = "dblock"
+    verbose_name = _("Database locks")
+    default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        from dblock import checks  # noqa: F401, PLC0415 - registers them

@@ -1,0 +1,69 @@
+"""System checks of the settings and of the database that the lock lives in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from django.apps import AppConfig
+from django.core.checks import CheckMessage, Error, Warning, register
+from django.db import connections
+
+from dblock import conf
+from dblock.core.statements import DIALECTS
+from dblock.core.values import valid_retention, valid_timeout, valid_ttl
+
+
+@register("dblock")
+def check_settings(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
+    """E001 unknown name, E002 bad value, E003 no such alias, E004 unsupported database."""
+    given = conf.given()
+    found: list[CheckMessage] = [
+        Error(
+            f"DBLOCK has no setting {name!r}.",
+            hint=f"It knows {', '.join(sorted(conf.NAMES))}.",
+            id="dblock.E001",
+        )
+        for name in given
+        if name not in conf.NAMES
+    ]
+    for name, valid in (("TTL", valid_ttl), ("TIMEOUT", valid_timeout), ("RETENTION", valid_retention)):
+        try:
+            if name in given:
+                valid(given[name])
+        except (TypeError, ValueError) as error:
+            found.append(Error(f"DBLOCK[{name!r}]: {error}.", hint="Seconds or a timedelta.", id="dblock.E002"))
+    alias = given.get("USING")
+    if alias is not None and alias not in connections:
+        hint = f"DATABASES has {', '.join(sorted(connections))}."
+        found.append(Error(f"DBLOCK['USING'] names no database: {alias!r}.", hint=hint, id="dblock.E003"))
+    elif alias is not None and connections[alias].vendor not in DIALECTS:
+        hint = "The lock needs PostgreSQL, MySQL, MariaDB or SQLite."
+        found.append(Error(f"DBLOCK['USING'] is {connections[alias].display_name}.", hint=hint, id="dblock.E004"))
+    return found
+
+
+@register("dblock", "database")
+def check_databases(
+    app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **_: Any
+) -> list[CheckMessage]:
+    """W001: a SQLite file without write-ahead log, where each commit waits for the disk and readers block writers."""
+    from dblock.locks import default_alias  # noqa: PLC0415 - needs the settings
+
+    if conf.given().get("USING") is not None and conf.given()["USING"] not in connections:
+        return []
+    alias = default_alias()
+    connection = connections[alias]
+    if alias not in (databases or ()) or connection.vendor != "sqlite" or connection.is_in_memory_db():  # type: ignore[attr-defined]
+        return []
+    with connection.cursor() as cursor:
+        cursor.execute("PRAGMA journal_mode")
+        if cursor.fetchone()[0] == "wal":
+            return []
+    return [
+        Warning(
+            f"The locks live in the SQLite database {alias!r}, which does not use a write-ahead log.",
+            hint="Add OPTIONS={'init_command': 'PRAGMA journal_mode=WAL', 'transaction_mode': 'IMMEDIATE'}.",
+            id="dblock.W001",
+        )
+    ]

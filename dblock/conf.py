@@ -1,0 +1,52 @@
+"""The one settings dict, `DBLOCK`: read when first needed, read again when Django says that it changed.
+
+Rule: reading never raises for a bad value; `problems` tells about all of them at once, to the system checks, and a use
+of a bad value fails where it is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+from django.conf import settings as django_settings
+from django.core.signals import setting_changed
+
+from dblock.core.values import Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `DBLOCK` may contain."""
+
+    TTL: Seconds = 30.0
+    """Life of a lease in seconds, unless db_lock() is told otherwise."""
+    TIMEOUT: Seconds | None = 10.0
+    """Longest wait in seconds, None for ever, unless db_lock() is told otherwise."""
+    USING: str | None = None
+    """The database alias; None asks the database routers where to write the model `dblock.Lock`."""
+    RETENTION: Seconds = 3600.0
+    """Seconds for which the reaper leaves free and expired rows."""
+
+
+NAMES = frozenset(field.name for field in fields(Settings))
+
+
+def given() -> dict[str, Any]:
+    """`settings.DBLOCK` as the user wrote it."""
+    return dict(getattr(django_settings, "DBLOCK", {}))
+
+
+@cache
+def settings() -> Settings:
+    """`settings.DBLOCK` with the defaults filled in."""
+    return Settings(**{name: value for name, value in given().items() if name in NAMES})
+
+
+def _changed(*, setting: str, **_: object) -> None:
+    if setting == "DBLOCK":
+        settings.cache_clear()
+
+
+setting_changed.connect(_changed, dispatch_uid="dblock.conf")

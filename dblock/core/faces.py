@@ -1,0 +1,441 @@
+"""The lock objects that users hold: what they share, and the synchronous and the asynchronous face.
+
+Rule: a lock object is what was asked for (key, ttl, timeout, ...) and never what is held; every method looks up the
+hold of the flow that calls it. Each operation is written once, as steps; a face only says who drives them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect as python
+import string
+from collections.abc import Awaitable, Callable, Hashable
+from datetime import timedelta
+from types import EllipsisType, TracebackType
+from typing import Any, Self, TypeVar, cast
+
+from dblock.core import protocol, waiting
+from dblock.core.drivers import AsyncExecutor, Executor, adrive, drive
+from dblock.core.errors import InvalidKey, LockError, LockLost, LockNotHeld, LockTimeout
+from dblock.core.flows import Flow, Hold, current_flow, watch
+from dblock.core.identity import identity
+from dblock.core.protocol import Database, Grant, Wish
+from dblock.core.steps import Steps
+from dblock.core.values import (
+    LockInfo,
+    Seconds,
+    State,
+    acquire_timeout,
+    valid_key,
+    valid_text,
+    valid_timeout,
+    valid_ttl,
+)
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+L = TypeVar("L", bound="BaseLock")
+Timeout = Seconds | EllipsisType | None
+"""Seconds to wait; -1 or None for ever; Ellipsis for the lock's own timeout."""
+
+
+class BaseLock:
+    """What a lock is apart from who runs its statements."""
+
+    forked_from: int | None = None
+    """The process that held this very object when it forked us, if so."""
+
+    def __init__(
+        self,
+        key: str,
+        *,
+        ttl: Seconds | None = None,
+        timeout: Seconds | EllipsisType | None = ...,
+        renew: bool = True,
+        label: str = "",
+    ) -> None:
+        self._key = valid_key(key)
+        self._given_ttl = None if ttl is None else valid_ttl(ttl)
+        self._given_timeout = timeout if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
+        self._label = valid_text(label, "label")
+        if not isinstance(renew, bool):
+            raise TypeError(f"renew is True or False, not {renew!r}")
+        self._renew = renew
+
+    # -- what a face provides
+
+    def _place(self) -> Hashable:
+        """What tells the database of this lock's row from others in this process."""
+        raise NotImplementedError
+
+    def _database(self) -> Database:
+        raise NotImplementedError
+
+    def _async_executor(self) -> AsyncExecutor:
+        raise NotImplementedError
+
+    def _default_ttl(self) -> float:
+        return 30.0
+
+    def _default_timeout(self) -> float | None:
+        return 10.0
+
+    @property
+    def _ttl(self) -> float:
+        return self._default_ttl() if self._given_ttl is None else self._given_ttl
+
+    @property
+    def _timeout(self) -> float | None:
+        return self._default_timeout() if isinstance(self._given_timeout, EllipsisType) else self._given_timeout
+
+    def _adrive(self, steps: Steps[T]) -> Awaitable[T]:
+        return adrive(steps, self._async_executor().aexecute)
+
+    # -- what is known without I/O
+
+    @property
+    def key(self) -> str:
+        """What is locked."""
+        return self._key
+
+    @property
+    def label(self) -> str:
+        """Free text for whoever inspects the lock."""
+        return self._label
+
+    @property
+    def ttl(self) -> float:
+        """The life of the lease in seconds: of the one held, else of the one to be taken."""
+        hold = self._hold()
+        return self._ttl if hold is None else hold.ttl
+
+    @property
+    def owner(self) -> str | None:
+        """The token of this flow's tenure, a secret; None without one."""
+        hold = self._hold()
+        return None if hold is None else hold.tenure.owner
+
+    @property
+    def fence(self) -> int | None:
+        """The number of this flow's tenure, greater than every earlier one of the key; None without one."""
+        hold = self._hold()
+        return None if hold is None else hold.tenure.fence
+
+    @property
+    def count(self) -> int:
+        """How many times this flow has entered."""
+        hold = self._hold()
+        return 0 if hold is None else hold.count
+
+    @property
+    def remaining(self) -> float:
+        """Seconds for which this flow may still rely on the lock, 0.0 when it may not; by the local clock alone."""
+        hold = self._hold()
+        return 0.0 if hold is None else max(0.0, hold.trusted_until - self._database().now())
+
+    @property
+    def state(self) -> State | None:
+        """`held` or `lost` for this flow's hold; None without one."""
+        if self._hold() is None:
+            return None
+        return "held" if self.remaining > 0 else "lost"
+
+    def check(self) -> None:
+        """Raise LockLost unless this flow surely holds the lock at this moment; no I/O."""
+        hold = self._hold()
+        if hold is None:
+            raise LockLost(f"{self._key!r} is not held by this thread or task", key=self._key)
+        if self.remaining <= 0:
+            raise self._lost(hold)
+
+    def __repr__(self) -> str:
+        hold = self._hold()
+        held = "not held here" if hold is None else f"{self.state}, fence {hold.tenure.fence}, count {hold.count}"
+        return f"<{type(self).__name__} {self._key!r}: {held}>"
+
+    # -- the operations, as steps
+
+    def _acquire_steps(self, timeout: float | None) -> Steps[LockInfo | bool | None]:
+        """True when acquired; else the holder that we saw last, if any."""
+        self._refuse_fork()
+        database, flow = self._database(), current_flow()
+        place = (self._place(), self._key)
+        hold = flow.holds.get(place)
+        if hold is not None:
+            if hold.trusted_until > database.now():
+                grant = yield from protocol.reenter(database, hold.tenure, hold.count, self._ttl)
+                if grant is not None:
+                    hold.trusted_until = max(hold.trusted_until, grant.trusted_until)
+                    hold.locks.append(self)
+                    return True
+            # The tenure is over: this is a new one, under a new token. Whoever entered before has lost it.
+            hold.trusted_until = min(hold.trusted_until, database.now())
+            flow.disown()
+        wish = Wish(self._key, self._ttl, self._label, identity())
+        found = yield from waiting.acquire(database, wish, flow, timeout)
+        if not isinstance(found, Grant):
+            return found
+        new = flow.holds[place] = Hold(found.tenure, self._ttl, found.trusted_until, [self], outer=hold)
+        watch(new)
+        return True
+
+    def _enter_steps(self) -> Steps[None]:
+        acquired = yield from self._acquire_steps(self._timeout)
+        if acquired is not True:
+            holder = acquired if isinstance(acquired, LockInfo) else None
+            raise self._timed_out(holder)
+
+    def _release_steps(self) -> Steps[None]:
+        self._refuse_fork()
+        database, flow = self._database(), current_flow()
+        place = (self._place(), self._key)
+        hold = flow.holds.get(place)
+        if hold is None:
+            raise self._not_held("release")
+        count = hold.count
+        hold.locks.pop()
+        if not hold.locks:
+            # Forgotten before the statement is sent: whatever becomes of it, this flow holds the key no more.
+            if hold.outer is None:
+                del flow.holds[place]
+            else:
+                flow.holds[place] = hold.outer
+        was_trusted = hold.trusted_until > database.now()
+        try:
+            released = yield from protocol.release(database, hold.tenure, count)
+        except (GeneratorExit, LockError):
+            raise
+        except BaseException:  # interrupted: once more, since sending it twice is harmless
+            _ = yield from protocol.release(database, hold.tenure, count)
+            raise
+        if not (released and was_trusted):
+            hold.trusted_until = min(hold.trusted_until, database.now())
+            raise self._lost(hold)
+
+    def _extend_steps(self, ttl: float) -> Steps[None]:
+        self._refuse_fork()
+        hold = self._hold()
+        if hold is None:
+            raise self._not_held("extend")
+        self.check()
+        grant = yield from protocol.extend(self._database(), hold.tenure, ttl)
+        if grant is None or grant.trusted_until <= self._database().now():
+            hold.trusted_until = min(hold.trusted_until, self._database().now())
+            raise self._lost(hold)
+        hold.ttl, hold.trusted_until = ttl, grant.trusted_until
+
+    def _verify_steps(self) -> Steps[bool]:
+        self.check()
+        hold = cast("Hold", self._hold())
+        if not (yield from protocol.verify(self._database(), hold.tenure)):
+            hold.trusted_until = min(hold.trusted_until, self._database().now())
+            raise self._lost(hold)
+        return True
+
+    def _owned_steps(self) -> Steps[bool]:
+        hold = self._hold()
+        if hold is None or self.remaining <= 0:
+            return False
+        return (yield from protocol.verify(self._database(), hold.tenure))
+
+    def _locked_steps(self) -> Steps[bool]:
+        info = yield from self._inspect_steps()
+        return info is not None and info.state == "held"
+
+    def _inspect_steps(self) -> Steps[LockInfo | None]:
+        return (yield from protocol.inspect(self._database(), self._key))
+
+    # -- helpers
+
+    def _hold(self) -> Hold | None:
+        flow: Flow = current_flow()
+        return flow.holds.get((self._place(), self._key)) if flow.holds else None
+
+    def _refuse_fork(self) -> None:
+        if self.forked_from is not None:
+            raise LockNotHeld(
+                f"process {self.forked_from} held {self._key!r} when it forked this one, and a forked child owns nothing "
+                "of its parent's: make a new db_lock(...) here",
+                key=self._key,
+            )
+
+    def _not_held(self, verb: str) -> LockNotHeld:
+        return LockNotHeld(
+            f"cannot {verb} {self._key!r}: this thread or task does not hold it (or has released it already)",
+            key=self._key,
+        )
+
+    def _lost(self, hold: Hold) -> LockLost:
+        return LockLost(
+            f"the lease on {self._key!r} (fence {hold.tenure.fence}) ended before the work did: ttl was {hold.ttl:g} s; "
+            "use a longer ttl or call extend() in time",
+            key=self._key,
+        )
+
+    def _timed_out(self, holder: LockInfo | None) -> LockTimeout:
+        waited = "at one try" if not self._timeout else f"within {self._timeout:g} s"
+        who = f"it is held by {holder}" if holder else "others were faster each time it was free"
+        return LockTimeout(
+            f"could not acquire {self._key!r} {waited}: {who}; wait longer with timeout=, or see to the holder",
+            key=self._key,
+            holder=holder,
+        )
+
+    # -- decoration
+
+    def _for_call(self, signature: python.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
+        """A lock of its own for one call of a decorated function, its key formatted with the call's arguments."""
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        lock = copy.copy(self)
+        lock._key = valid_key(self._key.format(*bound.args, **{**bound.kwargs, **bound.arguments}))
+        return lock
+
+    def _signature(self, function: Callable[..., Any]) -> python.Signature:
+        """The signature of a function that can be decorated and that the key's placeholders fit."""
+        if not callable(function) or isinstance(function, type):
+            raise TypeError(f"db_lock decorates functions, not {function!r}")
+        if python.isgeneratorfunction(function) or python.isasyncgenfunction(function):
+            raise TypeError(f"{function!r} is a generator: its body runs after the call, when the lock is free again")
+        signature = python.signature(function)
+        names = signature.parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
+        try:
+            fields = [name for _, name, _, _ in string.Formatter().parse(self._key) if name is not None]
+        except ValueError as error:
+            raise InvalidKey(f"the key {self._key!r} is not a format string: {error}", key=self._key) from error
+        for field in fields:
+            name = python_identifier(field)
+            if not (name.isdigit() or name in names or takes_any):
+                raise InvalidKey(f"the key {self._key!r} names {name!r}, which {function!r} does not take", key=self._key)
+        return signature
+
+
+def python_identifier(field: str) -> str:
+    """The argument that a replacement field such as `order.items[0]` begins with."""
+    return field.partition(".")[0].partition("[")[0]
+
+
+class SyncLock(BaseLock):
+    """A lock whose methods block the calling thread."""
+
+    def _executor(self) -> Executor:
+        raise NotImplementedError
+
+    def _drive(self, steps: Steps[T]) -> T:
+        return drive(steps, self._executor().execute)
+
+    def acquire(self, blocking: bool = True, timeout: Timeout = ...) -> bool:
+        """Take the lock, or enter it once more; False if it was not free in time. As threading.RLock.acquire.
+
+        `timeout` is in seconds, -1 or None for ever, the lock's own by default. Raises LockStoreError if the database
+        fails.
+        """
+        return self._drive(self._acquire_steps(acquire_timeout(blocking, timeout, self._timeout))) is True
+
+    def release(self) -> None:
+        """Give the lock back, or leave it once. Raises LockNotHeld without a hold, LockLost if the lease has ended."""
+        self._drive(self._release_steps())
+
+    def extend(self, ttl: Seconds | None = None) -> None:
+        """Let the lease end `ttl` seconds from now (the lock's own ttl by default): sets, never adds.
+
+        Raises LockNotHeld without a hold, LockLost if the lease has ended.
+        """
+        self._drive(self._extend_steps(self._ttl if ttl is None else valid_ttl(ttl)))
+
+    def verify(self) -> bool:
+        """True if the database, asked now, still shows this flow's tenure; raises LockLost otherwise."""
+        return self._drive(self._verify_steps())
+
+    def owned(self) -> bool:
+        """Does this flow hold the lock, by the database's word?"""
+        return self._drive(self._owned_steps())
+
+    def locked(self) -> bool:
+        """Does anybody hold the lock?"""
+        return self._drive(self._locked_steps())
+
+    def inspect(self) -> LockInfo | None:
+        """Who has or had the lock, since when and for how long; None if its key has no row."""
+        return self._drive(self._inspect_steps())
+
+    def __enter__(self) -> Self:
+        self._drive(self._enter_steps())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._drive(self._release_steps())
+
+    def __call__(self, function: F) -> F:
+        """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
+        if python.iscoroutinefunction(function):
+            raise TypeError(f"{function!r} is a coroutine function: decorate it with the lock of an async engine")
+        signature = self._signature(function)
+
+        @functools.wraps(function)
+        def locked(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            with self._for_call(signature, args, kwargs):
+                return function(*args, **kwargs)
+
+        return cast("F", locked)
+
+
+class AsyncLock(BaseLock):
+    """A lock whose methods are coroutines; see SyncLock for what each does.
+
+    `self` may be any lock, so that a synchronous one can borrow these methods as its asynchronous twins.
+    """
+
+    async def acquire(self: BaseLock, blocking: bool = True, timeout: Timeout = ...) -> bool:
+        """Take the lock, or enter it once more; False if it was not free in time."""
+        return await self._adrive(self._acquire_steps(acquire_timeout(blocking, timeout, self._timeout))) is True
+
+    async def release(self: BaseLock) -> None:
+        """Give the lock back, or leave it once."""
+        await self._adrive(self._release_steps())
+
+    async def extend(self: BaseLock, ttl: Seconds | None = None) -> None:
+        """Let the lease end `ttl` seconds from now."""
+        await self._adrive(self._extend_steps(self._ttl if ttl is None else valid_ttl(ttl)))
+
+    async def verify(self: BaseLock) -> bool:
+        """True if the database, asked now, still shows this flow's tenure; raises LockLost otherwise."""
+        return await self._adrive(self._verify_steps())
+
+    async def owned(self: BaseLock) -> bool:
+        """Does this flow hold the lock, by the database's word?"""
+        return await self._adrive(self._owned_steps())
+
+    async def locked(self: BaseLock) -> bool:
+        """Does anybody hold the lock?"""
+        return await self._adrive(self._locked_steps())
+
+    async def inspect(self: BaseLock) -> LockInfo | None:
+        """Who has or had the lock, since when and for how long; None if its key has no row."""
+        return await self._adrive(self._inspect_steps())
+
+    async def __aenter__(self: L) -> L:
+        await self._adrive(self._enter_steps())
+        return self
+
+    async def __aexit__(
+        self: BaseLock, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._adrive(self._release_steps())
+
+    def __call__(self: BaseLock, function: F) -> F:
+        """Decorate a coroutine function: each call holds the lock; the key is formatted with the call's arguments."""
+        if not python.iscoroutinefunction(function):
+            raise TypeError(f"{function!r} is not a coroutine function: decorate it with the lock of a sync engine")
+        signature = self._signature(function)
+
+        @functools.wraps(function)
+        async def locked(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            async with self._for_call(signature, args, kwargs):
+                return await function(*args, **kwargs)
+
+        return cast("F", locked)

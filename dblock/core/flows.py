@@ -1,0 +1,104 @@
+"""Flows of control, and what each of them holds.
+
+A flow is a thread, or an asyncio task where one is running. Two flows that can run at the same time are never one
+owner: a task is looked up by its own identity, because a child task inherits its parent's context variables and all
+tasks of a loop share one thread. (Under gevent and eventlet `threading.local` is per greenlet, which is what is wanted.)
+
+Rule: the state of a hold lives here, with the flow that has it, never on a lock object, which flows may share. Only its
+own flow changes it. After a fork the child is a new flow with nothing: the parent's holds stay the parent's.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import threading
+import weakref
+from collections.abc import Hashable, MutableMapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dblock.core.values import Tenure
+
+if TYPE_CHECKING:
+    from dblock.core.faces import BaseLock
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Hold:
+    """A flow's belief that it holds a key: true until `trusted_until` on the local clock."""
+
+    tenure: Tenure
+    ttl: float
+    trusted_until: float
+    locks: list[BaseLock]
+    """The lock objects it was taken and re-entered through, outermost first."""
+    outer: Hold | None = None
+    """A lost hold of the same key, further out in the same flow, which has yet to be told so."""
+
+    @property
+    def count(self) -> int:
+        return len(self.locks)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Flow:
+    """One flow's token and holds; a hold is found by the place of its row and its key."""
+
+    owner: str = field(default_factory=lambda: secrets.token_urlsafe(16), repr=False)
+    holds: dict[tuple[Hashable, str], Hold] = field(default_factory=dict)
+
+    def disown(self) -> None:
+        """Take a new token: a statement that carries the old one may still be on its way."""
+        self.owner = secrets.token_urlsafe(16)
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.flow = Flow()
+
+
+_local = _Local()
+_tasks: MutableMapping[Any, Flow] = weakref.WeakKeyDictionary()
+_held: weakref.WeakSet[Hold] = weakref.WeakSet()
+
+
+def current_flow() -> Flow:
+    """The flow of control that is running now."""
+    task = current_task()
+    if task is None:
+        return _local.flow
+    flow = _tasks.get(task)
+    if flow is None:
+        flow = _tasks[task] = Flow()
+    return flow
+
+
+def current_task() -> Any:  # noqa: ANN401 - asyncio.Task or None, without importing asyncio
+    """The running asyncio task, or None."""
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is None:
+        return None
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no running loop in this thread
+        return None
+
+
+def watch(hold: Hold) -> None:
+    """Remember a hold for the case of a fork."""
+    _held.add(hold)
+
+
+def _after_fork_in_child() -> None:
+    global _local, _tasks, _held
+    parent = os.getppid()
+    for hold in list(_held):
+        for lock in hold.locks:
+            lock.forked_from = parent
+    _local, _tasks, _held = _Local(), weakref.WeakKeyDictionary(), weakref.WeakSet()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,265 @@
+"""The protocol of one lock row: what a tenure is, how it begins, changes and ends.
+
+Theory
+------
+A key's row is in one of three states, judged by the clock of the database that holds the row and by nothing else:
+
+    free      owner is null
+    held      owner is set and the clock has not reached expires_at
+    expired   owner is set and the clock has reached expires_at: nobody holds it, nobody gave it back
+
+and these are all the moves. A *tenure* is one stay in `held`, named by (key, owner, fence); each move is one statement
+that commits on its own, never part of a longer transaction (but see `joined` below):
+
+    (no row) --create--> held       free --take--> held       expired --take--> held      a new tenure, a new fence
+    held --extend, reenter--> held                                                        the same tenure
+    held --release--> held, count - 1     or, from count 1,     free
+    held --time--> expired
+    free, expired --reap, after the retention--> (no row)
+
+Why at most one tenure is alive at a time: `take` changes a row only while no lease is alive on it, `create` only while
+there is no row, and the database lets one statement at a time change a row. Every other statement names the whole
+tenure, so whatever an earlier holder does late meets a fence that is not its own and changes nothing.
+
+Why fences strictly increase: fence = max(previous fence + 1, database clock in microseconds). The first term orders the
+tenures of a row that lives, the second those of rows that were deleted, restored from a backup or never replicated:
+a fence is at most the clock at the start of its tenure (it would take a million tenures a second to run ahead), and the
+next row's fence is read from the clock later. It needs the clock not to be set back across a deletion, and no statement
+to be under way for longer than the reaper's retention. SQLite's clock ticks in milliseconds, so that a creation first
+lets one tick pass and the reaper leaves rows of the present tick alone.
+
+What a holder may believe: the lease in the row ends no earlier than ttl after its statement was *sent*. So trust ends
+at (local time of sending the last statement that succeeded) + ttl - margin, on a clock that is only compared with
+itself. An answer that comes after that moment is not a grant.
+
+What may be lost: the database may crash right after its reply. Losing a take, an extend or a re-entry would let two in,
+so they commit durably before the caller hears of them; losing a release or a deletion leaves a key taken until its
+expiry or a row until the next reaping, so they need not (section by section in `dblock.core.statements`).
+
+When the answer is lost: a statement was executed once or never, maybe later than we think. A release names its count and
+an extend sets rather than adds, so both may be sent again. After a take or a re-entry the row is read back: if it shows
+our token, the grant is ours, with trust counted from the first sending. If not, the statement may still be on its way;
+the owner token is then given up, so that a take that arrives late can only ever become a stranger's: a lease nobody
+relies on, gone after one ttl.
+
+When the caller is interrupted (Ctrl-C, cancellation, any error) the same reading tells whether there is something to
+give back. The lease's own expiry is the net under all of it.
+
+`joined`: SQLite has one writer for the whole database, so inside the caller's write transaction the statements can
+only run as part of it. Nobody else can write until that transaction ends, which is protection enough meanwhile; a
+rollback takes the tenure away, and its release then finds nothing.
+
+Rule of this module: pure generators and functions; no I/O, no sleeping, no clock but the one they are given.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from dblock.core import clock
+from dblock.core.errors import StoreConflict, StoreUnanswered
+from dblock.core.statements.base import Dialect, Statement
+from dblock.core.steps import Parameters, Rows, Steps, execute, sleep
+from dblock.core.values import Identity, LockInfo, Tenure, margin
+
+PATIENCE: Final = 5.0
+"""Seconds for which a statement is sent again after conflicts and broken connections, before the error goes out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    """What the protocol needs to know of the place where a row lives."""
+
+    dialect: Dialect
+    now: Callable[[], float] = clock.now
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a take writes into the row beside the owner."""
+
+    key: str
+    ttl: float
+    label: str
+    identity: Identity
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A tenure and the local moment at which trust in it ends."""
+
+    tenure: Tenure
+    trusted_until: float
+
+
+class Unresolved(StoreUnanswered):
+    """A take was sent and not answered, and the row does not show it: it may yet arrive, so its owner is given up."""
+
+
+def pauses(first: float = 0.005, longest: float = 0.25) -> Iterator[float]:
+    """Growing pauses in seconds, each with jitter so that those who failed together do not come back together."""
+    pause = first
+    while True:
+        yield random.uniform(pause / 2, pause)  # noqa: S311 - jitter, not a secret
+        pause = min(pause * 1.6, longest)
+
+
+def take(database: Database, wish: Wish, owner: str, until: float) -> Steps[Grant | None]:
+    """Begin a tenure if the key's row is there and not held; None if it is missing or held.
+
+    `until` is the local time after which conflicts are not tried again. Raises Unresolved when the owner token must not
+    be used again.
+    """
+    return (yield from _begin(database, database.dialect.take, wish, owner, until))
+
+
+def create(database: Database, wish: Wish, owner: str, until: float) -> Steps[Grant | None]:
+    """Begin the first tenure of a key without a row; None if somebody else was faster. Otherwise as `take`."""
+    if database.dialect.tick:
+        yield from sleep(database.dialect.tick)
+    return (yield from _begin(database, database.dialect.create, wish, owner, until))
+
+
+def inspect(database: Database, key: str, until: float | None = None) -> Steps[LockInfo | None]:
+    """The key's row, or None where there is none."""
+    end = database.now() + PATIENCE if until is None else until
+    _, rows = yield from _send(database, database.dialect.inspect, {"key": key}, end, resend=True)
+    if not rows:
+        return None
+    owner, fence, count, ttl, age, remaining, label, host, pid, thread, program, task = rows[0]
+    identity = Identity(host, pid, thread, program, task)
+    return LockInfo(key, owner, fence, count, float(ttl), float(age), float(remaining), label, identity)
+
+
+def verify(database: Database, tenure: Tenure) -> Steps[bool]:
+    """Is the tenure alive, by the database's word?"""
+    info = yield from inspect(database, tenure.key)
+    return _shows(info, tenure)
+
+
+def extend(database: Database, tenure: Tenure, ttl: float) -> Steps[Grant | None]:
+    """Let the lease end `ttl` seconds from now; None if the tenure is over."""
+    parameters = {"key": tenure.key, "owner": tenure.owner, "fence": tenure.fence, "ttl": ttl}
+    until = database.now() + min(PATIENCE, ttl)
+    sent, rows = yield from _send(database, database.dialect.extend, parameters, until, resend=True)
+    return Grant(tenure, sent + ttl - margin(ttl)) if rows else None
+
+
+def reenter(database: Database, tenure: Tenure, count: int, ttl: float) -> Steps[Grant | None]:
+    """Raise the count from `count` and let the lease last at least `ttl` seconds more; None if the tenure is over."""
+    parameters = {"key": tenure.key, "owner": tenure.owner, "fence": tenure.fence, "count": count, "ttl": ttl}
+    until = database.now() + min(PATIENCE, ttl)
+    while True:
+        sent = database.now()
+        try:
+            sent, rows = yield from _send(database, database.dialect.reenter, parameters, until)
+            done = bool(rows)
+        except StoreUnanswered:
+            info = yield from inspect(database, tenure.key, until)
+            if _shows(info, tenure) and info is not None and info.count == count:
+                continue
+            done = _shows(info, tenure)
+        return Grant(tenure, sent + ttl - margin(ttl)) if done else None
+
+
+def release(database: Database, tenure: Tenure, count: int) -> Steps[bool]:
+    """Lower the count from `count`, to nobody's from 1; False if the tenure was over before.
+
+    After a lost answer a second sending that finds nothing has found its own first.
+    """
+    parameters = {"key": tenure.key, "owner": tenure.owner, "fence": tenure.fence, "count": count}
+    until = database.now() + PATIENCE
+    try:
+        _, rows = yield from _send(database, database.dialect.release, parameters, until)
+    except StoreUnanswered:
+        _, _ = yield from _send(database, database.dialect.release, parameters, until, resend=True)
+        return True
+    return bool(rows)
+
+
+def give_back(database: Database, key: str, owner: str) -> Steps[None]:
+    """Free whatever a take that was broken off may have left behind; errors are left to the lease's expiry."""
+    try:
+        info = yield from inspect(database, key)
+        if info is not None and info.owner == owner:
+            _ = yield from release(database, Tenure(key, owner, info.fence), info.count)
+    except Exception:  # noqa: BLE001 - must not hide what broke the take off
+        return
+
+
+def reap(database: Database, retention: float) -> Steps[int]:
+    """Delete the rows that have been free or expired for longer than `retention` seconds; how many there were."""
+    deleted = 0
+    while True:
+        parameters = {"retention": retention}
+        until = database.now() + PATIENCE
+        _, keys = yield from _send(database, database.dialect.stale, parameters, until, resend=True)
+        before = deleted
+        for (key,) in keys:
+            parameters = {"key": key, "retention": retention}
+            until = database.now() + PATIENCE
+            _, rows = yield from _send(database, database.dialect.reap, parameters, until, resend=True)
+            deleted += len(rows)
+        if deleted == before:
+            return deleted
+
+
+def _begin(database: Database, statement: Statement, wish: Wish, owner: str, until: float) -> Steps[Grant | None]:
+    identity = wish.identity
+    parameters: Parameters = {
+        "key": wish.key,
+        "owner": owner,
+        "ttl": wish.ttl,
+        "label": wish.label,
+        "host": identity.host,
+        "pid": identity.pid,
+        "thread": identity.thread,
+        "program": identity.program,
+        "task": identity.celery_task_id,
+    }
+    sent = database.now()
+    try:
+        sent, rows = yield from _send(database, statement, parameters, until)
+    except StoreUnanswered as error:
+        info = yield from inspect(database, wish.key)
+        if info is None or info.owner != owner or info.remaining <= 0:
+            raise Unresolved(str(error), key=wish.key) from error.__cause__
+        rows = [(info.fence,)]
+    if not rows:
+        return None
+    return Grant(Tenure(wish.key, owner, int(rows[0][0])), sent + wish.ttl - margin(wish.ttl))
+
+
+def _send(
+    database: Database, statement: Statement, parameters: Parameters, until: float, *, resend: bool = False
+) -> Steps[tuple[float, Rows]]:
+    """Execute, again after conflicts until the local time `until`; the local time of the last sending, and the rows.
+
+    With `resend` also after broken connections: only for statements that may be executed twice.
+    """
+    growing = pauses()
+    while True:
+        sent = database.now()
+        try:
+            rows = yield from execute(statement, parameters)
+        except StoreConflict:
+            pass
+        except StoreUnanswered:
+            if not resend:
+                raise
+        else:
+            return sent, rows
+        pause = next(growing)
+        if database.now() + pause >= until:
+            # One last time, and let its error out.
+            sent = database.now()
+            rows = yield from execute(statement, parameters)
+            return sent, rows
+        yield from sleep(pause)
+
+
+def _shows(info: LockInfo | None, tenure: Tenure) -> bool:
+    return info is not None and (info.owner, info.fence) == (tenure.owner, tenure.fence) and info.remaining > 0

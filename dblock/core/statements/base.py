@@ -1,0 +1,117 @@
+"""What the modules of the databases have in common: a statement, its reply, and how to read a driver's error.
+
+Rule: a statement's text is a constant; values reach it as parameters only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Any, Protocol
+
+
+class Reply(Enum):
+    """How a statement's answer becomes rows."""
+
+    ROWS = "the rows it returns"
+    COUNT = "one empty row for each row that it changed"
+    NUMBER = "one row with the number left by LAST_INSERT_ID(expr), if it changed a row"
+
+
+class Failure(Enum):
+    """What an error of the driver means for the protocol."""
+
+    CONFLICT = "refused for a passing reason, nothing happened"
+    DUPLICATE = "the row is there already, nothing happened"
+    LOST = "the connection broke, the outcome is unknown"
+    NO_TABLE = "the table is missing"
+    OTHER = "anything else; nothing happened"
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """SQL with `:name` parameters."""
+
+    name: str
+    sql: str
+    reply: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """All that differs between databases."""
+
+    name: str
+    take: Statement
+    """Begin a tenure on a row that is free or expired -> fence."""
+    create: Statement
+    """Begin the first tenure of a key that has no row -> fence."""
+    inspect: Statement
+    """Read a key's row: owner, fence, count, ttl, age, remaining, label, host, pid, thread, program, task."""
+    reenter: Statement
+    """Raise the count of a live tenure by one; the lease never gets shorter."""
+    extend: Statement
+    """Set the lease of a live tenure to end one ttl from now."""
+    release: Statement
+    """Lower the count by one; at zero the key is free."""
+    stale: Statement
+    """Keys whose rows have been free or expired for longer than `retention`."""
+    reap: Statement
+    """Delete one such row."""
+    tick: float
+    """Seconds between two readings of the database's clock that are sure to differ, if it is coarser than a statement."""
+    classify: Callable[[BaseException], Failure]
+    """What a driver's error means."""
+    ddl: str
+    """The table, in plain SQL."""
+
+
+class Cursor(Protocol):
+    """The part of DB-API 2.0 (PEP 249) that the protocol needs."""
+
+    @property
+    def rowcount(self) -> int: ...
+    @property
+    def lastrowid(self) -> Any: ...  # noqa: ANN401 - as loose as PEP 249
+    def execute(self, operation: str, parameters: Any, /, **options: Any) -> Any: ...  # noqa: ANN401
+    def fetchall(self) -> Any: ...  # noqa: ANN401
+
+
+_NAME = re.compile(r":([a-z_]+)")
+
+
+@lru_cache(maxsize=256)
+def _rendered(sql: str, paramstyle: str) -> tuple[str, tuple[str, ...] | None]:
+    """The text in a driver's parameter style and, for styles without names, the order of the parameters (PEP 249)."""
+    if paramstyle == "named":
+        return sql, None
+    if paramstyle == "pyformat":
+        return _NAME.sub(r"%(\1)s", sql.replace("%", "%%")), None
+    names: list[str] = _NAME.findall(sql)
+    if paramstyle in {"numeric", "numeric_dollar"}:
+        order = list(dict.fromkeys(names))
+        mark = "$" if paramstyle == "numeric_dollar" else ":"
+        return _NAME.sub(lambda found: f"{mark}{order.index(found[1]) + 1}", sql), tuple(order)
+    if paramstyle == "format":
+        return _NAME.sub("%s", sql.replace("%", "%%")), tuple(names)
+    return _NAME.sub("?", sql), tuple(names)
+
+
+def perform(
+    cursor: Cursor,
+    statement: Statement,
+    parameters: Mapping[str, Any],
+    paramstyle: str,
+    **options: Any,  # noqa: ANN401 - the driver's
+) -> list[Any]:
+    """Run `statement` on a DB-API cursor and give its answer as rows; the driver's errors pass through."""
+    text, order = _rendered(statement.sql, paramstyle)
+    cursor.execute(text, parameters if order is None else tuple(parameters[name] for name in order), **options)
+    if statement.reply is Reply.ROWS:
+        return list(cursor.fetchall())
+    if statement.reply is Reply.COUNT:
+        return [()] * cursor.rowcount
+    return [(cursor.lastrowid,)] if cursor.rowcount == 1 else []

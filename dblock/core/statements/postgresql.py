@@ -1,0 +1,186 @@
+"""The statements for PostgreSQL (13 and later).
+
+The clock is `clock_timestamp()`: `now()` is the start of the transaction. It is read while the row is being rewritten,
+so after the statement was sent: the lease in the row ends no earlier than send time + ttl. (PostgreSQL evaluates the
+new row before it waits for another transaction's row lock, and again after it when that one changed the row: a wait can
+make the lease shorter than ttl from *now*, never shorter than ttl from the *send time*, which is what trust counts from.)
+
+Every statement is a transaction of its own under any isolation level: where READ COMMITTED re-reads a row that changed
+meanwhile, REPEATABLE READ and SERIALIZABLE raise 40001 instead, and the protocol tries again.
+
+No SET touches an indexed column, so all updates are heap-only while the page has room (fillfactor).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dblock.core.statements.base import Dialect, Failure, Reply, Statement
+
+# Safe: one row, by primary key, and only if nobody's lease is alive on it; a concurrent take is waited for and the
+# condition is checked again on the row that it left. A loser's WHERE is false, so it locks and writes nothing.
+# Commits durably: whoever hears of the grant relies on it.
+TAKE: Final = Statement(
+    "take",
+    """
+UPDATE locks SET
+    owner = :owner,
+    fence = greatest(fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)),
+    count = 1,
+    ttl = :ttl,
+    acquired_at = clock_timestamp(),
+    expires_at = clock_timestamp() + make_interval(secs => :ttl),
+    label = :label,
+    host = :host,
+    pid = :pid,
+    thread = :thread,
+    program = :program,
+    celery_task_id = :task
+WHERE lock_key = :key AND (owner IS NULL OR expires_at <= clock_timestamp())
+RETURNING fence
+""",
+    Reply.ROWS,
+)
+
+# Safe: DO NOTHING neither locks nor writes when the key exists. Durable, as the take. The row is missing, so the fence
+# starts at the clock; it exceeds every fence of a deleted row, because that began before it was deleted.
+CREATE: Final = Statement(
+    "create",
+    """
+INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at,
+                   label, host, pid, thread, program, celery_task_id)
+VALUES (:key, :owner, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint), 1, :ttl, clock_timestamp(),
+        clock_timestamp() + make_interval(secs => :ttl), :label, :host, :pid, :thread, :program, :task)
+ON CONFLICT (lock_key) DO NOTHING
+RETURNING fence
+""",
+    Reply.ROWS,
+)
+
+# Safe: reads only.
+INSPECT: Final = Statement(
+    "inspect",
+    """
+SELECT owner, fence, count, ttl,
+       CAST(extract(epoch FROM clock_timestamp() - acquired_at) AS double precision),
+       CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision),
+       label, host, pid, thread, program, celery_task_id
+FROM locks WHERE lock_key = :key
+""",
+    Reply.ROWS,
+)
+
+# Safe: names the tenure and the count it was decided on, so a second sending changes nothing. Durable: the longer lease
+# is relied on.
+REENTER: Final = Statement(
+    "reenter",
+    """
+UPDATE locks SET
+    count = count + 1,
+    expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :ttl))
+WHERE lock_key = :key AND owner = :owner AND fence = :fence AND count = :count AND expires_at > clock_timestamp()
+""",
+    Reply.COUNT,
+)
+
+# Safe: names the tenure; an ended lease is never revived, and sending it twice is harmless. Durable: the longer lease
+# is relied on.
+EXTEND: Final = Statement(
+    "extend",
+    """
+UPDATE locks SET
+    ttl = :ttl,
+    expires_at = clock_timestamp() + make_interval(secs => :ttl)
+WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > clock_timestamp()
+""",
+    Reply.COUNT,
+)
+
+# Safe: names the tenure and the count. Commits asynchronously, for its own transaction only (set_config's third
+# argument): if a crash loses it the key stays taken until expires_at, which is late, not wrong.
+RELEASE: Final = Statement(
+    "release",
+    """
+UPDATE locks SET
+    owner = CASE WHEN count > 1 THEN owner END,
+    expires_at = CASE WHEN count > 1 THEN expires_at ELSE clock_timestamp() END,
+    count = count - 1
+WHERE lock_key = :key AND owner = :owner AND fence = :fence AND count = :count
+  AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+""",
+    Reply.COUNT,
+)
+
+# Safe: reads only. `expires_at` of a free row is when it was released.
+STALE: Final = Statement(
+    "stale",
+    """
+SELECT lock_key FROM locks
+WHERE expires_at < clock_timestamp() - make_interval(secs => :retention)
+ORDER BY lock_key LIMIT 1000
+""",
+    Reply.ROWS,
+)
+
+# Safe: one row, by primary key, and only if it is still stale: a take in between has moved expires_at. Asynchronous: a
+# lost deletion leaves a row for longer.
+REAP: Final = Statement(
+    "reap",
+    """
+DELETE FROM locks
+WHERE lock_key = :key AND expires_at < clock_timestamp() - make_interval(secs => :retention)
+  AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+""",
+    Reply.COUNT,
+)
+
+DDL: Final = """\
+CREATE TABLE locks (
+    lock_key varchar(255) COLLATE "C" NOT NULL PRIMARY KEY,
+    owner varchar(64) COLLATE "C",
+    fence bigint NOT NULL,
+    count integer NOT NULL,
+    ttl double precision NOT NULL,
+    acquired_at timestamp with time zone NOT NULL,
+    expires_at timestamp with time zone NOT NULL,
+    label varchar(255) COLLATE "C" NOT NULL,
+    host varchar(255) COLLATE "C" NOT NULL,
+    pid integer NOT NULL,
+    thread varchar(255) COLLATE "C" NOT NULL,
+    program varchar(255) COLLATE "C" NOT NULL,
+    celery_task_id varchar(255) COLLATE "C" NOT NULL
+) WITH (fillfactor = 50);
+"""
+
+_CONFLICTS = frozenset({"40001", "40P01", "55P03"})
+
+
+def classify(error: BaseException) -> Failure:
+    """By SQLSTATE (PostgreSQL manual, appendix A), which every driver reports in its own attribute."""
+    state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    if state in _CONFLICTS:
+        return Failure.CONFLICT
+    if state == "42P01":
+        return Failure.NO_TABLE
+    if isinstance(error, OSError):
+        return Failure.LOST
+    if state is None:  # raised by the client itself: the connection is gone, or the call was wrong
+        return Failure.LOST if type(error).__name__ in {"OperationalError", "InterfaceError"} else Failure.OTHER
+    # 08: connection exception; 57P01 to 57P05: the server ends sessions; 25P03: it ended an idle one.
+    return Failure.LOST if state.startswith(("08", "57P")) or state == "25P03" else Failure.OTHER
+
+
+DIALECT: Final = Dialect(
+    name="postgresql",
+    take=TAKE,
+    create=CREATE,
+    inspect=INSPECT,
+    reenter=REENTER,
+    extend=EXTEND,
+    release=RELEASE,
+    stale=STALE,
+    reap=REAP,
+    tick=0.0,
+    classify=classify,
+    ddl=DDL,
+)

@@ -1,0 +1,175 @@
+"""The statements for SQLite (3.35 and later, for RETURNING).
+
+The clock is SQLite's own `'now'`, stable within one statement and in milliseconds; times are text of one width
+('2026-01-02 03:04:05.678000', as Django and SQLAlchemy write them), so they compare as text. Statements of different
+connections never overlap (one writer at a time), and each reads the clock after it got the write lock or re-reads
+nothing: what a statement saw is what it changed.
+
+Commits: in WAL mode the lock's own connections run with `synchronous=NORMAL`. A crash of a process loses nothing then;
+a crash of the machine may lose the last commits, but ends every holder too, since all of them live on that machine.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dblock.core.statements.base import Dialect, Failure, Reply, Statement
+
+# Safe: an UPDATE holds the database's write lock from before it looks. A loser's WHERE is false: it writes nothing.
+TAKE: Final = Statement(
+    "take",
+    """
+UPDATE locks SET
+    owner = :owner,
+    fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000
+                           + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000),
+    count = 1,
+    ttl = :ttl,
+    acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'),
+    expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :ttl)),
+    label = :label,
+    host = :host,
+    pid = :pid,
+    thread = :thread,
+    program = :program,
+    celery_task_id = :task
+WHERE lock_key = :key AND (owner IS NULL OR expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'))
+RETURNING fence
+""",
+    Reply.ROWS,
+)
+
+# Safe: DO NOTHING writes nothing when the key exists. The row is missing, so the fence starts at the clock; the
+# protocol lets one tick of that clock pass first, so that it exceeds the fence of a row deleted just now.
+CREATE: Final = Statement(
+    "create",
+    """
+INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at,
+                   label, host, pid, thread, program, celery_task_id)
+VALUES (:key, :owner, CAST(strftime('%s', 'now') AS integer) * 1000000
+                      + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000, 1, :ttl,
+        strftime('%Y-%m-%d %H:%M:%f000', 'now'),
+        strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :ttl)),
+        :label, :host, :pid, :thread, :program, :task)
+ON CONFLICT (lock_key) DO NOTHING
+RETURNING fence
+""",
+    Reply.ROWS,
+)
+
+# Safe: reads only; in WAL mode it waits for nobody.
+INSPECT: Final = Statement(
+    "inspect",
+    """
+SELECT owner, fence, count, ttl,
+       (julianday('now') - julianday(acquired_at)) * 86400.0,
+       CASE WHEN expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+            THEN max(0.001, (julianday(expires_at) - julianday('now')) * 86400.0) ELSE 0.0 END,
+       label, host, pid, thread, program, celery_task_id
+FROM locks WHERE lock_key = :key
+""",
+    Reply.ROWS,
+)
+
+# Safe: names the tenure and the count it was decided on, so a second sending changes nothing.
+REENTER: Final = Statement(
+    "reenter",
+    """
+UPDATE locks SET
+    count = count + 1,
+    expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :ttl)))
+WHERE lock_key = :key AND owner = :owner AND fence = :fence AND count = :count
+  AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+""",
+    Reply.COUNT,
+)
+
+# Safe: names the tenure; an ended lease is never revived, and sending it twice is harmless.
+EXTEND: Final = Statement(
+    "extend",
+    """
+UPDATE locks SET
+    ttl = :ttl,
+    expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :ttl))
+WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+""",
+    Reply.COUNT,
+)
+
+# Safe: names the tenure and the count.
+RELEASE: Final = Statement(
+    "release",
+    """
+UPDATE locks SET
+    owner = CASE WHEN count > 1 THEN owner END,
+    expires_at = CASE WHEN count > 1 THEN expires_at ELSE strftime('%Y-%m-%d %H:%M:%f000', 'now') END,
+    count = count - 1
+WHERE lock_key = :key AND owner = :owner AND fence = :fence AND count = :count
+""",
+    Reply.COUNT,
+)
+
+# Safe: reads only. `expires_at` of a free row is when it was released.
+STALE: Final = Statement(
+    "stale",
+    """
+SELECT lock_key FROM locks
+WHERE expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention))
+ORDER BY lock_key LIMIT 1000
+""",
+    Reply.ROWS,
+)
+
+# Safe: one row, by primary key, and only if it is still stale: a take in between has moved expires_at.
+REAP: Final = Statement(
+    "reap",
+    """
+DELETE FROM locks
+WHERE lock_key = :key
+  AND expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention))
+""",
+    Reply.COUNT,
+)
+
+DDL: Final = """\
+CREATE TABLE locks (
+    lock_key varchar(255) NOT NULL PRIMARY KEY,
+    owner varchar(64),
+    fence bigint NOT NULL,
+    count integer NOT NULL,
+    ttl real NOT NULL,
+    acquired_at datetime NOT NULL,
+    expires_at datetime NOT NULL,
+    label varchar(255) NOT NULL,
+    host varchar(255) NOT NULL,
+    pid integer NOT NULL,
+    thread varchar(255) NOT NULL,
+    program varchar(255) NOT NULL,
+    celery_task_id varchar(255) NOT NULL
+);
+"""
+
+
+def classify(error: BaseException) -> Failure:
+    """By SQLite's result code (sqlite.org/rescode.html); connections to a file do not get lost."""
+    code = getattr(error, "sqlite_errorname", "") or ""
+    text = str(error)
+    if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) or "is locked" in text:
+        return Failure.CONFLICT
+    return Failure.NO_TABLE if "no such table" in text else Failure.OTHER
+
+
+DIALECT: Final = Dialect(
+    name="sqlite",
+    take=TAKE,
+    create=CREATE,
+    inspect=INSPECT,
+    reenter=REENTER,
+    extend=EXTEND,
+    release=RELEASE,
+    stale=STALE,
+    reap=REAP,
+    tick=0.001,
+    classify=classify,
+    ddl=DDL,
+)

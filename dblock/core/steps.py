@@ -1,0 +1,47 @@
+"""The few things that the lock's algorithm can ask of the world.
+
+Rule: generators of this package use `yield from` on the functions below and never a bare `yield`; everything that
+neither waits nor does I/O is a plain function. `dblock.core.drivers` runs the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dblock.core.statements.base import Statement
+
+T = TypeVar("T")
+Parameters = Mapping[str, "str | int | float"]
+Rows = Sequence[Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Execute:
+    """Run one statement in a transaction of its own and answer with its rows."""
+
+    statement: Statement
+    parameters: Parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Pause; no connection is held meanwhile."""
+
+    seconds: float
+
+
+Step = Execute | Sleep
+Steps = Generator[Step, Any, T]
+
+
+def execute(statement: Statement, parameters: Parameters) -> Steps[Rows]:
+    """The rows that `statement` answers with; raises what the executor raises."""
+    rows: Rows = yield Execute(statement, parameters)
+    return rows
+
+
+def sleep(seconds: float) -> Steps[None]:
+    """Return after `seconds`."""
+    yield Sleep(seconds)

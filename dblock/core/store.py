@@ -1,0 +1,44 @@
+"""What the executors of both faces share: a driver's error becomes one of ours, in one place.
+
+Rule: an error that leaves here says what it means for the protocol by its class, and has the driver's error as its
+cause.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
+from dblock.core.statements.base import Dialect, Failure
+
+
+def store_error(dialect: Dialect, error: BaseException, *, create_table: str, place: str) -> LockStoreError | None:
+    """The error to raise from the driver's `error`; None where it means an empty answer.
+
+    `create_table` says what makes the missing table, `place` which database it is.
+    """
+    failure = dialect.classify(error)
+    if failure is Failure.DUPLICATE:
+        return None
+    if failure is Failure.NO_TABLE:
+        return LockStoreError(f"{place} has no table `locks`: {create_table}")
+    detail = f"{type(error).__name__}: {str(error).strip()}"
+    if failure is Failure.CONFLICT:
+        return StoreConflict(f"{place} kept refusing a statement of the lock: {detail}")
+    if failure is Failure.LOST:
+        return StoreUnanswered(f"{place} did not answer a statement of the lock: {detail}")
+    return LockStoreError(f"{place} refused a statement of the lock: {detail}")
+
+
+def unreachable(error: BaseException, *, place: str) -> StoreConflict:
+    """The error for a connection that could not be opened: nothing was sent."""
+    return StoreConflict(f"cannot connect to {place}: {type(error).__name__}: {str(error).strip()}")
+
+
+def speaks_to_its_backend(pgconn: Any, backend_pid: int) -> bool:  # noqa: ANN401 - psycopg's, without importing it
+    """Is a libpq connection wired to one PostgreSQL session, whose own word for its process id is `backend_pid`?
+
+    Prepared statements need that. A pooler such as PgBouncer makes up the key data that it greets clients with, so
+    that the two numbers differ.
+    """
+    return bool(pgconn.backend_pid == backend_pid)

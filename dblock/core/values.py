@@ -1,0 +1,197 @@
+"""Values that cannot hold nonsense: validated once at the door, frozen afterwards.
+
+Rule: every check here happens before any I/O, so that bad input changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Final, Literal
+
+from dblock.core.errors import InvalidKey
+
+KEY_LENGTH: Final = 255
+TEXT_LENGTH: Final = 255
+
+TTL_MIN: Final = 0.001
+"""Seconds; SQLite's clock ticks in milliseconds."""
+TTL_MAX: Final = 10 * 366 * 86400.0
+"""Seconds (ten years), far from where any of the databases' timestamps overflow."""
+
+Seconds = float | int | timedelta
+State = Literal["held", "at_risk", "lost"]
+
+
+def valid_key(key: object) -> str:
+    """`key` if it is 1 to 255 characters of text that every database stores exactly; else InvalidKey."""
+    if not isinstance(key, str):
+        raise InvalidKey(f"a lock key is text, not {type(key).__name__}: {_short(key)}")
+    if not 1 <= len(key) <= KEY_LENGTH:
+        raise InvalidKey(
+            f"a lock key has 1 to {KEY_LENGTH} characters, not {len(key)}: {_short(key)}; hash a longer name", key=key
+        )
+    if (problem := _unstorable(key)) is not None:
+        raise InvalidKey(f"a lock key cannot contain {problem}: {_short(key)}", key=key)
+    return key
+
+
+def valid_text(value: object, what: str) -> str:
+    """`value` if it is at most 255 characters that every database stores; TypeError or ValueError otherwise."""
+    if not isinstance(value, str):
+        raise TypeError(f"{what} is text, not {type(value).__name__}: {_short(value)}")
+    if len(value) > TEXT_LENGTH:
+        raise ValueError(f"{what} has at most {TEXT_LENGTH} characters, not {len(value)}")
+    if (problem := _unstorable(value)) is not None:
+        raise ValueError(f"{what} cannot contain {problem}: {_short(value)}")
+    return value
+
+
+def valid_ttl(ttl: object) -> float:
+    """The life of a lease in seconds, from a number or a timedelta; TypeError or ValueError otherwise."""
+    seconds = _seconds(ttl, "ttl")
+    if not TTL_MIN <= seconds <= TTL_MAX:
+        raise ValueError(f"ttl is the life of the lease, {TTL_MIN:g} to {TTL_MAX:g} seconds, not {seconds:g}")
+    return seconds
+
+
+def valid_timeout(timeout: object) -> float | None:
+    """The longest wait in seconds, None for ever; TypeError or ValueError otherwise."""
+    if timeout is None:
+        return None
+    seconds = _seconds(timeout, "timeout")
+    if seconds < 0:
+        raise ValueError(f"timeout is the longest wait in seconds, 0 or more or None for ever, not {seconds:g}")
+    return seconds
+
+
+def valid_retention(retention: object) -> float:
+    """How long to keep rows that nobody holds, in seconds; TypeError or ValueError otherwise."""
+    seconds = _seconds(retention, "retention")
+    if not 0 <= seconds <= TTL_MAX:
+        raise ValueError(f"retention is 0 to {TTL_MAX:g} seconds, not {seconds:g}")
+    return seconds
+
+
+def acquire_timeout(blocking: object, timeout: object, own: float | None) -> float | None:
+    """The wait that `acquire(blocking, timeout)` asks for, with threading.RLock's rules and errors.
+
+    `timeout` is a number, a timedelta, -1 or None for ever, or Ellipsis for the lock's own.
+    """
+    if timeout is ...:
+        return own if blocking else 0.0
+    if timeout is None:
+        seconds = -1.0
+    elif isinstance(timeout, timedelta):
+        seconds = timeout.total_seconds()
+    elif isinstance(timeout, int | float):
+        seconds = float(timeout)
+    else:
+        raise TypeError(f"timeout is a number of seconds, not {type(timeout).__name__}")
+    if math.isnan(seconds):
+        raise ValueError("timeout is not a number (NaN)")
+    if not blocking:
+        if seconds != -1:
+            raise ValueError("can't specify a timeout for a non-blocking call")
+        return 0.0
+    if seconds == -1:
+        return None
+    if seconds < 0:
+        raise ValueError("timeout value must be a non-negative number")
+    if seconds > threading.TIMEOUT_MAX:
+        raise OverflowError("timeout value is too large")
+    return seconds
+
+
+def margin(ttl: float) -> float:
+    """How long before the end of a lease trust in it ends, in seconds: a tenth of it, at most one second.
+
+    It covers what the local clock and the database's may drift apart during one ttl, and the time from a look at the
+    state to the act that follows.
+    """
+    return min(1.0, ttl / 10)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenure:
+    """One holding of a key by one owner: what every statement after the take names, whole."""
+
+    key: str
+    owner: str = field(repr=False)
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who holds a lock, for people who look at it: no decision ever rests on it."""
+
+    host: str
+    pid: int
+    thread: str
+    program: str
+    celery_task_id: str
+
+    def __str__(self) -> str:
+        parts = [f"{self.host} pid {self.pid}", self.thread, self.program]
+        if self.celery_task_id:
+            parts.append(f"Celery task {self.celery_task_id}")
+        return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, slots=True)
+class LockInfo:
+    """A key's row as the database saw it at the moment of asking; times are spans by the database's clock."""
+
+    key: str
+    owner: str | None = field(repr=False)
+    fence: int
+    count: int
+    ttl: float
+    age: float
+    """Seconds since the tenure began."""
+    remaining: float
+    """Seconds until the lease ends; zero or less when it has ended."""
+    label: str
+    identity: Identity
+
+    @property
+    def state(self) -> Literal["held", "expired", "free"]:
+        """`expired`: its holder neither renewed it nor gave it back; whoever asks next gets it."""
+        if self.owner is None:
+            return "free"
+        return "held" if self.remaining > 0 else "expired"
+
+    def __str__(self) -> str:
+        label = f' "{self.label}"' if self.label else ""
+        return f"{self.identity}{label}, for {self.age:.1f} s, at most {max(self.remaining, 0):.1f} s more"
+
+
+def _seconds(value: object, what: str) -> float:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{what} is a number of seconds or a timedelta, not {type(value).__name__}: {_short(value)}")
+    try:
+        seconds = float(value)
+    except OverflowError:
+        raise ValueError(f"{what} is too large") from None
+    if not math.isfinite(seconds):
+        raise ValueError(f"{what} is a finite number of seconds, not {seconds}")
+    return seconds
+
+
+def _unstorable(text: str) -> str | None:
+    if "\0" in text:
+        return "NUL"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "half of a surrogate pair"
+    return None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

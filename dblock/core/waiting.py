@@ -1,0 +1,81 @@
+"""How a flow waits for a key: it looks, with growing pauses, and writes only when the key looks free.
+
+Rule: a waiter holds no connection while it pauses, and no pause overshoots the timeout or the end of the holder's
+lease. The fair queue takes the place of `_wait` without touching the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from dblock.core.flows import Flow
+from dblock.core.protocol import (
+    PATIENCE,
+    Database,
+    Grant,
+    Unresolved,
+    Wish,
+    create,
+    give_back,
+    inspect,
+    pauses,
+    release,
+    take,
+)
+from dblock.core.steps import Steps, sleep
+from dblock.core.values import LockInfo
+
+GRACE: Final = 1.0
+"""Seconds for which even a try without waiting is repeated after deadlocks, serialization failures and the like."""
+
+
+def acquire(database: Database, wish: Wish, flow: Flow, timeout: float | None) -> Steps[Grant | LockInfo | None]:
+    """A grant, or whoever held the key when `timeout` seconds (None: for ever) were over.
+
+    None means that the key was free at the last look, but others were faster each time. Interrupted anywhere, it gives
+    back what it may have taken.
+    """
+    try:
+        return (yield from _wait(database, wish, flow, timeout))
+    except GeneratorExit:
+        raise  # nobody drives us any more
+    except BaseException:
+        owner = flow.owner
+        flow.disown()
+        yield from give_back(database, wish.key, owner)
+        raise
+
+
+def _wait(database: Database, wish: Wish, flow: Flow, timeout: float | None) -> Steps[Grant | LockInfo | None]:
+    now = database.now
+    start = now()
+    deadline = math.inf if timeout is None else start + timeout
+    growing = pauses()
+    begin = take
+    until = min(start + PATIENCE, max(deadline, start + GRACE))
+    late = 0
+    while True:
+        try:
+            grant = yield from begin(database, wish, flow.owner, until)
+        except Unresolved:
+            flow.disown()
+            if now() >= until:
+                raise
+            continue
+        if grant is not None:
+            if now() < grant.trusted_until:
+                return grant
+            _ = yield from release(database, grant.tenure, 1)  # granted too late to be of use
+        holder = yield from inspect(database, wish.key, until)
+        while holder is not None and holder.state == "held":
+            left = deadline - now()
+            if left <= 0:
+                return holder
+            until = deadline  # once we wait, outages of the database are part of the wait
+            yield from sleep(min(next(growing), left, holder.remaining))
+            holder = yield from inspect(database, wish.key, until)
+        begin = create if holder is None else take
+        late += now() >= deadline
+        if late > 2:
+            return None

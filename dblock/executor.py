@@ -1,0 +1,118 @@
+"""Runs one statement of the protocol for Django, on the raw driver's cursor.
+
+Rule: the raw cursor, because Django's neither prepares statements on PostgreSQL nor may refuse a release inside a
+transaction that is to be rolled back. Statements of the lock are therefore not in `connection.queries`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Final
+
+from asgiref.sync import sync_to_async
+from django.db import DatabaseError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import ConnectionDoesNotExist, InterfaceError
+from django.utils.asyncio import async_unsafe
+
+from dblock.connections import connection_for, is_beside
+from dblock.core.errors import UnsupportedDatabase
+from dblock.core.protocol import Database
+from dblock.core.statements import DIALECTS
+from dblock.core.statements.base import Dialect, perform
+from dblock.core.steps import Execute, Rows
+from dblock.core.store import speaks_to_its_backend, store_error, unreachable
+
+_direct: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_databases: Final = {name: Database(dialect) for name, dialect in DIALECTS.items()}
+
+
+def database_for(alias: str) -> Database:
+    """The protocol's view of an alias; UnsupportedDatabase if it cannot carry the lock."""
+    try:
+        vendor = connections[alias].vendor
+    except ConnectionDoesNotExist as error:
+        raise UnsupportedDatabase(f"there is no database {alias!r} in DATABASES, only {sorted(connections)}") from error
+    try:
+        return _databases[vendor]
+    except KeyError:
+        raise UnsupportedDatabase(
+            f"the database {alias!r} is {vendor}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite"
+        ) from None
+
+
+class DjangoExecutor:
+    """Executes for one database alias."""
+
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
+        self._place = f"database {alias!r}"
+        self._create_table = f"add 'dblock' to INSTALLED_APPS and run `manage.py migrate dblock --database {alias}`"
+
+    def execute(self, step: Execute) -> Rows:
+        """Run the statement in this thread."""
+        connection = self._connect()
+        dialect = _databases[connection.vendor].dialect
+        errors = (connection.Database.Error, OSError)  # type: ignore[attr-defined]
+        try:
+            return _perform(connection, step)
+        except errors as error:
+            _discard(connection)
+            ours = store_error(dialect, error, create_table=self._create_table, place=self._place)
+            if ours is None:
+                return []
+            raise ours from error
+        except BaseException:  # interrupted half-way through an answer
+            _discard(connection)
+            raise
+
+    async def aexecute(self, step: Execute) -> Rows:
+        """Run the statement in the thread that Django's async code shares, for its length only."""
+        return await sync_to_async(self.execute, thread_sensitive=True)(step)
+
+    @async_unsafe("A lock cannot be taken here: use `async with db_lock(...)` and the methods that begin with an `a`.")
+    def _connect(self) -> BaseDatabaseWrapper:
+        try:
+            return connection_for(self._alias)
+        except (DatabaseError, InterfaceError, OSError) as error:
+            raise unreachable(error, place=self._place) from (error.__cause__ or error)
+
+
+def _perform(connection: BaseDatabaseWrapper, step: Execute) -> Rows:
+    raw: Any = connection.connection
+    if connection.vendor == "sqlite":
+        return perform(raw.cursor(), step.statement, step.parameters, "named")
+    if connection.vendor == "postgresql" and hasattr(raw, "pgconn"):
+        return _perform_psycopg(connection, raw, step)
+    with raw.cursor() as cursor:
+        return perform(cursor, step.statement, step.parameters, "pyformat")
+
+
+def _perform_psycopg(connection: BaseDatabaseWrapper, raw: Any, step: Execute) -> Rows:  # noqa: ANN401
+    from psycopg import Cursor  # noqa: PLC0415 - only where it is in use
+
+    direct = _direct.get(raw)
+    if direct is None:
+        direct = _direct[raw] = _outlives_request(connection) and speaks_to_its_backend(
+            raw.pgconn, Cursor(raw).execute("SELECT pg_backend_pid()").fetchone()[0]
+        )
+    return perform(Cursor(raw), step.statement, step.parameters, "pyformat", prepare=direct or None)
+
+
+def _outlives_request(connection: BaseDatabaseWrapper) -> bool:
+    """Is it worth while to prepare statements on this connection?"""
+    settings = connection.settings_dict
+    return is_beside(connection) or settings["CONN_MAX_AGE"] != 0 or bool(settings["OPTIONS"].get("pool"))
+
+
+def _discard(connection: BaseDatabaseWrapper) -> None:
+    """Close a connection in an unknown state, unless a transaction of the caller's depends on it."""
+    if connection.in_atomic_block:
+        return
+    try:
+        connection.close()
+    except Exception:  # noqa: BLE001 - it is broken anyway
+        connection.connection = None
+
+
+__all__ = ["Dialect", "DjangoExecutor", "database_for"]

@@ -1,0 +1,55 @@
+"""The table `locks` as a Django model, for reading: only the protocol's statements write it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.db import models
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils.translation import gettext_lazy as _
+
+from dblock.core.statements.mysql import COLLATIONS
+
+
+class ExactCharField(models.CharField[str, str]):
+    """Text that the database compares code point by code point: case, accents, trailing blanks and normal form count."""
+
+    def db_type(self, connection: BaseDatabaseWrapper) -> str | None:
+        if connection.vendor == "postgresql":
+            # The same type by its full name, for which Django makes no second index for LIKE.
+            return f"character varying({self.max_length})"
+        return super().db_type(connection)
+
+    def db_parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
+        parameters: dict[str, Any] = {**super().db_parameters(connection)}
+        if connection.vendor == "postgresql":
+            parameters["collation"] = "C"
+        elif connection.vendor == "mysql":
+            parameters["collation"] = COLLATIONS["mariadb" if connection.mysql_is_mariadb else "mysql"]  # type: ignore[attr-defined]
+        return parameters
+
+
+class Lock(models.Model):
+    """A key's row; `expires_at` of a free one is when it was released."""
+
+    lock_key = ExactCharField(_("key"), max_length=255, primary_key=True)
+    owner = ExactCharField(_("owner"), max_length=64, null=True, editable=False)
+    fence = models.BigIntegerField(_("fence"))
+    count = models.IntegerField(_("count"))
+    ttl = models.FloatField(_("time to live"))
+    acquired_at = models.DateTimeField(_("acquired at"))
+    expires_at = models.DateTimeField(_("expires at"))
+    label = ExactCharField(_("label"), max_length=255)
+    host = ExactCharField(_("host"), max_length=255)
+    pid = models.IntegerField(_("process"))
+    thread = ExactCharField(_("thread or task"), max_length=255)
+    program = ExactCharField(_("program"), max_length=255)
+    celery_task_id = ExactCharField(_("Celery task"), max_length=255)
+
+    class Meta:
+        db_table = "locks"
+        verbose_name = _("lock")
+        verbose_name_plural = _("locks")
+
+    def __str__(self) -> str:
+        return self.lock_key

@@ -1,0 +1,210 @@
+"""The connections that the statements of the lock run on, for one engine: who opens, keeps and closes them.
+
+Rule: they are opened as the engine's pool opens its own (same credentials, same events) but never taken from that pool:
+a caller who has used up the pool must still be able to give a lock back. Each is in autocommit mode for its whole life,
+so that nothing has to be reset between two uses; a pool's reset would be one more round trip. They wait in a stack, the
+warmest on top, and `engine.dispose()` closes them. An engine with a NullPool keeps none.
+
+A database in memory lives in the engine's own connection: there the statement joins the caller's transaction if one is
+open, and commits on its own if not.
+
+A forked child starts with an empty stack and leaves its parent's connections alone: closing one would end the parent's
+session. Connections of an event loop that is gone are dropped likewise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sqlalchemy import Engine, NullPool, StaticPool, event
+from sqlalchemy.pool import PoolProxiedConnection
+
+from dblock.core.flows import current_task
+from dblock.core.store import speaks_to_its_backend
+
+KEPT = 5
+"""How many idle connections an engine keeps for its locks, as many as SQLAlchemy's pools do by default."""
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """A DB-API connection for one statement."""
+
+    raw: Any
+    loop: object = None
+    """The event loop that it belongs to, for asynchronous drivers."""
+    joined: bool = False
+    """Is the statement part of a transaction of the caller's?"""
+    lent: PoolProxiedConnection | None = None
+    """What to give back to the engine's own pool."""
+
+
+class Links(Protocol):
+    """Where an executor gets its connections from."""
+
+    def take(self) -> Link: ...
+    def give(self, link: Link) -> None: ...
+    def drop(self, link: Link) -> None: ...
+
+
+def links_for(engine: Engine) -> Links:
+    """The connections for an engine, by where its database lives."""
+    return InMemory(engine) if engine.dialect.name == "sqlite" and _in_memory(engine) else Stack(engine)
+
+
+class Stack:
+    """Connections beside the engine's pool, to a server or a file."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._dialect = engine.dialect
+        self._pool = engine.pool.recreate()
+        self._keep = 0 if isinstance(engine.pool, NullPool) else KEPT
+        self._idle: list[Link] = []
+        _stacks.add(self)
+        event.listen(engine, "engine_disposed", lambda _: self.close_idle())
+
+    def take(self) -> Link:
+        """An idle connection of this event loop, or a new one."""
+        loop = self._loop()
+        with contextlib.suppress(IndexError):
+            while True:
+                link = self._idle.pop()
+                if link.loop is loop:
+                    return link
+                _cut(link)
+        return self._open(loop)
+
+    def give(self, link: Link) -> None:
+        """Keep a connection for the next statement."""
+        if len(self._idle) < self._keep:
+            self._idle.append(link)
+        else:
+            self._dialect.do_close(link.raw)
+
+    def drop(self, link: Link) -> None:
+        """Close a connection in an unknown state, and those that waited as long: they broke with it."""
+        idle, self._idle = self._idle, []
+        for each in (link, *idle):
+            with contextlib.suppress(Exception):
+                self._dialect.do_terminate(each.raw)
+
+    def close_idle(self) -> None:
+        """Close what waits."""
+        loop = self._loop()
+        idle, self._idle = self._idle, []
+        for link in idle:
+            if link.loop is loop:
+                self._dialect.do_close(link.raw)
+            else:
+                _cut(link)
+
+    def forget(self) -> None:
+        """In a forked child: leave everything to the parent."""
+        _parents.append(self._idle)
+        self._idle = []
+        self._pool = self._pool.recreate()
+
+    def _open(self, loop: object) -> Link:
+        fairy = self._pool.connect()
+        driver: Any = fairy.driver_connection
+        raw: Any = fairy.dbapi_connection
+        fairy.detach()
+        try:
+            return self._set_up(Link(raw, loop=loop), driver)
+        except BaseException:
+            self._dialect.do_terminate(raw)
+            raise
+
+    def _set_up(self, link: Link, driver: Any) -> Link:  # noqa: ANN401
+        self._dialect.set_isolation_level(link.raw, "AUTOCOMMIT")
+        if self._dialect.name == "sqlite":
+            if _ask(link.raw, "PRAGMA journal_mode") == "wal":
+                _ = _ask(link.raw, "PRAGMA synchronous = NORMAL")
+            _ = _ask(link.raw, "PRAGMA busy_timeout = 250")  # the protocol tries again, without blocking a thread
+        elif self._dialect.driver in {"psycopg", "psycopg_async"} and driver.prepare_threshold is not None:
+            if speaks_to_its_backend(driver.pgconn, _ask(link.raw, "SELECT pg_backend_pid()")):
+                driver.prepare_threshold = 0  # prepare every statement at its first use
+        return link
+
+    def _loop(self) -> object:
+        return current_task().get_loop() if self._dialect.is_async else None
+
+
+class InMemory:
+    """The engine's own connection to a SQLite database in memory."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._static: PoolProxiedConnection | None = None
+        event.listen(engine, "engine_disposed", self._forget)
+
+    def take(self) -> Link:
+        """The connection that the caller in this thread uses too."""
+        if isinstance(self._engine.pool, StaticPool):
+            # There is one connection for all: it is never checked in from here, since that would roll back for all.
+            lent = None
+            fairy = self._static = self._static or self._engine.raw_connection()
+        else:
+            lent = fairy = self._engine.raw_connection()
+        driver: Any = fairy.driver_connection
+        return Link(fairy.dbapi_connection, joined=driver.in_transaction, lent=lent)
+
+    def give(self, link: Link) -> None:
+        """Commit, unless that is the caller's to do."""
+        if not link.joined:
+            link.raw.commit()
+        if link.lent is not None:
+            link.lent.close()
+
+    def drop(self, link: Link) -> None:
+        """Undo, unless that is the caller's to do."""
+        if not link.joined:
+            link.raw.rollback()
+        if link.lent is not None:
+            link.lent.close()
+
+    def _forget(self, _: Engine) -> None:
+        self._static = None
+
+
+_stacks: weakref.WeakSet[Stack] = weakref.WeakSet()
+_parents: list[Any] = []
+"""In a forked child: the parent's connections, kept so that nothing finalizes them."""
+
+
+def _after_fork_in_child() -> None:
+    for stack in list(_stacks):
+        stack.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _ask(raw: Any, sql: str) -> Any:  # noqa: ANN401
+    cursor = raw.cursor()
+    try:
+        cursor.execute(sql)
+        row = cursor.fetchone()
+        return row[0] if row else None
+    finally:
+        cursor.close()
+
+
+def _cut(link: Link) -> None:
+    """Close the socket of a connection whose event loop is not the running one, without asking that loop."""
+    driver = link.raw.driver_connection
+    with contextlib.suppress(Exception):
+        if hasattr(driver, "pgconn"):  # psycopg
+            driver.pgconn.finish()
+        else:  # asyncpg, aiosqlite, aiomysql and asyncmy
+            getattr(driver, "terminate", getattr(driver, "stop", driver.close))()
+
+
+def _in_memory(engine: Engine) -> bool:
+    database = engine.url.database or ""
+    return database in {"", ":memory:"} or "mode=memory" in database or engine.url.query.get("mode") == "memory"

@@ -1,0 +1,84 @@
+"""Runs one statement of the protocol for an Engine or an AsyncEngine, on the raw driver's cursor.
+
+Rule: an asynchronous driver is run by the same code, inside the greenlet in which SQLAlchemy adapts it to DB-API.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from sqlalchemy import Engine
+from sqlalchemy.util import greenlet_spawn
+
+from dblock.core.errors import UnsupportedDatabase
+from dblock.core.protocol import Database
+from dblock.core.statements import DIALECTS
+from dblock.core.statements.base import perform
+from dblock.core.steps import Execute, Rows
+from dblock.core.store import store_error, unreachable
+from sqlalchemy_dblock.connections import Link, links_for
+
+_CREATE_TABLE = "create it with sqlalchemy_dblock.metadata.create_all(engine), or with Alembic"
+
+
+class EngineExecutor:
+    """Executes for one engine; `database` is the protocol's view of it."""
+
+    def __init__(self, engine: Engine) -> None:
+        name = engine.dialect.name
+        if name not in DIALECTS:
+            raise UnsupportedDatabase(f"the engine speaks {name}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
+        self.database = Database(DIALECTS[name])
+        self._links = links_for(engine)
+        self._place = str(engine.url.render_as_string(hide_password=True))
+        self._paramstyle = "named" if name == "sqlite" else _paramstyle(engine.dialect.paramstyle)
+        self._errors: tuple[type[BaseException], ...] = (engine.dialect.loaded_dbapi.Error, OSError)
+
+    def execute(self, step: Execute) -> Rows:
+        """Run the statement in this thread (or greenlet)."""
+        links = self._links
+        try:
+            link = links.take()
+        except self._errors as error:
+            raise unreachable(error, place=self._place) from error
+        try:
+            rows = self._perform(link, step)
+        except self._errors as error:
+            links.drop(link)
+            ours = store_error(self.database.dialect, error, create_table=_CREATE_TABLE, place=self._place)
+            if ours is None:
+                return []
+            raise ours from error
+        except BaseException:  # interrupted half-way through an answer
+            links.drop(link)
+            raise
+        links.give(link)
+        return rows
+
+    async def aexecute(self, step: Execute) -> Rows:
+        """Run the statement on the running event loop."""
+        rows: Rows = await greenlet_spawn(self.execute, step)
+        return rows
+
+    def _perform(self, link: Link, step: Execute) -> Rows:
+        cursor = link.raw.cursor()
+        try:
+            return perform(cursor, step.statement, step.parameters, self._paramstyle)
+        finally:
+            cursor.close()
+
+
+def executor_for(engine: Engine) -> EngineExecutor:
+    """The one executor of an engine in this process."""
+    found = _executors.get(engine)
+    if found is None:
+        found = _executors[engine] = EngineExecutor(engine)
+    return found
+
+
+_executors: weakref.WeakKeyDictionary[Engine, EngineExecutor] = weakref.WeakKeyDictionary()
+
+
+def _paramstyle(style: str) -> str:
+    """PyMySQL and its kin announce `format` but take names as well."""
+    return "pyformat" if style == "format" else style

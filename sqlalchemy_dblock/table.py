@@ -1,0 +1,67 @@
+"""The table `locks` for SQLAlchemy and Alembic: the same as the Django migration's.
+
+Rule: only the protocol's statements write it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import BigInteger, Column, DateTime, Double, Integer, MetaData, String, Table
+from sqlalchemy.dialects import mysql, sqlite
+from sqlalchemy.ext.compiler import compiles
+
+from dblock.core.statements.mysql import COLLATIONS
+
+
+class ExactString(String):
+    """Text that the database compares code point by code point: case, accents, trailing blanks and normal form count."""
+
+    __visit_name__ = "exact_string"
+    cache_ok = True
+
+
+@compiles(ExactString)
+def _plain(type_: ExactString, compiler: Any, **_: Any) -> str:
+    return f"VARCHAR({type_.length})"
+
+
+@compiles(ExactString, "postgresql")
+def _postgresql(type_: ExactString, compiler: Any, **_: Any) -> str:
+    return f'VARCHAR({type_.length}) COLLATE "C"'
+
+
+@compiles(ExactString, "mysql", "mariadb")
+def _mysql(type_: ExactString, compiler: Any, **_: Any) -> str:
+    server = "mariadb" if compiler.dialect.is_mariadb else "mysql"
+    return f"VARCHAR({type_.length}) CHARACTER SET utf8mb4 COLLATE {COLLATIONS[server]}"
+
+
+_moment = DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
+_seconds = Double().with_variant(sqlite.REAL(), "sqlite")
+
+metadata = MetaData()
+"""For `metadata.create_all(engine)`, or in Alembic's `target_metadata`."""
+
+locks = Table(
+    "locks",
+    metadata,
+    Column("lock_key", ExactString(255), primary_key=True),
+    Column("owner", ExactString(64), nullable=True),
+    Column("fence", BigInteger, nullable=False),
+    Column("count", Integer, nullable=False),
+    Column("ttl", _seconds, nullable=False),
+    Column("acquired_at", _moment, nullable=False),
+    Column("expires_at", _moment, nullable=False),
+    Column("label", ExactString(255), nullable=False),
+    Column("host", ExactString(255), nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("thread", ExactString(255), nullable=False),
+    Column("program", ExactString(255), nullable=False),
+    Column("celery_task_id", ExactString(255), nullable=False),
+    # Half of each page stays free for new versions of its rows, so that updates stay heap-only.
+    postgresql_with={"fillfactor": 50},
+    mysql_engine="InnoDB",
+    mariadb_engine="InnoDB",
+)
+"""A key's row; read it with SQLAlchemy, but leave writing to the protocol."""

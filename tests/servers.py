@@ -1,0 +1,211 @@
+"""Private, throw-away database servers, started from the installed binaries.
+
+Rule: nothing here touches a server that it did not start. Each server lives in a directory of its own, listens on
+127.0.0.1 at a port of its own, and ends with the process that started it (`PR_SET_PDEATHSIG` on Linux), so that a killed
+test run leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+HINTS = {
+    "postgres": "apt-get install postgresql",
+    "mariadbd": "apt-get install mariadb-server",
+    "redis-server": "apt-get install redis-server",
+}
+
+
+class MissingServer(RuntimeError):
+    """A server program is not installed; the message says what to install."""
+
+
+def find_program(name: str) -> str:
+    """The path of a server program, from PATH, sbin, or Debian's PostgreSQL directories (newest first)."""
+    found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin:/sbin")
+    candidates = sorted(
+        glob.glob(f"/usr/lib/postgresql/*/bin/{name}"), key=lambda path: int(path.split("/")[4]), reverse=True
+    )
+    if found or candidates:
+        return found or candidates[0]
+    raise MissingServer(f"{name} is not installed; try: {HINTS.get(name, 'your package manager')}")
+
+
+def free_port() -> int:
+    """A port that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Server:
+    """A server process in a directory of its own; `user` is the account to run as when started by root."""
+
+    user = "nobody"
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="dblock-server-"))
+        self.port = free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+        self._identity: dict[str, str | int] = {}
+        if os.geteuid() == 0:
+            account = pwd.getpwnam(self.user)
+            os.chown(self.directory, account.pw_uid, account.pw_gid)
+            self._identity = {"user": account.pw_uid, "group": account.pw_gid}
+
+    def prepare(self) -> None:
+        """Make the data directory."""
+
+    def command(self) -> list[str]:
+        raise NotImplementedError
+
+    def ready(self) -> bool:
+        """Does it answer?"""
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+            return True
+        return False
+
+    def run(self, *command: str) -> None:
+        """Run a set-up program to its end, as the server's account."""
+        done = subprocess.run(
+            command, cwd=self.directory, capture_output=True, text=True, check=False, **self._identity  # type: ignore[call-overload]
+        )
+        if done.returncode:
+            raise RuntimeError(f"{command[0]} failed: {done.stdout}{done.stderr}")
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        with open(self.directory / "log", "ab") as log:
+            self.process = subprocess.Popen(
+                self.command(),
+                cwd=self.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                **self._identity,  # type: ignore[call-overload]
+            )
+        deadline = time.monotonic() + 60
+        while not self.ready():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.command()[0]} did not start:\n{(self.directory / 'log').read_text()[-3000:]}")
+            time.sleep(0.05)
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        """End it: SIGTERM in order, SIGKILL as a crash."""
+        if self.process is not None:
+            self.process.send_signal(how)
+            self.process.wait(30)
+            self.process = None
+
+    def close(self) -> None:
+        """End it for good and remove its directory."""
+        self.stop(signal.SIGKILL)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class PostgreSQL(Server):
+    user = "postgres"
+
+    def __init__(self, *, options: tuple[str, ...] = ()) -> None:
+        self.bin = Path(find_program("postgres")).parent
+        self.options = options
+        super().__init__()
+
+    def prepare(self) -> None:
+        self.run(
+            str(self.bin / "initdb"), "-D", "data", "-U", "dblock", "--auth=trust", "--encoding=UTF8", "--locale=C.UTF-8"
+        )
+
+    def command(self) -> list[str]:
+        settings = ["max_connections=300", "unix_socket_directories=", "listen_addresses=127.0.0.1", *self.options]
+        flags = [flag for setting in settings for flag in ("-c", setting)]
+        return [str(self.bin / "postgres"), "-D", "data", "-p", str(self.port), *flags]
+
+    def ready(self) -> bool:
+        import psycopg
+
+        with contextlib.suppress(psycopg.OperationalError):
+            psycopg.connect(host="127.0.0.1", port=self.port, user="dblock", dbname="postgres").close()
+            return True
+        return False
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        # SIGTERM waits for clients to leave; SIGINT is PostgreSQL's own "fast" shutdown.
+        super().stop(signal.SIGINT if how == signal.SIGTERM else how)
+
+
+class MariaDB(Server):
+    user = "mysql"
+
+    def prepare(self) -> None:
+        self.run(
+            find_program("mariadb-install-db"),
+            "--no-defaults",
+            f"--datadir={self.directory}/data",
+            "--auth-root-authentication-method=normal",
+            "--skip-test-db",
+            "--skip-name-resolve",
+        )
+
+    def command(self) -> list[str]:
+        here = self.directory
+        return [
+            find_program("mariadbd"),
+            "--no-defaults",
+            f"--datadir={here}/data",
+            f"--socket={here}/s",
+            f"--pid-file={here}/pid",
+            f"--port={self.port}",
+            "--bind-address=127.0.0.1",
+            "--skip-name-resolve",
+            "--max-connections=300",
+            "--innodb-flush-log-at-trx-commit=1",
+            # As a latin1, UTC+5 server: key comparison and times must not depend on the server's defaults.
+            "--character-set-server=latin1",
+            "--default-time-zone=+05:00",
+        ]
+
+    def ready(self) -> bool:
+        import pymysql
+
+        with contextlib.suppress(pymysql.MySQLError):
+            pymysql.connect(host="127.0.0.1", port=self.port, user="root").close()
+            return True
+        return False
+
+
+class Redis(Server):
+    def command(self) -> list[str]:
+        return [find_program("redis-server"), "--bind", "127.0.0.1", "--port", str(self.port), "--save", ""]
+
+
+@contextlib.contextmanager
+def running(make: Callable[[], Server]) -> Iterator[Server]:
+    """A prepared and started server for the length of a `with`."""
+    server = make()
+    try:
+        server.prepare()
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+def _end_with_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
