@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         UnsupportedDatabase,
     )
     from dblock.core.values import LockInfo
-    from dblock.locks import Lock, db_lock, reap
+    from dblock.locks import Lock, areap, db_lock, reap
 
 __version__ = "0.1.0"
 
@@ -33,11 +33,15 @@ __all__ = [
     "LockStoreError",
     "LockTimeout",
     "UnsupportedDatabase",
+    "areap",
     "db_lock",
     "reap",
 ]
 
-_HOMES = {"Lock": "dblock.locks", "db_lock": "dblock.locks", "reap": "dblock.locks", "LockInfo": "dblock.core.values"}
+_HOMES = {
+    **dict.fromkeys(("Lock", "areap", "db_lock", "reap"), "dblock.locks"),
+    "LockInfo": "dblock.core.values",
+}
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562

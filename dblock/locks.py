@@ -12,9 +12,10 @@ from django.db import router
 
 from dblock import conf
 from dblock.core import protocol
-from dblock.core.drivers import AsyncExecutor, Executor, drive
+from dblock.core.drivers import AsyncExecutor, Executor, adrive, drive
 from dblock.core.faces import AsyncLock, SyncLock
 from dblock.core.protocol import Database
+from dblock.core.steps import Steps
 from dblock.core.values import Seconds, valid_retention, valid_timeout, valid_ttl
 from dblock.executor import DjangoExecutor, database_for
 
@@ -118,9 +119,20 @@ def reap(*, retention: Seconds | None = None, using: str | None = None) -> int:
 
     By default as long as DBLOCK["RETENTION"] (one hour) says. Safe to run at any time, any number of times at once.
     """
+    steps, executor = _reaping(retention, using)
+    return drive(steps, executor.execute)
+
+
+async def areap(*, retention: Seconds | None = None, using: str | None = None) -> int:
+    """The asynchronous twin of `reap`."""
+    steps, executor = _reaping(retention, using)
+    return await adrive(steps, executor.aexecute)
+
+
+def _reaping(retention: Seconds | None, using: str | None) -> tuple[Steps[int], DjangoExecutor]:
     alias = using or default_alias()
     seconds = valid_retention(conf.settings().RETENTION if retention is None else retention)
-    return drive(protocol.reap(database_for(alias), seconds), DjangoExecutor(alias).execute)
+    return protocol.reap(database_for(alias), seconds), DjangoExecutor(alias)
 
 
 def default_alias() -> str:

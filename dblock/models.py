@@ -11,7 +11,7 @@ from django.utils.translation import gettext_lazy as _
 from dblock.core.statements.mysql import COLLATIONS
 
 
-class ExactCharField(models.CharField[str, str]):
+class ExactCharField(models.CharField):
     """Text that the database compares code point by code point: case, accents, trailing blanks and normal form count."""
 
     def db_type(self, connection: BaseDatabaseWrapper) -> str | None:

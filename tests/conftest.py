@@ -1,0 +1,118 @@
+"""The databases of a test session: private servers, started when the first test asks for one."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.engine import Engine
+
+from tests.servers import MariaDB, PostgreSQL, free_port
+
+DATABASES = ("sqlite", "postgresql", "mariadb")
+ALIASES = {"sqlite": "default", "postgresql": "postgresql", "mariadb": "mariadb"}
+
+_directory = tempfile.TemporaryDirectory(prefix="dblock-tests-")
+os.environ.setdefault("DBLOCK_TEST_SQLITE", f"{_directory.name}/locks.sqlite3")
+os.environ.setdefault("DBLOCK_TEST_POSTGRESQL_PORT", str(free_port()))
+os.environ.setdefault("DBLOCK_TEST_MARIADB_PORT", str(free_port()))
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
+
+
+def url(database: str, driver: str = "") -> str:
+    """The SQLAlchemy URL of a test database."""
+    if database == "sqlite":
+        return f"sqlite{driver and f'+{driver}'}:///{os.environ['DBLOCK_TEST_SQLITE']}"
+    if database == "postgresql":
+        port = os.environ["DBLOCK_TEST_POSTGRESQL_PORT"]
+        return f"postgresql+{driver or 'psycopg'}://dblock@127.0.0.1:{port}/postgres"
+    return f"mysql+{driver or 'pymysql'}://root@127.0.0.1:{os.environ['DBLOCK_TEST_MARIADB_PORT']}/dblock"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def django() -> None:
+    """Django, set up but not yet connected to anything."""
+    import django
+
+    django.setup()
+
+
+@pytest.fixture(scope="session")
+def sqlite(django: None) -> Iterator[Path]:
+    """A SQLite file with the table, made by Django's migration."""
+    _migrate("default")
+    yield Path(os.environ["DBLOCK_TEST_SQLITE"])
+
+
+@pytest.fixture(scope="session")
+def postgresql(django: None) -> Iterator[PostgreSQL]:
+    """A PostgreSQL server with the table, made by Django's migration."""
+    server = PostgreSQL()
+    server.port = int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])
+    try:
+        server.prepare()
+        server.start()
+        _migrate("postgresql")
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def mariadb(django: None) -> Iterator[MariaDB]:
+    """A MariaDB server with the table, made by Django's migration."""
+    server = MariaDB()
+    server.port = int(os.environ["DBLOCK_TEST_MARIADB_PORT"])
+    try:
+        server.prepare()
+        server.start()
+        root = create_engine(url("mariadb").replace("/dblock", "/mysql"))
+        with root.connect() as connection:
+            connection.execute(text("CREATE DATABASE dblock"))
+        root.dispose()
+        _migrate("mariadb")
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(params=DATABASES)
+def database(request: pytest.FixtureRequest) -> str:
+    """Each database in turn, running and with an empty table."""
+    return ready(request, request.param)
+
+
+def ready(request: pytest.FixtureRequest, database: str) -> str:
+    """See that `database` runs and that its table is empty."""
+    request.getfixturevalue(database)
+    run(database, "DELETE FROM locks")
+    return database
+
+
+def run(database: str, sql: str, **parameters: object) -> list[tuple[object, ...]]:
+    """Run one statement as a stranger would, beside every lock."""
+    with observer(database).connect() as connection:
+        result = connection.execute(text(sql), parameters)
+        rows = [tuple(row) for row in result] if result.returns_rows else []
+        connection.commit()
+    return rows
+
+
+def observer(database: str) -> Engine:
+    """A plain engine of the tests' own."""
+    if database not in _observers:
+        _observers[database] = create_engine(url(database))
+    return _observers[database]
+
+
+_observers: dict[str, Engine] = {}
+
+
+def _migrate(alias: str) -> None:
+    from django.core.management import call_command
+
+    call_command("migrate", database=alias, verbosity=0)

@@ -1,0 +1,202 @@
+"""What the contract suite runs against: every variant, face, driver and database, behind one way of calling.
+
+A `Subject` makes locks; an `Actor` is a flow of control (a thread, or an asyncio task) in which they are used, so that a
+test can be two holders at once and stay a plain function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from dblock.core.protocol import Database
+from dblock.core.statements import DIALECTS
+from tests.conftest import ALIASES, run, url
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One cell of the matrix."""
+
+    variant: str
+    face: str
+    database: str
+    driver: str = ""
+
+    def __str__(self) -> str:
+        return "-".join(part for part in (self.variant, self.face, self.database, self.driver) if part)
+
+    @cached_property
+    def engine(self) -> Any:
+        make = create_engine if self.face == "sync" else create_async_engine
+        return make(url(self.database, self.driver))
+
+    def lock(self, key: str, **options: Any) -> Any:
+        """A lock of this variant on this database."""
+        if self.variant == "django":
+            from dblock import db_lock as django_lock
+
+            return django_lock(key, using=ALIASES[self.database], **options)
+        from sqlalchemy_dblock import db_lock as sqlalchemy_lock
+
+        return sqlalchemy_lock(self.engine, key, **options)
+
+    def reap(self, retention: float) -> Any:
+        if self.variant == "django":
+            import dblock
+
+            return getattr(dblock, self.method("reap"))(using=ALIASES[self.database], retention=retention)
+        from sqlalchemy_dblock import reap as sqlalchemy_reap
+
+        return sqlalchemy_reap(self.engine, retention=retention)
+
+    @property
+    def protocol(self) -> Database:
+        return Database(DIALECTS[self.database])
+
+    def method(self, name: str) -> str:
+        """How a method is called on this face."""
+        return f"a{name}" if (self.variant, self.face) == ("django", "async") else name
+
+    def run(self, sql: str, **parameters: object) -> list[tuple[Any, ...]]:
+        """Run a statement as a stranger to all locks."""
+        return run(self.database, sql, **parameters)
+
+    def row(self, key: str) -> dict[str, Any]:
+        """A key's row as it is stored."""
+        names = "lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program"
+        [values] = self.run(f"SELECT {names} FROM locks WHERE lock_key = :key", key=key)
+        return dict(zip(names.split(", "), values, strict=True))
+
+
+MATRIX = tuple(
+    [Subject("django", face, database) for face in ("sync", "async") for database in ALIASES]
+    + [Subject("sqlalchemy", "sync", database) for database in ALIASES]
+    + [
+        Subject("sqlalchemy", "async", database, driver)
+        for database, drivers in {
+            "sqlite": ("aiosqlite",),
+            "postgresql": ("psycopg", "asyncpg"),
+            "mariadb": ("aiomysql", "asyncmy"),
+        }.items()
+        for driver in drivers
+    ]
+)
+
+
+class Actor:
+    """A flow of control that does what it is told, one thing after the other."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self._start: Callable[[Callable[[], Any], Future[Any]], None]
+        if subject.face == "sync":
+            self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            threading.Thread(target=self._serve, daemon=True).start()
+            self._start = lambda function, done: self._work.put((function, done))
+        else:
+            inbox: asyncio.Queue[Any] = asyncio.Queue()
+            self._task = asyncio.run_coroutine_threadsafe(_aserve(inbox), _loop())
+            self._start = lambda function, done: (
+                _loop().call_soon_threadsafe(inbox.put_nowait, (function, done)),
+                None,
+            )[1]
+
+    def close(self) -> None:
+        """End the flow, and with it what it may still hold."""
+        if self.subject.face == "sync":
+            self._work.put(None)
+        else:
+            self._task.cancel()
+
+    def start(self, function: Callable[[], Any]) -> Future[Any]:
+        """Begin `function` (its result is awaited if it can be) without waiting for its end."""
+        done: Future[Any] = Future()
+        self._start(function, done)
+        return done
+
+    def do(self, function: Callable[[], Any]) -> Any:
+        """Run `function` to its end."""
+        return self.start(function).result(60)
+
+    def call(self, lock: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a lock's method, under its name on this face."""
+        return self.do(lambda: getattr(lock, self.subject.method(name))(*args, **kwargs))
+
+    def get(self, lock: Any, name: str) -> Any:
+        """Read a lock's attribute."""
+        return self.do(lambda: getattr(lock, name))
+
+    def within(self, lock: Any, body: Callable[[], Any] = lambda: None) -> Any:
+        """Run `body` inside `with` or `async with`."""
+        if self.subject.face == "sync":
+
+            def block() -> Any:
+                with lock:
+                    return body()
+
+            return self.do(block)
+
+        async def ablock() -> Any:
+            async with lock:
+                result = body()
+                return await result if inspect.isawaitable(result) else result
+
+        return self.do(ablock)
+
+    def decorate(self, lock: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` decorated by the lock, to be called in this flow; an `async def` on asynchronous faces."""
+        if self.subject.face == "sync":
+            decorated = lock(function)
+        else:
+            import functools
+
+            @functools.wraps(function)
+            async def coroutine(*args: Any, **kwargs: Any) -> Any:
+                return function(*args, **kwargs)
+
+            decorated = lock(coroutine)
+        return lambda *args, **kwargs: self.do(lambda: decorated(*args, **kwargs))
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            function, done = work
+            try:
+                done.set_result(function())
+            except BaseException as error:
+                done.set_exception(error)
+        if self.subject.variant == "django":
+            from django.db import connections
+
+            connections.close_all()  # as Django does at the end of a request, and a well-behaved thread for itself
+
+
+async def _aserve(inbox: asyncio.Queue[Any]) -> None:
+    while True:
+        function, done = await inbox.get()
+        try:
+            result = function()
+            done.set_result(await result if inspect.isawaitable(result) else result)
+        except BaseException as error:
+            done.set_exception(error)
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    global _shared
+    if _shared is None:
+        _shared = asyncio.new_event_loop()
+        threading.Thread(target=_shared.run_forever, daemon=True).start()
+    return _shared
+
+
+_shared: asyncio.AbstractEventLoop | None = None

@@ -1,0 +1,544 @@
+"""The contract of the lock, for every variant, face, driver and database."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+
+from dblock.core.errors import InvalidKey, LockError, LockLost, LockNotHeld, LockTimeout
+from tests.contract.subjects import Actor, Subject
+
+
+def test_a_lock_is_a_row_while_it_is_held_and_after(subject: Subject, actor: Actor) -> None:
+    """Taking sets owner, fence and lease; releasing clears the owner and keeps the row and its fence."""
+    lock = subject.lock("stock:42", ttl=20, label="selling")
+    assert actor.call(lock, "acquire") is True
+    held = subject.row("stock:42")
+    assert held["owner"] == actor.get(lock, "owner")
+    assert held["fence"] == actor.get(lock, "fence")
+    assert (held["count"], held["ttl"], held["label"]) == (1, 20.0, "selling")
+    lease = _moment(held["expires_at"]) - _moment(held["acquired_at"])
+    assert lease.total_seconds() == pytest.approx(20, abs=0.01)
+    actor.call(lock, "release")
+    free = subject.row("stock:42")
+    assert (free["owner"], free["count"], free["fence"]) == (None, 0, held["fence"])
+
+
+def test_times_in_the_row_are_utc(subject: Subject, actor: Actor) -> None:
+    """Whatever the server's and the session's time zones are."""
+    lock = subject.lock("k")
+    actor.call(lock, "acquire")
+    taken = _moment(subject.row("k")["acquired_at"])
+    assert abs((taken - datetime.fromtimestamp(time.time(), tz=taken.tzinfo)).total_seconds()) < 5
+    actor.call(lock, "release")
+
+
+def test_the_state_is_that_of_the_calling_flow(subject: Subject, actor: Actor, other: Actor) -> None:
+    """A lock object shared by two flows shows each its own hold."""
+    lock = subject.lock("k", ttl=20)
+    assert (actor.get(lock, "state"), actor.get(lock, "fence"), actor.get(lock, "count")) == (None, None, 0)
+    actor.call(lock, "acquire")
+    assert (actor.get(lock, "state"), actor.get(lock, "count"), actor.get(lock, "ttl")) == ("held", 1, 20.0)
+    assert 17 < actor.get(lock, "remaining") <= 19
+    assert (other.get(lock, "state"), other.get(lock, "owner"), other.get(lock, "remaining")) == (None, None, 0.0)
+    with pytest.raises(LockNotHeld):
+        other.call(lock, "release")
+    assert (actor.call(lock, "owned"), other.call(lock, "owned")) == (True, False)
+    assert (actor.call(lock, "locked"), other.call(lock, "locked")) == (True, True)
+    actor.call(lock, "release")
+    assert other.call(lock, "locked") is False
+
+
+def test_two_flows_exclude_each_other(subject: Subject, actor: Actor, other: Actor) -> None:
+    """A held key is refused to everybody else, and granted after its release."""
+    mine, yours = subject.lock("k"), subject.lock("k")
+    actor.call(mine, "acquire")
+    assert other.call(yours, "acquire", blocking=False) is False
+    assert other.call(yours, "acquire", timeout=0.05) is False
+    actor.call(mine, "release")
+    assert other.call(yours, "acquire", blocking=False) is True
+    other.call(yours, "release")
+
+
+def test_a_waiter_gets_the_lock_when_it_is_released(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Within its timeout, and only then."""
+    mine, yours = subject.lock("k"), subject.lock("k")
+    actor.call(mine, "acquire")
+    waiting = other.start(lambda: getattr(yours, subject.method("acquire"))(timeout=30))
+    time.sleep(0.2)
+    assert not waiting.done()
+    actor.call(mine, "release")
+    assert waiting.result(30) is True
+    other.call(yours, "release")
+
+
+def test_a_timeout_names_the_holder(subject: Subject, actor: Actor, other: Actor) -> None:
+    """`with` raises LockTimeout, a TimeoutError, and never runs its body."""
+    mine = subject.lock("k", ttl=20, label="nightly report")
+    actor.call(mine, "acquire")
+    ran: list[bool] = []
+    with pytest.raises(LockTimeout) as caught:
+        other.within(subject.lock("k", timeout=0.1), lambda: ran.append(True))
+    assert not ran
+    assert isinstance(caught.value, TimeoutError)
+    assert caught.value.key == "k"
+    assert caught.value.holder is not None
+    row = subject.row("k")
+    assert caught.value.holder.identity.pid == row["pid"]
+    message = str(caught.value)
+    for part in ("'k'", row["host"], str(row["pid"]), row["thread"], "nightly report", "timeout="):
+        assert part in message
+    assert actor.get(mine, "owner") not in f"{message}{caught.value!r}{caught.value.holder!r}"
+    actor.call(mine, "release")
+
+
+def test_a_lease_that_ends_is_free_for_the_next(subject: Subject, actor: Actor, other: Actor) -> None:
+    """The waiter waits out the lease; the late holder is told, and leaves its successor alone."""
+    mine, yours = subject.lock("k", ttl=0.3, renew=False), subject.lock("k")
+    actor.call(mine, "acquire")
+    first = actor.get(mine, "fence")
+    assert other.call(yours, "acquire", timeout=30) is True
+    assert other.get(yours, "fence") > first
+    assert actor.get(mine, "state") == "lost"
+    assert actor.get(mine, "remaining") == 0.0
+    with pytest.raises(LockLost):
+        actor.do(mine.check)
+    with pytest.raises(LockLost):
+        actor.call(mine, "extend")
+    with pytest.raises(LockLost):
+        actor.call(mine, "verify")
+    before = subject.row("k")
+    with pytest.raises(LockLost):
+        actor.call(mine, "release")
+    assert subject.row("k") == before
+    other.call(yours, "verify")
+    other.call(yours, "release")
+
+
+def test_leaving_a_block_after_the_lease_says_so(subject: Subject, actor: Actor) -> None:
+    """Even if nobody else took the key: the work went on unprotected."""
+    with pytest.raises(LockLost, match="ttl"):
+        actor.within(subject.lock("k", ttl=0.1, renew=False), lambda: time.sleep(0.2))
+    assert actor.call(subject.lock("k"), "locked") is False
+
+
+def test_an_error_in_the_block_survives(subject: Subject, actor: Actor) -> None:
+    """And the lock is released."""
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        actor.within(subject.lock("k"), fail)
+    assert subject.row("k")["owner"] is None
+
+
+def test_re_entry_counts_and_keeps_the_fence(subject: Subject, actor: Actor, other: Actor) -> None:
+    """The same flow enters again through any lock object; only its last release frees the key."""
+    outer, inner = subject.lock("k", ttl=10), subject.lock("k", ttl=60)
+    actor.call(outer, "acquire")
+    fence = actor.get(outer, "fence")
+    actor.call(inner, "acquire")
+    actor.call(inner, "acquire")
+    assert subject.row("k")["count"] == actor.get(outer, "count") == 3
+    assert actor.get(inner, "fence") == subject.row("k")["fence"] == fence
+    assert actor.get(outer, "remaining") > 50  # the inner block was promised 60 s
+    for count in (2, 1):
+        actor.call(inner, "release")
+        assert subject.row("k")["count"] == count
+        assert other.call(subject.lock("k"), "acquire", blocking=False) is False
+    actor.call(outer, "release")
+    assert subject.row("k")["owner"] is None
+    with pytest.raises(LockNotHeld):
+        actor.call(outer, "release")
+
+
+def test_re_entry_after_the_lease_is_a_new_tenure(subject: Subject, actor: Actor) -> None:
+    """The inner block runs under a lease of its own; the outer one is told that it lost its."""
+    outer, inner = subject.lock("k", ttl=0.1, renew=False), subject.lock("k")
+    actor.call(outer, "acquire")
+    first = actor.get(outer, "fence")
+    time.sleep(0.2)
+    assert actor.call(inner, "acquire") is True
+    assert actor.get(inner, "fence") > first
+    assert actor.get(inner, "state") == "held"
+    actor.call(inner, "release")
+    assert subject.row("k")["owner"] is None
+    with pytest.raises(LockLost):
+        actor.call(outer, "release")
+    with pytest.raises(LockNotHeld):
+        actor.call(outer, "release")
+
+
+def test_extend_sets_and_never_adds(subject: Subject, actor: Actor) -> None:
+    """The lease ends one ttl after the call, be that later or sooner than before."""
+    lock = subject.lock("k", ttl=30)
+    actor.call(lock, "acquire")
+    fence = actor.get(lock, "fence")
+    for ttl in (60, 60, timedelta(seconds=5)):
+        actor.call(lock, "extend", ttl)
+    assert 3 < actor.get(lock, "remaining") <= 5
+    row = subject.row("k")
+    assert (row["ttl"], row["fence"]) == (5.0, fence)
+    assert actor.call(lock, "verify") is True
+    actor.call(lock, "extend")
+    assert 28 < actor.get(lock, "remaining") <= 29
+    actor.call(lock, "release")
+
+
+def test_verify_believes_the_database(subject: Subject, actor: Actor) -> None:
+    """A row that somebody removed or took is a lost lock, whatever the local clock says."""
+    lock = subject.lock("k")
+    actor.call(lock, "acquire")
+    actor.do(lock.check)
+    subject.run("DELETE FROM locks")
+    actor.do(lock.check)  # no I/O: it cannot know
+    with pytest.raises(LockLost):
+        actor.call(lock, "verify")
+    assert actor.get(lock, "state") == "lost"
+    with pytest.raises(LockLost):
+        actor.do(lock.check)
+    with pytest.raises(LockLost):
+        actor.call(lock, "release")
+
+
+def test_fences_increase(subject: Subject, actor: Actor) -> None:
+    """Over release, expiry, reaping, deletion and a row whose fence is ahead of the clock."""
+    last = 0
+
+    def next_fence(**options: Any) -> int:
+        nonlocal last
+        lock = subject.lock("k", **options)
+        actor.call(lock, "acquire")
+        fence: int = actor.get(lock, "fence")
+        assert fence > last
+        last = fence
+        try:
+            actor.call(lock, "release")
+        except LockLost:
+            assert "ttl" in options or not subject.run("SELECT 1 FROM locks")
+        return fence
+
+    first = next_fence()
+    assert first == pytest.approx(time.time() * 1e6, abs=5e6)
+    for _ in range(20):
+        next_fence()
+        subject.run("DELETE FROM locks")
+        next_fence()
+        actor.do(lambda: subject.reap(0.0))
+    subject.run("UPDATE locks SET fence = 9007199254740993")
+    if subject.run("SELECT 1 FROM locks"):
+        last = 9007199254740993
+        assert next_fence() == 9007199254740994
+
+
+def test_other_tenures_are_out_of_reach(subject: Subject, actor: Actor) -> None:
+    """A statement that names another key, owner, fence or count changes nothing."""
+    from dblock.core import protocol
+    from dblock.core.drivers import adrive, drive
+    from dblock.core.values import Tenure
+
+    lock = subject.lock("k")
+    actor.call(lock, "acquire")
+    owner, fence = actor.get(lock, "owner"), actor.get(lock, "fence")
+    strangers = [
+        Tenure(key, name, number)
+        for key in ("k", "K", "k ")
+        for name in (owner, owner + " ", owner.swapcase(), "x")
+        for number in (fence, fence - 1, fence + 1)
+        if (key, name, number) != ("k", owner, fence)
+    ]
+    before = subject.row("k")
+
+    def attack(steps: Any) -> Any:
+        if subject.face == "sync":
+            return actor.do(lambda: drive(steps, lock._executor().execute))
+        return actor.do(lambda: adrive(steps, lock._async_executor().aexecute))
+
+    for stranger in strangers:
+        assert attack(protocol.extend(subject.protocol, stranger, 600.0)) is None
+        assert attack(protocol.reenter(subject.protocol, stranger, 1, 600.0)) is None
+        assert attack(protocol.verify(subject.protocol, stranger)) is False
+        assert attack(protocol.release(subject.protocol, stranger, 1)) is False
+    assert attack(protocol.release(subject.protocol, Tenure("k", owner, fence), 2)) is False
+    assert subject.row("k") == before
+    actor.call(lock, "release")
+
+
+EXACT = (
+    ("a", "A"),
+    ("a", "á"),
+    ("a", "a "),
+    ("a", "a\u0301"),
+    ("é", "e\u0301"),
+    ("ss", "ß"),
+    ("i", "ı"),
+    ("k", " k"),
+    ("k", "k\t"),
+    ("🔒", "🔓"),
+    ("k", "k\u200b"),
+    ("ｋ", "k"),
+    ("1", "١"),
+)
+
+
+def test_keys_are_compared_code_point_by_code_point(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Case, accents, trailing blanks and normal form all count."""
+    for one, two in EXACT:
+        first, second = subject.lock(one), subject.lock(two)
+        actor.call(first, "acquire")
+        assert other.call(second, "acquire", blocking=False) is True, (one, two)
+        assert other.call(subject.lock(one), "acquire", blocking=False) is False
+        actor.call(first, "release")
+        other.call(second, "release")
+
+
+@pytest.mark.parametrize("key", ["'", '"', "%s %(key)s {}", ":key", "\\", "x" * 255, "🔒" * 255, "\n", "--", "; DROP"])
+def test_any_text_is_a_key(subject: Subject, actor: Actor, key: str) -> None:
+    """Up to 255 characters, whatever they mean elsewhere."""
+    lock = subject.lock(key)
+    actor.call(lock, "acquire")
+    assert subject.row(key)["owner"] == actor.get(lock, "owner")
+    actor.call(lock, "release")
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "a\0b", "\ud800", None, 7, b"k", ["k"]])
+def test_bad_keys_are_refused_before_any_io(subject: Subject, key: Any) -> None:
+    """InvalidKey, a ValueError, from db_lock itself."""
+    with pytest.raises(InvalidKey) as caught:
+        subject.lock(key)
+    assert isinstance(caught.value, ValueError)
+    assert subject.run("SELECT count(*) FROM locks") == [(0,)]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"ttl": 0}, ValueError),
+        ({"ttl": -1}, ValueError),
+        ({"ttl": float("inf")}, ValueError),
+        ({"ttl": float("nan")}, ValueError),
+        ({"ttl": 10**400}, ValueError),
+        ({"ttl": timedelta(days=-1)}, ValueError),
+        ({"ttl": "30"}, TypeError),
+        ({"ttl": True}, TypeError),
+        ({"timeout": -1}, ValueError),
+        ({"timeout": float("inf")}, ValueError),
+        ({"timeout": float("nan")}, ValueError),
+        ({"timeout": "10"}, TypeError),
+        ({"label": "x" * 256}, ValueError),
+        ({"label": "a\0"}, ValueError),
+        ({"label": None}, TypeError),
+        ({"renew": "yes"}, TypeError),
+        ({"colour": "red"}, TypeError),
+    ],
+)
+def test_bad_options_are_refused(subject: Subject, options: dict[str, Any], error: type[Exception]) -> None:
+    """By db_lock itself, with an error that says what is wrong."""
+    with pytest.raises(error):
+        subject.lock("k", **options)
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        ((False, 1), ValueError),
+        ((True, -2), ValueError),
+        ((True, "1"), TypeError),
+        ((True, 1e300), OverflowError),
+        ((True, float("nan")), ValueError),
+    ],
+)
+def test_acquire_refuses_what_an_rlock_refuses(
+    subject: Subject, actor: Actor, args: tuple[Any, ...], error: type[Exception]
+) -> None:
+    """With the same errors, before any I/O."""
+    import threading
+
+    with pytest.raises(error):
+        threading.RLock().acquire(*args)
+    with pytest.raises(error):
+        actor.call(subject.lock("k"), "acquire", *args)
+    assert subject.run("SELECT count(*) FROM locks") == [(0,)]
+
+
+@pytest.mark.parametrize("args", [(), (True,), (True, -1), (True, None), (False,), (False, -1), (1, 0.5)])
+def test_acquire_accepts_what_an_rlock_accepts(subject: Subject, actor: Actor, args: tuple[Any, ...]) -> None:
+    """-1 and None wait for ever."""
+    lock = subject.lock("k")
+    assert actor.call(lock, "acquire", *args) is True
+    actor.call(lock, "release")
+
+
+def test_releasing_without_holding(subject: Subject, actor: Actor) -> None:
+    """LockNotHeld, a RuntimeError, before the first acquire and after the last release; the row stays as it is."""
+    lock = subject.lock("k")
+    with pytest.raises(LockNotHeld) as caught:
+        actor.call(lock, "release")
+    assert isinstance(caught.value, RuntimeError)
+    with pytest.raises(LockNotHeld):
+        actor.call(lock, "extend")
+    with pytest.raises(LockLost):
+        actor.do(lock.check)
+    actor.call(lock, "acquire")
+    actor.call(lock, "release")
+    before = subject.row("k")
+    with pytest.raises(LockNotHeld):
+        actor.call(lock, "release")
+    assert subject.row("k") == before
+
+
+def test_a_decorator_formats_its_key(subject: Subject, actor: Actor) -> None:
+    """With the bound arguments of each call, defaults included."""
+    seen: list[tuple[Any, ...]] = []
+
+    def sell(sku: str, n: int = 3, **more: str) -> int:
+        """Sell."""
+        seen.append(subject.run("SELECT lock_key FROM locks WHERE owner IS NOT NULL")[0])
+        return n
+
+    decorated = subject.lock("stock:{sku}:{n}")
+    assert actor.decorate(decorated, sell)("42") == 3
+    assert actor.decorate(decorated, sell)(n=4, sku="43") == 4
+    assert actor.decorate(subject.lock("{more[x]}"), sell)("1", x="extra") == 3
+    assert seen == [("stock:42:3",), ("stock:43:4",), ("extra",)]
+    assert subject.run("SELECT count(*) FROM locks WHERE owner IS NOT NULL") == [(0,)]
+
+
+def test_a_decorator_is_re_entrant_and_shared(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Calls of one decorated function from several flows do not share a hold."""
+    lock = subject.lock("k", timeout=0)
+    order: list[str] = []
+    outer = actor.decorate(lock, lambda: order.append("outer"))
+    outer()
+    actor.call(subject.lock("k"), "acquire")
+    outer()
+    with pytest.raises(LockTimeout):
+        other.decorate(lock, lambda: order.append("other"))()
+    assert order == ["outer", "outer"]
+    actor.call(subject.lock("k"), "release")
+
+
+def test_a_decorator_refuses_what_it_cannot_guard(subject: Subject) -> None:
+    """Generators, classes, and keys that name no argument: at decoration, not in production."""
+    lock = subject.lock("stock:{sku}")
+
+    def generate(sku: str) -> Any:
+        yield sku
+
+    async def agenerate(sku: str) -> Any:
+        yield sku
+
+    for function in (generate, agenerate, Actor, 7):
+        with pytest.raises(TypeError):
+            lock(function)
+
+    def other_name(item: str) -> None: ...
+
+    async def aother_name(item: str) -> None: ...
+
+    with pytest.raises(InvalidKey, match="sku"):
+        lock(aother_name if subject.face == "async" else other_name)
+
+
+def test_reaping_removes_what_nobody_holds(subject: Subject, actor: Actor) -> None:
+    """Free and expired rows older than the retention, and nothing else."""
+    for key, ttl in (("free", 30), ("expired", 0.05), ("held", 30)):
+        actor.call(subject.lock(key, ttl=ttl, renew=False), "acquire")
+    actor.call(subject.lock("free"), "release")
+    time.sleep(0.1)
+    assert actor.do(lambda: subject.reap(3600.0)) == 0
+    assert actor.do(lambda: subject.reap(0.0)) == 2
+    assert subject.run("SELECT lock_key FROM locks") == [("held",)]
+    with pytest.raises(ValueError, match="retention"):
+        actor.do(lambda: subject.reap(-1.0))
+    actor.call(subject.lock("held"), "release")
+
+
+def test_inspect_tells_who_and_how_long(subject: Subject, actor: Actor) -> None:
+    """From None through held and expired to free, with the database's own spans of time."""
+    lock = subject.lock("k", ttl=0.4, renew=False, label="why")
+    assert actor.call(lock, "inspect") is None
+    actor.call(lock, "acquire")
+    info = actor.call(lock, "inspect")
+    assert (info.state, info.label, info.count, info.ttl) == ("held", "why", 1, 0.4)
+    assert 0 <= info.age < 0.4
+    assert 0 < info.remaining <= 0.4
+    assert info.owner not in repr(info)
+    time.sleep(0.5)
+    assert actor.call(lock, "inspect").state == "expired"
+    with pytest.raises(LockLost):
+        actor.call(lock, "release")
+    assert actor.call(lock, "inspect").state == "free"
+
+
+def test_many_flows_and_a_missing_row(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
+    """All take a key that has no row yet at once: one wins, and nobody sees an error."""
+    crowd = actors(8)
+    for round_ in range(5):
+        locks = [subject.lock(f"new:{round_}") for _ in crowd]
+        tries = [
+            actor.start(lambda lock=lock: getattr(lock, subject.method("acquire"))(blocking=False))
+            for actor, lock in zip(crowd, locks, strict=True)
+        ]
+        won = [done.result(60) for done in tries]
+        assert won.count(True) == 1
+        winner = won.index(True)
+        crowd[winner].call(locks[winner], "release")
+
+
+def test_a_plain_counter_counts(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
+    """Read, pause, write: without the lock it loses updates, with it never."""
+    crowd, counter = actors(4), [0]
+
+    def increment() -> None:
+        before = counter[0]
+        time.sleep(0.001)
+        counter[0] = before + 1
+
+    def work(actor: Actor) -> Any:
+        lock = subject.lock("counter", timeout=60)
+        if subject.face == "sync":
+
+            def loop() -> None:
+                for _ in range(5):
+                    with lock:
+                        increment()
+
+            return actor.start(loop)
+
+        async def aloop() -> None:
+            for _ in range(5):
+                async with lock:
+                    increment()
+
+        return actor.start(aloop)
+
+    for done in [work(actor) for actor in crowd]:
+        done.result(60)
+    assert counter == [20]
+
+
+def test_errors_share_one_root(subject: Subject, actor: Actor) -> None:
+    """`except LockError` catches everything that the lock raises on purpose, and pickling keeps the facts."""
+    import pickle
+
+    with pytest.raises(LockError) as caught:
+        actor.call(subject.lock("k"), "release")
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copy), str(copy), copy.key) == (LockNotHeld, str(caught.value), "k")
+
+
+def _moment(value: Any) -> datetime:
+    moment = datetime.fromisoformat(value) if isinstance(value, str) else value
+    return moment if moment.tzinfo else moment.replace(tzinfo=_utc())
+
+
+def _utc() -> Any:
+    from datetime import UTC
+
+    return UTC

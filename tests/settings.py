@@ -1,0 +1,46 @@
+"""Django's settings for the tests: one alias for each database; the servers are those that the tests start."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pymysql
+
+pymysql.install_as_MySQLdb()
+
+SECRET_KEY = "tests"
+USE_TZ = True
+INSTALLED_APPS = [
+    "dblock",
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.messages",
+    "django.contrib.sessions",
+]
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+
+DATABASES: dict[str, dict[str, Any]] = {
+    "default": {
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": os.environ["DBLOCK_TEST_SQLITE"],
+        "OPTIONS": {"init_command": "PRAGMA journal_mode=WAL", "transaction_mode": "IMMEDIATE"},
+    },
+    "postgresql": {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": "postgres",
+        "USER": "dblock",
+        "HOST": "127.0.0.1",
+        "PORT": os.environ["DBLOCK_TEST_POSTGRESQL_PORT"],
+        "CONN_MAX_AGE": None,
+    },
+    "mariadb": {
+        "ENGINE": "django.db.backends.mysql",
+        "NAME": "dblock",
+        "USER": "root",
+        "HOST": "127.0.0.1",
+        "PORT": os.environ["DBLOCK_TEST_MARIADB_PORT"],
+        "CONN_MAX_AGE": None,
+    },
+}
