@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from types import EllipsisType
 from typing import Any, TypeVar
 
@@ -12,12 +12,11 @@ from django.db import router
 
 from dblock import conf
 from dblock.core import protocol
-from dblock.core.drivers import AsyncExecutor, Executor, adrive, drive
+from dblock.core.drivers import adrive, drive
 from dblock.core.faces import AsyncLock, SyncLock
-from dblock.core.protocol import Database
 from dblock.core.steps import Steps
 from dblock.core.values import Seconds, valid_retention, valid_timeout, valid_ttl
-from dblock.executor import DjangoExecutor, database_for
+from dblock.store import DjangoStore, store_for
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,7 +41,7 @@ class Lock(SyncLock):
         super().__init__(key, ttl=ttl, timeout=timeout, renew=renew, label=label)
         self._using = using
         if using is not None:
-            _ = database_for(using)
+            _ = store_for(using)
 
     @functools.cached_property
     def using(self) -> str:
@@ -55,17 +54,8 @@ class Lock(SyncLock):
     def _default_timeout(self) -> float | None:
         return valid_timeout(conf.settings().TIMEOUT)
 
-    def _place(self) -> Hashable:
-        return self.using
-
-    def _database(self) -> Database:
-        return database_for(self.using)
-
-    def _executor(self) -> Executor:
-        return DjangoExecutor(self.using)
-
-    def _async_executor(self) -> AsyncExecutor:
-        return DjangoExecutor(self.using)
+    def _store(self) -> DjangoStore:
+        return store_for(self.using)
 
     aacquire = AsyncLock.acquire
     arelease = AsyncLock.release
@@ -119,20 +109,20 @@ def reap(*, retention: Seconds | None = None, using: str | None = None) -> int:
 
     By default as long as DBLOCK["RETENTION"] (one hour) says. Safe to run at any time, any number of times at once.
     """
-    steps, executor = _reaping(retention, using)
-    return drive(steps, executor.execute)
+    steps, store = _reaping(retention, using)
+    return drive(steps, store)
 
 
 async def areap(*, retention: Seconds | None = None, using: str | None = None) -> int:
     """The asynchronous twin of `reap`."""
-    steps, executor = _reaping(retention, using)
-    return await adrive(steps, executor.aexecute)
+    steps, store = _reaping(retention, using)
+    return await adrive(steps, store)
 
 
-def _reaping(retention: Seconds | None, using: str | None) -> tuple[Steps[int], DjangoExecutor]:
-    alias = using or default_alias()
+def _reaping(retention: Seconds | None, using: str | None) -> tuple[Steps[int], DjangoStore]:
+    store = store_for(using or default_alias())
     seconds = valid_retention(conf.settings().RETENTION if retention is None else retention)
-    return protocol.reap(database_for(alias), seconds), DjangoExecutor(alias)
+    return protocol.reap(store.database, seconds), store
 
 
 def default_alias() -> str:

@@ -18,13 +18,15 @@ import contextlib
 import os
 import weakref
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sqlalchemy import Engine, NullPool, StaticPool, event
 from sqlalchemy.pool import PoolProxiedConnection
 
 from dblock.core.flows import current_task
-from dblock.core.store import speaks_to_its_backend
+
+if TYPE_CHECKING:
+    from dblock.prepared import Prepared
 
 KEPT = 5
 """How many idle connections an engine keeps for its locks, as many as SQLAlchemy's pools do by default."""
@@ -35,6 +37,8 @@ class Link:
     """A DB-API connection for one statement."""
 
     raw: Any
+    prepared: Prepared | None = None
+    """Runs statements prepared, where the driver is psycopg and no pooler is in between."""
     loop: object = None
     """The event loop that it belongs to, for asynchronous drivers."""
     joined: bool = False
@@ -126,8 +130,9 @@ class Stack:
                 _ = _ask(link.raw, "PRAGMA synchronous = NORMAL")
             _ = _ask(link.raw, "PRAGMA busy_timeout = 250")  # the protocol tries again, without blocking a thread
         elif self._dialect.driver in {"psycopg", "psycopg_async"} and driver.prepare_threshold is not None:
-            if speaks_to_its_backend(driver.pgconn, _ask(link.raw, "SELECT pg_backend_pid()")):
-                driver.prepare_threshold = 0  # prepare every statement at its first use
+            from dblock.prepared import prepared_for  # noqa: PLC0415 - imports psycopg, which need not be installed
+
+            link.prepared = prepared_for(driver, _ask(link.raw, "SELECT pg_backend_pid()"))
         return link
 
     def _loop(self) -> object:

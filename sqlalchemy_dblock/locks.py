@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, overload
 
 from sqlalchemy import Engine
 
 from dblock.core import protocol
-from dblock.core.drivers import AsyncExecutor, Executor, adrive, drive
+from dblock.core.drivers import adrive, drive
 from dblock.core.faces import AsyncLock as CoreAsyncLock
 from dblock.core.faces import SyncLock
-from dblock.core.protocol import Database
 from dblock.core.values import Seconds, valid_retention
-from sqlalchemy_dblock.executor import EngineExecutor, executor_for
+from sqlalchemy_dblock.store import EngineStore, store_for
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -27,16 +25,10 @@ class Lock(SyncLock):
 
     def __init__(self, engine: Engine, key: str, **options: Any) -> None:
         super().__init__(key, **options)
-        self._engine_executor: EngineExecutor = executor_for(engine)
+        self._engine_store = store_for(engine)
 
-    def _place(self) -> Hashable:
-        return self._engine_executor
-
-    def _database(self) -> Database:
-        return self._engine_executor.database
-
-    def _executor(self) -> Executor:
-        return self._engine_executor
+    def _store(self) -> EngineStore:
+        return self._engine_store
 
 
 class AsyncLock(CoreAsyncLock):
@@ -44,16 +36,10 @@ class AsyncLock(CoreAsyncLock):
 
     def __init__(self, engine: AsyncEngine, key: str, **options: Any) -> None:
         super().__init__(key, **options)
-        self._engine_executor: EngineExecutor = executor_for(engine.sync_engine)
+        self._engine_store = store_for(engine.sync_engine)
 
-    def _place(self) -> Hashable:
-        return self._engine_executor
-
-    def _database(self) -> Database:
-        return self._engine_executor.database
-
-    def _async_executor(self) -> AsyncExecutor:
-        return self._engine_executor
+    def _store(self) -> EngineStore:
+        return self._engine_store
 
 
 @overload
@@ -119,9 +105,9 @@ def reap(engine: Engine | AsyncEngine, *, retention: Seconds = 3600.0) -> int | 
 
     To be awaited for an AsyncEngine. Safe to run at any time, any number of times at once.
     """
-    executor = executor_for(_sync_engine(engine))
-    steps = protocol.reap(executor.database, valid_retention(retention))
-    return drive(steps, executor.execute) if isinstance(engine, Engine) else adrive(steps, executor.aexecute)
+    store = store_for(_sync_engine(engine))
+    steps = protocol.reap(store.database, valid_retention(retention))
+    return drive(steps, store) if isinstance(engine, Engine) else adrive(steps, store)
 
 
 def _sync_engine(engine: Engine | AsyncEngine) -> Engine:

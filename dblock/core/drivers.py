@@ -7,27 +7,29 @@ further steps and is always driven to its end.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
+from dblock.core.protocol import Database
 from dblock.core.steps import Execute, Rows, Steps
 
 T = TypeVar("T")
 
 
-class Executor(Protocol):
-    """Runs one `Execute`; turns the driver's errors into LockStoreErrors."""
+class Store(Protocol):
+    """A database, and who runs statements on it; a lock's row is found by its store and its key."""
 
-    def execute(self, step: Execute, /) -> Rows: ...
+    @property
+    def database(self) -> Database:
+        """The protocol's view of it."""
+
+    def execute(self, step: Execute, /) -> Rows:
+        """Run one statement in this thread; the driver's errors come out as LockStoreErrors."""
+
+    async def aexecute(self, step: Execute, /) -> Rows:
+        """The same on the running event loop."""
 
 
-class AsyncExecutor(Protocol):
-    """The same for asyncio."""
-
-    async def aexecute(self, step: Execute, /) -> Rows: ...
-
-
-def drive(steps: Steps[T], execute: Callable[[Execute], Rows]) -> T:
+def drive(steps: Steps[T], store: Store) -> T:
     """Drive `steps` to their end in this thread and return their result."""
     reply: Rows | None = None
     error: BaseException | None = None
@@ -41,7 +43,7 @@ def drive(steps: Steps[T], execute: Callable[[Execute], Rows]) -> T:
             reply = error = None
             try:
                 if isinstance(step, Execute):
-                    reply = execute(step)
+                    reply = store.execute(step)
                 else:
                     time.sleep(step.seconds)
             except BaseException as raised:  # noqa: BLE001 - the generator decides, Ctrl-C included
@@ -50,7 +52,7 @@ def drive(steps: Steps[T], execute: Callable[[Execute], Rows]) -> T:
         del error  # it refers to this frame
 
 
-async def adrive(steps: Steps[T], execute: Callable[[Execute], Awaitable[Rows]]) -> T:
+async def adrive(steps: Steps[T], store: Store) -> T:
     """Drive `steps` to their end in this task and return their result."""
     import asyncio  # noqa: PLC0415 - a third of this package's import time, for those who do not use it
 
@@ -66,7 +68,7 @@ async def adrive(steps: Steps[T], execute: Callable[[Execute], Awaitable[Rows]])
             reply = error = None
             try:
                 if isinstance(step, Execute):
-                    reply = await execute(step)
+                    reply = await store.aexecute(step)
                 else:
                     await asyncio.sleep(step.seconds)
             except BaseException as raised:  # noqa: BLE001 - the generator decides, cancellation included

@@ -9,20 +9,21 @@ from __future__ import annotations
 import copy
 import functools
 import inspect as python
+import math
 import string
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from types import EllipsisType, TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from dblock.core import protocol, waiting
-from dblock.core.drivers import AsyncExecutor, Executor, adrive, drive
+from dblock.core.drivers import Store, adrive, drive
 from dblock.core.errors import InvalidKey, LockError, LockLost, LockNotHeld, LockTimeout
-from dblock.core.flows import Flow, Hold, current_flow, watch
-from dblock.core.identity import identity
-from dblock.core.protocol import Database, Grant, Wish
+from dblock.core.flows import Hold, current_flow
+from dblock.core.identity import celery_task_id
 from dblock.core.steps import Steps
 from dblock.core.values import (
+    Grant,
     LockInfo,
     Seconds,
     State,
@@ -65,14 +66,7 @@ class BaseLock:
 
     # -- what a face provides
 
-    def _place(self) -> Hashable:
-        """What tells the database of this lock's row from others in this process."""
-        raise NotImplementedError
-
-    def _database(self) -> Database:
-        raise NotImplementedError
-
-    def _async_executor(self) -> AsyncExecutor:
+    def _store(self) -> Store:
         raise NotImplementedError
 
     def _default_ttl(self) -> float:
@@ -90,7 +84,7 @@ class BaseLock:
         return self._default_timeout() if isinstance(self._given_timeout, EllipsisType) else self._given_timeout
 
     def _adrive(self, steps: Steps[T]) -> Awaitable[T]:
-        return adrive(steps, self._async_executor().aexecute)
+        return adrive(steps, self._store())
 
     # -- what is known without I/O
 
@@ -132,7 +126,7 @@ class BaseLock:
     def remaining(self) -> float:
         """Seconds for which this flow may still rely on the lock, 0.0 when it may not; by the local clock alone."""
         hold = self._hold()
-        return 0.0 if hold is None else max(0.0, hold.trusted_until - self._database().now())
+        return 0.0 if hold is None else max(0.0, hold.trusted_until - self._store().database.now())
 
     @property
     def state(self) -> State | None:
@@ -158,26 +152,33 @@ class BaseLock:
 
     def _acquire_steps(self, timeout: float | None) -> Steps[LockInfo | bool | None]:
         """True when acquired; else the holder that we saw last, if any."""
-        self._refuse_fork()
-        database, flow = self._database(), current_flow()
-        place = (self._place(), self._key)
+        if self.forked_from is not None:
+            raise self._forked()
+        store, flow, ttl = self._store(), current_flow(), self._ttl
+        database, place = store.database, (store, self._key)
         hold = flow.holds.get(place)
         if hold is not None:
             if hold.trusted_until > database.now():
-                grant = yield from protocol.reenter(database, hold.tenure, hold.count, self._ttl)
+                grant = yield from protocol.reenter(database, hold.tenure, hold.count, ttl)
                 if grant is not None:
                     hold.trusted_until = max(hold.trusted_until, grant.trusted_until)
                     hold.locks.append(self)
                     return True
             # The tenure is over: this is a new one, under a new token. Whoever entered before has lost it.
-            hold.trusted_until = min(hold.trusted_until, database.now())
+            hold.trusted_until = -math.inf
             flow.disown()
-        wish = Wish(self._key, self._ttl, self._label, identity())
+        wish = {
+            **flow.who,
+            "key": self._key,
+            "owner": flow.owner,
+            "ttl": ttl,
+            "label": self._label,
+            "task": celery_task_id(),
+        }
         found = yield from waiting.acquire(database, wish, flow, timeout)
         if not isinstance(found, Grant):
             return found
-        new = flow.holds[place] = Hold(found.tenure, self._ttl, found.trusted_until, [self], outer=hold)
-        watch(new)
+        flow.holds[place] = Hold(found.tenure, ttl, found.trusted_until, [self], hold)
         return True
 
     def _enter_steps(self) -> Steps[None]:
@@ -187,21 +188,22 @@ class BaseLock:
             raise self._timed_out(holder)
 
     def _release_steps(self) -> Steps[None]:
-        self._refuse_fork()
-        database, flow = self._database(), current_flow()
-        place = (self._place(), self._key)
+        if self.forked_from is not None:
+            raise self._forked()
+        store, flow = self._store(), current_flow()
+        database, place = store.database, (store, self._key)
         hold = flow.holds.get(place)
         if hold is None:
             raise self._not_held("release")
         count = hold.count
         hold.locks.pop()
-        if not hold.locks:
+        if count == 1:
             # Forgotten before the statement is sent: whatever becomes of it, this flow holds the key no more.
             if hold.outer is None:
                 del flow.holds[place]
             else:
                 flow.holds[place] = hold.outer
-        was_trusted = hold.trusted_until > database.now()
+        in_time = hold.trusted_until > database.now()
         try:
             released = yield from protocol.release(database, hold.tenure, count)
         except (GeneratorExit, LockError):
@@ -209,27 +211,29 @@ class BaseLock:
         except BaseException:  # interrupted: once more, since sending it twice is harmless
             _ = yield from protocol.release(database, hold.tenure, count)
             raise
-        if not (released and was_trusted):
-            hold.trusted_until = min(hold.trusted_until, database.now())
+        if not (released and in_time):
+            hold.trusted_until = -math.inf
             raise self._lost(hold)
 
     def _extend_steps(self, ttl: float) -> Steps[None]:
-        self._refuse_fork()
+        if self.forked_from is not None:
+            raise self._forked()
         hold = self._hold()
         if hold is None:
             raise self._not_held("extend")
         self.check()
-        grant = yield from protocol.extend(self._database(), hold.tenure, ttl)
-        if grant is None or grant.trusted_until <= self._database().now():
-            hold.trusted_until = min(hold.trusted_until, self._database().now())
+        database = self._store().database
+        grant = yield from protocol.extend(database, hold.tenure, ttl)
+        if grant is None or grant.trusted_until <= database.now():
+            hold.trusted_until = -math.inf
             raise self._lost(hold)
         hold.ttl, hold.trusted_until = ttl, grant.trusted_until
 
     def _verify_steps(self) -> Steps[bool]:
         self.check()
         hold = cast("Hold", self._hold())
-        if not (yield from protocol.verify(self._database(), hold.tenure)):
-            hold.trusted_until = min(hold.trusted_until, self._database().now())
+        if not (yield from protocol.verify(self._store().database, hold.tenure)):
+            hold.trusted_until = -math.inf
             raise self._lost(hold)
         return True
 
@@ -237,28 +241,27 @@ class BaseLock:
         hold = self._hold()
         if hold is None or self.remaining <= 0:
             return False
-        return (yield from protocol.verify(self._database(), hold.tenure))
+        return (yield from protocol.verify(self._store().database, hold.tenure))
 
     def _locked_steps(self) -> Steps[bool]:
         info = yield from self._inspect_steps()
         return info is not None and info.state == "held"
 
     def _inspect_steps(self) -> Steps[LockInfo | None]:
-        return (yield from protocol.inspect(self._database(), self._key))
+        return (yield from protocol.inspect(self._store().database, self._key))
 
     # -- helpers
 
     def _hold(self) -> Hold | None:
-        flow: Flow = current_flow()
-        return flow.holds.get((self._place(), self._key)) if flow.holds else None
+        holds = current_flow().holds
+        return holds.get((self._store(), self._key)) if holds else None
 
-    def _refuse_fork(self) -> None:
-        if self.forked_from is not None:
-            raise LockNotHeld(
-                f"process {self.forked_from} held {self._key!r} when it forked this one, and a forked child owns nothing "
-                "of its parent's: make a new db_lock(...) here",
-                key=self._key,
-            )
+    def _forked(self) -> LockNotHeld:
+        return LockNotHeld(
+            f"process {self.forked_from} held {self._key!r} when it forked this one, and a forked child owns nothing "
+            "of its parent's: make a new db_lock(...) here",
+            key=self._key,
+        )
 
     def _not_held(self, verb: str) -> LockNotHeld:
         return LockNotHeld(
@@ -320,11 +323,8 @@ def python_identifier(field: str) -> str:
 class SyncLock(BaseLock):
     """A lock whose methods block the calling thread."""
 
-    def _executor(self) -> Executor:
-        raise NotImplementedError
-
     def _drive(self, steps: Steps[T]) -> T:
-        return drive(steps, self._executor().execute)
+        return drive(steps, self._store())
 
     def acquire(self, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take the lock, or enter it once more; False if it was not free in time. As threading.RLock.acquire.

@@ -15,17 +15,18 @@ import secrets
 import sys
 import threading
 import weakref
-from collections.abc import Hashable, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import MutableMapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dblock.core.identity import process_identity, storable
 from dblock.core.values import Tenure
 
 if TYPE_CHECKING:
     from dblock.core.faces import BaseLock
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class Hold:
     """A flow's belief that it holds a key: true until `trusted_until` on the local clock."""
 
@@ -42,26 +43,33 @@ class Hold:
         return len(self.locks)
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Flow:
-    """One flow's token and holds; a hold is found by the place of its row and its key."""
+def new_owner() -> str:
+    """A token that nobody can guess."""
+    return secrets.token_urlsafe(16)
 
-    owner: str = field(default_factory=lambda: secrets.token_urlsafe(16), repr=False)
-    holds: dict[tuple[Hashable, str], Hold] = field(default_factory=dict)
+
+class Flow:
+    """One flow's token and holds; a hold is found by the store of its row and its key."""
+
+    __slots__ = ("__weakref__", "holds", "owner", "who")
+
+    def __init__(self, name: str) -> None:
+        self.owner = new_owner()
+        self.holds: dict[tuple[object, str], Hold] = {}
+        self.who = process_identity() | {"thread": storable(name)}
 
     def disown(self) -> None:
         """Take a new token: a statement that carries the old one may still be on its way."""
-        self.owner = secrets.token_urlsafe(16)
+        self.owner = new_owner()
 
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.flow = Flow()
+        self.flow = Flow(threading.current_thread().name)
 
 
 _local = _Local()
 _tasks: MutableMapping[Any, Flow] = weakref.WeakKeyDictionary()
-_held: weakref.WeakSet[Hold] = weakref.WeakSet()
 
 
 def current_flow() -> Flow:
@@ -71,33 +79,27 @@ def current_flow() -> Flow:
         return _local.flow
     flow = _tasks.get(task)
     if flow is None:
-        flow = _tasks[task] = Flow()
+        flow = _tasks[task] = Flow(f"task {task.get_name()}")
     return flow
 
 
 def current_task() -> Any:  # noqa: ANN401 - asyncio.Task or None, without importing asyncio
     """The running asyncio task, or None."""
-    asyncio = sys.modules.get("asyncio")
-    if asyncio is None:
+    asyncio = sys.modules.get("asyncio.events")
+    if asyncio is None or asyncio._get_running_loop() is None:
         return None
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # no running loop in this thread
-        return None
-
-
-def watch(hold: Hold) -> None:
-    """Remember a hold for the case of a fork."""
-    _held.add(hold)
+    return sys.modules["asyncio"].current_task()
 
 
 def _after_fork_in_child() -> None:
-    global _local, _tasks, _held
+    global _local, _tasks
     parent = os.getppid()
-    for hold in list(_held):
-        for lock in hold.locks:
-            lock.forked_from = parent
-    _local, _tasks, _held = _Local(), weakref.WeakKeyDictionary(), weakref.WeakSet()
+    for flow in (_local.flow, *_tasks.values()):
+        for hold in flow.holds.values():
+            for lock in hold.locks:
+                lock.forked_from = parent
+    process_identity.cache_clear()
+    _local, _tasks = _Local(), weakref.WeakKeyDictionary()
 
 
 if hasattr(os, "register_at_fork"):

@@ -5,35 +5,27 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import threading
 from functools import lru_cache
 from pathlib import PurePath
+from typing import Any
 
-from dblock.core.flows import current_task
-from dblock.core.values import TEXT_LENGTH, Identity
-
-
-def identity() -> Identity:
-    """The identity of the running flow."""
-    host, program = _process()
-    task = current_task()
-    name = threading.current_thread().name if task is None else f"task {task.get_name()}"
-    return Identity(host, os.getpid(), _storable(name), program, _storable(_celery_task_id()))
+from dblock.core.values import TEXT_LENGTH
 
 
 @lru_cache(maxsize=1)
-def _process() -> tuple[str, str]:
+def process_identity() -> dict[str, Any]:
+    """Host, pid and program, by the names of the statements' parameters."""
     path = PurePath(sys.argv[0] if sys.argv and sys.argv[0] else sys.executable or "python")
-    name = path.parent.name if path.name == "__main__.py" else path.name
-    return _storable(socket.gethostname()), _storable(name)
+    program = path.parent.name if path.name == "__main__.py" else path.name
+    return {"host": storable(socket.gethostname()), "pid": os.getpid(), "program": storable(program)}
 
 
-def _celery_task_id() -> str:
-    """The id of the Celery task that this thread is running, without importing Celery."""
-    celery = sys.modules.get("celery")
-    task = getattr(celery, "current_task", None)
-    return str(task.request.id or "") if task else ""
+def celery_task_id() -> str:
+    """The id of the Celery task that this thread is running, or nothing; Celery is not imported for it."""
+    task = getattr(sys.modules.get("celery"), "current_task", None)
+    return storable(str(task.request.id or "")) if task else ""
 
 
-def _storable(text: str) -> str:
+def storable(text: str) -> str:
+    """`text` without what a column cannot take."""
     return text.encode("utf-8", "replace").decode().replace("\0", "")[:TEXT_LENGTH]

@@ -63,7 +63,7 @@ from dblock.core import clock
 from dblock.core.errors import StoreConflict, StoreUnanswered
 from dblock.core.statements.base import Dialect, Statement
 from dblock.core.steps import Parameters, Rows, Steps, execute, sleep
-from dblock.core.values import Identity, LockInfo, Tenure, margin
+from dblock.core.values import Grant, Identity, LockInfo, Tenure, margin
 
 PATIENCE: Final = 5.0
 """Seconds for which a statement is sent again after conflicts and broken connections, before the error goes out."""
@@ -75,24 +75,6 @@ class Database:
 
     dialect: Dialect
     now: Callable[[], float] = clock.now
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What a take writes into the row beside the owner."""
-
-    key: str
-    ttl: float
-    label: str
-    identity: Identity
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """A tenure and the local moment at which trust in it ends."""
-
-    tenure: Tenure
-    trusted_until: float
 
 
 class Unresolved(StoreUnanswered):
@@ -107,20 +89,27 @@ def pauses(first: float = 0.005, longest: float = 0.25) -> Iterator[float]:
         pause = min(pause * 1.6, longest)
 
 
-def take(database: Database, wish: Wish, owner: str, until: float) -> Steps[Grant | None]:
-    """Begin a tenure if the key's row is there and not held; None if it is missing or held.
+def begin(database: Database, statement: Statement, wish: Parameters, until: float) -> Steps[Grant | None]:
+    """Begin a tenure with the statement `take` (a row that nobody holds) or `create` (a key without a row).
 
-    `until` is the local time after which conflicts are not tried again. Raises Unresolved when the owner token must not
-    be used again.
+    `wish` has all that the row is to say: key, owner, ttl, label and who we are. None if the statement found the key
+    held, or no row to take, or one where it was to create it. `until` is the local time after which conflicts are not
+    tried again. Raises Unresolved when the owner token must not be used again.
     """
-    return (yield from _begin(database, database.dialect.take, wish, owner, until))
-
-
-def create(database: Database, wish: Wish, owner: str, until: float) -> Steps[Grant | None]:
-    """Begin the first tenure of a key without a row; None if somebody else was faster. Otherwise as `take`."""
-    if database.dialect.tick:
+    if statement is database.dialect.create and database.dialect.tick:
         yield from sleep(database.dialect.tick)
-    return (yield from _begin(database, database.dialect.create, wish, owner, until))
+    key, owner, ttl = str(wish["key"]), str(wish["owner"]), float(wish["ttl"])
+    sent = database.now()
+    try:
+        sent, rows = yield from _send(database, statement, wish, until)
+    except StoreUnanswered as error:
+        info = yield from inspect(database, key)
+        if info is None or info.owner != owner or info.remaining <= 0:
+            raise Unresolved(str(error), key=key) from error.__cause__
+        rows = [(info.fence,)]
+    if not rows:
+        return None
+    return Grant(Tenure(key, owner, int(rows[0][0])), sent + ttl - margin(ttl))
 
 
 def inspect(database: Database, key: str, until: float | None = None) -> Steps[LockInfo | None]:
@@ -207,32 +196,6 @@ def reap(database: Database, retention: float) -> Steps[int]:
             return deleted
 
 
-def _begin(database: Database, statement: Statement, wish: Wish, owner: str, until: float) -> Steps[Grant | None]:
-    identity = wish.identity
-    parameters: Parameters = {
-        "key": wish.key,
-        "owner": owner,
-        "ttl": wish.ttl,
-        "label": wish.label,
-        "host": identity.host,
-        "pid": identity.pid,
-        "thread": identity.thread,
-        "program": identity.program,
-        "task": identity.celery_task_id,
-    }
-    sent = database.now()
-    try:
-        sent, rows = yield from _send(database, statement, parameters, until)
-    except StoreUnanswered as error:
-        info = yield from inspect(database, wish.key)
-        if info is None or info.owner != owner or info.remaining <= 0:
-            raise Unresolved(str(error), key=wish.key) from error.__cause__
-        rows = [(info.fence,)]
-    if not rows:
-        return None
-    return Grant(Tenure(wish.key, owner, int(rows[0][0])), sent + wish.ttl - margin(wish.ttl))
-
-
 def _send(
     database: Database, statement: Statement, parameters: Parameters, until: float, *, resend: bool = False
 ) -> Steps[tuple[float, Rows]]:
@@ -240,24 +203,22 @@ def _send(
 
     With `resend` also after broken connections: only for statements that may be executed twice.
     """
-    growing = pauses()
+    growing: Iterator[float] | None = None
     while True:
         sent = database.now()
         try:
-            rows = yield from execute(statement, parameters)
+            return sent, (yield from execute(statement, parameters))
         except StoreConflict:
             pass
         except StoreUnanswered:
             if not resend:
                 raise
-        else:
-            return sent, rows
+        growing = growing or pauses()
         pause = next(growing)
         if database.now() + pause >= until:
             # One last time, and let its error out.
             sent = database.now()
-            rows = yield from execute(statement, parameters)
-            return sent, rows
+            return sent, (yield from execute(statement, parameters))
         yield from sleep(pause)
 
 

@@ -2,13 +2,15 @@
 
 Rule: generators of this package use `yield from` on the functions below and never a bare `yield`; everything that
 neither waits nor does I/O is a plain function. `dblock.core.drivers` runs the steps.
+
+Execute, Sleep, and the values that live for one operation are named tuples: they are made on every take, and a frozen
+dataclass costs several times as much to make.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dblock.core.statements.base import Statement
 
@@ -17,16 +19,14 @@ Parameters = Mapping[str, "str | int | float"]
 Rows = Sequence[Sequence[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Execute:
+class Execute(NamedTuple):
     """Run one statement in a transaction of its own and answer with its rows."""
 
     statement: Statement
     parameters: Parameters
 
 
-@dataclass(frozen=True, slots=True)
-class Sleep:
+class Sleep(NamedTuple):
     """Pause; no connection is held meanwhile."""
 
     seconds: float

@@ -6,8 +6,6 @@ cause.
 
 from __future__ import annotations
 
-from typing import Any
-
 from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
 from dblock.core.statements.base import Dialect, Failure
 
@@ -34,11 +32,3 @@ def unreachable(error: BaseException, *, place: str) -> StoreConflict:
     """The error for a connection that could not be opened: nothing was sent."""
     return StoreConflict(f"cannot connect to {place}: {type(error).__name__}: {str(error).strip()}")
 
-
-def speaks_to_its_backend(pgconn: Any, backend_pid: int) -> bool:  # noqa: ANN401 - psycopg's, without importing it
-    """Is a libpq connection wired to one PostgreSQL session, whose own word for its process id is `backend_pid`?
-
-    Prepared statements need that. A pooler such as PgBouncer makes up the key data that it greets clients with, so
-    that the two numbers differ.
-    """
-    return bool(pgconn.backend_pid == backend_pid)

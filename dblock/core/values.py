@@ -9,7 +9,7 @@ import math
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from dblock.core.errors import InvalidKey
 
@@ -40,6 +40,8 @@ def valid_key(key: object) -> str:
 
 def valid_text(value: object, what: str) -> str:
     """`value` if it is at most 255 characters that every database stores; TypeError or ValueError otherwise."""
+    if value == "":
+        return ""
     if not isinstance(value, str):
         raise TypeError(f"{what} is text, not {type(value).__name__}: {_short(value)}")
     if len(value) > TEXT_LENGTH:
@@ -114,13 +116,22 @@ def margin(ttl: float) -> float:
     return min(1.0, ttl / 10)
 
 
-@dataclass(frozen=True, slots=True)
-class Tenure:
+class Tenure(NamedTuple):
     """One holding of a key by one owner: what every statement after the take names, whole."""
 
     key: str
-    owner: str = field(repr=False)
+    owner: str
     fence: int
+
+    def __repr__(self) -> str:
+        return f"Tenure({self.key!r}, fence {self.fence})"  # the owner token is a secret
+
+
+class Grant(NamedTuple):
+    """A tenure and the local moment at which trust in it ends."""
+
+    tenure: Tenure
+    trusted_until: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,33 +7,21 @@ lease. The fair queue takes the place of `_wait` without touching the rest.
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Any, Final
 
 from dblock.core.flows import Flow
-from dblock.core.protocol import (
-    PATIENCE,
-    Database,
-    Grant,
-    Unresolved,
-    Wish,
-    create,
-    give_back,
-    inspect,
-    pauses,
-    release,
-    take,
-)
+from dblock.core.protocol import PATIENCE, Database, Unresolved, begin, give_back, inspect, pauses, release
 from dblock.core.steps import Steps, sleep
-from dblock.core.values import LockInfo
+from dblock.core.values import Grant, LockInfo
 
 GRACE: Final = 1.0
 """Seconds for which even a try without waiting is repeated after deadlocks, serialization failures and the like."""
 
 
-def acquire(database: Database, wish: Wish, flow: Flow, timeout: float | None) -> Steps[Grant | LockInfo | None]:
+def acquire(database: Database, wish: dict[str, Any], flow: Flow, timeout: float | None) -> Steps[Grant | LockInfo | None]:
     """A grant, or whoever held the key when `timeout` seconds (None: for ever) were over.
 
-    None means that the key was free at the last look, but others were faster each time. Interrupted anywhere, it gives
+    `wish` is what the row is to say, with the flow's owner token. None means that the key was free at the last look, but others were faster each time. Interrupted anywhere, it gives
     back what it may have taken.
     """
     try:
@@ -41,41 +29,41 @@ def acquire(database: Database, wish: Wish, flow: Flow, timeout: float | None) -
     except GeneratorExit:
         raise  # nobody drives us any more
     except BaseException:
-        owner = flow.owner
         flow.disown()
-        yield from give_back(database, wish.key, owner)
+        yield from give_back(database, wish["key"], wish["owner"])
         raise
 
 
-def _wait(database: Database, wish: Wish, flow: Flow, timeout: float | None) -> Steps[Grant | LockInfo | None]:
-    now = database.now
+def _wait(database: Database, wish: dict[str, Any], flow: Flow, timeout: float | None) -> Steps[Grant | LockInfo | None]:
+    now, dialect, key = database.now, database.dialect, wish["key"]
     start = now()
     deadline = math.inf if timeout is None else start + timeout
-    growing = pauses()
-    begin = take
     until = min(start + PATIENCE, max(deadline, start + GRACE))
+    statement = dialect.take
     late = 0
     while True:
         try:
-            grant = yield from begin(database, wish, flow.owner, until)
+            grant = yield from begin(database, statement, wish, until)
         except Unresolved:
-            flow.disown()
             if now() >= until:
                 raise
+            flow.disown()
+            wish["owner"] = flow.owner
             continue
         if grant is not None:
             if now() < grant.trusted_until:
                 return grant
             _ = yield from release(database, grant.tenure, 1)  # granted too late to be of use
-        holder = yield from inspect(database, wish.key, until)
+        growing = pauses()
+        holder = yield from inspect(database, key, until)
         while holder is not None and holder.state == "held":
             left = deadline - now()
             if left <= 0:
                 return holder
             until = deadline  # once we wait, outages of the database are part of the wait
             yield from sleep(min(next(growing), left, holder.remaining))
-            holder = yield from inspect(database, wish.key, until)
-        begin = create if holder is None else take
+            holder = yield from inspect(database, key, until)
+        statement = dialect.create if holder is None else dialect.take
         late += now() >= deadline
         if late > 2:
             return None

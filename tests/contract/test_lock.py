@@ -256,8 +256,8 @@ def test_other_tenures_are_out_of_reach(subject: Subject, actor: Actor) -> None:
 
     def attack(steps: Any) -> Any:
         if subject.face == "sync":
-            return actor.do(lambda: drive(steps, lock._executor().execute))
-        return actor.do(lambda: adrive(steps, lock._async_executor().aexecute))
+            return actor.do(lambda: drive(steps, lock._store()))
+        return actor.do(lambda: adrive(steps, lock._store()))
 
     for stranger in strangers:
         assert attack(protocol.extend(subject.protocol, stranger, 600.0)) is None

@@ -84,8 +84,9 @@ _NAME = re.compile(r":([a-z_]+)")
 
 
 @lru_cache(maxsize=256)
-def _rendered(sql: str, paramstyle: str) -> tuple[str, tuple[str, ...] | None]:
+def rendered(sql: str, paramstyle: str) -> tuple[str, tuple[str, ...] | None]:
     """The text in a driver's parameter style and, for styles without names, the order of the parameters (PEP 249)."""
+    sql = " ".join(sql.split())
     if paramstyle == "named":
         return sql, None
     if paramstyle == "pyformat":
@@ -108,7 +109,7 @@ def perform(
     **options: Any,  # noqa: ANN401 - the driver's
 ) -> list[Any]:
     """Run `statement` on a DB-API cursor and give its answer as rows; the driver's errors pass through."""
-    text, order = _rendered(statement.sql, paramstyle)
+    text, order = rendered(statement.sql, paramstyle)
     cursor.execute(text, parameters if order is None else tuple(parameters[name] for name in order), **options)
     if statement.reply is Reply.ROWS:
         return list(cursor.fetchall())

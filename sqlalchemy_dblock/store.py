@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 
 from sqlalchemy import Engine
-from sqlalchemy.util import greenlet_spawn
+from sqlalchemy.util import await_only, greenlet_spawn
 
 from dblock.core.errors import UnsupportedDatabase
 from dblock.core.protocol import Database
@@ -21,8 +21,8 @@ from sqlalchemy_dblock.connections import Link, links_for
 _CREATE_TABLE = "create it with sqlalchemy_dblock.metadata.create_all(engine), or with Alembic"
 
 
-class EngineExecutor:
-    """Executes for one engine; `database` is the protocol's view of it."""
+class EngineStore:
+    """The database of one engine."""
 
     def __init__(self, engine: Engine) -> None:
         name = engine.dialect.name
@@ -30,6 +30,7 @@ class EngineExecutor:
             raise UnsupportedDatabase(f"the engine speaks {name}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
         self.database = Database(DIALECTS[name])
         self._links = links_for(engine)
+        self._is_async = engine.dialect.is_async
         self._place = str(engine.url.render_as_string(hide_password=True))
         self._paramstyle = "named" if name == "sqlite" else _paramstyle(engine.dialect.paramstyle)
         self._errors: tuple[type[BaseException], ...] = (engine.dialect.loaded_dbapi.Error, OSError)
@@ -61,6 +62,8 @@ class EngineExecutor:
         return rows
 
     def _perform(self, link: Link, step: Execute) -> Rows:
+        if link.prepared is not None:
+            return await_only(link.prepared.aexecute(step)) if self._is_async else link.prepared.execute(step)
         cursor = link.raw.cursor()
         try:
             return perform(cursor, step.statement, step.parameters, self._paramstyle)
@@ -68,15 +71,15 @@ class EngineExecutor:
             cursor.close()
 
 
-def executor_for(engine: Engine) -> EngineExecutor:
-    """The one executor of an engine in this process."""
-    found = _executors.get(engine)
+def store_for(engine: Engine) -> EngineStore:
+    """The one store of an engine in this process."""
+    found = _stores.get(engine)
     if found is None:
-        found = _executors[engine] = EngineExecutor(engine)
+        found = _stores[engine] = EngineStore(engine)
     return found
 
 
-_executors: weakref.WeakKeyDictionary[Engine, EngineExecutor] = weakref.WeakKeyDictionary()
+_stores: weakref.WeakKeyDictionary[Engine, EngineStore] = weakref.WeakKeyDictionary()
 
 
 def _paramstyle(style: str) -> str:

@@ -7,7 +7,8 @@ transaction that is to be rolled back. Statements of the lock are therefore not 
 from __future__ import annotations
 
 import weakref
-from typing import Any, Final
+from functools import cache
+from typing import Any
 
 from asgiref.sync import sync_to_async
 from django.db import DatabaseError, connections
@@ -19,32 +20,25 @@ from dblock.connections import connection_for, is_beside
 from dblock.core.errors import UnsupportedDatabase
 from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS
-from dblock.core.statements.base import Dialect, perform
+from dblock.core.statements.base import perform
 from dblock.core.steps import Execute, Rows
-from dblock.core.store import speaks_to_its_backend, store_error, unreachable
+from dblock.core.store import store_error, unreachable
 
-_direct: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-_databases: Final = {name: Database(dialect) for name, dialect in DIALECTS.items()}
-
-
-def database_for(alias: str) -> Database:
-    """The protocol's view of an alias; UnsupportedDatabase if it cannot carry the lock."""
-    try:
-        vendor = connections[alias].vendor
-    except ConnectionDoesNotExist as error:
-        raise UnsupportedDatabase(f"there is no database {alias!r} in DATABASES, only {sorted(connections)}") from error
-    try:
-        return _databases[vendor]
-    except KeyError:
-        raise UnsupportedDatabase(
-            f"the database {alias!r} is {vendor}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite"
-        ) from None
+_prepared: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-class DjangoExecutor:
-    """Executes for one database alias."""
+class DjangoStore:
+    """The database of one alias."""
 
     def __init__(self, alias: str) -> None:
+        try:
+            vendor = connections[alias].vendor
+        except ConnectionDoesNotExist as error:
+            known = ", ".join(sorted(connections))
+            raise UnsupportedDatabase(f"DATABASES has no alias {alias!r}, only {known}") from error
+        if vendor not in DIALECTS:
+            raise UnsupportedDatabase(f"database {alias!r} is {vendor}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
+        self.database = Database(DIALECTS[vendor])
         self._alias = alias
         self._place = f"database {alias!r}"
         self._create_table = f"add 'dblock' to INSTALLED_APPS and run `manage.py migrate dblock --database {alias}`"
@@ -52,13 +46,12 @@ class DjangoExecutor:
     def execute(self, step: Execute) -> Rows:
         """Run the statement in this thread."""
         connection = self._connect()
-        dialect = _databases[connection.vendor].dialect
         errors = (connection.Database.Error, OSError)  # type: ignore[attr-defined]
         try:
             return _perform(connection, step)
         except errors as error:
             _discard(connection)
-            ours = store_error(dialect, error, create_table=self._create_table, place=self._place)
+            ours = store_error(self.database.dialect, error, create_table=self._create_table, place=self._place)
             if ours is None:
                 return []
             raise ours from error
@@ -91,12 +84,16 @@ def _perform(connection: BaseDatabaseWrapper, step: Execute) -> Rows:
 def _perform_psycopg(connection: BaseDatabaseWrapper, raw: Any, step: Execute) -> Rows:  # noqa: ANN401
     from psycopg import Cursor  # noqa: PLC0415 - only where it is in use
 
-    direct = _direct.get(raw)
-    if direct is None:
-        direct = _direct[raw] = _outlives_request(connection) and speaks_to_its_backend(
-            raw.pgconn, Cursor(raw).execute("SELECT pg_backend_pid()").fetchone()[0]
-        )
-    return perform(Cursor(raw), step.statement, step.parameters, "pyformat", prepare=direct or None)
+    from dblock.prepared import prepared_for  # noqa: PLC0415
+
+    if raw not in _prepared:
+        _prepared[raw] = None
+        if _outlives_request(connection):
+            _prepared[raw] = prepared_for(raw, Cursor(raw).execute("SELECT pg_backend_pid()").fetchone()[0])
+    prepared = _prepared[raw]
+    if prepared is not None:
+        return prepared.execute(step)
+    return perform(Cursor(raw), step.statement, step.parameters, "pyformat")
 
 
 def _outlives_request(connection: BaseDatabaseWrapper) -> bool:
@@ -115,4 +112,5 @@ def _discard(connection: BaseDatabaseWrapper) -> None:
         connection.connection = None
 
 
-__all__ = ["Dialect", "DjangoExecutor", "database_for"]
+store_for = cache(DjangoStore)
+"""The one store of an alias."""

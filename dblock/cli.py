@@ -1,0 +1,26 @@
+"""The command `dblock`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from dblock import __version__
+from dblock.core.statements import DIALECTS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; its exit status."""
+    parser = argparse.ArgumentParser(prog="dblock", description="A distributed lock in the database you already have.")
+    parser.add_argument("--version", action="version", version=f"dblock {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    schema = commands.add_parser("schema", help="print the table `locks` as plain SQL")
+    schema.add_argument("database", choices=sorted(DIALECTS), help="the kind of database")
+    options = parser.parse_args(arguments)
+    sys.stdout.write(DIALECTS[options.database].ddl)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Prepared statements on a psycopg connection, one level below its cursors.
+
+A cursor adapts parameters and results of any type; for the lock's dozen of texts and numbers that costs more processor
+time than all the rest of a take. This is the same exchange on psycopg's own libpq layer (`psycopg.pq`), waiting as its
+cursors wait, so that Ctrl-C and cancellation work as ever.
+
+Rule: only for a connection in autocommit mode that is wired to one PostgreSQL session, which `prepared_for` finds out:
+PgBouncer and its like make up the key data that they greet clients with, so that the process id in it is not the one
+that the session itself tells. A statement's name carries a digest of its text and never stands for another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator
+from functools import cache
+from typing import Any
+
+from psycopg import errors, generators, pq
+
+from dblock.core.statements.base import Reply, Statement, rendered
+from dblock.core.steps import Execute, Rows
+
+_READERS = {20: int, 21: int, 23: int, 701: float}
+"""How to read the text of int8, int2, int4 and float8; the rest is text."""
+_OK = {pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK}
+
+
+class Prepared:
+    """Runs statements on one connection, preparing each at its first use."""
+
+    def __init__(self, connection: Any) -> None:  # noqa: ANN401 - psycopg's Connection or AsyncConnection
+        self._connection = connection
+        self._known: set[bytes] = set()
+
+    def execute(self, step: Execute) -> Rows:
+        """Run one statement on a Connection."""
+        with self._connection.lock:
+            rows: Rows = self._connection.wait(self._exchange(step))
+        return rows
+
+    async def aexecute(self, step: Execute) -> Rows:
+        """Run one statement on an AsyncConnection."""
+        async with self._connection.lock:
+            rows: Rows = await self._connection.wait(self._exchange(step))
+        return rows
+
+    def _exchange(self, step: Execute) -> Generator[Any, Any, Rows]:
+        statement, parameters = step
+        name, text, order = _named(statement)
+        values = [str(parameters[key]).encode() for key in order]
+        pgconn = self._connection.pgconn
+        if name not in self._known:
+            pgconn.send_prepare(name, text)
+            _ = _checked((yield from generators.execute(pgconn)))
+            self._known.add(name)
+        pgconn.send_query_prepared(name, values)
+        try:
+            result = _checked((yield from generators.execute(pgconn)))
+        except errors.InvalidSqlStatementName:  # somebody sent DISCARD or DEALLOCATE: nothing was executed
+            self._known.clear()
+            return (yield from self._exchange(step))
+        if statement.reply is Reply.COUNT:
+            return [()] * (result.command_tuples or 0)
+        readers = [_READERS.get(result.ftype(column), bytes.decode) for column in range(result.nfields)]
+        return [
+            [None if (value := result.get_value(row, column)) is None else read(value) for column, read in enumerate(readers)]
+            for row in range(result.ntuples)
+        ]
+
+
+def prepared_for(connection: Any, backend_pid: int) -> Prepared | None:  # noqa: ANN401
+    """A runner for a psycopg connection whose session says that it is `backend_pid`; None where it must not be."""
+    pgconn = connection.pgconn
+    direct = pgconn.backend_pid == backend_pid and pgconn.parameter_status(b"client_encoding") == b"UTF8"
+    return Prepared(connection) if direct else None
+
+
+@cache
+def _named(statement: Statement) -> tuple[bytes, bytes, tuple[str, ...]]:
+    text, order = rendered(statement.sql, "numeric_dollar")
+    assert order is not None  # noqa: S101 - the style has no names
+    digest = hashlib.blake2s(text.encode(), digest_size=8).hexdigest()
+    return f"dblock_{statement.name}_{digest}".encode(), text.encode(), order
+
+
+def _checked(results: list[Any]) -> Any:  # noqa: ANN401
+    result = results[-1]
+    if result.status not in _OK:
+        raise errors.error_from_result(result, encoding="utf-8")
+    return result
