@@ -81,6 +81,7 @@ def _servers() -> Iterator[dict[str, int]]:
         for server in (postgresql, mariadb):
             server.prepare()
             server.start()
+        mariadb.create_database("dblock")
         yield {"postgresql": postgresql.port, "mariadb": mariadb.port}
     finally:
         postgresql.close()
@@ -93,11 +94,8 @@ def _set_up_django(directory: str, ports: dict[str, int]) -> None:
     os.environ["DBLOCK_TEST_MARIADB_PORT"] = str(ports["mariadb"])
     os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
     import django
-    import pymysql
     from django.core.management import call_command
 
-    with pymysql.connect(host="127.0.0.1", port=ports["mariadb"], user="root").cursor() as cursor:
-        cursor.execute("CREATE DATABASE dblock")
     django.setup()
     for alias in ("default", "postgresql", "mariadb"):
         call_command("migrate", database=alias, verbosity=0)

@@ -7,7 +7,7 @@ owner token is never shown.
 from __future__ import annotations
 
 from datetime import datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -19,6 +19,12 @@ from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
 from dblock.models import Lock
+
+
+if TYPE_CHECKING:
+    _ModelAdmin = admin.ModelAdmin[Lock]
+else:
+    _ModelAdmin = admin.ModelAdmin
 
 
 class DatabaseClock(Func):
@@ -61,7 +67,7 @@ class StateFilter(admin.SimpleListFilter):
 
 
 @admin.register(Lock)
-class LockAdmin(admin.ModelAdmin[Lock]):
+class LockAdmin(_ModelAdmin):
     """A read-only list: rows belong to the protocol."""
 
     list_display = ("lock_key", "state", "holder", "held_for", "time_left", "label", "fence")

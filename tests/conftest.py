@@ -70,10 +70,7 @@ def mariadb(django: None) -> Iterator[MariaDB]:
     try:
         server.prepare()
         server.start()
-        root = create_engine(url("mariadb").replace("/dblock", "/mysql"))
-        with root.connect() as connection:
-            connection.execute(text("CREATE DATABASE dblock"))
-        root.dispose()
+        server.create_database("dblock")
         _migrate("mariadb")
         yield server
     finally:

@@ -188,6 +188,14 @@ class MariaDB(Server):
             return True
         return False
 
+    def create_database(self, name: str) -> None:
+        """An empty database in the running server."""
+        import pymysql
+
+        connection = pymysql.connect(host="127.0.0.1", port=self.port, user="root")
+        connection.cursor().execute(f"CREATE DATABASE {name}")
+        connection.close()
+
 
 class Redis(Server):
     def command(self) -> list[str]:

@@ -10,7 +10,7 @@ from dblock.core.statements.base import Dialect
 DIALECTS: Final[dict[str, Dialect]] = {
     "postgresql": postgresql.DIALECT,
     "mysql": mysql.DIALECT,
-    "mariadb": mysql.DIALECT,
+    "mariadb": mysql.MARIADB,
     "sqlite": sqlite.DIALECT,
 }
 """By the vendor names that Django and SQLAlchemy use."""

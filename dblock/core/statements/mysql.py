@@ -16,6 +16,7 @@ so both are the same.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from dblock.core.statements.base import Dialect, Failure, Reply, Statement
@@ -136,22 +137,21 @@ WHERE lock_key = :key AND expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retent
 COLLATIONS: Final = {"mysql": "utf8mb4_0900_bin", "mariadb": "utf8mb4_nopad_bin"}
 """The collations that compare code point by code point, trailing blanks included."""
 
-DDL: Final = """\
--- MySQL: replace utf8mb4_nopad_bin, which is MariaDB's name, by utf8mb4_0900_bin.
+_DDL: Final = """\
 CREATE TABLE locks (
-    lock_key varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL PRIMARY KEY,
-    owner varchar(64) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin,
+    lock_key varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL PRIMARY KEY,
+    owner varchar(64) CHARACTER SET utf8mb4 COLLATE {collation},
     fence bigint NOT NULL,
     count integer NOT NULL,
     ttl double precision NOT NULL,
     acquired_at datetime(6) NOT NULL,
     expires_at datetime(6) NOT NULL,
-    label varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
-    host varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
+    label varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
+    host varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
     pid integer NOT NULL,
-    thread varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
-    program varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
-    celery_task_id varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL
+    thread varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
+    program varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
+    celery_task_id varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL
 ) ENGINE = InnoDB;
 """
 
@@ -189,5 +189,6 @@ DIALECT: Final = Dialect(
     reap=REAP,
     tick=0.0,
     classify=classify,
-    ddl=DDL,
+    ddl=_DDL.format(collation=COLLATIONS["mysql"]),
 )
+MARIADB: Final = replace(DIALECT, ddl=_DDL.format(collation=COLLATIONS["mariadb"]))

@@ -1,0 +1,83 @@
+"""Settings of the example site; `DATABASE` says which database: sqlite (default), postgresql or mysql."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from dblock.celery import BEAT_SCHEDULE
+
+SECRET_KEY = "an example, not a secret"
+DEBUG = True
+ALLOWED_HOSTS = ["localhost", "127.0.0.1", "testserver"]
+ROOT_URLCONF = "example_project.urls"
+WSGI_APPLICATION = "example_project.wsgi.application"
+STATIC_URL = "static/"
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+
+INSTALLED_APPS = [
+    "dblock",
+    "example_project.shop",
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.messages",
+    "django.contrib.sessions",
+    "django.contrib.staticfiles",
+]
+MIDDLEWARE = [
+    "django.middleware.common.CommonMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+]
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ]
+        },
+    }
+]
+
+DATABASE = os.environ.get("DATABASE", "sqlite")
+SERVER = {
+    "NAME": os.environ.get("DATABASE_NAME", "shop"),
+    "USER": os.environ.get("DATABASE_USER", "shop"),
+    "PASSWORD": os.environ.get("DATABASE_PASSWORD", ""),
+    "HOST": os.environ.get("DATABASE_HOST", "127.0.0.1"),
+    "PORT": os.environ.get("DATABASE_PORT", ""),
+}
+DATABASES: dict[str, dict[str, Any]] = {
+    "default": {
+        "sqlite": {
+            "ENGINE": "django.db.backends.sqlite3",
+            "NAME": os.environ.get("DATABASE_NAME", str(Path(__file__).parent / "shop.sqlite3")),
+            "OPTIONS": {
+                "init_command": "PRAGMA journal_mode=WAL",
+                "transaction_mode": "IMMEDIATE",
+                "timeout": 20,
+            },
+        },
+        "postgresql": {"ENGINE": "django.db.backends.postgresql", "CONN_MAX_AGE": 60, **SERVER},
+        "mysql": {"ENGINE": "django.db.backends.mysql", "CONN_MAX_AGE": 60, **SERVER},
+    }[DATABASE]
+}
+if DATABASE == "mysql":
+    import pymysql
+
+    pymysql.install_as_MySQLdb()
+
+DBLOCK = {"TTL": 30, "TIMEOUT": 10}
+
+CELERY_BROKER_URL = os.environ.get("CELERY_BROKER_URL", "redis://127.0.0.1:6379/0")
+CELERY_BEAT_SCHEDULE = BEAT_SCHEDULE
+CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True

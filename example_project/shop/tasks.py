@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from celery import shared_task
+
+from dblock import db_lock
+from example_project.shop.models import Item
+
+
+@shared_task
+@db_lock("stock:{sku}", timeout=30, label="restock")
+def restock(sku: str, count: int) -> int:
+    """Put `count` items on the shelf, while nobody sells them; how many there are then."""
+    item = Item.objects.get(sku=sku)
+    item.stock += count
+    item.save()
+    return item.stock
