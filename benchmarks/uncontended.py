@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.servers import MariaDB, PostgreSQL, free_port
+from tests.servers import MariaDB, PostgreSQL
 
 ROUNDS, CYCLES = 15, 100
 Cycle = Callable[[int], None]
@@ -53,7 +53,9 @@ def main() -> int:
                     missed.append(candidate.name)
                     target = f"[red]{target} missed"
                 middle = statistics.median(rate)
-                table.add_row(database, candidate.name, f"{middle:,.0f}", f"{1e6 / middle:,.0f}", f"{ratio:.2f}", target)
+                table.add_row(
+                    database, candidate.name, f"{middle:,.0f}", f"{1e6 / middle:,.0f}", f"{ratio:.2f}", target
+                )
             table.add_section()
         console.print(table)
         missed += _count(console, ports)

@@ -20,7 +20,6 @@ from django.utils.translation import gettext_lazy as _
 
 from dblock.models import Lock
 
-
 if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Lock]
 else:
@@ -144,7 +143,7 @@ def span(length: timedelta) -> str:
 
 
 def _clock(row: Lock) -> datetime:
-    clock: datetime = row.clock  # type: ignore[attr-defined] - annotated by get_queryset
+    clock: datetime = vars(row)["clock"]  # annotated by get_queryset
     return clock
 
 

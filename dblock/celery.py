@@ -1,6 +1,6 @@
-"""What a Celery app adds to its beat schedule:
+"""What a Celery app adds to its beat schedule.
 
-app.conf.beat_schedule = {**dblock.celery.BEAT_SCHEDULE, ...}
+Write `app.conf.beat_schedule = {**dblock.celery.BEAT_SCHEDULE, ...}`.
 
 Rule: no import of Celery here, so that settings may use it too.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -10,9 +10,14 @@ from django.utils.translation import gettext_lazy as _
 
 from dblock.core.statements.mysql import COLLATIONS
 
+if TYPE_CHECKING:
+    _CharField = models.CharField[str, str]
+else:
+    _CharField = models.CharField
 
-class ExactCharField(models.CharField):
-    """Text that the database compares code point by code point: case, accents, trailing blanks and normal form count."""
+
+class ExactCharField(_CharField):
+    """Text compared code point by code point: case, accents, trailing blanks and normal form all count."""
 
     def db_type(self, connection: BaseDatabaseWrapper) -> str | None:
         if connection.vendor == "postgresql":
@@ -33,7 +38,9 @@ class Lock(models.Model):
     """A key's row; `expires_at` of a free one is when it was released."""
 
     lock_key = ExactCharField(_("key"), max_length=255, primary_key=True)
-    owner = ExactCharField(_("owner"), max_length=64, null=True, editable=False)
+    owner: models.CharField[str | None, str | None] = ExactCharField(  # type: ignore[assignment,misc]
+        _("owner"), max_length=64, null=True, editable=False
+    )
     fence = models.BigIntegerField(_("fence"))
     count = models.IntegerField(_("count"))
     ttl = models.FloatField(_("time to live"))
@@ -52,4 +59,4 @@ class Lock(models.Model):
         verbose_name_plural = _("locks")
 
     def __str__(self) -> str:
-        return self.lock_key
+        return str(self.lock_key)

@@ -29,7 +29,7 @@ _OK = {pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK}
 class Prepared:
     """Runs statements on one connection, preparing each at its first use."""
 
-    def __init__(self, connection: Any) -> None:  # noqa: ANN401 - psycopg's Connection or AsyncConnection
+    def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._known: set[bytes] = set()
 
@@ -64,12 +64,15 @@ class Prepared:
             return [()] * (result.command_tuples or 0)
         readers = [_READERS.get(result.ftype(column), bytes.decode) for column in range(result.nfields)]
         return [
-            [None if (value := result.get_value(row, column)) is None else read(value) for column, read in enumerate(readers)]
+            [
+                None if (value := result.get_value(row, column)) is None else read(value)
+                for column, read in enumerate(readers)
+            ]
             for row in range(result.ntuples)
         ]
 
 
-def prepared_for(connection: Any, backend_pid: int) -> Prepared | None:  # noqa: ANN401
+def prepared_for(connection: Any, backend_pid: int) -> Prepared | None:
     """A runner for a psycopg connection whose session says that it is `backend_pid`; None where it must not be."""
     pgconn = connection.pgconn
     direct = pgconn.backend_pid == backend_pid and pgconn.parameter_status(b"client_encoding") == b"UTF8"
@@ -84,7 +87,7 @@ def _named(statement: Statement) -> tuple[bytes, bytes, tuple[str, ...]]:
     return f"dblock_{statement.name}_{digest}".encode(), text.encode(), order
 
 
-def _checked(results: list[Any]) -> Any:  # noqa: ANN401
+def _checked(results: list[Any]) -> Any:
     result = results[-1]
     if result.status not in _OK:
         raise errors.error_from_result(result, encoding="utf-8")

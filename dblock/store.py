@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import weakref
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asgiref.sync import sync_to_async
 from django.db import DatabaseError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.utils import ConnectionDoesNotExist, InterfaceError
+from django.db.utils import InterfaceError
 from django.utils.asyncio import async_unsafe
+from django.utils.connection import ConnectionDoesNotExist
 
 from dblock.connections import connection_for, is_beside
 from dblock.core.errors import UnsupportedDatabase
@@ -24,7 +25,10 @@ from dblock.core.statements.base import perform
 from dblock.core.steps import Execute, Rows
 from dblock.core.store import store_error, unreachable
 
-_prepared: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+if TYPE_CHECKING:
+    from dblock.prepared import Prepared
+
+_prepared: weakref.WeakKeyDictionary[Any, Prepared | None] = weakref.WeakKeyDictionary()
 
 
 class DjangoStore:
@@ -37,7 +41,9 @@ class DjangoStore:
             known = ", ".join(sorted(connections))
             raise UnsupportedDatabase(f"DATABASES has no alias {alias!r}, only {known}") from error
         if vendor not in DIALECTS:
-            raise UnsupportedDatabase(f"database {alias!r} is {vendor}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
+            raise UnsupportedDatabase(
+                f"database {alias!r} is {vendor}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite"
+            )
         self.database = Database(DIALECTS[vendor])
         self._alias = alias
         self._place = f"database {alias!r}"
@@ -81,19 +87,19 @@ def _perform(connection: BaseDatabaseWrapper, step: Execute) -> Rows:
         return perform(cursor, step.statement, step.parameters, "pyformat")
 
 
-def _perform_psycopg(connection: BaseDatabaseWrapper, raw: Any, step: Execute) -> Rows:  # noqa: ANN401
+def _perform_psycopg(connection: BaseDatabaseWrapper, raw: Any, step: Execute) -> Rows:
     from psycopg import Cursor  # noqa: PLC0415 - only where it is in use
 
     from dblock.prepared import prepared_for  # noqa: PLC0415
 
+    cursor: Any = Cursor(raw)  # not Django's, which interpolates parameters itself
     if raw not in _prepared:
         _prepared[raw] = None
         if _outlives_request(connection):
-            _prepared[raw] = prepared_for(raw, Cursor(raw).execute("SELECT pg_backend_pid()").fetchone()[0])
+            [(backend_pid,)] = cursor.execute("SELECT pg_backend_pid()").fetchall()
+            _prepared[raw] = prepared_for(raw, backend_pid)
     prepared = _prepared[raw]
-    if prepared is not None:
-        return prepared.execute(step)
-    return perform(Cursor(raw), step.statement, step.parameters, "pyformat")
+    return perform(cursor, step.statement, step.parameters, "pyformat") if prepared is None else prepared.execute(step)
 
 
 def _outlives_request(connection: BaseDatabaseWrapper) -> bool:

@@ -7,7 +7,7 @@ from celery import shared_task
 from dblock.locks import reap
 
 
-@shared_task(name="dblock.reap_expired", ignore_result=True)
+@shared_task(name="dblock.reap_expired", ignore_result=True)  # type: ignore[untyped-decorator]
 def reap_expired(using: str | None = None, retention: float | None = None) -> int:
     """Delete the rows of database `using` that nobody has held for `retention` seconds; how many there were."""
     return reap(using=using, retention=retention)

@@ -49,28 +49,23 @@ TEMPLATES = [
 ]
 
 DATABASE = os.environ.get("DATABASE", "sqlite")
-SERVER = {
+SERVER: dict[str, Any] = {
     "NAME": os.environ.get("DATABASE_NAME", "shop"),
     "USER": os.environ.get("DATABASE_USER", "shop"),
     "PASSWORD": os.environ.get("DATABASE_PASSWORD", ""),
     "HOST": os.environ.get("DATABASE_HOST", "127.0.0.1"),
     "PORT": os.environ.get("DATABASE_PORT", ""),
 }
-DATABASES: dict[str, dict[str, Any]] = {
-    "default": {
-        "sqlite": {
-            "ENGINE": "django.db.backends.sqlite3",
-            "NAME": os.environ.get("DATABASE_NAME", str(Path(__file__).parent / "shop.sqlite3")),
-            "OPTIONS": {
-                "init_command": "PRAGMA journal_mode=WAL",
-                "transaction_mode": "IMMEDIATE",
-                "timeout": 20,
-            },
-        },
-        "postgresql": {"ENGINE": "django.db.backends.postgresql", "CONN_MAX_AGE": 60, **SERVER},
-        "mysql": {"ENGINE": "django.db.backends.mysql", "CONN_MAX_AGE": 60, **SERVER},
-    }[DATABASE]
+ENGINES: dict[str, dict[str, Any]] = {
+    "sqlite": {
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": os.environ.get("DATABASE_NAME", str(Path(__file__).parent / "shop.sqlite3")),
+        "OPTIONS": {"init_command": "PRAGMA journal_mode=WAL", "transaction_mode": "IMMEDIATE", "timeout": 20},
+    },
+    "postgresql": {"ENGINE": "django.db.backends.postgresql", "CONN_MAX_AGE": 60, **SERVER},
+    "mysql": {"ENGINE": "django.db.backends.mysql", "CONN_MAX_AGE": 60, **SERVER},
 }
+DATABASES = {"default": ENGINES[DATABASE]}
 if DATABASE == "mysql":
     import pymysql
 

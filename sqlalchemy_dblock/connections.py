@@ -123,7 +123,7 @@ class Stack:
             self._dialect.do_terminate(raw)
             raise
 
-    def _set_up(self, link: Link, driver: Any) -> Link:  # noqa: ANN401
+    def _set_up(self, link: Link, driver: Any) -> Link:
         self._dialect.set_isolation_level(link.raw, "AUTOCOMMIT")
         if self._dialect.name == "sqlite":
             if _ask(link.raw, "PRAGMA journal_mode") == "wal":
@@ -190,7 +190,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def _ask(raw: Any, sql: str) -> Any:  # noqa: ANN401
+def _ask(raw: Any, sql: str) -> Any:
     cursor = raw.cursor()
     try:
         cursor.execute(sql)

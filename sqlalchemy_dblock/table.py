@@ -10,12 +10,13 @@ from typing import Any
 from sqlalchemy import BigInteger, Column, DateTime, Double, Integer, MetaData, String, Table
 from sqlalchemy.dialects import mysql, sqlite
 from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.types import TypeEngine
 
 from dblock.core.statements.mysql import COLLATIONS
 
 
 class ExactString(String):
-    """Text that the database compares code point by code point: case, accents, trailing blanks and normal form count."""
+    """Text compared code point by code point: case, accents, trailing blanks and normal form all count."""
 
     __visit_name__ = "exact_string"
     cache_ok = True
@@ -38,7 +39,7 @@ def _mysql(type_: ExactString, compiler: Any, **_: Any) -> str:
 
 
 _moment = DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
-_seconds = Double().with_variant(sqlite.REAL(), "sqlite")
+_seconds: TypeEngine[float] = Double().with_variant(sqlite.REAL(), "sqlite")
 
 metadata = MetaData()
 """For `metadata.create_all(engine)`, or in Alembic's `target_metadata`."""

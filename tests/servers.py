@@ -1,8 +1,8 @@
 """Private, throw-away database servers, started from the installed binaries.
 
 Rule: nothing here touches a server that it did not start. Each server lives in a directory of its own, listens on
-127.0.0.1 at a port of its own, and ends with the process that started it (`PR_SET_PDEATHSIG` on Linux), so that a killed
-test run leaves nothing behind.
+127.0.0.1 at a port of its own, and ends with the process that started it (`PR_SET_PDEATHSIG` on Linux), so that a
+killed test run leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -82,7 +82,12 @@ class Server:
     def run(self, *command: str) -> None:
         """Run a set-up program to its end, as the server's account."""
         done = subprocess.run(
-            command, cwd=self.directory, capture_output=True, text=True, check=False, **self._identity  # type: ignore[call-overload]
+            command,
+            cwd=self.directory,
+            capture_output=True,
+            text=True,
+            check=False,
+            **self._identity,  # type: ignore[call-overload]
         )
         if done.returncode:
             raise RuntimeError(f"{command[0]} failed: {done.stdout}{done.stderr}")
@@ -102,7 +107,9 @@ class Server:
         deadline = time.monotonic() + 60
         while not self.ready():
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{self.command()[0]} did not start:\n{(self.directory / 'log').read_text()[-3000:]}")
+                raise RuntimeError(
+                    f"{self.command()[0]} did not start:\n{(self.directory / 'log').read_text()[-3000:]}"
+                )
             time.sleep(0.05)
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
@@ -128,7 +135,14 @@ class PostgreSQL(Server):
 
     def prepare(self) -> None:
         self.run(
-            str(self.bin / "initdb"), "-D", "data", "-U", "dblock", "--auth=trust", "--encoding=UTF8", "--locale=C.UTF-8"
+            str(self.bin / "initdb"),
+            "-D",
+            "data",
+            "-U",
+            "dblock",
+            "--auth=trust",
+            "--encoding=UTF8",
+            "--locale=C.UTF-8",
         )
 
     def command(self) -> list[str]:

@@ -21,12 +21,15 @@ class Store(Protocol):
     @property
     def database(self) -> Database:
         """The protocol's view of it."""
+        ...
 
     def execute(self, step: Execute, /) -> Rows:
         """Run one statement in this thread; the driver's errors come out as LockStoreErrors."""
+        ...
 
     async def aexecute(self, step: Execute, /) -> Rows:
         """The same on the running event loop."""
+        ...
 
 
 def drive(steps: Steps[T], store: Store) -> T:

@@ -12,7 +12,6 @@ import inspect as python
 import math
 import string
 from collections.abc import Awaitable, Callable
-from datetime import timedelta
 from types import EllipsisType, TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -60,7 +59,7 @@ class BaseLock:
         self._given_ttl = None if ttl is None else valid_ttl(ttl)
         self._given_timeout = timeout if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
         self._label = valid_text(label, "label")
-        if not isinstance(renew, bool):
+        if renew is not True and renew is not False:
             raise TypeError(f"renew is True or False, not {renew!r}")
         self._renew = renew
 
@@ -196,7 +195,7 @@ class BaseLock:
         if hold is None:
             raise self._not_held("release")
         count = hold.count
-        hold.locks.pop()
+        _ = hold.locks.pop()
         if count == 1:
             # Forgotten before the statement is sent: whatever becomes of it, this flow holds the key no more.
             if hold.outer is None:
@@ -271,8 +270,8 @@ class BaseLock:
 
     def _lost(self, hold: Hold) -> LockLost:
         return LockLost(
-            f"the lease on {self._key!r} (fence {hold.tenure.fence}) ended before the work did: ttl was {hold.ttl:g} s; "
-            "use a longer ttl or call extend() in time",
+            f"the lease on {self._key!r} (fence {hold.tenure.fence}) ended before the work did: ttl was {hold.ttl:g} s;"
+            " use a longer ttl or call extend() in time",
             key=self._key,
         )
 
@@ -297,7 +296,7 @@ class BaseLock:
 
     def _signature(self, function: Callable[..., Any]) -> python.Signature:
         """The signature of a function that can be decorated and that the key's placeholders fit."""
-        if not callable(function) or isinstance(function, type):
+        if isinstance(function, type) or not callable(function):
             raise TypeError(f"db_lock decorates functions, not {function!r}")
         if python.isgeneratorfunction(function) or python.isasyncgenfunction(function):
             raise TypeError(f"{function!r} is a generator: its body runs after the call, when the lock is free again")
@@ -311,7 +310,9 @@ class BaseLock:
         for field in fields:
             name = python_identifier(field)
             if not (name.isdigit() or name in names or takes_any):
-                raise InvalidKey(f"the key {self._key!r} names {name!r}, which {function!r} does not take", key=self._key)
+                raise InvalidKey(
+                    f"the key {self._key!r} names {name!r}, which {function!r} does not take", key=self._key
+                )
         return signature
 
 
@@ -377,7 +378,7 @@ class SyncLock(BaseLock):
         signature = self._signature(function)
 
         @functools.wraps(function)
-        def locked(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def locked(*args: Any, **kwargs: Any) -> Any:
             with self._for_call(signature, args, kwargs):
                 return function(*args, **kwargs)
 
@@ -418,7 +419,7 @@ class AsyncLock(BaseLock):
         """Who has or had the lock, since when and for how long; None if its key has no row."""
         return await self._adrive(self._inspect_steps())
 
-    async def __aenter__(self: L) -> L:
+    async def __aenter__(self) -> Self:
         await self._adrive(self._enter_steps())
         return self
 
@@ -434,8 +435,8 @@ class AsyncLock(BaseLock):
         signature = self._signature(function)
 
         @functools.wraps(function)
-        async def locked(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            async with self._for_call(signature, args, kwargs):
+        async def locked(*args: Any, **kwargs: Any) -> Any:
+            async with cast("AsyncLock", self._for_call(signature, args, kwargs)):
                 return await function(*args, **kwargs)
 
         return cast("F", locked)

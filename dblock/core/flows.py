@@ -2,7 +2,7 @@
 
 A flow is a thread, or an asyncio task where one is running. Two flows that can run at the same time are never one
 owner: a task is looked up by its own identity, because a child task inherits its parent's context variables and all
-tasks of a loop share one thread. (Under gevent and eventlet `threading.local` is per greenlet, which is what is wanted.)
+tasks of a loop share one thread. (Under gevent and eventlet `threading.local` is per greenlet, as it should be.)
 
 Rule: the state of a hold lives here, with the flow that has it, never on a lock object, which flows may share. Only its
 own flow changes it. After a fork the child is a new flow with nothing: the parent's holds stay the parent's.
@@ -83,7 +83,7 @@ def current_flow() -> Flow:
     return flow
 
 
-def current_task() -> Any:  # noqa: ANN401 - asyncio.Task or None, without importing asyncio
+def current_task() -> Any:
     """The running asyncio task, or None."""
     asyncio = sys.modules.get("asyncio.events")
     if asyncio is None or asyncio._get_running_loop() is None:

@@ -36,11 +36,11 @@ What may be lost: the database may crash right after its reply. Losing a take, a
 so they commit durably before the caller hears of them; losing a release or a deletion leaves a key taken until its
 expiry or a row until the next reaping, so they need not (section by section in `dblock.core.statements`).
 
-When the answer is lost: a statement was executed once or never, maybe later than we think. A release names its count and
-an extend sets rather than adds, so both may be sent again. After a take or a re-entry the row is read back: if it shows
-our token, the grant is ours, with trust counted from the first sending. If not, the statement may still be on its way;
-the owner token is then given up, so that a take that arrives late can only ever become a stranger's: a lease nobody
-relies on, gone after one ttl.
+When the answer is lost: a statement was executed once or never, maybe later than we think. A release names its count
+and an extend sets rather than adds, so both may be sent again. After a take or a re-entry the row is read back: if it
+shows our token, the grant is ours, with trust counted from the first sending. If not, the statement may still be on its
+way; the owner token is then given up, so that a take that arrives late can only ever become a stranger's: a lease
+nobody relies on, gone after one ttl.
 
 When the caller is interrupted (Ctrl-C, cancellation, any error) the same reading tells whether there is something to
 give back. The lease's own expiry is the net under all of it.
@@ -131,7 +131,7 @@ def verify(database: Database, tenure: Tenure) -> Steps[bool]:
 
 def extend(database: Database, tenure: Tenure, ttl: float) -> Steps[Grant | None]:
     """Let the lease end `ttl` seconds from now; None if the tenure is over."""
-    parameters = {"key": tenure.key, "owner": tenure.owner, "fence": tenure.fence, "ttl": ttl}
+    parameters: Parameters = {**tenure._asdict(), "ttl": ttl}
     until = database.now() + min(PATIENCE, ttl)
     sent, rows = yield from _send(database, database.dialect.extend, parameters, until, resend=True)
     return Grant(tenure, sent + ttl - margin(ttl)) if rows else None
@@ -139,7 +139,7 @@ def extend(database: Database, tenure: Tenure, ttl: float) -> Steps[Grant | None
 
 def reenter(database: Database, tenure: Tenure, count: int, ttl: float) -> Steps[Grant | None]:
     """Raise the count from `count` and let the lease last at least `ttl` seconds more; None if the tenure is over."""
-    parameters = {"key": tenure.key, "owner": tenure.owner, "fence": tenure.fence, "count": count, "ttl": ttl}
+    parameters: Parameters = {**tenure._asdict(), "count": count, "ttl": ttl}
     until = database.now() + min(PATIENCE, ttl)
     while True:
         sent = database.now()
@@ -159,7 +159,7 @@ def release(database: Database, tenure: Tenure, count: int) -> Steps[bool]:
 
     After a lost answer a second sending that finds nothing has found its own first.
     """
-    parameters = {"key": tenure.key, "owner": tenure.owner, "fence": tenure.fence, "count": count}
+    parameters: Parameters = {"key": tenure.key, "owner": tenure.owner, "fence": tenure.fence, "count": count}
     until = database.now() + PATIENCE
     try:
         _, rows = yield from _send(database, database.dialect.release, parameters, until)
@@ -183,7 +183,7 @@ def reap(database: Database, retention: float) -> Steps[int]:
     """Delete the rows that have been free or expired for longer than `retention` seconds; how many there were."""
     deleted = 0
     while True:
-        parameters = {"retention": retention}
+        parameters: Parameters = {"retention": retention}
         until = database.now() + PATIENCE
         _, keys = yield from _send(database, database.dialect.stale, parameters, until, resend=True)
         before = deleted

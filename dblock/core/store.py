@@ -31,4 +31,3 @@ def store_error(dialect: Dialect, error: BaseException, *, create_table: str, pl
 def unreachable(error: BaseException, *, place: str) -> StoreConflict:
     """The error for a connection that could not be opened: nothing was sent."""
     return StoreConflict(f"cannot connect to {place}: {type(error).__name__}: {str(error).strip()}")
-

@@ -197,7 +197,7 @@ def _unstorable(text: str) -> str | None:
     if "\0" in text:
         return "NUL"
     try:
-        text.encode()
+        _ = text.encode()
     except UnicodeEncodeError:
         return "half of a surrogate pair"
     return None

@@ -18,11 +18,13 @@ GRACE: Final = 1.0
 """Seconds for which even a try without waiting is repeated after deadlocks, serialization failures and the like."""
 
 
-def acquire(database: Database, wish: dict[str, Any], flow: Flow, timeout: float | None) -> Steps[Grant | LockInfo | None]:
+def acquire(
+    database: Database, wish: dict[str, Any], flow: Flow, timeout: float | None
+) -> Steps[Grant | LockInfo | None]:
     """A grant, or whoever held the key when `timeout` seconds (None: for ever) were over.
 
-    `wish` is what the row is to say, with the flow's owner token. None means that the key was free at the last look, but others were faster each time. Interrupted anywhere, it gives
-    back what it may have taken.
+    `wish` is what the row is to say, with the flow's owner token. None means that the key was free at the last look,
+    but others were faster each time. Interrupted anywhere, it gives back what it may have taken.
     """
     try:
         return (yield from _wait(database, wish, flow, timeout))
@@ -34,7 +36,9 @@ def acquire(database: Database, wish: dict[str, Any], flow: Flow, timeout: float
         raise
 
 
-def _wait(database: Database, wish: dict[str, Any], flow: Flow, timeout: float | None) -> Steps[Grant | LockInfo | None]:
+def _wait(
+    database: Database, wish: dict[str, Any], flow: Flow, timeout: float | None
+) -> Steps[Grant | LockInfo | None]:
     now, dialect, key = database.now, database.dialect, wish["key"]
     start = now()
     deadline = math.inf if timeout is None else start + timeout

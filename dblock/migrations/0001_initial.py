@@ -17,8 +17,6 @@ def leave_room(apps: Any, schema_editor: BaseDatabaseSchemaEditor) -> None:
 class Migration(migrations.Migration):
     initial = True
 
-    dependencies: list[tuple[str, str]] = []
-
     operations = [
         migrations.CreateModel(
             name="Lock",
@@ -27,7 +25,7 @@ class Migration(migrations.Migration):
                     "lock_key",
                     dblock.models.ExactCharField(max_length=255, primary_key=True, serialize=False, verbose_name="key"),
                 ),
-                ("owner", dblock.models.ExactCharField(editable=False, max_length=64, null=True, verbose_name="owner")),
+                ("owner", dblock.models.ExactCharField(editable=False, max_length=64, null=True, verbose_name="owner")),  # type: ignore[misc]
                 ("fence", models.BigIntegerField(verbose_name="fence")),
                 ("count", models.IntegerField(verbose_name="count")),
                 ("ttl", models.FloatField(verbose_name="time to live")),

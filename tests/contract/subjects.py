@@ -1,7 +1,7 @@
 """What the contract suite runs against: every variant, face, driver and database, behind one way of calling.
 
-A `Subject` makes locks; an `Actor` is a flow of control (a thread, or an asyncio task) in which they are used, so that a
-test can be two holders at once and stay a plain function.
+A `Subject` makes locks; an `Actor` is a flow of control (a thread, or an asyncio task) in which they are used, so that
+a test can be two holders at once and stay a plain function.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -482,7 +483,7 @@ def test_many_flows_and_a_missing_row(subject: Subject, actors: Callable[[int], 
     for round_ in range(5):
         locks = [subject.lock(f"new:{round_}") for _ in crowd]
         tries = [
-            actor.start(lambda lock=lock: getattr(lock, subject.method("acquire"))(blocking=False))
+            actor.start(partial(getattr(lock, subject.method("acquire")), blocking=False))
             for actor, lock in zip(crowd, locks, strict=True)
         ]
         won = [done.result(60) for done in tries]
@@ -535,10 +536,4 @@ def test_errors_share_one_root(subject: Subject, actor: Actor) -> None:
 
 def _moment(value: Any) -> datetime:
     moment = datetime.fromisoformat(value) if isinstance(value, str) else value
-    return moment if moment.tzinfo else moment.replace(tzinfo=_utc())
-
-
-def _utc() -> Any:
-    from datetime import UTC
-
-    return UTC
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

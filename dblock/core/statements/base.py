@@ -62,7 +62,7 @@ class Dialect:
     reap: Statement
     """Delete one such row."""
     tick: float
-    """Seconds between two readings of the database's clock that are sure to differ, if it is coarser than a statement."""
+    """Seconds between two readings of the database's clock that are sure to differ; 0.0 if any two statements' do."""
     classify: Callable[[BaseException], Failure]
     """What a driver's error means."""
     ddl: str
@@ -75,9 +75,9 @@ class Cursor(Protocol):
     @property
     def rowcount(self) -> int: ...
     @property
-    def lastrowid(self) -> Any: ...  # noqa: ANN401 - as loose as PEP 249
-    def execute(self, operation: str, parameters: Any, /, **options: Any) -> Any: ...  # noqa: ANN401
-    def fetchall(self) -> Any: ...  # noqa: ANN401
+    def lastrowid(self) -> Any: ...
+    def execute(self, operation: str, parameters: Any, /, **options: Any) -> Any: ...
+    def fetchall(self) -> Any: ...
 
 
 _NAME = re.compile(r":([a-z_]+)")
@@ -106,7 +106,7 @@ def perform(
     statement: Statement,
     parameters: Mapping[str, Any],
     paramstyle: str,
-    **options: Any,  # noqa: ANN401 - the driver's
+    **options: Any,
 ) -> list[Any]:
     """Run `statement` on a DB-API cursor and give its answer as rows; the driver's errors pass through."""
     text, order = rendered(statement.sql, paramstyle)

@@ -3,7 +3,7 @@
 The clock is `clock_timestamp()`: `now()` is the start of the transaction. It is read while the row is being rewritten,
 so after the statement was sent: the lease in the row ends no earlier than send time + ttl. (PostgreSQL evaluates the
 new row before it waits for another transaction's row lock, and again after it when that one changed the row: a wait can
-make the lease shorter than ttl from *now*, never shorter than ttl from the *send time*, which is what trust counts from.)
+make the lease shorter than ttl from *now*, never shorter than ttl from the *send time*, from which trust counts.)
 
 Every statement is a transaction of its own under any isolation level: where READ COMMITTED re-reads a row that changed
 meanwhile, REPEATABLE READ and SERIALIZABLE raise 40001 instead, and the protocol tries again.

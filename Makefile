@@ -1,0 +1,32 @@
+# Both main commands set up all that they need: `make demo` and `make test`.
+
+PYTHON := .venv/bin/python
+
+.PHONY: demo test lint bench matrix clean
+
+demo: ## Sell the last items without and with the lock: make demo [DB=sqlite|postgresql|mysql] [PROCS=8] [STOCK=200]
+	@sh scripts/setup demo $(DB)
+	@DB=$(DB) PROCS=$(PROCS) STOCK=$(STOCK) $(PYTHON) -m example_project.demo
+
+test: ## The whole suite, on servers that it starts itself
+	@sh scripts/setup test
+	@$(PYTHON) -m pytest $(ARGS)
+
+lint: ## Style, types and the direction of imports
+	@sh scripts/setup test
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy
+	@$(PYTHON) -m pyright
+	@.venv/bin/lint-imports
+
+bench: ## Rates as ratios to bare SQL in the same run, and what the server counts: make bench [ROUNDS=15]
+	@sh scripts/setup test
+	@ROUNDS=$(or $(ROUNDS),15) $(PYTHON) -m benchmarks.uncontended
+
+matrix: ## The suite over Python 3.11 to 3.13, oldest and newest Django and SQLAlchemy (interpreters from PATH or pyenv)
+	@sh scripts/setup test
+	@PATH="$$PATH$$(printf ':%s' $(HOME)/.pyenv/versions/3.1[123].*/bin)" .venv/bin/tox $(ARGS)
+
+clean:
+	rm -rf .venv .tox .build dist
