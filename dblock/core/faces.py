@@ -205,10 +205,12 @@ class BaseLock:
         in_time = hold.trusted_until > database.now()
         try:
             released = yield from protocol.release(database, hold.tenure, count)
-        except (GeneratorExit, LockError):
+        except GeneratorExit:
             raise
-        except BaseException:  # interrupted: once more, since sending it twice is harmless
-            _ = yield from protocol.release(database, hold.tenure, count)
+        except BaseException as error:
+            flow.disown()  # the row may go on showing the old token
+            if not isinstance(error, LockError):  # interrupted: once more, since sending it twice is harmless
+                _ = yield from protocol.release(database, hold.tenure, count)
             raise
         if not (released and in_time):
             hold.trusted_until = -math.inf

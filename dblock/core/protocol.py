@@ -38,9 +38,10 @@ expiry or a row until the next reaping, so they need not (section by section in 
 
 When the answer is lost: a statement was executed once or never, maybe later than we think. A release names its count
 and an extend sets rather than adds, so both may be sent again. After a take or a re-entry the row is read back: if it
-shows our token, the grant is ours, with trust counted from the first sending. If not, the statement may still be on its
-way; the owner token is then given up, so that a take that arrives late can only ever become a stranger's: a lease
-nobody relies on, gone after one ttl.
+shows our token, the grant is ours, trusted for no longer than the row had left when we looked. If not, the statement
+may still be on its way; the owner token is then given up, so that a take that arrives late can only ever become a
+stranger's: a lease nobody relies on, gone after one ttl. (One thing is left: an extend that was to *shorten* the lease,
+was not answered, and arrives after a later extend for longer, cuts that one short.)
 
 When the caller is interrupted (Ctrl-C, cancellation, any error) the same reading tells whether there is something to
 give back. The lease's own expiry is the net under all of it.
@@ -103,10 +104,11 @@ def begin(database: Database, statement: Statement, wish: Parameters, until: flo
     try:
         sent, rows = yield from _send(database, statement, wish, until)
     except StoreUnanswered as error:
-        info = yield from inspect(database, key)
-        if info is None or info.owner != owner or info.remaining <= 0:
+        looked, info = yield from _look(database, key, database.now() + PATIENCE)
+        if info is None or info.owner != owner or info.count != 1 or info.remaining <= 0:
             raise Unresolved(str(error), key=key) from error.__cause__
-        rows = [(info.fence,)]
+        # What the row has left when we looked, and no more: it might be an earlier tenure that nobody gave back.
+        return Grant(Tenure(key, owner, info.fence), min(sent + ttl, looked + info.remaining) - margin(ttl))
     if not rows:
         return None
     return Grant(Tenure(key, owner, int(rows[0][0])), sent + ttl - margin(ttl))
@@ -114,13 +116,8 @@ def begin(database: Database, statement: Statement, wish: Parameters, until: flo
 
 def inspect(database: Database, key: str, until: float | None = None) -> Steps[LockInfo | None]:
     """The key's row, or None where there is none."""
-    end = database.now() + PATIENCE if until is None else until
-    _, rows = yield from _send(database, database.dialect.inspect, {"key": key}, end, resend=True)
-    if not rows:
-        return None
-    owner, fence, count, ttl, age, remaining, label, host, pid, thread, program, task = rows[0]
-    identity = Identity(host, pid, thread, program, task)
-    return LockInfo(key, owner, fence, count, float(ttl), float(age), float(remaining), label, identity)
+    _, info = yield from _look(database, key, database.now() + PATIENCE if until is None else until)
+    return info
 
 
 def verify(database: Database, tenure: Tenure) -> Steps[bool]:
@@ -142,16 +139,16 @@ def reenter(database: Database, tenure: Tenure, count: int, ttl: float) -> Steps
     parameters: Parameters = {**tenure._asdict(), "count": count, "ttl": ttl}
     until = database.now() + min(PATIENCE, ttl)
     while True:
-        sent = database.now()
         try:
             sent, rows = yield from _send(database, database.dialect.reenter, parameters, until)
-            done = bool(rows)
         except StoreUnanswered:
-            info = yield from inspect(database, tenure.key, until)
-            if _shows(info, tenure) and info is not None and info.count == count:
-                continue
-            done = _shows(info, tenure)
-        return Grant(tenure, sent + ttl - margin(ttl)) if done else None
+            looked, info = yield from _look(database, tenure.key, until)
+            if info is None or not _shows(info, tenure):
+                return None
+            if info.count > count:
+                return Grant(tenure, looked + min(ttl, info.remaining) - margin(ttl))
+        else:
+            return Grant(tenure, sent + ttl - margin(ttl)) if rows else None
 
 
 def release(database: Database, tenure: Tenure, count: int) -> Steps[bool]:
@@ -194,6 +191,16 @@ def reap(database: Database, retention: float) -> Steps[int]:
             deleted += len(rows)
         if deleted == before:
             return deleted
+
+
+def _look(database: Database, key: str, until: float) -> Steps[tuple[float, LockInfo | None]]:
+    """The key's row, and the local time at which the database was asked for it."""
+    sent, rows = yield from _send(database, database.dialect.inspect, {"key": key}, until, resend=True)
+    if not rows:
+        return sent, None
+    owner, fence, count, ttl, age, remaining, label, host, pid, thread, program, task = rows[0]
+    identity = Identity(host, pid, thread, program, task)
+    return sent, LockInfo(key, owner, fence, count, float(ttl), float(age), float(remaining), label, identity)
 
 
 def _send(

@@ -1,0 +1,422 @@
+"""The protocol as data: random schedules of several workers over a model of the table, without threads or servers.
+
+The model executes the named statements as the SQL does. Workers are generators; a seeded scheduler decides who runs next,
+lets time pass, loses answers, breaks statements off before or after they took effect, and deletes rows. What must hold is
+checked after every step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from dblock.core import protocol, waiting
+from dblock.core.errors import LockError, LockStoreError, StoreConflict, StoreUnanswered
+from dblock.core.flows import Flow
+from dblock.core.protocol import Database
+from dblock.core.statements import DIALECTS
+from dblock.core.steps import Execute, Rows, Sleep, Steps
+from dblock.core.values import Grant, Tenure
+
+DIALECT = DIALECTS["postgresql"]
+
+
+@dataclass
+class World:
+    """A table, its clock, and the local clock of everybody."""
+
+    time: float = 1000.0
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    granted: dict[str, list[int]] = field(default_factory=lambda: {"a": [0], "b": [0], "k": [0]})
+    """For each key the fences that were ever given out."""
+
+    @property
+    def micros(self) -> int:
+        return int(self.time * 1_000_000)
+
+    def database(self) -> Database:
+        return Database(DIALECT, now=lambda: self.time)
+
+    def execute(self, step: Execute) -> Rows:
+        name = step.statement.name
+        self.time += 1e-6  # no two statements read the same clock
+        rows: Rows = getattr(self, f"_{name}")(dict(step.parameters))
+        return rows
+
+    def _begin(self, row: dict[str, Any] | None, p: dict[str, Any]) -> Rows:
+        if row is not None:
+            assert row["owner"] is None or row["expires_at"] <= self.time, "two tenures at a time"
+        fence = max(row["fence"] + 1, self.micros) if row else self.micros
+        assert fence > self.granted[p["key"]][-1], "a fence came back"
+        self.granted[p["key"]].append(fence)
+        self.rows[p["key"]] = {
+            "owner": p["owner"],
+            "fence": fence,
+            "count": 1,
+            "ttl": p["ttl"],
+            "acquired_at": self.time,
+            "expires_at": self.time + p["ttl"],
+        }
+        return [(fence,)]
+
+    def _take(self, p: dict[str, Any]) -> Rows:
+        row = self.rows.get(p["key"])
+        if row is None or (row["owner"] is not None and row["expires_at"] > self.time):
+            return []
+        return self._begin(row, p)
+
+    def _create(self, p: dict[str, Any]) -> Rows:
+        return [] if p["key"] in self.rows else self._begin(None, p)
+
+    def _inspect(self, p: dict[str, Any]) -> Rows:
+        row = self.rows.get(p["key"])
+        if row is None:
+            return []
+        age, left = self.time - row["acquired_at"], row["expires_at"] - self.time
+        return [(row["owner"], row["fence"], row["count"], row["ttl"], age, left, "", "h", 1, "t", "p", "")]
+
+    def _tenure(self, p: dict[str, Any]) -> dict[str, Any] | None:
+        row = self.rows.get(p["key"])
+        return row if row and (row["owner"], row["fence"]) == (p["owner"], p["fence"]) else None
+
+    def _reenter(self, p: dict[str, Any]) -> Rows:
+        row = self._tenure(p)
+        if row is None or row["count"] != p["count"] or row["expires_at"] <= self.time:
+            return []
+        row["count"] += 1
+        row["expires_at"] = max(row["expires_at"], self.time + p["ttl"])
+        return [()]
+
+    def _extend(self, p: dict[str, Any]) -> Rows:
+        row = self._tenure(p)
+        if row is None or row["expires_at"] <= self.time:
+            return []
+        row["expires_at"] = self.time + p["ttl"]
+        return [()]
+
+    def _release(self, p: dict[str, Any]) -> Rows:
+        row = self._tenure(p)
+        if row is None or row["count"] != p["count"]:
+            return []
+        row["count"] -= 1
+        if not row["count"]:
+            row["owner"], row["expires_at"] = None, self.time
+        return [()]
+
+
+class Interrupted(BaseException):
+    """A cancellation or Ctrl-C."""
+
+
+@dataclass
+class Worker:
+    """One flow that takes, holds, perhaps extends, and releases, over and over."""
+
+    world: World
+    chance: random.Random
+    flow: Flow
+    believes: Grant | None = None
+    steps: Steps[Any] | None = None
+    reply: Any = None
+    error: BaseException | None = None
+    wakes: float = 0.0
+    late: list[Execute] = field(default_factory=list)
+    """Statements that were sent on a broken connection and may yet arrive."""
+
+    def life(self) -> Steps[None]:
+        database = self.world.database()
+        while True:
+            key, ttl = self.chance.choice("ab"), self.chance.choice((0.5, 2.0, 10.0))
+            wish = {"key": key, "owner": self.flow.owner, "ttl": ttl}
+            found = yield from waiting.acquire(database, wish, self.flow, self.chance.choice((0.0, 1.0, 5.0)))
+            if not isinstance(found, Grant):
+                continue
+            self.believes = found
+            yield Sleep(self.chance.choice((0.0, 0.3, 3.0)))
+            if self.chance.random() < 0.3 and self.trusts():
+                extended = yield from protocol.extend(database, found.tenure, ttl)
+                self.believes = extended
+            if self.chance.random() < 0.3 and self.trusts():
+                again = yield from protocol.reenter(database, found.tenure, 1, ttl)
+                if again:
+                    _ = yield from protocol.release(database, found.tenure, 2)
+            self.believes = None
+            _ = yield from protocol.release(database, found.tenure, 1)
+            if self.chance.random() < 0.1:
+                self.flow.disown()
+
+    def trusts(self) -> bool:
+        return self.believes is not None and self.world.time < self.believes.trusted_until
+
+    def run(self) -> None:
+        """Do one step, or have it fail."""
+        if self.steps is None:
+            self.believes, self.steps, self.reply, self.error = None, self.life(), None, None
+        try:
+            step = self.steps.send(self.reply) if self.error is None else self.steps.throw(self.error)
+        except (LockError, Interrupted):
+            self.steps = self.believes = None  # as if the caller had handled it
+            return
+        self.reply = self.error = None
+        fate = self.chance.random()
+        if isinstance(step, Sleep):
+            self.wakes = self.world.time + step.seconds
+            if fate < 0.05:
+                self.error = Interrupted()
+        elif fate < 0.04:
+            self.error = StoreConflict()
+        elif fate < 0.10:  # lost on the way: before, after, or long before it takes effect
+            moment = self.chance.choice(("never", "now", "later"))
+            if moment == "now":
+                _ = self.world.execute(step)
+            elif moment == "later":
+                self.late.append(step)
+            self.error = self.chance.choice((StoreUnanswered, Interrupted))()
+        else:
+            self.reply = self.world.execute(step)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_random_schedules(seed: int) -> None:
+    """No two workers trust a grant of one key at a time, fences increase, and nothing stays held for ever."""
+    chance = random.Random(seed)
+    world = World()
+    workers = [Worker(world, chance, Flow(str(number))) for number in range(4)]
+    for _ in range(400):
+        ready = [worker for worker in workers if worker.wakes <= world.time]
+        if ready:
+            chance.choice(ready).run()
+        event = chance.random()
+        if event < 0.5 or not ready:
+            world.time += chance.choice((1e-6, 0.001, 0.02, 0.5))
+        elif event < 0.52:
+            late = chance.choice(workers).late
+            if late:
+                _ = world.execute(late.pop(0))
+        elif event < 0.53:
+            stale = [key for key, row in world.rows.items() if row["expires_at"] < world.time]
+            if stale:
+                del world.rows[chance.choice(stale)]
+        for key in "ab":
+            trusting = [worker for worker in workers if worker.trusts() and _key(worker) == key]
+            assert len(trusting) <= 1, f"{len(trusting)} workers trust {key!r}"
+            for worker in trusting:
+                assert _shown(world, worker), "a worker trusts a lease that its row does not show"
+    assert len(world.granted["a"] + world.granted["b"]) > 5
+    world.time += 20  # longer than any ttl
+    for row in world.rows.values():
+        assert row["owner"] is None or row["expires_at"] <= world.time
+
+
+@pytest.mark.parametrize("broken", ["take", "release", "trust", "adopt"])
+def test_the_schedules_catch_a_broken_protocol(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A protocol with one guard removed fails the schedules above: they can fail."""
+    if broken == "take":
+        original_take = World._take
+
+        def take(self: World, p: dict[str, Any]) -> Rows:
+            row = self.rows.get(p["key"])
+            if row is not None:
+                row["expires_at"] = min(row["expires_at"], self.time + 0.4)
+            return original_take(self, p)
+
+        monkeypatch.setattr(World, "_take", take)
+    elif broken == "release":
+        monkeypatch.setattr(World, "_tenure", lambda self, p: self.rows.get(p["key"]))
+    elif broken == "trust":
+        monkeypatch.setattr(protocol, "margin", lambda ttl: -1.0)
+    else:
+        monkeypatch.setattr(protocol, "min", lambda first, *_: first, raising=False)
+    with pytest.raises(AssertionError):
+        for seed in range(300):
+            test_random_schedules(seed)
+
+
+def _key(worker: Worker) -> str:
+    assert worker.believes is not None
+    return worker.believes.tenure.key
+
+
+def _shown(world: World, worker: Worker) -> bool:
+    assert worker.believes is not None
+    tenure = worker.believes.tenure
+    row = world.rows.get(tenure.key)
+    return row is not None and (row["owner"], row["fence"]) == (tenure.owner, tenure.fence)
+
+
+# -- single faults, one at a time
+
+
+def play(world: World, steps: Steps[Any], faults: dict[tuple[str, int], Callable[[Execute], Rows]]) -> Any:
+    """Drive `steps`; `faults` replaces the nth execution of a statement."""
+    seen: dict[str, int] = {}
+    reply: Any = None
+    error: BaseException | None = None
+    while True:
+        try:
+            step = steps.send(reply) if error is None else steps.throw(error)
+        except StopIteration as done:
+            return done.value
+        reply = error = None
+        if isinstance(step, Sleep):
+            world.time += step.seconds
+            continue
+        number = seen[step.statement.name] = seen.get(step.statement.name, -1) + 1
+        world.time += 0.0001
+        try:
+            reply = faults.get((step.statement.name, number), world.execute)(step)
+        except BaseException as raised:
+            error = raised
+
+
+def lost_after(world: World) -> Callable[[Execute], Rows]:
+    """Executed, but the answer never came."""
+
+    def fault(step: Execute) -> Rows:
+        _ = world.execute(step)
+        raise StoreUnanswered("cut")
+
+    return fault
+
+
+def raising(error: BaseException) -> Callable[[Execute], Rows]:
+    def fault(step: Execute) -> Rows:
+        raise error
+
+    return fault
+
+
+def acquire(world: World, flow: Flow, timeout: float | None = 0.0, ttl: float = 30.0) -> Steps[Any]:
+    wish = {"key": "k", "owner": flow.owner, "ttl": ttl}
+    return waiting.acquire(world.database(), wish, flow, timeout)
+
+
+def test_a_take_whose_answer_was_lost_is_found_again() -> None:
+    """The row shows our token: the grant is ours, trusted from the first sending."""
+    world, flow = World(), Flow("f")
+    begun = world.time
+    grant = play(world, acquire(world, flow), {("create", 0): lost_after(world)})
+    assert isinstance(grant, Grant)
+    assert grant.tenure == Tenure("k", flow.owner, world.rows["k"]["fence"])
+    assert grant.trusted_until <= begun + 0.001 + 30 - protocol.margin(30)
+
+
+def test_a_take_that_never_arrived_is_sent_again_under_a_new_token() -> None:
+    """So that the first one, should it arrive after all, is a stranger's."""
+    world, flow = World(), Flow("f")
+    first = flow.owner
+    grant = play(world, acquire(world, flow), {("take", 0): raising(StoreUnanswered("cut"))})
+    assert isinstance(grant, Grant)
+    assert grant.tenure.owner == flow.owner != first
+
+
+def test_an_interrupted_take_is_given_back() -> None:
+    """It took effect, and the interrupt came before the answer."""
+    world, flow = World(), Flow("f")
+
+    def interrupted(step: Execute) -> Rows:
+        _ = world.execute(step)
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        play(world, acquire(world, flow), {("create", 0): interrupted})
+    assert world.rows["k"]["owner"] is None
+
+
+def test_a_re_entry_whose_answer_was_lost_counts_once() -> None:
+    """And a release whose answer was lost lowers the count once."""
+    world, flow = World(), Flow("f")
+    grant = play(world, acquire(world, flow), {})
+    database = world.database()
+    again = play(world, protocol.reenter(database, grant.tenure, 1, 30), {("reenter", 0): lost_after(world)})
+    assert again is not None
+    assert world.rows["k"]["count"] == 2
+    assert play(world, protocol.release(database, grant.tenure, 2), {("release", 0): lost_after(world)}) is True
+    assert world.rows["k"]["count"] == 1
+    never = {("reenter", 0): raising(StoreUnanswered("cut"))}
+    assert play(world, protocol.reenter(database, grant.tenure, 1, 30), never) is not None
+    assert world.rows["k"]["count"] == 2
+
+
+@pytest.mark.parametrize("statement", ["take", "create", "inspect", "reenter", "extend", "release"])
+def test_conflicts_are_tried_again_and_then_reported(statement: str) -> None:
+    """A few times they pass unseen; for ever they become one typed error, in bounded time."""
+    for times in (3, 10**6):
+        world, flow = World(), Flow("f")
+        faults = {
+            (statement, number): raising(StoreConflict("40P01")) for number in range(min(times, 5000))
+        }
+        start = world.time
+
+        def story() -> Steps[None]:
+            grant = yield from acquire(world, flow, 1.0)
+            database = world.database()
+            _ = yield from protocol.reenter(database, grant.tenure, 1, 30)
+            _ = yield from protocol.extend(database, grant.tenure, 30)
+            _ = yield from protocol.release(database, grant.tenure, 2)
+            _ = yield from protocol.release(database, grant.tenure, 1)
+
+        if times == 3:
+            play(world, story(), faults)
+            assert world.rows["k"]["owner"] is None
+        else:
+            with pytest.raises(LockStoreError):
+                play(world, story(), faults)
+            assert world.time - start < 2 * protocol.PATIENCE + 2
+
+
+def test_a_grant_that_comes_too_late_is_no_grant() -> None:
+    """Its statement took longer than the lease: it is given back."""
+    world, flow = World(), Flow("f")
+
+    def slow(step: Execute) -> Rows:
+        rows = world.execute(step)
+        world.time += 0.95
+        return rows
+
+    found = play(world, acquire(world, flow, ttl=1.0), {("create", 0): slow})
+    assert isinstance(found, Grant)
+    assert world.time < found.trusted_until
+    assert len(world.granted["k"]) == 3
+
+
+def test_a_waiter_neither_overshoots_nor_writes() -> None:
+    """It looks until the holder's lease ends, writes only then, and never after its timeout."""
+    world = World()
+    holder, waiter = Flow("holder"), Flow("waiter")
+    play(world, acquire(world, holder, ttl=3.0), {})
+    takes: list[float] = []
+
+    def note(step: Execute) -> Rows:
+        takes.append(world.time)
+        return world.execute(step)
+
+    start = world.time
+    found = play(world, acquire(world, waiter, 2.0), {("take", number): note for number in range(100)})
+    assert not isinstance(found, Grant)
+    assert len(takes) == 1
+    assert 2.0 <= world.time - start < 2.05
+    found = play(world, acquire(world, waiter, 60.0), {("take", number): note for number in range(100)})
+    assert isinstance(found, Grant)
+    assert len(takes) <= 4
+    assert world.time - start < 3.1
+
+
+def test_an_outage_while_waiting_is_part_of_the_wait() -> None:
+    """The waiter goes on when the database is back, within its timeout."""
+    world = World()
+    holder, waiter = Flow("holder"), Flow("waiter")
+    play(world, acquire(world, holder, ttl=30.0), {})
+    faults = {("inspect", number): raising(StoreConflict("cannot connect")) for number in range(2, 60)}
+    assert isinstance(play(world, acquire(world, waiter, 60.0), faults), Grant)
+
+
+def test_the_owner_token_is_shown_by_nothing() -> None:
+    """It is a secret: with it one could pose as the holder."""
+    tenure = Tenure("k", "s3cret", 7)
+    for text in (repr(tenure), str(tenure), repr(Grant(tenure, 1.0)), f"{Flow('f')!r}"):
+        assert "s3cret" not in text
