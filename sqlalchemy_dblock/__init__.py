@@ -5,6 +5,8 @@ Speaks the same protocol over the same table as the Django app `dblock`, so that
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from dblock.core.errors import (
     InvalidKey,
     LockError,
@@ -16,7 +18,9 @@ from dblock.core.errors import (
 )
 from dblock.core.values import LockInfo
 from sqlalchemy_dblock.locks import AsyncLock, Lock, db_lock, reap
-from sqlalchemy_dblock.table import locks, metadata
+
+if TYPE_CHECKING:
+    from sqlalchemy_dblock.table import locks, metadata
 
 __all__ = [
     "AsyncLock",
@@ -34,3 +38,16 @@ __all__ = [
     "metadata",
     "reap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The table, when asked for: naming its types loads the dialects of three databases."""
+    if name not in {"locks", "metadata"}:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sqlalchemy_dblock import table  # noqa: PLC0415
+
+    return getattr(table, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

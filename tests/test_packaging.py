@@ -1,0 +1,116 @@
+"""What one may import, from where, at what price; what the wheel contains; what the public names are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def python(code: str) -> str:
+    """Run `code` in a fresh interpreter and return what it printed."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("dblock.core.faces", ("django", "sqlalchemy", "celery", "psycopg", "asyncio")),
+        ("dblock", ("django", "sqlalchemy", "celery", "asyncio")),
+        ("dblock.cli", ("django", "sqlalchemy", "celery")),
+        ("dblock.locks", ("sqlalchemy", "celery")),
+        ("sqlalchemy_dblock", ("django", "celery", "asgiref", "psycopg", "sqlalchemy.ext.asyncio")),
+    ],
+)
+def test_imports_stay_apart(module: str, forbidden: tuple[str, ...]) -> None:
+    """Neither face imports the other's framework, and the core imports none."""
+    loaded = python(f"import sys; import {module}; print([name for name in {forbidden!r} if name in sys.modules])")
+    assert loaded == "[]"
+
+
+def test_the_core_runs_without_any_framework() -> None:
+    """`import dblock.core` works where Django and SQLAlchemy are not installed."""
+    code = """
+import sys
+for name in ("django", "sqlalchemy", "celery", "asgiref", "psycopg"):
+    sys.modules[name] = None
+import dblock, dblock.core.faces, dblock.core.drivers, dblock.cli
+print(dblock.LockTimeout.__mro__[1].__name__)
+"""
+    assert python(code) == "LockError"
+
+
+def test_imports_are_cheap() -> None:
+    """`import dblock` stays under 30 ms beyond the interpreter, `import sqlalchemy_dblock` beyond SQLAlchemy's own.
+
+    Counted in modules, which do not depend on the machine's mood: what each import adds is a few dozen of small ones.
+    """
+    count = "import sys; {0}; before = len(sys.modules); import {1}; print(len(sys.modules) - before)"
+    assert int(python(count.format("pass", "dblock"))) < 40
+    assert int(python(count.format("import sqlalchemy", "sqlalchemy_dblock"))) < 60
+
+
+def test_public_names() -> None:
+    """What the contract names is there, and nothing is exported by accident."""
+    import dblock
+    import sqlalchemy_dblock
+
+    errors = {
+        "InvalidKey",
+        "LockError",
+        "LockLost",
+        "LockNotHeld",
+        "LockStoreError",
+        "LockTimeout",
+        "UnsupportedDatabase",
+    }
+    assert set(dblock.__all__) == errors | {"Lock", "LockInfo", "areap", "db_lock", "reap"}
+    assert set(sqlalchemy_dblock.__all__) == errors | {
+        "AsyncLock",
+        "Lock",
+        "LockInfo",
+        "db_lock",
+        "locks",
+        "metadata",
+        "reap",
+    }
+    for module in (dblock, sqlalchemy_dblock):
+        assert all(hasattr(module, name) for name in module.__all__)
+        assert set(module.__all__) <= set(dir(module))
+    assert dblock.LockTimeout is sqlalchemy_dblock.LockTimeout
+    with pytest.raises(AttributeError, match="nonsense"):
+        dblock.nonsense  # noqa: B018
+
+
+def test_the_wheel_has_all_it_needs(tmp_path: Path) -> None:
+    """Both packages, their type markers and the migration; no tests."""
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
+        check=True,
+        capture_output=True,
+    )
+    [wheel] = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {
+        "dblock/py.typed",
+        "sqlalchemy_dblock/py.typed",
+        "dblock/migrations/0001_initial.py",
+        "dblock/core/statements/postgresql.py",
+    } <= names
+    assert not any(name.startswith(("tests", "benchmarks", "example_project")) for name in names)
+
+
+def test_the_version_is_in_one_place() -> None:
+    """The distribution takes it from the package."""
+    from importlib.metadata import version
+
+    import dblock
+
+    assert version("dblock") == dblock.__version__
+    assert python("from dblock.cli import main; main(['--version'])") == f"dblock {dblock.__version__}"
