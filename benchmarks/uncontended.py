@@ -94,6 +94,7 @@ def _set_up_django(directory: str, ports: dict[str, int]) -> None:
     os.environ["DBLOCK_TEST_SQLITE"] = f"{directory}/django.sqlite3"
     os.environ["DBLOCK_TEST_POSTGRESQL_PORT"] = str(ports["postgresql"])
     os.environ["DBLOCK_TEST_MARIADB_PORT"] = str(ports["mariadb"])
+    os.environ["DBLOCK_TEST_POSTGRESQL_WIRE"] = os.environ["DBLOCK_TEST_MARIADB_WIRE"] = ""
     os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
     import django
     from django.core.management import call_command

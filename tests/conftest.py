@@ -20,6 +20,8 @@ _directory = tempfile.TemporaryDirectory(prefix="dblock-tests-")
 os.environ.setdefault("DBLOCK_TEST_SQLITE", f"{_directory.name}/locks.sqlite3")
 os.environ.setdefault("DBLOCK_TEST_POSTGRESQL_PORT", str(free_port()))
 os.environ.setdefault("DBLOCK_TEST_MARIADB_PORT", str(free_port()))
+os.environ.setdefault("DBLOCK_TEST_POSTGRESQL_WIRE", str(free_port()))
+os.environ.setdefault("DBLOCK_TEST_MARIADB_WIRE", str(free_port()))
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
 
 

@@ -44,3 +44,6 @@ DATABASES: dict[str, dict[str, Any]] = {
         "CONN_MAX_AGE": None,
     },
 }
+# The same servers through the tests' proxy, which counts what goes over the wire.
+for _name in ("postgresql", "mariadb"):
+    DATABASES[f"{_name}_wire"] = {**DATABASES[_name], "PORT": os.environ[f"DBLOCK_TEST_{_name.upper()}_WIRE"]}

@@ -1,0 +1,213 @@
+"""Where the lock's statements run, and what the caller's transaction has to do with it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.db import DatabaseError, connections, transaction
+
+from dblock import LockError, LockLost, db_lock
+from dblock.connections import _beside, connection_for
+from tests.conftest import ALIASES, run
+
+SERVERS = ("postgresql", "mariadb")
+
+
+@pytest.fixture
+def alias(database: str) -> Iterator[str]:
+    """Each database's alias, with its connections closed afterwards."""
+    yield ALIASES[database]
+    connections[ALIASES[database]].close()
+
+
+def owner(database: str) -> object:
+    [(value,)] = run(database, "SELECT owner FROM locks WHERE lock_key = 'k'")
+    return value
+
+
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_rollback_does_not_release(database: str, alias: str) -> None:
+    """An independent lock is seen by others at once, and held until its block ends."""
+    lock = db_lock("k", using=alias)
+    with pytest.raises(ZeroDivisionError), transaction.atomic(alias):
+        lock.acquire()
+        assert owner(database) == lock.owner
+        raise ZeroDivisionError
+    assert owner(database) == lock.owner
+    assert lock.verify()
+    lock.release()
+    assert owner(database) is None
+
+
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_lease_counts_from_now_not_from_the_transaction(database: str, alias: str) -> None:
+    """However long ago the caller's transaction began."""
+    with transaction.atomic(alias), connections[alias].cursor() as cursor:
+        cursor.execute("SELECT 1")
+        time.sleep(1.5)
+        lock = db_lock("k", using=alias, ttl=30)
+        with lock:
+            info = lock.inspect()
+            assert info is not None
+            assert info.remaining > 29.5
+
+
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_the_callers_connection_serves_outside_transactions(database: str, alias: str) -> None:
+    """And one beside it inside, be it opened by atomic(), by autocommit off or by hand."""
+    caller = connections[alias]
+    with db_lock("k", using=alias):
+        assert connection_for(alias) is caller
+    with transaction.atomic(alias):
+        assert connection_for(alias) is not caller
+    caller.set_autocommit(False)
+    try:
+        assert connection_for(alias) is not caller
+        with db_lock("k", using=alias):
+            assert owner(database) is not None
+    finally:
+        caller.rollback()
+        caller.set_autocommit(True)
+    if database == "postgresql":
+        with caller.cursor() as cursor:
+            cursor.execute("BEGIN")
+            assert connection_for(alias) is not caller
+            cursor.execute("ROLLBACK")
+    assert connection_for(alias) is caller
+
+
+def test_the_connection_beside_lives_as_long_as_the_callers(database: str, alias: str) -> None:
+    """Closing the caller's closes it, whoever does so, and the next use opens it again."""
+    for _ in range(2):
+        with transaction.atomic(alias), db_lock("k", using=alias):
+            pass
+        if database != "sqlite":
+            assert _beside[connections[alias]].connection is not None
+        connections[alias].close()
+        assert connections[alias].connection is None
+        assert all(beside.connection is None for beside in _beside.values())
+
+
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_broken_transaction_does_not_keep_the_lock(database: str, alias: str) -> None:
+    """The block is left although Django refuses all queries until the rollback."""
+    with pytest.raises(DatabaseError), transaction.atomic(alias):
+        with db_lock("k", using=alias), connections[alias].cursor() as cursor:
+            cursor.execute("SELECT * FROM no_such_table")
+    assert owner(database) is None
+
+
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+def test_sqlite_joins_the_callers_transaction(database: str, alias: str) -> None:
+    """Its one writer is the caller; a rollback takes the tenure along, and its release says so."""
+    lock = db_lock("k", using=alias)
+    with transaction.atomic(alias), lock:
+        assert lock.verify()
+        assert run(database, "SELECT count(*) FROM locks") == [(0,)]
+    assert owner(database) is None
+    with pytest.raises(ZeroDivisionError), transaction.atomic(alias):
+        lock.acquire()
+        raise ZeroDivisionError
+    with pytest.raises(LockLost):
+        lock.release()
+
+
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+def test_sqlite_in_wal_mode_commits_without_waiting_for_the_disk(database: str, alias: str) -> None:
+    """On a connection of the lock's own, since the caller's keeps its own setting."""
+    with db_lock("k", using=alias):
+        own = connection_for(alias)
+        assert own is not connections[alias]
+        with own.cursor() as cursor, connections[alias].cursor() as callers:
+            cursor.execute("PRAGMA synchronous")
+            callers.execute("PRAGMA synchronous")
+            assert (cursor.fetchone()[0], callers.fetchone()[0]) == (1, 2)
+
+
+def test_a_broken_connection_is_replaced(database: str, alias: str) -> None:
+    """A session that the server ended between two uses is not noticed by the caller."""
+    lock = db_lock("k", using=alias)
+    with lock:
+        pass
+    if database == "postgresql":
+        kill = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+        run(database, kill + " AND backend_type = 'client backend' AND application_name = ''")
+    elif database == "mariadb":
+        for (number,) in run(database, "SELECT id FROM information_schema.processlist WHERE id <> connection_id()"):
+            run(database, f"KILL {number}")
+    with lock:
+        assert lock.verify()
+
+
+def test_threads_have_connections_of_their_own(database: str, alias: str) -> None:
+    """Inside transactions too: one beside each caller's."""
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(3):
+                with transaction.atomic(alias), db_lock(f"k{number}", using=alias):
+                    pass
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            connections.close_all()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_a_missing_table_names_its_cure(database: str, alias: str) -> None:
+    """The migration, by name and database."""
+    from django.core.management import call_command
+
+    from dblock import LockStoreError
+
+    call_command("migrate", "dblock", "zero", database=alias, verbosity=0)
+    try:
+        with pytest.raises(LockStoreError, match=f"migrate dblock --database {alias}") as caught:
+            db_lock("k", using=alias).acquire()
+        assert isinstance(caught.value.__cause__, connections[alias].Database.Error)  # type: ignore[attr-defined]
+    finally:
+        call_command("migrate", "dblock", database=alias, verbosity=0)
+
+
+def test_an_unknown_alias_is_refused(django: None) -> None:
+    """By db_lock itself, with the aliases that there are."""
+    from dblock import UnsupportedDatabase
+
+    with pytest.raises(UnsupportedDatabase, match="postgresql") as caught:
+        db_lock("k", using="nowhere")
+    assert isinstance(caught.value, LockError)
+
+
+def test_another_vendor_is_refused(django: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle has no place in the protocol."""
+    from dblock import UnsupportedDatabase
+    from dblock.store import DjangoStore
+
+    monkeypatch.setattr(connections["default"], "vendor", "oracle")
+    with pytest.raises(UnsupportedDatabase, match="oracle"):
+        DjangoStore("default")
+
+
+def test_an_event_loop_is_not_blocked(database: str, alias: str) -> None:
+    """The synchronous methods refuse to run on one, and say what to use."""
+    import asyncio
+
+    from django.core.exceptions import SynchronousOnlyOperation
+
+    async def main() -> Any:
+        with db_lock("k", using=alias):
+            pass
+
+    with pytest.raises(SynchronousOnlyOperation, match="async with"):
+        asyncio.run(main())

@@ -1,0 +1,91 @@
+"""A forked child owns nothing and touches nothing of its parent's."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dblock.core.errors import LockNotHeld
+from tests.contract.subjects import MATRIX, Subject
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+
+SYNC = [subject for subject in MATRIX if subject.face == "sync"]
+
+
+def in_child(function: Callable[[], Any]) -> Any:
+    """What `function` returns in a forked child, which leaves like a prefork worker's."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            result: Any = ("ok", function())
+        except BaseException:
+            result = ("error", traceback.format_exc())
+        os.write(writer, pickle.dumps(result))
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        kind, value = pickle.loads(pipe.read())
+    os.waitpid(pid, 0)
+    assert kind == "ok", value
+    return value
+
+
+@pytest.mark.parametrize("subject", SYNC, ids=str)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_owns_nothing(subject: Subject, request: pytest.FixtureRequest) -> None:
+    """It cannot release, re-enter or extend its parent's lock, is a rival of its parent's, and can lock on its own."""
+    from tests.conftest import ready
+
+    ready(request, subject.database)
+    lock = subject.lock("k")
+    lock.acquire()
+    before = subject.row("k")
+
+    def child() -> Any:
+        refused = []
+        for attempt in (lock.acquire, lock.release, lock.extend):
+            try:
+                attempt()
+            except LockNotHeld as error:
+                refused.append(str(error))
+        rival = subject.lock("k").acquire(blocking=False)
+        with subject.lock("child's own") as own:
+            return refused, lock.state, lock.owner, rival, own.verify(), own.owner
+
+    refused, state, owner, rival, verified, own = in_child(child)
+    assert len(refused) == 3
+    assert str(os.getpid()) in refused[0]
+    assert (state, owner, rival, verified) == (None, None, False, True)
+    assert own != lock.owner
+    assert subject.row("k") == before
+    assert lock.verify()  # on the connection that the child inherited, and left alone
+    lock.release()
+    assert subject.row("k")["owner"] is None
+
+
+@pytest.mark.parametrize("subject", SYNC, ids=str)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_decorator_made_before_the_fork_works_after_it(subject: Subject, request: pytest.FixtureRequest) -> None:
+    """As in every preforking server; also inside a call of the parent's."""
+    from tests.conftest import ready
+
+    ready(request, subject.database)
+    module_lock = subject.lock("module", timeout=0)
+    function = module_lock(lambda: "done")
+    assert function() == "done"
+
+    def child() -> Any:
+        with module_lock:
+            return function()
+
+    assert in_child(child) == "done"
+    assert function() == "done"

@@ -1,0 +1,110 @@
+"""What goes over the wire: round trips, and answers that never come."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.db import connections, transaction
+from sqlalchemy import create_engine
+
+import dblock
+import sqlalchemy_dblock
+from tests.conftest import ready, run, url
+from tests.proxy import Proxy
+
+
+@pytest.fixture(params=["postgresql", "mariadb"])
+def server(request: pytest.FixtureRequest) -> str:
+    """Each server in turn."""
+    return ready(request, request.param)
+
+
+@pytest.fixture
+def proxy(server: str) -> Iterator[Proxy]:
+    """A proxy in front of the server; Django's alias for it ends in `_wire`."""
+    port = int(os.environ[f"DBLOCK_TEST_{server.upper()}_WIRE"])
+    with Proxy(port, int(os.environ[f"DBLOCK_TEST_{server.upper()}_PORT"])) as running:
+        yield running
+        connections[f"{server}_wire"].close()
+
+
+@pytest.fixture(params=["django", "django-inside", "sqlalchemy"])
+def lock(request: pytest.FixtureRequest, server: str, proxy: Proxy) -> Iterator[Any]:
+    """A lock whose statements go through the proxy, for each way that they can."""
+    if request.param == "sqlalchemy":
+        engine = create_engine(url(server).replace(os.environ[f"DBLOCK_TEST_{server.upper()}_PORT"], str(proxy.port)))
+        yield sqlalchemy_dblock.db_lock(engine, "k")
+        engine.dispose()
+    elif request.param == "django":
+        yield dblock.db_lock("k", using=f"{server}_wire")
+    else:
+        with transaction.atomic(f"{server}_wire"):
+            yield dblock.db_lock("k", using=f"{server}_wire")
+
+
+def test_two_round_trips(server: str, proxy: Proxy, lock: Any) -> None:
+    """One to take and one to give back, from the second use of a key on."""
+    with lock:
+        pass
+    before = proxy.round_trips
+    for _ in range(20):
+        with lock:
+            pass
+    assert proxy.round_trips - before == 40
+
+
+def test_a_failed_try_reads_once_and_changes_nothing(server: str, proxy: Proxy, lock: Any) -> None:
+    """A conditional UPDATE that matches nothing, and a look at the holder."""
+    run(server, _STRANGER[server])
+    assert lock.acquire(blocking=False) is False
+    before = proxy.round_trips
+    for _ in range(10):
+        assert lock.acquire(blocking=False) is False
+    assert proxy.round_trips - before == 20
+
+
+def test_lost_answers_are_resolved(server: str, proxy: Proxy, lock: Any) -> None:
+    """Connection cut after the server has committed: no double grant, no orphan, for each statement."""
+    with lock:
+        pass
+    proxy.cut_replies = 1
+    assert lock.acquire()
+    assert run(server, "SELECT owner, fence, count FROM locks") == [(lock.owner, lock.fence, 1)]
+    proxy.cut_replies = 1
+    assert lock.acquire()
+    assert run(server, "SELECT owner, count FROM locks") == [(lock.owner, 2)]
+    proxy.cut_replies = 1
+    lock.extend(60)
+    assert lock.remaining > 50
+    proxy.cut_replies = 1
+    lock.release()
+    assert run(server, "SELECT owner, count FROM locks") == [(lock.owner, 1)]
+    proxy.cut_replies = 1
+    lock.release()
+    assert run(server, "SELECT owner, count FROM locks") == [(None, 0)]
+
+
+_STRANGER = {
+    "postgresql": "INSERT INTO locks VALUES ('k', 'x', 1, 1, 60, now(), now() + interval '60 s', '', 'h', 1, '', '', '')",
+    "mariadb": "INSERT INTO locks VALUES ('k', 'x', 1, 1, 60, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL 60 SECOND,"
+    " '', 'h', 1, '', '', '')",
+}
+
+
+def test_losers_write_no_wal_and_lock_no_row(request: pytest.FixtureRequest) -> None:
+    """1,000 failed tries leave PostgreSQL's log where it was, and take no transaction id."""
+    ready(request, "postgresql")
+    run("postgresql", _STRANGER["postgresql"])
+    rival = dblock.db_lock("k", using="postgresql")
+    assert rival.acquire(blocking=False) is False
+    where = "SELECT pg_current_wal_insert_lsn()::text, pg_snapshot_xmax(pg_current_snapshot())::text FROM locks"
+    run("postgresql", "CHECKPOINT")
+    before = run("postgresql", where)
+    for _ in range(1000):
+        assert rival.acquire(blocking=False) is False
+    assert run("postgresql", where) == before
+    assert run("postgresql", "SELECT count(*) FROM locks WHERE xmax::text <> '0'") == [(0,)]
+    connections["postgresql"].close()
