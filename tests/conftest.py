@@ -35,23 +35,22 @@ def url(database: str, driver: str = "") -> str:
     return f"mysql+{driver or 'pymysql'}://root@127.0.0.1:{os.environ['DBLOCK_TEST_MARIADB_PORT']}/dblock"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def django() -> None:
-    """Django, set up but not yet connected to anything."""
+def pytest_configure() -> None:
+    """Set Django up; it connects to nothing before the first test that needs it."""
     import django
 
     django.setup()
 
 
 @pytest.fixture(scope="session")
-def sqlite(django: None) -> Iterator[Path]:
+def sqlite() -> Iterator[Path]:
     """A SQLite file with the table, made by Django's migration."""
     _migrate("default")
     yield Path(os.environ["DBLOCK_TEST_SQLITE"])
 
 
 @pytest.fixture(scope="session")
-def postgresql(django: None) -> Iterator[PostgreSQL]:
+def postgresql() -> Iterator[PostgreSQL]:
     """A PostgreSQL server with the table, made by Django's migration."""
     server = PostgreSQL()
     server.port = int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])
@@ -65,7 +64,7 @@ def postgresql(django: None) -> Iterator[PostgreSQL]:
 
 
 @pytest.fixture(scope="session")
-def mariadb(django: None) -> Iterator[MariaDB]:
+def mariadb() -> Iterator[MariaDB]:
     """A MariaDB server with the table, made by Django's migration."""
     server = MariaDB()
     server.port = int(os.environ["DBLOCK_TEST_MARIADB_PORT"])

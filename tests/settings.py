@@ -9,7 +9,10 @@ import pymysql
 
 pymysql.install_as_MySQLdb()
 
+from example_project.settings import MIDDLEWARE, TEMPLATES  # noqa: E402, F401
+
 SECRET_KEY = "tests"
+ROOT_URLCONF = "tests.urls"
 USE_TZ = True
 INSTALLED_APPS = [
     "dblock",

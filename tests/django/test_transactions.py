@@ -180,7 +180,7 @@ def test_a_missing_table_names_its_cure(database: str, alias: str) -> None:
         call_command("migrate", "dblock", database=alias, verbosity=0)
 
 
-def test_an_unknown_alias_is_refused(django: None) -> None:
+def test_an_unknown_alias_is_refused() -> None:
     """By db_lock itself, with the aliases that there are."""
     from dblock import UnsupportedDatabase
 
@@ -189,7 +189,7 @@ def test_an_unknown_alias_is_refused(django: None) -> None:
     assert isinstance(caught.value, LockError)
 
 
-def test_another_vendor_is_refused(django: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_vendor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle has no place in the protocol."""
     from dblock import UnsupportedDatabase
     from dblock.store import DjangoStore

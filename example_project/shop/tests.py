@@ -1,0 +1,70 @@
+"""The shop's tests, as a user of the lock writes them: with Django's own classes, on any database."""
+
+from __future__ import annotations
+
+import threading
+
+from django.db import connection, transaction
+from django.test import TestCase, TransactionTestCase
+
+from dblock import db_lock
+from example_project.shop.models import Item, Sale
+from example_project.shop.tasks import restock
+
+
+class CheckoutTest(TestCase):
+    """Inside the transaction that TestCase opens."""
+
+    def setUp(self) -> None:
+        Item.objects.create(sku="last", name="Last item", stock=1)
+
+    def test_sells_once(self) -> None:
+        for text in ("You bought one", "sold out"):
+            response = self.client.post("/checkout/last/", follow=True)
+            self.assertContains(response, text)
+        self.assertEqual(Sale.objects.count(), 1)
+
+    def test_lock_inside_atomic(self) -> None:
+        with transaction.atomic(), db_lock("stock:last") as lock:
+            self.assertTrue(lock.verify())
+        with db_lock("stock:last") as again:
+            self.assertEqual(again.count, 1)
+
+    async def test_async(self) -> None:
+        async with db_lock("stock:last") as lock:
+            self.assertTrue(await lock.averify())
+
+    def test_task(self) -> None:
+        self.assertEqual(restock("last", 4), 5)
+
+    def test_is_alone_1(self) -> None:
+        db_lock("left over by a test", timeout=0).acquire()
+
+    def test_is_alone_2(self) -> None:
+        self.assertTrue(db_lock("left over by a test", timeout=0).acquire() or connection.vendor != "sqlite")
+
+
+class ContentionTest(TransactionTestCase):
+    """With other customers in threads of their own."""
+
+    def test_busy_stock(self) -> None:
+        Item.objects.create(sku="last", name="Last item", stock=1)
+        locked, done = threading.Event(), threading.Event()
+
+        def customer() -> None:
+            try:
+                with db_lock("stock:last", ttl=60):
+                    locked.set()
+                    done.wait(30)
+            finally:
+                connection.close()
+
+        thread = threading.Thread(target=customer)
+        thread.start()
+        try:
+            self.assertTrue(locked.wait(10))
+            self.assertFalse(db_lock("stock:last").acquire(blocking=False))
+        finally:
+            done.set()
+            thread.join()
+        self.assertContains(self.client.post("/checkout/last/", follow=True), "You bought one")

@@ -1,0 +1,104 @@
+"""A real worker with beat, on a real broker: a locked task, and the reaper on its schedule."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.servers import Redis, running
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The example project on a database and a broker of its own."""
+    with running(Redis) as broker:
+        environment = {
+            **os.environ,
+            "DJANGO_SETTINGS_MODULE": "example_project.settings",
+            "DATABASE": "sqlite",
+            "DATABASE_NAME": str(tmp_path / "shop.sqlite3"),
+            "CELERY_BROKER_URL": f"redis://127.0.0.1:{broker.port}/0",
+        }
+        shell(environment, "from django.core.management import call_command; call_command('migrate', verbosity=0)")
+        yield environment
+
+
+def shell(environment: dict[str, str], code: str) -> str:
+    """Run `code` in the project and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import django; django.setup()\n{code}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_worker_locks_and_reaps(environment: dict[str, str], tmp_path: Path) -> None:
+    """Ten restocks at once lose nothing, the row tells the task's id, and beat has the reaper run."""
+    shell(
+        environment,
+        """
+from example_project.shop.models import Item
+Item.objects.create(sku="a", name="A", stock=0)
+from dblock import db_lock
+with db_lock("long free"): pass
+from dblock.models import Lock
+Lock.objects.update(expires_at="2020-01-01 00:00:00+00:00")
+from example_project.celery import app
+from example_project.shop.tasks import restock
+for number in range(10):
+    restock.delay("a", 1)
+""",
+    )
+    log = open(tmp_path / "log", "wb")
+    worker = subprocess.Popen(
+        # fmt: off
+        [sys.executable, "-m", "celery", "-A", "tests.celery.quick_beat", "worker", "--beat", "--concurrency=4",
+         "--loglevel=INFO", "--schedule", str(tmp_path / "beat")],
+        # fmt: on
+        cwd=ROOT,
+        env=environment,
+        stdout=log,
+        stderr=log,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        state = ""
+        while state != "10 False" and time.monotonic() < deadline:
+            time.sleep(0.5)
+            state = shell(
+                environment,
+                """
+from example_project.shop.models import Item
+from dblock.models import Lock
+print(Item.objects.get().stock, Lock.objects.filter(lock_key="long free").exists())
+""",
+            )
+        assert state == "10 False", (tmp_path / "log").read_text()
+    finally:
+        worker.send_signal(signal.SIGTERM)
+        worker.wait(30)
+        log.close()
+    text = (tmp_path / "log").read_text()
+    assert "Task dblock.reap_expired" in text
+    row = shell(
+        environment,
+        "from dblock.models import Lock; row = Lock.objects.get(lock_key='stock:a'); "
+        "print(row.owner, row.label, row.celery_task_id)",
+    )
+    owner, label, task = row.split(" ")
+    assert (owner, label) == ("None", "restock")
+    assert f"[{task}] succeeded" in text

@@ -1,0 +1,210 @@
+"""Settings, checks, admin and the app's place in a project."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core import checks
+from django.db import connections
+from django.test import Client, override_settings
+
+from dblock import areap, db_lock, reap
+from dblock.admin import span
+from tests.conftest import ALIASES, ready, run
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def ids(**options: Any) -> list[str]:
+    """The ids of the system checks' messages about dblock."""
+    return [str(message.id) for message in checks.run_checks(tags=["dblock"], **options)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, []),
+        ({"TTL": 5, "TIMEOUT": None, "USING": "postgresql", "RETENTION": timedelta(days=1)}, []),
+        ({"TLL": 5}, ["dblock.E001"]),
+        ({"TTL": 0}, ["dblock.E002"]),
+        ({"TIMEOUT": "soon"}, ["dblock.E002"]),
+        ({"RETENTION": -1, "TTL": None}, ["dblock.E002", "dblock.E002"]),
+        ({"USING": "nowhere"}, ["dblock.E003"]),
+    ],
+)
+def test_checks_of_the_settings(settings: dict[str, Any], expected: list[str]) -> None:
+    """Each mistake has an id, a place and a hint."""
+    with override_settings(DBLOCK=settings):
+        found = checks.run_checks(tags=["dblock"])
+        assert [message.id for message in found] == expected
+        assert all(message.hint for message in found)
+
+
+def test_an_unsupported_database_is_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E004, by its name."""
+    monkeypatch.setattr(connections["postgresql"], "vendor", "oracle")
+    with override_settings(DBLOCK={"USING": "postgresql"}):
+        assert ids() == ["dblock.E004"]
+
+
+def test_a_rollback_journal_is_a_warning(sqlite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W001 for a SQLite file without a write-ahead log, when databases are checked."""
+    assert ids(databases=["default"]) == []
+    connections["default"].close()
+    changed = {**connections["default"].settings_dict, "NAME": tmp_path / "old.sqlite3", "OPTIONS": {}}
+    monkeypatch.setattr(connections["default"], "settings_dict", changed)
+    assert ids(databases=["default"]) == ["dblock.W001"]
+    connections["default"].close()
+
+
+def test_settings_are_read_late(sqlite: Path) -> None:
+    """Also by a lock that was made before they changed."""
+    lock = db_lock("k")
+    assert (lock.ttl, lock.using) == (30.0, "default")
+    with override_settings(DBLOCK={"TTL": 7, "TIMEOUT": 0, "RETENTION": timedelta(0)}):
+        assert lock.ttl == 7.0
+        with db_lock("other", ttl=timedelta(seconds=3)) as other:
+            assert other.ttl == 3.0
+    assert lock.ttl == 30.0
+
+
+def test_using_may_come_from_the_settings_or_a_router(sqlite: Path) -> None:
+    """In that order; a router is asked where to write the model."""
+    with override_settings(DBLOCK={"USING": "postgresql"}):
+        assert db_lock("k").using == "postgresql"
+        assert db_lock("k", using="mariadb").using == "mariadb"
+    with override_settings(DATABASE_ROUTERS=["tests.django.test_app.Router"]):
+        assert db_lock("k").using == "mariadb"
+
+
+class Router:
+    """Sends the locks to a database of their own."""
+
+    def db_for_write(self, model: Any, **hints: Any) -> str | None:
+        return "mariadb" if model._meta.label == "dblock.Lock" else None
+
+
+def test_reaping_follows_the_settings(sqlite: Path) -> None:
+    """DBLOCK["RETENTION"], unless told otherwise; on an event loop too."""
+    import asyncio
+
+    run("sqlite", "DELETE FROM locks")
+    with db_lock("k"):
+        pass
+    assert reap() == 0
+    time.sleep(0.01)
+    with override_settings(DBLOCK={"RETENTION": 0}):
+        assert asyncio.run(areap()) == 1
+
+
+@pytest.fixture
+def client(database: str) -> Iterator[Client]:
+    """A logged-in superuser of the site on the database at hand."""
+    from django.contrib.auth.models import User
+
+    with override_settings(DATABASE_ROUTERS=["tests.django.test_app.Everything"], ALLOWED_HOSTS=["*"]):
+        Everything.alias = ALIASES[database]
+        User.objects.filter(username="admin").delete()
+        client = Client()
+        client.force_login(User.objects.create_superuser("admin"))
+        yield client
+        connections[Everything.alias].close()
+
+
+class Everything:
+    """Sends all models to one database."""
+
+    alias = "default"
+
+    def db_for_read(self, model: Any, **hints: Any) -> str:
+        return self.alias
+
+    db_for_write = db_for_read
+
+
+def test_the_admin_lists_who_holds_what(client: Client, database: str) -> None:
+    """State, holder, age and time left by the database's clock; never the owner's token; nothing to change."""
+    alias = ALIASES[database]
+    held = db_lock("held <b>", using=alias, label="nightly", ttl=600)
+    held.acquire()
+    db_lock("expired", using=alias, ttl=0.05, renew=False).acquire()
+    with db_lock("free", using=alias):
+        pass
+    time.sleep(0.1)
+    page = client.get("/admin/dblock/lock/").content.decode()
+    for part in ("held &lt;b&gt;", "nightly", f"pid {os.getpid()}", 'data-state="held"', "9 min 5", "ended 0.", "free"):
+        assert part in page, part
+    assert held.owner
+    assert held.owner not in page
+    for absent in ("Add lock", "delete_selected"):
+        assert absent not in page
+    for state in ("held", "expired", "free"):
+        filtered = client.get("/admin/dblock/lock/", {"state": state}).content.decode()
+        assert filtered.count("data-state=") == filtered.count(f'data-state="{state}"') == 1
+    found = client.get("/admin/dblock/lock/", {"q": "nightly"}).content.decode()
+    assert found.count("data-state=") == 1
+    detail = client.get("/admin/dblock/lock/held%20_3Cb_3E/change/")
+    assert detail.status_code == 200
+    text = detail.content.decode()
+    assert "nightly" in text
+    assert held.owner not in text
+    assert 'name="_save"' not in text
+    for path in ("add/", "held%20_3Cb_3E/delete/"):
+        assert client.get(f"/admin/dblock/lock/{path}").status_code == 403
+    held.release()
+
+
+def test_the_admin_is_for_those_who_may_see_it(client: Client, database: str) -> None:
+    """A member of staff without the permission sees no locks."""
+    from django.contrib.auth.models import User
+
+    User.objects.filter(username="guest").delete()
+    guest = Client()
+    guest.force_login(User.objects.create_user("guest", is_staff=True))
+    assert guest.get("/admin/dblock/lock/").status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1, "0.0 s"), (0.44, "0.4 s"), (42.4, "42 s"), (200, "3 min 20 s"), (18120, "5 h 2 min"), (300000, "3 days")],
+)
+def test_spans_of_time_are_readable(seconds: float, text: str) -> None:
+    """From tenths of a second to days."""
+    assert span(timedelta(seconds=seconds)) == text
+
+
+@pytest.mark.parametrize("name", ["sqlite", "postgresql", "mariadb"])
+def test_a_users_own_test_case(request: pytest.FixtureRequest, name: str) -> None:
+    """The example project's tests run with Django's own runner, which makes and drops a database: on each one."""
+    ready(request, name)
+    environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "example_project.settings"}
+    if name == "sqlite":
+        environment |= {"DATABASE": "sqlite"}
+    else:
+        port = os.environ[f"DBLOCK_TEST_{name.upper()}_PORT"]
+        user, database = ("dblock", "postgres") if name == "postgresql" else ("root", "dblock")
+        kind = {"postgresql": "postgresql", "mariadb": "mysql"}[name]
+        environment |= {
+            "DATABASE": kind,
+            "DATABASE_NAME": database,
+            "DATABASE_USER": user,
+            "DATABASE_PORT": port,
+        }
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "example_project.manage", "test", "example_project", "--noinput"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "OK" in done.stderr

@@ -1,0 +1,324 @@
+"""Engines of all kinds: in memory, without a pool, with a used-up pool, disposed of, of other databases."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from sqlalchemy import NullPool, StaticPool, create_engine, event, text
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import Session
+
+from sqlalchemy_dblock import (
+    AsyncLock,
+    Lock,
+    LockError,
+    LockLost,
+    LockStoreError,
+    LockTimeout,
+    UnsupportedDatabase,
+    db_lock,
+    metadata,
+    reap,
+)
+from sqlalchemy_dblock.store import store_for
+from tests.conftest import ready, run, url
+
+
+def test_the_kind_of_engine_decides_the_kind_of_lock() -> None:
+    """And what is no engine is refused."""
+    assert type(db_lock(create_engine("sqlite://"), "k")) is Lock
+    assert type(db_lock(create_async_engine("sqlite+aiosqlite://"), "k")) is AsyncLock
+    with pytest.raises(TypeError, match="Engine"):
+        db_lock("sqlite://", "k")  # type: ignore[call-overload]
+
+
+@pytest.mark.filterwarnings("ignore:No driver name specified:sqlalchemy.exc.SAWarning")
+@pytest.mark.parametrize("name", ["oracle+oracledb", "mssql+pyodbc"])
+def test_other_databases_are_refused(name: str) -> None:
+    """Before any connection is made."""
+    driver = MagicMock(paramstyle="named", version="9.0.0", __version__="9.0.0")
+    engine = create_engine(f"{name}://host/db", module=driver)
+    with pytest.raises(UnsupportedDatabase, match="PostgreSQL, MySQL, MariaDB or SQLite"):
+        db_lock(engine, "k")
+
+
+@pytest.mark.parametrize("pool", [None, StaticPool], ids=["default", "static"])
+def test_in_memory_the_lock_shares_the_callers_connection(pool: Any) -> None:
+    """It commits on its own outside transactions, and joins one that is open."""
+    options = {"poolclass": pool} if pool else {}
+    engine = create_engine("sqlite://", **options)
+    metadata.create_all(engine)
+    with Session(engine) as session:
+        session.execute(text("CREATE TABLE t (n INTEGER)"))
+        session.execute(text("INSERT INTO t VALUES (1)"))
+        with db_lock(engine, "k") as lock:
+            session.execute(text("INSERT INTO t VALUES (2)"))
+            assert lock.verify()
+        session.rollback()
+        assert session.execute(text("SELECT count(*) FROM t")).scalar() == 0
+        session.rollback()
+    lock = db_lock(engine, "k")
+    with lock:
+        assert lock.inspect()
+        with engine.connect() as connection:
+            connection.rollback()  # must not take a committed tenure along
+        assert lock.verify()
+    assert not lock.locked()
+    engine.dispose()
+
+
+def test_in_memory_async() -> None:
+    """The same over aiosqlite, whose engine has one connection."""
+
+    async def main() -> None:
+        engine = create_async_engine("sqlite+aiosqlite://", poolclass=StaticPool)
+        async with engine.begin() as connection:
+            await connection.run_sync(metadata.create_all)
+        async with db_lock(engine, "k") as lock:
+            assert await lock.verify()
+            async with engine.connect() as connection:
+                assert (await connection.execute(text("SELECT count FROM locks"))).scalar() == 1
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+def test_a_used_up_pool_does_not_matter(database: str) -> None:
+    """The lock's connections are not the caller's: it can be taken and given back while none is left."""
+    engine = create_engine(url(database), pool_size=1, max_overflow=0, pool_timeout=0.1)
+    with engine.connect(), db_lock(engine, "k") as lock:
+        assert lock.verify()
+    engine.dispose()
+
+
+def test_connections_are_made_as_the_engine_makes_its_own(database: str) -> None:
+    """With its events, such as the ones that add a fresh password or a PRAGMA."""
+    engine = create_engine(url(database))
+    seen: list[str] = []
+    event.listen(engine, "do_connect", lambda *_: seen.append("do_connect"))
+    event.listen(engine, "connect", lambda *_: seen.append("connect"))
+    with db_lock(engine, "k"):
+        assert {"do_connect", "connect"} <= set(seen)
+    engine.dispose()
+
+
+@pytest.mark.parametrize("pool", [None, NullPool])
+def test_no_connection_outlives_the_engine(request: pytest.FixtureRequest, pool: Any) -> None:
+    """`dispose()` closes the lock's connections too; with a NullPool none is kept at all."""
+    ready(request, "postgresql")
+    name = "disposable"
+    options = {"poolclass": pool} if pool else {}
+    engine = create_engine(url("postgresql"), connect_args={"application_name": name}, **options)
+    with db_lock(engine, "k"):
+        pass
+    counted = f"SELECT count(*) FROM pg_stat_activity WHERE application_name = '{name}'"
+    assert run("postgresql", counted) == [(0 if pool else 1,)]
+    engine.dispose()
+    for _ in range(50):
+        if run("postgresql", counted) == [(0,)]:
+            break
+        threading.Event().wait(0.05)
+    assert run("postgresql", counted) == [(0,)]
+    with db_lock(engine, "k"):  # and it can be used again
+        pass
+    engine.dispose()
+
+
+def test_many_threads_share_few_connections(request: pytest.FixtureRequest) -> None:
+    """As many as statements at once, and at most five are kept."""
+    ready(request, "postgresql")
+    engine = create_engine(url("postgresql"), connect_args={"application_name": "crowd"})
+    threads = [
+        threading.Thread(target=lambda number=number: db_lock(engine, f"k{number}").acquire()) for number in range(20)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    [(count,)] = run("postgresql", "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'crowd'")
+    assert isinstance(count, int)
+    assert count <= 5
+    assert run("postgresql", "SELECT count(*) FROM locks WHERE owner IS NOT NULL") == [(20,)]
+    engine.dispose()
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_event_loops_come_and_go(request: pytest.FixtureRequest, driver: str) -> None:
+    """An engine that serves one loop after the other does not mix up their connections."""
+    ready(request, "postgresql")
+    # asyncpg cannot close a connection whose loop is closed; with a pool, dispose() must come first, as for any engine.
+    options = {"poolclass": NullPool} if driver == "asyncpg" else {}
+    engine = create_async_engine(url("postgresql", driver), **options)
+
+    async def main() -> int | None:
+        async with db_lock(engine, "k") as lock:
+            return lock.fence
+
+    fences = [asyncio.run(main()) for _ in range(3)]
+    assert fences == sorted(set(fences), key=lambda fence: fence or 0)
+    gc.collect()
+    asyncio.run(engine.dispose())
+
+
+def test_a_missing_table_names_its_cure(tmp_path: Path) -> None:
+    """`metadata.create_all`, with the driver's error as the cause."""
+    import sqlite3
+
+    engine = create_engine(f"sqlite:///{tmp_path}/empty.sqlite3")
+    with pytest.raises(LockStoreError, match="metadata.create_all") as caught:
+        db_lock(engine, "k").acquire()
+    assert isinstance(caught.value.__cause__, sqlite3.OperationalError)
+    engine.dispose()
+
+
+def test_an_unreachable_server_is_a_typed_error() -> None:
+    """Without the password in its message, after a bounded number of tries."""
+    engine = create_engine("postgresql+psycopg://user:s3cret@127.0.0.1:1/db")
+    with pytest.raises(LockStoreError, match="cannot connect") as caught:
+        db_lock(engine, "k").acquire(blocking=False)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_foreign_writer_on_sqlite_is_a_typed_error(tmp_path: Path) -> None:
+    """Somebody keeps the database's one write lock: bounded patience, then LockStoreError, and nothing is left."""
+    engine = create_engine(f"sqlite:///{tmp_path}/busy.sqlite3")
+    metadata.create_all(engine)
+    with engine.connect() as connection:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        with pytest.raises(LockStoreError, match="locked"):
+            db_lock(engine, "k").acquire(blocking=False)
+        connection.rollback()
+    with db_lock(engine, "k"):
+        pass
+    engine.dispose()
+
+
+@pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
+@pytest.mark.parametrize("name", ["postgresql", "mariadb"])
+def test_any_isolation_level(request: pytest.FixtureRequest, name: str, level: str) -> None:
+    """A hundred clients take a missing row at once: one wins, nobody sees a deadlock or a serialization failure."""
+    ready(request, name)
+    if name == "postgresql":
+        args = {"options": f"-c default_transaction_isolation={level.lower().replace(' ', chr(92) + ' ')}"}
+    else:
+        args = {"init_command": f"SET SESSION TRANSACTION ISOLATION LEVEL {level}"}
+    engine = create_engine(url(name), connect_args=args)
+    for round_ in range(3):
+        key, start, results = f"missing {round_}", threading.Barrier(100), list[Any]()
+
+        def attempt(key: str = key, start: threading.Barrier = start, results: list[Any] = results) -> None:
+            lock = db_lock(engine, key)
+            start.wait()
+            try:
+                results.append(lock.acquire(blocking=False))
+            except LockError as error:
+                results.append(error)
+
+        threads = [threading.Thread(target=attempt) for _ in range(100)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(results, key=str) == [False] * 99 + [True]
+    counter = [0]
+
+    def count() -> None:
+        for _ in range(10):
+            with db_lock(engine, "counter", timeout=60):
+                counter[0] += 1
+
+    threads = [threading.Thread(target=count) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counter == [50]
+    engine.dispose()
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgresql", "mariadb"], indirect=True)
+def test_a_cancelled_acquire_leaves_nothing(database: str) -> None:
+    """At whatever moment it is cancelled: the key is free, or it is held and the caller knows."""
+    drivers = {"sqlite": ["aiosqlite"], "postgresql": ["psycopg", "asyncpg"], "mariadb": ["aiomysql", "asyncmy"]}
+
+    async def main(driver: str) -> None:
+        engine = create_async_engine(url(database, driver))
+        lock = db_lock(engine, "k", timeout=0)
+        for number in range(60):
+            task = asyncio.create_task(lock.acquire())
+            for _ in range(number % 20):
+                await asyncio.sleep(0)
+            if number % 3 == 0:
+                await asyncio.sleep(number / 60_000)
+            task.cancel()
+            try:
+                acquired = await task
+            except asyncio.CancelledError:
+                acquired = False
+            info = await lock.inspect()
+            assert info is None or (info.state == "held") == acquired
+            if acquired:
+                await reap(engine, retention=0)
+                run(database, "DELETE FROM locks")  # the task that held it is gone
+        async with lock:
+            pass
+        await engine.dispose()
+
+    for driver in drivers[database]:
+        asyncio.run(main(driver))
+
+
+def test_wrong_use_of_decorators() -> None:
+    """A synchronous engine cannot guard a coroutine function, nor the other way round."""
+
+    async def coroutine() -> None: ...
+
+    def function() -> None: ...
+
+    with pytest.raises(TypeError, match="async engine"):
+        db_lock(create_engine("sqlite://"), "k")(coroutine)
+    with pytest.raises(TypeError, match="sync engine"):
+        db_lock(create_async_engine("sqlite+aiosqlite://"), "k")(function)
+
+
+def test_two_engines_of_one_database_are_rivals(database: str) -> None:
+    """A hold is found by its engine; through another one the same thread waits like anybody."""
+    one, two = create_engine(url(database)), create_engine(url(database))
+    with db_lock(one, "k"), pytest.raises(LockTimeout, match="MainThread"), db_lock(two, "k", timeout=0):
+        pytest.fail("unreachable")
+    one.dispose()
+    two.dispose()
+
+
+def test_prepared_statements_survive_a_discard(request: pytest.FixtureRequest) -> None:
+    """Somebody's DISCARD ALL on the lock's connection costs one more exchange, nothing else."""
+    ready(request, "postgresql")
+    engine = create_engine(url("postgresql"))
+    lock = db_lock(engine, "k")
+    with lock:
+        pass
+    [link] = store_for(engine)._links._idle  # type: ignore[attr-defined]
+    assert link.prepared is not None
+    link.raw.cursor().execute("DISCARD ALL")
+    with lock:
+        assert lock.verify()
+    engine.dispose()
+
+
+def test_an_extension_after_the_end_is_refused(database: str) -> None:
+    """By the database, even if the local clock would still allow it."""
+    engine = create_engine(url(database))
+    lock = db_lock(engine, "k")
+    lock.acquire()
+    run(database, "UPDATE locks SET expires_at = acquired_at")
+    with pytest.raises(LockLost):
+        lock.extend()
+    with pytest.raises(LockLost):
+        lock.release()
+    engine.dispose()
