@@ -40,13 +40,14 @@ class DatabaseClock(Func):
         return self.as_sql(compiler, connection, template="UTC_TIMESTAMP(6)", **context)
 
     def as_sqlite(self, compiler: Any, connection: BaseDatabaseWrapper, **context: Any) -> Any:
-        template = "strftime('%%Y-%%m-%%d %%H:%%M:%%f000', 'now')"
+        # Doubled twice: for this template, and for the query that Django formats parameters into.
+        template = "strftime('%%%%Y-%%%%m-%%%%d %%%%H:%%%%M:%%%%f000', 'now')"
         return self.as_sql(compiler, connection, template=template, **context)
 
 
 STATES = {
-    "held": (_("held"), Q(owner__isnull=False, expires_at__gt=F("clock")), "var(--object-tools-bg, #417690)"),
-    "expired": (_("expired"), Q(owner__isnull=False, expires_at__lte=F("clock")), "var(--delete-button-bg, #ba2121)"),
+    "held": (_("held"), Q(owner__isnull=False, expires_at__gt=F("clock")), "#2f8f4e"),
+    "expired": (_("expired"), Q(owner__isnull=False, expires_at__lte=F("clock")), "#d0453b"),
     "free": (_("free"), Q(owner__isnull=True), "var(--body-quiet-color, #666)"),
 }
 
@@ -69,22 +70,27 @@ class StateFilter(admin.SimpleListFilter):
 class LockAdmin(_ModelAdmin):
     """A read-only list: rows belong to the protocol."""
 
-    list_display = ("lock_key", "state", "holder", "held_for", "time_left", "label", "fence")
+    list_display = ("lock_key", "state", "holder", "held_for", "time_left", "label")
     list_filter = (StateFilter,)
     search_fields = ("lock_key", "label", "host", "program", "celery_task_id")
     ordering = ("lock_key",)
-    fields = (
-        ("lock_key", "state"),
-        "holder",
+    fields = readonly_fields = (
+        "lock_key",
+        "state",
         "label",
-        ("acquired_at", "held_for"),
-        ("expires_at", "time_left"),
-        ("ttl", "count", "fence"),
-        ("host", "pid"),
-        ("program", "thread"),
+        "held_for",
+        "time_left",
+        "acquired_at",
+        "expires_at",
+        "ttl",
+        "count",
+        "fence",
+        "host",
+        "pid",
+        "program",
+        "thread",
         "celery_task_id",
     )
-    readonly_fields = tuple(name for row in fields for name in ([row] if isinstance(row, str) else row))
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Lock]:
         return super().get_queryset(request).annotate(clock=DatabaseClock())

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from django.db import router
 
@@ -64,8 +64,11 @@ class Lock(SyncLock):
     aowned = AsyncLock.owned
     alocked = AsyncLock.locked
     ainspect = AsyncLock.inspect
-    __aenter__ = AsyncLock.__aenter__
     __aexit__ = AsyncLock.__aexit__
+
+    async def __aenter__(self) -> Self:
+        await self._adrive(self._enter_steps())
+        return self
 
     def __call__(self, function: F) -> F:
         """Decorate a `def` or an `async def`: each call holds the lock; the key is formatted with its arguments."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from typing import Self
 
 
 class Proxy:
@@ -32,7 +33,7 @@ class Proxy:
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

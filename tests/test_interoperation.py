@@ -16,7 +16,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("one", "two"), PAIRS, ids=lambda subject: str(subject))
+@pytest.mark.parametrize(("one", "two"), PAIRS, ids=str)
 def test_two_variants_exclude_each_other(one: Subject, two: Subject, request: pytest.FixtureRequest) -> None:
     """Whoever is first; and fences go on increasing from one to the other."""
     ready(request, one.database)

@@ -67,7 +67,7 @@ def describe(engine: Engine, database: str) -> Any:
 
 
 def test_three_ways_make_one_table(database: str, scratch: Engine) -> None:
-    """Django's migration, SQLAlchemy's metadata and `dblock schema`: the same columns, types, collations and indexes."""
+    """Django's migration, SQLAlchemy's metadata and `dblock schema`: same columns, types, collations and indexes."""
     by_django = describe(observer(database), database)
     assert len(by_django[0]) == 13
     metadata.create_all(scratch)
@@ -91,7 +91,8 @@ def test_alembic_sees_no_difference(database: str, scratch: Engine, made_by: str
     metadata.create_all(engine)
     with engine.connect() as connection:
         context = MigrationContext.configure(
-            connection, opts={"compare_type": True, "include_name": lambda name, kind, _: kind != "table" or name == "locks"}
+            connection,
+            opts={"compare_type": True, "include_name": lambda name, kind, _: kind != "table" or name == "locks"},
         )
         assert compare_metadata(context, metadata) == []
 

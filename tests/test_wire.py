@@ -88,7 +88,8 @@ def test_lost_answers_are_resolved(server: str, proxy: Proxy, lock: Any) -> None
 
 
 _STRANGER = {
-    "postgresql": "INSERT INTO locks VALUES ('k', 'x', 1, 1, 60, now(), now() + interval '60 s', '', 'h', 1, '', '', '')",
+    "postgresql": "INSERT INTO locks VALUES ('k', 'x', 1, 1, 60, now(), now() + interval '60 s',"
+    " '', 'h', 1, '', '', '')",
     "mariadb": "INSERT INTO locks VALUES ('k', 'x', 1, 1, 60, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL 60 SECOND,"
     " '', 'h', 1, '', '', '')",
 }

@@ -17,6 +17,8 @@ def process_identity() -> dict[str, Any]:
     """Host, pid and program, by the names of the statements' parameters."""
     path = PurePath(sys.argv[0] if sys.argv and sys.argv[0] else sys.executable or "python")
     program = path.parent.name if path.name == "__main__.py" else path.name
+    if program.startswith("-"):  # python -c
+        program = "python"
     return {"host": storable(socket.gethostname()), "pid": os.getpid(), "program": storable(program)}
 
 

@@ -167,11 +167,18 @@ def release(database: Database, tenure: Tenure, count: int) -> Steps[bool]:
 
 
 def give_back(database: Database, key: str, owner: str) -> Steps[None]:
-    """Free whatever a take that was broken off may have left behind; errors are left to the lease's expiry."""
+    """Free whatever a take that was broken off may have left behind; errors are left to the lease's expiry.
+
+    The server may still be executing the take when we look first, so we look twice.
+    """
     try:
-        info = yield from inspect(database, key)
-        if info is not None and info.owner == owner:
-            _ = yield from release(database, Tenure(key, owner, info.fence), info.count)
+        for pause in (0.0, 0.05):
+            if pause:
+                yield from sleep(pause)
+            info = yield from inspect(database, key)
+            if info is not None and info.owner == owner:
+                _ = yield from release(database, Tenure(key, owner, info.fence), info.count)
+                return
     except Exception:  # noqa: BLE001 - must not hide what broke the take off
         return
 

@@ -1,7 +1,7 @@
 """How a flow waits for a key: it looks, with growing pauses, and writes only when the key looks free.
 
 Rule: a waiter holds no connection while it pauses, and no pause overshoots the timeout or the end of the holder's
-lease. The fair queue takes the place of `_wait` without touching the rest.
+lease. The fair queue takes the place of `acquire` without touching the rest.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
+from dblock.core.errors import LockStoreError
 from dblock.core.flows import Flow
 from dblock.core.protocol import PATIENCE, Database, Unresolved, begin, give_back, inspect, pauses, release
+from dblock.core.statements.base import Statement
 from dblock.core.steps import Steps, sleep
 from dblock.core.values import Grant, LockInfo
 
@@ -24,21 +26,8 @@ def acquire(
     """A grant, or whoever held the key when `timeout` seconds (None: for ever) were over.
 
     `wish` is what the row is to say, with the flow's owner token. None means that the key was free at the last look,
-    but others were faster each time. Interrupted anywhere, it gives back what it may have taken.
+    but others were faster each time.
     """
-    try:
-        return (yield from _wait(database, wish, flow, timeout))
-    except GeneratorExit:
-        raise  # nobody drives us any more
-    except BaseException:
-        flow.disown()
-        yield from give_back(database, wish["key"], wish["owner"])
-        raise
-
-
-def _wait(
-    database: Database, wish: dict[str, Any], flow: Flow, timeout: float | None
-) -> Steps[Grant | LockInfo | None]:
     now, dialect, key = database.now, database.dialect, wish["key"]
     start = now()
     deadline = math.inf if timeout is None else start + timeout
@@ -47,11 +36,10 @@ def _wait(
     late = 0
     while True:
         try:
-            grant = yield from begin(database, statement, wish, until)
+            grant = yield from _begin(database, statement, wish, flow, until)
         except Unresolved:
             if now() >= until:
                 raise
-            flow.disown()
             wish["owner"] = flow.owner
             continue
         if grant is not None:
@@ -71,3 +59,18 @@ def _wait(
         late += now() >= deadline
         if late > 2:
             return None
+
+
+def _begin(
+    database: Database, statement: Statement, wish: dict[str, Any], flow: Flow, until: float
+) -> Steps[Grant | None]:
+    """`begin`; whatever breaks it off, what it may have taken is given back and its token used no more."""
+    try:
+        return (yield from begin(database, statement, wish, until))
+    except GeneratorExit:
+        raise  # nobody drives us any more
+    except BaseException as error:
+        flow.disown()
+        if not isinstance(error, LockStoreError):  # interrupted
+            yield from give_back(database, wish["key"], wish["owner"])
+        raise

@@ -21,7 +21,9 @@ def checkout(request: HttpRequest, sku: str) -> HttpResponse:
         with db_lock(f"stock:{sku}", timeout=5, label="checkout"):
             sold = sell(sku, "web")
     except LockTimeout:
-        return HttpResponse("Too many customers at the moment, please try again.", status=503)
+        items = Item.objects.order_by("name")
+        messages.error(request, f"Too many customers want the {item.name} at the moment, please try again.")
+        return render(request, "shop/shelf.html", {"items": items}, status=503)
     if sold:
         messages.success(request, f"You bought one {item.name}.")
     else:

@@ -65,10 +65,19 @@ for number in range(10):
     )
     log = open(tmp_path / "log", "wb")
     worker = subprocess.Popen(
-        # fmt: off
-        [sys.executable, "-m", "celery", "-A", "tests.celery.quick_beat", "worker", "--beat", "--concurrency=4",
-         "--loglevel=INFO", "--schedule", str(tmp_path / "beat")],
-        # fmt: on
+        [
+            sys.executable,
+            "-m",
+            "celery",
+            "-A",
+            "tests.celery.quick_beat",
+            "worker",
+            "--beat",
+            "--concurrency=4",
+            "--loglevel=INFO",
+            "--schedule",
+            str(tmp_path / "beat"),
+        ],
         cwd=ROOT,
         env=environment,
         stdout=log,

@@ -1,8 +1,8 @@
 """The protocol as data: random schedules of several workers over a model of the table, without threads or servers.
 
-The model executes the named statements as the SQL does. Workers are generators; a seeded scheduler decides who runs next,
-lets time pass, loses answers, breaks statements off before or after they took effect, and deletes rows. What must hold is
-checked after every step.
+The model executes the named statements as the SQL does. Workers are generators; a seeded scheduler decides who runs
+next, lets time pass, loses answers, breaks statements off before or after they took effect, and deletes rows. What must
+hold is checked after every step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dblock.core.flows import Flow
 from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS
 from dblock.core.steps import Execute, Rows, Sleep, Steps
-from dblock.core.values import Grant, Tenure
+from dblock.core.values import Grant, Tenure, margin
 
 DIALECT = DIALECTS["postgresql"]
 
@@ -228,7 +228,7 @@ def test_the_schedules_catch_a_broken_protocol(broken: str, monkeypatch: pytest.
     elif broken == "release":
         monkeypatch.setattr(World, "_tenure", lambda self, p: self.rows.get(p["key"]))
     elif broken == "trust":
-        monkeypatch.setattr(protocol, "margin", lambda ttl: -1.0)
+        monkeypatch.setattr(protocol, "margin", lambda _: -1.0)
     else:
         monkeypatch.setattr(protocol, "min", lambda first, *_: first, raising=False)
     with pytest.raises(AssertionError):
@@ -302,7 +302,7 @@ def test_a_take_whose_answer_was_lost_is_found_again() -> None:
     grant = play(world, acquire(world, flow), {("create", 0): lost_after(world)})
     assert isinstance(grant, Grant)
     assert grant.tenure == Tenure("k", flow.owner, world.rows["k"]["fence"])
-    assert grant.trusted_until <= begun + 0.001 + 30 - protocol.margin(30)
+    assert grant.trusted_until <= begun + 0.001 + 30 - margin(30)
 
 
 def test_a_take_that_never_arrived_is_sent_again_under_a_new_token() -> None:
@@ -347,12 +347,10 @@ def test_conflicts_are_tried_again_and_then_reported(statement: str) -> None:
     """A few times they pass unseen; for ever they become one typed error, in bounded time."""
     for times in (3, 10**6):
         world, flow = World(), Flow("f")
-        faults = {
-            (statement, number): raising(StoreConflict("40P01")) for number in range(min(times, 5000))
-        }
+        faults = {(statement, number): raising(StoreConflict("40P01")) for number in range(min(times, 5000))}
         start = world.time
 
-        def story() -> Steps[None]:
+        def story(world: World = world, flow: Flow = flow) -> Steps[None]:
             grant = yield from acquire(world, flow, 1.0)
             database = world.database()
             _ = yield from protocol.reenter(database, grant.tenure, 1, 30)

@@ -110,7 +110,8 @@ def client(database: str) -> Iterator[Client]:
     """A logged-in superuser of the site on the database at hand."""
     from django.contrib.auth.models import User
 
-    with override_settings(DATABASE_ROUTERS=["tests.django.test_app.Everything"], ALLOWED_HOSTS=["*"]):
+    routers = ["tests.django.test_app.Everything"]
+    with override_settings(DATABASE_ROUTERS=routers, ALLOWED_HOSTS=["*"], DEBUG=True):
         Everything.alias = ALIASES[database]
         User.objects.filter(username="admin").delete()
         client = Client()
