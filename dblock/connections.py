@@ -32,6 +32,12 @@ def is_beside(connection: BaseDatabaseWrapper) -> bool:
     return connection is not connections[connection.alias]
 
 
+def keeps_others_from_writing(alias: str) -> bool:
+    """Does this thread's transaction hold a SQLite database's one write lock, or will its next statement take it?"""
+    caller = connections[alias]
+    return caller.vendor == "sqlite" and _in_transaction(caller)
+
+
 def connection_for(alias: str) -> BaseDatabaseWrapper:
     """The open connection for one statement of this thread."""
     caller = connections[alias]
@@ -49,6 +55,7 @@ def _sqlite(caller: BaseDatabaseWrapper, *, inherited: bool) -> BaseDatabaseWrap
         caller.ensure_connection()
         return caller
     if not inherited and _in_transaction(caller):
+        caller.ensure_connection()
         return caller
     beside = _open_beside(caller)
     if inherited or beside in _in_wal_mode:
@@ -68,7 +75,10 @@ def _in_transaction(caller: BaseDatabaseWrapper) -> bool:
         return True
     if caller.vendor == "sqlite":
         return bool(connection.in_transaction)
-    info = getattr(connection, "info", None)  # psycopg 2 and 3: a BEGIN sent by hand; 0 is PQTRANS_IDLE
+    # A BEGIN sent by hand. psycopg 2 and 3 know it (0 is PQTRANS_IDLE), and PyMySQL (1 is SERVER_STATUS_IN_TRANS).
+    if caller.vendor == "mysql":
+        return bool(getattr(connection, "server_status", 0) & 1)
+    info = getattr(connection, "info", None)
     return info is not None and info.transaction_status != 0
 
 
@@ -78,6 +88,7 @@ def _open_beside(caller: BaseDatabaseWrapper) -> BaseDatabaseWrapper:
         beside = _beside[caller] = connections.create_connection(caller.alias)
         _close_together(caller)
     if beside.connection is None:
+        caller.ensure_connection()  # what is not open is not closed by Django either
         beside.ensure_connection()
         if not beside.get_autocommit():
             beside.set_autocommit(True)

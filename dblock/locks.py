@@ -9,6 +9,7 @@ from types import EllipsisType
 from typing import Any, Self, TypeVar
 
 from django.db import router
+from django.utils.asyncio import async_unsafe
 
 from dblock import conf
 from dblock.core import protocol
@@ -18,6 +19,7 @@ from dblock.core.steps import Steps
 from dblock.core.values import Seconds, valid_retention, valid_timeout, valid_ttl
 from dblock.store import DjangoStore, store_for
 
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -53,6 +55,10 @@ class Lock(SyncLock):
 
     def _default_timeout(self) -> float | None:
         return valid_timeout(conf.settings().TIMEOUT)
+
+    @async_unsafe("A lock cannot block an event loop: use `async with` and the methods that begin with an `a`.")
+    def _drive(self, steps: Steps[T]) -> T:
+        return super()._drive(steps)
 
     def _store(self) -> DjangoStore:
         return store_for(self.using)

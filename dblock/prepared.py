@@ -59,7 +59,7 @@ class Prepared:
             result = _checked((yield from generators.execute(pgconn)))
         except errors.InvalidSqlStatementName:  # somebody sent DISCARD or DEALLOCATE: nothing was executed
             self._known.clear()
-            return (yield from self._exchange(step))
+            raise  # a conflict, which is tried again
         if statement.reply is Reply.COUNT:
             return [()] * (result.command_tuples or 0)
         readers = [_READERS.get(result.ftype(column), bytes.decode) for column in range(result.nfields)]

@@ -7,23 +7,21 @@ transaction that is to be rolled back. Statements of the lock are therefore not 
 from __future__ import annotations
 
 import weakref
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from asgiref.sync import sync_to_async
 from django.db import DatabaseError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import InterfaceError
-from django.utils.asyncio import async_unsafe
 from django.utils.connection import ConnectionDoesNotExist
 
-from dblock.connections import connection_for, is_beside
-from dblock.core.errors import UnsupportedDatabase
+from dblock.connections import connection_for, is_beside, keeps_others_from_writing
+from dblock.core.errors import LockTimeout, UnsupportedDatabase
 from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS
-from dblock.core.statements.base import perform
+from dblock.core.statements.base import Failure, perform
 from dblock.core.steps import Execute, Rows
-from dblock.core.store import store_error, unreachable
+from dblock.core.store import store_error, unreachable, unstorable
 
 if TYPE_CHECKING:
     from dblock.prepared import Prepared
@@ -51,30 +49,37 @@ class DjangoStore:
 
     def execute(self, step: Execute) -> Rows:
         """Run the statement in this thread."""
-        connection = self._connect()
+        try:
+            connection = connection_for(self._alias)
+        except (DatabaseError, InterfaceError, OSError) as error:
+            raise unreachable(error, place=self._place) from (error.__cause__ or error)
         errors = (connection.Database.Error, OSError)  # type: ignore[attr-defined]
         try:
             return _perform(connection, step)
         except errors as error:
-            _discard(connection)
-            ours = store_error(self.database.dialect, error, create_table=self._create_table, place=self._place)
-            if ours is None:
+            failure = self.database.dialect.classify(error)
+            if failure is Failure.DUPLICATE:
                 return []
-            raise ours from error
+            if failure is Failure.LOST:
+                _discard(connection)
+            raise store_error(failure, error, create_table=self._create_table, place=self._place) from error
+        except UnicodeError:
+            raise unstorable(place=self._place) from None
         except BaseException:  # interrupted half-way through an answer
             _discard(connection)
             raise
 
+    def before_waiting(self) -> None:
+        """Refuse to wait inside a SQLite transaction."""
+        if keeps_others_from_writing(self._alias):
+            raise LockTimeout(
+                f"the key is held, and waiting for it inside a transaction would keep {self._place} locked against its "
+                "holder: take the lock before the transaction begins"
+            )
+
     async def aexecute(self, step: Execute) -> Rows:
         """Run the statement in the thread that Django's async code shares, for its length only."""
         return await sync_to_async(self.execute, thread_sensitive=True)(step)
-
-    @async_unsafe("A lock cannot be taken here: use `async with db_lock(...)` and the methods that begin with an `a`.")
-    def _connect(self) -> BaseDatabaseWrapper:
-        try:
-            return connection_for(self._alias)
-        except (DatabaseError, InterfaceError, OSError) as error:
-            raise unreachable(error, place=self._place) from (error.__cause__ or error)
 
 
 def _perform(connection: BaseDatabaseWrapper, step: Execute) -> Rows:
@@ -99,7 +104,9 @@ def _perform_psycopg(connection: BaseDatabaseWrapper, raw: Any, step: Execute) -
             [(backend_pid,)] = cursor.execute("SELECT pg_backend_pid()").fetchall()
             _prepared[raw] = prepared_for(raw, backend_pid)
     prepared = _prepared[raw]
-    return perform(cursor, step.statement, step.parameters, "pyformat") if prepared is None else prepared.execute(step)
+    if prepared is not None:
+        return prepared.execute(step)
+    return perform(cursor, step.statement, step.parameters, "pyformat", prepare=False)
 
 
 def _outlives_request(connection: BaseDatabaseWrapper) -> bool:
@@ -118,5 +125,9 @@ def _discard(connection: BaseDatabaseWrapper) -> None:
         connection.connection = None
 
 
-store_for = cache(DjangoStore)
-"""The one store of an alias."""
+def store_for(alias: str) -> DjangoStore:
+    """The one store of an alias, whoever asks first."""
+    return _stores.get(alias) or _stores.setdefault(alias, DjangoStore(alias))
+
+
+_stores: dict[str, DjangoStore] = {}

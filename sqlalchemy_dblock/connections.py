@@ -52,6 +52,7 @@ class Links(Protocol):
 
     def take(self) -> Link: ...
     def give(self, link: Link) -> None: ...
+    def give_after_error(self, link: Link) -> None: ...
     def drop(self, link: Link) -> None: ...
 
 
@@ -89,6 +90,8 @@ class Stack:
         else:
             self._dialect.do_close(link.raw)
 
+    give_after_error = give  # a statement that was refused in autocommit mode leaves nothing behind
+
     def drop(self, link: Link) -> None:
         """Close a connection in an unknown state, and those that waited as long: they broke with it."""
         idle, self._idle = self._idle, []
@@ -124,6 +127,7 @@ class Stack:
             raise
 
     def _set_up(self, link: Link, driver: Any) -> Link:
+        link.raw.rollback()  # what a listener of the user's may have begun
         self._dialect.set_isolation_level(link.raw, "AUTOCOMMIT")
         if self._dialect.name == "sqlite":
             if _ask(link.raw, "PRAGMA journal_mode") == "wal":
@@ -133,6 +137,8 @@ class Stack:
             from dblock.prepared import prepared_for  # noqa: PLC0415 - imports psycopg, which need not be installed
 
             link.prepared = prepared_for(driver, _ask(link.raw, "SELECT pg_backend_pid()"))
+            if link.prepared is None:
+                driver.prepare_threshold = None  # behind a pooler, psycopg must not prepare on its own either
         return link
 
     def _loop(self) -> object:
@@ -165,12 +171,14 @@ class InMemory:
         if link.lent is not None:
             link.lent.close()
 
-    def drop(self, link: Link) -> None:
+    def give_after_error(self, link: Link) -> None:
         """Undo, unless that is the caller's to do."""
         if not link.joined:
             link.raw.rollback()
         if link.lent is not None:
             link.lent.close()
+
+    drop = give_after_error
 
     def _forget(self, _: Engine) -> None:
         self._static = None
@@ -212,4 +220,6 @@ def _cut(link: Link) -> None:
 
 def _in_memory(engine: Engine) -> bool:
     database = engine.url.database or ""
-    return database in {"", ":memory:"} or "mode=memory" in database or engine.url.query.get("mode") == "memory"
+    return (
+        not database or ":memory:" in database or "mode=memory" in database or engine.url.query.get("mode") == "memory"
+    )

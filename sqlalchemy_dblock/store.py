@@ -5,17 +5,16 @@ Rule: an asynchronous driver is run by the same code, inside the greenlet in whi
 
 from __future__ import annotations
 
-import weakref
-
 from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from dblock.core.errors import UnsupportedDatabase
 from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS
-from dblock.core.statements.base import perform
+from dblock.core.statements.base import Failure, perform
 from dblock.core.steps import Execute, Rows
-from dblock.core.store import store_error, unreachable
+from dblock.core.store import store_error, unreachable, unstorable
 from sqlalchemy_dblock.connections import Link, links_for
 
 _CREATE_TABLE = "create it with sqlalchemy_dblock.metadata.create_all(engine), or with Alembic"
@@ -34,27 +33,34 @@ class EngineStore:
         self._place = str(engine.url.render_as_string(hide_password=True))
         self._paramstyle = "named" if name == "sqlite" else _paramstyle(engine.dialect.paramstyle)
         self._errors: tuple[type[BaseException], ...] = (engine.dialect.loaded_dbapi.Error, OSError)
+        self._connect_errors = (*self._errors, SQLAlchemyError)
 
     def execute(self, step: Execute) -> Rows:
         """Run the statement in this thread (or greenlet)."""
         links = self._links
         try:
             link = links.take()
-        except self._errors as error:
+        except self._connect_errors as error:
             raise unreachable(error, place=self._place) from error
         try:
             rows = self._perform(link, step)
         except self._errors as error:
-            links.drop(link)
-            ours = store_error(self.database.dialect, error, create_table=_CREATE_TABLE, place=self._place)
-            if ours is None:
+            failure = self.database.dialect.classify(error)
+            (links.drop if failure is Failure.LOST else links.give_after_error)(link)
+            if failure is Failure.DUPLICATE:
                 return []
-            raise ours from error
+            raise store_error(failure, error, create_table=_CREATE_TABLE, place=self._place) from error
+        except UnicodeError:
+            links.give_after_error(link)
+            raise unstorable(place=self._place) from None
         except BaseException:  # interrupted half-way through an answer
             links.drop(link)
             raise
         links.give(link)
         return rows
+
+    def before_waiting(self) -> None:
+        """Waiting is never pointless: no statement is part of a transaction that keeps others from writing."""
 
     async def aexecute(self, step: Execute) -> Rows:
         """Run the statement on the running event loop."""
@@ -72,14 +78,10 @@ class EngineStore:
 
 
 def store_for(engine: Engine) -> EngineStore:
-    """The one store of an engine in this process."""
-    found = _stores.get(engine)
-    if found is None:
-        found = _stores[engine] = EngineStore(engine)
-    return found
-
-
-_stores: weakref.WeakKeyDictionary[Engine, EngineStore] = weakref.WeakKeyDictionary()
+    """The one store of an engine, whoever asks first; it lives and dies with the engine."""
+    kept = vars(engine)
+    store: EngineStore = kept.get("_dblock_store") or kept.setdefault("_dblock_store", EngineStore(engine))
+    return store
 
 
 def _paramstyle(style: str) -> str:

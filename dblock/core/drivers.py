@@ -10,7 +10,7 @@ import time
 from typing import Protocol, TypeVar
 
 from dblock.core.protocol import Database
-from dblock.core.steps import Execute, Rows, Steps
+from dblock.core.steps import Execute, Rows, Steps, Wait
 
 T = TypeVar("T")
 
@@ -25,6 +25,10 @@ class Store(Protocol):
 
     def execute(self, step: Execute, /) -> Rows:
         """Run one statement in this thread; the driver's errors come out as LockStoreErrors."""
+        ...
+
+    def before_waiting(self) -> None:
+        """Raise LockTimeout where a wait could not end well, because we keep the holder from going on."""
         ...
 
     async def aexecute(self, step: Execute, /) -> Rows:
@@ -48,6 +52,8 @@ def drive(steps: Steps[T], store: Store) -> T:
                 if isinstance(step, Execute):
                     reply = store.execute(step)
                 else:
+                    if isinstance(step, Wait):
+                        store.before_waiting()
                     time.sleep(step.seconds)
             except BaseException as raised:  # noqa: BLE001 - the generator decides, Ctrl-C included
                 error = raised

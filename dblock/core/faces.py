@@ -6,12 +6,13 @@ hold of the flow that calls it. Each operation is written once, as steps; a face
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect as python
 import math
 import string
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from types import EllipsisType, TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -20,6 +21,7 @@ from dblock.core.drivers import Store, adrive, drive
 from dblock.core.errors import InvalidKey, LockError, LockLost, LockNotHeld, LockTimeout
 from dblock.core.flows import Hold, current_flow
 from dblock.core.identity import celery_task_id
+from dblock.core.protocol import Database
 from dblock.core.steps import Steps
 from dblock.core.values import (
     Grant,
@@ -27,6 +29,7 @@ from dblock.core.values import (
     Seconds,
     State,
     acquire_timeout,
+    margin,
     valid_key,
     valid_text,
     valid_timeout,
@@ -157,27 +160,40 @@ class BaseLock:
         database, place = store.database, (store, self._key)
         hold = flow.holds.get(place)
         if hold is not None:
-            if hold.trusted_until > database.now():
-                grant = yield from protocol.reenter(database, hold.tenure, hold.count, ttl)
-                if grant is not None:
-                    hold.trusted_until = max(hold.trusted_until, grant.trusted_until)
-                    hold.locks.append(self)
-                    return True
-            # The tenure is over: this is a new one, under a new token. Whoever entered before has lost it.
-            hold.trusted_until = -math.inf
-            flow.disown()
+            if (yield from self._reenter_steps(database, hold, ttl)):
+                return True
+            hold.trusted_until = -math.inf  # a new tenure follows; whoever entered before has lost this one
         wish = {
             **flow.who,
             "key": self._key,
-            "owner": flow.owner,
             "ttl": ttl,
             "label": self._label,
             "task": celery_task_id(),
         }
-        found = yield from waiting.acquire(database, wish, flow, timeout)
+        found = yield from waiting.acquire(database, wish, timeout)
         if not isinstance(found, Grant):
             return found
         flow.holds[place] = Hold(found.tenure, ttl, found.trusted_until, [self], hold)
+        return True
+
+    def _reenter_steps(self, database: Database, hold: Hold, ttl: float) -> Steps[bool]:
+        """Enter a hold of this flow once more; False if it is over."""
+        if hold.trusted_until <= database.now():
+            return False
+        try:
+            grant = yield from protocol.reenter(database, hold.tenure, hold.count, ttl)
+        except (GeneratorExit, LockError):
+            raise
+        except BaseException:  # interrupted: the row's count goes back to ours
+            _ = yield from protocol.release(database, hold.tenure, hold.count + 1)
+            raise
+        if grant is None:
+            return False
+        hold.trusted_until = max(hold.trusted_until, grant.trusted_until)
+        if hold.trusted_until <= database.now():  # the answer came too late to be of use
+            _ = yield from protocol.release(database, hold.tenure, hold.count + 1)
+            return False
+        hold.locks.append(self)
         return True
 
     def _enter_steps(self) -> Steps[None]:
@@ -205,12 +221,10 @@ class BaseLock:
         in_time = hold.trusted_until > database.now()
         try:
             released = yield from protocol.release(database, hold.tenure, count)
-        except GeneratorExit:
+        except (GeneratorExit, LockError):
             raise
-        except BaseException as error:
-            flow.disown()  # the row may go on showing the old token
-            if not isinstance(error, LockError):  # interrupted: once more, since sending it twice is harmless
-                _ = yield from protocol.release(database, hold.tenure, count)
+        except BaseException:  # interrupted: once more, since sending it twice is harmless
+            _ = yield from protocol.release(database, hold.tenure, count)
             raise
         if not (released and in_time):
             hold.trusted_until = -math.inf
@@ -224,6 +238,8 @@ class BaseLock:
             raise self._not_held("extend")
         self.check()
         database = self._store().database
+        # It may take effect and its answer never come: from now on no more is trusted than the new lease gives.
+        hold.trusted_until = min(hold.trusted_until, database.now() + ttl - margin(ttl))
         grant = yield from protocol.extend(database, hold.tenure, ttl)
         if grant is None or grant.trusted_until <= database.now():
             hold.trusted_until = -math.inf
@@ -249,7 +265,8 @@ class BaseLock:
         return info is not None and info.state == "held"
 
     def _inspect_steps(self) -> Steps[LockInfo | None]:
-        return (yield from protocol.inspect(self._store().database, self._key))
+        info = yield from protocol.inspect(self._store().database, self._key)
+        return None if info is None else info.masked()
 
     # -- helpers
 
@@ -283,7 +300,7 @@ class BaseLock:
         return LockTimeout(
             f"could not acquire {self._key!r} {waited}: {who}; wait longer with timeout=, or see to the holder",
             key=self._key,
-            holder=holder,
+            holder=None if holder is None else holder.masked(),
         )
 
     # -- decoration
@@ -318,6 +335,17 @@ class BaseLock:
         return signature
 
 
+@contextlib.contextmanager
+def _unless_unwinding(error: BaseException | None) -> Generator[None, None, None]:
+    """Let a LockError of the release out, but never in place of a cancellation, Ctrl-C or exit of the body."""
+    try:
+        yield
+    except LockError as late:
+        if error is None or isinstance(error, Exception):
+            raise
+        error.add_note(str(late))
+
+
 def python_identifier(field: str) -> str:
     """The argument that a replacement field such as `order.items[0]` begins with."""
     return field.partition(".")[0].partition("[")[0]
@@ -335,7 +363,11 @@ class SyncLock(BaseLock):
         `timeout` is in seconds, -1 or None for ever, the lock's own by default. Raises LockStoreError if the database
         fails.
         """
-        return self._drive(self._acquire_steps(acquire_timeout(blocking, timeout, self._timeout))) is True
+        wait = acquire_timeout(blocking, timeout, self._timeout)
+        try:
+            return self._drive(self._acquire_steps(wait)) is True
+        except LockTimeout:  # waiting would have been pointless
+            return False
 
     def release(self) -> None:
         """Give the lock back, or leave it once. Raises LockNotHeld without a hold, LockLost if the lease has ended."""
@@ -371,7 +403,8 @@ class SyncLock(BaseLock):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._drive(self._release_steps())
+        with _unless_unwinding(error):
+            self._drive(self._release_steps())
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
@@ -428,7 +461,8 @@ class AsyncLock(BaseLock):
     async def __aexit__(
         self: BaseLock, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._adrive(self._release_steps())
+        with _unless_unwinding(error):
+            await self._adrive(self._release_steps())
 
     def __call__(self: BaseLock, function: F) -> F:
         """Decorate a coroutine function: each call holds the lock; the key is formatted with the call's arguments."""

@@ -44,23 +44,22 @@ class Hold:
 
 
 def new_owner() -> str:
-    """A token that nobody can guess."""
+    """A token that nobody can guess, for one attempt to begin a tenure.
+
+    So a row that shows it shows this attempt's tenure and no other: not an earlier one of the same flow whose release
+    was lost, nor one that the flow took through another engine.
+    """
     return secrets.token_urlsafe(16)
 
 
 class Flow:
-    """One flow's token and holds; a hold is found by the store of its row and its key."""
+    """What one flow holds, found by the store of its row and its key; and who it is."""
 
-    __slots__ = ("__weakref__", "holds", "owner", "who")
+    __slots__ = ("__weakref__", "holds", "who")
 
     def __init__(self, name: str) -> None:
-        self.owner = new_owner()
         self.holds: dict[tuple[object, str], Hold] = {}
         self.who = process_identity() | {"thread": storable(name)}
-
-    def disown(self) -> None:
-        """Take a new token: a statement that carries the old one may still be on its way."""
-        self.owner = new_owner()
 
 
 class _Local(threading.local):

@@ -36,12 +36,12 @@ What may be lost: the database may crash right after its reply. Losing a take, a
 so they commit durably before the caller hears of them; losing a release or a deletion leaves a key taken until its
 expiry or a row until the next reaping, so they need not (section by section in `dblock.core.statements`).
 
-When the answer is lost: a statement was executed once or never, maybe later than we think. A release names its count
-and an extend sets rather than adds, so both may be sent again. After a take or a re-entry the row is read back: if it
-shows our token, the grant is ours, trusted for no longer than the row had left when we looked. If not, the statement
-may still be on its way; the owner token is then given up, so that a take that arrives late can only ever become a
-stranger's: a lease nobody relies on, gone after one ttl. (One thing is left: an extend that was to *shorten* the lease,
-was not answered, and arrives after a later extend for longer, cuts that one short.)
+When the answer is lost: a statement was executed once or never, maybe later than we think. All but the takes set what
+they set whatever was there, so they may be sent again. After a take the row is read back: each attempt has a token of
+its own, so if the row shows it the grant is ours, trusted from the first sending. If not, the statement may still be on
+its way, and the next attempt has another token: a take that arrives late is a stranger's, a lease that nobody relies
+on, gone after one ttl. An extend that may shorten the lease lowers trust before it is sent.
+(One thing is left: such an extend, cut off, that arrives after a later one for longer, cuts that one short.)
 
 When the caller is interrupted (Ctrl-C, cancellation, any error) the same reading tells whether there is something to
 give back. The lease's own expiry is the net under all of it.
@@ -79,7 +79,7 @@ class Database:
 
 
 class Unresolved(StoreUnanswered):
-    """A take was sent and not answered, and the row does not show it: it may yet arrive, so its owner is given up."""
+    """A take was sent and not answered, and the row does not show it: it may yet arrive."""
 
 
 def pauses(first: float = 0.005, longest: float = 0.25) -> Iterator[float]:
@@ -93,9 +93,9 @@ def pauses(first: float = 0.005, longest: float = 0.25) -> Iterator[float]:
 def begin(database: Database, statement: Statement, wish: Parameters, until: float) -> Steps[Grant | None]:
     """Begin a tenure with the statement `take` (a row that nobody holds) or `create` (a key without a row).
 
-    `wish` has all that the row is to say: key, owner, ttl, label and who we are. None if the statement found the key
-    held, or no row to take, or one where it was to create it. `until` is the local time after which conflicts are not
-    tried again. Raises Unresolved when the owner token must not be used again.
+    `wish` has all that the row is to say: key, owner, ttl, label and who we are; the owner token is of this attempt
+    alone. None if the statement found the key held, or no row to take, or one where it was to create it. `until` is the
+    local time after which conflicts are not tried again. Raises Unresolved when the answer was lost for good.
     """
     if statement is database.dialect.create and database.dialect.tick:
         yield from sleep(database.dialect.tick)
@@ -104,11 +104,10 @@ def begin(database: Database, statement: Statement, wish: Parameters, until: flo
     try:
         sent, rows = yield from _send(database, statement, wish, until)
     except StoreUnanswered as error:
-        looked, info = yield from _look(database, key, database.now() + PATIENCE)
-        if info is None or info.owner != owner or info.count != 1 or info.remaining <= 0:
+        info = yield from inspect(database, key, until)
+        if info is None or info.owner != owner:
             raise Unresolved(str(error), key=key) from error.__cause__
-        # What the row has left when we looked, and no more: it might be an earlier tenure that nobody gave back.
-        return Grant(Tenure(key, owner, info.fence), min(sent + ttl, looked + info.remaining) - margin(ttl))
+        rows = [(info.fence,)]
     if not rows:
         return None
     return Grant(Tenure(key, owner, int(rows[0][0])), sent + ttl - margin(ttl))
@@ -116,8 +115,13 @@ def begin(database: Database, statement: Statement, wish: Parameters, until: flo
 
 def inspect(database: Database, key: str, until: float | None = None) -> Steps[LockInfo | None]:
     """The key's row, or None where there is none."""
-    _, info = yield from _look(database, key, database.now() + PATIENCE if until is None else until)
-    return info
+    end = database.now() + PATIENCE if until is None else until
+    _, rows = yield from _send(database, database.dialect.inspect, {"key": key}, end, resend=True)
+    if not rows:
+        return None
+    owner, fence, count, ttl, age, remaining, label, host, pid, thread, program, task = rows[0]
+    identity = Identity(host, pid, thread, program, task)
+    return LockInfo(key, owner, fence, count, float(ttl), float(age), float(remaining), label, identity)
 
 
 def verify(database: Database, tenure: Tenure) -> Steps[bool]:
@@ -138,17 +142,8 @@ def reenter(database: Database, tenure: Tenure, count: int, ttl: float) -> Steps
     """Raise the count from `count` and let the lease last at least `ttl` seconds more; None if the tenure is over."""
     parameters: Parameters = {**tenure._asdict(), "count": count, "ttl": ttl}
     until = database.now() + min(PATIENCE, ttl)
-    while True:
-        try:
-            sent, rows = yield from _send(database, database.dialect.reenter, parameters, until)
-        except StoreUnanswered:
-            looked, info = yield from _look(database, tenure.key, until)
-            if info is None or not _shows(info, tenure):
-                return None
-            if info.count > count:
-                return Grant(tenure, looked + min(ttl, info.remaining) - margin(ttl))
-        else:
-            return Grant(tenure, sent + ttl - margin(ttl)) if rows else None
+    sent, rows = yield from _send(database, database.dialect.reenter, parameters, until, resend=True)
+    return Grant(tenure, sent + ttl - margin(ttl)) if rows else None
 
 
 def release(database: Database, tenure: Tenure, count: int) -> Steps[bool]:
@@ -156,7 +151,7 @@ def release(database: Database, tenure: Tenure, count: int) -> Steps[bool]:
 
     After a lost answer a second sending that finds nothing has found its own first.
     """
-    parameters: Parameters = {"key": tenure.key, "owner": tenure.owner, "fence": tenure.fence, "count": count}
+    parameters: Parameters = {**tenure._asdict(), "count": count}
     until = database.now() + PATIENCE
     try:
         _, rows = yield from _send(database, database.dialect.release, parameters, until)
@@ -177,7 +172,7 @@ def give_back(database: Database, key: str, owner: str) -> Steps[None]:
                 yield from sleep(pause)
             info = yield from inspect(database, key)
             if info is not None and info.owner == owner:
-                _ = yield from release(database, Tenure(key, owner, info.fence), info.count)
+                _ = yield from release(database, Tenure(key, owner, info.fence), 1)
                 return
     except Exception:  # noqa: BLE001 - must not hide what broke the take off
         return
@@ -198,16 +193,6 @@ def reap(database: Database, retention: float) -> Steps[int]:
             deleted += len(rows)
         if deleted == before:
             return deleted
-
-
-def _look(database: Database, key: str, until: float) -> Steps[tuple[float, LockInfo | None]]:
-    """The key's row, and the local time at which the database was asked for it."""
-    sent, rows = yield from _send(database, database.dialect.inspect, {"key": key}, until, resend=True)
-    if not rows:
-        return sent, None
-    owner, fence, count, ttl, age, remaining, label, host, pid, thread, program, task = rows[0]
-    identity = Identity(host, pid, thread, program, task)
-    return sent, LockInfo(key, owner, fence, count, float(ttl), float(age), float(remaining), label, identity)
 
 
 def _send(

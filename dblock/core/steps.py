@@ -3,7 +3,7 @@
 Rule: generators of this package use `yield from` on the functions below and never a bare `yield`; everything that
 neither waits nor does I/O is a plain function. `dblock.core.drivers` runs the steps.
 
-Execute, Sleep, and the values that live for one operation are named tuples: they are made on every take, and a frozen
+Steps and the values that live for one operation are named tuples: they are made on every take, and a frozen
 dataclass costs several times as much to make.
 """
 
@@ -32,7 +32,13 @@ class Sleep(NamedTuple):
     seconds: float
 
 
-Step = Execute | Sleep
+class Wait(NamedTuple):
+    """Pause because somebody else holds the key; refused where that could not end well."""
+
+    seconds: float
+
+
+Step = Execute | Sleep | Wait
 Steps = Generator[Step, Any, T]
 
 
@@ -45,3 +51,8 @@ def execute(statement: Statement, parameters: Parameters) -> Steps[Rows]:
 def sleep(seconds: float) -> Steps[None]:
     """Return after `seconds`."""
     yield Sleep(seconds)
+
+
+def wait(seconds: float) -> Steps[None]:
+    """Return after `seconds` for another look at the holder; raises LockTimeout where waiting is pointless."""
+    yield Wait(seconds)

@@ -7,17 +7,14 @@ cause.
 from __future__ import annotations
 
 from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
-from dblock.core.statements.base import Dialect, Failure
+from dblock.core.statements.base import Failure
 
 
-def store_error(dialect: Dialect, error: BaseException, *, create_table: str, place: str) -> LockStoreError | None:
-    """The error to raise from the driver's `error`; None where it means an empty answer.
+def store_error(failure: Failure, error: BaseException, *, create_table: str, place: str) -> LockStoreError:
+    """The error to raise from the driver's `error`, which means `failure`.
 
     `create_table` says what makes the missing table, `place` which database it is.
     """
-    failure = dialect.classify(error)
-    if failure is Failure.DUPLICATE:
-        return None
     if failure is Failure.NO_TABLE:
         return LockStoreError(f"{place} has no table `locks`: {create_table}")
     detail = f"{type(error).__name__}: {str(error).strip()}"
@@ -26,6 +23,13 @@ def store_error(dialect: Dialect, error: BaseException, *, create_table: str, pl
     if failure is Failure.LOST:
         return StoreUnanswered(f"{place} did not answer a statement of the lock: {detail}")
     return LockStoreError(f"{place} refused a statement of the lock: {detail}")
+
+
+def unstorable(*, place: str) -> LockStoreError:
+    """The error for text that the connection's character set lacks; the driver's would quote the whole statement."""
+    return LockStoreError(
+        f"{place} is connected with a character set that lacks characters of the key or label: use UTF-8"
+    )
 
 
 def unreachable(error: BaseException, *, place: str) -> StoreConflict:

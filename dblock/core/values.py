@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Final, Literal, NamedTuple
 
@@ -16,8 +16,8 @@ from dblock.core.errors import InvalidKey
 KEY_LENGTH: Final = 255
 TEXT_LENGTH: Final = 255
 
-TTL_MIN: Final = 0.001
-"""Seconds; SQLite's clock ticks in milliseconds."""
+TTL_MIN: Final = 0.01
+"""Seconds: SQLite's clock ticks in milliseconds, which the margin of a tenth of the ttl must cover."""
 TTL_MAX: Final = 10 * 366 * 86400.0
 """Seconds (ten years), far from where any of the databases' timestamps overflow."""
 
@@ -35,7 +35,7 @@ def valid_key(key: object) -> str:
         )
     if (problem := _unstorable(key)) is not None:
         raise InvalidKey(f"a lock key cannot contain {problem}: {_short(key)}", key=key)
-    return key
+    return key if type(key) is str else str.__str__(key)  # members of a text enum are their value
 
 
 def valid_text(value: object, what: str) -> str:
@@ -48,7 +48,7 @@ def valid_text(value: object, what: str) -> str:
         raise ValueError(f"{what} has at most {TEXT_LENGTH} characters, not {len(value)}")
     if (problem := _unstorable(value)) is not None:
         raise ValueError(f"{what} cannot contain {problem}: {_short(value)}")
-    return value
+    return value if type(value) is str else str.__str__(value)
 
 
 def valid_ttl(ttl: object) -> float:
@@ -166,6 +166,10 @@ class LockInfo:
     """Seconds until the lease ends; zero or less when it has ended."""
     label: str
     identity: Identity
+
+    def masked(self) -> LockInfo:
+        """The same without the owner's token, which is nobody else's business."""
+        return self if self.owner is None else replace(self, owner="***")
 
     @property
     def state(self) -> Literal["held", "expired", "free"]:

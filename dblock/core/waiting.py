@@ -10,50 +10,48 @@ import math
 from typing import Any, Final
 
 from dblock.core.errors import LockStoreError
-from dblock.core.flows import Flow
-from dblock.core.protocol import PATIENCE, Database, Unresolved, begin, give_back, inspect, pauses, release
+from dblock.core.flows import new_owner
+from dblock.core.protocol import Database, Unresolved, begin, give_back, inspect, pauses, release
 from dblock.core.statements.base import Statement
-from dblock.core.steps import Steps, sleep
+from dblock.core.steps import Steps, sleep, wait
 from dblock.core.values import Grant, LockInfo
 
 GRACE: Final = 1.0
 """Seconds for which even a try without waiting is repeated after deadlocks, serialization failures and the like."""
 
 
-def acquire(
-    database: Database, wish: dict[str, Any], flow: Flow, timeout: float | None
-) -> Steps[Grant | LockInfo | None]:
+def acquire(database: Database, wish: dict[str, Any], timeout: float | None) -> Steps[Grant | LockInfo | None]:
     """A grant, or whoever held the key when `timeout` seconds (None: for ever) were over.
 
-    `wish` is what the row is to say, with the flow's owner token. None means that the key was free at the last look,
-    but others were faster each time.
+    `wish` is what the row is to say, but for the owner's token. None means that the key was free at the last look, but
+    others were faster each time. Outages of the database are part of the wait.
     """
     now, dialect, key = database.now, database.dialect, wish["key"]
     start = now()
     deadline = math.inf if timeout is None else start + timeout
-    until = min(start + PATIENCE, max(deadline, start + GRACE))
+    until = max(deadline, start + GRACE)
     statement = dialect.take
+    growing = pauses()
     late = 0
     while True:
+        wish["owner"] = new_owner()
         try:
-            grant = yield from _begin(database, statement, wish, flow, until)
+            grant = yield from _begin(database, statement, wish, until)
         except Unresolved:
             if now() >= until:
                 raise
-            wish["owner"] = flow.owner
             continue
         if grant is not None:
             if now() < grant.trusted_until:
                 return grant
             _ = yield from release(database, grant.tenure, 1)  # granted too late to be of use
-        growing = pauses()
+            yield from sleep(next(growing))
         holder = yield from inspect(database, key, until)
         while holder is not None and holder.state == "held":
             left = deadline - now()
             if left <= 0:
                 return holder
-            until = deadline  # once we wait, outages of the database are part of the wait
-            yield from sleep(min(next(growing), left, holder.remaining))
+            yield from wait(min(next(growing), left, holder.remaining))
             holder = yield from inspect(database, key, until)
         statement = dialect.create if holder is None else dialect.take
         late += now() >= deadline
@@ -61,16 +59,12 @@ def acquire(
             return None
 
 
-def _begin(
-    database: Database, statement: Statement, wish: dict[str, Any], flow: Flow, until: float
-) -> Steps[Grant | None]:
-    """`begin`; whatever breaks it off, what it may have taken is given back and its token used no more."""
+def _begin(database: Database, statement: Statement, wish: dict[str, Any], until: float) -> Steps[Grant | None]:
+    """`begin`; when it is interrupted, what it may have taken is given back."""
     try:
         return (yield from begin(database, statement, wish, until))
-    except GeneratorExit:
-        raise  # nobody drives us any more
-    except BaseException as error:
-        flow.disown()
-        if not isinstance(error, LockStoreError):  # interrupted
-            yield from give_back(database, wish["key"], wish["owner"])
+    except (GeneratorExit, LockStoreError):
+        raise  # nobody drives us any more; or the database has said, as far as it can, what became of it
+    except BaseException:
+        yield from give_back(database, wish["key"], wish["owner"])
         raise

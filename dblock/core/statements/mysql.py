@@ -72,15 +72,15 @@ FROM locks WHERE lock_key = :key
     Reply.ROWS,
 )
 
-# Safe: names the tenure and the count it was decided on, so a second sending changes nothing. Durable: the longer lease
-# is relied on.
+# Safe: names the tenure and sets the count that its flow keeps, so sending it twice is harmless. Durable: the longer
+# lease is relied on.
 REENTER: Final = Statement(
     "reenter",
     """
 UPDATE locks SET
-    count = count + 1,
+    count = :count + 1,
     expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:ttl * 1000000) MICROSECOND)
-WHERE lock_key = :key AND owner = :owner AND fence = :fence AND count = :count AND expires_at > UTC_TIMESTAMP(6)
+WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > UTC_TIMESTAMP(6)
 """,
     Reply.COUNT,
 )
@@ -98,16 +98,16 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > UTC
     Reply.COUNT,
 )
 
-# Safe: names the tenure and the count. It would do to commit asynchronously, but InnoDB's flush setting is the server's
-# alone, so this one is as durable as the rest.
+# Safe: names the tenure and sets the count, so sending it twice is harmless. It would do to commit asynchronously, but
+# InnoDB's flush setting is the server's alone, so this one is as durable as the rest.
 RELEASE: Final = Statement(
     "release",
     """
 UPDATE locks SET
-    owner = CASE WHEN count > 1 THEN owner END,
-    expires_at = CASE WHEN count > 1 THEN expires_at ELSE UTC_TIMESTAMP(6) END,
-    count = count - 1
-WHERE lock_key = :key AND owner = :owner AND fence = :fence AND count = :count
+    owner = CASE WHEN :count > 1 THEN owner END,
+    expires_at = CASE WHEN :count > 1 THEN expires_at ELSE UTC_TIMESTAMP(6) END,
+    count = :count - 1
+WHERE lock_key = :key AND owner = :owner AND fence = :fence
 """,
     Reply.COUNT,
 )

@@ -8,6 +8,9 @@ make the lease shorter than ttl from *now*, never shorter than ttl from the *sen
 Every statement is a transaction of its own under any isolation level: where READ COMMITTED re-reads a row that changed
 meanwhile, REPEATABLE READ and SERIALIZABLE raise 40001 instead, and the protocol tries again.
 
+What must be durable says so itself: a session with synchronous_commit=off gets `on` for that statement; stronger
+settings such as remote_apply are left alone.
+
 No SET touches an indexed column, so all updates are heap-only while the page has room (fillfactor).
 """
 
@@ -37,6 +40,7 @@ UPDATE locks SET
     program = :program,
     celery_task_id = :task
 WHERE lock_key = :key AND (owner IS NULL OR expires_at <= clock_timestamp())
+  AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING fence
 """,
     Reply.ROWS,
@@ -49,8 +53,9 @@ CREATE: Final = Statement(
     """
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at,
                    label, host, pid, thread, program, celery_task_id)
-VALUES (:key, :owner, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint), 1, :ttl, clock_timestamp(),
-        clock_timestamp() + make_interval(secs => :ttl), :label, :host, :pid, :thread, :program, :task)
+SELECT :key, :owner, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint), 1, :ttl, clock_timestamp(),
+       clock_timestamp() + make_interval(secs => :ttl), :label, :host, CAST(:pid AS integer), :thread, :program, :task
+WHERE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence
 """,
@@ -70,15 +75,16 @@ FROM locks WHERE lock_key = :key
     Reply.ROWS,
 )
 
-# Safe: names the tenure and the count it was decided on, so a second sending changes nothing. Durable: the longer lease
-# is relied on.
+# Safe: names the tenure and sets the count that its flow keeps, so sending it twice is harmless. Durable: the longer
+# lease is relied on.
 REENTER: Final = Statement(
     "reenter",
     """
 UPDATE locks SET
-    count = count + 1,
+    count = CAST(:count AS integer) + 1,
     expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :ttl))
-WHERE lock_key = :key AND owner = :owner AND fence = :fence AND count = :count AND expires_at > clock_timestamp()
+WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > clock_timestamp()
+  AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 """,
     Reply.COUNT,
 )
@@ -92,20 +98,22 @@ UPDATE locks SET
     ttl = :ttl,
     expires_at = clock_timestamp() + make_interval(secs => :ttl)
 WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > clock_timestamp()
+  AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 """,
     Reply.COUNT,
 )
 
-# Safe: names the tenure and the count. Commits asynchronously, for its own transaction only (set_config's third
-# argument): if a crash loses it the key stays taken until expires_at, which is late, not wrong.
+# Safe: names the tenure and sets the count, so sending it twice is harmless. Commits asynchronously, for its own
+# transaction only (set_config's third argument): if a crash loses it the key stays taken until expires_at, which is
+# late, not wrong.
 RELEASE: Final = Statement(
     "release",
     """
 UPDATE locks SET
-    owner = CASE WHEN count > 1 THEN owner END,
-    expires_at = CASE WHEN count > 1 THEN expires_at ELSE clock_timestamp() END,
-    count = count - 1
-WHERE lock_key = :key AND owner = :owner AND fence = :fence AND count = :count
+    owner = CASE WHEN CAST(:count AS integer) > 1 THEN owner END,
+    expires_at = CASE WHEN CAST(:count AS integer) > 1 THEN expires_at ELSE clock_timestamp() END,
+    count = CAST(:count AS integer) - 1
+WHERE lock_key = :key AND owner = :owner AND fence = :fence
   AND set_config('synchronous_commit', 'off', true) IS NOT NULL
 """,
     Reply.COUNT,
@@ -152,7 +160,9 @@ CREATE TABLE locks (
 ) WITH (fillfactor = 50);
 """
 
-_CONFLICTS = frozenset({"40001", "40P01", "55P03"})
+# Serialization failure, deadlock, lock not available; and a prepared statement that a pooler gave to somebody else.
+_CONFLICTS = frozenset({"40001", "40P01", "55P03", "26000", "42P05"})
+_CLIENT_LOST = frozenset({"OperationalError", "InterfaceError", "DatabaseError", "InternalError"})
 
 
 def classify(error: BaseException) -> Failure:
@@ -165,7 +175,7 @@ def classify(error: BaseException) -> Failure:
     if isinstance(error, OSError):
         return Failure.LOST
     if state is None:  # raised by the client itself: the connection is gone, or the call was wrong
-        return Failure.LOST if type(error).__name__ in {"OperationalError", "InterfaceError"} else Failure.OTHER
+        return Failure.LOST if type(error).__name__ in _CLIENT_LOST else Failure.OTHER
     # 08: connection exception; 57P01 to 57P05: the server ends sessions; 25P03: it ended an idle one.
     return Failure.LOST if state.startswith(("08", "57P")) or state == "25P03" else Failure.OTHER
 

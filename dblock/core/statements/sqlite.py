@@ -71,14 +71,14 @@ FROM locks WHERE lock_key = :key
     Reply.ROWS,
 )
 
-# Safe: names the tenure and the count it was decided on, so a second sending changes nothing.
+# Safe: names the tenure and sets the count that its one flow keeps, so sending it twice is harmless.
 REENTER: Final = Statement(
     "reenter",
     """
 UPDATE locks SET
-    count = count + 1,
+    count = :count + 1,
     expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :ttl)))
-WHERE lock_key = :key AND owner = :owner AND fence = :fence AND count = :count
+WHERE lock_key = :key AND owner = :owner AND fence = :fence
   AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 """,
     Reply.COUNT,
@@ -96,15 +96,15 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > str
     Reply.COUNT,
 )
 
-# Safe: names the tenure and the count.
+# Safe: names the tenure and sets the count, so sending it twice is harmless.
 RELEASE: Final = Statement(
     "release",
     """
 UPDATE locks SET
-    owner = CASE WHEN count > 1 THEN owner END,
-    expires_at = CASE WHEN count > 1 THEN expires_at ELSE strftime('%Y-%m-%d %H:%M:%f000', 'now') END,
-    count = count - 1
-WHERE lock_key = :key AND owner = :owner AND fence = :fence AND count = :count
+    owner = CASE WHEN :count > 1 THEN owner END,
+    expires_at = CASE WHEN :count > 1 THEN expires_at ELSE strftime('%Y-%m-%d %H:%M:%f000', 'now') END,
+    count = :count - 1
+WHERE lock_key = :key AND owner = :owner AND fence = :fence
 """,
     Reply.COUNT,
 )
