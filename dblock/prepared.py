@@ -74,9 +74,11 @@ class Prepared:
 
 def prepared_for(connection: Any, backend_pid: int) -> Prepared | None:
     """A runner for a psycopg connection whose session says that it is `backend_pid`; None where it must not be."""
-    pgconn = connection.pgconn
-    direct = pgconn.backend_pid == backend_pid and pgconn.parameter_status(b"client_encoding") == b"UTF8"
-    return Prepared(connection) if direct else None
+    return Prepared(connection) if _is_direct(connection.pgconn, backend_pid) else None
+
+
+def _is_direct(pgconn: Any, backend_pid: int) -> bool:
+    return bool(pgconn.backend_pid == backend_pid and pgconn.parameter_status(b"client_encoding") == b"UTF8")
 
 
 @cache

@@ -72,12 +72,98 @@ def test_the_callers_connection_serves_outside_transactions(database: str, alias
     finally:
         caller.rollback()
         caller.set_autocommit(True)
-    if database == "postgresql":
-        with caller.cursor() as cursor:
-            cursor.execute("BEGIN")
-            assert connection_for(alias) is not caller
-            cursor.execute("ROLLBACK")
+    with caller.cursor() as cursor:
+        cursor.execute("BEGIN")
+        assert connection_for(alias) is not caller
+        cursor.execute("ROLLBACK")
     assert connection_for(alias) is caller
+
+
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_refused_statement_leaves_the_callers_session_alone(database: str, alias: str) -> None:
+    """A lost race for a missing row, a deadlock or a missing table do not cost it its temporary tables."""
+    from dblock.core.errors import StoreConflict
+    from dblock.core.statements.base import Reply, Statement
+    from dblock.core.steps import Execute
+    from dblock.store import store_for
+
+    store = store_for(alias)
+    with connections[alias].cursor() as cursor:
+        cursor.execute("CREATE TEMPORARY TABLE mine (n integer)")
+        with db_lock("k", using=alias) as lock:
+            wish = dict.fromkeys(("label", "host", "thread", "program", "task"), "")
+            create = Execute(store.database.dialect.create, {**wish, "key": "k", "owner": "x", "ttl": 30.0, "pid": 1})
+            assert list(store.execute(create)) == []
+            assert lock.verify()
+        refuse = {
+            "postgresql": "DO $$ BEGIN RAISE SQLSTATE '40P01'; END $$",
+            "mariadb": "SIGNAL SQLSTATE '40001' SET MYSQL_ERRNO = 1213",
+        }[database]
+        with pytest.raises(StoreConflict):
+            store.execute(Execute(Statement("refuse", refuse, Reply.COUNT), {}))
+        cursor.execute("SELECT count(*) FROM mine")
+        cursor.execute("DROP TABLE mine")
+
+
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+def test_sqlite_does_not_wait_inside_a_transaction(database: str, alias: str) -> None:
+    """It would keep the holder from releasing; the holder's block ends without trouble."""
+    from dblock import LockTimeout
+
+    held, go = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
+
+    def hold() -> None:
+        try:
+            with db_lock("k", using=alias):
+                held.set()
+                go.wait(30)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(30)
+    with transaction.atomic(alias):
+        start = time.monotonic()
+        assert db_lock("k", using=alias).acquire(timeout=20) is False
+        with pytest.raises(LockTimeout, match="before the transaction"), db_lock("k", using=alias, timeout=20):
+            pytest.fail("unreachable")
+        assert time.monotonic() - start < 10
+    go.set()
+    thread.join()
+    assert not failures
+
+
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+def test_autocommit_off_from_the_start(database: str, alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is the first to use the connection, and joins its transaction."""
+    caller = connections[alias]
+    caller.close()
+    monkeypatch.setitem(caller.settings_dict, "AUTOCOMMIT", False)
+    with db_lock("k", using=alias) as lock:
+        assert lock.verify()
+    caller.rollback()
+    caller.close()
+
+
+def test_a_release_on_the_event_loop_by_mistake_loses_nothing(database: str, alias: str) -> None:
+    """It is refused before anything is forgotten, and the right method still works."""
+    import asyncio
+
+    from django.core.exceptions import SynchronousOnlyOperation
+
+    async def main() -> None:
+        lock = db_lock("k", using=alias)
+        await lock.aacquire()
+        with pytest.raises(SynchronousOnlyOperation):
+            lock.release()
+        await lock.arelease()
+
+    asyncio.run(main())
+    assert owner(database) is None
 
 
 def test_the_connection_beside_lives_as_long_as_the_callers(database: str, alias: str) -> None:

@@ -1,0 +1,320 @@
+"""Interrupts, late answers and refusals at the worst moment, each against the real statements."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, create_engine
+
+from dblock.core import protocol
+from dblock.core.errors import LockLost, LockStoreError, StoreUnanswered
+from dblock.core.steps import Execute, Rows
+from sqlalchemy_dblock import db_lock, metadata
+from sqlalchemy_dblock import store as stores
+from sqlalchemy_dblock.store import EngineStore, store_for
+from tests.conftest import ready, run, url
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    """A SQLite file of the test's own."""
+    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+    metadata.create_all(engine)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def trap(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets a statement's next executions go wrong: before (`instead`) or after it took effect."""
+    store = store_for(engine)
+    execute = store.execute
+    traps: dict[str, list[tuple[bool, Callable[[], None]]]] = {}
+
+    def trapped(step: Execute) -> Rows:
+        waiting = traps.get(step.statement.name)
+        if not waiting:
+            return execute(step)
+        instead, happening = waiting.pop(0)
+        if instead:
+            happening()
+        rows = execute(step)
+        happening()
+        return rows
+
+    def set_trap(name: str, happening: Callable[[], None], *, instead: bool = False, times: int = 1) -> None:
+        traps.setdefault(name, []).extend([(instead, happening)] * times)
+
+    set_trap.clear = traps.clear  # type: ignore[attr-defined]
+    monkeypatch.setattr(store, "execute", trapped)
+    return set_trap
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def cut() -> None:
+    raise StoreUnanswered("cut")
+
+
+def row(engine: Engine) -> tuple[Any, ...]:
+    with engine.connect() as connection:
+        [found] = connection.exec_driver_sql("SELECT owner, count FROM locks")
+    return tuple(found)
+
+
+def test_a_shorter_lease_lowers_trust_before_it_is_sent(engine: Engine, trap: Callable[..., None]) -> None:
+    """Interrupted after it took effect, the holder trusts the new lease, not the old one."""
+    lock = db_lock(engine, "k", ttl=600)
+    lock.acquire()
+    trap("extend", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        lock.extend(1)
+    assert lock.remaining < 1
+    lock.extend(600)
+    assert lock.remaining > 500
+    lock.release()
+
+
+@pytest.mark.parametrize("instead", [False, True])
+def test_an_interrupted_re_entry_leaves_one_entry(engine: Engine, trap: Callable[..., None], instead: bool) -> None:
+    """In the row and in the flow, whether or not it took effect; the last release frees the key."""
+    lock = db_lock(engine, "k")
+    lock.acquire()
+    trap("reenter", interrupt, instead=instead)
+    with pytest.raises(KeyboardInterrupt):
+        lock.acquire()
+    assert (lock.count, row(engine)) == (1, (lock.owner, 1))
+    lock.release()
+    assert row(engine) == (None, 0)
+
+
+def test_a_failed_inner_release_does_not_keep_the_key(
+    engine: Engine, trap: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outer release frees it, whatever count the row has kept."""
+    lock = db_lock(engine, "k")
+    lock.acquire()
+    lock.acquire()
+    monkeypatch.setattr(protocol, "PATIENCE", 0.05)
+    trap("release", cut, instead=True, times=20)
+    with pytest.raises(LockStoreError):
+        lock.release()
+    trap.clear()  # type: ignore[attr-defined]
+    assert row(engine) == (lock.owner, 2)
+    lock.release()
+    assert row(engine) == (None, 0)
+
+
+def test_a_late_re_entry_is_none(engine: Engine, trap: Callable[..., None]) -> None:
+    """Its answer came when the lease had ended: the inner block runs under a new tenure, or not at all."""
+    lock = db_lock(engine, "k", ttl=0.3)
+    lock.acquire()
+    first = lock.fence
+    trap("reenter", lambda: time.sleep(0.4))
+    assert lock.acquire()
+    assert lock.state == "held"
+    assert lock.fence != first
+    lock.release()
+    with pytest.raises(LockLost):
+        lock.release()
+
+
+def test_an_interrupted_take_of_a_key_held_through_another_engine(engine: Engine, trap: Callable[..., None]) -> None:
+    """Gives back only what it took itself: each attempt has a token of its own."""
+    twin = create_engine(engine.url)
+    with db_lock(twin, "k") as outer:
+        trap("take", cut)
+        assert db_lock(engine, "k").acquire(blocking=False) is False
+        trap("take", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            db_lock(engine, "k").acquire(blocking=False)
+        assert outer.verify()
+    twin.dispose()
+
+
+def test_an_interrupted_release_is_sent_again(engine: Engine, trap: Callable[..., None]) -> None:
+    """The key is free, and the interrupt goes on its way."""
+    lock = db_lock(engine, "k")
+    lock.acquire()
+    trap("release", interrupt, instead=True)
+    with pytest.raises(KeyboardInterrupt):
+        lock.release()
+    assert row(engine) == (None, 0)
+
+
+def test_a_cancelled_body_stays_cancelled(database: str) -> None:
+    """Losing the lock meanwhile is noted on the cancellation, not put in its place."""
+    engine = create_engine(url(database))
+    with pytest.raises(KeyboardInterrupt) as caught, db_lock(engine, "k") as lock:
+        run(database, "DELETE FROM locks")
+        raise KeyboardInterrupt
+    assert "'k'" in caught.value.__notes__[0]
+    with pytest.raises(LockLost) as lost, db_lock(engine, "k"):
+        run(database, "DELETE FROM locks")
+        raise ZeroDivisionError
+    assert isinstance(lost.value.__context__, ZeroDivisionError)
+    assert lock.state is None
+    engine.dispose()
+
+
+def test_members_of_a_text_enum_are_their_value(database: str) -> None:
+    """On every path by which a parameter reaches the database."""
+
+    class Resource(str, enum.Enum):
+        STOCK = "stock"
+
+    engine = create_engine(url(database))
+    with db_lock(engine, Resource.STOCK, label=Resource.STOCK) as lock, db_lock(engine, "stock") as again:
+        assert again.count == 2
+        assert lock.key == "stock"
+        assert run(database, "SELECT lock_key, label FROM locks") == [("stock", "stock")]
+    engine.dispose()
+
+
+def test_whoever_asks_first_gets_the_same_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many threads that use a database for the first time at once share one place for their holds: on both faces."""
+    from dblock import store as django_stores
+
+    def slowly(original: type[Any]) -> Callable[..., Any]:
+        def make(argument: Any) -> Any:
+            time.sleep(0.02)
+            return original(argument)
+
+        return make
+
+    monkeypatch.setattr(stores, "EngineStore", slowly(stores.EngineStore))
+    monkeypatch.setattr(django_stores, "DjangoStore", slowly(django_stores.DjangoStore))
+    monkeypatch.setattr(django_stores, "_stores", {})
+    engine = create_engine("sqlite://")
+    for find in (lambda: store_for(engine), lambda: django_stores.store_for("default")):
+        found: list[Any] = []
+        threads = [threading.Thread(target=lambda find=find, found=found: found.append(find())) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len({id(store) for store in found}) == 1
+    engine.dispose()
+
+
+def test_an_engine_is_not_kept_alive(tmp_path: Path) -> None:
+    """By having been used for a lock."""
+    engine = create_engine(f"sqlite:///{tmp_path}/short.sqlite3")
+    metadata.create_all(engine)
+    with db_lock(engine, "k"):
+        pass
+    engine.dispose()
+    store, gone = weakref.ref(store_for(engine)), weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    assert store() is None
+
+
+def test_a_character_set_that_lacks_the_key(request: pytest.FixtureRequest) -> None:
+    """A typed error without the statement, whose parameters are nobody's business."""
+    ready(request, "mariadb")
+    engine = create_engine(url("mariadb") + "?charset=latin1")
+    with pytest.raises(LockStoreError, match="character set") as caught:
+        db_lock(engine, "🔒").acquire()
+    assert caught.value.__cause__ is None
+    engine.dispose()
+
+
+def test_behind_a_pooler_nothing_is_prepared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by us nor by psycopg on its own, once the session is not who it says it is."""
+    import dblock.prepared
+
+    ready(request, "postgresql")
+    monkeypatch.setattr(dblock.prepared, "_is_direct", lambda pgconn, backend_pid: False)
+    engine = create_engine(url("postgresql"))
+    for _ in range(8):
+        with db_lock(engine, "k"):
+            pass
+    [link] = store_for(engine)._links._idle  # type: ignore[attr-defined]
+    assert link.prepared is None
+    cursor = link.raw.cursor()
+    cursor.execute("SELECT count(*) FROM pg_prepared_statements")
+    assert cursor.fetchone() == (0,)
+    engine.dispose()
+
+
+def test_a_listener_may_leave_a_transaction_open(database: str) -> None:
+    """The engine works with it, and so does the lock."""
+    from sqlalchemy import event
+
+    engine = create_engine(url(database))
+
+    def ask(connection: Any, _: Any) -> None:
+        cursor = connection.cursor()
+        cursor.execute("SELECT 1")
+        cursor.close()
+
+    event.listen(engine, "connect", ask)
+    with db_lock(engine, "k"):
+        pass
+    engine.dispose()
+
+
+def test_durable_although_the_session_is_not(request: pytest.FixtureRequest) -> None:
+    """A take under synchronous_commit=off is flushed before its caller hears of it; a stronger setting is kept."""
+    ready(request, "postgresql")
+    for setting in ("off", "remote_write"):
+        engine = create_engine(url("postgresql"), connect_args={"options": f"-c synchronous_commit={setting}"})
+        for _ in range(20):
+            lock = db_lock(engine, "k")
+            lock.acquire()
+            [(behind,)] = run("postgresql", "SELECT pg_current_wal_insert_lsn() - pg_current_wal_flush_lsn()")
+            assert behind == 0
+            lock.release()
+        [link] = store_for(engine)._links._idle  # type: ignore[attr-defined]
+        cursor = link.raw.cursor()
+        cursor.execute("SHOW synchronous_commit")
+        assert cursor.fetchone() == (setting,)
+        engine.dispose()
+
+
+def test_an_outage_at_the_start_is_part_of_the_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first statements fail for longer than the usual patience, the timeout is longer still."""
+    store: EngineStore = store_for(engine)
+    execute, failures = store.execute, [0]
+
+    def flaky(step: Execute) -> Rows:
+        failures[0] += 1
+        if failures[0] < 12:
+            raise StoreUnanswered("down")
+        return execute(step)
+
+    monkeypatch.setattr(store, "execute", flaky)
+    with db_lock(engine, "k", timeout=30):
+        pass
+    failures[0] = -(10**6)
+    with pytest.raises(LockStoreError):
+        db_lock(engine, "k").acquire(blocking=False)
+
+
+def test_waiters_of_one_loop_do_not_block_it(database: str) -> None:
+    """While tasks wait for a held key, the loop runs and they hold no connection."""
+    from sqlalchemy.ext.asyncio import create_async_engine
+
+    driver = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "mariadb": "aiomysql"}[database]
+
+    async def main() -> None:
+        engine = create_async_engine(url(database, driver))
+        async with db_lock(engine, "k"):
+            waiters = [asyncio.create_task(db_lock(engine, "k").acquire(timeout=0.5)) for _ in range(20)]
+            assert await asyncio.gather(*waiters) == [False] * 20
+        await engine.dispose()
+
+    asyncio.run(main())
