@@ -44,12 +44,14 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES.get(name, "dblock.core.errors")), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker is to know every name
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOMES.get(name, "dblock.core.errors")), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -18,6 +18,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
+from dblock.locks import default_alias
 from dblock.models import Lock
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class LockAdmin(_ModelAdmin):
     )
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Lock]:
-        return super().get_queryset(request).annotate(clock=DatabaseClock())
+        return super().get_queryset(request).using(default_alias()).annotate(clock=DatabaseClock())
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False

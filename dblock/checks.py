@@ -17,6 +17,8 @@ from dblock.core.values import valid_retention, valid_timeout, valid_ttl
 @register("dblock")
 def check_settings(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
     """E001 unknown name, E002 bad value, E003 no such alias, E004 unsupported database."""
+    if not isinstance(conf.given(), dict):
+        return [Error("DBLOCK is not a dict.", hint="For example {'TTL': 30}.", id="dblock.E001")]
     given = conf.given()
     found: list[CheckMessage] = [
         Error(
@@ -50,6 +52,8 @@ def check_databases(
     """W001: a SQLite file without write-ahead log, where each commit waits for the disk and readers block writers."""
     from dblock.locks import default_alias  # noqa: PLC0415 - needs the settings
 
+    if not isinstance(conf.given(), dict):
+        return []
     if conf.given().get("USING") is not None and conf.given()["USING"] not in connections:
         return []
     alias = default_alias()

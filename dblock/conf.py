@@ -35,7 +35,8 @@ NAMES = frozenset(field.name for field in fields(Settings))
 
 def given() -> dict[str, Any]:
     """`settings.DBLOCK` as the user wrote it."""
-    return dict(getattr(django_settings, "DBLOCK", {}))
+    found: dict[str, Any] = getattr(django_settings, "DBLOCK", {})
+    return found
 
 
 @cache

@@ -99,6 +99,7 @@ def _open_beside(caller: BaseDatabaseWrapper) -> BaseDatabaseWrapper:
 
 def _prefer_normal(beside: BaseDatabaseWrapper) -> None:
     with beside.cursor() as cursor:
+        cursor.execute("PRAGMA busy_timeout = 250")  # the protocol tries again, without blocking the thread
         cursor.execute("PRAGMA journal_mode")
         if cursor.fetchone()[0] == "wal":
             cursor.execute("PRAGMA synchronous = NORMAL")

@@ -51,10 +51,10 @@ class Lock(SyncLock):
         return self._using or default_alias()
 
     def _default_ttl(self) -> float:
-        return valid_ttl(conf.settings().TTL)
+        return valid_ttl(conf.settings().TTL, "DBLOCK['TTL']")
 
     def _default_timeout(self) -> float | None:
-        return valid_timeout(conf.settings().TIMEOUT)
+        return valid_timeout(conf.settings().TIMEOUT, "DBLOCK['TIMEOUT']")
 
     @async_unsafe("A lock cannot block an event loop: use `async with` and the methods that begin with an `a`.")
     def _drive(self, steps: Steps[T]) -> T:

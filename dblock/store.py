@@ -62,7 +62,7 @@ class DjangoStore:
                 return []
             if failure is Failure.LOST:
                 _discard(connection)
-            raise store_error(failure, error, create_table=self._create_table, place=self._place) from error
+            raise store_error(failure, error, step, create_table=self._create_table, place=self._place) from error
         except UnicodeError:
             raise unstorable(place=self._place) from None
         except BaseException:  # interrupted half-way through an answer

@@ -40,13 +40,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """The table, when asked for: naming its types loads the dialects of three databases."""
-    if name not in {"locks", "metadata"}:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from sqlalchemy_dblock import table  # noqa: PLC0415
+if not TYPE_CHECKING:  # a type checker is to know every name
 
-    return getattr(table, name)
+    def __getattr__(name: str) -> Any:
+        """The table, when asked for: naming its types loads the dialects of three databases."""
+        if name not in {"locks", "metadata"}:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from sqlalchemy_dblock import table  # noqa: PLC0415
+
+        return getattr(table, name)
 
 
 def __dir__() -> list[str]:

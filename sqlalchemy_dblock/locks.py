@@ -15,7 +15,7 @@ from dblock.core.values import Seconds, valid_retention
 from sqlalchemy_dblock.store import EngineStore, store_for
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Coroutine
 
     from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -99,8 +99,8 @@ def db_lock(
 @overload
 def reap(engine: Engine, *, retention: Seconds = 3600.0) -> int: ...
 @overload
-def reap(engine: AsyncEngine, *, retention: Seconds = 3600.0) -> Awaitable[int]: ...
-def reap(engine: Engine | AsyncEngine, *, retention: Seconds = 3600.0) -> int | Awaitable[int]:
+def reap(engine: AsyncEngine, *, retention: Seconds = 3600.0) -> Coroutine[Any, Any, int]: ...
+def reap(engine: Engine | AsyncEngine, *, retention: Seconds = 3600.0) -> int | Coroutine[Any, Any, int]:
     """Delete the rows that have been free or expired for longer than `retention` seconds; how many there were.
 
     To be awaited for an AsyncEngine. Safe to run at any time, any number of times at once.

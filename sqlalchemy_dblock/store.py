@@ -49,7 +49,7 @@ class EngineStore:
             (links.drop if failure is Failure.LOST else links.give_after_error)(link)
             if failure is Failure.DUPLICATE:
                 return []
-            raise store_error(failure, error, create_table=_CREATE_TABLE, place=self._place) from error
+            raise store_error(failure, error, step, create_table=_CREATE_TABLE, place=self._place) from error
         except UnicodeError:
             links.give_after_error(link)
             raise unstorable(place=self._place) from None

@@ -12,7 +12,7 @@ import functools
 import inspect as python
 import math
 import string
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from types import EllipsisType, TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -38,6 +38,7 @@ from dblock.core.values import (
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
 L = TypeVar("L", bound="BaseLock")
 Timeout = Seconds | EllipsisType | None
 """Seconds to wait; -1 or None for ever; Ellipsis for the lock's own timeout."""
@@ -85,7 +86,7 @@ class BaseLock:
     def _timeout(self) -> float | None:
         return self._default_timeout() if isinstance(self._given_timeout, EllipsisType) else self._given_timeout
 
-    def _adrive(self, steps: Steps[T]) -> Awaitable[T]:
+    def _adrive(self, steps: Steps[T]) -> Coroutine[Any, Any, T]:
         return adrive(steps, self._store())
 
     # -- what is known without I/O
@@ -283,7 +284,8 @@ class BaseLock:
 
     def _not_held(self, verb: str) -> LockNotHeld:
         return LockNotHeld(
-            f"cannot {verb} {self._key!r}: this thread or task does not hold it (or has released it already)",
+            f"cannot {verb} {self._key!r}: this thread or task does not hold it, or has released it already; a lock is"
+            " released where it was acquired (asyncio.wait_for and create_task acquire in a task of their own)",
             key=self._key,
         )
 
@@ -305,50 +307,82 @@ class BaseLock:
 
     # -- decoration
 
-    def _for_call(self, signature: python.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
-        """A lock of its own for one call of a decorated function, its key formatted with the call's arguments."""
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        lock = copy.copy(self)
-        lock._key = valid_key(self._key.format(*bound.args, **{**bound.kwargs, **bound.arguments}))
-        return lock
-
-    def _signature(self, function: Callable[..., Any]) -> python.Signature:
-        """The signature of a function that can be decorated and that the key's placeholders fit."""
+    def _template(self, function: Callable[..., Any]) -> Template:
+        """How each call of `function` gets its key; refuses at decoration what could not be guarded in production."""
+        if isinstance(function, staticmethod | classmethod | property):
+            kind = type(function).__name__
+            raise TypeError(f"put @{kind} above @db_lock: the lock decorates the plain function")
         if isinstance(function, type) or not callable(function):
             raise TypeError(f"db_lock decorates functions, not {function!r}")
+        if hasattr(function, "apply_async"):
+            raise TypeError(f"put @shared_task above @db_lock: {function!r} would go on running without the lock")
         if python.isgeneratorfunction(function) or python.isasyncgenfunction(function):
             raise TypeError(f"{function!r} is a generator: its body runs after the call, when the lock is free again")
-        signature = python.signature(function)
-        names = signature.parameters
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
+        return Template(self._key, function)
+
+    def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
+        """A lock of its own for one call of a decorated function."""
+        lock = copy.copy(self)
+        lock._key = template.key(args, kwargs)
+        return lock
+
+
+class Template:
+    """The key of a decorator: a format string over the arguments of each call."""
+
+    def __init__(self, key: str, function: Callable[..., Any]) -> None:
+        self._format, self._function = key, function
         try:
-            fields = [name for _, name, _, _ in string.Formatter().parse(self._key) if name is not None]
+            fields = [name for _, name, _, _ in string.Formatter().parse(key) if name is not None]
         except ValueError as error:
-            raise InvalidKey(f"the key {self._key!r} is not a format string: {error}", key=self._key) from error
+            raise InvalidKey(f"the key {key!r} is not a format string: {error}", key=key) from error
+        self._plain = not fields
+        # A wrapper is called with what the wrapped function takes, or with what it takes itself.
+        self._signatures = [python.signature(function, follow_wrapped=follow) for follow in (True, False)]
+        parameters = [each for signature in self._signatures for each in signature.parameters.values()]
+        names = {parameter.name for parameter in parameters}
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         for field in fields:
-            name = python_identifier(field)
+            name = field.partition(".")[0].partition("[")[0]
+            if not name:
+                raise InvalidKey(f"name the argument in the key {key!r}, such as {{sku}}", key=key)
             if not (name.isdigit() or name in names or takes_any):
-                raise InvalidKey(
-                    f"the key {self._key!r} names {name!r}, which {function!r} does not take", key=self._key
-                )
-        return signature
+                raise InvalidKey(f"the key {key!r} names {name!r}, which {function!r} does not take", key=key)
+
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The key of one call."""
+        if self._plain:
+            return valid_key(self._format.format())
+        bound = self._bind(args, kwargs)
+        try:
+            return valid_key(self._format.format(*bound.args, **{**bound.kwargs, **bound.arguments}))
+        except (LookupError, AttributeError, ValueError) as error:
+            message = f"the key {self._format!r} of {self._function!r} cannot be formed from this call: {error}"
+            raise InvalidKey(message, key=self._format) from error
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> python.BoundArguments:
+        for signature in self._signatures:
+            with contextlib.suppress(TypeError):
+                bound = signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                return bound
+        raise TypeError(
+            f"{self._function!r} does not take these arguments, so there is no key {self._format!r} for them"
+        )
 
 
 @contextlib.contextmanager
 def _unless_unwinding(error: BaseException | None) -> Generator[None, None, None]:
-    """Let a LockError of the release out, but never in place of a cancellation, Ctrl-C or exit of the body."""
+    """Let the release's error out, where it does not hide the body's: a loss does so on purpose, chained to it.
+
+    A cancellation, Ctrl-C or exit is never replaced.
+    """
     try:
         yield
     except LockError as late:
-        if error is None or isinstance(error, Exception):
+        if error is None or (isinstance(error, Exception) and isinstance(late, LockLost)):
             raise
         error.add_note(str(late))
-
-
-def python_identifier(field: str) -> str:
-    """The argument that a replacement field such as `order.items[0]` begins with."""
-    return field.partition(".")[0].partition("[")[0]
 
 
 class SyncLock(BaseLock):
@@ -410,12 +444,16 @@ class SyncLock(BaseLock):
         """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
         if python.iscoroutinefunction(function):
             raise TypeError(f"{function!r} is a coroutine function: decorate it with the lock of an async engine")
-        signature = self._signature(function)
+        template = self._template(function)
 
         @functools.wraps(function)
         def locked(*args: Any, **kwargs: Any) -> Any:
-            with self._for_call(signature, args, kwargs):
-                return function(*args, **kwargs)
+            with self._for_call(template, args, kwargs):
+                result = function(*args, **kwargs)
+                if python.iscoroutine(result):
+                    result.close()
+                    raise TypeError(f"{function!r} returned a coroutine, which would run after the lock is released")
+                return result
 
         return cast("F", locked)
 
@@ -464,15 +502,15 @@ class AsyncLock(BaseLock):
         with _unless_unwinding(error):
             await self._adrive(self._release_steps())
 
-    def __call__(self: BaseLock, function: F) -> F:
+    def __call__(self: BaseLock, function: AF) -> AF:
         """Decorate a coroutine function: each call holds the lock; the key is formatted with the call's arguments."""
         if not python.iscoroutinefunction(function):
             raise TypeError(f"{function!r} is not a coroutine function: decorate it with the lock of a sync engine")
-        signature = self._signature(function)
+        template = self._template(function)
 
         @functools.wraps(function)
         async def locked(*args: Any, **kwargs: Any) -> Any:
-            async with cast("AsyncLock", self._for_call(signature, args, kwargs)):
+            async with cast("AsyncLock", self._for_call(template, args, kwargs)):
                 return await function(*args, **kwargs)
 
-        return cast("F", locked)
+        return cast("AF", locked)

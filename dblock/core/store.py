@@ -8,21 +8,28 @@ from __future__ import annotations
 
 from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
 from dblock.core.statements.base import Failure
+from dblock.core.steps import Execute
 
 
-def store_error(failure: Failure, error: BaseException, *, create_table: str, place: str) -> LockStoreError:
-    """The error to raise from the driver's `error`, which means `failure`.
+def store_error(
+    failure: Failure, error: BaseException, step: Execute, *, create_table: str, place: str
+) -> LockStoreError:
+    """The error to raise from the driver's `error` of `step`, which means `failure`.
 
     `create_table` says what makes the missing table, `place` which database it is.
     """
+    key = step.parameters.get("key")
+    key = None if key is None else str(key)
     if failure is Failure.NO_TABLE:
-        return LockStoreError(f"{place} has no table `locks`: {create_table}")
+        return LockStoreError(f"{place} has no table `locks`: {create_table}", key=key)
+    what = f"{step.statement.name} {key!r}" if key else step.statement.name
     detail = f"{type(error).__name__}: {str(error).strip()}"
     if failure is Failure.CONFLICT:
-        return StoreConflict(f"{place} kept refusing a statement of the lock: {detail}")
+        hint = "; is a transaction of your own writing meanwhile?" if "is locked" in detail else ""
+        return StoreConflict(f"{place} kept refusing to {what}: {detail}{hint}", key=key)
     if failure is Failure.LOST:
-        return StoreUnanswered(f"{place} did not answer a statement of the lock: {detail}")
-    return LockStoreError(f"{place} refused a statement of the lock: {detail}")
+        return StoreUnanswered(f"{place} did not answer when asked to {what}: {detail}", key=key)
+    return LockStoreError(f"{place} refused to {what}: {detail}", key=key)
 
 
 def unstorable(*, place: str) -> LockStoreError:

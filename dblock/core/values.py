@@ -31,7 +31,9 @@ def valid_key(key: object) -> str:
         raise InvalidKey(f"a lock key is text, not {type(key).__name__}: {_short(key)}")
     if not 1 <= len(key) <= KEY_LENGTH:
         raise InvalidKey(
-            f"a lock key has 1 to {KEY_LENGTH} characters, not {len(key)}: {_short(key)}; hash a longer name", key=key
+            f"a lock key has 1 to {KEY_LENGTH} characters, not {len(key)}: {_short(key)}"
+            + ("; hash a longer name" if key else ""),
+            key=key,
         )
     if (problem := _unstorable(key)) is not None:
         raise InvalidKey(f"a lock key cannot contain {problem}: {_short(key)}", key=key)
@@ -51,21 +53,21 @@ def valid_text(value: object, what: str) -> str:
     return value if type(value) is str else str.__str__(value)
 
 
-def valid_ttl(ttl: object) -> float:
+def valid_ttl(ttl: object, what: str = "ttl") -> float:
     """The life of a lease in seconds, from a number or a timedelta; TypeError or ValueError otherwise."""
-    seconds = _seconds(ttl, "ttl")
+    seconds = _seconds(ttl, what)
     if not TTL_MIN <= seconds <= TTL_MAX:
-        raise ValueError(f"ttl is the life of the lease, {TTL_MIN:g} to {TTL_MAX:g} seconds, not {seconds:g}")
+        raise ValueError(f"{what} is the life of the lease, {TTL_MIN:g} to {TTL_MAX:g} seconds, not {seconds:g}")
     return seconds
 
 
-def valid_timeout(timeout: object) -> float | None:
+def valid_timeout(timeout: object, what: str = "timeout") -> float | None:
     """The longest wait in seconds, None for ever; TypeError or ValueError otherwise."""
     if timeout is None:
         return None
-    seconds = _seconds(timeout, "timeout")
+    seconds = _seconds(timeout, what)
     if seconds < 0:
-        raise ValueError(f"timeout is the longest wait in seconds, 0 or more or None for ever, not {seconds:g}")
+        raise ValueError(f"{what} is the longest wait in seconds, 0 or more or None for ever, not {seconds:g}")
     return seconds
 
 

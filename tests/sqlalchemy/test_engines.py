@@ -284,7 +284,7 @@ def test_wrong_use_of_decorators() -> None:
     with pytest.raises(TypeError, match="async engine"):
         db_lock(create_engine("sqlite://"), "k")(coroutine)
     with pytest.raises(TypeError, match="sync engine"):
-        db_lock(create_async_engine("sqlite+aiosqlite://"), "k")(function)
+        db_lock(create_async_engine("sqlite+aiosqlite://"), "k")(function)  # type: ignore[type-var]
 
 
 def test_two_engines_of_one_database_are_rivals(database: str) -> None:

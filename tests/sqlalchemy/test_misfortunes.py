@@ -171,7 +171,7 @@ def test_a_cancelled_body_stays_cancelled(database: str) -> None:
 def test_members_of_a_text_enum_are_their_value(database: str) -> None:
     """On every path by which a parameter reaches the database."""
 
-    class Resource(str, enum.Enum):
+    class Resource(str, enum.Enum):  # noqa: UP042 - whose str() is not its value
         STOCK = "stock"
 
     engine = create_engine(url(database))
@@ -237,7 +237,7 @@ def test_behind_a_pooler_nothing_is_prepared(request: pytest.FixtureRequest, mon
     import dblock.prepared
 
     ready(request, "postgresql")
-    monkeypatch.setattr(dblock.prepared, "_is_direct", lambda pgconn, backend_pid: False)
+    monkeypatch.setattr(dblock.prepared, "_is_direct", lambda *_: False)
     engine = create_engine(url("postgresql"))
     for _ in range(8):
         with db_lock(engine, "k"):

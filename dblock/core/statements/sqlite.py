@@ -154,6 +154,8 @@ def classify(error: BaseException) -> Failure:
     """By SQLite's result code (sqlite.org/rescode.html); connections to a file do not get lost."""
     code = getattr(error, "sqlite_errorname", "") or ""
     text = str(error)
+    if code == "SQLITE_BUSY_SNAPSHOT":  # the caller's transaction has read what others have changed: it can never write
+        return Failure.OTHER
     if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) or "is locked" in text:
         return Failure.CONFLICT
     return Failure.NO_TABLE if "no such table" in text else Failure.OTHER
