@@ -45,7 +45,8 @@ def connection_for(alias: str) -> BaseDatabaseWrapper:
     if caller.vendor == "sqlite":
         return _sqlite(caller, inherited=bool(inherited))
     if not inherited and not _in_transaction(caller):
-        caller.ensure_connection()
+        if caller.connection is None:
+            caller.ensure_connection()
         return caller
     return _open_beside(caller)
 
@@ -71,7 +72,7 @@ def _in_transaction(caller: BaseDatabaseWrapper) -> bool:
     connection: Any = caller.connection
     if connection is None:
         return not caller.settings_dict["AUTOCOMMIT"]
-    if not caller.get_autocommit():
+    if not caller.autocommit:
         return True
     if caller.vendor == "sqlite":
         return bool(connection.in_transaction)
@@ -90,7 +91,7 @@ def _open_beside(caller: BaseDatabaseWrapper) -> BaseDatabaseWrapper:
     if beside.connection is None:
         caller.ensure_connection()  # what is not open is not closed by Django either
         beside.ensure_connection()
-        if not beside.get_autocommit():
+        if not beside.autocommit:
             beside.set_autocommit(True)
         if beside.vendor == "sqlite":
             _prefer_normal(beside)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from types import EllipsisType
 from typing import Any, Self, TypeVar
 
+from django.core.exceptions import SynchronousOnlyOperation
 from django.db import router
-from django.utils.asyncio import async_unsafe
 
 from dblock import conf
 from dblock.core import protocol
 from dblock.core.drivers import adrive, drive
 from dblock.core.faces import AsyncLock, SyncLock
+from dblock.core.flows import current_task
 from dblock.core.steps import Steps
 from dblock.core.values import Seconds, valid_retention, valid_timeout, valid_ttl
 from dblock.store import DjangoStore, store_for
@@ -56,9 +58,13 @@ class Lock(SyncLock):
     def _default_timeout(self) -> float | None:
         return valid_timeout(conf.settings().TIMEOUT, "DBLOCK['TIMEOUT']")
 
-    @async_unsafe("A lock cannot block an event loop: use `async with` and the methods that begin with an `a`.")
     def _drive(self, steps: Steps[T]) -> T:
-        return super()._drive(steps)
+        # As django.utils.asyncio.async_unsafe, without the exception that it raises and catches each time.
+        if current_task() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
+            raise SynchronousOnlyOperation(
+                "A lock cannot block an event loop: use `async with` and the methods that begin with an `a`."
+            )
+        return drive(steps, self._store())
 
     def _store(self) -> DjangoStore:
         return store_for(self.using)

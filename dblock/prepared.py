@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Generator
-from functools import cache
 from typing import Any
 
 from psycopg import errors, generators, pq
@@ -31,7 +30,7 @@ class Prepared:
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
-        self._known: set[bytes] = set()
+        self._known: dict[str, tuple[bytes, bytes, tuple[str, ...]]] = {}
 
     def execute(self, step: Execute) -> Rows:
         """Run one statement on a Connection."""
@@ -47,13 +46,15 @@ class Prepared:
 
     def _exchange(self, step: Execute) -> Generator[Any, Any, Rows]:
         statement, parameters = step
-        name, text, order = _named(statement)
-        values = [str(parameters[key]).encode() for key in order]
         pgconn = self._connection.pgconn
-        if name not in self._known:
-            pgconn.send_prepare(name, text)
+        known = self._known.get(statement.sql)
+        if known is None:
+            known = _named(statement)
+            pgconn.send_prepare(known[0], known[1])
             _ = _checked((yield from generators.execute(pgconn)))
-            self._known.add(name)
+            self._known[statement.sql] = known
+        name, _, order = known
+        values = [str(parameters[key]).encode() for key in order]
         pgconn.send_query_prepared(name, values)
         try:
             result = _checked((yield from generators.execute(pgconn)))
@@ -81,7 +82,6 @@ def _is_direct(pgconn: Any, backend_pid: int) -> bool:
     return bool(pgconn.backend_pid == backend_pid and pgconn.parameter_status(b"client_encoding") == b"UTF8")
 
 
-@cache
 def _named(statement: Statement) -> tuple[bytes, bytes, tuple[str, ...]]:
     text, order = rendered(statement.sql, "numeric_dollar")
     assert order is not None  # noqa: S101 - the style has no names

@@ -93,20 +93,28 @@ def _perform(connection: BaseDatabaseWrapper, step: Execute) -> Rows:
 
 
 def _perform_psycopg(connection: BaseDatabaseWrapper, raw: Any, step: Execute) -> Rows:
-    from psycopg import Cursor  # noqa: PLC0415 - only where it is in use
-
-    from dblock.prepared import prepared_for  # noqa: PLC0415
-
-    cursor: Any = Cursor(raw)  # not Django's, which interpolates parameters itself
-    if raw not in _prepared:
-        _prepared[raw] = None
-        if _outlives_request(connection):
-            [(backend_pid,)] = cursor.execute("SELECT pg_backend_pid()").fetchall()
-            _prepared[raw] = prepared_for(raw, backend_pid)
-    prepared = _prepared[raw]
+    prepared = _prepared.get(raw, ...)
+    if prepared is ...:
+        prepared = _prepared[raw] = _prepare(connection, raw)
     if prepared is not None:
         return prepared.execute(step)
-    return perform(cursor, step.statement, step.parameters, "pyformat", prepare=False)
+    return perform(_cursor(raw), step.statement, step.parameters, "pyformat", prepare=False)
+
+
+def _prepare(connection: BaseDatabaseWrapper, raw: Any) -> Prepared | None:
+    from dblock.prepared import prepared_for  # noqa: PLC0415 - imports psycopg, only where it is in use
+
+    if not _outlives_request(connection):
+        return None
+    [(backend_pid,)] = _cursor(raw).execute("SELECT pg_backend_pid()").fetchall()
+    return prepared_for(raw, backend_pid)
+
+
+def _cursor(raw: Any) -> Any:
+    """A plain cursor: Django's interpolates parameters itself."""
+    from psycopg import Cursor  # noqa: PLC0415 - only where it is in use
+
+    return Cursor(raw)
 
 
 def _outlives_request(connection: BaseDatabaseWrapper) -> bool:

@@ -75,12 +75,14 @@ class Stack:
     def take(self) -> Link:
         """An idle connection of this event loop, or a new one."""
         loop = self._loop()
-        with contextlib.suppress(IndexError):
-            while True:
+        while self._idle:
+            try:
                 link = self._idle.pop()
-                if link.loop is loop:
-                    return link
-                _cut(link)
+            except IndexError:  # another thread was faster
+                break
+            if link.loop is loop:
+                return link
+            _cut(link)
         return self._open(loop)
 
     def give(self, link: Link) -> None:

@@ -100,7 +100,7 @@ def test_methods_of_all_kinds(engine: Engine, held: Callable[[], list[str]]) -> 
         ["Shop"],
     )
     for kind in (staticmethod, classmethod, property):
-        wrong: Any = kind(len)
+        wrong: Any = kind(len)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=f"put @{kind.__name__} above @db_lock"):
             db_lock(engine, "k")(wrong)
 

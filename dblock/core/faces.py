@@ -12,7 +12,7 @@ import functools
 import inspect as python
 import math
 import string
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from types import EllipsisType, TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -371,18 +371,16 @@ class Template:
         )
 
 
-@contextlib.contextmanager
-def _unless_unwinding(error: BaseException | None) -> Generator[None, None, None]:
-    """Let the release's error out, where it does not hide the body's: a loss does so on purpose, chained to it.
+def _gives_way(late: LockError, error: BaseException | None) -> bool:
+    """Is the release's error noted on the body's instead of raised?
 
-    A cancellation, Ctrl-C or exit is never replaced.
+    A loss is raised, chained to the body's exception; but nothing replaces a cancellation, Ctrl-C or exit, and a
+    database that failed at the release does not hide what the body has to say.
     """
-    try:
-        yield
-    except LockError as late:
-        if error is None or (isinstance(error, Exception) and isinstance(late, LockLost)):
-            raise
-        error.add_note(str(late))
+    if error is None or (isinstance(error, Exception) and isinstance(late, LockLost)):
+        return False
+    error.add_note(str(late))
+    return True
 
 
 class SyncLock(BaseLock):
@@ -437,8 +435,11 @@ class SyncLock(BaseLock):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with _unless_unwinding(error):
+        try:
             self._drive(self._release_steps())
+        except LockError as late:
+            if not _gives_way(late, error):
+                raise
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
@@ -499,8 +500,11 @@ class AsyncLock(BaseLock):
     async def __aexit__(
         self: BaseLock, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with _unless_unwinding(error):
+        try:
             await self._adrive(self._release_steps())
+        except LockError as late:
+            if not _gives_way(late, error):
+                raise
 
     def __call__(self: BaseLock, function: AF) -> AF:
         """Decorate a coroutine function: each call holds the lock; the key is formatted with the call's arguments."""

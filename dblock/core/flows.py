@@ -49,7 +49,7 @@ def new_owner() -> str:
     So a row that shows it shows this attempt's tenure and no other: not an earlier one of the same flow whose release
     was lost, nor one that the flow took through another engine.
     """
-    return secrets.token_urlsafe(16)
+    return secrets.token_hex(16)
 
 
 class Flow:
