@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, DateTime, Double, Integer, MetaData, String, Table
+from sqlalchemy import DDL, BigInteger, Column, DateTime, Double, Integer, MetaData, String, Table, event
 from sqlalchemy.dialects import mysql, sqlite
+from sqlalchemy.dialects.postgresql.base import PGDialect
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.types import TypeEngine
 
@@ -41,6 +42,11 @@ def _mysql(type_: ExactString, compiler: Any, **_: Any) -> str:
 _moment = DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
 _seconds: TypeEngine[float] = Double().with_variant(sqlite.REAL(), "sqlite")
 
+# Half of each page stays free for new versions of its rows, so that updates stay heap-only. SQLAlchemy 2.0 cannot say
+# so in the table; there an Alembic migration wants `op.execute("ALTER TABLE locks SET (fillfactor = 50)")` by hand.
+_CAN_SAY = any(kind is Table and "with" in options for kind, options in PGDialect.construct_arguments or ())
+_ROOM: dict[str, Any] = {"postgresql_with": {"fillfactor": 50}} if _CAN_SAY else {}
+
 metadata = MetaData()
 """For `metadata.create_all(engine)`, or in Alembic's `target_metadata`."""
 
@@ -60,9 +66,12 @@ locks = Table(
     Column("thread", ExactString(255), nullable=False),
     Column("program", ExactString(255), nullable=False),
     Column("celery_task_id", ExactString(255), nullable=False),
-    # Half of each page stays free for new versions of its rows, so that updates stay heap-only.
-    postgresql_with={"fillfactor": 50},
     mysql_engine="InnoDB",
     mariadb_engine="InnoDB",
+    **_ROOM,
 )
 """A key's row; read it with SQLAlchemy, but leave writing to the protocol."""
+
+if not _CAN_SAY:
+    _make_room = DDL("ALTER TABLE locks SET (fillfactor = 50)").execute_if(dialect="postgresql")  # type: ignore[no-untyped-call]
+    event.listen(locks, "after_create", _make_room)

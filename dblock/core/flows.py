@@ -23,7 +23,7 @@ from dblock.core.identity import process_identity, storable
 from dblock.core.values import Tenure
 
 if TYPE_CHECKING:
-    from dblock.core.faces import BaseLock
+    from dblock.core.base import BaseLock
 
 
 @dataclass(slots=True, eq=False)

@@ -40,6 +40,7 @@ def acquire(database: Database, wish: dict[str, Any], timeout: float | None) -> 
         except Unresolved:
             if now() >= until:
                 raise
+            yield from sleep(next(growing))
             continue
         if grant is not None:
             if now() < grant.trusted_until:

@@ -242,6 +242,7 @@ def test_any_isolation_level(request: pytest.FixtureRequest, name: str, level: s
     engine.dispose()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # aiosqlite, cancelled while it connects
 @pytest.mark.parametrize("database", ["sqlite", "postgresql", "mariadb"], indirect=True)
 def test_a_cancelled_acquire_leaves_nothing(database: str) -> None:
     """At whatever moment it is cancelled: the key is free, or it is held and the caller knows."""
@@ -272,6 +273,7 @@ def test_a_cancelled_acquire_leaves_nothing(database: str) -> None:
 
     for driver in drivers[database]:
         asyncio.run(main(driver))
+    gc.collect()
 
 
 def test_wrong_use_of_decorators() -> None:

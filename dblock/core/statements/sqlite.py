@@ -62,9 +62,9 @@ INSPECT: Final = Statement(
     "inspect",
     """
 SELECT owner, fence, count, ttl,
-       (julianday('now') - julianday(acquired_at)) * 86400.0,
+       round((julianday('now') - julianday(acquired_at)) * 86400.0, 3),
        CASE WHEN expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-            THEN max(0.001, (julianday(expires_at) - julianday('now')) * 86400.0) ELSE 0.0 END,
+            THEN max(0.001, round((julianday(expires_at) - julianday('now')) * 86400.0, 3)) ELSE 0.0 END,
        label, host, pid, thread, program, celery_task_id
 FROM locks WHERE lock_key = :key
 """,

@@ -1,0 +1,73 @@
+"""What a decorator can guard, and the key that each call gets.
+
+Rule: what could not be guarded is refused at decoration, not in production; a key that cannot be formed from a call is
+refused before any I/O.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect as python
+import string
+from collections.abc import Callable
+from typing import Any
+
+from dblock.core.errors import InvalidKey
+from dblock.core.values import valid_key
+
+
+class Template:
+    """The key of a decorator: a format string over the arguments of each call."""
+
+    def __init__(self, key: str, function: Callable[..., Any]) -> None:
+        _refuse_unguardable(function)
+        self._format, self._function = key, function
+        try:
+            fields = [name for _, name, _, _ in string.Formatter().parse(key) if name is not None]
+        except ValueError as error:
+            raise InvalidKey(f"the key {key!r} is not a format string: {error}", key=key) from error
+        self._plain = not fields
+        # A wrapper is called with what the wrapped function takes, or with what it takes itself.
+        self._signatures = [python.signature(function, follow_wrapped=follow) for follow in (True, False)]
+        parameters = [each for signature in self._signatures for each in signature.parameters.values()]
+        names = {parameter.name for parameter in parameters}
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        for field in fields:
+            name = field.partition(".")[0].partition("[")[0]
+            if not name:
+                raise InvalidKey(f"name the argument in the key {key!r}, such as {{sku}}", key=key)
+            if not (name.isdigit() or name in names or takes_any):
+                raise InvalidKey(f"the key {key!r} names {name!r}, which {function!r} does not take", key=key)
+
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The key of one call."""
+        if self._plain:
+            return valid_key(self._format.format())
+        bound = self._bind(args, kwargs)
+        try:
+            return valid_key(self._format.format(*bound.args, **{**bound.kwargs, **bound.arguments}))
+        except (LookupError, AttributeError, ValueError) as error:
+            message = f"the key {self._format!r} of {self._function!r} cannot be formed from this call: {error}"
+            raise InvalidKey(message, key=self._format) from error
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> python.BoundArguments:
+        for signature in self._signatures:
+            with contextlib.suppress(TypeError):
+                bound = signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                return bound
+        raise TypeError(
+            f"{self._function!r} does not take these arguments, so there is no key {self._format!r} for them"
+        )
+
+
+def _refuse_unguardable(function: Callable[..., Any]) -> None:
+    if isinstance(function, staticmethod | classmethod | property):
+        kind = type(function).__name__
+        raise TypeError(f"put @{kind} above @db_lock: the lock decorates the plain function")
+    if isinstance(function, type) or not callable(function):
+        raise TypeError(f"db_lock decorates functions, not {function!r}")
+    if hasattr(function, "apply_async"):
+        raise TypeError(f"put @shared_task above @db_lock: {function!r} would go on running without the lock")
+    if python.isgeneratorfunction(function) or python.isasyncgenfunction(function):
+        raise TypeError(f"{function!r} is a generator: its body runs after the call, when the lock is free again")
