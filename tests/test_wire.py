@@ -109,3 +109,30 @@ def test_losers_write_no_wal_and_lock_no_row(request: pytest.FixtureRequest) -> 
     assert run("postgresql", where) == before
     assert run("postgresql", "SELECT count(*) FROM locks WHERE xmax::text <> '0'") == [(0,)]
     connections["postgresql"].close()
+
+
+def test_one_flush_for_a_cycle(request: pytest.FixtureRequest) -> None:
+    """The take commits durably, the release asynchronously, as PostgreSQL itself counts."""
+    ready(request, "postgresql")
+
+    def flushes(cycles: int) -> int:
+        engine = create_engine(url("postgresql"))
+        with sqlalchemy_dblock.db_lock(engine, "k"):
+            pass
+        [(before,)] = run("postgresql", "SELECT wal_sync FROM pg_stat_wal")
+        for _ in range(cycles):
+            with sqlalchemy_dblock.db_lock(engine, "k"):
+                pass
+        engine.dispose()  # a session that ends reports its numbers
+        for _ in range(100):
+            [(sessions,)] = run(
+                "postgresql", "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'UPDATE locks SET%' AND pid > 0"
+            )
+            if not sessions:
+                break
+        [(after,)] = run("postgresql", "SELECT wal_sync FROM pg_stat_wal")
+        assert isinstance(before, int)
+        assert isinstance(after, int)
+        return after - before
+
+    assert 0.8 * 500 < flushes(500) < 1.3 * 500

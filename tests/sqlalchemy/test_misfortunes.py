@@ -314,3 +314,21 @@ def test_waiters_of_one_loop_do_not_block_it(database: str) -> None:
         await engine.dispose()
 
     asyncio.run(main())
+
+
+def test_fences_increase_within_a_tick_of_the_clock(engine: Engine) -> None:
+    """SQLite's clock has milliseconds, in which a row can come, go and come again."""
+    import sqlite3
+
+    stranger = sqlite3.connect(str(engine.url.database), isolation_level=None)
+    fences: list[int] = []
+    for _ in range(200):
+        lock = db_lock(engine, "k")
+        lock.acquire()
+        assert lock.fence
+        fences.append(lock.fence)
+        stranger.execute("DELETE FROM locks")
+        with pytest.raises(LockLost):
+            lock.release()
+    stranger.close()
+    assert all(later > earlier for earlier, later in zip(fences, fences[1:], strict=False))
