@@ -124,8 +124,11 @@ def _outlives_request(connection: BaseDatabaseWrapper) -> bool:
 
 
 def _discard(connection: BaseDatabaseWrapper) -> None:
-    """Close a connection in an unknown state, unless a transaction of the caller's depends on it."""
-    if connection.in_atomic_block:
+    """Close a connection in an unknown state, unless a transaction of the caller's may depend on it.
+
+    SQLite is in this process: its connection is never in the middle of an answer.
+    """
+    if connection.in_atomic_block or connection.vendor == "sqlite":
         return
     try:
         connection.close()

@@ -298,3 +298,22 @@ def test_an_event_loop_is_not_blocked(database: str, alias: str) -> None:
 
     with pytest.raises(SynchronousOnlyOperation, match="async with"):
         asyncio.run(main())
+
+
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+def test_an_interrupt_leaves_a_joined_transaction_alone(
+    database: str, alias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that was begun by hand, of which Django does not know."""
+    from dblock import store
+
+    def interrupted(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    with connections[alias].cursor() as cursor:
+        cursor.execute("BEGIN")
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(store, "_perform", interrupted)
+            db_lock("k", using=alias).acquire()
+        assert connections[alias].connection.in_transaction
+        cursor.execute("ROLLBACK")
