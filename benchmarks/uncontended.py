@@ -163,12 +163,12 @@ def _sqlalchemy(url: str) -> Cycle:
     return run
 
 
-def _django(alias: str) -> Cycle:
+def _django(alias: str, **options: Any) -> Cycle:
     from dblock import db_lock
 
     def run(count: int) -> None:
         for _ in range(count):
-            with db_lock("bench", using=alias):
+            with db_lock("bench", using=alias, **options):
                 pass
 
     return run
@@ -177,7 +177,7 @@ def _django(alias: str) -> Cycle:
 def _django_inside(alias: str) -> Cycle:
     from django.db import transaction
 
-    inner = _django(alias)
+    inner = _django(alias, release="now")
 
     def run(count: int) -> None:
         with transaction.atomic(alias):

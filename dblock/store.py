@@ -7,24 +7,28 @@ transaction that is to be rolled back. Statements of the lock are therefore not 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from asgiref.sync import sync_to_async
 from django.db import DatabaseError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.transaction import TransactionManagementError
 from django.db.utils import InterfaceError
 from django.utils.connection import ConnectionDoesNotExist
 
 from dblock.connections import connection_for, is_beside, keeps_others_from_writing
-from dblock.core.errors import LockTimeout, UnsupportedDatabase
+from dblock.core.errors import LockStoreError, LockTimeout, UnsupportedDatabase
+from dblock.core.holds import Hold
 from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS
-from dblock.core.statements.base import Failure, perform
+from dblock.core.statements.base import Cursor, Failure, perform
 from dblock.core.steps import Execute, Rows
 from dblock.core.store import store_error, unreachable, unstorable
 
 if TYPE_CHECKING:
-    from dblock.prepared import Prepared
+    from dblock.prepared import mariadb, psycopg
+
+    Prepared = mariadb.Prepared | psycopg.Prepared
 
 _prepared: weakref.WeakKeyDictionary[Any, Prepared | None] = weakref.WeakKeyDictionary()
 
@@ -62,12 +66,34 @@ class DjangoStore:
                 return []
             if failure is Failure.LOST:
                 _discard(connection)
-            raise store_error(failure, error, step, create_table=self._create_table, place=self._place) from error
+            raise self.error(error, step) from error
         except UnicodeError:
             raise unstorable(place=self._place) from None
         except BaseException:  # interrupted half-way through an answer
             _discard(connection)
             raise
+
+    def error(self, error: BaseException, step: Execute) -> LockStoreError:
+        """What a driver's error means."""
+        failure = self.database.dialect.classify(error)
+        return store_error(failure, error, step, create_table=self._create_table, place=self._place)
+
+    def same_database(self, alias: str) -> bool:
+        """Is `alias` the database that the lock's rows live in, perhaps under another name?"""
+        ours, theirs = connections[self._alias].settings_dict, connections[alias].settings_dict
+        return alias == self._alias or all(ours[name] == theirs[name] for name in ("ENGINE", "NAME", "HOST", "PORT"))
+
+    asynchronous = False
+
+    @property
+    def renewable(self) -> bool:
+        """A database in memory may be another one in another thread; and its tables are locked during transactions."""
+        connection = connections[self._alias]
+        return connection.vendor != "sqlite" or not connection.is_in_memory_db()  # type: ignore[attr-defined]
+
+    def end_thread(self) -> None:
+        """Close the connections of this thread, which only the lock has used."""
+        connections.close_all()
 
     def before_waiting(self) -> None:
         """Refuse to wait inside a SQLite transaction."""
@@ -86,28 +112,30 @@ def _perform(connection: BaseDatabaseWrapper, step: Execute) -> Rows:
     raw: Any = connection.connection
     if connection.vendor == "sqlite":
         return perform(raw.cursor(), step.statement, step.parameters, "named")
-    if connection.vendor == "postgresql" and hasattr(raw, "pgconn"):
-        return _perform_psycopg(connection, raw, step)
-    with raw.cursor() as cursor:
-        return perform(cursor, step.statement, step.parameters, "pyformat")
-
-
-def _perform_psycopg(connection: BaseDatabaseWrapper, raw: Any, step: Execute) -> Rows:
     prepared = _prepared.get(raw, ...)
     if prepared is ...:
         prepared = _prepared[raw] = _prepare(connection, raw)
     if prepared is not None:
         return prepared.execute(step)
-    return perform(_cursor(raw), step.statement, step.parameters, "pyformat", prepare=False)
+    if hasattr(raw, "pgconn"):
+        return perform(_cursor(raw), step.statement, step.parameters, "pyformat", prepare=False)
+    with raw.cursor() as cursor:
+        return perform(cursor, step.statement, step.parameters, "pyformat")
 
 
 def _prepare(connection: BaseDatabaseWrapper, raw: Any) -> Prepared | None:
-    from dblock.prepared import prepared_for  # noqa: PLC0415 - imports psycopg, only where it is in use
-
     if not _outlives_request(connection):
         return None
+    if connection.vendor == "mysql":
+        from dblock.prepared import mariadb  # noqa: PLC0415 - only where it is in use
+
+        return mariadb.prepared_for(raw)
+    if not hasattr(raw, "pgconn"):
+        return None
+    from dblock.prepared import psycopg  # noqa: PLC0415 - imports the driver, only where it is in use
+
     [(backend_pid,)] = _cursor(raw).execute("SELECT pg_backend_pid()").fetchall()
-    return prepared_for(raw, backend_pid)
+    return psycopg.prepared_for(raw, backend_pid)
 
 
 def _cursor(raw: Any) -> Any:
@@ -134,6 +162,23 @@ def _discard(connection: BaseDatabaseWrapper) -> None:
         connection.close()
     except Exception:  # noqa: BLE001 - it is broken anyway
         connection.connection = None
+
+
+def pin(store: DjangoStore, alias: str, hold: Hold) -> bool:
+    """Run the statement `pin` in the transaction that is open on `alias`; False if that found the tenure over."""
+    connection = connections[alias]
+    if not connection.in_atomic_block:
+        raise TransactionManagementError("guard() keeps the lock until the transaction ends: call it inside atomic()")
+    if not store.same_database(alias):
+        raise ValueError(f"guard(using={alias!r}): the lock lives in another database, which this one cannot keep")
+    statement = store.database.dialect.pin
+    parameters = {**hold.tenure._asdict(), "life": hold.life}
+    try:
+        with connection.cursor() as cursor:
+            return bool(perform(cast("Cursor", cursor), statement, parameters, "pyformat"))
+    except (DatabaseError, InterfaceError) as error:
+        cause = error.__cause__ or error
+        raise store.error(cause, Execute(statement, parameters)) from cause
 
 
 def store_for(alias: str) -> DjangoStore:

@@ -22,11 +22,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sqlalchemy import Engine, NullPool, StaticPool, event
 from sqlalchemy.pool import PoolProxiedConnection
+from sqlalchemy.util import await_only
 
 from dblock.core.flows import current_task
 
 if TYPE_CHECKING:
-    from dblock.prepared import Prepared
+    from collections.abc import Callable
+
+    from dblock.core.steps import Execute, Rows
 
 KEPT = 5
 """How many idle connections an engine keeps for its locks, as many as SQLAlchemy's pools do by default."""
@@ -37,8 +40,8 @@ class Link:
     """A DB-API connection for one statement."""
 
     raw: Any
-    prepared: Prepared | None = None
-    """Runs statements prepared, where the driver is psycopg and no pooler is in between."""
+    prepared: Callable[[Execute], Rows] | None = None
+    """Runs statements prepared, where the driver allows it and no pooler is in between."""
     loop: object = None
     """The event loop that it belongs to, for asynchronous drivers."""
     joined: bool = False
@@ -136,15 +139,25 @@ class Stack:
                 _ = _ask(link.raw, "PRAGMA synchronous = NORMAL")
             _ = _ask(link.raw, "PRAGMA busy_timeout = 250")  # the protocol tries again, without blocking a thread
         elif self._dialect.driver in {"psycopg", "psycopg_async"} and driver.prepare_threshold is not None:
-            from dblock.prepared import prepared_for  # noqa: PLC0415 - imports psycopg, which need not be installed
+            from dblock.prepared import psycopg  # noqa: PLC0415 - imports the driver, which need not be installed
 
-            link.prepared = prepared_for(driver, _ask(link.raw, "SELECT pg_backend_pid()"))
-            if link.prepared is None:
+            prepared = psycopg.prepared_for(driver, _ask(link.raw, "SELECT pg_backend_pid()"))
+            if prepared is None:
                 driver.prepare_threshold = None  # behind a pooler, psycopg must not prepare on its own either
+            elif self._dialect.is_async:
+                link.prepared = lambda step: await_only(prepared.aexecute(step))
+            else:
+                link.prepared = prepared.execute
+        elif self._dialect.driver in {"pymysql", "mysqldb"} and self._keep:
+            from dblock.prepared import mariadb  # noqa: PLC0415 - only where it is in use
+
+            runner = mariadb.prepared_for(driver)
+            link.prepared = None if runner is None else runner.execute
         return link
 
     def _loop(self) -> object:
-        return current_task().get_loop() if self._dialect.is_async else None
+        task = current_task() if self._dialect.is_async else None
+        return None if task is None else task.get_loop()
 
 
 class InMemory:

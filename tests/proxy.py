@@ -1,11 +1,17 @@
-"""A small TCP proxy between client and server: it counts round trips, and it can cut connections at a chosen moment."""
+"""A small TCP proxy between client and server: it counts round trips, and it can spoil connections at a chosen moment.
+
+It delays answers, cuts connections, refuses new ones, or swallows what passes without telling anybody.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+import time
 from typing import Self
+
+from dblock.core import clock
 
 
 class Proxy:
@@ -13,11 +19,19 @@ class Proxy:
 
     A round trip begins whenever the client speaks after the server did. `cut_replies` makes the next reply, and its
     connection, disappear after the server has sent it: the statement was executed and nobody hears of it.
+    `cut_requests` does the same to the next request: the server never hears of it. `delay` holds each reply back for
+    so many seconds. A `black_hole` drops what either side says and resets nothing. `refusing` ends new connections.
     """
 
     def __init__(self, port: int, target: int) -> None:
         self.round_trips = 0
+        self.asked: list[float] = []
+        """The local times at which the round trips began."""
         self.cut_replies = 0
+        self.cut_requests = 0
+        self.delay = 0.0
+        self.black_hole = False
+        self.refusing = False
         self._target = target
         self._closed = False
         self._sockets: set[socket.socket] = set()
@@ -33,6 +47,12 @@ class Proxy:
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
 
+    def cut(self) -> None:
+        """End all connections of this moment; new ones are accepted."""
+        for each in list(self._sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
     def __enter__(self) -> Self:
         return self
 
@@ -43,6 +63,9 @@ class Proxy:
         while not self._closed:
             try:
                 client, _ = self._listener.accept()
+                if self.refusing:
+                    client.close()
+                    continue
                 server = socket.create_connection(("127.0.0.1", self._target))
             except OSError:
                 return
@@ -60,10 +83,18 @@ class Proxy:
             while data := source.recv(65536):
                 if asks and speaker[0] is not source:
                     self.round_trips += 1
+                    self.asked.append(clock.now())
                 speaker[0] = source
+                if self.black_hole:
+                    continue
                 if not asks and self.cut_replies:
                     self.cut_replies -= 1
                     break
+                if asks and self.cut_requests:
+                    self.cut_requests -= 1
+                    break
+                if not asks and self.delay:
+                    time.sleep(self.delay)
                 sink.sendall(data)
         for each in (source, sink):
             with contextlib.suppress(OSError):

@@ -42,7 +42,7 @@ def lock(request: pytest.FixtureRequest, server: str, proxy: Proxy) -> Iterator[
         yield dblock.db_lock("k", using=f"{server}_wire")
     else:
         with transaction.atomic(f"{server}_wire"):
-            yield dblock.db_lock("k", using=f"{server}_wire")
+            yield dblock.db_lock("k", using=f"{server}_wire", release="now")
 
 
 def test_two_round_trips(server: str, proxy: Proxy, lock: Any) -> None:

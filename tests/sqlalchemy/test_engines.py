@@ -298,18 +298,48 @@ def test_two_engines_of_one_database_are_rivals(database: str) -> None:
     two.dispose()
 
 
-def test_prepared_statements_survive_a_discard(request: pytest.FixtureRequest) -> None:
-    """Somebody's DISCARD ALL on the lock's connection costs one more exchange, nothing else."""
-    ready(request, "postgresql")
-    engine = create_engine(url("postgresql"))
+@pytest.mark.parametrize(
+    ("database", "discard"), [("postgresql", "DISCARD ALL"), ("mariadb", "DEALLOCATE PREPARE dblock_take")]
+)
+def test_prepared_statements_survive_a_discard(request: pytest.FixtureRequest, database: str, discard: str) -> None:
+    """Somebody's clean-up on the lock's connection costs one more exchange, nothing else."""
+    ready(request, database)
+    engine = create_engine(url(database))
     lock = db_lock(engine, "k")
     with lock:
         pass
     [link] = store_for(engine)._links._idle  # type: ignore[attr-defined]
     assert link.prepared is not None
-    link.raw.cursor().execute("DISCARD ALL")
+    link.raw.cursor().execute(discard)
     with lock:
         assert lock.verify()
+    engine.dispose()
+
+
+@pytest.mark.parametrize("init", ["SET sql_mode='NO_BACKSLASH_ESCAPES,ANSI_QUOTES'", "SET NAMES gbk", "DO 0"])
+def test_values_mean_the_same_in_every_session(request: pytest.FixtureRequest, init: str) -> None:
+    """Whatever its character set and sql_mode: what is stored is what was given."""
+    ready(request, "mariadb")
+    engine = create_engine(url("mariadb"), connect_args={"init_command": init})
+    for text_ in ("a'b", "a\\", "\\'; DROP TABLE locks; -- ", "naïve ☂ 🔒", '"q"', "縗\\'", "\n"):
+        with db_lock(engine, f"k{text_}", label=text_):
+            pass
+        assert run("mariadb", "SELECT label FROM locks WHERE lock_key = :key", key=f"k{text_}") == [(text_,)]
+    engine.dispose()
+
+
+def test_no_room_for_prepared_statements(request: pytest.FixtureRequest) -> None:
+    """A MariaDB server whose max_prepared_stmt_count is used up still locks."""
+    ready(request, "mariadb")
+    engine = create_engine(url("mariadb"))
+    run("mariadb", "SET GLOBAL max_prepared_stmt_count = 0")
+    try:
+        lock = db_lock(engine, "k")
+        for _ in range(2):
+            with lock:
+                assert lock.verify()
+    finally:
+        run("mariadb", "SET GLOBAL max_prepared_stmt_count = 16382")
     engine.dispose()
 
 

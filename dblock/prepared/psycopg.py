@@ -1,12 +1,12 @@
-"""Prepared statements on a psycopg connection, one level below its cursors.
+"""Prepared statements on a psycopg connection.
 
 A cursor adapts parameters and results of any type; for the lock's dozen of texts and numbers that costs more processor
 time than all the rest of a take. This is the same exchange on psycopg's own libpq layer (`psycopg.pq`), waiting as its
 cursors wait, so that Ctrl-C and cancellation work as ever.
 
-Rule: only for a connection in autocommit mode that is wired to one PostgreSQL session, which `prepared_for` finds out:
-PgBouncer and its like make up the key data that they greet clients with, so that the process id in it is not the one
-that the session itself tells. A statement's name carries a digest of its text and never stands for another.
+Rule: only in autocommit mode. PgBouncer and its like make up the key data that they greet clients with, so that the
+process id in it is not the one that the session itself tells. A statement's name carries a digest of its text and never
+stands for another.
 """
 
 from __future__ import annotations

@@ -1,0 +1,86 @@
+"""Prepared statements on a MariaDB connection, through SQL's own PREPARE and EXECUTE.
+
+Parsing a take costs the server about as much as executing it, and formatting it costs the client more; `EXECUTE name
+USING values` spares both. PyMySQL and mysqlclient speak text only, so values are written as literals. MySQL allows only
+user variables there, for which one more round trip would be needed: it goes without.
+
+Rule: a literal means the same under every character set and sql_mode of the session: plain ASCII between quotes, all
+else in hexadecimal.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+from dblock.core.statements.base import Reply, Statement, perform, rendered
+from dblock.core.steps import Execute, Rows
+
+_UNKNOWN = 1243
+_TOO_MANY = 1461
+_PLAIN = re.compile(r"[ -&(-\[\]-~]*")
+"""Printable ASCII but for the quote and the backslash."""
+
+
+class Prepared:
+    """Runs statements on one connection, preparing each that changes something at its first use."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._known: dict[str, tuple[str, ...]] = {}
+        self._room = True
+
+    def execute(self, step: Execute) -> Rows:
+        """Run one statement."""
+        statement, parameters = step
+        order = None if statement.reply is Reply.ROWS else self._known.get(statement.sql) or self._prepare(statement)
+        connection = self._connection
+        if order is None:
+            with connection.cursor() as cursor:
+                return perform(cursor, statement, parameters, "pyformat")
+        values = ",".join([_literal(parameters[name]) for name in order])
+        try:
+            connection.query(f"EXECUTE dblock_{statement.name} USING {values}")
+        except Exception as error:
+            if error.args and error.args[0] == _UNKNOWN:  # the session was reset: a conflict, which is tried again
+                self._known.clear()
+            raise
+        changed: int = connection.affected_rows()
+        if statement.reply is Reply.COUNT:
+            return [()] * changed
+        return [(connection.insert_id(),)] if changed == 1 else []
+
+    def _prepare(self, statement: Statement) -> tuple[str, ...] | None:
+        if not self._room:
+            return None
+        text, order = rendered(statement.sql, "qmark")
+        assert order is not None  # noqa: S101 - the style has no names
+        try:
+            self._connection.query(f"PREPARE dblock_{statement.name} FROM {_literal(text)}")
+        except Exception as error:
+            if error.args and error.args[0] == _TOO_MANY:  # max_prepared_stmt_count, which counts the whole server's
+                self._room = False
+                return None
+            raise
+        self._known[statement.sql] = order
+        return order
+
+
+def prepared_for(connection: Any) -> Prepared | None:
+    """A runner for a PyMySQL or mysqlclient connection; None where it must not or need not be."""
+    return Prepared(connection) if "MariaDB" in connection.get_server_info() and _is_direct(connection) else None
+
+
+def _is_direct(connection: Any) -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT CONNECTION_ID()")
+        [session] = cursor.fetchone()
+    return bool(session == connection.thread_id())
+
+
+@lru_cache(maxsize=64, typed=True)
+def _literal(value: str | float) -> str:
+    if not isinstance(value, str):
+        return repr(value)
+    return f"'{value}'" if _PLAIN.fullmatch(value) else f"_utf8mb4 X'{value.encode().hex()}'"
