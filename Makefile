@@ -2,7 +2,7 @@
 
 PYTHON := .venv/bin/python
 
-.PHONY: demo test lint bench matrix clean
+.PHONY: demo test lint bench faults matrix clean
 
 demo: ## Sell the last items without and with the lock: make demo [DB=sqlite|postgresql|mysql] [PROCS=8] [STOCK=200]
 	@sh scripts/setup demo $(DB)
@@ -23,6 +23,11 @@ lint: ## Style, types and the direction of imports
 bench: ## Rates as ratios to bare SQL in the same run, and what the server counts: make bench [ROUNDS=15]
 	@sh scripts/setup test
 	@ROUNDS=$(or $(ROUNDS),15) $(PYTHON) -m benchmarks.uncontended
+	@$(PYTHON) -m benchmarks.leases
+
+faults: ## Kills, cuts, pauses and races in the numbers that the contract asks for; `make test` has a short form
+	@sh scripts/setup test
+	@DBLOCK_FAULTS=long $(PYTHON) -m pytest tests/faults $(ARGS)
 
 matrix: ## The suite over Python 3.11 to 3.13, oldest and newest Django and SQLAlchemy (interpreters from PATH or pyenv)
 	@sh scripts/setup test

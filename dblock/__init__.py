@@ -11,20 +11,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dblock.core.errors import (
         InvalidKey,
+        InvalidToken,
         LockError,
         LockLost,
         LockNotHeld,
         LockStoreError,
         LockTimeout,
+        Reason,
         UnsupportedDatabase,
     )
+    from dblock.core.tokens import Sequencer
     from dblock.core.values import LockInfo
-    from dblock.locks import Lock, areap, db_lock, reap
+    from dblock.fences import FencedModel, afenced_update, fenced_update
+    from dblock.locks import Lock, acheck_sequencer, areap, check_sequencer, db_lock, reap
+    from dblock.signals import lock_at_risk, lock_lost
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FencedModel",
     "InvalidKey",
+    "InvalidToken",
     "Lock",
     "LockError",
     "LockInfo",
@@ -32,15 +39,26 @@ __all__ = [
     "LockNotHeld",
     "LockStoreError",
     "LockTimeout",
+    "Reason",
+    "Sequencer",
     "UnsupportedDatabase",
+    "acheck_sequencer",
+    "afenced_update",
     "areap",
+    "check_sequencer",
     "db_lock",
+    "fenced_update",
+    "lock_at_risk",
+    "lock_lost",
     "reap",
 ]
 
 _HOMES = {
-    **dict.fromkeys(("Lock", "areap", "db_lock", "reap"), "dblock.locks"),
+    **dict.fromkeys(("Lock", "acheck_sequencer", "areap", "check_sequencer", "db_lock", "reap"), "dblock.locks"),
+    **dict.fromkeys(("FencedModel", "afenced_update", "fenced_update"), "dblock.fences"),
+    **dict.fromkeys(("lock_at_risk", "lock_lost"), "dblock.signals"),
     "LockInfo": "dblock.core.values",
+    "Sequencer": "dblock.core.tokens",
 }
 
 

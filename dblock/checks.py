@@ -45,6 +45,20 @@ def check_settings(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Ch
     return found
 
 
+@register("dblock")
+def check_transactions(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
+    """W002: transactions that `release="auto"` cannot see."""
+    return [
+        Warning(
+            f"Database {alias!r} has AUTOCOMMIT off, so that its transactions are not atomic() blocks.",
+            hint='A lock with release="auto" is given back before they end: commit before you leave it.',
+            id="dblock.W002",
+        )
+        for alias in connections
+        if not connections[alias].settings_dict["AUTOCOMMIT"]
+    ]
+
+
 @register("dblock", "database")
 def check_databases(
     app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **_: Any

@@ -6,20 +6,27 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
+from functools import partial
 from types import EllipsisType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
+from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import router
 
-from dblock import conf
+from dblock import conf, signals
 from dblock.core import protocol
 from dblock.core.drivers import adrive, drive
-from dblock.core.faces import AsyncLock, SyncLock
+from dblock.core.errors import Reason
+from dblock.core.faces import AsyncLock, SyncLock, enter
 from dblock.core.flows import current_task
+from dblock.core.holds import Hold
+from dblock.core.options import PLAIN, Callback
 from dblock.core.steps import Steps
+from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.values import Seconds, valid_retention, valid_timeout, valid_ttl
-from dblock.store import DjangoStore, store_for
+from dblock.store import DjangoStore, pin, store_for
+from dblock.transactions import keep_until_end, open_blocks
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -38,11 +45,10 @@ class Lock(SyncLock):
         *,
         ttl: Seconds | None,
         timeout: Seconds | EllipsisType | None,
-        renew: bool,
         using: str | None,
-        label: str,
+        **options: Any,
     ) -> None:
-        super().__init__(key, ttl=ttl, timeout=timeout, renew=renew, label=label)
+        super().__init__(key, ttl=ttl, timeout=timeout, **options)
         self._using = using
         if using is not None:
             _ = store_for(using)
@@ -69,6 +75,47 @@ class Lock(SyncLock):
     def _store(self) -> DjangoStore:
         return store_for(self.using)
 
+    def _opened(self, hold: Hold) -> None:
+        if self.options.release == "auto" and current_task() is None:
+            hold.transactions = open_blocks()
+
+    def _defers(self, hold: Hold) -> bool:
+        if self.options.release == "now" or current_task() is not None:
+            return False
+        if not hold.transactions and hold.store.database.dialect.name == "sqlite":
+            hold.transactions = open_blocks()  # the release would be part of it, and a rollback undo it
+        return bool(hold.transactions) and keep_until_end(hold)
+
+    def _who_hears_of_loss(self, reason: Reason) -> list[Callable[[], object]]:
+        calls = super()._who_hears_of_loss(reason)
+        if signals.lock_lost.has_listeners(type(self)):
+            calls.append(partial(signals.lock_lost.send_robust, type(self), lock=self, reason=reason))
+        return calls
+
+    def _who_hears_of_risk(self) -> list[Callable[[], object]]:
+        calls = super()._who_hears_of_risk()
+        if signals.lock_at_risk.has_listeners(type(self)):
+            calls.append(partial(signals.lock_at_risk.send_robust, type(self), lock=self))
+        return calls
+
+    def guard(self, using: str | None = None) -> None:
+        """Keep the lock, come what may, until the open transaction ends: nobody else's tenure begins before.
+
+        Verifies the tenure and pins it, under any isolation level. What is written in the transaction can then only be
+        committed before the next holder begins. `using` is an alias of the lock's own database.
+
+        Raises LockLost if the lock is not ours any more, TransactionManagementError outside of atomic().
+        """
+        self._drive(self._guard_steps(partial(pin, self._store(), using or self.using)))
+
+    async def aguard(self, using: str | None = None) -> None:
+        """The asynchronous twin of `guard`, for a transaction in the thread that Django's async code shares."""
+        self.check()
+        hold = cast("Hold", self._hold())
+        pinned = await sync_to_async(pin)(self._store(), using or self.using, hold)
+        await self._adrive(self._guard_steps(lambda _: pinned))
+
+    adetach = AsyncLock.detach
     aacquire = AsyncLock.acquire
     arelease = AsyncLock.release
     aextend = AsyncLock.extend
@@ -79,8 +126,7 @@ class Lock(SyncLock):
     __aexit__ = AsyncLock.__aexit__
 
     async def __aenter__(self) -> Self:
-        await self._adrive(self._enter_steps())
-        return self
+        return await enter(self)
 
     def __call__(self, function: F) -> F:
         """Decorate a `def` or an `async def`: each call holds the lock; the key is formatted with its arguments."""
@@ -89,34 +135,126 @@ class Lock(SyncLock):
         return super().__call__(function)
 
 
-def db_lock(
-    key: str,
-    *,
-    ttl: Seconds | None = None,
-    timeout: Seconds | EllipsisType | None = ...,
-    renew: bool = True,
-    using: str | None = None,
-    label: str = "",
-) -> Lock:
-    """A lock on `key`, not yet taken.
+class DbLock:
+    """The type of `db_lock`."""
 
-    Args:
-        key: 1 to 255 characters, compared code point by code point. As a decorator's, a format string over the
-            arguments of the call.
-        ttl: life of the lease in seconds or as a timedelta; DBLOCK["TTL"] (30) by default. Never the wait.
-        timeout: longest wait in seconds, 0 to try once, None for ever; DBLOCK["TIMEOUT"] (10) by default. Never the
-            life.
-        renew: reserved for renewal, which this version does not do: the lease ends after ttl unless extended, and
-            leaving the block after that raises LockLost.
-        using: database alias; by default DBLOCK["USING"], else where the database routers write `dblock.Lock`.
-        label: free text of up to 255 characters for whoever inspects the lock.
+    def __call__(
+        self,
+        key: str,
+        *,
+        ttl: Seconds | None = None,
+        timeout: Seconds | EllipsisType | None = ...,
+        renew: bool = True,
+        using: str | None = None,
+        label: str = "",
+        on_lost: Callback | None = None,
+        on_at_risk: Callable[[Any], object] | None = None,
+        release: str = "auto",
+        grace: Seconds = 0.0,
+        min_hold: Seconds = 0.0,
+        max_hold: Seconds | None = None,
+        interrupt: bool = False,
+    ) -> Lock:
+        """A lock on `key`, not yet taken.
 
-    Raises:
-        InvalidKey: the key cannot be stored exactly on every database.
-        UnsupportedDatabase: the alias does not exist or is not PostgreSQL, MySQL, MariaDB or SQLite.
-        TypeError, ValueError: any other argument makes no sense.
+        Args:
+            key: 1 to 255 characters, compared code point by code point. As a decorator's, a format string over the
+                arguments of the call.
+            ttl: life of the lease in seconds or as a timedelta; DBLOCK["TTL"] (30) by default. Never the wait.
+            timeout: longest wait in seconds, 0 to try once, None for ever; DBLOCK["TIMEOUT"] (10) by default. Never
+                the life.
+            renew: renew the lease from a third of the ttl on, until release; False: the lease simply ends.
+            using: database alias; by default DBLOCK["USING"], else where the database routers write `dblock.Lock`.
+            label: free text of up to 255 characters for whoever inspects the lock.
+            on_lost: called once, in a thread of its own, with the lock and a `Reason` when the lock is lost.
+            on_at_risk: called likewise, with the lock, when a renewal is late.
+            release: "auto": left inside an atomic() that was open when the lock was taken, the lock is kept until that
+                transaction has ended, by commit or rollback; "now".
+            grace: seconds for which the key stays closed after a lease that expired (not after a release), for work
+                that talks to systems without fences (the lock-delay of Chubby and Consul). The row's `expires_at` is
+                that much later than the lease.
+            min_hold: seconds for which the key stays taken at least, counted from the take, however early it is given
+                back.
+            max_hold: seconds after the take at which renewal stops.
+            interrupt: cancel the body of an `async with`, or an `async def`, when the lock is lost; it ends with
+                LockLost.
+
+        Raises:
+            InvalidKey: the key cannot be stored exactly on every database.
+            UnsupportedDatabase: the alias does not exist or is not PostgreSQL, MySQL, MariaDB or SQLite.
+            TypeError, ValueError: any other argument makes no sense.
+        """
+        return Lock(
+            key,
+            ttl=ttl,
+            timeout=timeout,
+            using=using,
+            **_given(
+                renew=renew,
+                label=label,
+                on_lost=on_lost,
+                on_at_risk=on_at_risk,
+                release=release,
+                grace=grace,
+                min_hold=min_hold,
+                max_hold=max_hold,
+                interrupt=interrupt,
+            ),
+        )
+
+    def attach(self, token: str, *, using: str | None = None, **options: Any) -> Lock:
+        """The lock of a token that `detach()` gave, held by this flow: same tenure, same fence, renewed from here.
+
+        Leave it with `release()`, or use it in a `with`. While others hold the same tenure, its `count` goes up.
+        `options` are those of `db_lock` that are about the lease.
+
+        Raises InvalidToken for what is no token, LockLost if the tenure is over.
+        """
+        lock, steps = self._attaching(token, using, options)
+        return lock._drive(steps)
+
+    async def aattach(self, token: str, *, using: str | None = None, **options: Any) -> Lock:
+        """The asynchronous twin of `attach`."""
+        lock, steps = self._attaching(token, using, options)
+        return await lock._adrive(steps)
+
+    def _attaching(self, text: str, using: str | None, options: dict[str, Any]) -> tuple[Lock, Steps[Lock]]:
+        token = valid_token(text)
+        options = {"ttl": token.ttl, "grace": token.grace, "min_hold": token.min_hold, **options}
+        lock = self(token.tenure.key, using=using, **options)
+        return lock, lock._attach_steps(token)
+
+
+db_lock = DbLock()
+
+
+def check_sequencer(sequencer: str, *, using: str | None = None) -> Sequencer:
+    """Key, mode and fence of a sequencer whose tenure is alive, by the database's word.
+
+    Raises InvalidToken for what is no sequencer, LockLost if the tenure is over.
     """
-    return Lock(key, ttl=ttl, timeout=timeout, renew=renew, using=using, label=label)
+    lock, steps = _checking(sequencer, using)
+    return lock._drive(steps)
+
+
+async def acheck_sequencer(sequencer: str, *, using: str | None = None) -> Sequencer:
+    """The asynchronous twin of `check_sequencer`."""
+    lock, steps = _checking(sequencer, using)
+    return await lock._adrive(steps)
+
+
+def _checking(text: str, using: str | None) -> tuple[Lock, Steps[Sequencer]]:
+    key, _, fence = valid_sequencer(text)
+    lock = db_lock(key, using=using)
+    return lock, lock._check_sequencer_steps(fence)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that are not as most are."""
+    return {} if options == _USUAL else options
+
+
+_USUAL = {**PLAIN._asdict(), "max_hold": None}
 
 
 def reap(*, retention: Seconds | None = None, using: str | None = None) -> int:

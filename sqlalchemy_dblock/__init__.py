@@ -9,22 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 from dblock.core.errors import (
     InvalidKey,
+    InvalidToken,
     LockError,
     LockLost,
     LockNotHeld,
     LockStoreError,
     LockTimeout,
+    Reason,
     UnsupportedDatabase,
 )
+from dblock.core.tokens import Sequencer
 from dblock.core.values import LockInfo
-from sqlalchemy_dblock.locks import AsyncLock, Lock, db_lock, reap
+from sqlalchemy_dblock.locks import AsyncLock, Lock, attach, check_sequencer, db_lock, reap
 
 if TYPE_CHECKING:
+    from sqlalchemy_dblock.fences import FencedMixin, fenced_update
     from sqlalchemy_dblock.table import locks, metadata
 
 __all__ = [
     "AsyncLock",
+    "FencedMixin",
     "InvalidKey",
+    "InvalidToken",
     "Lock",
     "LockError",
     "LockInfo",
@@ -32,8 +38,13 @@ __all__ = [
     "LockNotHeld",
     "LockStoreError",
     "LockTimeout",
+    "Reason",
+    "Sequencer",
     "UnsupportedDatabase",
+    "attach",
+    "check_sequencer",
     "db_lock",
+    "fenced_update",
     "locks",
     "metadata",
     "reap",
@@ -43,12 +54,14 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker is to know every name
 
     def __getattr__(name: str) -> Any:
-        """The table, when asked for: naming its types loads the dialects of three databases."""
-        if name not in {"locks", "metadata"}:
+        """What loads much of SQLAlchemy, when asked for: the dialects of three databases, or the ORM."""
+        if name in {"locks", "metadata"}:
+            from sqlalchemy_dblock import table as home  # noqa: PLC0415
+        elif name in {"FencedMixin", "fenced_update"}:
+            from sqlalchemy_dblock import fences as home  # noqa: PLC0415
+        else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from sqlalchemy_dblock import table  # noqa: PLC0415
-
-        return getattr(table, name)
+        return getattr(home, name)
 
 
 def __dir__() -> list[str]:

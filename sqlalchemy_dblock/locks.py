@@ -2,75 +2,128 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Callable, Coroutine
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overload
 
 from sqlalchemy import Engine
+from sqlalchemy.util import greenlet_spawn
 
 from dblock.core import protocol
+from dblock.core.base import BaseLock
 from dblock.core.drivers import adrive, drive
 from dblock.core.faces import AsyncLock as CoreAsyncLock
 from dblock.core.faces import SyncLock
+from dblock.core.holds import Hold
+from dblock.core.options import Callback
+from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.values import Seconds, valid_retention
 from sqlalchemy_dblock.store import EngineStore, store_for
+from sqlalchemy_dblock.transactions import connection_of, keep_until_end, pin, valid_session
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from sqlalchemy import Connection
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+    from sqlalchemy.orm import Session
 
-    from sqlalchemy.ext.asyncio import AsyncEngine
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `db_lock`, which says what they mean."""
+
+    ttl: Seconds | None
+    timeout: Seconds | EllipsisType | None
+    renew: bool
+    label: str
+    on_lost: Callback | None
+    on_at_risk: Callable[[Any], object] | None
+    release: Literal["auto", "now"]
+    session: Any
+    grace: Seconds
+    min_hold: Seconds
+    max_hold: Seconds | None
+    interrupt: bool
 
 
-class Lock(SyncLock):
+def _no_session() -> None:
+    """No session was given."""
+
+
+class _EngineLock(BaseLock):
+    """What both kinds of lock over an engine have in common."""
+
+    def __init__(self, engine: Engine, key: str, *, session: Any = None, **options: Any) -> None:
+        super().__init__(key, **options)
+        self._engine = engine
+        self._engine_store = store_for(engine)
+        # Not kept alive from here: whoever throws a session away in mid-transaction ends it, and renewal with it.
+        self._given_session: Callable[[], Any] = _no_session
+        if session is not None:
+            self._given_session = weakref.ref(valid_session(session, asynchronous=self._engine_store.asynchronous))
+
+    def _store(self) -> EngineStore:
+        return self._engine_store
+
+    @property
+    def _session(self) -> Any:
+        return self._given_session()
+
+    def _defers(self, hold: Hold) -> bool:
+        session = self._session
+        if session is None and hold.transactions and self._engine_store.database.dialect.name == "sqlite":
+            session = hold.transactions[0]()  # a session that guards it: nobody else can write before it has ended
+        return session is not None and self.options.release == "auto" and keep_until_end(hold, session)
+
+    def _guarded(self, given: Any) -> None:
+        hold = self._hold()
+        if hold is not None and hasattr(given, "get_bind"):  # a session, not a connection
+            session = given.registry() if hasattr(given, "registry") else given
+            hold.transactions = (weakref.ref(session),)
+
+
+class Lock(_EngineLock, SyncLock):
     """A lock over the database of an Engine; made by `db_lock`."""
 
     def __init__(self, engine: Engine, key: str, **options: Any) -> None:
-        super().__init__(key, **options)
-        self._engine_store = store_for(engine)
+        super().__init__(engine, key, **options)
+        if self.options.interrupt:
+            raise TypeError("interrupt=True cancels asyncio tasks; the lock of an Engine runs in threads")
 
-    def _store(self) -> EngineStore:
-        return self._engine_store
+    def guard(self, session_or_connection: Session | Connection | None = None) -> None:
+        """Keep the lock, come what may, until the open transaction ends: nobody else's tenure begins before.
+
+        Verifies the tenure and pins it, under any isolation level. What is written in the transaction can then only be
+        committed before the next holder begins. `session_or_connection` is of the lock's own database; by default what
+        `session=` said.
+
+        Raises LockLost if the lock is not ours any more, ValueError in autocommit mode.
+        """
+        given = self._session if session_or_connection is None else session_or_connection
+        connection = connection_of(given)
+        self._drive(self._guard_steps(functools.partial(pin, self._engine_store, self._engine, connection)))
+        self._guarded(given)
 
 
-class AsyncLock(CoreAsyncLock):
+class AsyncLock(_EngineLock, CoreAsyncLock):
     """A lock over the database of an AsyncEngine, with coroutines for methods; made by `db_lock`."""
 
-    def __init__(self, engine: AsyncEngine, key: str, **options: Any) -> None:
-        super().__init__(key, **options)
-        self._engine_store = store_for(engine.sync_engine)
-
-    def _store(self) -> EngineStore:
-        return self._engine_store
+    async def guard(self, session_or_connection: AsyncSession | AsyncConnection | None = None) -> None:
+        """Keep the lock, come what may, until the open transaction ends: nobody else's tenure begins before."""
+        given = self._session if session_or_connection is None else session_or_connection
+        self.check()
+        hold = cast("Hold", self._hold())
+        store, engine = self._engine_store, self._engine
+        pinned = await greenlet_spawn(lambda: pin(store, engine, connection_of(given), hold))
+        await self._adrive(self._guard_steps(lambda _: pinned))
+        self._guarded(given)
 
 
 @overload
-def db_lock(
-    engine: Engine,
-    key: str,
-    *,
-    ttl: Seconds | None = None,
-    timeout: Seconds | EllipsisType | None = ...,
-    renew: bool = True,
-    label: str = "",
-) -> Lock: ...
+def db_lock(engine: Engine, key: str, **options: Unpack[Options]) -> Lock: ...
 @overload
-def db_lock(
-    engine: AsyncEngine,
-    key: str,
-    *,
-    ttl: Seconds | None = None,
-    timeout: Seconds | EllipsisType | None = ...,
-    renew: bool = True,
-    label: str = "",
-) -> AsyncLock: ...
-def db_lock(
-    engine: Engine | AsyncEngine,
-    key: str,
-    *,
-    ttl: Seconds | None = None,
-    timeout: Seconds | EllipsisType | None = ...,
-    renew: bool = True,
-    label: str = "",
-) -> Lock | AsyncLock:
+def db_lock(engine: AsyncEngine, key: str, **options: Unpack[Options]) -> AsyncLock: ...
+def db_lock(engine: Engine | AsyncEngine, key: str, **options: Unpack[Options]) -> Lock | AsyncLock:
     """A lock on `key` in the database of `engine`, not yet taken; its methods are coroutines for an AsyncEngine.
 
     Args:
@@ -78,22 +131,69 @@ def db_lock(
             own, in the way that the engine does.
         key: 1 to 255 characters, compared code point by code point. As a decorator's, a format string over the
             arguments of the call.
+
+    Keyword Args:
         ttl: life of the lease in seconds or as a timedelta; 30 by default. Never the wait.
         timeout: longest wait in seconds, 0 to try once, None for ever; 10 by default. Never the life.
-        renew: reserved for renewal, which this version does not do: the lease ends after ttl unless extended, and
-            leaving the block after that raises LockLost.
+        renew: renew the lease from a third of the ttl on, until release (the default); False: the lease simply ends.
         label: free text of up to 255 characters for whoever inspects the lock.
+        on_lost: called once, in a thread of its own, with the lock and a `Reason` when the lock is lost.
+        on_at_risk: called likewise, with the lock, when a renewal is late.
+        session: a Session (AsyncSession for an AsyncEngine). Left while its transaction is open, the lock is kept until
+            that has ended, by commit or rollback.
+        release: "auto"; "now" gives the lock back without regard to `session`.
+        grace: seconds for which the key stays closed after a lease that expired (not after a release), for work that
+            talks to systems without fences (the lock-delay of Chubby and Consul). The row's `expires_at` is that much
+            later than the lease.
+        min_hold: seconds for which the key stays taken at least, counted from the take, however early it is given back.
+        max_hold: seconds after the take at which renewal stops.
+        interrupt: cancel the body of an `async with`, or an `async def`, when the lock is lost; it ends with LockLost.
 
     Raises:
         InvalidKey: the key cannot be stored exactly on every database.
         UnsupportedDatabase: the engine's is another database.
         TypeError, ValueError: any other argument makes no sense.
     """
-    options = {"ttl": ttl, "timeout": timeout, "renew": renew, "label": label}
     if isinstance(engine, Engine):
         return Lock(engine, key, **options)
-    _ = _sync_engine(engine)
-    return AsyncLock(engine, key, **options)
+    return AsyncLock(_sync_engine(engine), key, **options)
+
+
+@overload
+def attach(engine: Engine, token: str, **options: Unpack[Options]) -> Lock: ...
+@overload
+def attach(engine: AsyncEngine, token: str, **options: Unpack[Options]) -> Coroutine[Any, Any, AsyncLock]: ...
+def attach(
+    engine: Engine | AsyncEngine, token: str, **options: Unpack[Options]
+) -> Lock | Coroutine[Any, Any, AsyncLock]:
+    """The lock of a token that `detach()` gave, held by this flow: same tenure, same fence, renewed from here.
+
+    To be awaited for an AsyncEngine. Leave it with `release()`, or use it in a `with`. While others hold the same
+    tenure, its `count` goes up. `options` are those of `db_lock`.
+
+    Raises InvalidToken for what is no token, LockLost if the tenure is over.
+    """
+    known = valid_token(token)
+    merged: Options = {"ttl": known.ttl, "grace": known.grace, "min_hold": known.min_hold, **options}
+    lock = db_lock(engine, known.tenure.key, **merged)
+    if isinstance(lock, Lock):
+        return lock._drive(lock._attach_steps(known))
+    return lock._adrive(lock._attach_steps(known))
+
+
+@overload
+def check_sequencer(engine: Engine, sequencer: str) -> Sequencer: ...
+@overload
+def check_sequencer(engine: AsyncEngine, sequencer: str) -> Coroutine[Any, Any, Sequencer]: ...
+def check_sequencer(engine: Engine | AsyncEngine, sequencer: str) -> Sequencer | Coroutine[Any, Any, Sequencer]:
+    """Key, mode and fence of a sequencer whose tenure is alive, by the database's word.
+
+    To be awaited for an AsyncEngine. Raises InvalidToken for what is no sequencer, LockLost if the tenure is over.
+    """
+    key, _, fence = valid_sequencer(sequencer)
+    lock = db_lock(engine, key)
+    steps = lock._check_sequencer_steps(fence)
+    return lock._drive(steps) if isinstance(lock, Lock) else lock._adrive(steps)
 
 
 @overload

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.util import await_only, greenlet_spawn
+from sqlalchemy.util import greenlet_spawn
 
-from dblock.core.errors import UnsupportedDatabase
+from dblock.core.errors import LockStoreError, UnsupportedDatabase
 from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Failure, perform
 from dblock.core.steps import Execute, Rows
 from dblock.core.store import store_error, unreachable, unstorable
-from sqlalchemy_dblock.connections import Link, links_for
+from sqlalchemy_dblock.connections import Link, Stack, links_for
 
 _CREATE_TABLE = "create it with sqlalchemy_dblock.metadata.create_all(engine), or with Alembic"
 
@@ -29,7 +29,8 @@ class EngineStore:
             raise UnsupportedDatabase(f"the engine speaks {name}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
         self.database = Database(DIALECTS[name])
         self._links = links_for(engine)
-        self._is_async = engine.dialect.is_async
+        self.asynchronous: bool = engine.dialect.is_async
+        self.renewable = isinstance(self._links, Stack)
         self._place = str(engine.url.render_as_string(hide_password=True))
         self._paramstyle = "named" if name == "sqlite" else _paramstyle(engine.dialect.paramstyle)
         self._errors: tuple[type[BaseException], ...] = (engine.dialect.loaded_dbapi.Error, OSError)
@@ -49,7 +50,7 @@ class EngineStore:
             (links.drop if failure is Failure.LOST else links.give_after_error)(link)
             if failure is Failure.DUPLICATE:
                 return []
-            raise store_error(failure, error, step, create_table=_CREATE_TABLE, place=self._place) from error
+            raise self.error(error, step) from error
         except UnicodeError:
             links.give_after_error(link)
             raise unstorable(place=self._place) from None
@@ -58,6 +59,14 @@ class EngineStore:
             raise
         links.give(link)
         return rows
+
+    def error(self, error: BaseException, step: Execute) -> LockStoreError:
+        """What a driver's error means."""
+        failure = self.database.dialect.classify(error)
+        return store_error(failure, error, step, create_table=_CREATE_TABLE, place=self._place)
+
+    def end_thread(self) -> None:
+        """No connection belongs to a thread."""
 
     def before_waiting(self) -> None:
         """Waiting is never pointless: no statement is part of a transaction that keeps others from writing."""
@@ -69,7 +78,7 @@ class EngineStore:
 
     def _perform(self, link: Link, step: Execute) -> Rows:
         if link.prepared is not None:
-            return await_only(link.prepared.aexecute(step)) if self._is_async else link.prepared.execute(step)
+            return link.prepared(step)
         cursor = link.raw.cursor()
         try:
             return perform(cursor, step.statement, step.parameters, self._paramstyle)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import DDL, BigInteger, Column, DateTime, Double, Integer, MetaData, String, Table, event
+from sqlalchemy import DDL, BigInteger, Column, DateTime, Double, Index, Integer, MetaData, String, Table, event
 from sqlalchemy.dialects import mysql, sqlite
 from sqlalchemy.dialects.postgresql.base import PGDialect
 from sqlalchemy.ext.compiler import compiles
@@ -66,6 +66,8 @@ locks = Table(
     Column("thread", ExactString(255), nullable=False),
     Column("program", ExactString(255), nullable=False),
     Column("celery_task_id", ExactString(255), nullable=False),
+    # In MySQL `lock.guard()` locks its entries; the others have it too, so that Alembic sees one table everywhere.
+    Index("locks_pin", "lock_key", unique=True),
     mysql_engine="InnoDB",
     mariadb_engine="InnoDB",
     **_ROOM,

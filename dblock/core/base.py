@@ -6,20 +6,26 @@ hold of the flow that calls it. Each operation is written once, as steps.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import math
-from collections.abc import Coroutine
+import functools
+import sys
+from collections.abc import Callable, Coroutine
 from types import EllipsisType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 from dblock.core import protocol, waiting
 from dblock.core.drivers import Store, adrive
-from dblock.core.errors import LockError, LockLost, LockNotHeld, LockTimeout
-from dblock.core.flows import Hold, current_flow
+from dblock.core.errors import LockError, LockLost, LockNotHeld, LockTimeout, Reason
+from dblock.core.flows import Flow, current_flow
+from dblock.core.holds import Entry, Hold, Loss, entry_numbers
 from dblock.core.identity import celery_task_id
+from dblock.core.keeper import keeper
+from dblock.core.options import PLAIN, Options, valid_options
 from dblock.core.protocol import Database
 from dblock.core.steps import Steps
 from dblock.core.templates import Template
+from dblock.core.tokens import Sequencer, Token, token_text
 from dblock.core.values import (
     Grant,
     LockInfo,
@@ -27,12 +33,19 @@ from dblock.core.values import (
     State,
     margin,
     valid_key,
-    valid_text,
     valid_timeout,
     valid_ttl,
 )
 
 T = TypeVar("T")
+
+_WHAT_HAPPENED = {
+    Reason.EXPIRED: "the lease ended before the work did; use a longer ttl, or let it be renewed",
+    Reason.TAKEN_OVER: "the lease ended, and it was taken over",
+    Reason.FREED: "somebody freed it",
+    Reason.GONE: "its row is gone",
+    Reason.UNREACHABLE: "the database did not answer in time to renew the lease",
+}
 
 
 class BaseLock:
@@ -47,21 +60,45 @@ class BaseLock:
         *,
         ttl: Seconds | None = None,
         timeout: Seconds | EllipsisType | None = ...,
-        renew: bool = True,
-        label: str = "",
+        **options: Any,
     ) -> None:
         self._key = valid_key(key)
         self._given_ttl = None if ttl is None else valid_ttl(ttl)
         self._given_timeout = timeout if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
-        self._label = valid_text(label, "label")
-        if renew is not True and renew is not False:
-            raise TypeError(f"renew is True or False, not {renew!r}")
-        self._renew = renew
+        self.options: Options = valid_options(**options) if options else PLAIN
 
     # -- what a face provides
 
     def _store(self) -> Store:
         raise NotImplementedError
+
+    def _opened(self, hold: Hold) -> None:
+        """A tenure has begun: note what `_defers` will need to know."""
+
+    def _defers(self, hold: Hold) -> bool:
+        """Is the lock to be kept until a transaction of the caller's ends? If so, see to it that it is given back."""
+        return False
+
+    def _who_hears_of_loss(self, reason: Reason) -> list[Callable[[], object]]:
+        return [functools.partial(self.options.on_lost, self, reason)] if self.options.on_lost else []
+
+    def _who_hears_of_risk(self) -> list[Callable[[], object]]:
+        return [functools.partial(self.options.on_at_risk, self)] if self.options.on_at_risk else []
+
+    def _interrupt_body(self, hold: Hold) -> None:
+        """Cancel what runs under the lock in an asyncio task, where that was asked for."""
+        flow = hold.flow()
+        task = None if flow is None else flow.task
+        if not self.options.interrupt or task is None:
+            return
+
+        def cancel() -> None:
+            if not hold.interrupted and any(entry.lock is self and entry.kind == "with" for entry in hold.entries):
+                hold.interrupted = True
+                task.cancel()
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            task.get_loop().call_soon_threadsafe(cancel)
 
     def _default_ttl(self) -> float:
         return 30.0
@@ -90,7 +127,7 @@ class BaseLock:
     @property
     def label(self) -> str:
         """Free text for whoever inspects the lock."""
-        return self._label
+        return self.options.label
 
     @property
     def ttl(self) -> float:
@@ -112,29 +149,39 @@ class BaseLock:
 
     @property
     def count(self) -> int:
-        """How many times this flow has entered."""
+        """How many times this flow has entered, and others whom the tenure was handed to, as far as is known here."""
         hold = self._hold()
         return 0 if hold is None else hold.count
+
+    @property
+    def sequencer(self) -> str:
+        """Key, mode and fence of this flow's tenure as one opaque string, for others to check; no secret.
+
+        Raises LockNotHeld without a hold.
+        """
+        hold = self._hold()
+        if hold is None:
+            raise self._not_held("show a sequencer of")
+        return str(Sequencer(self._key, "exclusive", hold.tenure.fence))
 
     @property
     def remaining(self) -> float:
         """Seconds for which this flow may still rely on the lock, 0.0 when it may not; by the local clock alone."""
         hold = self._hold()
-        return 0.0 if hold is None else max(0.0, hold.trusted_until - self._store().database.now())
+        return 0.0 if hold is None else hold.remaining()
 
     @property
     def state(self) -> State | None:
-        """`held` or `lost` for this flow's hold; None without one."""
-        if self._hold() is None:
-            return None
-        return "held" if self.remaining > 0 else "lost"
+        """`held`, `at_risk` (a renewal is late) or `lost` for this flow's hold, by the local clock, else None."""
+        hold = self._hold()
+        return None if hold is None else hold.state
 
     def check(self) -> None:
         """Raise LockLost unless this flow surely holds the lock at this moment; no I/O."""
         hold = self._hold()
         if hold is None:
             raise LockLost(f"{self._key!r} is not held by this thread or task", key=self._key)
-        if self.remaining <= 0:
+        if hold.remaining() <= 0:
             raise self._lost(hold)
 
     def __repr__(self) -> str:
@@ -144,111 +191,232 @@ class BaseLock:
 
     # -- the operations, as steps
 
-    def _acquire_steps(self, timeout: float | None) -> Steps[LockInfo | bool | None]:
+    def _acquire_steps(self, timeout: float | None, kind: str = "acquire") -> Steps[LockInfo | bool | None]:
         """True when acquired; else the holder that we saw last, if any."""
         if self.forked_from is not None:
             raise self._forked()
         store, flow, ttl = self._store(), current_flow(), self._ttl
-        database, place = store.database, (store, self._key)
+        database, place, entry = store.database, (store, self._key), Entry(self, kind, next(entry_numbers))
         hold = flow.holds.get(place)
+        if hold is not None and hold.view:
+            hold = None  # a callback that looks at its lock's hold is a flow of its own
         if hold is not None:
-            if (yield from self._reenter_steps(database, hold, ttl)):
+            if (yield from self._reenter_steps(database, hold, ttl, entry)):
                 return True
-            hold.trusted_until = -math.inf  # a new tenure follows; whoever entered before has lost this one
+            _ = hold.lose(Loss(Reason.EXPIRED))  # a new tenure follows; whoever entered before has lost this one
+            keeper.announce(hold)
         wish = {
             **flow.who,
             "key": self._key,
             "ttl": ttl,
-            "label": self._label,
+            "life": ttl + self.options.grace,
+            "label": self.options.label,
             "task": celery_task_id(),
         }
         found = yield from waiting.acquire(database, wish, timeout)
         if not isinstance(found, Grant):
             return found
-        flow.holds[place] = Hold(found.tenure, ttl, found.trusted_until, [self], hold)
+        _ = self._begin(flow, found, entry, hold)
         return True
 
-    def _reenter_steps(self, database: Database, hold: Hold, ttl: float) -> Steps[bool]:
+    def _begin(self, flow: Flow, grant: Grant, entry: Entry, outer: Hold | None) -> Hold:
+        """The flow holds a tenure from now on."""
+        store = self._store()
+        hold = Hold(store, flow.ref, grant, entry, outer if outer and outer.entries else None)
+        if store.asynchronous:
+            hold.loop = sys.modules["asyncio"].get_running_loop()
+        if not store.renewable:
+            hold.renewing = False
+        flow.holds[store, self._key] = hold
+        self._opened(hold)
+        keeper.add(hold)
+        return hold
+
+    def _reenter_steps(self, database: Database, hold: Hold, ttl: float, entry: Entry) -> Steps[bool]:
         """Enter a hold of this flow once more; False if it is over."""
-        if hold.trusted_until <= database.now():
+        if hold.remaining() <= 0:
             return False
+        if hold.others is not None:
+            attached = yield from protocol.attach(database, hold.tenure, _who_we_are(), ttl, hold.grace)
+            if attached is None or not hold.lengthen(attached[0]):
+                return False
+            hold.others = attached[1] - len(hold.entries) - 1
+            hold.entries.append(entry)
+            return True
+        count = len(hold.entries)
         try:
-            grant = yield from protocol.reenter(database, hold.tenure, hold.count, ttl)
+            grant = yield from protocol.reenter(database, hold.tenure, count, ttl, hold.grace)
         except (GeneratorExit, LockError):
             raise
         except BaseException:  # interrupted: the row's count goes back to ours
-            _ = yield from protocol.release(database, hold.tenure, hold.count + 1)
+            if count:  # an open transaction that keeps it counts as one, before and after
+                _ = yield from protocol.release(database, hold.tenure, count + 1)
             raise
         if grant is None:
             return False
-        hold.trusted_until = max(hold.trusted_until, grant.trusted_until)
-        if hold.trusted_until <= database.now():  # the answer came too late to be of use
-            _ = yield from protocol.release(database, hold.tenure, hold.count + 1)
+        if not hold.lengthen(grant):  # the answer came too late to be of use
+            _ = yield from protocol.release(database, hold.tenure, count + 1)
             return False
-        hold.locks.append(self)
+        hold.entries.append(entry)
         return True
 
     def _enter_steps(self) -> Steps[None]:
-        acquired = yield from self._acquire_steps(self._timeout)
+        hold = self._hold()
+        if hold is not None and hold.entries[-1][:2] == (self, "attach"):
+            hold.entries[-1] = Entry(self, "with", next(entry_numbers))
+            return
+        acquired = yield from self._acquire_steps(self._timeout, "with")
         if acquired is not True:
             holder = acquired if isinstance(acquired, LockInfo) else None
             raise self._timed_out(holder)
 
+    def _exit_steps(self) -> Steps[None]:
+        flow = current_flow()
+        if flow.detached:  # is the innermost block of this lock one whose hold was handed over?
+            hold = self._hold()
+            handed = [entry for entry in flow.detached if entry.lock is self]
+            open_ = [entry for entry in hold.entries if entry[:2] == (self, "with")] if hold else []
+            if handed and (not open_ or handed[-1].number > open_[-1].number):
+                flow.detached.remove(handed[-1])
+                return
+        yield from self._release_steps()
+
     def _release_steps(self) -> Steps[None]:
         if self.forked_from is not None:
             raise self._forked()
-        store, flow = self._store(), current_flow()
-        database, place = store.database, (store, self._key)
-        hold = flow.holds.get(place)
-        if hold is None:
-            raise self._not_held("release")
-        count = hold.count
-        _ = hold.locks.pop()
-        if count == 1:
+        flow, hold = current_flow(), self._own_hold("release")
+        in_time = hold.remaining() > 0
+        if not in_time:
+            keeper.announce(hold)
+        hold.left = hold.entries.pop()
+        if not hold.entries and in_time and hold.left.lock._defers(hold):
+            return
+        released = yield from self._leave_steps(flow, hold)
+        if not (released and in_time):
+            if not released:
+                yield from self._find_out_steps(hold)
+            raise self._lost(hold)
+        hold.left = None
+
+    def _leave_steps(self, flow: Flow, hold: Hold) -> Steps[bool]:
+        """Tell the database that the innermost entry was left; False if the tenure was over before."""
+        database, entered = hold.store.database, len(hold.entries)
+        if not entered:
             # Forgotten before the statement is sent: whatever becomes of it, this flow holds the key no more.
-            if hold.outer is None:
-                del flow.holds[place]
-            else:
-                flow.holds[place] = hold.outer
-        in_time = hold.trusted_until > database.now()
+            _forget(flow, hold)
+        alone = hold.others is None
+        if not alone or (hold.min_hold and not entered):
+            return (yield from protocol.leave(database, hold.tenure, hold.min_hold, alone=alone))
         try:
-            released = yield from protocol.release(database, hold.tenure, count)
+            return (yield from protocol.release(database, hold.tenure, entered + 1))
         except (GeneratorExit, LockError):
             raise
         except BaseException:  # interrupted: once more, since sending it twice is harmless
-            _ = yield from protocol.release(database, hold.tenure, count)
+            _ = yield from protocol.release(database, hold.tenure, entered + 1)
             raise
-        if not (released and in_time):
-            hold.trusted_until = -math.inf
-            raise self._lost(hold)
+
+    def _find_out_steps(self, hold: Hold) -> Steps[None]:
+        """The database says that the tenure is over: why?"""
+        try:
+            loss = Loss(*(yield from protocol.why_lost(hold.store.database, hold.tenure)))
+        except LockError:
+            loss = Loss(Reason.EXPIRED)
+        if not hold.lose(loss):
+            hold.loss = loss  # now we know better
+        keeper.announce(hold)
 
     def _extend_steps(self, ttl: float) -> Steps[None]:
         if self.forked_from is not None:
             raise self._forked()
-        hold = self._hold()
-        if hold is None:
-            raise self._not_held("extend")
+        hold = self._own_hold("extend")
         self.check()
-        database = self._store().database
+        database, before = self._store().database, hold.ttl
         # It may take effect and its answer never come: from now on no more is trusted than the new lease gives.
-        hold.trusted_until = min(hold.trusted_until, database.now() + ttl - margin(ttl))
-        grant = yield from protocol.extend(database, hold.tenure, ttl)
-        if grant is None or grant.trusted_until <= database.now():
-            hold.trusted_until = -math.inf
+        hold.reset(ttl, database.now() + ttl - margin(ttl))
+        try:
+            if hold.others is None:
+                grant = yield from protocol.extend(database, hold.tenure, ttl, hold.grace)
+            else:  # others may rely on a longer lease than ours
+                sent, alive = yield from protocol.renew(
+                    database, [(hold.tenure, ttl + hold.grace)], database.now() + protocol.PATIENCE
+                )
+                grant = Grant(hold.tenure, sent, ttl) if alive is None else None
+        except BaseException:
+            hold.reset(min(before, ttl), hold.trusted_until)
+            keeper.look()
+            raise
+        if grant is None:
+            yield from self._find_out_steps(hold)
+        if grant is None or not hold.lengthen(grant):
             raise self._lost(hold)
-        hold.ttl, hold.trusted_until = ttl, grant.trusted_until
+        keeper.add(hold)  # it may be due earlier now
 
     def _verify_steps(self) -> Steps[bool]:
         self.check()
-        hold = cast("Hold", self._hold())
-        if not (yield from protocol.verify(self._store().database, hold.tenure)):
-            hold.trusted_until = -math.inf
+        hold = self._hold()
+        if hold is not None and not (yield from protocol.verify(self._store().database, hold.tenure)):
+            yield from self._find_out_steps(hold)
             raise self._lost(hold)
         return True
 
+    def _guard_steps(self, pin: Callable[[Hold], bool]) -> Steps[None]:
+        """Pin the tenure with `pin`, which runs the statement in the caller's transaction; then see that it is ours."""
+        self.check()
+        hold = self._hold()
+        if hold is not None and not pin(hold):
+            yield from self._find_out_steps(hold)
+            raise self._lost(hold)
+        _ = yield from self._verify_steps()
+
+    def _detach_steps(self) -> Steps[str]:
+        if self.forked_from is not None:
+            raise self._forked()
+        flow, hold = current_flow(), self._own_hold("detach")
+        self.check()
+        if not (yield from protocol.detach(hold.store.database, hold.tenure, hold.ttl, hold.grace)):
+            yield from self._find_out_steps(hold)
+            raise self._lost(hold)
+        entry = hold.entries.pop()
+        hold.others = hold.others or 0
+        if entry.kind == "with":
+            flow.detached.append(entry)
+        if not hold.entries:
+            _forget(flow, hold)
+        return token_text(Token(hold.tenure, hold.ttl, hold.grace, hold.min_hold))
+
+    def _attach_steps(self, token: Token) -> Steps[Self]:
+        store, flow, tenure = self._store(), current_flow(), token.tenure
+        database, entry = store.database, Entry(self, "attach", next(entry_numbers))
+        attached = yield from protocol.attach(database, tenure, _who_we_are(), token.ttl, token.grace)
+        if attached is None:
+            loss = Loss(*(yield from protocol.why_lost(database, tenure)))
+            raise self._lost_tenure(tenure.fence, loss)
+        grant, count = attached
+        hold = flow.holds.get((store, self._key))
+        if hold is not None and hold.tenure == tenure and hold.lengthen(grant):
+            hold.entries.append(entry)
+        else:
+            if hold is not None:
+                _ = hold.lose(Loss(Reason.EXPIRED))
+            hold = self._begin(flow, grant, entry, hold)
+        hold.others = count - len(hold.entries)
+        if hold.remaining() <= 0:  # the answer came too late to be of use
+            _ = hold.entries.pop()
+            _ = yield from self._leave_steps(flow, hold)
+            raise self._lost(hold)
+        return self
+
+    def _check_sequencer_steps(self, fence: int) -> Steps[Sequencer]:
+        info = yield from self._inspect_steps()
+        if info is None or info.fence != fence or info.state != "held":
+            taken = info is not None and info.fence != fence
+            loss = Loss(Reason.GONE if info is None else Reason.TAKEN_OVER if taken else Reason.EXPIRED)
+            raise self._lost_tenure(fence, loss)
+        return Sequencer(self._key, "exclusive", fence)
+
     def _owned_steps(self) -> Steps[bool]:
         hold = self._hold()
-        if hold is None or self.remaining <= 0:
+        if hold is None or hold.remaining() <= 0:
             return False
         return (yield from protocol.verify(self._store().database, hold.tenure))
 
@@ -264,7 +432,15 @@ class BaseLock:
 
     def _hold(self) -> Hold | None:
         holds = current_flow().holds
-        return holds.get((self._store(), self._key)) if holds else None
+        hold = holds.get((self._store(), self._key)) if holds else None
+        return hold if hold is not None and hold.entries else None
+
+    def _own_hold(self, verb: str) -> Hold:
+        """The hold that this flow is about to change."""
+        hold = self._hold()
+        if hold is None or hold.view:
+            raise self._not_held(verb)
+        return hold
 
     def _forked(self) -> LockNotHeld:
         return LockNotHeld(
@@ -281,10 +457,16 @@ class BaseLock:
         )
 
     def _lost(self, hold: Hold) -> LockLost:
+        keeper.announce(hold)
+        return self._lost_tenure(hold.tenure.fence, hold.loss or Loss(Reason.EXPIRED))
+
+    def _lost_tenure(self, fence: int, loss: Loss) -> LockLost:
+        by = f" by {loss.holder}" if loss.holder else ""
         return LockLost(
-            f"the lease on {self._key!r} (fence {hold.tenure.fence}) ended before the work did: ttl was {hold.ttl:g} s;"
-            " use a longer ttl or call extend() in time",
+            f"{self._key!r} (fence {fence}) is lost: {_WHAT_HAPPENED[loss.reason]}{by}",
             key=self._key,
+            reason=loss.reason,
+            holder=loss.holder,
         )
 
     def _timed_out(self, holder: LockInfo | None) -> LockTimeout:
@@ -303,3 +485,28 @@ class BaseLock:
         lock = copy.copy(self)
         lock._key = template.key(args, kwargs)
         return lock
+
+
+def _forget(flow: Flow, hold: Hold) -> None:
+    keeper.discard(hold)
+    place = (hold.store, hold.tenure.key)
+    if flow.holds.get(place) is hold:
+        if hold.outer is None:
+            del flow.holds[place]
+        else:
+            flow.holds[place] = hold.outer
+
+
+def _who_we_are() -> dict[str, Any]:
+    return {**current_flow().who, "task": celery_task_id()}
+
+
+def finish(flow: Flow, hold: Hold) -> Steps[None]:
+    """The transaction that kept a hold has ended: give it back, unless its flow has entered it again."""
+    hold.deferred = False
+    if not hold.entries:
+        lock = BaseLock(hold.tenure.key)
+        released = yield from lock._leave_steps(flow, hold)
+        # In SQLite a rollback takes back a take that was part of the transaction: nothing was lost.
+        if not released and hold.store.database.dialect.name != "sqlite":
+            yield from lock._find_out_steps(hold)

@@ -27,6 +27,20 @@ class Store(Protocol):
         """Run one statement in this thread; the driver's errors come out as LockStoreErrors."""
         ...
 
+    @property
+    def asynchronous(self) -> bool:
+        """Can it run statements on an event loop only?"""
+        ...
+
+    @property
+    def renewable(self) -> bool:
+        """Does another thread's connection see the same rows?"""
+        ...
+
+    def end_thread(self) -> None:
+        """Close what the present thread, which is about to end, has opened for itself."""
+        ...
+
     def before_waiting(self) -> None:
         """Raise LockTimeout where a wait could not end well, because we keep the holder from going on."""
         ...

@@ -2,12 +2,15 @@
 
     LockError
     |- LockTimeout            (TimeoutError)   somebody else held the key for as long as we were told to wait
-    |- LockLost                                the lease ended before the work did
+    |- LockLost                                the lease ended before the work did; `reason` says how
     |- LockNotHeld            (RuntimeError)   released, extended or used by a flow that does not hold it
     |- InvalidKey             (ValueError)     refused before any I/O
+    |- InvalidToken           (ValueError)     not a token of detach() nor a sequencer; refused before any I/O
     |- UnsupportedDatabase                     not PostgreSQL, MySQL, MariaDB or SQLite, or too old a one
     '- LockStoreError                          the database failed; the driver's error is the `__cause__`
        |- StoreConflict                        nothing happened, trying again may help
+       |  '- StoreBusy                         the same, because another transaction has locked the row
+       |     '- StoreLocked                    or, in SQLite, the whole database
        '- StoreUnanswered                      the connection broke: the statement may or may not have happened
 
 Rule: every error keeps its facts as attributes and survives pickling, because Celery and multiprocessing carry
@@ -16,10 +19,26 @@ exceptions between processes.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dblock.core.values import LockInfo
+
+
+class Reason(StrEnum):
+    """Why a lock was lost."""
+
+    EXPIRED = "expired"
+    """The lease ended and was not renewed: `renew=False`, `max_hold`, a process that was paused, a blocked loop."""
+    TAKEN_OVER = "taken over"
+    """The lease ended, and somebody else has or had the key since."""
+    FREED = "freed"
+    """Somebody freed the key, an administrator for example."""
+    GONE = "row gone"
+    """The row was deleted, or the database is another one, such as a replica that lacked it."""
+    UNREACHABLE = "database unreachable"
+    """No renewal was answered in time."""
 
 
 class LockError(Exception):
@@ -43,7 +62,25 @@ class LockTimeout(LockError, TimeoutError):
 
 
 class LockLost(LockError):
-    """The lease ended (or may have ended) while the holder still relied on it."""
+    """The lease ended (or may have ended) while the holder still relied on it.
+
+    `reason` is why, as far as it was known then; `holder` is who took the key over, if somebody did.
+    """
+
+    reason: Reason
+    holder: LockInfo | None
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        key: str | None = None,
+        reason: Reason = Reason.EXPIRED,
+        holder: LockInfo | None = None,
+    ) -> None:
+        super().__init__(message, key=key)
+        self.reason = reason
+        self.holder = holder
 
 
 class LockNotHeld(LockError, RuntimeError):
@@ -52,6 +89,10 @@ class LockNotHeld(LockError, RuntimeError):
 
 class InvalidKey(LockError, ValueError):
     """A key is 1 to 255 characters of text without NUL."""
+
+
+class InvalidToken(LockError, ValueError):
+    """Not a token made by detach(), or not a sequencer."""
 
 
 class UnsupportedDatabase(LockError):
@@ -64,6 +105,14 @@ class LockStoreError(LockError):
 
 class StoreConflict(LockStoreError):
     """The database refused for a passing reason (deadlock, serialization, busy) and changed nothing."""
+
+
+class StoreBusy(StoreConflict):
+    """Another transaction has locked the row; nothing was changed."""
+
+
+class StoreLocked(StoreBusy):
+    """Another transaction is writing to the database, which has room for one; nothing was changed."""
 
 
 class StoreUnanswered(LockStoreError):

@@ -14,6 +14,8 @@ from typing import Any, Self, TypeVar, cast
 from dblock.core.base import BaseLock
 from dblock.core.drivers import drive
 from dblock.core.errors import LockError, LockLost, LockTimeout
+from dblock.core.flows import current_task
+from dblock.core.holds import Hold
 from dblock.core.steps import Steps
 from dblock.core.templates import Template
 from dblock.core.values import (
@@ -42,6 +44,29 @@ def _gives_way(late: LockError, error: BaseException | None) -> bool:
     return True
 
 
+def _was_ours(hold: Hold, error: BaseException | None) -> bool:
+    """Was the body cancelled because the lock was lost, and for no other reason? Takes the request back.
+
+    As asyncio.timeout does it.
+    """
+    if not hold.interrupted:
+        return False
+    task, hold.interrupted = current_task(), False
+    others = task.uncancel() > hold.cancelling
+    return not others and type(error).__name__ == "CancelledError"
+
+
+L = TypeVar("L", bound=BaseLock)
+
+
+async def enter(lock: L) -> L:
+    """`async with`: the lock, held."""
+    await lock._adrive(lock._enter_steps())
+    if lock.options.interrupt and (hold := lock._hold()) is not None:
+        hold.cancelling = current_task().cancelling()
+    return lock
+
+
 class SyncLock(BaseLock):
     """A lock whose methods block the calling thread."""
 
@@ -63,6 +88,14 @@ class SyncLock(BaseLock):
     def release(self) -> None:
         """Give the lock back, or leave it once. Raises LockNotHeld without a hold, LockLost if the lease has ended."""
         self._drive(self._release_steps())
+
+    def detach(self) -> str:
+        """Leave the lock to whoever attaches to the token that this returns: the lease lasts one more ttl until then.
+
+        The token is a secret. A `with` that is left afterwards releases nothing. Raises LockNotHeld without a hold,
+        LockLost if the lease has ended.
+        """
+        return self._drive(self._detach_steps())
 
     def extend(self, ttl: Seconds | None = None) -> None:
         """Let the lease end `ttl` seconds from now (the lock's own ttl by default): sets, never adds.
@@ -95,7 +128,7 @@ class SyncLock(BaseLock):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._drive(self._release_steps())
+            self._drive(self._exit_steps())
         except LockError as late:
             if not _gives_way(late, error):
                 raise
@@ -132,6 +165,10 @@ class AsyncLock(BaseLock):
         """Give the lock back, or leave it once."""
         await self._adrive(self._release_steps())
 
+    async def detach(self: BaseLock) -> str:
+        """Leave the lock to whoever attaches to the token that this returns."""
+        return await self._adrive(self._detach_steps())
+
     async def extend(self: BaseLock, ttl: Seconds | None = None) -> None:
         """Let the lease end `ttl` seconds from now."""
         await self._adrive(self._extend_steps(self._ttl if ttl is None else valid_ttl(ttl)))
@@ -153,15 +190,17 @@ class AsyncLock(BaseLock):
         return await self._adrive(self._inspect_steps())
 
     async def __aenter__(self) -> Self:
-        await self._adrive(self._enter_steps())
-        return self
+        return await enter(self)
 
     async def __aexit__(
         self: BaseLock, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        hold = self._hold()
         try:
-            await self._adrive(self._release_steps())
+            await self._adrive(self._exit_steps())
         except LockError as late:
+            if hold is not None and _was_ours(hold, error):
+                raise late from error
             if not _gives_way(late, error):
                 raise
 

@@ -15,32 +15,14 @@ import secrets
 import sys
 import threading
 import weakref
-from collections.abc import MutableMapping
-from dataclasses import dataclass
+from collections.abc import Generator, MutableMapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dblock.core.identity import process_identity, storable
-from dblock.core.values import Tenure
 
 if TYPE_CHECKING:
-    from dblock.core.base import BaseLock
-
-
-@dataclass(slots=True, eq=False)
-class Hold:
-    """A flow's belief that it holds a key: true until `trusted_until` on the local clock."""
-
-    tenure: Tenure
-    ttl: float
-    trusted_until: float
-    locks: list[BaseLock]
-    """The lock objects it was taken and re-entered through, outermost first."""
-    outer: Hold | None = None
-    """A lost hold of the same key, further out in the same flow, which has yet to be told so."""
-
-    @property
-    def count(self) -> int:
-        return len(self.locks)
+    from dblock.core.holds import Entry, Hold
 
 
 def new_owner() -> str:
@@ -55,11 +37,27 @@ def new_owner() -> str:
 class Flow:
     """What one flow holds, found by the store of its row and its key; and who it is."""
 
-    __slots__ = ("__weakref__", "holds", "who")
+    __slots__ = ("__weakref__", "_task", "detached", "holds", "ref", "who")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, task: Any = None) -> None:
         self.holds: dict[tuple[object, str], Hold] = {}
+        self.detached: list[Entry] = []
+        """Entries whose `with` is still open, but whose hold was handed over."""
         self.who = process_identity() | {"thread": storable(name)}
+        self.ref = weakref.ref(self)
+        self._task = None if task is None else weakref.ref(task)
+
+    @property
+    def task(self) -> Any:
+        """The asyncio task that it is, if it is one and lives."""
+        return None if self._task is None else self._task()
+
+    def ended(self) -> bool:
+        """Is there nobody left to give back what it holds? A thread's flow ends by being collected."""
+        if self._task is None:
+            return False
+        task = self._task()
+        return task is None or bool(task.done())
 
 
 class _Local(threading.local):
@@ -78,8 +76,20 @@ def current_flow() -> Flow:
         return _local.flow
     flow = _tasks.get(task)
     if flow is None:
-        flow = _tasks[task] = Flow(f"task {task.get_name()}")
+        flow = _tasks[task] = Flow(f"task {task.get_name()}", task)
     return flow
+
+
+@contextmanager
+def flow_again(snapshot: Hold) -> Generator[None, None, None]:
+    """Let this thread see the hold as its flow saw it, without being able to change anything there."""
+    mine = _local.flow
+    _local.flow = Flow(threading.current_thread().name)
+    _local.flow.holds = {(snapshot.store, snapshot.tenure.key): snapshot}
+    try:
+        yield
+    finally:
+        _local.flow = mine
 
 
 def current_task() -> Any:
@@ -95,8 +105,8 @@ def _after_fork_in_child() -> None:
     parent = os.getppid()
     for flow in (_local.flow, *_tasks.values()):
         for hold in flow.holds.values():
-            for lock in hold.locks:
-                lock.forked_from = parent
+            for entry in hold.entries:
+                entry.lock.forked_from = parent
     process_identity.cache_clear()
     _local, _tasks = _Local(), weakref.WeakKeyDictionary()
 

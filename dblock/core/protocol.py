@@ -12,14 +12,19 @@ and these are all the moves. A *tenure* is one stay in `held`, named by (key, ow
 that commits on its own, never part of a longer transaction (but see `joined` below):
 
     (no row) --create--> held       free --take--> held       expired --take--> held      a new tenure, a new fence
-    held --extend, reenter--> held                                                        the same tenure
-    held --release--> held, count - 1     or, from count 1,     free
+    held --extend, reenter, renew, attach, detach--> held                                 the same tenure
+    held --release, leave--> held, count - 1     or, from count 1,     free
     held --time--> expired
     free, expired --reap, after the retention--> (no row)
 
 Why at most one tenure is alive at a time: `take` changes a row only while no lease is alive on it, `create` only while
 there is no row, and the database lets one statement at a time change a row. Every other statement names the whole
 tenure, so whatever an earlier holder does late meets a fence that is not its own and changes nothing.
+
+A guard stops new tenures for as long as a transaction of the holder's lasts, whatever becomes of its lease. First the
+transaction *pins* the key: a lock of the database's own, which ends with the transaction and which every take needs but
+no renewal does. Then the row is read on another connection, as it is committed now, whatever the transaction's snapshot
+shows: if the tenure is alive, none can begin before the transaction ends.
 
 Why fences strictly increase: fence = max(previous fence + 1, database clock in microseconds). The first term orders the
 tenures of a row that lives, the second those of rows that were deleted, restored from a backup or never replicated:
@@ -30,7 +35,13 @@ lets one tick pass and the reaper leaves rows of the present tick alone.
 
 What a holder may believe: the lease in the row ends no earlier than ttl after its statement was *sent*. So trust ends
 at (local time of sending the last statement that succeeded) + ttl - margin, on a clock that is only compared with
-itself. An answer that comes after that moment is not a grant.
+itself. An answer that comes after that moment is not a grant. `expires_at` is a `grace` later than the lease: nobody
+has the key then, and nobody gets it either.
+
+Who counts: the one flow that holds a tenure knows its count and sets it, so that a statement may be sent twice. Once a
+token has been handed out (`detach`) several processes may hold it, and each adds and subtracts. After a lost answer an
+addition may then have happened twice and a subtraction is not repeated: the count is at most too high, and the key free
+at the end of the lease instead of at the last release.
 
 What may be lost: the database may crash right after its reply. Losing a take, an extend or a re-entry would let two in,
 so they commit durably before the caller hears of them; losing a release or a deletion leaves a key taken until its
@@ -55,16 +66,17 @@ Rule of this module: pure generators and functions; no I/O, no sleeping, no cloc
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from dblock.core import clock
-from dblock.core.errors import StoreConflict, StoreUnanswered
+from dblock.core.errors import Reason, StoreBusy, StoreConflict, StoreLocked, StoreUnanswered
 from dblock.core.statements.base import Dialect, Statement
 from dblock.core.steps import Parameters, Rows, Steps, execute, sleep
-from dblock.core.values import Grant, Identity, LockInfo, Tenure, margin
+from dblock.core.values import Grant, Identity, LockInfo, Tenure
 
 PATIENCE: Final = 5.0
 """Seconds for which a statement is sent again after conflicts and broken connections, before the error goes out."""
@@ -93,9 +105,10 @@ def pauses(first: float = 0.005, longest: float = 0.25) -> Iterator[float]:
 def begin(database: Database, statement: Statement, wish: Parameters, until: float) -> Steps[Grant | None]:
     """Begin a tenure with the statement `take` (a row that nobody holds) or `create` (a key without a row).
 
-    `wish` has all that the row is to say: key, owner, ttl, label and who we are; the owner token is of this attempt
-    alone. None if the statement found the key held, or no row to take, or one where it was to create it. `until` is the
-    local time after which conflicts are not tried again. Raises Unresolved when the answer was lost for good.
+    `wish` has all that the row is to say: key, owner, ttl, life (ttl + grace), label and who we are; the owner token is
+    of this attempt alone. None if the statement found the key held or pinned, or no row to take, or one where it was to
+    create it. `until` is the local time after which conflicts are not tried again. Raises Unresolved when the answer
+    was lost for good.
     """
     if statement is database.dialect.create and database.dialect.tick:
         yield from sleep(database.dialect.tick)
@@ -110,7 +123,7 @@ def begin(database: Database, statement: Statement, wish: Parameters, until: flo
         rows = [(info.fence,)]
     if not rows:
         return None
-    return Grant(Tenure(key, owner, int(rows[0][0])), sent + ttl - margin(ttl))
+    return Grant(Tenure(key, owner, int(rows[0][0])), sent, ttl)
 
 
 def inspect(database: Database, key: str, until: float | None = None) -> Steps[LockInfo | None]:
@@ -130,20 +143,89 @@ def verify(database: Database, tenure: Tenure) -> Steps[bool]:
     return _shows(info, tenure)
 
 
-def extend(database: Database, tenure: Tenure, ttl: float) -> Steps[Grant | None]:
+def extend(database: Database, tenure: Tenure, ttl: float, grace: float = 0.0) -> Steps[Grant | None]:
     """Let the lease end `ttl` seconds from now; None if the tenure is over."""
-    parameters: Parameters = {**tenure._asdict(), "ttl": ttl}
+    parameters: Parameters = {**tenure._asdict(), "ttl": ttl, "life": ttl + grace}
     until = database.now() + min(PATIENCE, ttl)
     sent, rows = yield from _send(database, database.dialect.extend, parameters, until, resend=True)
-    return Grant(tenure, sent + ttl - margin(ttl)) if rows else None
+    return Grant(tenure, sent, ttl) if rows else None
 
 
-def reenter(database: Database, tenure: Tenure, count: int, ttl: float) -> Steps[Grant | None]:
+def reenter(database: Database, tenure: Tenure, count: int, ttl: float, grace: float = 0.0) -> Steps[Grant | None]:
     """Raise the count from `count` and let the lease last at least `ttl` seconds more; None if the tenure is over."""
-    parameters: Parameters = {**tenure._asdict(), "count": count, "ttl": ttl}
+    parameters: Parameters = {**tenure._asdict(), "count": count, "life": ttl + grace}
     until = database.now() + min(PATIENCE, ttl)
     sent, rows = yield from _send(database, database.dialect.reenter, parameters, until, resend=True)
-    return Grant(tenure, sent + ttl - margin(ttl)) if rows else None
+    return Grant(tenure, sent, ttl) if rows else None
+
+
+def renew(
+    database: Database, leases: Sequence[tuple[Tenure, float]], until: float
+) -> Steps[tuple[float, set[Tenure] | None]]:
+    """Let each of many leases last its number of seconds more; when that was sent, and which are alive (None: all).
+
+    One round trip, a second one only if some tenure is over. `until` is the local time after which conflicts are not
+    tried again. Raises StoreBusy at once if a stranger has locked one of the rows.
+    """
+    due = [{**tenure._asdict(), "life": life} for tenure, life in leases]
+    parameters: Parameters = {"leases": json.dumps(due, ensure_ascii=False)}
+    sent, rows = yield from _send(database, database.dialect.renew, parameters, until, resend=True)
+    if len(rows) == len(leases):
+        return sent, None
+    _, rows = yield from _send(database, database.dialect.alive, parameters, until, resend=True)
+    return sent, {Tenure(key, owner, int(fence)) for key, owner, fence in rows}
+
+
+def why_lost(database: Database, tenure: Tenure) -> Steps[tuple[Reason, LockInfo | None]]:
+    """What became of a tenure that is over, and who took the key over."""
+    info = yield from inspect(database, tenure.key)
+    if info is None:
+        return Reason.GONE, None
+    if info.fence != tenure.fence:
+        return Reason.TAKEN_OVER, info.masked()
+    return (Reason.EXPIRED if info.owner == tenure.owner else Reason.FREED), None
+
+
+def attach(
+    database: Database, tenure: Tenure, wish: Parameters, ttl: float, grace: float
+) -> Steps[tuple[Grant, int] | None]:
+    """Enter a tenure by its token, with the lease and the count that gives; None if the tenure is over.
+
+    `wish` says who we are.
+    """
+    parameters: Parameters = {**wish, **tenure._asdict(), "life": ttl + grace}
+    until = database.now() + min(PATIENCE, ttl)
+    sent, rows = yield from _send(database, database.dialect.attach, parameters, until, resend=True)
+    return (Grant(tenure, sent, ttl), int(rows[0][0])) if rows else None
+
+
+def detach(database: Database, tenure: Tenure, ttl: float, grace: float) -> Steps[bool]:
+    """Leave a tenure to the bearer of its token; False if it is over.
+
+    A lost answer counts as a success: whether or not it happened, the tenure lives on.
+    """
+    parameters: Parameters = {**tenure._asdict(), "life": ttl + grace}
+    try:
+        _, rows = yield from _send(database, database.dialect.detach, parameters, database.now() + PATIENCE)
+    except StoreUnanswered:
+        return True
+    return bool(rows)
+
+
+def leave(database: Database, tenure: Tenure, min_hold: float, *, alone: bool) -> Steps[bool]:
+    """Lower the count by one, to nobody's from 1, not before `min_hold` seconds of tenure; False if it was over before.
+
+    `alone` says that nobody else counts, so that it may be sent again.
+    """
+    parameters: Parameters = {**tenure._asdict(), "min_hold": min_hold}
+    until = database.now() + PATIENCE
+    try:
+        _, rows = yield from _send(database, database.dialect.leave, parameters, until)
+    except StoreUnanswered:
+        if alone:
+            _, _ = yield from _send(database, database.dialect.leave, parameters, until, resend=True)
+        return True
+    return bool(rows)
 
 
 def release(database: Database, tenure: Tenure, count: int) -> Steps[bool]:
@@ -207,8 +289,16 @@ def _send(
         sent = database.now()
         try:
             return sent, (yield from execute(statement, parameters))
-        except StoreConflict:
-            pass
+        except StoreConflict as conflict:
+            dialect = database.dialect
+            if isinstance(conflict, StoreLocked):
+                if statement is dialect.take:
+                    raise  # the caller looks first whether the key is held, which is possible meanwhile
+            elif isinstance(conflict, StoreBusy):
+                if statement is dialect.renew:
+                    raise  # the caller tries without the row that is locked
+                if statement in (dialect.take, dialect.create, dialect.reap):
+                    return sent, []  # somebody is taking it, or pins it
         except StoreUnanswered:
             if not resend:
                 raise

@@ -6,7 +6,7 @@ cause.
 
 from __future__ import annotations
 
-from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
+from dblock.core.errors import LockStoreError, StoreBusy, StoreConflict, StoreLocked, StoreUnanswered
 from dblock.core.statements.base import Failure
 from dblock.core.steps import Execute
 
@@ -25,8 +25,12 @@ def store_error(
     what = f"{step.statement.name} {key!r}" if key else step.statement.name
     detail = f"{type(error).__name__}: {str(error).strip()}"
     if failure is Failure.CONFLICT:
-        hint = "; is a transaction of your own writing meanwhile?" if "is locked" in detail else ""
-        return StoreConflict(f"{place} kept refusing to {what}: {detail}{hint}", key=key)
+        return StoreConflict(f"{place} kept refusing to {what}: {detail}", key=key)
+    if failure is Failure.LOCKED:
+        hint = "is a transaction of your own writing meanwhile?"
+        return StoreLocked(f"{place} kept refusing to {what}: {detail}; {hint}", key=key)
+    if failure is Failure.BUSY:
+        return StoreBusy(f"another transaction keeps {place} from {what}: {detail}", key=key)
     if failure is Failure.LOST:
         return StoreUnanswered(f"{place} did not answer when asked to {what}: {detail}", key=key)
     return LockStoreError(f"{place} refused to {what}: {detail}", key=key)

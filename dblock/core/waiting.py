@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from dblock.core.errors import LockStoreError
+from dblock.core.errors import LockStoreError, StoreLocked
 from dblock.core.flows import new_owner
 from dblock.core.protocol import Database, Unresolved, begin, give_back, inspect, pauses, release
 from dblock.core.statements.base import Statement
@@ -32,11 +32,14 @@ def acquire(database: Database, wish: dict[str, Any], timeout: float | None) -> 
     until = max(deadline, start + GRACE)
     statement = dialect.take
     growing = pauses()
-    late = 0
+    late, tried = 0, False
     while True:
         wish["owner"] = new_owner()
+        locked: StoreLocked | None = None
         try:
             grant = yield from _begin(database, statement, wish, until)
+        except StoreLocked as error:
+            grant, locked = None, error
         except Unresolved:
             if now() >= until:
                 raise
@@ -47,6 +50,9 @@ def acquire(database: Database, wish: dict[str, Any], timeout: float | None) -> 
                 return grant
             _ = yield from release(database, grant.tenure, 1)  # granted too late to be of use
             yield from sleep(next(growing))
+        elif locked is None and tried and (left := deadline - now()) > 0:
+            yield from wait(min(next(growing), left))  # it looked free, but is being taken, or pinned
+        tried = True
         holder = yield from inspect(database, key, until)
         while holder is not None and holder.state == "held":
             left = deadline - now()
@@ -55,6 +61,11 @@ def acquire(database: Database, wish: dict[str, Any], timeout: float | None) -> 
             yield from wait(min(next(growing), left, holder.remaining))
             holder = yield from inspect(database, key, until)
         statement = dialect.create if holder is None else dialect.take
+        if locked is not None:
+            if now() >= until:
+                raise locked
+            yield from sleep(min(next(growing), until - now()))
+            continue
         late += now() >= deadline
         if late > 2:
             return None

@@ -25,6 +25,8 @@ class Failure(Enum):
     """What an error of the driver means for the protocol."""
 
     CONFLICT = "refused for a passing reason, nothing happened"
+    BUSY = "another transaction has locked the row, nothing happened"
+    LOCKED = "another transaction has locked the whole database, nothing happened"
     DUPLICATE = "the row is there already, nothing happened"
     LOST = "the connection broke, the outcome is unknown"
     NO_TABLE = "the table is missing"
@@ -54,9 +56,21 @@ class Dialect:
     reenter: Statement
     """Raise the count of a live tenure by one; the lease never gets shorter."""
     extend: Statement
-    """Set the lease of a live tenure to end one ttl from now."""
+    """Set the lease of a live tenure to end one life from now."""
+    renew: Statement
+    """Let the leases of many live tenures last at least one life more -> how many there were."""
+    alive: Statement
+    """Those of many tenures that are alive -> key, owner, fence."""
+    attach: Statement
+    """Enter a live tenure by its token -> count."""
+    detach: Statement
+    """Leave a live tenure to whoever bears its token."""
     release: Statement
-    """Lower the count by one; at zero the key is free."""
+    """Set the count to one less than `count`; at zero the key is free."""
+    leave: Statement
+    """Lower the count by one; at zero the key is free, once `min_hold` is over."""
+    pin: Statement
+    """In the caller's transaction: keep everybody from beginning a new tenure until it ends -> a row."""
     stale: Statement
     """Keys whose rows have been free or expired for longer than `retention`."""
     reap: Statement

@@ -1,4 +1,4 @@
-"""The statements for MySQL (8.0.17 and later) and MariaDB (10.5 and later).
+"""The statements for MySQL (8.0.17 and later) and MariaDB (10.6 and later, for JSON_TABLE).
 
 The clock is `UTC_TIMESTAMP(6)`: no session time zone touches it. It is the start of the statement, so no earlier than
 the send time from which trust counts; a wait for a row lock can only make a new lease shorter and an old one look
@@ -12,6 +12,14 @@ Neither database has UPDATE ... RETURNING: `LAST_INSERT_ID(expr)` brings the fen
 assigns from left to right and later expressions see earlier results, so `count` comes after those that read it. Row
 counts may mean "matched" or "changed" depending on a flag of the client; every SET below changes the row it matches,
 so both are the same.
+
+A pin is a shared lock of the guarded transaction on the row's entry in the index `locks_pin`. A covering read locks
+that entry and not the row, and reads the latest state whatever the transaction's snapshot. A take reaches its row
+through that index and so has to lock the entry exclusively; all other statements go through the primary key and never
+meet it. Above READ COMMITTED, InnoDB sometimes locks the gap before the entry as well (seen when a neighbour had just
+been deleted): the creation of a neighbouring key is then "busy" until the transaction ends.
+
+`/*M! */` is SQL for MariaDB and a comment for MySQL, `/*!80017 */` the other way round.
 """
 
 from __future__ import annotations
@@ -21,18 +29,20 @@ from typing import Final
 
 from dblock.core.statements.base import Dialect, Failure, Reply, Statement
 
-# Safe: one row, by primary key, and only if nobody's lease is alive on it; a concurrent take is waited for and the
-# condition is evaluated on the row that it left. Commits durably: whoever hears of the grant relies on it.
+# Safe: one row, by unique key, and only if nobody's lease is alive on it and no transaction pins it. Somebody else's
+# lock on it, a concurrent take's or a pin, is not waited for: 1205, which means "busy" (MySQL has no such switch and
+# waits, for innodb_lock_wait_timeout at most). Commits durably: whoever hears of the grant relies on it.
 TAKE: Final = Statement(
     "take",
     """
-UPDATE locks SET
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
+UPDATE locks FORCE INDEX (locks_pin) SET
     owner = :owner,
     fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))),
     count = 1,
     ttl = :ttl,
     acquired_at = UTC_TIMESTAMP(6),
-    expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:ttl * 1000000) MICROSECOND,
+    expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND,
     label = :label,
     host = :host,
     pid = :pid,
@@ -46,14 +56,16 @@ WHERE lock_key = :key AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
 
 # Safe: the primary key admits one; a loser gets 1062, which means "somebody was faster". Not INSERT IGNORE (it hides
 # other errors too) and not ON DUPLICATE KEY UPDATE (it locks exclusively and its row count is ambiguous). The row is
-# missing, so the fence starts at the clock; it exceeds every fence of a deleted row, because that began earlier.
+# missing, so the fence starts at the clock; it exceeds every fence of a deleted row, because that began earlier. Not
+# waited for either: the gap that another transaction may have locked (a pin does, next to a row that was just deleted).
 CREATE: Final = Statement(
     "create",
     """
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at,
                    label, host, pid, thread, program, celery_task_id)
 VALUES (:key, :owner, LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), 1, :ttl,
-        UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:ttl * 1000000) MICROSECOND,
+        UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND,
         :label, :host, :pid, :thread, :program, :task)
 """,
     Reply.NUMBER,
@@ -77,9 +89,9 @@ FROM locks WHERE lock_key = :key
 REENTER: Final = Statement(
     "reenter",
     """
-UPDATE locks SET
+UPDATE locks FORCE INDEX (PRIMARY) SET
     count = :count + 1,
-    expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:ttl * 1000000) MICROSECOND)
+    expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
 WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > UTC_TIMESTAMP(6)
 """,
     Reply.COUNT,
@@ -90,9 +102,79 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > UTC
 EXTEND: Final = Statement(
     "extend",
     """
-UPDATE locks SET
+UPDATE locks FORCE INDEX (PRIMARY) SET
     ttl = :ttl,
-    expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:ttl * 1000000) MICROSECOND
+    expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND
+WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > UTC_TIMESTAMP(6)
+""",
+    Reply.COUNT,
+)
+
+# Safe: names the tenures, revives none and shortens none, so it may arrive late and twice. STRAIGHT_JOIN: it must look
+# up one row for each lease, never scan the table, since InnoDB locks what it scans. Its row locks last for the
+# statement; nobody else's statement locks two rows, save another process's renewal of a tenure that both hold (1213,
+# which is tried again). A row that a stranger has locked is not waited for (1205). Durable: the longer leases are
+# relied on.
+RENEW: Final = Statement(
+    "renew",
+    """
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
+UPDATE JSON_TABLE(:leases, '$[*]' COLUMNS (
+    name varchar(255) CHARACTER SET utf8mb4
+        /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */ PATH '$.key',
+    holder varchar(64) CHARACTER SET utf8mb4
+        /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */ PATH '$.owner',
+    number bigint PATH '$.fence',
+    life double PATH '$.life'
+)) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
+    ON lock_key = due.name AND owner = due.holder AND fence = due.number AND expires_at > UTC_TIMESTAMP(6)
+SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(due.life * 1000000) MICROSECOND)
+""",
+    Reply.COUNT,
+)
+
+# Safe: reads only, without locks.
+ALIVE: Final = Statement(
+    "alive",
+    """
+SELECT lock_key, owner, fence
+FROM JSON_TABLE(:leases, '$[*]' COLUMNS (
+    name varchar(255) CHARACTER SET utf8mb4
+        /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */ PATH '$.key',
+    holder varchar(64) CHARACTER SET utf8mb4
+        /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */ PATH '$.owner',
+    number bigint PATH '$.fence'
+)) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
+    ON lock_key = due.name AND owner = due.holder AND fence = due.number AND expires_at > UTC_TIMESTAMP(6)
+""",
+    Reply.ROWS,
+)
+
+# Safe: names the tenure and revives none. Counts from what the row says, so sending it twice may count twice: the key
+# is then free later, at the end of the lease. Durable: the longer lease is relied on.
+ATTACH: Final = Statement(
+    "attach",
+    """
+UPDATE locks FORCE INDEX (PRIMARY) SET
+    count = LAST_INSERT_ID(count + 1),
+    expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND),
+    host = :host,
+    pid = :pid,
+    thread = :thread,
+    program = :program,
+    celery_task_id = :task
+WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > UTC_TIMESTAMP(6)
+""",
+    Reply.NUMBER,
+)
+
+# Safe: names the tenure. Leaves it alive, at count 0 too: its token's bearer has until the end of the lease.
+DETACH: Final = Statement(
+    "detach",
+    """
+UPDATE locks FORCE INDEX (PRIMARY) SET
+    count = count - 1,
+    expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
 WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > UTC_TIMESTAMP(6)
 """,
     Reply.COUNT,
@@ -103,13 +185,40 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > UTC
 RELEASE: Final = Statement(
     "release",
     """
-UPDATE locks SET
+UPDATE locks FORCE INDEX (PRIMARY) SET
     owner = CASE WHEN :count > 1 THEN owner END,
     expires_at = CASE WHEN :count > 1 THEN expires_at ELSE UTC_TIMESTAMP(6) END,
     count = :count - 1
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
 """,
     Reply.COUNT,
+)
+
+# Safe: names the tenure. Counts from what the row says, so it is sent twice only where nobody else counts. An owner
+# that is nobody's keeps the key closed for the rest of `min_hold`.
+LEAVE: Final = Statement(
+    "leave",
+    """
+UPDATE locks FORCE INDEX (PRIMARY) SET
+    owner = CASE WHEN count > 1 THEN owner
+                 WHEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND > UTC_TIMESTAMP(6) THEN '' END,
+    expires_at = CASE WHEN count > 1 THEN expires_at
+                      ELSE GREATEST(UTC_TIMESTAMP(6),
+                                    acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND) END,
+    count = GREATEST(count - 1, 0)
+WHERE lock_key = :key AND owner = :owner AND fence = :fence
+""",
+    Reply.COUNT,
+)
+
+# Runs in the caller's transaction, which it lasts as long as. Safe: no take can begin a tenure until then; one that is
+# under way is waited for, and the look at the row that follows sees what it did.
+PIN: Final = Statement(
+    "pin",
+    """
+SELECT lock_key FROM locks FORCE INDEX (locks_pin) WHERE lock_key = :key LOCK IN SHARE MODE
+""",
+    Reply.ROWS,
 )
 
 # Safe: reads only, without locks. `expires_at` of a free row is when it was released.
@@ -128,6 +237,7 @@ ORDER BY lock_key LIMIT 1000
 REAP: Final = Statement(
     "reap",
     """
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
 DELETE FROM locks
 WHERE lock_key = :key AND expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND
 """,
@@ -151,12 +261,16 @@ CREATE TABLE locks (
     pid integer NOT NULL,
     thread varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
     program varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
-    celery_task_id varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL
+    celery_task_id varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
+    UNIQUE KEY locks_pin (lock_key)
 ) ENGINE = InnoDB;
 """
 
-# 1205 lock wait timeout, 1213 deadlock, 1020 record changed (MariaDB's snapshot isolation), 3572 NOWAIT.
-_CONFLICTS = frozenset({1020, 1205, 1213, 3572})
+# 1213 deadlock, 1020 record changed (MariaDB's snapshot isolation), 1243 a prepared statement that a reset of the
+# session took away.
+_CONFLICTS = frozenset({1020, 1213, 1243})
+# 1205 lock wait timeout, 3572 NOWAIT.
+_BUSY = frozenset({1205, 3572})
 # 2006 gone away, 2013 lost during query, 2055 lost with an error, 2003 cannot connect, 2014 out of sync,
 # 1053 shutdown, 1152 aborted, 1158-1161 network, 1927 connection killed, 3169 session killed, 4031 idle too long,
 # 0 PyMySQL's "already closed".
@@ -166,6 +280,8 @@ _LOST = frozenset({0, 1053, 1152, 1158, 1159, 1160, 1161, 1927, 2002, 2003, 2006
 def classify(error: BaseException) -> Failure:
     """By error number (MySQL error reference), the first argument of every driver's exception."""
     number = error.args[0] if error.args else None
+    if number in _BUSY:
+        return Failure.BUSY
     if number in _CONFLICTS:
         return Failure.CONFLICT
     if number == 1062:
@@ -184,7 +300,13 @@ DIALECT: Final = Dialect(
     inspect=INSPECT,
     reenter=REENTER,
     extend=EXTEND,
+    renew=RENEW,
+    alive=ALIVE,
+    attach=ATTACH,
+    detach=DETACH,
     release=RELEASE,
+    leave=LEAVE,
+    pin=PIN,
     stale=STALE,
     reap=REAP,
     tick=0.0,

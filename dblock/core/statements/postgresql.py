@@ -12,6 +12,11 @@ What must be durable says so itself: a session with synchronous_commit=off gets 
 settings such as remote_apply are left alone.
 
 No SET touches an indexed column, so all updates are heap-only while the page has room (fillfactor).
+
+A pin is a shared advisory lock of the guarded transaction, which ends with it and, unlike a lock on the row, neither
+blocks a renewal nor minds that the row has been renewed since the transaction's snapshot. A take needs the same lock
+exclusively, and does not wait for it. Its number is a 64 bit hash of the key: a collision makes a key look busy for as
+long as the other one is pinned.
 """
 
 from __future__ import annotations
@@ -20,9 +25,10 @@ from typing import Final
 
 from dblock.core.statements.base import Dialect, Failure, Reply, Statement
 
-# Safe: one row, by primary key, and only if nobody's lease is alive on it; a concurrent take is waited for and the
-# condition is checked again on the row that it left. A loser's WHERE is false, so it locks and writes nothing.
-# Commits durably: whoever hears of the grant relies on it.
+# Safe: one row, by primary key, and only if nobody's lease is alive on it and no transaction pins it; a concurrent
+# change is waited for and the condition is checked again on the row that it left. A loser's WHERE is false, so it locks
+# and writes nothing (CASE, so that it does not even try the advisory lock). Commits durably: whoever hears of the grant
+# relies on it.
 TAKE: Final = Statement(
     "take",
     """
@@ -32,30 +38,35 @@ UPDATE locks SET
     count = 1,
     ttl = :ttl,
     acquired_at = clock_timestamp(),
-    expires_at = clock_timestamp() + make_interval(secs => :ttl),
+    expires_at = clock_timestamp() + make_interval(secs => :life),
     label = :label,
     host = :host,
     pid = :pid,
     thread = :thread,
     program = :program,
     celery_task_id = :task
-WHERE lock_key = :key AND (owner IS NULL OR expires_at <= clock_timestamp())
+WHERE lock_key = :key
+  AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp()
+           THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, 7234)) ELSE false END
   AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING fence
 """,
     Reply.ROWS,
 )
 
-# Safe: DO NOTHING neither locks nor writes when the key exists. Durable, as the take. The row is missing, so the fence
-# starts at the clock; it exceeds every fence of a deleted row, because that began before it was deleted.
+# Safe: DO NOTHING neither locks nor writes when the key exists; and a pin outlasts the row that it was for. Durable, as
+# the take. The row is missing, so the fence starts at the clock; it exceeds every fence of a deleted row, because that
+# began before it was deleted.
 CREATE: Final = Statement(
     "create",
     """
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at,
                    label, host, pid, thread, program, celery_task_id)
-SELECT :key, :owner, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint), 1, :ttl, clock_timestamp(),
-       clock_timestamp() + make_interval(secs => :ttl), :label, :host, CAST(:pid AS integer), :thread, :program, :task
+SELECT CAST(:key AS text), :owner, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint), 1, :ttl,
+       clock_timestamp(), clock_timestamp() + make_interval(secs => :life),
+       :label, :host, CAST(:pid AS integer), :thread, :program, :task
 WHERE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
+  AND pg_try_advisory_xact_lock(hashtextextended(CAST(:key AS text) COLLATE "C", 7234))
 ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence
 """,
@@ -82,7 +93,7 @@ REENTER: Final = Statement(
     """
 UPDATE locks SET
     count = CAST(:count AS integer) + 1,
-    expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :ttl))
+    expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
 WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > clock_timestamp()
   AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 """,
@@ -96,7 +107,68 @@ EXTEND: Final = Statement(
     """
 UPDATE locks SET
     ttl = :ttl,
-    expires_at = clock_timestamp() + make_interval(secs => :ttl)
+    expires_at = clock_timestamp() + make_interval(secs => :life)
+WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > clock_timestamp()
+  AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
+""",
+    Reply.COUNT,
+)
+
+# Safe: names the tenures, revives none and shortens none, so it may arrive late and twice. Its row locks last for the
+# statement; nobody else's statement locks two rows, save another process's renewal of a tenure that both hold (40P01,
+# which is tried again). A row that a stranger has locked is not waited for (55P03). Durable: the longer leases are
+# relied on.
+RENEW: Final = Statement(
+    "renew",
+    """
+UPDATE locks SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => due.life))
+FROM json_to_recordset(CAST(:leases AS json)) AS due (key text, owner text, fence bigint, life double precision)
+WHERE lock_key = due.key AND locks.owner = due.owner AND locks.fence = due.fence AND expires_at > clock_timestamp()
+  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+  AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
+""",
+    Reply.COUNT,
+)
+
+# Safe: reads only.
+ALIVE: Final = Statement(
+    "alive",
+    """
+SELECT lock_key, locks.owner, locks.fence
+FROM json_to_recordset(CAST(:leases AS json)) AS due (key text, owner text, fence bigint, life double precision)
+JOIN locks ON lock_key = due.key AND locks.owner = due.owner AND locks.fence = due.fence
+WHERE expires_at > clock_timestamp()
+""",
+    Reply.ROWS,
+)
+
+# Safe: names the tenure and revives none. Counts from what the row says, so sending it twice may count twice: the key
+# is then free later, at the end of the lease. Durable: the longer lease is relied on.
+ATTACH: Final = Statement(
+    "attach",
+    """
+UPDATE locks SET
+    count = count + 1,
+    expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life)),
+    host = :host,
+    pid = :pid,
+    thread = :thread,
+    program = :program,
+    celery_task_id = :task
+WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > clock_timestamp()
+  AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
+RETURNING count
+""",
+    Reply.ROWS,
+)
+
+# Safe: names the tenure. Leaves it alive, at count 0 too: its token's bearer has until the end of the lease.
+DETACH: Final = Statement(
+    "detach",
+    """
+UPDATE locks SET
+    count = count - 1,
+    expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
 WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > clock_timestamp()
   AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 """,
@@ -117,6 +189,33 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence
   AND set_config('synchronous_commit', 'off', true) IS NOT NULL
 """,
     Reply.COUNT,
+)
+
+# Safe: names the tenure. Counts from what the row says, so it is sent twice only where nobody else counts. An owner
+# that is nobody's keeps the key closed for the rest of `min_hold`. Asynchronous, as the release.
+LEAVE: Final = Statement(
+    "leave",
+    """
+UPDATE locks SET
+    owner = CASE WHEN count > 1 THEN owner
+                 WHEN acquired_at + make_interval(secs => :min_hold) > clock_timestamp() THEN '' END,
+    expires_at = CASE WHEN count > 1 THEN expires_at
+                      ELSE greatest(clock_timestamp(), acquired_at + make_interval(secs => :min_hold)) END,
+    count = greatest(count - 1, 0)
+WHERE lock_key = :key AND owner = :owner AND fence = :fence
+  AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+""",
+    Reply.COUNT,
+)
+
+# Runs in the caller's transaction, which it lasts as long as. Safe: no take can begin a tenure until then; one that is
+# under way is waited for, and the look at the row that follows sees what it did.
+PIN: Final = Statement(
+    "pin",
+    """
+SELECT pg_advisory_xact_lock_shared(hashtextextended(CAST(:key AS text) COLLATE "C", 7234))
+""",
+    Reply.ROWS,
 )
 
 # Safe: reads only. `expires_at` of a free row is when it was released.
@@ -158,10 +257,11 @@ CREATE TABLE locks (
     program varchar(255) COLLATE "C" NOT NULL,
     celery_task_id varchar(255) COLLATE "C" NOT NULL
 ) WITH (fillfactor = 50);
+CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 """
 
-# Serialization failure, deadlock, lock not available; and a prepared statement that a pooler gave to somebody else.
-_CONFLICTS = frozenset({"40001", "40P01", "55P03", "26000", "42P05"})
+# Serialization failure, deadlock; and a prepared statement that a pooler gave to somebody else.
+_CONFLICTS = frozenset({"40001", "40P01", "26000", "42P05"})
 _CLIENT_LOST = frozenset({"OperationalError", "InterfaceError", "DatabaseError", "InternalError"})
 
 
@@ -170,6 +270,8 @@ def classify(error: BaseException) -> Failure:
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     if state in _CONFLICTS:
         return Failure.CONFLICT
+    if state == "55P03":  # lock not available
+        return Failure.BUSY
     if state == "42P01":
         return Failure.NO_TABLE
     if isinstance(error, OSError):
@@ -187,7 +289,13 @@ DIALECT: Final = Dialect(
     inspect=INSPECT,
     reenter=REENTER,
     extend=EXTEND,
+    renew=RENEW,
+    alive=ALIVE,
+    attach=ATTACH,
+    detach=DETACH,
     release=RELEASE,
+    leave=LEAVE,
+    pin=PIN,
     stale=STALE,
     reap=REAP,
     tick=0.0,

@@ -5,6 +5,8 @@ The clock is SQLite's own `'now'`, stable within one statement and in millisecon
 connections never overlap (one writer at a time), and each reads the clock after it got the write lock or re-reads
 nothing: what a statement saw is what it changed.
 
+A pin is a write of the guarded transaction to the row: from then on nobody else can write until it ends.
+
 Commits: in WAL mode the lock's own connections run with `synchronous=NORMAL`. A crash of a process loses nothing then;
 a crash of the machine may lose the last commits, but ends every holder too, since all of them live on that machine.
 """
@@ -26,7 +28,7 @@ UPDATE locks SET
     count = 1,
     ttl = :ttl,
     acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'),
-    expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :ttl)),
+    expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)),
     label = :label,
     host = :host,
     pid = :pid,
@@ -49,7 +51,7 @@ INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at,
 VALUES (:key, :owner, CAST(strftime('%s', 'now') AS integer) * 1000000
                       + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000, 1, :ttl,
         strftime('%Y-%m-%d %H:%M:%f000', 'now'),
-        strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :ttl)),
+        strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)),
         :label, :host, :pid, :thread, :program, :task)
 ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence
@@ -77,7 +79,7 @@ REENTER: Final = Statement(
     """
 UPDATE locks SET
     count = :count + 1,
-    expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :ttl)))
+    expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
   AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 """,
@@ -90,8 +92,67 @@ EXTEND: Final = Statement(
     """
 UPDATE locks SET
     ttl = :ttl,
-    expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :ttl))
+    expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life))
 WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+""",
+    Reply.COUNT,
+)
+
+# Safe: names the tenures, revives none and shortens none, so it may arrive late and twice.
+RENEW: Final = Statement(
+    "renew",
+    """
+UPDATE locks SET expires_at = max(
+    expires_at,
+    strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', json_extract(due.value, '$.life')))
+)
+FROM json_each(:leases) AS due
+WHERE lock_key = json_extract(due.value, '$.key') AND owner = json_extract(due.value, '$.owner')
+  AND fence = json_extract(due.value, '$.fence') AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+""",
+    Reply.COUNT,
+)
+
+# Safe: reads only.
+ALIVE: Final = Statement(
+    "alive",
+    """
+SELECT lock_key, owner, fence FROM json_each(:leases) AS due CROSS JOIN locks
+WHERE lock_key = json_extract(due.value, '$.key') AND owner = json_extract(due.value, '$.owner')
+  AND fence = json_extract(due.value, '$.fence') AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+""",
+    Reply.ROWS,
+)
+
+# Safe: names the tenure and revives none. Counts from what the row says, so sending it twice may count twice: the key
+# is then free later, at the end of the lease.
+ATTACH: Final = Statement(
+    "attach",
+    """
+UPDATE locks SET
+    count = count + 1,
+    expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life))),
+    host = :host,
+    pid = :pid,
+    thread = :thread,
+    program = :program,
+    celery_task_id = :task
+WHERE lock_key = :key AND owner = :owner AND fence = :fence
+  AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+RETURNING count
+""",
+    Reply.ROWS,
+)
+
+# Safe: names the tenure. Leaves it alive, at count 0 too: its token's bearer has until the end of the lease.
+DETACH: Final = Statement(
+    "detach",
+    """
+UPDATE locks SET
+    count = count - 1,
+    expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
+WHERE lock_key = :key AND owner = :owner AND fence = :fence
+  AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 """,
     Reply.COUNT,
 )
@@ -105,6 +166,37 @@ UPDATE locks SET
     expires_at = CASE WHEN :count > 1 THEN expires_at ELSE strftime('%Y-%m-%d %H:%M:%f000', 'now') END,
     count = :count - 1
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
+""",
+    Reply.COUNT,
+)
+
+# Safe: names the tenure. Counts from what the row says, so it is sent twice only where nobody else counts. An owner
+# that is nobody's keeps the key closed for the rest of `min_hold`.
+LEAVE: Final = Statement(
+    "leave",
+    """
+UPDATE locks SET
+    owner = CASE WHEN count > 1 THEN owner
+                 WHEN strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold))
+                      > strftime('%Y-%m-%d %H:%M:%f000', 'now') THEN '' END,
+    expires_at = CASE WHEN count > 1 THEN expires_at
+                      ELSE max(strftime('%Y-%m-%d %H:%M:%f000', 'now'),
+                               strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold))) END,
+    count = max(count - 1, 0)
+WHERE lock_key = :key AND owner = :owner AND fence = :fence
+""",
+    Reply.COUNT,
+)
+
+# Runs in the caller's transaction, which it lasts as long as. Safe: from then on nobody else can write at all. It
+# renews the lease, since no other connection can as long as the transaction lasts.
+PIN: Final = Statement(
+    "pin",
+    """
+UPDATE locks SET
+    expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
+WHERE lock_key = :key AND owner = :owner AND fence = :fence
+  AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 """,
     Reply.COUNT,
 )
@@ -147,6 +239,7 @@ CREATE TABLE locks (
     program varchar(255) NOT NULL,
     celery_task_id varchar(255) NOT NULL
 );
+CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 """
 
 
@@ -157,7 +250,7 @@ def classify(error: BaseException) -> Failure:
     if code == "SQLITE_BUSY_SNAPSHOT":  # the caller's transaction has read what others have changed: it can never write
         return Failure.OTHER
     if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) or "is locked" in text:
-        return Failure.CONFLICT
+        return Failure.LOCKED
     return Failure.NO_TABLE if "no such table" in text else Failure.OTHER
 
 
@@ -168,7 +261,13 @@ DIALECT: Final = Dialect(
     inspect=INSPECT,
     reenter=REENTER,
     extend=EXTEND,
+    renew=RENEW,
+    alive=ALIVE,
+    attach=ATTACH,
+    detach=DETACH,
     release=RELEASE,
+    leave=LEAVE,
+    pin=PIN,
     stale=STALE,
     reap=REAP,
     tick=0.001,

@@ -1,0 +1,212 @@
+"""A flow's belief that it holds a key, and when that belief ends.
+
+Rule: a hold is trusted until a moment of the local clock, which only a statement that succeeded in time moves later.
+Once somebody has seen that moment pass, it is lost for good: an answer that comes afterwards does not revive it.
+
+The flow that took the key enters and leaves; the keeper renews. Both meet here, under a lock that is held for a few
+instructions; a look at the state takes it only when there is something to decide.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dblock.core.errors import Reason
+from dblock.core.values import Grant, LockInfo, State
+
+if TYPE_CHECKING:
+    from dblock.core.base import BaseLock
+    from dblock.core.drivers import Store
+    from dblock.core.flows import Flow
+
+
+class Loss(NamedTuple):
+    """Why a hold was lost, and who took the key over, if somebody did."""
+
+    reason: Reason
+    holder: LockInfo | None = None
+
+
+class Entry(NamedTuple):
+    """One entering of a hold."""
+
+    lock: BaseLock
+    kind: str
+    """`acquire`, `with`, or `attach`, which a `with` may still take over."""
+    number: int
+    """Later ones have greater numbers, whatever hold they are of."""
+
+
+entry_numbers = itertools.count(1)
+
+
+class Lease(NamedTuple):
+    """A hold's lease as it was when a renewal was written."""
+
+    hold: Hold
+    ttl: float
+    life: float
+    epoch: int
+
+
+class Hold:
+    """One tenure, as one flow holds it."""
+
+    __slots__ = (
+        "__weakref__",
+        "acquired",
+        "cancelling",
+        "deferred",
+        "due",
+        "entries",
+        "epoch",
+        "failure",
+        "flow",
+        "grace",
+        "interrupted",
+        "left",
+        "loop",
+        "loss",
+        "max_hold",
+        "min_hold",
+        "others",
+        "outer",
+        "renewed",
+        "renewing",
+        "store",
+        "tenure",
+        "told",
+        "transactions",
+        "trusted_until",
+        "ttl",
+        "turn",
+        "view",
+        "warned",
+    )
+
+    def __init__(self, store: Store, flow: weakref.ref[Flow], grant: Grant, entry: Entry, outer: Hold | None) -> None:
+        lock = entry.lock
+        self.turn = threading.RLock()  # a signal handler may run between any two lines
+        self.store = store
+        self.flow = flow
+        self.tenure = grant.tenure
+        self.ttl = grant.ttl
+        self.grace: float = lock.options.grace
+        self.min_hold: float = lock.options.min_hold
+        self.max_hold: float = lock.options.max_hold
+        self.renewing: bool = lock.options.renew
+        self.acquired = self.renewed = grant.sent
+        self.trusted_until = grant.trusted_until
+        self.entries = [entry]
+        """How it was entered, outermost first; empty when only an open transaction keeps it."""
+        self.left: Entry | None = None
+        """The entry that is being left, or whose leaving an open transaction puts off."""
+        self.view = False
+        """Is this a copy for looking only?"""
+        self.outer = outer
+        """A lost hold of the same key, further out in the same flow, which has yet to be told so."""
+        self.others: int | None = None
+        """How many entries of others the row counts, as far as we know; None while no token has been handed out."""
+        self.loss: Loss | None = None
+        self.failure = False
+        """Has the last renewal failed, or not been answered yet?"""
+        self.warned = False
+        """Has somebody been told that a renewal is late?"""
+        self.told = False
+        """Have those who want to know been told that it is lost?"""
+        self.epoch = 0
+        """How often the ttl was set: the answer to a renewal sent before does not count."""
+        self.deferred = False
+        """Is it to be given back when a transaction ends?"""
+        self.cancelling = 0
+        """How many cancellations its task had been asked for when the body began."""
+        self.interrupted = False
+        """Have we asked for one?"""
+        self.transactions: tuple[Any, ...] = ()
+        """Those of the caller's that were open when it was taken, as the face knows them."""
+        self.loop: Any = None
+        """The event loop that its statements run on, where they do."""
+        self.due = grant.sent + grant.ttl / 3 if self.renewing else grant.trusted_until
+        """The local time at which the keeper has to do something about it."""
+
+    @property
+    def count(self) -> int:
+        return len(self.entries) + (self.others or 0)
+
+    @property
+    def life(self) -> float:
+        return self.ttl + self.grace
+
+    def snapshot(self) -> Hold:
+        """A copy that changes no more when its flow enters and leaves."""
+        twin = copy.copy(self)
+        twin.view, twin.turn, twin.outer = True, threading.RLock(), None
+        twin.entries = [*self.entries, self.left] if self.left else list(self.entries)
+        return twin
+
+    def locks(self) -> list[BaseLock]:
+        """The lock objects that it was entered through, each once."""
+        return list({id(entry.lock): entry.lock for entry in self.entries}.values())
+
+    def lease(self) -> Lease:
+        """What a renewal is to say, and what its answer will be worth."""
+        with self.turn:
+            return Lease(self, self.ttl, self.life, self.epoch)
+
+    def now(self) -> float:
+        return self.store.database.now()
+
+    def remaining(self) -> float:
+        """Seconds of trust left; 0.0 once it has been lost."""
+        while self.loss is None:
+            left = self.trusted_until - self.now()
+            if left > 0:
+                return left
+            _ = self.lose()
+        return 0.0
+
+    @property
+    def state(self) -> State:
+        if self.remaining() <= 0:
+            return "lost"
+        return "at_risk" if self.renewing and self.now() >= self.late_from else "held"
+
+    @property
+    def late_from(self) -> float:
+        """The local time from which a renewal that has not happened is late; no renewal, no lateness."""
+        return min(self.renewed + self.ttl / 2, self.trusted_until) if self.renewing else math.inf
+
+    def lengthen(self, grant: Grant, epoch: int | None = None) -> bool:
+        """Trust it for longer; False if it is lost, or was before the answer came."""
+        with self.turn:
+            if self.loss is not None or self.now() >= self.trusted_until:
+                return False
+            if epoch is None or epoch == self.epoch:
+                self.trusted_until = max(self.trusted_until, grant.trusted_until)
+                if grant.sent > self.renewed:
+                    self.renewed = grant.sent
+                    self.due = grant.sent + self.ttl / 3 if self.renewing else self.trusted_until
+                    self.failure = False
+            return True
+
+    def reset(self, ttl: float, until: float) -> None:
+        """A new ttl is on its way: trust no more than it gives, and no answer to a renewal with the old one."""
+        with self.turn:
+            self.epoch += 1
+            self.ttl = ttl
+            self.trusted_until = min(self.trusted_until, until)
+            self.due = min(self.due, self.now() + ttl / 3) if self.renewing else self.trusted_until
+
+    def lose(self, loss: Loss | None = None) -> bool:
+        """It is lost, for good; False if it was before. Without a loss: because trust has run out."""
+        with self.turn:
+            if self.loss is not None or (loss is None and self.now() < self.trusted_until):
+                return False
+            self.loss = loss or Loss(Reason.UNREACHABLE if self.failure else Reason.EXPIRED)
+            self.trusted_until = -math.inf
+            return True

@@ -1,0 +1,410 @@
+"""The watchdog: keeps the leases of this process alive, and says so when one may not or does not live on.
+
+One thread watches and never waits for a database: it knows when each hold is due for renewal, at risk and lost, so that
+a hanging renewal delays no signal. The renewals run elsewhere: for each database in a thread of its own, with its own
+connection (a blocked event loop loses no leases there), or, where the driver is asynchronous, in a task on the event
+loop that took the lock. All leases of a database that are due go into one statement.
+
+A renewal is due a third of the ttl after the last one; it fails softly and is tried again until the lease is lost. One
+that does not answer at all is given up after a sixth of the ttl, and the next goes over another connection; if its
+answer comes later it still counts, from the time of sending.
+
+Taking a lock costs the keeper an entry in a dictionary: the watching thread looks once a second anyway while it lives,
+ends when it finds nothing to do, and is started again when needed.
+
+Rule: nothing here decides who holds a key. The keeper moves the moment until which a hold is trusted (see
+`dblock.core.holds`) and tells.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import math
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from dblock.core import clock, protocol
+from dblock.core.drivers import Store, adrive, drive
+from dblock.core.errors import LockError, Reason, StoreBusy
+from dblock.core.flows import current_flow, flow_again
+from dblock.core.holds import Hold, Lease, Loss
+from dblock.core.values import Grant, Tenure
+
+if TYPE_CHECKING:
+    from dblock.core.steps import Steps
+
+LOOK: Final = 1.0
+"""Seconds between two looks of the watching thread, at most."""
+BATCH: Final = 10_000
+"""Leases in one statement, at most."""
+PATIENCE: Final = 2.0
+"""Seconds for which the end of a process waits for its locks to be given back."""
+
+log = logging.getLogger("dblock")
+log.addHandler(logging.NullHandler())
+
+
+class Batch:
+    """Leases of one database that are to be renewed by one statement."""
+
+    def __init__(self, store: Store, holds: Sequence[Hold]) -> None:
+        self.store = store
+        self.leases = [hold.lease() for hold in holds]
+
+    def steps(self) -> Steps[None]:
+        """Renew, and let every hold know."""
+        for lease in self.leases:
+            lease.hold.failure = True  # until it has succeeded: it may never be answered
+        patience = min(lease.ttl for lease in self.leases) / 20
+        for start in range(0, len(self.leases), BATCH):
+            yield from self._renew(self.leases[start : start + BATCH], patience)
+        keeper.look()
+
+    def _renew(self, leases: Sequence[Lease], patience: float) -> Steps[None]:
+        database = self.store.database
+        lives: dict[Tenure, float] = {}  # two flows may hold one tenure: the longer life counts
+        for lease in leases:
+            lives[lease.hold.tenure] = max(lease.life, lives.get(lease.hold.tenure, 0.0))
+        try:
+            sent, alive = yield from protocol.renew(database, list(lives.items()), database.now() + patience)
+        except LockError as error:
+            if type(error) is StoreBusy and len(leases) > 1:
+                # One row that a stranger has locked must not cost the others their leases.
+                half = len(leases) // 2
+                yield from self._renew(leases[:half], 0.0)
+                yield from self._renew(leases[half:], 0.0)
+                return
+            warn("could not renew %d leases, trying again: %s", len(leases), error)
+            for lease in leases:
+                lease.hold.due = min(lease.hold.due, database.now() + min(1.0, lease.ttl / 20))
+            return
+        over: list[Hold] = []
+        for hold, ttl, _, epoch in leases:
+            if alive is None or hold.tenure in alive:
+                _ = hold.lengthen(Grant(hold.tenure, sent, ttl), epoch)
+            else:
+                over.append(hold)
+        for hold in over:
+            if keeper.keeps(hold):
+                try:
+                    loss = Loss(*(yield from protocol.why_lost(database, hold.tenure)))
+                except LockError:
+                    loss = Loss(Reason.EXPIRED)
+                if keeper.keeps(hold):  # not given back meanwhile
+                    _ = hold.lose(loss)
+
+
+class Renewer(threading.Thread):
+    """Renews the leases of one database on connections of its own."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(name="dblock renewal", daemon=True)
+        self.store = store
+        self.batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self.given = self.done = 0
+
+    @property
+    def ready(self) -> bool:
+        """Is it there, and not in the middle of something?"""
+        return self.given == self.done and self.is_alive()
+
+    def run(self) -> None:
+        while (batch := self.batches.get()) is not None:
+            try:
+                drive(batch.steps(), self.store)
+            except BaseException as error:  # noqa: BLE001 - must go on: other leases depend on it
+                warn("a renewal of %d leases failed: %r", len(batch.leases), error)
+            finally:
+                self.done += 1
+                del batch
+        with contextlib.suppress(Exception):
+            self.store.end_thread()
+
+
+class Keeper:
+    """Knows all holds of this process."""
+
+    def __init__(self) -> None:
+        self._holds: dict[Hold, None] = {}
+        self._wake_at = math.inf
+        # Both may be entered again by a signal handler that takes a lock.
+        self._lock = threading.RLock()
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._starting = False
+        self._renewers: dict[Store, Renewer] = {}
+        self._tasks: set[Any] = set()
+        self._added = self._finalized = False
+
+    # -- for the flows
+
+    def add(self, hold: Hold) -> None:
+        """Keep it from now on."""
+        self._holds[hold] = None
+        self._added = True
+        if hold.due < self._wake_at:
+            self.look()
+
+    def discard(self, hold: Hold) -> None:
+        """Keep it no more: it is being given back. A renewal that is under way finds no such tenure."""
+        self._holds.pop(hold, None)
+
+    def keeps(self, hold: Hold) -> bool:
+        """Has it not been given back?"""
+        return hold in self._holds
+
+    def look(self) -> None:
+        """Look again now: something is due earlier than we thought."""
+        self._bell.put(None)
+        with self._lock:  # a watch that is about to end decides so under it
+            if not self._starting and (self._thread is None or not self._thread.is_alive()):
+                self._start()
+
+    def announce(self, hold: Hold) -> None:
+        """Tell those who want to know, once, that a hold is lost; in a thread of its own."""
+        loss = hold.loss
+        if loss is None or hold.view:
+            return
+        with self._lock:  # whoever leaves a lost hold comes through here first
+            told, hold.told = hold.told, True
+            seen = hold.snapshot()
+        if told:
+            return
+        warn("lost the lease on %r (fence %d): %s", hold.tenure.key, hold.tenure.fence, loss.reason)
+        for lock in seen.locks():
+            lock._interrupt_body(hold)
+        _tell([call for lock in seen.locks() for call in lock._who_hears_of_loss(loss.reason)], seen)
+
+    # -- the watching thread
+
+    def _start(self) -> None:
+        util = sys.modules.get("multiprocessing.util")
+        if util is not None and not self._finalized:  # a child of multiprocessing ends without atexit
+            self._finalized = True
+            util.Finalize(None, self.close, exitpriority=0)
+        self._starting = True
+        try:
+            self._thread = threading.Thread(target=self._watch, name="dblock keeper", daemon=True)
+            self._thread.start()
+        except BaseException as error:
+            self._thread = None  # the next lock tries again
+            if not isinstance(error, RuntimeError):  # out of threads, or the interpreter is ending
+                raise
+            warn("cannot watch over leases: %s", error)
+        finally:
+            self._starting = False
+
+    def _watch(self) -> None:
+        idle = False
+        while True:
+            self._wake_at = math.inf  # whoever adds a hold during the look makes us look again
+            try:
+                wait = self._look_at_all()
+            except Exception as error:  # noqa: BLE001 - must go on: leases depend on it
+                warn("the keeper stumbled: %r", error)
+                wait = LOOK
+            with self._lock:
+                if idle and not (self._holds or self._renewers or self._added):
+                    if self._thread is threading.current_thread():
+                        self._thread = None
+                    return
+            self._added = False
+            self._wake_at = clock.now() + wait
+            idle = self._rest(wait)
+
+    def _rest(self, seconds: float) -> bool:
+        """Wait for the bell; True if it did not ring."""
+        try:
+            self._bell.get(timeout=seconds)
+        except queue.Empty:
+            return True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._bell.get_nowait()
+        return False
+
+    def _look_at_all(self) -> float:
+        """Do what is due; seconds until something else is."""
+        due: dict[tuple[Store, Any], list[Hold]] = {}
+        soonest = LOOK
+        stores = set()
+        for hold in list(self._holds):
+            stores.add(hold.store)
+            left, flow = hold.remaining(), hold.flow()
+            if left <= 0:
+                self.discard(hold)
+                self.announce(hold)
+                continue
+            if hold.renewing and (flow is None or flow.ended()):
+                warn("%r was never given back by a thread or task that has ended", hold.tenure.key)
+                hold.renewing = False
+            now = hold.now()
+            if hold.renewing and now >= hold.acquired + hold.max_hold:
+                hold.renewing = False
+            if hold.renewing:
+                if hold.due <= now:
+                    due.setdefault((hold.store, hold.loop), []).append(hold)
+                    hold.due = now + hold.ttl / 6
+                soonest = min(soonest, hold.due - now)
+                late = hold.late_from - now
+                if late > 0:
+                    hold.warned = False
+                    soonest = min(soonest, late)
+                elif not hold.warned:
+                    hold.warned = True
+                    seen = hold.snapshot()
+                    _tell([call for lock in seen.locks() for call in lock._who_hears_of_risk()], seen)
+            soonest = min(soonest, left)
+            del flow
+        for (store, loop), holds in due.items():
+            self._gather(store, loop, holds)
+            self._send(Batch(store, holds), loop)
+        for store in [store for store in self._renewers if store not in stores]:
+            self._renewers.pop(store).batches.put(None)
+        return max(soonest, 0.001)
+
+    def _gather(self, store: Store, loop: Any, holds: list[Hold]) -> None:
+        """Those that will be due soon come along, so that leases that began one by one are renewed together."""
+        for hold in list(self._holds):
+            if hold.store is store and hold.loop is loop and hold.renewing and hold.loss is None:
+                now = hold.now()
+                if now < hold.due <= now + hold.ttl / 12:
+                    holds.append(hold)
+                    hold.due = now + hold.ttl / 6
+
+    def _send(self, batch: Batch, loop: Any) -> None:
+        store = batch.store
+        if loop is not None:
+            self._send_to_loop(batch, loop)
+            return
+        renewer = self._renewers.get(store)
+        if renewer is None or not renewer.ready:
+            if renewer is not None:  # it hangs: it ends when its answer comes, and another one takes its place
+                renewer.batches.put(None)
+            renewer = Renewer(store)
+            renewer.start()
+            self._renewers[store] = renewer
+        renewer.given += 1
+        renewer.batches.put(batch)
+
+    def _send_to_loop(self, batch: Batch, loop: Any) -> None:
+        steps = batch.steps()
+
+        def begin() -> None:
+            task = loop.create_task(_quietly(adrive(steps, batch.store)))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        try:
+            loop.call_soon_threadsafe(begin)
+        except RuntimeError:  # the loop is closed, and with it the flow that took the lock
+            for lease in batch.leases:
+                lease.hold.renewing = False
+
+    # -- the end
+
+    def close(self) -> None:
+        """At a normal exit: give back what is still held by flows that have ended or are ending.
+
+        A thread that may still be at work keeps what it has: its lease is renewed until it ends, or ends by itself.
+        """
+        mine, ending = current_flow(), list[Hold]()
+        for hold in reversed(list(self._holds)):
+            flow = hold.flow()
+            if hold.loss is None and (flow is None or flow is mine or flow.ended()):
+                self.discard(hold)
+                ending.append(hold)
+        if not ending:
+            return
+        work = threading.Thread(target=_give_all_back, args=(ending,), name="dblock exit", daemon=True)
+        try:
+            work.start()
+        except RuntimeError:  # Python 3.12 starts no more threads then
+            _give_all_back(ending)
+        else:
+            work.join(PATIENCE)  # a database that does not answer must not keep us from ending
+
+
+def _give_all_back(holds: Sequence[Hold]) -> None:
+    silent = set[Store]()
+    for hold in holds:
+        if hold.store in silent:
+            continue
+        try:
+            _finish(hold)
+        except Exception as error:  # noqa: BLE001 - nothing may keep the others from being given back
+            warn("could not give %r back at exit: %s", hold.tenure.key, error)
+            silent.add(hold.store)
+
+
+def _finish(hold: Hold) -> None:
+    steps = _leave_for_good(hold)
+    if hold.store.asynchronous:
+        import asyncio  # noqa: PLC0415 - only where it is in use
+
+        asyncio.run(adrive(steps, hold.store))
+    else:
+        drive(steps, hold.store)
+
+
+def _leave_for_good(hold: Hold) -> Steps[None]:
+    database, alone = hold.store.database, hold.others is None
+    if alone and not hold.min_hold:
+        _ = yield from protocol.release(database, hold.tenure, 1)
+        return
+    for _ in range(max(1, len(hold.entries))):  # each entry counts in the row
+        _ = yield from protocol.leave(database, hold.tenure, hold.min_hold, alone=alone)
+
+
+async def _quietly(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except Exception as error:  # noqa: BLE001 - must not end in the loop's exception handler
+        warn("a renewal failed: %r", error)
+
+
+def _tell(calls: list[Callable[[], object]], hold: Hold) -> None:
+    if not calls:
+        return
+    try:
+        threading.Thread(target=_call, args=(calls, hold), name="dblock callback", daemon=True).start()
+    except RuntimeError as error:
+        warn("cannot tell about %r: %s", hold.tenure.key, error)
+
+
+def _call(calls: list[Callable[[], object]], hold: Hold) -> None:
+    with flow_again(hold):
+        for call in calls:
+            try:
+                _ = call()
+            except Exception as error:  # noqa: BLE001 - a user's
+                warn("a callback of the lock on %r failed: %r", hold.tenure.key, error, exc_info=True)
+
+
+def warn(message: str, *args: object, exc_info: bool = False) -> None:
+    """Log; but a handler or filter that fails must not end the watch."""
+    with contextlib.suppress(Exception):
+        log.warning(message, *args, exc_info=exc_info)
+
+
+keeper = Keeper()
+"""The keeper of this process."""
+
+
+def _after_fork_in_child() -> None:
+    keeper.__init__()  # type: ignore[misc]
+
+
+def _at_exit() -> None:
+    keeper.close()
+
+
+_ = atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

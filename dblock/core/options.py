@@ -1,0 +1,65 @@
+"""What `db_lock` can be told about the lease, apart from key, ttl and timeout: checked once, the same on every face."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from dblock.core.errors import Reason
+from dblock.core.values import Seconds, valid_span, valid_text, valid_ttl
+
+Callback = Callable[[Any, Reason], object]
+"""`on_lost(lock, reason)`; what it returns is ignored, what it raises is logged."""
+
+
+class Options(NamedTuple):
+    """How the lease is kept, and who is told."""
+
+    renew: bool = True
+    label: str = ""
+    on_lost: Callback | None = None
+    on_at_risk: Callable[[Any], object] | None = None
+    release: str = "auto"
+    grace: float = 0.0
+    min_hold: float = 0.0
+    max_hold: float = math.inf
+    interrupt: bool = False
+
+
+def valid_options(
+    *,
+    renew: bool = True,
+    label: str = "",
+    on_lost: Callback | None = None,
+    on_at_risk: Callable[[Any], object] | None = None,
+    release: str = "auto",
+    grace: Seconds = 0.0,
+    min_hold: Seconds = 0.0,
+    max_hold: Seconds | None = None,
+    interrupt: bool = False,
+) -> Options:
+    """The options, or TypeError or ValueError where one makes no sense."""
+    for name, flag in (("renew", renew), ("interrupt", interrupt)):
+        if flag is not True and flag is not False:
+            raise TypeError(f"{name} is True or False, not {flag!r}")
+    for name, function in (("on_lost", on_lost), ("on_at_risk", on_at_risk)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} is a function or None, not {function!r}")
+    if release not in {"auto", "now"}:
+        raise ValueError(f'release is "auto" or "now", not {release!r}')
+    return Options(
+        renew,
+        valid_text(label, "label"),
+        on_lost,
+        on_at_risk,
+        release,
+        valid_span(grace, "grace", "how long an expired lease keeps the key closed"),
+        valid_span(min_hold, "min_hold", "how long a tenure keeps the key at least"),
+        math.inf if max_hold is None else valid_ttl(max_hold, "max_hold", "how long a tenure is renewed at most"),
+        interrupt,
+    )
+
+
+PLAIN = Options()
+"""What most locks are told: nothing."""

@@ -1,0 +1,124 @@
+"""When the transaction ends in which a lock was taken and left: `release="auto"`.
+
+Django calls nobody back after a rollback, and `on_commit` forgets what was registered in a savepoint that is rolled
+back. So the connection's own methods that end a transaction, or a savepoint, are followed by a look: once no block of
+the caller's is open any more, the locks that waited for it are given back, before anything else can happen.
+
+Rule: the blocks that Django's TestCase opens around a test do not count (Django marks them, for `durable=True`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import weakref
+from typing import Any
+
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.signals import connection_created
+
+from dblock.core.base import finish
+from dblock.core.drivers import drive
+from dblock.core.errors import LockError
+from dblock.core.flows import Flow, current_flow
+from dblock.core.holds import Hold
+
+_ENDS = ("commit", "rollback", "savepoint_commit", "savepoint_rollback", "close")
+
+
+class _Known(threading.local):
+    """This thread's connections. To ask `connections` each time would cost as much as all else that a take does."""
+
+    def __init__(self) -> None:
+        self.connections = weakref.WeakSet(connections.all(initialized_only=True))
+
+
+_known = _Known()
+
+
+def _created(connection: BaseDatabaseWrapper, **_: Any) -> None:
+    _known.connections.add(connection)
+
+
+connection_created.connect(_created, dispatch_uid="dblock.transactions")
+
+_waiting: weakref.WeakKeyDictionary[BaseDatabaseWrapper, list[tuple[Flow, Hold]]] = weakref.WeakKeyDictionary()
+
+log = logging.getLogger("dblock")
+
+
+def open_blocks() -> tuple[tuple[BaseDatabaseWrapper, Any], ...]:
+    """The connections of this thread on which a transaction of the caller's is open, each with its outermost block."""
+    return tuple(
+        (connection, block)
+        for connection in _known.connections
+        if connection.in_atomic_block and (block := _outermost(connection)) is not None
+    )
+
+
+def keep_until_end(hold: Hold) -> bool:
+    """Keep it until the transactions have ended that were open when it was taken; False if none of them is open."""
+    still = [
+        connection
+        for connection, block in hold.transactions
+        if _outermost(connection) is block and not connection.closed_in_transaction
+    ]
+    if not still:
+        return False
+    if not hold.deferred:
+        hold.deferred = True
+        connection = still[0]
+        _waiting.setdefault(connection, []).append((current_flow(), hold))
+        _watch(connection)
+    return True
+
+
+def _outermost(connection: BaseDatabaseWrapper) -> Any:
+    """The outermost block of the caller's; inside a test's transaction, of those whose end can be seen."""
+    blocks: list[Any] = connection.atomic_blocks
+    return next(
+        (block for block in blocks if not block._from_testcase and (block.savepoint or block is blocks[0])), None
+    )
+
+
+def _watch(connection: BaseDatabaseWrapper) -> None:
+    for name in _ENDS:
+        method = getattr(connection, name)
+        if not hasattr(method, "_dblock"):
+            setattr(connection, name, _followed(connection, method))
+
+
+def _followed(connection: BaseDatabaseWrapper, method: Any) -> Any:
+    reference = weakref.ref(connection)
+
+    @functools.wraps(method)
+    def ending(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        finally:
+            connection = reference()
+            if connection is not None and _waiting.get(connection):
+                _give_back(connection)
+
+    ending._dblock = True  # type: ignore[attr-defined]
+    return ending
+
+
+def _give_back(connection: BaseDatabaseWrapper) -> None:
+    if _outermost(connection) is not None and not connection.closed_in_transaction:
+        return
+    for flow, hold in _waiting.pop(connection, []):
+        hold.deferred = False
+        if keep_until_end(hold):  # a transaction on another database is still open
+            continue
+        try:
+            drive(finish(flow, hold), hold.store)
+        except LockError as error:
+            log.warning("could not give %r back when the transaction ended: %s", hold.tenure.key, error)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_waiting.clear)  # what waits is the parent's to give back

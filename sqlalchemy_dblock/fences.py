@@ -1,0 +1,35 @@
+"""Statements that refuse stale writers: each row remembers the newest fence that wrote it, and takes no older one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sqlalchemy import BigInteger
+from sqlalchemy.orm import Mapped, mapped_column
+
+from dblock.core.fences import fence_of
+
+if TYPE_CHECKING:
+    from sqlalchemy import ColumnElement, Update
+
+    from dblock.core.base import BaseLock
+
+U = TypeVar("U", bound="Update")
+
+
+class FencedMixin:
+    """Gives a declarative class the column that `fenced_update` needs."""
+
+    fence: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+
+
+def fenced_update(statement: U, lock: BaseLock | int, column: ColumnElement[int] | None = None) -> U:
+    """The UPDATE, restricted to rows that no newer tenure has written, and recording the lock's fence in them.
+
+    `lock` is held by this flow (LockNotHeld otherwise), or a fence that came in a message; `column` is the one for it,
+    by default the table's `fence`. A lost lock still has its fence: the rows decide. The result's `rowcount` says how
+    many there were.
+    """
+    fence = fence_of(lock)
+    where: Any = statement.table.c["fence"] if column is None else column
+    return statement.where(where <= fence).values({where: fence})

@@ -1,0 +1,120 @@
+"""The caller's transactions: `session=`, which keeps a lock until its transaction ends, and the pin of `guard()`.
+
+Rule: a session's `after_transaction_end` comes when its transaction is over in the database too, by commit, rollback or
+close; a Connection's own events come before, so they are of no use here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from typing import Any
+
+from sqlalchemy import Connection, Engine, event, text
+from sqlalchemy.exc import DBAPIError, MissingGreenlet
+from sqlalchemy.util import await_only
+
+from dblock.core.base import finish
+from dblock.core.drivers import adrive, drive
+from dblock.core.errors import LockError
+from dblock.core.flows import Flow, current_flow
+from dblock.core.holds import Hold
+from dblock.core.statements.base import Reply
+from dblock.core.steps import Execute
+from sqlalchemy_dblock.store import EngineStore
+
+log = logging.getLogger("dblock")
+
+_waiting: weakref.WeakKeyDictionary[Any, list[tuple[Flow, Hold]]] = weakref.WeakKeyDictionary()
+
+
+def valid_session(session: Any, *, asynchronous: bool) -> Any:
+    """A Session, or the one of a scoped_session; an AsyncSession for an asynchronous engine; else TypeError."""
+    found = session.registry() if hasattr(session, "registry") else session
+    if hasattr(found, "sync_session") != asynchronous or not hasattr(found, "in_transaction"):
+        kind = "an AsyncSession" if asynchronous else "a Session"
+        raise TypeError(f"session is {kind} for this engine, not {type(session).__name__}")
+    if isinstance(found, Connection):
+        raise TypeError("session is a Session: a Connection does not say when its transaction has ended")
+    return found
+
+
+def keep_until_end(hold: Hold, session: Any) -> bool:
+    """Keep it until the session's transaction has ended; False if none is open."""
+    sync_session = getattr(session, "sync_session", session)
+    if not sync_session.in_transaction():
+        return False
+    if not hold.deferred:
+        hold.deferred = True
+        waiting = _waiting.get(sync_session)
+        if waiting is None:
+            waiting = _waiting[sync_session] = []
+            _ = weakref.finalize(sync_session, _dropped, waiting)
+            event.listen(sync_session, "after_transaction_end", _ended)
+        waiting.append((current_flow(), hold))
+    return True
+
+
+def _dropped(waiting: list[tuple[Flow, Hold]]) -> None:
+    """A session was thrown away in the middle of its transaction: nobody is left to give back what it kept."""
+    for _, hold in waiting:
+        hold.renewing = False
+
+
+def _ended(session: Any, transaction: Any) -> None:
+    if transaction.parent is not None:  # a savepoint
+        return
+    holds, _waiting[session][:] = list(_waiting[session]), []
+    for flow, hold in holds:
+        steps = finish(flow, hold)
+        try:
+            if hold.store.asynchronous:
+                await_only(adrive(steps, hold.store))
+            else:
+                drive(steps, hold.store)
+        except (LockError, MissingGreenlet) as error:
+            log.warning("could not give %r back when the transaction ended: %s", hold.tenure.key, error)
+
+
+def connection_of(given: Any) -> Connection:
+    """The Connection of a Session, AsyncSession, AsyncConnection or Connection; TypeError for anything else."""
+    given = getattr(given, "sync_session", getattr(given, "sync_connection", given))
+    if hasattr(given, "registry"):
+        given = given.registry()
+    if isinstance(given, Connection):
+        return given
+    if not hasattr(given, "connection") or not hasattr(given, "in_transaction"):
+        raise TypeError(f"guard() takes the session or connection whose transaction it is, not {type(given).__name__}")
+    connection: Connection = given.connection()
+    return connection
+
+
+def pin(store: EngineStore, engine: Engine, connection: Connection, hold: Hold) -> bool:
+    """Run the statement `pin` in the transaction of `connection`; False if that found the tenure over."""
+    if connection.engine is not engine and _place(connection.engine) != _place(engine):
+        raise ValueError("guard(): the lock lives in another database, which this connection cannot keep")
+    if connection.get_execution_options().get("isolation_level", _default_level(connection)) == "AUTOCOMMIT":
+        raise ValueError("guard() keeps the lock until the transaction ends, and in autocommit mode there is none")
+    statement = store.database.dialect.pin
+    parameters = {**hold.tenure._asdict(), "life": hold.life}
+    try:
+        result = connection.execute(text(statement.sql), parameters)
+        return result.rowcount == 1 if statement.reply is Reply.COUNT else bool(result.all())
+    except DBAPIError as error:
+        raise store.error(error.orig or error, Execute(statement, parameters)) from error.orig
+
+
+def _default_level(connection: Connection) -> str | None:
+    level: str | None = connection.engine.get_execution_options().get(
+        "isolation_level", getattr(connection.dialect, "_on_connect_isolation_level", None)
+    )
+    return level
+
+
+def _place(engine: Engine) -> tuple[Any, ...]:
+    return engine.dialect.name, engine.url.host, engine.url.port, engine.url.database
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_waiting.clear)  # what waits is the parent's to give back
