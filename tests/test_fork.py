@@ -7,10 +7,18 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from django.db import transaction
+from sqlalchemy import create_engine, text
+from sqlalchemy.orm import Session
 
+import dblock
+import dblock.transactions
+import sqlalchemy_dblock
+import sqlalchemy_dblock.transactions
 from dblock.core.errors import LockNotHeld
 from tests.contract.subjects import MATRIX, Subject
 
@@ -89,3 +97,19 @@ def test_a_decorator_made_before_the_fork_works_after_it(subject: Subject, reque
 
     assert in_child(child) == "done"
     assert function() == "done"
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_gives_back_nothing_that_its_parents_transaction_keeps(sqlite: Path, tmp_path: Path) -> None:
+    """Django's and SQLAlchemy's lists of locks that wait for the end of a transaction are the parent's alone."""
+    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+    sqlalchemy_dblock.metadata.create_all(engine)
+    with transaction.atomic(), Session(engine) as session:
+        session.execute(text("SELECT 1"))
+        with dblock.db_lock("k"), sqlalchemy_dblock.db_lock(engine, "k", session=session):
+            pass
+        waiting = (dblock.transactions._waiting, sqlalchemy_dblock.transactions._waiting)
+        assert [len(each) for each in waiting] == [1, 1]
+        assert in_child(lambda: [len(each) for each in waiting]) == [0, 0]
+        assert [len(each) for each in waiting] == [1, 1]
+    engine.dispose()

@@ -63,18 +63,36 @@ def test_public_names() -> None:
 
     errors = {
         "InvalidKey",
+        "InvalidToken",
         "LockError",
         "LockLost",
         "LockNotHeld",
         "LockStoreError",
         "LockTimeout",
+        "Reason",
+        "Sequencer",
         "UnsupportedDatabase",
+        "check_sequencer",
+        "fenced_update",
     }
-    assert set(dblock.__all__) == errors | {"Lock", "LockInfo", "areap", "db_lock", "reap"}
-    assert set(sqlalchemy_dblock.__all__) == errors | {
-        "AsyncLock",
+    assert set(dblock.__all__) == errors | {
+        "FencedModel",
         "Lock",
         "LockInfo",
+        "acheck_sequencer",
+        "afenced_update",
+        "areap",
+        "db_lock",
+        "lock_at_risk",
+        "lock_lost",
+        "reap",
+    }
+    assert set(sqlalchemy_dblock.__all__) == errors | {
+        "AsyncLock",
+        "FencedMixin",
+        "Lock",
+        "LockInfo",
+        "attach",
         "db_lock",
         "locks",
         "metadata",

@@ -22,9 +22,21 @@ settings.configure(
 django.setup()
 from django.core.management import call_command
 call_command("migrate", verbosity=0)
+{model}
 {example}
-assert sell("42") == "sold 1 of 42"
-assert not lock.locked()
+{checks}
+"""
+MODEL = """
+from django.db import connection, models
+from dblock import FencedModel
+class Stock(FencedModel):
+    sku = models.CharField(max_length=9)
+    left = models.IntegerField()
+    class Meta:
+        app_label = "dblock"
+with connection.schema_editor() as editor:
+    editor.create_model(Stock)
+Stock.objects.create(sku="42", left=8)
 """
 
 
@@ -35,8 +47,16 @@ def run(code: str, directory: Path) -> None:
 
 def test_django(tmp_path: Path) -> None:
     """Settings and use."""
-    settings, example, _ = BLOCKS
-    run(DJANGO.format(settings=settings, example=example), tmp_path)
+    settings, example, _, _ = BLOCKS
+    checks = 'assert sell("42") == "sold 1 of 42"\nassert not lock.locked()'
+    run(DJANGO.format(settings=settings, example=example, checks=checks, model=""), tmp_path)
+
+
+def test_the_lease(tmp_path: Path) -> None:
+    """Guard, fences, sequencer and hand-over."""
+    settings, _, _, example = BLOCKS
+    checks = "assert not same.locked() and Stock.objects.get().left == 6 and same.state is None"
+    run(DJANGO.format(settings=settings, example=example, checks=checks, model=MODEL), tmp_path)
 
 
 def test_sqlalchemy(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def shell(environment: dict[str, str], code: str) -> str:
 
 
 def test_a_worker_locks_and_reaps(environment: dict[str, str], tmp_path: Path) -> None:
-    """Ten restocks at once lose nothing, the row tells the task's id, and beat has the reaper run."""
+    """Ten restocks at once lose nothing, a lock is handed over to a task, and beat has the reaper run."""
     shell(
         environment,
         """
@@ -61,6 +61,17 @@ from example_project.celery import app
 from example_project.shop.tasks import restock
 for number in range(10):
     restock.delay("a", 1)
+""",
+    )
+    fence = shell(
+        environment,
+        """
+from dblock import db_lock
+from example_project.shop.tasks import take_stock
+lock = db_lock("stock-taking")
+lock.acquire()
+print(lock.fence)
+take_stock.delay(lock.detach())
 """,
     )
     log = open(tmp_path / "log", "wb")
@@ -111,3 +122,11 @@ print(Item.objects.get().stock, Lock.objects.filter(lock_key="long free").exists
     owner, label, task = row.split(" ")
     assert (owner, label) == ("None", "restock")
     assert f"[{task}] succeeded" in text
+    row = shell(
+        environment,
+        "from dblock.models import Lock; row = Lock.objects.get(lock_key='stock-taking'); "
+        "print(row.owner, row.fence, row.celery_task_id)",
+    )
+    owner, same, task = row.split(" ")
+    assert (owner, same) == ("None", fence)
+    assert f"take_stock[{task}] succeeded" in text

@@ -7,6 +7,7 @@ hold is checked after every step.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dblock.core import protocol, waiting
+from dblock.core import protocol, values, waiting
 from dblock.core.errors import LockError, LockStoreError, StoreConflict, StoreUnanswered
 from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS
@@ -58,7 +59,7 @@ class World:
             "count": 1,
             "ttl": p["ttl"],
             "acquired_at": self.time,
-            "expires_at": self.time + p["ttl"],
+            "expires_at": self.time + p["life"],
         }
         return [(fence,)]
 
@@ -87,15 +88,27 @@ class World:
         if row is None or row["expires_at"] <= self.time:
             return []
         row["count"] = p["count"] + 1
-        row["expires_at"] = max(row["expires_at"], self.time + p["ttl"])
+        row["expires_at"] = max(row["expires_at"], self.time + p["life"])
         return [()]
 
     def _extend(self, p: dict[str, Any]) -> Rows:
         row = self._tenure(p)
         if row is None or row["expires_at"] <= self.time:
             return []
-        row["expires_at"] = self.time + p["ttl"]
+        row["expires_at"] = self.time + p["life"]
         return [()]
+
+    def _renew(self, p: dict[str, Any]) -> Rows:
+        rows = [self._tenure(lease) for lease in json.loads(p["leases"])]
+        alive = [row for row in rows if row and row["expires_at"] > self.time]
+        for row, lease in zip(rows, json.loads(p["leases"]), strict=True):
+            if row in alive and row:
+                row["expires_at"] = max(row["expires_at"], self.time + lease["life"])
+        return [()] * len(alive)
+
+    def _alive(self, p: dict[str, Any]) -> Rows:
+        rows = [(lease["key"], self._tenure(lease)) for lease in json.loads(p["leases"])]
+        return [(key, row["owner"], row["fence"]) for key, row in rows if row and row["expires_at"] > self.time]
 
     def _release(self, p: dict[str, Any]) -> Rows:
         row = self._tenure(p)
@@ -129,7 +142,7 @@ class Worker:
         database = self.world.database()
         while True:
             key, ttl = self.chance.choice("ab"), self.chance.choice((0.5, 2.0, 10.0))
-            wish = {"key": key, "ttl": ttl}
+            wish = {"key": key, "ttl": ttl, "life": ttl}
             found = yield from waiting.acquire(database, wish, self.chance.choice((0.0, 1.0, 5.0)))
             if not isinstance(found, Grant):
                 continue
@@ -138,6 +151,12 @@ class Worker:
             if self.chance.random() < 0.3 and self.trusts():
                 extended = yield from protocol.extend(database, found.tenure, ttl)
                 self.believes = extended
+            if self.chance.random() < 0.3 and self.believes and self.trusts():
+                lease = (found.tenure, ttl)
+                sent, alive = yield from protocol.renew(database, [lease], database.now() + 0.1)
+                if (alive is None or alive) and self.trusts():
+                    until = max(self.believes.trusted_until, Grant(found.tenure, sent, ttl).trusted_until)
+                    self.believes = Grant(found.tenure, until - ttl + margin(ttl), ttl)
             if self.chance.random() < 0.3 and self.trusts():
                 again = yield from protocol.reenter(database, found.tenure, 1, ttl)
                 if again:
@@ -224,7 +243,7 @@ def test_the_schedules_catch_a_broken_protocol(broken: str, monkeypatch: pytest.
     elif broken == "release":
         monkeypatch.setattr(World, "_tenure", lambda self, p: self.rows.get(p["key"]))
     elif broken == "trust":
-        monkeypatch.setattr(protocol, "margin", lambda _: -1.0)
+        monkeypatch.setattr(values, "margin", lambda _: -1.0)
     else:
         monkeypatch.setattr(waiting, "new_owner", lambda: "everybody")
     with pytest.raises(AssertionError):
@@ -287,7 +306,7 @@ def raising(error: BaseException) -> Callable[[Execute], Rows]:
 
 
 def acquire(world: World, timeout: float | None = 0.0, ttl: float = 30.0) -> Steps[Any]:
-    return waiting.acquire(world.database(), {"key": "k", "ttl": ttl}, timeout)
+    return waiting.acquire(world.database(), {"key": "k", "ttl": ttl, "life": ttl}, timeout)
 
 
 def test_a_take_whose_answer_was_lost_is_found_again() -> None:
@@ -414,5 +433,5 @@ def test_an_outage_while_waiting_is_part_of_the_wait() -> None:
 def test_the_owner_token_is_shown_by_nothing() -> None:
     """It is a secret: with it one could pose as the holder."""
     tenure = Tenure("k", "s3cret", 7)
-    for text in (repr(tenure), str(tenure), repr(Grant(tenure, 1.0))):
+    for text in (repr(tenure), str(tenure), repr(Grant(tenure, 1.0, 1.0))):
         assert "s3cret" not in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,8 +17,11 @@ from django.core import checks
 from django.db import connections
 from django.test import Client, override_settings
 
-from dblock import areap, db_lock, reap
+from dblock import Lock, LockLost, Reason, areap, db_lock, lock_at_risk, lock_lost, reap
 from dblock.admin import span
+from dblock.core.errors import StoreConflict
+from dblock.core.steps import Execute, Rows
+from dblock.store import store_for
 from tests.conftest import ALIASES, ready, run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -63,6 +67,14 @@ def test_a_rollback_journal_is_a_warning(sqlite: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(connections["default"], "settings_dict", changed)
     assert ids(databases=["default"]) == ["dblock.W001"]
     connections["default"].close()
+
+
+def test_transactions_that_are_no_blocks_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W002 for a database without autocommit, where release="auto" does not see the end of a transaction."""
+    assert ids() == []
+    changed = {**connections["postgresql"].settings_dict, "AUTOCOMMIT": False}
+    monkeypatch.setattr(connections["postgresql"], "settings_dict", changed)
+    assert ids() == ["dblock.W002"]
 
 
 def test_settings_are_read_late(sqlite: Path) -> None:
@@ -209,3 +221,40 @@ def test_a_users_own_test_case(request: pytest.FixtureRequest, name: str) -> Non
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "OK" in done.stderr
+
+
+def test_signals_of_the_lease(sqlite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late renewal and a loss reach every receiver, with the lock and the reason; one that fails disturbs nobody."""
+    heard: list[tuple[object, ...]] = []
+    done = threading.Event()
+
+    def at_risk(sender: type, lock: Lock, **_: object) -> None:
+        heard.append(("at risk", sender, lock.key, lock.state))
+
+    def fails(**_: object) -> None:
+        raise RuntimeError("mine")
+
+    def lost(sender: type, lock: Lock, reason: Reason, **_: object) -> None:
+        heard.append(("lost", sender, lock.key, lock.state, reason))
+        done.set()
+
+    store = store_for("default")
+    execute = store.execute
+
+    def refuse(step: Execute) -> Rows:
+        if step.statement.name == "renew":
+            raise StoreConflict("down")
+        return execute(step)
+
+    monkeypatch.setattr(store, "execute", refuse)
+    lock_at_risk.connect(at_risk)
+    lock_lost.connect(fails)
+    lock_lost.connect(lost)
+    try:
+        with pytest.raises(LockLost), db_lock("k", ttl=0.6):
+            assert done.wait(20)
+    finally:
+        lock_at_risk.disconnect(at_risk)
+        lock_lost.disconnect(fails)
+        lock_lost.disconnect(lost)
+    assert heard == [("at risk", Lock, "k", "at_risk"), ("lost", Lock, "k", "lost", Reason.UNREACHABLE)]

@@ -92,7 +92,9 @@ def test_a_refused_statement_leaves_the_callers_session_alone(database: str, ali
         cursor.execute("CREATE TEMPORARY TABLE mine (n integer)")
         with db_lock("k", using=alias) as lock:
             wish = dict.fromkeys(("label", "host", "thread", "program", "task"), "")
-            create = Execute(store.database.dialect.create, {**wish, "key": "k", "owner": "x", "ttl": 30.0, "pid": 1})
+            create = Execute(
+                store.database.dialect.create, {**wish, "key": "k", "owner": "x", "ttl": 30.0, "life": 30.0, "pid": 1}
+            )
             assert list(store.execute(create)) == []
             assert lock.verify()
         refuse = {
@@ -100,7 +102,7 @@ def test_a_refused_statement_leaves_the_callers_session_alone(database: str, ali
             "mariadb": "SIGNAL SQLSTATE '40001' SET MYSQL_ERRNO = 1213",
         }[database]
         with pytest.raises(StoreConflict):
-            store.execute(Execute(Statement("refuse", refuse, Reply.COUNT), {}))
+            store.execute(Execute(Statement("refuse", refuse, Reply.ROWS), {}))
         cursor.execute("SELECT count(*) FROM mine")
         cursor.execute("DROP TABLE mine")
 

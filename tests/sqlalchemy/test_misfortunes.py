@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import Session
 
 from dblock.core import protocol
 from dblock.core.errors import LockLost, LockStoreError, StoreUnanswered
 from dblock.core.steps import Execute, Rows
-from sqlalchemy_dblock import db_lock, metadata
+from sqlalchemy_dblock import attach, db_lock, metadata
 from sqlalchemy_dblock import store as stores
 from sqlalchemy_dblock.store import EngineStore, store_for
 from tests.conftest import ready, run, url
@@ -119,7 +121,7 @@ def test_a_failed_inner_release_does_not_keep_the_key(
 
 def test_a_late_re_entry_is_none(engine: Engine, trap: Callable[..., None]) -> None:
     """Its answer came when the lease had ended: the inner block runs under a new tenure, or not at all."""
-    lock = db_lock(engine, "k", ttl=0.3)
+    lock = db_lock(engine, "k", ttl=0.3, renew=False)
     lock.acquire()
     first = lock.fence
     trap("reenter", lambda: time.sleep(0.4))
@@ -233,20 +235,34 @@ def test_a_character_set_that_lacks_the_key(request: pytest.FixtureRequest) -> N
     engine.dispose()
 
 
-def test_behind_a_pooler_nothing_is_prepared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("database", "count"),
+    [
+        ("postgresql", "SELECT count(*) FROM pg_prepared_statements"),
+        (
+            "mariadb",
+            "SELECT variable_value + 0 FROM information_schema.session_status WHERE variable_name = 'COM_PREPARE_SQL'",
+        ),
+    ],
+)
+def test_behind_a_pooler_nothing_is_prepared(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, database: str, count: str
+) -> None:
     """Neither by us nor by psycopg on its own, once the session is not who it says it is."""
-    import dblock.prepared
+    import dblock.prepared.mariadb
+    import dblock.prepared.psycopg
 
-    ready(request, "postgresql")
-    monkeypatch.setattr(dblock.prepared, "_is_direct", lambda *_: False)
-    engine = create_engine(url("postgresql"))
+    ready(request, database)
+    monkeypatch.setattr(dblock.prepared.psycopg, "_is_direct", lambda *_: False)
+    monkeypatch.setattr(dblock.prepared.mariadb, "_is_direct", lambda *_: False)
+    engine = create_engine(url(database))
     for _ in range(8):
         with db_lock(engine, "k"):
             pass
     [link] = store_for(engine)._links._idle  # type: ignore[attr-defined]
     assert link.prepared is None
     cursor = link.raw.cursor()
-    cursor.execute("SELECT count(*) FROM pg_prepared_statements")
+    cursor.execute(count)
     assert cursor.fetchone() == (0,)
     engine.dispose()
 
@@ -335,3 +351,64 @@ def test_fences_increase_within_a_tick_of_the_clock(engine: Engine) -> None:
             lock.release()
     stranger.close()
     assert all(later > earlier for earlier, later in itertools.pairwise(fences))
+
+
+def test_an_attachment_answered_too_late(engine: Engine, trap: Callable[..., None]) -> None:
+    """LockLost, and nothing is left behind: neither in this flow nor in the count of the row."""
+    lock = db_lock(engine, "k", ttl=0.5, renew=False)
+    lock.acquire()
+    token = lock.detach()
+    trap("attach", lambda: time.sleep(0.6))
+    with pytest.raises(LockLost):
+        attach(engine, token)
+    assert (lock.state, lock.count) == (None, 0)
+    with db_lock(engine, "k"):
+        assert lock.state == "held"
+    assert lock.state is None
+
+
+def test_each_with_leaves_what_it_entered(engine: Engine) -> None:
+    """An outer one whose hold was handed over releases nothing; an inner one that took it over does."""
+    with db_lock(engine, "k") as lock:
+        with attach(engine, lock.detach()) as same:
+            assert (same.count, lock.state) == (1, "held")
+        assert not lock.locked()
+    assert lock.acquire(blocking=False)
+    lock.release()
+
+
+def test_a_session_thrown_away_in_mid_transaction(engine: Engine) -> None:
+    """Nobody can end it any more, so the lock that it kept is renewed no longer."""
+    session = Session(engine)
+    session.execute(text("SELECT 1"))
+    with db_lock(engine, "k", ttl=0.9, session=session) as lock:
+        pass
+    assert lock.locked()
+    del session
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while lock.locked():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_engine_disposed_outside_its_loop() -> None:
+    """SQLAlchemy allows it, and so do the lock's connections."""
+    engine = create_async_engine("postgresql+psycopg://nobody@127.0.0.1:1/none")
+    _ = store_for(engine.sync_engine)
+    engine.sync_engine.dispose(close=False)
+
+
+def test_an_interrupted_re_entry_of_a_lock_that_a_transaction_keeps(engine: Engine, trap: Callable[..., None]) -> None:
+    """Frees nothing: it is still kept until the transaction ends, and given back then."""
+    session = Session(engine)
+    session.execute(text("SELECT 1"))
+    lock = db_lock(engine, "k", session=session)
+    with lock:
+        pass
+    trap("reenter", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        lock.acquire()
+    assert lock.locked()
+    session.close()
+    assert not lock.locked()

@@ -1,0 +1,798 @@
+"""The contract of the lease: how it is kept, how it is lost, who is told, and how it changes hands."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from dblock.core.errors import InvalidToken, LockLost, LockNotHeld, LockTimeout, Reason, StoreConflict
+from dblock.core.steps import Execute, Rows
+from tests.contract.subjects import MATRIX, Actor, Subject
+
+ASYNCHRONOUS = [subject for subject in MATRIX if subject.face == "async"]
+STEAL = "UPDATE locks SET owner = 'stranger', fence = fence + 5, host = 'elsewhere' WHERE lock_key = :key"
+FREE = "UPDATE locks SET owner = NULL, count = 0 WHERE lock_key = :key"
+DELETE = "DELETE FROM locks WHERE lock_key = :key"
+
+
+def attach(subject: Subject, token: Any, **options: Any) -> Any:
+    """The lock of a token, on any face."""
+    if subject.variant == "django":
+        from dblock import db_lock
+        from tests.conftest import ALIASES
+
+        return getattr(db_lock, subject.method("attach"))(token, using=ALIASES[subject.database], **options)
+    from sqlalchemy_dblock import attach as sqlalchemy_attach
+
+    return sqlalchemy_attach(subject.engine, token, **options)
+
+
+def check_sequencer(subject: Subject, sequencer: Any) -> Any:
+    """What a service does with a sequencer that it is shown."""
+    if subject.variant == "django":
+        import dblock
+        from tests.conftest import ALIASES
+
+        return getattr(dblock, subject.method("check_sequencer"))(sequencer, using=ALIASES[subject.database])
+    from sqlalchemy_dblock import check_sequencer as sqlalchemy_check
+
+    return sqlalchemy_check(subject.engine, sequencer)
+
+
+def pause(subject: Subject, seconds: float) -> Any:
+    """Let time pass in a body without blocking an event loop."""
+    return time.sleep(seconds) if subject.face == "sync" else asyncio.sleep(seconds)
+
+
+def until(condition: Callable[[], object], seconds: float = 15.0) -> None:
+    """Wait until the condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)
+
+
+class Witness:
+    """An `on_lost` that notes what it can see."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, Any, int, Any, Any]] = []
+
+    def __call__(self, lock: Any, reason: Any = None) -> None:
+        self.seen.append((lock, reason, threading.get_ident(), lock.fence, lock.state))
+
+
+# -- kept
+
+
+def test_a_lease_outlives_its_ttl(subject: Subject, actor: Actor, other: Actor) -> None:
+    """It is renewed for as long as the body runs, held all along, and nobody else is let in."""
+    witness = Witness()
+    lock, rival = subject.lock("k", ttl=0.6, on_lost=witness, on_at_risk=witness), subject.lock("k")
+    states: list[Any] = []
+
+    def body() -> Any:
+        def look() -> None:
+            states.append((lock.state, lock.remaining > 0, lock.fence, lock.count))
+            lock.check()
+
+        if subject.face == "sync":
+            for _ in range(15):
+                look()
+                time.sleep(0.1)
+            return lock.verify()
+
+        async def abody() -> Any:
+            for _ in range(15):
+                look()
+                await asyncio.sleep(0.1)
+            return await getattr(lock, subject.method("verify"))()
+
+        return abody()
+
+    running = threading.Thread(target=lambda: results.append(actor.within(lock, body)))
+    results: list[Any] = []
+    running.start()
+    until(lambda: states)
+    tries = []
+    while running.is_alive():
+        tries.append(other.call(rival, "acquire", blocking=False) if len(states) < 15 else False)
+        time.sleep(0.2)
+    assert results == [True]
+    assert set(states) == {("held", True, subject.row("k")["fence"], 1)}
+    assert len(tries) > 3
+    assert not any(tries)
+    assert not witness.seen
+    assert subject.row("k")["owner"] is None
+
+
+def test_a_re_entered_lease_is_kept_until_the_last_release(subject: Subject, actor: Actor, other: Actor) -> None:
+    """The count goes up and down, fence and owner stay, and it is renewed in between."""
+    outer, inner, rival = subject.lock("k", ttl=0.3), subject.lock("k", ttl=0.3), subject.lock("k")
+    actor.call(outer, "acquire")
+    before = subject.row("k")
+    assert actor.call(inner, "acquire") is True
+    assert (subject.row("k")["count"], actor.get(outer, "count"), actor.get(inner, "count")) == (2, 2, 2)
+    actor.call(inner, "release")
+    time.sleep(0.5)
+    now = subject.row("k")
+    assert (now["count"], now["fence"], now["owner"]) == (1, before["fence"], before["owner"])
+    assert now["expires_at"] > before["expires_at"]
+    assert actor.get(outer, "state") == "held"
+    assert other.call(rival, "acquire", blocking=False) is False
+    actor.call(outer, "release")
+    assert other.call(rival, "acquire", blocking=False) is True
+    other.call(rival, "release")
+
+
+def test_extensions_and_renewals_agree(subject: Subject, actor: Actor) -> None:
+    """A shorter lease is renewed in its own time; a longer one is not cut short by the renewals of the shorter."""
+    lock = subject.lock("k", ttl=30)
+    actor.call(lock, "acquire")
+    actor.call(lock, "extend", 0.4)
+    assert (actor.get(lock, "ttl"), subject.row("k")["ttl"]) == (0.4, 0.4)
+    assert actor.get(lock, "remaining") < 0.4
+    time.sleep(0.8)
+    assert actor.get(lock, "state") == "held"
+    assert actor.call(lock, "verify") is True
+    actor.call(lock, "extend", 30)
+    assert (actor.get(lock, "ttl"), subject.row("k")["ttl"]) == (30.0, 30.0)
+    assert actor.get(lock, "remaining") > 25
+    time.sleep(0.2)
+    assert actor.get(lock, "remaining") > 25
+    assert actor.call(lock, "inspect").remaining > 25
+    actor.call(lock, "release")
+
+
+def test_late_renewals_are_a_risk_until_one_succeeds(
+    subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """on_at_risk is called, the lock can still be relied on, and afterwards it is held again."""
+    risks, losses = Witness(), Witness()
+    lock = subject.lock("k", ttl=1.2, on_at_risk=risks, on_lost=losses)
+    store, failing = lock._store(), threading.Event()
+    execute, failed = store.execute, threading.Event()
+    failing.set()
+
+    def execute_or_fail(step: Execute) -> Rows:
+        if failing.is_set() and step.statement is store.database.dialect.renew:
+            failed.set()
+            raise StoreConflict("refused by the test")
+        rows: Rows = execute(step)
+        return rows
+
+    monkeypatch.setattr(store, "execute", execute_or_fail)
+    actor.call(lock, "acquire")
+    fence, home = actor.get(lock, "fence"), actor.do(threading.get_ident)
+    until(lambda: risks.seen)
+    assert failed.is_set()
+    assert actor.get(lock, "state") == "at_risk"
+    actor.do(lock.check)
+    failing.clear()
+    until(lambda: actor.get(lock, "state") == "held")
+    assert actor.call(lock, "verify") is True
+    [(told, _, thread, seen_fence, seen_state)] = risks.seen
+    assert (told, seen_fence, seen_state) == (lock, fence, "at_risk")
+    assert thread != home
+    assert not losses.seen
+    actor.call(lock, "release")
+
+
+# -- lost
+
+
+def test_every_loss_has_its_reason(subject: Subject, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
+    """The lease that simply ends, the capped one, and those that strangers took over, freed and deleted: each is told
+    once, off the holder's thread, with a lock that can still be asked."""
+    options: dict[str, dict[str, Any]] = {
+        "ends": {"ttl": 0.3, "renew": False},
+        "capped": {"ttl": 0.3, "max_hold": 0.35},
+        "taken": {"ttl": 0.6},
+        "freed": {"ttl": 0.6},
+        "gone": {"ttl": 0.6},
+    }
+    reasons = {
+        "ends": Reason.EXPIRED,
+        "capped": Reason.EXPIRED,
+        "taken": Reason.TAKEN_OVER,
+        "freed": Reason.FREED,
+        "gone": Reason.GONE,
+    }
+    witnesses = {key: Witness() for key in options}
+    locks = {key: subject.lock(key, on_lost=witnesses[key], **given) for key, given in options.items()}
+    home = actor.do(threading.get_ident)
+    began: dict[str, float] = {}
+    with caplog.at_level(logging.DEBUG, logger="dblock"):
+        for key, lock in locks.items():
+            began[key] = time.monotonic()
+            actor.call(lock, "acquire")
+        fences = {key: actor.get(lock, "fence") for key, lock in locks.items()}
+        owners = [actor.get(lock, "owner") for lock in locks.values()]
+        for key, sql in (("taken", STEAL), ("freed", FREE), ("gone", DELETE)):
+            subject.run(sql, key=key)
+        ended: dict[str, float] = {}
+        end = time.monotonic() + 15
+        while len(ended) < len(locks):
+            assert time.monotonic() < end, f"only {list(ended)} were lost"
+            for key, lock in locks.items():
+                if key not in ended and actor.get(lock, "state") == "lost":
+                    ended[key] = time.monotonic() - began[key]
+            time.sleep(0.01)
+        until(lambda: all(witness.seen for witness in witnesses.values()))
+    assert ended["ends"] >= 0.2
+    assert ended["capped"] >= 0.36  # renewed at least once
+    for key, lock in locks.items():
+        before = subject.run("SELECT * FROM locks WHERE lock_key = :key", key=key)
+        for act in (partial(actor.do, lock.check), partial(actor.call, lock, "release")):
+            with pytest.raises(LockLost) as caught:
+                act()
+            assert (caught.value.key, caught.value.reason) == (key, reasons[key])
+            if key == "taken":
+                assert caught.value.holder is not None
+                assert caught.value.holder.identity.host == "elsewhere"
+                assert caught.value.holder.fence == fences[key] + 5
+                assert "elsewhere" in str(caught.value)
+                assert "stranger" not in f"{caught.value}{caught.value!r}{vars(caught.value)}"
+            else:
+                assert caught.value.holder is None
+        if key in {"taken", "freed", "gone"}:
+            assert subject.run("SELECT * FROM locks WHERE lock_key = :key", key=key) == before
+        with pytest.raises(LockNotHeld):
+            actor.call(lock, "release")
+    time.sleep(0.1)
+    for key, witness in witnesses.items():
+        [(told, reason, thread, fence, state)] = witness.seen
+        assert (told, reason, fence, state) == (locks[key], reasons[key], fences[key], "lost"), key
+        assert thread != home
+    assert not any(owner in caplog.text for owner in owners)
+
+
+def test_a_loss_comes_out_of_the_block(subject: Subject, actor: Actor) -> None:
+    """With its reason, chained to what the body raised; and the body's own end is not mistaken for a success."""
+    witness = Witness()
+    lock = subject.lock("k", ttl=0.3, on_lost=witness)
+
+    def body() -> Any:
+        subject.run(DELETE, key="k")
+        if subject.face == "sync":
+            until(lambda: lock.state == "lost")
+            raise ZeroDivisionError
+
+        async def abody() -> None:
+            for _ in range(1000):
+                if lock.state == "lost":
+                    raise ZeroDivisionError
+                await asyncio.sleep(0.01)
+
+        return abody()
+
+    with pytest.raises(LockLost) as caught:
+        actor.within(lock, body)
+    assert caught.value.reason is Reason.GONE
+    assert isinstance(caught.value.__context__, ZeroDivisionError)
+    until(lambda: witness.seen)
+
+
+def test_a_failing_callback_is_logged(subject: Subject, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
+    """And does no harm to other leases."""
+
+    def fail(lock: Any, reason: Any) -> None:
+        raise ZeroDivisionError
+
+    kept = subject.lock("kept", ttl=0.3)
+    actor.call(kept, "acquire")
+    lock = subject.lock("k", ttl=0.1, renew=False, on_lost=fail)
+    actor.call(lock, "acquire")
+    until(lambda: "ZeroDivisionError" in caplog.text)
+    time.sleep(0.3)
+    assert actor.call(kept, "verify") is True
+    with pytest.raises(LockLost):
+        actor.call(lock, "release")
+    actor.call(kept, "release")
+
+
+# -- grace, min_hold
+
+
+def test_grace_keeps_the_key_closed_after_an_expiry(subject: Subject, actor: Actor, other: Actor) -> None:
+    """And not after a release."""
+    lock, rival = subject.lock("k", ttl=0.2, renew=False, grace=0.5), subject.lock("k")
+    began = time.monotonic()
+    actor.call(lock, "acquire")
+    until(lambda: actor.get(lock, "state") == "lost")
+    assert other.call(rival, "acquire", blocking=False) is False
+    assert other.call(rival, "acquire", timeout=30) is True
+    assert time.monotonic() - began >= 0.69
+    other.call(rival, "release")
+    with pytest.raises(LockLost):
+        actor.call(lock, "release")
+    for ttl in (0.2, 30):
+        again = subject.lock("k", ttl=ttl, grace=30)
+        actor.call(again, "acquire")
+        assert actor.get(again, "remaining") <= ttl
+        actor.call(again, "release")
+        assert other.call(rival, "acquire", blocking=False) is True
+        other.call(rival, "release")
+
+
+def test_a_renewed_lease_keeps_its_grace(subject: Subject, actor: Actor) -> None:
+    """Renewal, extension and re-entry leave it as long after the lease as the take did."""
+    lock = subject.lock("k", ttl=0.3, grace=40)
+    actor.call(lock, "acquire")
+    time.sleep(0.2)
+    assert 39 < actor.call(lock, "inspect").remaining < 40.4
+    assert actor.get(lock, "remaining") < 0.3
+    actor.call(lock, "extend", 10)
+    assert 49 < actor.call(lock, "inspect").remaining < 50.1
+    actor.call(subject.lock("k", ttl=20), "acquire")
+    assert 59 < actor.call(lock, "inspect").remaining < 60.1
+    actor.call(lock, "release")
+    actor.call(lock, "release")
+    assert actor.call(lock, "locked") is False
+
+
+def test_min_hold_keeps_the_key_closed_after_an_early_release(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Counted from the take; then it opens by itself."""
+    lock, rival = subject.lock("k", ttl=30, min_hold=0.5), subject.lock("k")
+    began = time.monotonic()
+    actor.call(lock, "acquire")
+    actor.call(lock, "release")
+    assert actor.get(lock, "state") is None
+    with pytest.raises(LockNotHeld):
+        actor.call(lock, "release")
+    if time.monotonic() - began < 0.4:
+        assert other.call(rival, "acquire", blocking=False) is False
+        assert other.call(rival, "locked") is True
+        with pytest.raises(LockTimeout):
+            other.within(subject.lock("k", timeout=0))
+    fence = subject.row("k")["fence"]
+    assert other.call(rival, "acquire", timeout=30) is True
+    assert time.monotonic() - began >= 0.49
+    assert other.get(rival, "fence") > fence
+    other.call(rival, "release")
+    late = subject.lock("k", min_hold=0.05)
+    actor.call(late, "acquire")
+    time.sleep(0.1)
+    actor.call(late, "release")
+    assert other.call(rival, "acquire", blocking=False) is True
+    other.call(rival, "release")
+
+
+# -- handed over
+
+
+def test_a_hold_is_handed_over(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Same fence, same owner, count 1; it is renewed where it went, and nobody gets in between."""
+    lock, rival = subject.lock("k", ttl=0.5), subject.lock("k")
+    actor.call(lock, "acquire")
+    fence, owner = actor.get(lock, "fence"), actor.get(lock, "owner")
+    token = actor.call(lock, "detach")
+    assert isinstance(token, str)
+    assert actor.get(lock, "state") is None
+    assert actor.call(rival, "acquire", blocking=False) is False
+    with pytest.raises(LockNotHeld):
+        actor.call(lock, "release")
+    taken = other.do(lambda: attach(subject, token))
+    assert [other.get(taken, name) for name in ("key", "fence", "owner", "count", "ttl", "state")] == [
+        "k",
+        fence,
+        owner,
+        1,
+        0.5,
+        "held",
+    ]
+    assert subject.row("k")["count"] == 1
+    time.sleep(0.9)
+    assert other.get(taken, "state") == "held"
+    assert other.call(taken, "verify") is True
+    assert actor.call(rival, "acquire", blocking=False) is False
+    other.call(taken, "release")
+    assert subject.row("k")["owner"] is None
+    assert actor.call(rival, "acquire", blocking=False) is True
+    assert actor.get(rival, "fence") > fence
+    actor.call(rival, "release")
+
+
+def test_leaving_a_block_after_a_hand_over_releases_nothing(subject: Subject, actor: Actor, other: Actor) -> None:
+    """The tenure is the bearer's now, who can use it in a block of its own."""
+    lock, tokens = subject.lock("k", ttl=30), list[str]()
+
+    def body() -> Any:
+        if subject.face == "sync":
+            tokens.append(lock.detach())
+            return None
+
+        async def abody() -> None:
+            tokens.append(await getattr(lock, subject.method("detach"))())
+
+        return abody()
+
+    actor.within(lock, body)
+    held = subject.row("k")
+    assert held["owner"] is not None
+    taken = other.do(lambda: attach(subject, tokens[0]))
+    assert other.within(taken, lambda: taken.count) == 1
+    assert (subject.row("k")["owner"], subject.row("k")["fence"]) == (None, held["fence"])
+    with pytest.raises(LockNotHeld):
+        other.call(taken, "release")
+
+
+def test_a_hand_over_inside_a_block_is_forgotten_with_it(subject: Subject, actor: Actor) -> None:
+    """A block entered later, in the same outer block, is given back when it is left."""
+    lock, seen = subject.lock("k", ttl=30), list[Any]()
+
+    if subject.face == "sync":
+
+        def work() -> None:
+            with lock:
+                attach(subject, lock.detach()).release()
+                with lock:
+                    pass
+                seen.append(subject.row("k")["owner"])
+
+        actor.do(work)
+    else:
+
+        async def awork() -> None:
+            async with lock:
+                taken = await attach(subject, await getattr(lock, subject.method("detach"))())
+                await getattr(taken, subject.method("release"))()
+                async with lock:
+                    pass
+                seen.append(subject.row("k")["owner"])
+
+        actor.do(awork)
+    assert seen == [None]
+
+
+def test_a_tenure_can_be_shared(subject: Subject, actor: Actor, other: Actor) -> None:
+    """While one entry is handed over and another kept, both count, and the key is free after both."""
+    for first_out in (0, 1):
+        lock, rival = subject.lock("k", ttl=30), subject.lock("k")
+        actor.call(lock, "acquire")
+        actor.call(lock, "acquire")
+        token = actor.call(lock, "detach")
+        assert (actor.get(lock, "count"), subject.row("k")["count"]) == (1, 1)
+        taken = other.do(partial(attach, subject, token))
+        assert (other.get(taken, "count"), subject.row("k")["count"]) == (2, 2)
+        assert other.get(taken, "fence") == actor.get(lock, "fence")
+        leaving = [partial(actor.call, lock, "release"), partial(other.call, taken, "release")]
+        leaving[first_out]()
+        assert subject.row("k")["count"] == 1
+        assert actor.call(rival, "locked") is True
+        leaving[1 - first_out]()
+        assert (subject.row("k")["owner"], subject.row("k")["count"]) == (None, 0)
+        assert other.call(rival, "acquire", blocking=False) is True
+        other.call(rival, "release")
+
+
+def test_a_token_can_be_used_twice(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Both bearers hold the tenure; re-entry by one of them counts too."""
+    lock = subject.lock("k", ttl=30)
+    actor.call(lock, "acquire")
+    token = actor.call(lock, "detach")
+    one, two = (each.do(lambda: attach(subject, token)) for each in (actor, other))
+    assert subject.row("k")["count"] == 2
+    assert other.get(two, "count") == 2
+    assert other.call(two, "acquire") is True
+    assert (subject.row("k")["count"], other.get(two, "count")) == (3, 3)
+    other.call(two, "release")
+    actor.call(one, "release")
+    assert subject.row("k")["count"] == 1
+    assert other.call(two, "verify") is True
+    other.call(two, "release")
+    assert subject.row("k")["owner"] is None
+
+
+def test_the_token_of_an_ended_tenure_is_refused(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Given back, run out, or followed by another tenure: LockLost, and nothing is changed."""
+    lock = subject.lock("k", ttl=0.2)
+    actor.call(lock, "acquire")
+    token = actor.call(lock, "detach")
+    time.sleep(0.25)
+    refused(subject, other, token, Reason.EXPIRED)
+    actor.call(lock, "acquire")
+    refused(subject, other, token, Reason.TAKEN_OVER)
+    token = actor.call(lock, "detach")
+    taken = other.do(lambda: attach(subject, token))
+    other.call(taken, "release")
+    refused(subject, other, token, Reason.FREED)
+    subject.run(DELETE, key="k")
+    with pytest.raises(LockLost) as caught:
+        other.do(lambda: attach(subject, token))
+    assert caught.value.reason is Reason.GONE
+    assert subject.run("SELECT * FROM locks") == []
+
+
+def refused(subject: Subject, actor: Actor, token: str, reason: Reason) -> None:
+    before = subject.row("k")
+    with pytest.raises(LockLost) as caught:
+        actor.do(lambda: attach(subject, token))
+    assert (caught.value.key, caught.value.reason) == ("k", reason)
+    assert subject.row("k") == before
+
+
+def test_what_is_no_token_is_refused(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Garbage, wrong types, and whatever a stranger makes up: an error of ours, and nothing changed in the table."""
+    lock = subject.lock("k", ttl=30)
+    actor.call(lock, "acquire")
+    actor.call(lock, "acquire")
+    sequencer = actor.get(lock, "sequencer")
+    token = actor.call(lock, "detach")
+    prefix, packed = token.split(".")
+    key, owner, fence, ttl, grace, min_hold = json.loads(base64.urlsafe_b64decode(packed + "=" * (-len(packed) % 4)))
+
+    def made(*values: Any) -> str:
+        return f"{prefix}.{base64.urlsafe_b64encode(json.dumps(list(values)).encode()).decode().rstrip('=')}"
+
+    assert made(key, owner, fence, ttl, grace, min_hold) == token
+    before = subject.row("k")
+    malformed: list[Any] = [
+        *("", "x", prefix, f"{prefix}.", f"{prefix}.!", f"{prefix}.{'A' * 5}", f"{prefix}.e30", packed, token[:-9]),
+        *(f" {token}", token + "A" * 4, token.upper(), sequencer, "☂", "\0", "[" * 100_000),
+        *(None, 0, 1.5, True, token.encode(), [token], object()),
+        *(made(), made(key), made(key, owner, fence, ttl, grace), made(key, owner, fence, ttl, grace, min_hold, 0)),
+        *(made("", owner, fence, ttl, grace, min_hold), made("a\0", owner, fence, ttl, grace, min_hold)),
+        *(made(odd, owner, fence, ttl, grace, min_hold) for odd in list[Any]((None, 1, "x" * 256, "\ud800", ["k"]))),
+        *(made(key, odd, fence, ttl, grace, min_hold) for odd in list[Any]((None, "", 1, "x" * 65, "é", [owner], {}))),
+        *(made(key, owner, odd, ttl, grace, min_hold) for odd in list[Any]((None, "1", 1.5, True, 0, -1, 2**63, [1]))),
+        *(
+            made(key, owner, fence, odd, grace, min_hold)
+            for odd in list[Any]((None, "30", 0, -1, True, 1e300, 10**400, []))
+        ),
+        *(
+            made(key, owner, fence, ttl, odd, min_hold)
+            for odd in list[Any]((None, "", "1", -1, [], {}, True, False, 1e300))
+        ),
+        *(
+            made(key, owner, fence, ttl, grace, odd)
+            for odd in list[Any]((None, "", "1", -1, [], {}, True, False, 1e300))
+        ),
+        *(made(key, owner, fence, float("nan"), grace, min_hold), made(key, owner, fence, ttl, float("inf"), min_hold)),
+    ]
+    wrong: list[Exception | None] = []
+    for bad in malformed:
+        try:
+            other.do(partial(attach, subject, bad))
+        except InvalidToken as error:
+            wrong += [error] if owner in str(error) else []
+        except Exception as error:
+            wrong.append(error)
+        else:
+            wrong.append(None)
+    assert not wrong
+    other_owner = owner[:-1] + ("0" if owner[-1] != "0" else "1")
+    for strange in (
+        made(key, other_owner, fence, ttl, grace, min_hold),
+        made(key, owner.upper() if owner.upper() != owner else other_owner, fence, ttl, grace, min_hold),
+        made(key, owner + " ", fence, ttl, grace, min_hold),
+        made(key, "' OR 1=1 -- ", fence, ttl, grace, min_hold),
+        made(key, owner, fence + 1, ttl, grace, min_hold),
+        made(key, owner, fence - 1, ttl, grace, min_hold),
+        made("another", owner, fence, ttl, grace, min_hold),
+        made("K", owner, fence, ttl, grace, min_hold),
+    ):
+        with pytest.raises((LockLost, InvalidToken)):
+            other.do(partial(attach, subject, strange))
+    assert subject.row("k") == before
+    assert subject.run("SELECT count(*) FROM locks") == [(1,)]
+    assert actor.call(lock, "verify") is True
+    actor.call(lock, "release")
+
+
+def test_the_owner_is_in_no_repr(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Nor in the sequencer, in errors, or in what inspect() gives away; only `owner` and the token have it."""
+    lock = subject.lock("k", ttl=30)
+    actor.call(lock, "acquire")
+    owner = actor.get(lock, "owner")
+    hold = actor.do(lock._hold)
+    info = actor.call(lock, "inspect")
+    with pytest.raises(LockTimeout) as caught:
+        other.within(subject.lock("k", timeout=0))
+    shown = [
+        *(actor.do(partial(show, lock)) for show in (repr, str)),
+        *(repr(hold), repr(hold.tenure), str(hold.tenure), f"{hold.tenure}", repr(info), str(info), info.owner),
+        *(repr(caught.value), str(caught.value), repr(vars(caught.value))),
+        actor.get(lock, "sequencer"),
+        base64.b64decode(actor.get(lock, "sequencer").split(".")[-1] + "==").decode(),
+    ]
+    from dblock.core.tokens import valid_token
+
+    token = actor.call(lock, "detach")
+    known = valid_token(token)
+    shown += [repr(known), str(known), repr(actor.do(lock._hold))]
+    for text in shown:
+        assert owner not in text
+        assert owner[:16] not in text
+    taken = actor.do(lambda: attach(subject, token))
+    assert owner not in actor.do(lambda: repr(taken))
+    actor.call(taken, "release")
+
+
+# -- shown to others
+
+
+def test_a_sequencer_proves_a_tenure(subject: Subject, actor: Actor, other: Actor) -> None:
+    """While it is alive, and not after its release, its loss or the row's; it is nothing that can be made up."""
+    lock = subject.lock("ключ 🔒", ttl=30)
+    with pytest.raises(LockNotHeld):
+        actor.get(lock, "sequencer")
+    actor.call(lock, "acquire")
+    sequencer = actor.get(lock, "sequencer")
+    shown = other.do(lambda: check_sequencer(subject, sequencer))
+    assert tuple(shown) == ("ключ 🔒", "exclusive", actor.get(lock, "fence"))
+    assert (shown.key, shown.mode, shown.fence) == tuple(shown)
+    assert str(shown) == sequencer
+    with pytest.raises(LockNotHeld):
+        other.get(lock, "sequencer")
+    actor.call(lock, "release")
+
+    def is_refused(reason: Reason | None = None) -> None:
+        with pytest.raises(LockLost) as caught:
+            other.do(lambda: check_sequencer(subject, sequencer))
+        assert caught.value.key == "ключ 🔒"
+        assert reason in (None, caught.value.reason)
+
+    is_refused()
+    actor.call(lock, "acquire")
+    is_refused(Reason.TAKEN_OVER)
+    current = actor.get(lock, "sequencer")
+    assert other.do(lambda: check_sequencer(subject, current)).fence > shown.fence
+    actor.call(lock, "release")
+    subject.run("DELETE FROM locks")
+    is_refused(Reason.GONE)
+    short = subject.lock("short", ttl=0.1, renew=False)
+    actor.call(short, "acquire")
+    ended = actor.get(short, "sequencer")
+    time.sleep(0.15)
+    with pytest.raises(LockLost):
+        other.do(lambda: check_sequencer(subject, ended))
+    with pytest.raises(LockLost):
+        actor.call(short, "release")
+    prefix = sequencer.split(".")[0]
+    forged = base64.urlsafe_b64encode(json.dumps(["k", "shared", 1]).encode()).decode().rstrip("=")
+    for bad in ("", "x", prefix, f"{prefix}.", sequencer[:-5], f"{prefix}.{forged}", None, 5, sequencer.encode()):
+        with pytest.raises(InvalidToken):
+            other.do(partial(check_sequencer, subject, bad))
+
+
+# -- interrupt=True
+
+
+@pytest.mark.parametrize("subject", ASYNCHRONOUS, ids=str, indirect=True)
+def test_a_body_is_interrupted_by_the_loss(subject: Subject, actor: Actor) -> None:
+    """It is cancelled, LockLost comes out, and the task is as if nobody had cancelled it; decorated ones likewise."""
+    seen: list[Any] = []
+
+    async def body() -> None:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+
+    async def main(decorated: bool) -> None:
+        lock = subject.lock("k", ttl=0.3, renew=False, interrupt=True)
+        with pytest.raises(LockLost) as caught:
+            if decorated:
+                await lock(body)()
+            else:
+                async with lock:
+                    await body()
+        assert isinstance(caught.value.__cause__, asyncio.CancelledError)
+        task = asyncio.current_task()
+        assert task is not None
+        seen.append((caught.value.reason, task.cancelling()))
+        await asyncio.sleep(0)
+
+    began = time.monotonic()
+    for decorated in (False, True):
+        actor.do(partial(main, decorated))
+    assert seen == ["cancelled", (Reason.EXPIRED, 0)] * 2
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("subject", ASYNCHRONOUS, ids=str, indirect=True)
+def test_an_interrupted_body_learns_the_reason(subject: Subject, actor: Actor) -> None:
+    """Also when a stranger took the key over long before the end of the lease; what the body raises instead is kept."""
+    seen: list[Any] = []
+
+    async def body() -> None:
+        subject.run(STEAL, key="k")
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            raise ZeroDivisionError from None
+
+    async def main() -> None:
+        with pytest.raises(LockLost) as caught:
+            async with subject.lock("k", ttl=0.4, interrupt=True):
+                await body()
+        task = asyncio.current_task()
+        assert task is not None
+        seen.append((caught.value.reason, type(caught.value.__context__), task.cancelling()))
+
+    actor.do(main)
+    assert seen == [(Reason.TAKEN_OVER, ZeroDivisionError, 0)]
+
+
+@pytest.mark.parametrize("subject", ASYNCHRONOUS, ids=str, indirect=True)
+def test_the_users_cancellation_stays_one(subject: Subject, actor: Actor) -> None:
+    """Whether the lock is alive, lost, or lost at that very moment; and a timeout around it stays a TimeoutError."""
+
+    async def hold(ttl: float, lost: asyncio.Event | None = None) -> None:
+        def note(lock: Any, reason: Any) -> None:
+            if lost is not None:
+                loop.call_soon_threadsafe(lost.set)
+
+        loop = asyncio.get_running_loop()
+        async with subject.lock("k", ttl=ttl, renew=False, interrupt=True, on_lost=note):
+            await asyncio.sleep(30)
+
+    async def main() -> list[Any]:
+        results: list[Any] = []
+        task = asyncio.create_task(hold(30))
+        while not subject.run("SELECT owner FROM locks WHERE owner IS NOT NULL"):  # noqa: ASYNC110 - another task's
+            await asyncio.sleep(0.01)
+        task.cancel()
+        results += await asyncio.gather(task, return_exceptions=True)
+
+        lock = subject.lock("k", ttl=0.2, renew=False, interrupt=True)
+
+        async def both() -> None:
+            async with lock:
+                mine = asyncio.current_task()
+                assert mine is not None
+                while lock.state != "lost":
+                    time.sleep(0.01)  # noqa: ASYNC251 - so that the interrupt and the cancellation meet
+                time.sleep(0.05)  # noqa: ASYNC251
+                mine.cancel()
+                await asyncio.sleep(30)
+
+        results += await asyncio.gather(asyncio.create_task(both()), return_exceptions=True)
+
+        async def slow() -> None:
+            async with asyncio.timeout(0.1):
+                await hold(30)
+
+        results += await asyncio.gather(asyncio.create_task(slow()), return_exceptions=True)
+        return results
+
+    results = actor.do(main)
+    assert [type(result) for result in results] == [asyncio.CancelledError, asyncio.CancelledError, TimeoutError]
+    assert subject.row("k")["owner"] is None
+
+
+@pytest.mark.parametrize("subject", ASYNCHRONOUS, ids=str, indirect=True)
+def test_without_interrupt_the_body_goes_on(subject: Subject, actor: Actor) -> None:
+    """And is told at its end."""
+    seen: list[str] = []
+
+    async def main() -> None:
+        with pytest.raises(LockLost):
+            async with subject.lock("k", ttl=0.1, renew=False):
+                await asyncio.sleep(0.3)
+                seen.append("went on")
+
+    actor.do(main)
+    assert seen == ["went on"]
+
+
+@pytest.mark.parametrize("subject", ASYNCHRONOUS[:1], ids=str, indirect=True)
+def test_only_loops_are_interrupted(subject: Subject) -> None:
+    """A lock that runs in threads only refuses the option."""
+    from sqlalchemy import create_engine
+
+    from sqlalchemy_dblock import db_lock
+
+    with pytest.raises(TypeError, match="interrupt"):
+        db_lock(create_engine("sqlite://"), "k", interrupt=True)

@@ -1,0 +1,506 @@
+"""What a holder may believe, by a clock that the test moves; and the keeper over a store that does as it is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from dblock.core import clock
+from dblock.core.base import BaseLock
+from dblock.core.drivers import drive
+from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, Reason, StoreConflict
+from dblock.core.faces import SyncLock
+from dblock.core.flows import current_flow
+from dblock.core.holds import Entry, Hold, Loss
+from dblock.core.keeper import Batch, Keeper, keeper
+from dblock.core.protocol import Database
+from dblock.core.statements import DIALECTS
+from dblock.core.steps import Execute, Rows
+from dblock.core.values import Grant, Tenure
+
+TENURE = Tenure("k", "secret", 7)
+
+
+class FakeStore:
+    """One row that is always ours, unless a test says otherwise."""
+
+    asynchronous = False
+    renewable = True
+
+    def __init__(self, now: Callable[[], float] = clock.now) -> None:
+        self.database = Database(DIALECTS["postgresql"], now)
+        self.answers: dict[str, Callable[[Execute], Rows]] = {}
+        self.sent: list[str] = []
+        self.ended = 0
+
+    def execute(self, step: Execute) -> Rows:
+        name = step.statement.name
+        self.sent.append(name)
+        if name in self.answers:
+            return self.answers[name](step)
+        if name == "renew":
+            return [()] * len(json.loads(str(step.parameters["leases"])))
+        replies: dict[str, Rows] = {"take": [(7,)], "inspect": []}
+        return replies.get(name, [()])
+
+    async def aexecute(self, step: Execute) -> Rows:
+        raise NotImplementedError
+
+    def before_waiting(self) -> None:
+        pass
+
+    def end_thread(self) -> None:
+        self.ended += 1
+
+
+class FakeLock(SyncLock):
+    def __init__(self, store: FakeStore, key: str = "k", **options: Any) -> None:
+        super().__init__(key, **options)
+        self.store = store
+
+    def _store(self) -> FakeStore:
+        return self.store
+
+
+class Clock:
+    time = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+@pytest.fixture
+def local() -> Clock:
+    return Clock()
+
+
+def hold_of(local: Clock, **options: Any) -> Hold:
+    lock = BaseLock("k", ttl=30, **options)
+    grant = Grant(TENURE, local.time, 30.0)
+    return Hold(FakeStore(local), current_flow().ref, grant, Entry(lock, "acquire", 1), None)
+
+
+def test_held_then_at_risk_then_lost(local: Clock) -> None:
+    """By the local clock alone: late from half of the ttl on, lost a margin before its end."""
+    hold = hold_of(local)
+    states = []
+    for local.time in (100, 114.9, 115, 128.9, 129, 500):
+        states.append((hold.state, round(hold.remaining(), 1)))
+    assert states == [("held", 29), ("held", 14.1), ("at_risk", 14), ("at_risk", 0.1), ("lost", 0), ("lost", 0)]
+    assert hold.loss == Loss(Reason.EXPIRED)
+
+
+def test_without_renewal_nothing_is_late(local: Clock) -> None:
+    """It is held until it is lost."""
+    hold = hold_of(local, renew=False)
+    local.time = 128.9
+    assert hold.state == "held"
+
+
+def test_a_renewal_counts_from_its_sending(local: Clock) -> None:
+    """However late its answer comes, as long as it comes in time."""
+    hold = hold_of(local)
+    local.time = 128
+    assert hold.lengthen(Grant(TENURE, 110.0, 30.0))
+    assert (hold.state, hold.remaining()) == ("at_risk", 11.0)
+    assert hold.due == 120
+    assert hold.lengthen(Grant(TENURE, 105.0, 30.0))  # an older answer overtaken by a newer one
+    assert hold.remaining() == 11.0
+
+
+def test_lost_is_for_good(local: Clock) -> None:
+    """An answer that comes when trust has ended revives nothing, whether or not somebody looked in between."""
+    for look in (True, False):
+        local.time = 100.0
+        hold = hold_of(local)
+        local.time = 129.0
+        assert not look or hold.state == "lost"
+        assert not hold.lengthen(Grant(TENURE, 120.0, 30.0))
+        assert hold.state == "lost"
+        assert not hold.lengthen(Grant(TENURE, 129.0, 30.0))
+
+
+def test_the_first_reason_counts(local: Clock) -> None:
+    """Why it was lost is decided once."""
+    hold = hold_of(local)
+    assert hold.lose(Loss(Reason.GONE))
+    assert not hold.lose(Loss(Reason.FREED))
+    assert hold.loss == Loss(Reason.GONE)
+    hold = hold_of(local)
+    assert not hold.lose()  # trust has not run out
+    hold.failure = True
+    local.time += 29
+    assert hold.lose()
+    assert hold.loss == Loss(Reason.UNREACHABLE)
+
+
+def test_a_new_ttl_makes_older_answers_void(local: Clock) -> None:
+    """A renewal with the old, longer ttl may have come before the extension that shortened the lease."""
+    hold = hold_of(local)
+    epoch = hold.epoch
+    hold.reset(2.0, local.time + 1.8)
+    assert hold.lengthen(Grant(TENURE, local.time, 30.0), epoch)
+    assert hold.remaining() <= 1.8
+    assert hold.lengthen(Grant(TENURE, local.time + 0.5, 2.0), hold.epoch)
+    assert hold.remaining() == pytest.approx(2.3)
+
+
+@pytest.fixture
+def store() -> Iterator[FakeStore]:
+    yield FakeStore()
+    current_flow().holds.clear()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_a_short_hold_costs_no_renewal(store: FakeStore) -> None:
+    """Take and release, and nothing else is sent."""
+    for _ in range(50):
+        with FakeLock(store):
+            pass
+    assert store.sent == ["take", "release"] * 50
+
+
+def test_short_holds_do_not_disturb_the_watch(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is started once, and looks now and then, not at each of them."""
+    wait_until(lambda: keeper._thread is None)
+    looks: list[int] = []
+    look = keeper._look_at_all
+
+    def counted() -> float:
+        looks.append(threading.get_ident())
+        return look()
+
+    monkeypatch.setattr(keeper, "_look_at_all", counted)
+
+    def slowly(_: Execute) -> Rows:
+        time.sleep(0.0002)
+        return [(7,)]
+
+    store.answers["take"] = store.answers["release"] = slowly
+    start = time.monotonic()
+    for _ in range(1000):
+        with FakeLock(store):
+            pass
+    assert len(looks) <= 3 + 2 * (time.monotonic() - start)
+    assert len(set(looks)) == 1
+
+
+def test_many_leases_one_statement(store: FakeStore) -> None:
+    """Those taken one by one are renewed together."""
+    locks = [FakeLock(store, str(number), ttl=1.0) for number in range(200)]
+    for lock in locks:
+        lock.acquire()
+        time.sleep(0.0002)
+    time.sleep(1.5)
+    assert {lock.state for lock in locks} == {"held"}
+    assert 3 <= store.sent.count("renew") <= 12
+    for lock in locks:
+        lock.release()
+
+
+def test_a_failing_renewal_is_tried_again(store: FakeStore) -> None:
+    """The holder hears that it is at risk, and that is all, once one succeeds in time."""
+    risks: list[object] = []
+    losses: list[object] = []
+    healed = threading.Event()
+
+    def renew(step: Execute) -> Rows:
+        if not healed.is_set():
+            raise StoreConflict("down")
+        return [()]
+
+    store.answers["renew"] = renew
+    with FakeLock(store, ttl=2.0, on_at_risk=risks.append, on_lost=lambda lock, _: losses.append(lock)) as lock:
+        wait_until(lambda: risks)
+        assert lock.state == "at_risk"
+        healed.set()
+        wait_until(lambda: lock.state == "held")
+        time.sleep(1.5)
+    assert risks == [lock]
+    assert not losses
+
+
+def test_a_hanging_renewal_delays_no_signal(store: FakeStore) -> None:
+    """Lost at the trust deadline, told once, and another connection is tried meanwhile; its late answer is too late."""
+    go, told = threading.Event(), []
+
+    def renew(step: Execute) -> Rows:
+        go.wait(20)
+        return [()]
+
+    store.answers["renew"] = renew
+    lock = FakeLock(store, ttl=0.9, on_lost=lambda lock, reason: told.append((reason, lock.fence, lock.state)))
+    lock.acquire()
+    wait_until(lambda: told)
+    assert lock.state == "lost"
+    go.set()
+    wait_until(lambda: store.ended >= 2)  # the threads that hung have ended
+    assert store.sent.count("renew") >= 2
+    assert lock.state == "lost"
+    with pytest.raises(LockLost, match="did not answer"):
+        lock.release()
+    time.sleep(0.1)
+    assert told == [(Reason.UNREACHABLE, 7, "lost")]
+
+
+def test_callbacks_may_fail_and_hang(store: FakeStore, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the keeper nor other locks' callbacks notice."""
+    store.answers["renew"] = lambda _: []  # all leases are over
+    store.answers["alive"] = lambda _: []
+    go, told = threading.Event(), threading.Event()
+
+    def fails(lock: object, reason: Reason) -> None:
+        raise RuntimeError("mine")
+
+    locks = [
+        FakeLock(store, "a", ttl=0.6, on_lost=fails),
+        FakeLock(store, "b", ttl=0.6, on_lost=lambda *_: go.wait(20)),
+        FakeLock(store, "c", ttl=0.6, on_lost=lambda *_: told.set()),
+    ]
+    for lock in locks:
+        lock.acquire()
+    assert told.wait(20)
+    wait_until(lambda: "callback of the lock" in caplog.text)
+    go.set()
+    wait_until(lambda: {lock.state for lock in locks} == {"lost"})
+    for lock in locks:
+        with pytest.raises(LockLost) as lost:
+            lock.release()
+        assert lost.value.reason is Reason.GONE
+
+
+def test_a_thread_that_ends_without_releasing(store: FakeStore) -> None:
+    """Nobody can give its lock back, so nobody renews it either."""
+    lock = FakeLock(store, ttl=0.6)
+    thread = threading.Thread(target=lock.acquire)
+    thread.start()
+    thread.join()
+    time.sleep(1.5)
+    assert store.sent.count("renew") == 0
+
+
+def test_the_keeper_ends_when_idle(store: FakeStore) -> None:
+    """Its threads too, and whatever connection they had; the next lock starts it again."""
+    for _ in range(2):
+        with FakeLock(store, ttl=0.6):
+            wait_until(lambda: "renew" in store.sent)
+        wait_until(lambda: store.ended)
+        wait_until(lambda: keeper._thread is None)
+        store.sent.clear()
+        store.ended = 0
+
+
+def test_adding_never_misses_the_watch(store: FakeStore) -> None:
+    """However the adding thread and a watch that is about to end interleave, somebody watches afterwards."""
+    watch = Keeper()
+    for _ in range(300):
+        lock = FakeLock(store, ttl=0.3, renew=False)
+        hold = Hold(store, current_flow().ref, Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire", 1), None)
+        watch.add(hold)
+        assert watch._thread is not None
+        watch.discard(hold)
+        watch._added = False
+        watch.look()
+    hold = Hold(store, current_flow().ref, Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire", 1), None)
+    watch.add(hold)
+    wait_until(lambda: hold.told)
+
+
+def test_at_exit_only_what_nobody_uses_is_given_back(store: FakeStore) -> None:
+    """Locks of the exiting flow and of ended ones; not those of a daemon thread, which may still be at work."""
+    watch, go = Keeper(), threading.Event()
+
+    def keep(name: str) -> Hold:
+        lock = FakeLock(store, name)
+        grant = Grant(Tenure(name, "secret", 7), clock.now(), 30.0)
+        hold = Hold(store, current_flow().ref, grant, Entry(lock, "acquire", 1), None)
+        watch._holds[hold] = None
+        return hold
+
+    def daemon() -> None:
+        current_flow().holds[store, "theirs"] = keep("theirs")
+        go.wait(20)
+
+    thread = threading.Thread(target=daemon, daemon=True)
+    thread.start()
+    wait_until(lambda: watch._holds)
+    _ = keep("mine")
+    released: list[str] = []
+
+    def release(step: Execute) -> Rows:
+        released.append(str(step.parameters["key"]))
+        return [()]
+
+    store.answers["release"] = release
+    watch.close()
+    go.set()
+    thread.join()
+    assert released == ["mine"]
+
+
+def test_a_lost_hold_is_found_out_by_the_database(store: FakeStore) -> None:
+    """verify() and extend() learn what became of the row."""
+    for act in ("verify", "extend"):
+        lock = FakeLock(store, ttl=30)
+        lock.acquire()
+        store.answers["extend"] = lambda _: []
+        with pytest.raises(LockError) as lost:
+            getattr(lock, act)()
+        assert isinstance(lost.value, LockLost)
+        assert lost.value.reason is Reason.GONE
+        assert lock.state == "lost"
+        with pytest.raises(LockLost):
+            lock.release()
+
+
+def test_a_callback_looks_and_does_not_act(store: FakeStore) -> None:
+    """It sees its lock as the holder does; but what it might change, the holder relies on."""
+    store.answers["renew"] = lambda _: (_ for _ in ()).throw(StoreConflict("down"))
+    seen: list[Any] = []
+
+    def risky(lock: FakeLock) -> None:
+        seen.append((lock.state, lock.fence, lock.count))
+        for act in (lock.extend, lock.release, lock.detach):
+            with pytest.raises(LockNotHeld):
+                act()
+        seen.append("done")
+
+    with FakeLock(store, ttl=2.0, on_at_risk=risky) as lock:
+        wait_until(lambda: "done" in seen)
+        lock.check()
+    assert seen == [("at_risk", 7, 1), "done"]
+    assert not {"extend", "detach"} & set(store.sent)
+
+
+def test_told_once_however_often_entered(store: FakeStore) -> None:
+    """One lock object, one call."""
+    told: list[Reason] = []
+    lock = FakeLock(store, ttl=0.3, renew=False, on_lost=lambda _, reason: told.append(reason))
+    lock.acquire()
+    lock.acquire()
+    wait_until(lambda: told)
+    time.sleep(0.1)
+    assert told == [Reason.EXPIRED]
+
+
+def test_a_loss_found_at_the_release_is_told_too(store: FakeStore) -> None:
+    """The row was no longer ours: LockLost, and on_lost."""
+    told: list[Reason] = []
+    lock = FakeLock(store, on_lost=lambda _, reason: told.append(reason))
+    lock.acquire()
+    store.answers["release"] = lambda _: []
+    with pytest.raises(LockLost):
+        lock.release()
+    wait_until(lambda: told == [Reason.GONE])
+
+
+def test_the_keeper_survives_what_logging_raises(store: FakeStore) -> None:
+    """Such as a filter that needs a request."""
+    told: list[Reason] = []
+
+    def fails(record: logging.LogRecord) -> bool:
+        raise LookupError("no request here")
+
+    log = logging.getLogger("dblock")
+    log.addFilter(fails)
+    try:
+        FakeLock(store, "a", ttl=0.3, renew=False, on_lost=lambda _, reason: told.append(reason)).acquire()
+        wait_until(lambda: told)
+        with FakeLock(store, "b", ttl=0.6) as lock:
+            wait_until(lambda: "renew" in store.sent)
+            assert lock.state == "held"
+    finally:
+        log.removeFilter(fails)
+
+
+def test_a_keeper_that_cannot_start_is_tried_again(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of threads: the lock is held all the same, and the next one starts the watch for both."""
+    wait_until(lambda: keeper._thread is None)
+
+    def fails(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fails)
+        first = FakeLock(store, "a", ttl=2.0)
+        assert first.acquire()
+    assert keeper._thread is None
+    with FakeLock(store, "b", ttl=2.0):
+        wait_until(lambda: "renew" in store.sent)
+    first.release()
+
+
+def test_the_longest_life_of_one_tenure_counts(store: FakeStore) -> None:
+    """Two flows of this process that hold one tenure, with different ttls: the row gets one of them, the longer."""
+    written: list[Any] = []
+
+    def renew(step: Execute) -> Rows:
+        written.append(json.loads(str(step.parameters["leases"])))
+        return [()]
+
+    store.answers["renew"] = renew
+    grant = Grant(TENURE, clock.now(), 30.0)
+    long, short = (Hold(store, current_flow().ref, grant, Entry(FakeLock(store), "acquire", 1), None) for _ in range(2))
+    short.reset(2.0, clock.now() + 1.8)
+    drive(Batch(store, [long, short]).steps(), store)
+    assert [[lease["life"] for lease in leases] for leases in written] == [[30.0]]
+
+
+def test_a_shared_tenure_is_never_shortened(store: FakeStore) -> None:
+    """Whoever attached may rely on the longer lease."""
+    lock = FakeLock(store)
+    lock.acquire()
+    lock.acquire()
+    _ = lock.detach()
+    lock.extend(1)
+    assert "extend" not in store.sent
+    assert 0.8 < lock.remaining <= 0.9
+    store.answers["leave"] = lambda _: [()]
+    lock.release()
+
+
+def test_an_extension_that_fails_leaves_no_answer_valid(store: FakeStore) -> None:
+    """Neither that of a renewal written before it, nor one written while it was under way."""
+    lock = FakeLock(store, ttl=3)
+    lock.acquire()
+    [hold] = current_flow().holds.values()
+    batches: list[Batch] = []
+
+    def cut(step: Execute) -> Rows:
+        batches.append(Batch(store, [hold]))
+        raise LockStoreError("refused")
+
+    store.answers["extend"] = cut
+    with pytest.raises(LockStoreError):
+        lock.extend(60)
+    drive(batches[0].steps(), store)
+    assert lock.remaining <= 2.7
+    assert hold.ttl == 3
+    lock.release()
+
+
+def test_at_exit_every_entry_is_left(store: FakeStore) -> None:
+    """Where others count too, as often as it was entered."""
+    lock = FakeLock(store)
+    for _ in range(3):
+        lock.acquire()
+    store.answers["attach"] = lambda _: [(2,)]
+    _ = lock.detach()
+    [hold] = current_flow().holds.values()
+    watch = Keeper()
+    watch._holds[hold] = None
+    watch.close()
+    assert store.sent.count("leave") == 2
+    keeper.discard(hold)

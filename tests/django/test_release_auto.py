@@ -1,0 +1,334 @@
+"""`release="auto"`: a lock that was taken and left inside a transaction is kept until that has ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+import unittest
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.db import DatabaseError, InterfaceError, connections, transaction
+from django.http import HttpRequest, HttpResponse
+from django.test import Client, TestCase, override_settings
+from django.urls import path
+
+from dblock import LockNotHeld, LockStoreError, db_lock
+from tests.conftest import ALIASES, ready, run
+
+SERVERS = ("postgresql", "mariadb")
+
+
+@pytest.fixture
+def alias(database: str) -> Iterator[str]:
+    """Each database's alias, with its connections closed afterwards."""
+    yield ALIASES[database]
+    connections[ALIASES[database]].close()
+
+
+def others_get_in(alias: str, key: str = "k") -> bool:
+    """Does another thread get the key without waiting? On SQLite the writer leaves it no room."""
+    results: list[Any] = []
+
+    def attempt() -> None:
+        lock = db_lock(key, using=alias)
+        try:
+            results.append(lock.acquire(blocking=False))
+            if results[-1]:
+                lock.release()
+        except LockStoreError as error:
+            results.append(False if alias == "default" else error)
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join()
+    [result] = results
+    if isinstance(result, Exception):
+        raise result
+    return bool(result)
+
+
+def test_it_is_kept_until_the_commit(database: str, alias: str) -> None:
+    """Others come in at once afterwards, not before; for this thread it is over when its block is left."""
+    lock = db_lock("k", using=alias)
+    with transaction.atomic(alias):
+        with lock:
+            assert lock.verify()
+        assert lock.state is None
+        with pytest.raises(LockNotHeld):
+            lock.release()
+        assert not others_get_in(alias)
+        with transaction.atomic(alias):
+            pass
+        assert not others_get_in(alias)
+    assert others_get_in(alias)
+
+
+def test_it_is_kept_until_the_rollback(database: str, alias: str) -> None:
+    """Whether an exception leaves the block, or somebody asked for it."""
+    with pytest.raises(ZeroDivisionError), transaction.atomic(alias):
+        with db_lock("k", using=alias):
+            pass
+        assert not others_get_in(alias)
+        raise ZeroDivisionError
+    assert others_get_in(alias)
+    with transaction.atomic(alias):
+        with db_lock("k", using=alias):
+            pass
+        transaction.set_rollback(True, using=alias)
+        assert not others_get_in(alias)
+    assert others_get_in(alias)
+    with pytest.raises(ZeroDivisionError), transaction.atomic(alias), db_lock("k", using=alias):
+        raise ZeroDivisionError
+    assert others_get_in(alias)
+
+
+def test_acquire_and_release_as_well(database: str, alias: str) -> None:
+    """Not only `with`."""
+    lock = db_lock("k", using=alias)
+    with transaction.atomic(alias):
+        assert lock.acquire()
+        lock.release()
+        assert not others_get_in(alias)
+    assert others_get_in(alias)
+
+
+def test_an_inner_rollback_is_not_the_end(database: str, alias: str) -> None:
+    """The lock was taken inside a savepoint that is undone; the outer block is still open."""
+    with transaction.atomic(alias):
+        with pytest.raises(ZeroDivisionError), transaction.atomic(alias):
+            with db_lock("k", using=alias):
+                pass
+            raise ZeroDivisionError
+        assert not others_get_in(alias)
+    assert others_get_in(alias)
+
+
+def test_what_was_taken_before_is_given_back_at_once(database: str, alias: str) -> None:
+    """The transaction is younger than the tenure; whatever becomes of it, the key is free."""
+    for fails in (False, True):
+        lock = db_lock("k", using=alias)
+        lock.acquire()
+        try:
+            with transaction.atomic(alias):
+                lock.release()
+                if database != "sqlite":
+                    assert others_get_in(alias)
+                if fails:
+                    raise ZeroDivisionError
+        except ZeroDivisionError:
+            pass
+        assert others_get_in(alias)
+
+
+def test_release_now(database: str, alias: str) -> None:
+    """Given back without regard to transactions."""
+    with transaction.atomic(alias):
+        with db_lock("k", using=alias, release="now") as lock:
+            pass
+        assert not lock.locked()
+        if database != "sqlite":
+            assert others_get_in(alias)
+    assert others_get_in(alias)
+
+
+def test_the_same_transaction_enters_again(database: str, alias: str) -> None:
+    """The same tenure, with the same fence, is still given back at the end."""
+    fences = []
+    with transaction.atomic(alias):
+        for _ in range(3):
+            with db_lock("k", using=alias) as lock:
+                fences.append(lock.fence)
+                assert lock.count == 1
+                with db_lock("k", using=alias) as inner:
+                    assert (inner.fence, inner.count) == (lock.fence, 2)
+            assert not others_get_in(alias)
+    assert len(set(fences)) == 1
+    assert others_get_in(alias)
+
+
+def test_what_is_held_beyond_the_transaction_stays_held(database: str, alias: str) -> None:
+    """Left once and entered again inside; the last release, outside, is the one that counts."""
+    lock = db_lock("k", using=alias)
+    with transaction.atomic(alias):
+        with lock:
+            pass
+        lock.acquire()
+    assert lock.verify()
+    assert not others_get_in(alias)
+    lock.release()
+    assert others_get_in(alias)
+
+
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_it_is_renewed_until_then(database: str, alias: str) -> None:
+    """However long the transaction takes after the block."""
+    with transaction.atomic(alias):
+        with db_lock("k", using=alias, ttl=0.4):
+            pass
+        time.sleep(0.8)
+        assert not others_get_in(alias)
+    assert others_get_in(alias)
+
+
+def test_the_next_transaction_is_another_one(database: str, alias: str) -> None:
+    """Nothing of the first is left on the connection or in the thread."""
+    lock = db_lock("k", using=alias)
+    with transaction.atomic(alias), lock:
+        first = lock.fence
+    lock.acquire()
+    assert lock.fence != first
+    with transaction.atomic(alias):
+        pass
+    assert lock.verify()
+    lock.release()
+    with transaction.atomic(alias), lock:
+        assert not others_get_in(alias)
+    assert others_get_in(alias)
+
+
+def test_a_closed_connection_ends_the_transaction(database: str, alias: str) -> None:
+    """And with it the reason to keep the lock."""
+    with pytest.raises((ZeroDivisionError, DatabaseError, InterfaceError)), transaction.atomic(alias):
+        with db_lock("k", using=alias):
+            pass
+        connections[alias].close()
+        raise ZeroDivisionError
+    assert others_get_in(alias)
+
+
+def test_the_key_is_free_for_on_commit(database: str, alias: str) -> None:
+    """Hooks run after the commit; one that takes the lock itself finds it free, and so does everybody."""
+    seen: list[object] = []
+
+    def hook() -> None:
+        seen.append(others_get_in(alias))
+        with db_lock("k", using=alias, timeout=5) as lock:
+            seen.append(lock.count)
+
+    with transaction.atomic(alias):
+        transaction.on_commit(hook, using=alias)
+        with db_lock("k", using=alias):
+            pass
+    assert seen == [True, 1]
+    assert others_get_in(alias)
+
+
+def test_transactions_of_two_databases(request: pytest.FixtureRequest) -> None:
+    """Kept until the last of those that were open has ended, whichever that is."""
+    for name in SERVERS:
+        ready(request, name)
+    for first, second in (SERVERS, SERVERS[::-1]):
+        with transaction.atomic(first):
+            with transaction.atomic(second):
+                with db_lock("k", using="postgresql"):
+                    pass
+                assert not others_get_in("postgresql")
+            assert not others_get_in("postgresql")
+        assert others_get_in("postgresql")
+    for name in SERVERS:
+        connections[name].close()
+
+
+def test_another_threads_transaction_does_not_count(database: str, alias: str) -> None:
+    """A lock is kept by transactions of its own thread only."""
+    if database == "sqlite":
+        connections[alias].ensure_connection()
+    opened, go = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with transaction.atomic("postgresql" if database != "postgresql" else "mariadb"):
+            opened.set()
+            go.wait(30)
+        connections.close_all()
+
+    if database == "sqlite":
+        return  # nothing to see: its one writer is enough
+    thread = threading.Thread(target=work)
+    thread.start()
+    opened.wait(10)
+    with db_lock("k", using=alias):
+        pass
+    assert others_get_in(alias)
+    go.set()
+    thread.join()
+
+
+# -- a request
+
+
+def view(request: HttpRequest) -> HttpResponse:
+    """Takes and leaves the lock, and looks who could have it then."""
+    alias = request.GET["alias"]
+    with db_lock("k", using=alias):
+        pass
+    body = f"{connections[alias].in_atomic_block} {others_get_in(alias)}"
+    if "fail" in request.GET:
+        raise ZeroDivisionError(body)
+    return HttpResponse(body)
+
+
+urlpatterns = [path("view", view)]
+
+
+@override_settings(ROOT_URLCONF=__name__, MIDDLEWARE=[], ALLOWED_HOSTS=["*"])
+def test_atomic_requests(database: str, alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view's lock is kept until its response is made and committed, or its failure rolled back."""
+    client = Client(raise_request_exception=False)
+    response = client.get("/view", {"alias": alias})
+    assert response.content == b"False True"
+    monkeypatch.setitem(connections.settings[alias], "ATOMIC_REQUESTS", True)
+    for _ in range(2):
+        response = client.get("/view", {"alias": alias})
+        assert response.content == b"True False"
+        assert others_get_in(alias)
+    with pytest.raises(ZeroDivisionError, match="True False"):
+        Client().get("/view", {"alias": alias, "fail": "1"})
+    assert others_get_in(alias)
+
+
+# -- Django's TestCase
+
+
+def test_the_blocks_of_a_test_case_do_not_count(database: str, alias: str) -> None:
+    """A lock left inside a test is given back at once; inside an atomic() of the test's, at the end of that."""
+    seen: list[object] = []
+
+    class Case(TestCase):
+        databases = {alias}  # noqa: RUF012
+
+        @classmethod
+        def setUpTestData(cls) -> None:
+            with db_lock("k", using=alias) as lock:
+                pass
+            seen.append(lock.locked())
+
+        def test(self) -> None:
+            lock = db_lock("k", using=alias)
+            assert connections[alias].in_atomic_block
+            with lock:
+                seen.append(lock.verify())
+            seen.append(lock.locked())
+            with transaction.atomic(alias):
+                with lock:
+                    pass
+                seen.append(lock.locked())
+            seen.append(lock.locked())
+            with pytest.raises(ZeroDivisionError), transaction.atomic(alias):
+                with lock:
+                    pass
+                raise ZeroDivisionError
+            seen.append(lock.locked())
+            if database != "sqlite":
+                seen.append(others_get_in(alias))
+
+    result = unittest.TestResult()
+    unittest.TestSuite([Case("test")]).run(result)
+    assert not result.errors, result.errors[0][1]
+    assert not result.failures, result.failures[0][1]
+    assert result.testsRun == 1
+    assert seen == [False, True, False, True, False, False, *([True] if database != "sqlite" else [])]
+    assert not run(database, "SELECT lock_key FROM locks WHERE owner IS NOT NULL")

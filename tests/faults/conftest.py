@@ -1,0 +1,102 @@
+"""Subjects, and subjects behind a proxy."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from dblock.core.flows import current_flow
+from dblock.core.keeper import keeper
+from tests.conftest import ready
+from tests.contract.subjects import Actor, Subject
+from tests.faults.lab import LONG, SYNC, Wired, close_django, ledger
+from tests.proxy import Proxy
+
+ALL_WIRES = [
+    ("django", "sync", "postgresql", ""),
+    ("django", "sync", "mariadb", ""),
+    ("sqlalchemy", "sync", "postgresql", ""),
+    ("sqlalchemy", "sync", "mariadb", ""),
+    ("sqlalchemy", "async", "postgresql", "asyncpg"),
+    ("sqlalchemy", "async", "postgresql", "psycopg"),
+    ("sqlalchemy", "async", "mariadb", "aiomysql"),
+]
+WIRES = ALL_WIRES if LONG else [ALL_WIRES[0], ALL_WIRES[4]]
+
+
+def name_of(wire: tuple[str, ...]) -> str:
+    """How a wire is shown."""
+    return "-".join(filter(None, wire))
+
+
+@pytest.fixture(params=SYNC, ids=str)
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    """Each synchronous face on each database, with empty tables."""
+    subject: Subject = request.param
+    ready(request, subject.database)
+    ledger(subject.database)
+    yield subject
+    if subject.variant == "django":
+        close_django(subject.database)
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    """What a failed test still holds in this thread is no matter of the next one's."""
+    yield
+    for hold in list(current_flow().holds.values()):
+        keeper.discard(hold)
+    current_flow().holds.clear()
+
+
+@dataclass
+class Wire:
+    """A subject whose statements go through a proxy, and the same without it."""
+
+    subject: Wired
+    direct: Subject
+    proxy: Proxy
+    actor: Actor
+    """A flow that uses the subject."""
+
+
+@pytest.fixture(params=WIRES, ids=name_of)
+def wire(request: pytest.FixtureRequest) -> Iterator[Wire]:
+    """Some kinds of driver on the servers, through a proxy."""
+    variant, face, database, driver = request.param
+    ready(request, database)
+    port = int(os.environ[f"DBLOCK_TEST_{database.upper()}_WIRE"])
+    with Proxy(port, int(os.environ[f"DBLOCK_TEST_{database.upper()}_PORT"])) as proxy:
+        subject = Wired(variant, face, database, driver, port)
+        direct = Subject("sqlalchemy", "sync", database)
+        actor = Actor(subject)
+        yield Wire(subject, direct, proxy, actor)
+        actor.close()
+        proxy.black_hole, proxy.refusing, proxy.delay = False, False, 0.0
+        proxy.cut()
+        if variant == "django":
+            close_django(database, "_wire")
+        elif face == "sync":
+            subject.engine.dispose()
+        else:
+            Actor(subject).do(subject.engine.dispose)
+            gc.collect()  # what aiomysql says about connections that were cut, it says now
+        direct.engine.dispose()
+
+
+@pytest.fixture
+def actors() -> Iterator[Callable[[Subject], Actor]]:
+    """Makes flows of control that end with the test."""
+    made: list[Actor] = []
+
+    def make(subject: Subject) -> Actor:
+        made.append(Actor(subject))
+        return made[-1]
+
+    yield make
+    for actor in made:
+        actor.close()

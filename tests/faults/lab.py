@@ -1,0 +1,205 @@
+"""What the fault tests share: other processes, subjects behind a proxy, and how often to try."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from dblock.core.flows import current_flow
+from dblock.core.holds import Hold
+from tests.conftest import ALIASES, run, url
+from tests.contract.subjects import MATRIX, Subject
+
+LONG = os.environ.get("DBLOCK_FAULTS", "short") == "long"
+"""The contract's own numbers, or as many as fit into a run of the suite."""
+ROOT = Path(__file__).parents[2]
+SYNC = [subject for subject in MATRIX if subject.face == "sync"]
+
+FEW = SYNC if LONG else [SYNC[0], SYNC[1], SYNC[5]]
+"""For tests that take long."""
+
+
+def times(short: int, long: int) -> int:
+    """How often to try."""
+    return long if LONG else short
+
+
+@dataclass(frozen=True)
+class Wired(Subject):
+    """A subject whose statements go through a proxy; the aliases of Django for that end in `_wire`."""
+
+    port: int = 0
+
+    @cached_property
+    def engine(self) -> Any:
+        direct = os.environ[f"DBLOCK_TEST_{self.database.upper()}_PORT"]
+        make = create_engine if self.face == "sync" else create_async_engine
+        return make(url(self.database, self.driver).replace(f":{direct}/", f":{self.port}/"))
+
+    def lock(self, key: str, **options: Any) -> Any:
+        if self.variant == "django":
+            from dblock import db_lock
+
+            return db_lock(key, using=f"{self.database}_wire", **options)
+        return super().lock(key, **options)
+
+
+class RemoteError(Exception):
+    """What went wrong in another process; `kind` is the name of the exception's class there."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+class Remote:
+    """Another process, see `tests.faults.remote`; names that a command assigns with `:=` stay."""
+
+    def __init__(self, subject: Subject, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.remote", subject.variant, subject.database],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._started = False
+
+    def send(self, command: str) -> None:
+        """Begin a command without waiting for its end."""
+        if not self._started:
+            self._started = True
+            self.answer()
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self, seconds: float = 30) -> Any:
+        """The result of the command that was sent; RemoteError for its exception."""
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
+        assert ready, "the other process does not answer"
+        reply = json.loads(self.process.stdout.readline())
+        if "error" in reply:
+            raise RemoteError(reply["error"], reply["text"])
+        return reply["ok"]
+
+    def do(self, command: str) -> Any:
+        """Run a command to its end."""
+        self.send(command)
+        return self.answer()
+
+    def fails(self, command: str) -> str:
+        """The name of the exception that a command raises."""
+        try:
+            result = self.do(command)
+        except RemoteError as error:
+            return error.kind
+        raise AssertionError(f"{command} gave {result!r}")
+
+    def freeze(self) -> None:
+        """Stop it wherever it is, as a paused machine would."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def leave(self) -> None:
+        """Let it end in order, and wait for it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.process.wait(30) == 0
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+def until(condition: Callable[[], object], seconds: float = 5.0) -> bool:
+    """Does `condition` come true within so many seconds?"""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def threads(name: str = "dblock ") -> list[threading.Thread]:
+    """The library's own threads in this process."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
+def hold_of(lock: Any) -> Hold:
+    """The hold of the flow that asks."""
+    return current_flow().holds[lock._store(), lock.key]
+
+
+def ledger(database: str) -> None:
+    """An empty table that guarded transactions write to."""
+    run(database, "CREATE TABLE IF NOT EXISTS ledger (n bigint)")
+    run(database, "DELETE FROM ledger")
+
+
+def remaining(subject: Subject, key: str = "k") -> float:
+    """Seconds until the row's lease ends, by the database's clock, read by a stranger."""
+    expressions = {
+        "postgresql": "CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision)",
+        "mariadb": "TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6",
+        "sqlite": "(julianday(expires_at) - julianday('now')) * 86400.0",
+    }
+    [(seconds,)] = run(
+        subject.database, f"SELECT {expressions[subject.database]} FROM locks WHERE lock_key = :k", k=key
+    )
+    return float(str(seconds))
+
+
+def alive(subject: Subject, pattern: str = "%") -> int:
+    """How many leases are alive, by the database's clock."""
+    clocks = {
+        "postgresql": "clock_timestamp()",
+        "mariadb": "UTC_TIMESTAMP(6)",
+        "sqlite": "strftime('%Y-%m-%d %H:%M:%f000', 'now')",
+    }
+    where = f"owner IS NOT NULL AND expires_at > {clocks[subject.database]} AND lock_key LIKE :pattern"
+    sql = f"SELECT count(*) FROM locks WHERE {where}".replace(":%f", "\\:%f").replace(":%M", "\\:%M")
+    [(count,)] = run(subject.database, sql, pattern=pattern)
+    return int(str(count))
+
+
+def expire(subject: Subject, key: str = "k") -> None:
+    """End the lease of a key now, as its time running out would."""
+    run(subject.database, "UPDATE locks SET expires_at = acquired_at WHERE lock_key = :k", k=key)
+
+
+def close_django(database: str, suffix: str = "") -> None:
+    """Close this thread's connection."""
+    from django.db import connections
+
+    connections[ALIASES[database] if not suffix else f"{database}{suffix}"].close()

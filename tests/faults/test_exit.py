@@ -1,0 +1,209 @@
+"""Children own nothing of their parent's, and what a process still holds when it ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from tests.conftest import ready
+from tests.contract.subjects import Subject
+from tests.faults.lab import FEW, ROOT, Remote, alive, remaining, until
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+SETUP = """
+import sys
+import django
+django.setup()
+from tests.contract.subjects import Subject
+subject = Subject(*sys.argv[1:])
+"""
+
+
+def process(subject: Subject, body: str, *, code: int = 0) -> str:
+    """Run a program to its end, and what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", SETUP + body, subject.variant, subject.face, subject.database, subject.driver],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [("", 0), ("sys.exit(3)", 3), ("raise ValueError", 1), ("import os; os.kill(os.getpid(), 2)", -signal.SIGINT)],
+    ids=["end", "exit", "exception", "interrupt"],
+)
+def test_what_the_main_thread_holds_is_released_at_a_normal_exit(subject: Subject, how: str, code: int) -> None:
+    """However the program ends in order: the key is free at once, not after its ttl; re-entered ones too."""
+    if how and (subject.variant, subject.database) != ("django", "postgresql"):
+        pytest.skip("tried on one of the subjects")
+    process(subject, "lock = subject.lock('k', ttl=600)\nlock.acquire()\nlock.acquire()\n" + how, code=code)
+    assert subject.row("k")["owner"] is None
+    assert alive(subject) == 0
+
+
+@pytest.mark.parametrize(
+    ("database", "driver"),
+    [("postgresql", "asyncpg"), ("postgresql", "psycopg"), ("mariadb", "aiomysql"), ("sqlite", "aiosqlite")],
+    ids=["asyncpg", "psycopg", "aiomysql", "aiosqlite"],
+)
+def test_what_a_task_holds_is_released_at_a_normal_exit(
+    request: pytest.FixtureRequest, database: str, driver: str
+) -> None:
+    """The loop is closed by then, and its connections with it."""
+    ready(request, database)
+    subject = Subject("sqlalchemy", "async", database, driver)
+    process(subject, "import asyncio\nlock = subject.lock('k', ttl=600)\nasyncio.run(lock.acquire())\n")
+    assert subject.row("k")["owner"] is None
+
+
+@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+def test_a_killed_process_leaves_its_row_to_expire(subject: Subject) -> None:
+    """SIGKILL: nothing is given back, the lease ends by itself, and the next one takes the key."""
+    body = "import os, signal\nsubject.lock('k', ttl=0.8).acquire()\nos.kill(os.getpid(), signal.SIGKILL)"
+    process(subject, body, code=-signal.SIGKILL)
+    row = subject.row("k")
+    assert row["owner"] is not None
+    assert until(lambda: remaining(subject) <= 0, 1)
+    assert subject.row("k") == row
+    lock = subject.lock("k")
+    assert lock.acquire(blocking=False)
+    assert lock.fence > row["fence"]
+    lock.release()
+
+
+CHILDREN = """
+import multiprocessing, os, time
+
+def child(lock, results):
+    import django
+    django.setup()
+    result = []
+    for attempt in (lock.release, lock.extend, lock.acquire) if lock is not None else ():
+        try:
+            attempt()
+            result.append("done")
+        except Exception as error:
+            result.append(type(error).__name__)
+    subject = Subject("{variant}", "sync", "{database}")
+    result.append(subject.lock("k").acquire(blocking=False))
+    own = subject.lock("own", ttl=600)
+    result.append(own.acquire())
+    import threading
+    time.sleep(0.5)
+    from dblock.core.keeper import keeper
+    result.append([hold.tenure.key for hold in list(keeper._holds)])
+    results.put(result)
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method({method!r})
+    lock = subject.lock("k", ttl=0.6)
+    lock.acquire()
+    fence = lock.fence
+    results = multiprocessing.Queue()
+    worker = multiprocessing.Process(target=child, args=(lock if {method!r} == "fork" else None, results))
+    worker.start()
+    result = results.get(timeout=10)
+    worker.join()
+    time.sleep(0.8)
+    row = subject.row("own")
+    print([result, worker.exitcode, lock.state, lock.verify(), lock.fence == fence, row["owner"]])
+    lock.release()
+    print(subject.row("k")["owner"])
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_multiprocessing_child_touches_nothing_of_its_parents(
+    request: pytest.FixtureRequest, tmp_path: Any, method: str
+) -> None:
+    """It owns, renews and releases nothing of its parent's, whose watchdog goes on; its own is released at its end."""
+    for subject in (Subject("django", "sync", "postgresql"), Subject("sqlalchemy", "sync", "mariadb")):
+        ready(request, subject.database)
+        program = tmp_path / f"family_{subject.variant}.py"
+        body = CHILDREN.format(method=method, variant=subject.variant, database=subject.database)
+        program.write_text(SETUP.replace("*sys.argv[1:]", f"'{subject.variant}', 'sync', '{subject.database}'") + body)
+        done = subprocess.run(
+            [sys.executable, str(program)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        refused = ["LockNotHeld"] * 3 if method == "fork" else []
+        expected = [[*refused, False, True, ["own"]], 0, "held", True, True, None]
+        assert done.stdout.splitlines() == [repr(expected), "None"], done.stderr
+
+
+@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+def test_a_forked_child_that_leaves_in_order_releases_nothing(subject: Subject) -> None:
+    """os.fork, and an exit of the child with all its handlers: the parent's lease is renewed all the time and after."""
+    body = """
+import os, time, sys
+lock = subject.lock('k', ttl=0.6)
+lock.acquire()
+before = subject.row('k')
+pid = os.fork()
+if not pid:
+    time.sleep(0.2)
+    sys.exit(0)
+_, status = os.waitpid(pid, 0)
+same = {**subject.row('k'), 'expires_at': 0} == {**before, 'expires_at': 0}
+time.sleep(0.7)
+print(status, same, lock.state, lock.verify(), subject.row('k')['expires_at'] > before['expires_at'])
+lock.release()
+print(subject.row('k')['owner'])
+"""
+    assert process(subject, body).splitlines() == ["0 True held True True", "None"]
+
+
+@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+def test_the_parents_death_ends_the_lease_although_its_child_lives(subject: Subject) -> None:
+    """The parent is killed, the child goes on: nobody renews, the next one holds after one ttl."""
+    with Remote(subject) as holder:
+        holder.do("(lock := subject.lock('k', ttl=0.6))")
+        holder.do("lock.acquire()")
+        child = holder.do("__import__('os').fork() or __import__('time').sleep(3) or __import__('os')._exit(0)")
+        holder.kill()
+        began = time.monotonic()
+        lock = subject.lock("k")
+        assert lock.acquire(timeout=2)
+        assert time.monotonic() - began < 0.6 + 0.3
+        lock.release()
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+def test_this_process_may_use_multiprocessing_itself(subject: Subject) -> None:
+    """A pool's workers, forked while a lease is held here, leave it alone when they end."""
+    lock = subject.lock("k", ttl=0.6)
+    assert lock.acquire()
+    workers = [multiprocessing.get_context("fork").Process(target=os.getpid) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    time.sleep(0.6)
+    assert lock.state == "held"
+    assert lock.verify()
+    lock.release()

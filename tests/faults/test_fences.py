@@ -1,0 +1,216 @@
+"""Fences, and statements that name a tenure that is not theirs (requirements 2, 6 and 7)."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, text
+
+import sqlalchemy_dblock
+from dblock.core import protocol
+from dblock.core.clock import now
+from dblock.core.drivers import Store, drive
+from dblock.core.errors import LockLost
+from dblock.core.holds import Hold
+from dblock.core.values import Tenure
+from tests.conftest import run
+from tests.contract.subjects import Actor, Subject
+from tests.faults.lab import FEW, expire, hold_of, times, until
+from tests.faults.test_crash import SERVERS
+from tests.servers import running
+
+SEED = random.SystemRandom().randrange(2**32)
+
+
+def history(make: Callable[[], Any], sql: Callable[[str], object], reap: Callable[[], object], steps: int) -> list[int]:
+    """Take the key again and again; in between it is given back, expires, or loses its row. The fences, in order."""
+    chance, fences = random.Random(SEED), [0]
+    for _ in range(steps):
+        lock = make()
+        assert lock.acquire(timeout=5), f"seed {SEED}"
+        assert lock.fence > fences[-1], f"seed {SEED}: {lock.fence} after {fences[-1]}"
+        fences.append(lock.fence)
+        fate = chance.choice(["release", "release", "expire", "reap", "delete"])
+        if fate in {"expire", "reap"}:
+            sql("UPDATE locks SET expires_at = acquired_at")
+        if fate == "reap":
+            reap()
+        if fate == "delete":
+            sql("DELETE FROM locks")
+        if fate == "expire":  # a new tenure begins before the old one is left
+            other = make()
+            hold_of(lock).trusted_until = now()
+            assert other.acquire(timeout=5)
+            assert other.fence > fences[-1], f"seed {SEED}: {other.fence} after {fences[-1]}"
+            fences.append(other.fence)
+            other.release()
+        with contextlib.suppress(LockLost):
+            lock.release()
+    return fences
+
+
+def test_fences_increase_through_everything(subject: Subject) -> None:
+    """Release, expire, reap and delete, at random: each tenure's fence exceeds all earlier ones."""
+    fences = history(
+        lambda: subject.lock("k", ttl=60),
+        lambda sql: run(subject.database, sql),
+        lambda: subject.reap(0),
+        times(120, 20_000),
+    )
+    assert all(a < b for a, b in pairwise(fences))
+
+
+@pytest.mark.parametrize("name", ["postgresql", "mariadb"])
+def test_fences_increase_through_crashes_of_the_server(name: str) -> None:
+    """The server is killed, and restarts, among all the rest."""
+    make, url = SERVERS[name]
+    with running(make) as server:
+        engine = create_engine(url.format(server.port))
+        sqlalchemy_dblock.metadata.create_all(engine)
+
+        def sql(statement: str) -> None:
+            with engine.begin() as connection:
+                connection.execute(text(statement))
+
+        def crash() -> None:
+            engine.dispose()
+            server.stop(signal.SIGKILL)
+            server.start()
+
+        before = 0
+        for _ in range(times(2, 20)):
+            _, *fences = history(
+                lambda: sqlalchemy_dblock.db_lock(engine, "k", ttl=60),
+                sql,
+                lambda: sqlalchemy_dblock.reap(engine, retention=0),
+                times(10, 50),
+            )
+            assert before < fences[0]
+            with sqlalchemy_dblock.db_lock(engine, "k") as lock:
+                before = lock.fence or 0
+            assert fences[-1] < before
+            crash()
+            sql("UPDATE locks SET expires_at = acquired_at")
+        engine.dispose()
+
+
+def attempts(store: Store, tenure: Tenure) -> dict[str, Any]:
+    """Everything that the holder of a tenure can say, said in its name; and what it must answer."""
+    database = store.database
+    wish: dict[str, Any] = {"host": "h", "pid": 1, "thread": "t", "program": "p", "task": ""}
+    until = now() + 5
+    steps: dict[str, Any] = {
+        "renew": lambda: protocol.renew(database, [(tenure, 900.0)], until),
+        "extend": lambda: protocol.extend(database, tenure, 900.0),
+        "reenter": lambda: protocol.reenter(database, tenure, 1, 900.0),
+        "attach": lambda: protocol.attach(database, tenure, wish, 900.0, 0.0),
+        "detach": lambda: protocol.detach(database, tenure, 900.0, 0.0),
+        "release": lambda: protocol.release(database, tenure, 1),
+        "inner release": lambda: protocol.release(database, tenure, 2),
+        "leave": lambda: protocol.leave(database, tenure, 0.0, alone=True),
+        "leave later": lambda: protocol.leave(database, tenure, 900.0, alone=False),
+        "verify": lambda: protocol.verify(database, tenure),
+    }
+    answers = {name: drive(step(), store) for name, step in steps.items()}
+    answers["renew"] = answers["renew"][1]
+    return answers
+
+
+NOTHING: dict[str, Any] = {
+    "renew": set(),
+    "extend": None,
+    "reenter": None,
+    "attach": None,
+    "detach": False,
+    "release": False,
+    "inner release": False,
+    "leave": False,
+    "leave later": False,
+    "verify": False,
+}
+
+
+def test_what_an_earlier_tenure_said_has_no_effect_on_the_next(subject: Subject) -> None:
+    """The same flow takes the key again, after a release and after an expiry: its old messages arrive now."""
+    lock, old = subject.lock("k", ttl=60), list[Hold]()
+    for end in (lock.release, lambda: expire(subject)):
+        assert lock.acquire()
+        old.append(hold_of(lock))
+        end()
+    hold = old.pop()
+    hold.trusted_until = now()  # the local side of the expiry
+    old.append(hold)
+    assert lock.acquire()
+    before = subject.row("k")
+    for each in old:
+        assert attempts(lock._store(), each.tenure) == NOTHING
+    assert subject.row("k") == before
+    assert lock.verify()
+    lock.release()
+    freed = subject.row("k")
+    for each in [*old, hold]:
+        assert attempts(lock._store(), each.tenure) == NOTHING
+    assert subject.row("k") == freed
+
+
+def test_wrong_names_have_no_effect(subject: Subject) -> None:
+    """Any wrong key, owner or fence in any statement that names a tenure: no row changes."""
+    lock, other = subject.lock("k", ttl=60), subject.lock("K", ttl=60)
+    assert lock.acquire()
+    assert other.acquire()
+    tenure, stranger = hold_of(lock).tenure, hold_of(other).tenure
+    before = subject.row("k"), subject.row("K")
+    forged = [
+        *(tenure._replace(key=key) for key in ("K", "k ", " k", "k\u0301", "ｋ", "", "nobody's", "k' OR '1'='1")),
+        *(tenure._replace(owner=owner) for owner in ("", " ", tenure.owner + " ", tenure.owner[:-1], stranger.owner)),
+        *(tenure._replace(owner=owner) for owner in (tenure.owner.upper(), "%", "' OR ''='", tenure.owner + "0")),
+        *(tenure._replace(fence=fence) for fence in (0, -1, tenure.fence - 1, tenure.fence + 1, stranger.fence)),
+        stranger._replace(key="k"),
+    ]
+    for each in forged:
+        if each not in {tenure, stranger}:  # an owner of digits alone has no upper case
+            assert attempts(lock._store(), each) == NOTHING, each
+    assert (subject.row("k"), subject.row("K")) == before
+    mixed = [(each, 900.0) for each in forged] + [(tenure, 90.0)]
+    drive(protocol.renew(lock._store().database, mixed, now() + 5), lock._store())
+    assert subject.row("k")["expires_at"] > before[0]["expires_at"]
+    assert {**subject.row("k"), "expires_at": 0} == {**before[0], "expires_at": 0}
+    assert subject.row("K") == before[1]
+    assert lock.verify()
+    assert other.verify()
+    lock.release()
+    other.release()
+
+
+def test_a_renewal_says_which_tenures_live(subject: Subject) -> None:
+    """Of several tenures of one key it names the living one alone."""
+    lock = subject.lock("k", ttl=60)
+    assert lock.acquire()
+    tenure, store = hold_of(lock).tenure, lock._store()
+    old = tenure._replace(owner="somebody's", fence=tenure.fence - 1)
+    _, living = drive(protocol.renew(store.database, [(old, 60.0), (tenure, 60.0)], now() + 5), store)
+    assert living == {tenure}
+    lock.release()
+
+
+@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+def test_two_tenures_of_a_key_in_one_process_are_told_apart(subject: Subject, actors: Callable[..., Actor]) -> None:
+    """Freed by a stranger and taken by another flow of this process: the same renewal keeps one and ends the other."""
+    first, second = actors(subject), actors(subject)
+    lock, rival = subject.lock("k", ttl=0.9), subject.lock("k", ttl=0.9)
+    assert first.call(lock, "acquire")
+    run(subject.database, "UPDATE locks SET owner = NULL, count = 0")
+    assert second.call(rival, "acquire")
+    assert until(lambda: first.get(lock, "state") == "lost", 0.9), "two holders of one key"
+    time.sleep(0.5)
+    assert second.get(rival, "state") == "held"
+    second.call(rival, "release")
+    with pytest.raises(LockLost):
+        first.call(lock, "release")

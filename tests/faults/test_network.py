@@ -1,0 +1,267 @@
+"""The network delays, drops and cuts what the lock says and hears (requirements 3, 4, 5 and 14)."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from dblock.core import clock
+from dblock.core.errors import LockLost, LockStoreError, Reason
+from dblock.core.keeper import keeper
+from dblock.core.steps import Execute, Rows
+from dblock.core.values import margin
+from tests.faults.conftest import ALL_WIRES, Wire, name_of
+from tests.faults.lab import alive, hold_of, remaining, times, until
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers whose connections were cut
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    """What was broken off is collected here, where its warnings are expected, and not in some other test."""
+    yield
+    gc.collect()
+
+
+def test_a_black_hole_ends_trust_in_time(wire: Wire) -> None:
+    """No packet passes, no connection is reset: `lost` at the deadline, while the renewal still hangs; told once."""
+    ttl, heard = 0.8, list[tuple[float, Reason]]()
+    lock = wire.subject.lock("k", ttl=ttl, on_lost=lambda _, reason: heard.append((clock.now(), reason)))
+    assert wire.actor.call(lock, "acquire")
+    time.sleep(0.37)  # one renewal, so that there is a connection for the next to hang on
+    hold = wire.actor.do(lambda: hold_of(lock))
+    wire.proxy.black_hole = True
+    deadline = hold.trusted_until
+    last_held, states = 0.0, set[str]()
+    while clock.now() < deadline + 0.3:
+        state = wire.actor.get(lock, "state")
+        seen = clock.now()
+        states.add(state)
+        last_held = seen if state != "lost" else last_held
+        assert state != "lost" or seen >= deadline, "lost before its deadline"
+        time.sleep(0.002)
+    assert states == {"held", "at_risk", "lost"}
+    assert last_held < deadline + 0.05
+    assert [reason for _, reason in heard] == [Reason.UNREACHABLE]
+    assert deadline <= heard[0][0] < deadline + 0.2
+    assert hold not in keeper._holds
+    with pytest.raises(LockLost):
+        wire.actor.do(lock.check)
+    wire.proxy.black_hole = False
+    wire.proxy.cut()
+    with pytest.raises(LockLost):
+        wire.actor.call(lock, "release")
+    time.sleep(0.2)
+    assert len(heard) == 1
+    assert wire.actor.get(lock, "state") is None
+
+
+def test_a_late_answer_counts_from_the_sending(wire: Wire) -> None:
+    """A renewal is answered after 0.4 ttl: trust never reaches past the time of its request + ttl - margin."""
+    ttl = 1.0
+    lock = wire.subject.lock("k", ttl=ttl)
+    assert wire.actor.call(lock, "acquire")
+    time.sleep(ttl / 3 + 0.1)
+    hold = wire.actor.do(lambda: hold_of(lock))
+    wire.proxy.delay, asked = 0.4 * ttl, len(wire.proxy.asked)
+    first, sent = hold.trusted_until, hold.renewed
+    assert until(lambda: len(wire.proxy.asked) > asked, ttl)
+    while hold.renewed == sent:
+        assert hold.trusted_until == first
+        time.sleep(0.002)
+    wire.proxy.delay = 0.0
+    assert clock.now() >= wire.proxy.asked[asked] + 0.4 * ttl
+    assert first < hold.trusted_until <= wire.proxy.asked[asked] + ttl - margin(ttl)
+    assert hold.trusted_until - clock.now() <= remaining(wire.direct)
+    assert wire.actor.get(lock, "state") in {"held", "at_risk"}
+    wire.actor.call(lock, "release")
+
+
+def test_an_answer_after_the_deadline_revives_nothing(wire: Wire) -> None:
+    """Renewals answered after 0.8 ttl: the first lease's deadline stands, and what comes after it is not trusted."""
+    ttl, heard = 0.7, list[Reason]()
+    lock = wire.subject.lock("k", ttl=ttl, on_lost=lambda _, reason: heard.append(reason))
+    assert wire.actor.call(lock, "acquire")
+    hold = wire.actor.do(lambda: hold_of(lock))
+    deadline = hold.trusted_until
+    wire.proxy.delay = 0.8 * ttl
+    while clock.now() < deadline + 0.4:
+        late = clock.now() >= deadline
+        assert not late or hold.remaining() == 0
+        assert hold.trusted_until <= deadline
+        time.sleep(0.005)
+    assert wire.actor.get(lock, "state") == "lost"
+    assert len(heard) == 1
+    wire.proxy.delay = 0.0
+    wire.proxy.cut()
+    with pytest.raises(LockLost):
+        wire.actor.call(lock, "release")
+
+
+def test_an_extend_answered_late_counts_from_its_sending(wire: Wire) -> None:
+    """The answer of `extend()` comes after 0.8 ttl: what is left is ttl - margin less that time, if anything."""
+    lock = wire.subject.lock("k", ttl=5, renew=False)
+    assert wire.actor.call(lock, "acquire")
+    for _ in range(3):  # prepared
+        wire.actor.call(lock, "extend")
+    wire.proxy.delay = 0.4
+    began = clock.now()
+    wire.actor.call(lock, "extend", 0.5)
+    assert wire.actor.get(lock, "remaining") <= began + 0.5 - margin(0.5) - clock.now() + 0.02
+    with pytest.raises(LockLost):
+        wire.actor.call(lock, "extend", 0.4)
+    assert wire.actor.get(lock, "state") == "lost"
+    wire.proxy.delay = 0.0
+    with pytest.raises(LockLost):
+        wire.actor.call(lock, "release")
+
+
+def test_a_holder_that_cannot_renew_steps_down_once(wire: Wire) -> None:
+    """Every renewal fails for several ttl: told once, and then there is one holder, the next one."""
+    ttl, heard = 0.4, list[Reason]()
+    lock = wire.subject.lock("k", ttl=ttl, on_lost=lambda _, reason: heard.append(reason))
+    assert wire.actor.call(lock, "acquire")
+    hold = wire.actor.do(lambda: hold_of(lock))
+    wire.proxy.refusing = True
+    wire.proxy.cut()
+    rival = wire.direct.lock("k", ttl=30)
+    assert rival.acquire(timeout=5)
+    assert hold.remaining() == 0, "two holders at a time"
+    row = wire.direct.row("k")
+    time.sleep(times(2, 10) * ttl)
+    wire.proxy.refusing = False
+    time.sleep(ttl)
+    assert wire.actor.get(lock, "state") == "lost"
+    assert heard == [Reason.UNREACHABLE]
+    with pytest.raises(LockLost):
+        wire.actor.call(lock, "release")
+    assert {**wire.direct.row("k"), "expires_at": 0} == {**row, "expires_at": 0}
+    assert wire.direct.row("k")["fence"] == rival.fence
+    assert rival.verify()
+    rival.release()
+
+
+def test_an_outage_shorter_than_the_lease_is_survived(wire: Wire) -> None:
+    """Cut and refused for a third of the ttl, while a renewal is due: never lost, and the lease lives on."""
+    lock = wire.subject.lock("k", ttl=1.2)
+    assert wire.actor.call(lock, "acquire")
+    time.sleep(0.45)
+    wire.proxy.refusing = True
+    wire.proxy.cut()
+    time.sleep(0.4)
+    wire.proxy.refusing = False
+    time.sleep(0.9)
+    assert wire.actor.get(lock, "state") == "held"
+    assert remaining(wire.direct) > 0
+    wire.actor.call(lock, "release")
+    assert wire.direct.row("k")["owner"] is None
+
+
+@pytest.mark.parametrize("side", ["cut_replies", "cut_requests"])
+def test_a_renewal_cut_off_is_renewed_again(wire: Wire, side: str) -> None:
+    """Each renewal's connection ends after COMMIT and before the answer (or before the request): the lease lives."""
+    ttl = 0.9
+    lock = wire.subject.lock("k", ttl=ttl)
+    assert wire.actor.call(lock, "acquire")
+    time.sleep(ttl / 3 + 0.1)  # the renewer has its connection
+    hold = wire.actor.do(lambda: hold_of(lock))
+    before = hold.renewed
+    setattr(wire.proxy, side, 1)
+    assert until(lambda: hold.renewed > before, ttl)
+    assert getattr(wire.proxy, side) == 0
+    assert wire.actor.get(lock, "state") == "held"
+    assert hold.remaining() <= remaining(wire.direct)
+    rival = wire.direct.lock("k")
+    assert rival.acquire(blocking=False) is False
+    wire.actor.call(lock, "release")
+    assert wire.direct.row("k")["owner"] is None
+
+
+def cutting(wire: Wire, monkeypatch: pytest.MonkeyPatch, name: str, side: str) -> list[str]:
+    """Cut the connection of the next statement `name`; the list says which statements were sent since."""
+    import dblock.store
+    import sqlalchemy_dblock.store
+
+    sent: list[str] = []
+
+    def armed(perform: Callable[..., Rows]) -> Callable[..., Rows]:
+        def performing(*args: Any) -> Rows:
+            step: Execute = args[-1]
+            sent.append(step.statement.name)
+            if step.statement.name == name and sent.count(name) == 1:
+                setattr(wire.proxy, side, 1)
+            return perform(*args)
+
+        return performing
+
+    monkeypatch.setattr(dblock.store, "_perform", armed(dblock.store._perform))
+    store = sqlalchemy_dblock.store.EngineStore
+    monkeypatch.setattr(store, "_perform", armed(store._perform))
+    return sent
+
+
+@pytest.mark.parametrize("wire", ALL_WIRES, indirect=True, ids=name_of)
+@pytest.mark.parametrize("side", ["cut_replies", "cut_requests"])
+@pytest.mark.parametrize("name", ["create", "take", "reenter", "extend", "release"])
+def test_a_statement_cut_off_grants_once_and_leaves_no_orphan(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch, name: str, side: str
+) -> None:
+    """Cut after COMMIT and before the answer, or before the request: what we believe is what the row says."""
+    lock, rival = wire.subject.lock("k", ttl=20), wire.direct.lock("k")
+    if name != "create":
+        with rival:
+            pass
+        for _ in range(2):  # prepared
+            wire.actor.call(lock, "acquire")
+            wire.actor.call(lock, "acquire")
+            wire.actor.call(lock, "extend")
+            wire.actor.call(lock, "release")
+            wire.actor.call(lock, "release")
+    else:
+        wire.actor.call(lock, "locked")
+    fences = [wire.direct.row("k")["fence"] if name != "create" else 0]
+    sent = cutting(wire, monkeypatch, name, side)
+    assert wire.actor.call(lock, "acquire")
+    fences.append(wire.actor.get(lock, "fence"))
+    assert wire.direct.row("k")["owner"] == wire.actor.get(lock, "owner")
+    assert wire.actor.get(lock, "remaining") <= remaining(wire.direct)
+    assert rival.acquire(blocking=False) is False
+    assert wire.actor.call(lock, "acquire")
+    assert wire.direct.row("k")["count"] == wire.actor.get(lock, "count") == 2
+    wire.actor.call(lock, "extend", 25)
+    assert 20 < wire.actor.get(lock, "remaining") <= remaining(wire.direct)
+    wire.actor.call(lock, "release")
+    assert wire.direct.row("k")["count"] == wire.actor.get(lock, "count") == 1
+    wire.actor.call(lock, "release")
+    assert wire.direct.row("k")["owner"] is None
+    assert name in sent
+    assert getattr(wire.proxy, side) == 0
+    assert rival.acquire(blocking=False)
+    assert fences[0] < fences[1] < rival.fence
+    rival.release()
+    assert not wire.actor.get(lock, "state")
+    assert alive(wire.direct) == 0
+
+
+def test_a_take_that_cannot_be_resolved_leaves_nothing(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer of a take is lost, and so is the network: a typed error, no handle, and free after one ttl."""
+    monkeypatch.setattr("dblock.core.waiting.GRACE", 0.2)
+    ttl = 0.6
+    lock = wire.subject.lock("k", ttl=ttl)
+    for _ in range(3):  # prepared
+        assert wire.actor.call(lock, "acquire")
+        wire.actor.call(lock, "release")
+    wire.proxy.cut_replies, wire.proxy.refusing = 1, True
+    with pytest.raises(LockStoreError):
+        wire.actor.call(lock, "acquire", timeout=0.1)
+    assert alive(wire.direct) == 1
+    assert wire.actor.get(lock, "state") is None
+    wire.proxy.refusing = False
+    assert until(lambda: alive(wire.direct) == 0, ttl + 0.1)

@@ -1,0 +1,298 @@
+"""`acquire` broken off at any moment, and `release` against renewal (requirements 12 and 13)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from dblock.core.errors import LockError, LockLost
+from dblock.core.flows import current_flow
+from dblock.core.keeper import keeper
+from sqlalchemy_dblock import db_lock
+from tests.conftest import ready, run, url
+from tests.contract.subjects import Subject
+from tests.faults.lab import FEW, alive, hold_of, remaining, threads, times, until
+
+ASYNC = [("postgresql", "asyncpg"), ("postgresql", "psycopg"), ("mariadb", "aiomysql"), ("sqlite", "aiosqlite")]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers that were interrupted while they connected
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    """What was broken off is collected here, where its warnings are expected, and not in some other test."""
+    yield
+    gc.collect()
+
+
+class Interrupted(BaseException):
+    """As Ctrl-C."""
+
+
+def kept() -> list[str]:
+    """The keys that the keeper of this process renews."""
+    return [hold.tenure.key for hold in list(keeper._holds)]
+
+
+def idle() -> bool:
+    """No thread of ours is left."""
+    return not threads()
+
+
+@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+def test_an_acquire_interrupted_anywhere_leaves_a_handle_or_nothing(subject: Subject) -> None:
+    """A signal's exception at random moments: held by us, or after one ttl by nobody; and nobody renews it."""
+    ttl, chance, held, broken = 0.6, random.Random(), 0, 0
+
+    def strike(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, strike)
+    with subject.lock("warm"):
+        pass
+    began = time.perf_counter()
+    for n in range(20):
+        with subject.lock(f"warm{n}"):
+            pass
+    cycle = (time.perf_counter() - began) / 20
+    try:
+        for n in range(times(50, 1000)):
+            lock = subject.lock(f"k{n}", ttl=ttl)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 3 * cycle))
+                lock.acquire()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interrupted:
+                broken += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            if lock.state is not None:
+                held += 1
+                assert lock.verify()
+                lock.release()
+            assert f"k{n}" not in kept()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert broken
+    assert held
+    assert not current_flow().holds
+    assert until(lambda: not alive(subject, "k%"), ttl + 0.1)
+    time.sleep(0.1)
+    assert not alive(subject, "k%")
+    assert until(idle, 4)
+    with subject.lock("k", ttl=0.6) as lock:  # the watchdog has survived it all
+        time.sleep(0.8)
+        assert lock.state == "held"
+
+
+def test_an_acquire_that_times_out_leaves_nothing(subject: Subject) -> None:
+    """A wait of random length on a key that becomes free at a random moment: True and held, or False and nothing."""
+    run(subject.database, "DELETE FROM locks")
+    chance, outcomes, done = random.Random(), list[bool](), threading.Event()
+
+    def churn() -> None:
+        other = subject.lock("k", ttl=30)
+        while not done.is_set():
+            with other:
+                time.sleep(chance.uniform(0.01, 0.06))
+            time.sleep(chance.uniform(0, 0.01))
+        if subject.variant == "django":
+            from django.db import connections
+
+            connections.close_all()
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        for _ in range(times(30, 1000)):
+            lock = subject.lock("k", ttl=30)
+            if chance.random() < 0.7:
+                until(lock.locked)  # the other one's turn has come
+            outcomes.append(lock.acquire(timeout=chance.uniform(0, 0.05)))
+            assert outcomes[-1] == (lock.state == "held")
+            if outcomes[-1]:
+                assert lock.verify()
+                lock.release()
+            assert not current_flow().holds
+    finally:
+        done.set()
+        thread.join()
+    assert set(outcomes) == {True, False}
+    assert kept() == []
+    assert alive(subject) == 0
+
+
+@pytest.mark.parametrize(("database", "driver"), ASYNC, ids=["asyncpg", "psycopg", "aiomysql", "aiosqlite"])
+@pytest.mark.parametrize("how", ["cancel", "timeout"])
+def test_an_acquire_cancelled_anywhere_leaves_a_handle_or_nothing(
+    request: pytest.FixtureRequest, database: str, driver: str, how: str
+) -> None:
+    """`task.cancel()` and `asyncio.timeout()` at random moments: held by the task, or by nobody after one ttl."""
+    ready(request, database)
+    subject, ttl, chance = Subject("sqlalchemy", "sync", database), 0.6, random.Random()
+    engine = create_async_engine(url(database, driver))
+    held, broken = list[str](), list[str]()
+
+    async def one(key: str, seconds: float) -> None:
+        lock = db_lock(engine, key, ttl=ttl)
+        try:
+            if how == "timeout":
+                async with asyncio.timeout(seconds):
+                    await lock.acquire()
+            else:
+                await lock.acquire()
+        except (asyncio.CancelledError, TimeoutError):
+            broken.append(key)
+        task = asyncio.current_task()
+        while task is not None and task.cancelling():
+            task.uncancel()
+        if lock.state is not None:
+            held.append(key)
+            with contextlib.suppress(asyncio.CancelledError):  # one that was on its way
+                await lock.verify()
+            await lock.release()
+        assert key not in kept()
+
+    async def main() -> None:
+        async with db_lock(engine, "warm"):
+            pass
+        began = time.perf_counter()
+        for n in range(10):
+            async with db_lock(engine, f"warm{n}"):
+                pass
+        cycle = (time.perf_counter() - began) / 10
+        for n in range(times(15, 1000)):
+            seconds = chance.uniform(0, 2 * cycle)
+            task = asyncio.create_task(one(f"k{n}", seconds))
+            if how == "cancel":
+                await asyncio.sleep(seconds)
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await engine.dispose()
+
+    asyncio.run(main())
+    gc.collect()
+    assert broken
+    assert kept() == []
+    assert until(lambda: not alive(subject, "k%"), ttl + 0.1)
+    time.sleep(0.1)
+    assert not alive(subject, "k%")
+
+
+def test_a_release_against_a_renewal_wins(subject: Subject) -> None:
+    """The renewal is due at the moment of the release: nothing is extended afterwards, and nothing goes on."""
+    chance, rows = random.Random(), dict[str, Any]()
+    count = times(80, 10_000)
+    for n in range(count):
+        lock = subject.lock(f"k{n % 100}", ttl=30)
+        assert lock.acquire()
+        hold = hold_of(lock)
+        hold.due = 0.0
+        keeper.look()
+        time.sleep(chance.uniform(0, 0.003))
+        lock.release()
+        assert not keeper.keeps(hold)
+        if n >= count - 20:
+            rows[lock.key] = subject.row(lock.key)
+            assert rows[lock.key]["owner"] is None
+    assert until(lambda: all(each.given == each.done for each in keeper._renewers.values()), 2)
+    for key, row in rows.items():
+        assert subject.row(key) == row
+    assert alive(subject) == 0
+    assert kept() == []
+    assert until(idle, 4), threads()
+
+
+@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+def test_a_successor_is_not_renewed_by_its_predecessor(subject: Subject) -> None:
+    """Released against its renewal and taken at once for a short time by a stranger: that lease ends on time."""
+    chance = random.Random()
+    stranger = subject.lock("k", ttl=0.3, renew=False)
+    for _ in range(times(3, 100)):
+        lock = subject.lock("k", ttl=30)
+        assert lock.acquire()
+        hold_of(lock).due = 0.0
+        keeper.look()
+        time.sleep(chance.uniform(0, 0.003))
+        lock.release()
+        assert stranger.acquire()
+        time.sleep(0.05)
+        assert remaining(subject) <= 0.26
+        time.sleep(0.25)
+        with pytest.raises(LockLost):
+            stranger.release()
+
+
+@pytest.mark.parametrize(("database", "driver"), ASYNC, ids=["asyncpg", "psycopg", "aiomysql", "aiosqlite"])
+def test_an_async_release_against_a_renewal_wins(request: pytest.FixtureRequest, database: str, driver: str) -> None:
+    """The same on an event loop, where the renewals are tasks of it."""
+    ready(request, database)
+    subject, chance = Subject("sqlalchemy", "sync", database), random.Random()
+    engine = create_async_engine(url(database, driver))
+
+    async def main() -> None:
+        for n in range(times(40, 10_000)):
+            lock = db_lock(engine, f"k{n % 20}", ttl=30)
+            assert await lock.acquire()
+            hold = hold_of(lock)
+            hold.due = 0.0
+            keeper.look()
+            await asyncio.sleep(chance.uniform(0, 0.003))
+            await lock.release()
+            assert not keeper.keeps(hold)
+        rows = run(database, "SELECT * FROM locks ORDER BY lock_key")
+        await asyncio.sleep(0.2)
+        assert not keeper._tasks
+        assert run(database, "SELECT * FROM locks ORDER BY lock_key") == rows
+        await engine.dispose()
+
+    asyncio.run(main())
+    assert alive(subject) == 0
+    assert kept() == []
+    assert until(idle, 4), threads()
+
+
+def test_a_watchdog_that_could_not_start_starts_later(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread to be had at one acquire (or interrupted just there): that one may fail, but the next are renewed."""
+    ready(request, "sqlite")
+    subject = Subject("sqlalchemy", "sync", "sqlite")
+    assert until(idle, 4)
+    start: Callable[[threading.Thread], None] = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "dblock keeper":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    lock = subject.lock("k", ttl=0.6)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with contextlib.suppress(RuntimeError, LockError):
+            lock.acquire()
+        if lock.state is not None:
+            lock.release()
+    try:
+        assert subject.lock("other", ttl=0.6).acquire()
+        time.sleep(0.8)
+        assert subject.lock("other").state == "held"
+        subject.lock("other").release()
+    finally:
+        if keeper._thread is not None and not keeper._thread.is_alive():
+            keeper._thread = None  # or the tests that follow would fail too
+    assert until(idle, 4)

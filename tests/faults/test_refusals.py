@@ -1,0 +1,252 @@
+"""The database refuses a statement for a passing reason, once, a few times, or for good (requirement 16)."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg.errors
+import pymysql
+import pytest
+
+import dblock.store
+import sqlalchemy_dblock.store
+from dblock.core import protocol
+from dblock.core.drivers import drive
+from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, StoreConflict
+from dblock.core.flows import current_flow
+from dblock.core.keeper import keeper
+from dblock.core.steps import Execute, Rows
+from tests.contract.subjects import Subject
+from tests.faults.lab import alive, expire, hold_of, remaining, until
+
+
+def sqlite_error(name: str) -> Exception:
+    error = sqlite3.OperationalError("database is locked")
+    error.sqlite_errorname = name
+    return error
+
+
+ERRORS: dict[str, list[Callable[[], Exception]]] = {
+    "postgresql": [psycopg.errors.SerializationFailure, psycopg.errors.DeadlockDetected],
+    "mariadb": [
+        lambda: pymysql.OperationalError(1213, "Deadlock found when trying to get lock"),
+        lambda: pymysql.OperationalError(1205, "Lock wait timeout exceeded"),
+    ],
+    "sqlite": [lambda: sqlite_error("SQLITE_BUSY")],
+}
+
+
+class Refusals:
+    """Lets the database refuse one statement some times; counts how often each was sent."""
+
+    def __init__(self) -> None:
+        self.name, self.left = "", 0
+        self.make: Callable[[], Exception] = Exception
+        self.sent: list[str] = []
+
+    def perform(self, real: Callable[..., Rows]) -> Callable[..., Rows]:
+        def performing(*args: Any) -> Rows:
+            step: Execute = args[-1]
+            self.sent.append(step.statement.name)
+            if step.statement.name == self.name and self.left:
+                self.left -= 1
+                raise self.make()
+            return real(*args)
+
+        return performing
+
+    @contextlib.contextmanager
+    def of(self, name: str, count: int, make: Callable[[], Exception]) -> Iterator[None]:
+        self.name, self.left, self.make = name, count, make
+        self.sent.clear()
+        yield
+        self.left = 0
+
+
+@pytest.fixture
+def refusals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refusals]:
+    refusals = Refusals()
+    monkeypatch.setattr(dblock.store, "_perform", refusals.perform(dblock.store._perform))
+    store = sqlalchemy_dblock.store.EngineStore
+    monkeypatch.setattr(store, "_perform", refusals.perform(store._perform))
+    monkeypatch.setattr(protocol, "PATIENCE", 0.15)
+    monkeypatch.setattr("dblock.core.waiting.GRACE", 0.15)
+    yield refusals
+    for hold in list(current_flow().holds.values()):  # what a failed test leaves
+        keeper.discard(hold)
+    current_flow().holds.clear()
+
+
+def agrees(subject: Subject, lock: Any) -> None:
+    """What we believe is what the row says, or less."""
+    row = subject.row("k")
+    assert (lock.owner, lock.fence, lock.count) == (row["owner"], row["fence"], row["count"])
+    assert lock.remaining <= remaining(subject) + 0.002
+    assert lock.verify()
+
+
+HELD = ["reenter", "extend", "renew", "inspect", "alive", "attach", "detach", "leave", "release"]
+
+
+def held(make: Callable[[], Exception]) -> list[str]:
+    """The statements of a holder; a renewal that finds a row locked is not sent again whole, see the keeper's tests."""
+    return [name for name in HELD if name != "renew" or 1205 not in make().args]
+
+
+def say(subject: Subject, lock: Any, name: str) -> Any:
+    """Let the holder of a lock send the statement `name`."""
+    store = lock._store()
+    if name == "alive":  # a renewal finds that one of two is over
+        hold = hold_of(lock)
+        leases = [(hold.tenure, 20.0), (hold.tenure._replace(key="nobody's"), 20.0)]
+        return drive(protocol.renew(store.database, leases, store.database.now() + 0.15), store)
+    if name == "renew":
+        return drive(protocol.renew(store.database, [(hold_of(lock).tenure, 20.0)], store.database.now() + 0.15), store)
+    if name in {"attach", "leave", "detach"}:
+        tenure = hold_of(lock).tenure
+        wish: dict[str, Any] = {"host": "h", "pid": 1, "thread": "t", "program": "p", "task": ""}
+        steps: dict[str, Callable[[], Any]] = {
+            "attach": lambda: protocol.attach(store.database, tenure, wish, 20.0, 0.0),
+            "detach": lambda: protocol.detach(store.database, tenure, 20.0, 0.0),
+            "leave": lambda: protocol.leave(store.database, tenure, 0.0, alone=True),
+        }
+        return drive(steps[name](), store)
+    return {"reenter": lock.acquire, "extend": lock.extend, "release": lock.release, "inspect": lock.verify}[name]()
+
+
+def test_a_passing_refusal_is_not_noticed(subject: Subject, refusals: Refusals) -> None:
+    """Each error three times for each statement: it is sent again, and nobody hears of it."""
+    for make in ERRORS[subject.database]:
+        for name in ["create", "take"]:
+            lock = subject.lock("k", ttl=20, timeout=1)
+            with refusals.of(name, 3, make):
+                assert lock.acquire()
+            assert refusals.sent.count(name) >= 4
+            agrees(subject, lock)
+            lock.release()
+        for name in held(make):
+            assert lock.acquire()
+            with refusals.of(name, 3, make):
+                say(subject, lock, name)
+            assert refusals.sent.count(name) == 4
+            if lock.state is not None and name not in {"attach", "detach", "leave"}:
+                agrees(subject, lock)
+            while lock.state is not None:
+                with contextlib.suppress(LockLost):
+                    lock.release()
+            assert alive(subject) == 0
+        for name in ["stale", "reap"]:
+            lock.acquire()
+            lock.release()
+            time.sleep(0.002)
+            with refusals.of(name, 1 if name == "reap" else 3, make):
+                assert subject.reap(0) + subject.reap(0) == 1  # a row that is busy waits for the next reaping
+        assert subject.run("SELECT count(*) FROM locks") == [(0,)]
+
+
+def test_a_lasting_refusal_ends_in_an_error_of_ours(subject: Subject, refusals: Refusals) -> None:
+    """Each error for good, for each statement: few sendings, a typed error, local state as the row's."""
+    for make in ERRORS[subject.database]:
+        for name in ["create", "take"]:
+            if name == "create":
+                subject.run("DELETE FROM locks")
+            lock = subject.lock("k", ttl=20, timeout=0.1)
+            began = time.monotonic()
+            with refusals.of(name, 1000, make), pytest.raises((StoreConflict, LockTimeout)) as caught:
+                lock.__enter__()
+            assert time.monotonic() - began < 2
+            assert len(refusals.sent) < 60
+            assert isinstance(caught.value, LockTimeout) or isinstance(caught.value.__cause__, type(make()))
+            assert lock.state is None
+            assert not keeper._holds
+            assert alive(subject) == 0
+            assert lock.acquire(), "the failure left something behind"
+            lock.release()
+        for name in held(make):
+            assert lock.acquire()
+            began = time.monotonic()
+            with refusals.of(name, 1000, make), pytest.raises(LockStoreError) as error:
+                say(subject, lock, name)
+            assert time.monotonic() - began < 1
+            assert 2 <= refusals.sent.count(name) < 40
+            assert isinstance(error.value, StoreConflict)
+            assert isinstance(error.value.__cause__, type(make()))
+            if name == "release":  # given up here; the row keeps the key until the lease ends, and nobody renews it
+                assert lock.state is None
+                assert not keeper._holds
+                expire(subject)
+            else:
+                agrees(subject, lock)
+                lock.release()
+            assert alive(subject) == 0
+        for name in ["stale", "reap"]:
+            with refusals.of(name, 1000, make):
+                with contextlib.suppress(StoreConflict):
+                    assert subject.reap(0) == 0
+            assert len(refusals.sent) < 60
+
+
+def test_an_inner_release_that_fails_leaves_the_outer_one_able(subject: Subject, refusals: Refusals) -> None:
+    """Refused for good at the inner release: a typed error, and the outer release still frees the key."""
+    for make in ERRORS[subject.database]:
+        lock = subject.lock("k", ttl=20)
+        assert lock.acquire()
+        assert lock.acquire()
+        with refusals.of("release", 1000, make), pytest.raises(StoreConflict):
+            lock.release()
+        while lock.state is not None:
+            lock.release()
+        assert subject.row("k")["owner"] is None
+
+
+def test_renewals_refused_now_and_then_lose_nothing(subject: Subject, refusals: Refusals) -> None:
+    """The watchdog's renewal is refused three times in a row, again and again: held, at risk at worst."""
+    heard: list[Any] = []
+    lock = subject.lock("k", ttl=0.9, on_lost=lambda *told: heard.append(told))
+    assert lock.acquire()
+    for make in ERRORS[subject.database]:
+        with refusals.of("renew", 3, make):
+            assert until(lambda: not refusals.left, 0.9)
+            assert lock.state != "lost"
+        renewed = hold_of(lock).renewed
+        assert until(lambda before=renewed: hold_of(lock).renewed > before, 0.9)  # type: ignore[misc]
+    assert heard == []
+    lock.release()
+
+
+def test_renewals_refused_for_good_end_the_hold_once(subject: Subject, refusals: Refusals) -> None:
+    """Every renewal fails for several ttl, on SQLite too: stepped down once, in time, and the next one holds alone."""
+    heard: list[Any] = []
+    lock = subject.lock("k", ttl=0.4, on_lost=lambda _, reason: heard.append(reason))
+    assert lock.acquire()
+    deadline, began = lock.remaining, time.monotonic()
+    taken: list[tuple[float, bool, Any]] = []
+
+    def follow() -> None:
+        rival = subject.lock("k", ttl=30)
+        taken.append((0.0, rival.acquire(timeout=3), lock_hold.remaining()))
+        time.sleep(0.4)
+        taken.append((0.0, rival.verify(), rival.state))
+        rival.release()
+        if subject.variant == "django":
+            from django.db import connections
+
+            connections.close_all()
+
+    lock_hold = hold_of(lock)
+    with refusals.of("renew", 10_000, ERRORS[subject.database][0]):
+        thread = threading.Thread(target=follow)
+        thread.start()
+        assert until(lambda: heard, 2)
+        assert deadline - 0.05 < time.monotonic() - began < deadline + 0.2
+        thread.join()
+    assert taken == [(0.0, True, 0.0), (0.0, True, "held")]
+    assert len(heard) == 1
+    assert lock.state == "lost"
+    with pytest.raises(LockError):
+        lock.release()

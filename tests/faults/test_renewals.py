@@ -1,0 +1,140 @@
+"""Many leases, renewed over and over: what it costs PostgreSQL (requirement 18)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine
+
+import sqlalchemy_dblock.store
+from dblock.core import clock
+from dblock.core.flows import current_flow
+from dblock.core.holds import Entry, Hold
+from dblock.core.keeper import keeper
+from dblock.core.steps import Execute, Rows
+from dblock.core.values import Grant, Tenure
+from tests.conftest import ready, run, url
+from tests.faults.lab import times, until
+
+
+def numbers(sql: str) -> list[int]:
+    [row] = run("postgresql", sql)
+    return [int(str(number)) for number in row]
+
+
+def test_renewals_are_heap_only_and_the_table_stays_as_it_is(request: pytest.FixtureRequest) -> None:
+    """Hundreds of leases, renewed for a while: 95 % heap-only, no growth, no transaction that lasts."""
+    ready(request, "postgresql")
+    engine, count, rounds = create_engine(url("postgresql")), times(300, 1000), times(7, 120)
+    updates = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'locks'"
+    size = "SELECT pg_table_size('locks')"
+    locks = [sqlalchemy_dblock.db_lock(engine, f"lease {n}", ttl=1.5) for n in range(count)]
+    for lock in locks:
+        assert lock.acquire()
+    time.sleep(1)
+    before, small = numbers(updates), numbers(size)
+    oldest = 0.0
+    end = time.monotonic() + rounds * 0.5
+    while time.monotonic() < end:
+        [(age,)] = run(
+            "postgresql",
+            "SELECT coalesce(max(extract(epoch FROM clock_timestamp() - xact_start)), 0)::float8 FROM pg_stat_activity"
+            " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()",
+        )
+        oldest = max(oldest, float(str(age)))
+        time.sleep(0.02)
+    assert all(lock.state == "held" for lock in locks)
+    large = numbers(size)
+    engine.dispose()  # a session that ends reports its numbers
+    for lock in locks:
+        lock.release()
+    engine.dispose()
+    least = (rounds - 4) * count
+    assert until(lambda: numbers(updates)[0] - before[0] >= least, 5)
+    total, heap_only = (now - then for now, then in zip(numbers(updates), before, strict=True))
+    assert heap_only / total >= 0.95
+    assert large[0] <= small[0] * 1.1
+    assert oldest < 0.3, "a transaction outlived its statement"
+    assert until(lambda: not keeper._holds, 1)
+
+
+def test_ten_thousand_leases_are_renewed_by_one_statement(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are due at once: one statement, within three seconds, and every one of them lives on."""
+    ready(request, "postgresql")
+    engine, count, ttl = create_engine(url("postgresql")), 10_000, 30.0
+    run(
+        "postgresql",
+        "INSERT INTO locks SELECT 'lease ' || n, 'owner ' || n, n, 1, 30, now(), now() + interval '25 s',"
+        f" '', 'h', 1, '', '', '' FROM generate_series(1, {count}) AS n",
+    )
+    store = sqlalchemy_dblock.store.store_for(engine)
+    sent: list[tuple[str, float]] = []
+    real: Callable[..., Rows] = store.execute
+
+    def execute(step: Execute) -> Rows:
+        began = time.monotonic()
+        rows = real(step)
+        sent.append((step.statement.name, time.monotonic() - began))
+        return rows
+
+    monkeypatch.setattr(store, "execute", execute)
+    flow, began, holds = current_flow(), clock.now(), list[Hold]()
+    for n in range(1, count + 1):
+        lock: Any = sqlalchemy_dblock.db_lock(engine, f"lease {n}", ttl=ttl)
+        grant = Grant(Tenure(lock.key, f"owner {n}", n), began - 5, ttl)
+        holds.append(Hold(store, flow.ref, grant, Entry(lock, "acquire", 1), None))
+    for hold in holds:
+        hold.due = 0.0
+    keeper._holds.update(dict.fromkeys(holds))
+    start = time.monotonic()
+    keeper.look()
+    try:
+        assert until(lambda: all(hold.renewed > began for hold in holds), 10)
+        took = time.monotonic() - start
+    finally:
+        for hold in holds:
+            keeper.discard(hold)
+    assert [name for name, _ in sent] == ["renew"]
+    assert took < 3
+    assert run("postgresql", "SELECT count(*) FROM locks WHERE expires_at > now() + interval '26 s'") == [(count,)]
+    assert all(hold.state == "held" for hold in holds)
+    run("postgresql", "DELETE FROM locks")
+    engine.dispose()
+
+
+def test_leases_of_many_threads_share_a_statement(request: pytest.FixtureRequest) -> None:
+    """Taken one by one by several threads: after the first rounds, one statement for all that are due."""
+    ready(request, "postgresql")
+    engine, done = create_engine(url("postgresql")), threading.Event()
+    store, names = sqlalchemy_dblock.store.store_for(engine), list[str]()
+    real: Callable[..., Rows] = store.execute
+
+    def execute(step: Execute) -> Rows:
+        names.append(step.statement.name)
+        return real(step)
+
+    store.execute = execute  # type: ignore[method-assign]
+
+    def hold(n: int) -> None:
+        with sqlalchemy_dblock.db_lock(engine, f"lease {n}", ttl=0.9):
+            done.wait()
+
+    threads = [threading.Thread(target=hold, args=(n,)) for n in range(20)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.01)
+    time.sleep(1.0)
+    names.clear()
+    time.sleep(1.5)
+    renewals = names.count("renew")
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert 3 <= renewals <= 25  # each for itself: 100
+    engine.dispose()

@@ -1,0 +1,286 @@
+"""`session=`: a lock that was left while the session's transaction is open is kept until that has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.ext.asyncio import (
+    AsyncEngine,
+    AsyncSession,
+    async_scoped_session,
+    async_sessionmaker,
+    create_async_engine,
+)
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
+
+from sqlalchemy_dblock import LockNotHeld, LockStoreError, db_lock
+from tests.conftest import ready, run, url
+
+DRIVERS = [
+    ("sqlite", "aiosqlite"),
+    ("postgresql", "psycopg"),
+    ("postgresql", "asyncpg"),
+    ("mariadb", "aiomysql"),
+    ("mariadb", "asyncmy"),
+]
+
+
+@pytest.fixture
+def engine(database: str) -> Iterator[Engine]:
+    """An engine of each database, with a table of the user's."""
+    prepare(database)
+    made = create_engine(url(database))
+    yield made
+    made.dispose()
+
+
+def prepare(database: str) -> None:
+    run(database, "CREATE TABLE IF NOT EXISTS kept (n integer)")
+    run(database, "DELETE FROM kept")
+
+
+def others_get_in(database: str, key: str = "k") -> bool:
+    """Does a stranger get the key without waiting? On SQLite a writer may leave it no room."""
+    engine = create_engine(url(database))
+    lock = db_lock(engine, key)
+    try:
+        acquired = lock.acquire(blocking=False)
+        if acquired:
+            lock.release()
+    except LockStoreError:
+        if database != "sqlite":
+            raise
+        return False
+    finally:
+        engine.dispose()
+    return acquired
+
+
+def write(session: Session) -> None:
+    session.execute(text("INSERT INTO kept VALUES (1)"))
+
+
+def kept(database: str) -> object:
+    return run(database, "SELECT count(*) FROM kept")[0][0]
+
+
+@pytest.mark.parametrize("how", ["commit", "rollback", "close"])
+def test_it_is_kept_until_the_transaction_ends(database: str, engine: Engine, how: str) -> None:
+    """By commit, rollback or close; others come in at once afterwards. The session's next transaction is another."""
+    session = Session(engine)
+    lock = db_lock(engine, "k", session=session)
+    for round_ in (1, 2):
+        with lock:
+            write(session)
+            assert lock.verify()
+        assert lock.state is None
+        with pytest.raises(LockNotHeld):
+            lock.release()
+        assert not others_get_in(database)
+        getattr(session, how)()
+        assert others_get_in(database)
+        assert kept(database) == (round_ if how == "commit" else 0)
+    session.close()
+
+
+def test_blocks_of_the_session(database: str, engine: Engine) -> None:
+    """`with Session.begin()`, also when an exception leaves it."""
+    maker = sessionmaker(engine)
+    with maker.begin() as session:
+        with db_lock(engine, "k", session=session):
+            write(session)
+        assert not others_get_in(database)
+    assert others_get_in(database)
+    with pytest.raises(ZeroDivisionError), maker.begin() as session:
+        with db_lock(engine, "k", session=session):
+            write(session)
+        raise ZeroDivisionError
+    assert others_get_in(database)
+    with pytest.raises(ZeroDivisionError), maker.begin() as session, db_lock(engine, "k", session=session):
+        write(session)
+        raise ZeroDivisionError
+    assert others_get_in(database)
+    assert kept(database) == 1
+
+
+def test_savepoints_are_not_the_end(database: str, engine: Engine) -> None:
+    """Neither their release nor their rollback, whether the lock was taken inside or outside."""
+    for how in ("commit", "rollback"):
+        with Session(engine) as session:
+            with db_lock(engine, "k", session=session):
+                write(session)
+                nested = session.begin_nested()
+            getattr(nested, how)()
+            assert not others_get_in(database)
+            nested = session.begin_nested()
+            getattr(nested, how)()
+            assert not others_get_in(database)
+            session.commit()
+            assert others_get_in(database)
+
+
+def test_without_a_transaction_it_is_given_back_at_once(database: str, engine: Engine) -> None:
+    """And so it is with release="now", and without `session`."""
+    with Session(engine) as session:
+        with db_lock(engine, "k", session=session):
+            pass
+        assert others_get_in(database)
+        with db_lock(engine, "k", session=session):
+            write(session)
+            session.commit()
+        assert others_get_in(database)
+        session.execute(text("SELECT 1"))
+        with db_lock(engine, "k", session=session, release="now"):
+            pass
+        assert others_get_in(database)
+        with db_lock(engine, "k"):
+            pass
+        assert others_get_in(database)
+
+
+def test_the_same_transaction_enters_again(database: str, engine: Engine) -> None:
+    """The same tenure, with the same fence; entered again and held, it outlives the transaction."""
+    with Session(engine) as session:
+        session.execute(text("SELECT 1"))
+        lock, fences = db_lock(engine, "k", session=session), list[Any]()
+        for _ in range(3):
+            with lock:
+                fences.append(lock.fence)
+                assert lock.count == 1
+            assert not others_get_in(database)
+        assert len(set(fences)) == 1
+        lock.acquire()
+        session.commit()
+        assert lock.verify()
+        assert not others_get_in(database)
+        lock.release()
+        assert others_get_in(database)
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+def test_it_is_renewed_until_then(database: str, engine: Engine) -> None:
+    """However long the transaction takes after the block."""
+    with Session(engine) as session:
+        with db_lock(engine, "k", session=session, ttl=0.4):
+            write(session)
+        time.sleep(0.8)
+        assert not others_get_in(database)
+        session.commit()
+    assert others_get_in(database)
+
+
+def test_a_scoped_session(database: str, engine: Engine) -> None:
+    """Means the one of this thread."""
+    sessions = scoped_session(sessionmaker(engine))
+    with db_lock(engine, "k", session=sessions):
+        sessions.execute(text("INSERT INTO kept VALUES (1)"))
+    assert not others_get_in(database)
+    sessions.commit()
+    assert others_get_in(database)
+    sessions.remove()
+
+
+def test_several_locks_of_one_transaction(database: str, engine: Engine) -> None:
+    """All are given back at its end."""
+    with Session(engine) as session:
+        session.execute(text("SELECT 1"))
+        for key in ("a", "b", "c"):
+            with db_lock(engine, key, session=session):
+                pass
+        assert not any(others_get_in(database, key) for key in ("a", "b", "c"))
+        session.rollback()
+    assert all(others_get_in(database, key) for key in ("a", "b", "c"))
+
+
+def test_what_is_no_session_is_refused(database: str, engine: Engine) -> None:
+    """TypeError, also for the other kind of session."""
+    asynchronous = create_async_engine(url(database, dict(DRIVERS)[database]))
+    with engine.connect() as connection:
+        for bad in (connection, engine, "session", 5, AsyncSession(asynchronous)):
+            with pytest.raises(TypeError, match="session"):
+                db_lock(engine, "k", session=bad)
+    for other in (asynchronous, "session", Session(engine)):
+        with pytest.raises(TypeError, match="session"):
+            db_lock(asynchronous, "k", session=other)
+
+
+def asynchronously(
+    request: pytest.FixtureRequest, where: tuple[str, str], main: Callable[..., Awaitable[None]]
+) -> None:
+    """Run `main(database, engine)`."""
+    database, driver = where
+    ready(request, database)
+    prepare(database)
+
+    async def run_main() -> None:
+        engine = create_async_engine(url(database, driver))
+        try:
+            await main(database, engine)
+        finally:
+            await engine.dispose()
+
+    asyncio.run(run_main())
+
+
+@pytest.mark.parametrize("how", ["commit", "rollback", "close"])
+@pytest.mark.parametrize("where", DRIVERS, ids="-".join)
+def test_an_asynchronous_session(request: pytest.FixtureRequest, where: tuple[str, str], how: str) -> None:
+    """The same on an event loop."""
+
+    async def main(database: str, engine: AsyncEngine) -> None:
+        session = AsyncSession(engine)
+        lock = db_lock(engine, "k", session=session)
+        for round_ in (1, 2):
+            async with lock:
+                await session.execute(text("INSERT INTO kept VALUES (1)"))
+            assert lock.state is None
+            assert not await asyncio.to_thread(others_get_in, database)
+            await getattr(session, how)()
+            assert await asyncio.to_thread(others_get_in, database)
+            assert kept(database) == (round_ if how == "commit" else 0)
+        await session.close()
+
+    asynchronously(request, where, main)
+
+
+@pytest.mark.parametrize("where", DRIVERS, ids="-".join)
+def test_an_asynchronous_session_in_blocks(request: pytest.FixtureRequest, where: tuple[str, str]) -> None:
+    """With savepoints, exceptions, re-entry, and a scoped session."""
+
+    async def main(database: str, engine: AsyncEngine) -> None:
+        maker = async_sessionmaker(engine)
+
+        async def free() -> bool:
+            return await asyncio.to_thread(others_get_in, database)
+
+        fences = []
+        async with maker.begin() as session:
+            for _ in range(2):
+                async with db_lock(engine, "k", session=session) as lock:
+                    fences.append(lock.fence)
+            await session.execute(text("INSERT INTO kept VALUES (1)"))
+            async with session.begin_nested():
+                pass
+            assert not await free()
+        assert await free()
+        assert len(set(fences)) == 1
+        with pytest.raises(ZeroDivisionError):
+            async with maker.begin() as session, db_lock(engine, "k", session=session):
+                await session.execute(text("INSERT INTO kept VALUES (1)"))
+                raise ZeroDivisionError
+        assert await free()
+        assert kept(database) == 1
+        sessions = async_scoped_session(maker, scopefunc=asyncio.current_task)
+        async with db_lock(engine, "k", session=sessions):
+            await sessions.execute(text("INSERT INTO kept VALUES (1)"))
+        assert not await free()
+        await sessions.commit()
+        assert await free()
+        await sessions.remove()
+
+    asynchronously(request, where, main)

@@ -1,0 +1,554 @@
+"""`lock.guard()`: while the guarded transaction lasts nobody else's tenure begins, whatever becomes of the lease."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connections, transaction
+from django.db.transaction import TransactionManagementError
+from sqlalchemy import create_engine, text
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+
+from dblock.core.errors import LockLost, LockNotHeld, LockStoreError, Reason
+from sqlalchemy_dblock import db_lock as sqlalchemy_lock
+from sqlalchemy_dblock import reap
+from tests.conftest import ALIASES, ready, run, url
+from tests.contract.subjects import Actor, Subject
+
+SERVERS = ("postgresql", "mariadb")
+LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
+KINDS = ("django", "django async", "connection", "session", "async connection", "async session")
+DRIVERS = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "mariadb": "asyncmy"}
+PAST = {
+    "sqlite": "'2000-01-01 00:00:00.000000'",
+    "postgresql": "'2000-01-01 00:00:00+00'",
+    "mariadb": "'2000-01-01 00:00:00'",
+}
+
+
+class Client:
+    """A flow of control with a lock and a transaction of one kind, which it opens, guards and ends when it is told."""
+
+    def __init__(self, kind: str, database: str, level: str | None = None) -> None:
+        self.kind, self.database, self.level = kind, database, level
+        asynchronous = "async" in kind
+        self.django = kind.startswith("django")
+        face = "async" if asynchronous else "sync"
+        driver = DRIVERS[database] if asynchronous and not self.django else ""
+        self.subject = Subject("django" if self.django else "sqlalchemy", face, database, driver)
+        self.actor = Actor(self.subject)
+        self.alias = ALIASES[database]
+        self.asynchronous = asynchronous
+        self.opened: Any = None
+        self.engine: Any = None
+        if not self.django:
+            options = {"isolation_level": level} if level else {}
+            make = create_async_engine if asynchronous else create_engine
+            self.engine = make(url(database, driver), **options)
+
+    def lock(self, key: str = "k", **options: Any) -> Any:
+        """A lock of this client's own kind."""
+        if self.django:
+            from dblock import db_lock
+
+            return db_lock(key, using=self.alias, **options)
+        return sqlalchemy_lock(self.engine, key, **options)
+
+    def call(self, lock: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self.actor.call(lock, name, *args, **kwargs)
+
+    def begin(self) -> None:
+        """Open the transaction, at its isolation level, and read something, so that it has its snapshot."""
+        if self.opened is not None:
+            self.actor.do(self.opened.close)
+        if self.django:
+            self._django(self._enter)
+        elif self.kind == "connection":
+            self.opened = self.actor.do(self.engine.connect)
+        elif self.kind == "async connection":
+            self.opened = self.actor.do(lambda: self.engine.connect().__aenter__())
+        elif self.kind == "session":
+            self.opened = Session(self.engine)
+        else:
+            self.opened = AsyncSession(self.engine)
+        self.execute("SELECT count(*) FROM guarded")
+        if self.level:
+            self._see_level()
+
+    def _see_level(self) -> None:
+        if self.database == "postgresql":
+            assert self.execute("SELECT current_setting('transaction_isolation')") == [(str(self.level).lower(),)]
+        else:
+            assert self.execute("SELECT @@tx_isolation") == [(str(self.level).replace(" ", "-"),)]
+
+    def _enter(self) -> None:
+        if self.level and self.database == "mariadb":
+            with connections[self.alias].cursor() as cursor:
+                cursor.execute(f"SET SESSION TRANSACTION ISOLATION LEVEL {self.level}")
+        self.opened = transaction.atomic(self.alias)
+        self.opened.__enter__()
+        if self.level and self.database == "postgresql":
+            with connections[self.alias].cursor() as cursor:
+                cursor.execute(f"SET TRANSACTION ISOLATION LEVEL {self.level}")
+
+    def _django(self, function: Callable[[], Any]) -> Any:
+        return self.actor.do(sync_to_async(function) if self.asynchronous else function)
+
+    def execute(self, sql: str) -> list[tuple[Any, ...]]:
+        """Run a statement of the user's in the transaction."""
+
+        def django() -> list[tuple[Any, ...]]:
+            with connections[self.alias].cursor() as cursor:
+                cursor.execute(sql)
+                return list(cursor.fetchall()) if cursor.description else []
+
+        if self.django:
+            return [tuple(row) for row in self._django(django)]
+        result = self.actor.do(lambda: self.opened.execute(text(sql)))
+        return [tuple(row) for row in result.all()] if result.returns_rows else []
+
+    def write(self) -> None:
+        self.execute("INSERT INTO guarded VALUES (1)")
+
+    def guard(self, lock: Any) -> None:
+        if self.django:
+            self.call(lock, "guard")
+        else:
+            self.actor.do(lambda: lock.guard(self.opened))
+
+    def end(self, how: str) -> None:
+        """Commit or roll back."""
+        if self.django:
+
+            def leave() -> None:
+                if how == "rollback":
+                    transaction.set_rollback(True, using=self.alias)
+                self.opened.__exit__(None, None, None)
+
+            self._django(leave)
+        else:
+            self.actor.do(getattr(self.opened, how))
+        self.opened = None if self.django else self.opened
+
+    def close(self) -> None:
+        if self.django:
+            if self.opened is not None:
+                self.end("rollback")
+            if self.asynchronous:
+                self._django(connections.close_all)
+        else:
+            if self.opened is not None:
+                self.actor.do(self.opened.close)
+            self.actor.do(self.engine.dispose)
+        self.actor.close()
+
+
+class Rival:
+    """A stranger in a thread of its own (the test's), with another engine."""
+
+    def __init__(self, database: str) -> None:
+        self.database = database
+        # So that whoever hangs fails.
+        args = {"init_command": "SET SESSION innodb_lock_wait_timeout = 1"} if database == "mariadb" else {}
+        self.engine = create_engine(url(database), connect_args=args)
+
+    def gets_in(self, key: str = "k") -> bool:
+        """Does a try without waiting succeed? Gives it back at once. On SQLite a writer may find no room at all."""
+        lock = sqlalchemy_lock(self.engine, key)
+        start = time.monotonic()
+        try:
+            acquired = lock.acquire(blocking=False)
+        except LockStoreError:
+            if self.database == "sqlite":
+                return False
+            raise
+        if self.database != "sqlite":
+            assert time.monotonic() - start < 0.7
+        if acquired:
+            lock.release()
+        return acquired
+
+
+@pytest.fixture
+def rival(database: str) -> Iterator[Rival]:
+    """Who would like to have the key."""
+    made = Rival(database)
+    yield made
+    made.engine.dispose()
+
+
+@pytest.fixture
+def client(database: str) -> Iterator[Callable[..., Client]]:
+    """Makes clients, over an empty table of the user's."""
+    run(database, "CREATE TABLE IF NOT EXISTS guarded (n integer)")
+    run(database, "DELETE FROM guarded")
+    made: list[Client] = []
+
+    def make(kind: str, level: str | None = None) -> Client:
+        made.append(Client(kind, database, level))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def end_lease(database: str, key: str = "k") -> None:
+    """As if it had run out long ago."""
+    assert run(database, f"UPDATE locks SET expires_at = {PAST[database]} WHERE lock_key = :key", key=key) == []
+
+
+def notes(database: str) -> object:
+    return run(database, "SELECT count(*) FROM guarded")[0][0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+@pytest.mark.parametrize("how", ["commit", "rollback"])
+def test_a_guarded_transaction_keeps_others_out(  # noqa: PLR0917
+    database: str, rival: Rival, client: Callable[..., Client], kind: str, level: str, how: str
+) -> None:
+    """Although the lease has ended: until the transaction does, no longer; nobody is kept waiting meanwhile."""
+    holder = client(kind, level)
+    lock = holder.lock(ttl=30)
+    holder.call(lock, "acquire")
+    fence = holder.actor.get(lock, "fence")
+    holder.begin()
+    holder.guard(lock)
+    holder.write()
+    end_lease(database)
+    assert not rival.gets_in()
+    assert sqlalchemy_lock(rival.engine, "k").acquire(timeout=0.1) is False
+    start = time.monotonic()
+    reap(rival.engine, retention=0)
+    assert time.monotonic() - start < 0.7
+    assert not rival.gets_in()
+    holder.end(how)
+    assert notes(database) == (1 if how == "commit" else 0)
+    with sqlalchemy_lock(rival.engine, "k", timeout=0) as theirs:
+        assert theirs.fence is not None
+        assert theirs.fence > fence
+    with pytest.raises(LockLost):
+        holder.call(lock, "release")
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_guarding_one_key_leaves_others_alone(
+    database: str, rival: Rival, client: Callable[..., Client], level: str, known: bool
+) -> None:
+    """New keys, known keys and released ones, before and after it in any order, are taken without a wait."""
+    keys = ("a", "l", "known", "m ", "n", "M")
+    # Above READ COMMITTED, MariaDB may lock the gap beside a row whose neighbour was deleted a moment ago: a key that
+    # has no row may then have to wait for one.
+    gaps = database == "mariadb" and level != "READ COMMITTED"
+    for key in keys if gaps else ("known",) if known else ():
+        assert rival.gets_in(key)
+    holder = client("session", level)
+    lock = holder.lock("m", ttl=30)
+    holder.call(lock, "acquire")
+    holder.begin()
+    holder.guard(lock)
+    for key in keys:
+        start = time.monotonic()
+        assert rival.gets_in(key)
+        assert time.monotonic() - start < 0.7
+    holder.end("commit")
+    holder.call(lock, "release")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lease_that_runs_out_under_guard(
+    database: str, rival: Rival, client: Callable[..., Client], kind: str
+) -> None:
+    """By itself, unrenewed: others come in when the transaction has ended, not before."""
+    holder = client(kind)
+    lock = holder.lock(ttl=0.3, renew=False)
+    holder.call(lock, "acquire")
+    holder.begin()
+    holder.guard(lock)
+    holder.write()
+    time.sleep(0.4)
+    assert holder.actor.get(lock, "state") == "lost"
+    assert not rival.gets_in()
+    holder.end("commit")
+    assert notes(database) == 1
+    assert sqlalchemy_lock(rival.engine, "k").acquire(timeout=30)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_renewals_go_on_under_guard(database: str, rival: Rival, client: Callable[..., Client], kind: str) -> None:
+    """At every isolation level: the row has been renewed since the transaction's snapshot, and is while it lasts."""
+    levels = LEVELS if kind != "django async" else ("REPEATABLE READ",)  # all of them share one thread
+    holders = {level: client(kind, level) for level in levels}
+    locks = {level: holder.lock(level, ttl=0.6) for level, holder in holders.items()}
+
+    def leases() -> dict[object, Any]:
+        return dict(run(database, "SELECT lock_key, expires_at FROM locks"))  # type: ignore[arg-type]
+
+    for level, holder in holders.items():
+        holder.call(locks[level], "acquire")
+        holder.begin()
+        holder.execute("SELECT count(*) FROM locks" if level != "SERIALIZABLE" else "SELECT 1")
+    before = leases()
+    end = time.monotonic() + 10
+    while any(leases()[level] <= before[level] for level in levels):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    for level, holder in holders.items():
+        holder.guard(locks[level])
+    guarded = leases()
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        assert not any(rival.gets_in(level) for level in levels)
+        assert [holders[level].actor.get(locks[level], "state") for level in levels] == ["held"] * len(levels)
+        time.sleep(0.1)
+    assert all(leases()[level] > guarded[level] for level in levels)
+    for level, holder in holders.items():
+        holder.guard(locks[level])  # once more, after another renewal
+        holder.end("commit")
+    for level, holder in holders.items():
+        assert holder.call(locks[level], "verify") is True
+        assert not rival.gets_in(level)
+        holder.call(locks[level], "release")
+        assert rival.gets_in(level)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lost_lock_is_refused(database: str, rival: Rival, client: Callable[..., Client], kind: str) -> None:
+    """Taken over before guard(): LockLost says by whom, and the user's writes can be rolled back."""
+    holder = client(kind)
+    lock = holder.lock(ttl=30)
+    holder.call(lock, "acquire")
+    steal = "UPDATE locks SET owner = 'stranger', fence = fence + 1, host = 'elsewhere' WHERE lock_key = 'k'"
+    run(database, steal)
+    holder.begin()
+    holder.write()
+    with pytest.raises(LockLost) as caught:
+        holder.guard(lock)
+    assert caught.value.reason is Reason.TAKEN_OVER
+    assert caught.value.holder is not None
+    assert caught.value.holder.identity.host == "elsewhere"
+    holder.end("rollback")
+    assert notes(database) == 0
+    assert holder.actor.get(lock, "state") == "lost"
+    holder.begin()
+    with pytest.raises(LockLost):
+        holder.guard(lock)  # by what is known here alone
+    holder.end("rollback")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["django", "session", "async connection"])
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_lock_lost_after_the_snapshot_is_refused(
+    database: str, rival: Rival, client: Callable[..., Client], kind: str, level: str
+) -> None:
+    """Even where the transaction itself still sees the row as it was."""
+    holder = client(kind, level)
+    lock = holder.lock(ttl=30)
+    holder.call(lock, "acquire")
+    holder.begin()
+    holder.write()
+    end_lease(database)
+    theirs = sqlalchemy_lock(rival.engine, "k")
+    assert theirs.acquire(blocking=False)
+    with pytest.raises(LockLost) as caught:
+        holder.guard(lock)
+    assert caught.value.reason is Reason.TAKEN_OVER
+    assert theirs.verify()
+    holder.end("rollback")
+    assert notes(database) == 0
+    theirs.release()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lock_that_was_never_held_is_refused(client: Callable[..., Client], kind: str) -> None:
+    """Before anything is sent."""
+    holder = client(kind)
+    holder.begin()
+    with pytest.raises((LockLost, LockNotHeld)):
+        holder.guard(holder.lock())
+    holder.end("rollback")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["commit", "rollback"])
+def test_a_release_inside_the_guarded_transaction(
+    database: str, rival: Rival, client: Callable[..., Client], kind: str, how: str
+) -> None:
+    """Lets nobody in before its end, and everybody then."""
+    if database == "sqlite" and kind in {"connection", "async connection", "django async"}:
+        pytest.skip("nobody tells us when their transaction ends, and before that nobody else can write: see README")
+    holder = client(kind)
+    lock = holder.lock(ttl=30)
+    holder.call(lock, "acquire")
+    holder.begin()
+    holder.guard(lock)
+    holder.write()
+    holder.call(lock, "release")
+    assert not rival.gets_in()
+    holder.end(how)
+    assert notes(database) == (1 if how == "commit" else 0)
+    assert rival.gets_in()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "django async"])  # which share one thread
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_two_holders_of_different_keys_guard_at_once(database: str, client: Callable[..., Client], kind: str) -> None:
+    """Neither waits for the other, nor does a second guard of the same transaction."""
+    one, two = client(kind), client(kind)
+    locks = [one.lock("one", ttl=30), two.lock("two", ttl=30)]
+    for holder, lock in zip((one, two), locks, strict=True):
+        holder.call(lock, "acquire")
+        holder.begin()
+    start = time.monotonic()
+    for holder, lock in zip((one, two), locks, strict=True):
+        holder.guard(lock)
+        holder.guard(lock)
+        holder.call(lock, "extend", 20)
+        holder.call(lock, "acquire")
+        holder.call(lock, "release")
+    assert time.monotonic() - start < 5
+    for holder, lock in zip((one, two), locks, strict=True):
+        holder.end("commit")
+        holder.call(lock, "release")
+
+
+# -- where there is nothing to keep it
+
+
+def test_django_needs_a_transaction(database: str) -> None:
+    """TransactionManagementError, as Django's own for select_for_update; and the lock is still held."""
+    from dblock import db_lock
+
+    with db_lock("k", using=ALIASES[database]) as lock:
+        with pytest.raises(TransactionManagementError, match="atomic"):
+            lock.guard()
+        assert lock.verify()
+
+    async def main() -> None:
+        async with db_lock("k", using=ALIASES[database]) as lock:
+            with pytest.raises(TransactionManagementError, match="atomic"):
+                await lock.aguard()
+        await sync_to_async(connections.close_all)()
+
+    asyncio.run(main())
+    connections[ALIASES[database]].close()
+
+
+@pytest.mark.parametrize("where", ["engine", "execution options", "connection"])
+def test_autocommit_is_refused(database: str, where: str) -> None:
+    """ValueError: each statement would be a transaction of its own, wherever that was asked for."""
+    autocommit: Any = {"isolation_level": "AUTOCOMMIT"}
+    engine = create_engine(url(database), **(autocommit if where == "engine" else {}))
+    used = engine.execution_options(**autocommit) if where == "execution options" else engine
+    with used.connect() as connection:
+        if where == "connection":
+            connection.execution_options(**autocommit)
+        with sqlalchemy_lock(engine, "k") as lock:
+            with pytest.raises(ValueError, match="autocommit"):
+                lock.guard(connection)
+            with Session(connection) as session, pytest.raises(ValueError, match="autocommit"):
+                lock.guard(session)
+            assert lock.verify()
+    engine.dispose()
+
+
+def test_asynchronous_autocommit_is_refused(database: str) -> None:
+    """Likewise."""
+    engine = create_async_engine(url(database, DRIVERS[database]), isolation_level="AUTOCOMMIT")
+
+    async def main() -> None:
+        async with sqlalchemy_lock(engine, "k") as lock, engine.connect() as connection:
+            with pytest.raises(ValueError, match="autocommit"):
+                await lock.guard(connection)
+            async with AsyncSession(engine) as session:
+                with pytest.raises(ValueError, match="autocommit"):
+                    await lock.guard(session)
+            assert await lock.verify()
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+def test_another_database_is_refused(request: pytest.FixtureRequest) -> None:
+    """ValueError, whichever the two are; a second engine of the same database will do."""
+    for name in ("sqlite", *SERVERS):
+        ready(request, name)
+        run(name, "CREATE TABLE IF NOT EXISTS guarded (n integer)")
+    engines = {name: create_engine(url(name)) for name in ("sqlite", *SERVERS)}
+    for ours, engine in engines.items():
+        with sqlalchemy_lock(engine, "k") as lock:
+            for theirs, other in engines.items():
+                if ours != theirs:
+                    with other.begin() as connection, pytest.raises(ValueError, match="another database"):
+                        lock.guard(connection)
+                    with Session(other) as session, pytest.raises(ValueError, match="another database"):
+                        lock.guard(session)
+            twin = create_engine(url(ours))
+            with twin.begin() as connection:
+                lock.guard(connection)
+            twin.dispose()
+    for engine in engines.values():
+        engine.dispose()
+
+
+def test_another_alias_is_refused(request: pytest.FixtureRequest) -> None:
+    """ValueError, and nothing has happened; an alias of the same database will do."""
+    from dblock import db_lock
+
+    for name in SERVERS:
+        ready(request, name)
+    for ours, theirs in (SERVERS, SERVERS[::-1], ("postgresql", "default")):
+        with db_lock("k", using=ours) as lock, transaction.atomic(theirs):
+            with pytest.raises(ValueError, match="another database"):
+                lock.guard(using=theirs)
+            with pytest.raises(TransactionManagementError):
+                lock.guard()
+    for alias in ALIASES.values():
+        connections[alias].close()
+
+
+def test_what_is_no_transaction_is_refused(database: str) -> None:
+    """TypeError."""
+    engine = create_engine(url(database))
+    with sqlalchemy_lock(engine, "k") as lock:
+        for bad in (engine, None, "k", 5):
+            with pytest.raises(TypeError):
+                lock.guard(bad)  # type: ignore[arg-type]
+    engine.dispose()
+
+    async def main() -> None:
+        made = create_async_engine(url(database, DRIVERS[database]))
+        async with sqlalchemy_lock(made, "k") as lock:
+            for bad in (made, None, "k"):
+                with pytest.raises(TypeError):
+                    await lock.guard(bad)  # type: ignore[arg-type]
+        await made.dispose()
+
+    asyncio.run(main())
+
+
+def test_session_is_the_default(database: str, rival: Rival) -> None:
+    """guard() without an argument keeps what `session=` said."""
+    engine = create_engine(url(database))
+    with Session(engine) as session:
+        lock = sqlalchemy_lock(engine, "k", session=session)
+        lock.acquire()
+        lock.guard()
+        if database != "sqlite":  # where nobody else can write any more
+            end_lease(database)
+        assert not rival.gets_in()
+        session.rollback()
+        assert rival.gets_in() is (database != "sqlite")
+    engine.dispose()

@@ -1,0 +1,83 @@
+"""The keeper on real servers: what strangers do to rows must not cost others their leases."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from sqlalchemy_dblock import db_lock
+from tests.conftest import observer, ready, run, url
+from tests.proxy import Proxy
+from tests.servers import free_port
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"])
+def test_a_row_locked_by_a_stranger(request: pytest.FixtureRequest, database: str) -> None:
+    """Only its own lease is late; all others are renewed, and it too when the stranger has gone."""
+    ready(request, database)
+    engine = create_engine(url(database))
+    locks = [db_lock(engine, f"k{number}", ttl=2) for number in range(20)]
+    for lock in locks:
+        assert lock.acquire()
+    with observer(database).begin() as stranger:
+        stranger.execute(text("SELECT * FROM locks WHERE lock_key = 'k7' FOR UPDATE"))
+        time.sleep(1.4)
+        states = [lock.state for lock in locks]
+    assert states == ["held"] * 7 + ["at_risk"] + ["held"] * 12
+    deadline = time.monotonic() + 10
+    while locks[7].state == "at_risk" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert {lock.state for lock in locks} == {"held"}
+    time.sleep(2)
+    for lock in locks:
+        assert lock.verify()
+        lock.release()
+    engine.dispose()
+
+
+def test_a_thread_that_outlives_the_function_of_its_process(request: pytest.FixtureRequest) -> None:
+    """A child of multiprocessing says goodbye before its threads have ended: what they hold is renewed on."""
+    ready(request, "postgresql")
+    told: multiprocessing.Queue[str] = multiprocessing.get_context("spawn").Queue()
+    child = multiprocessing.get_context("spawn").Process(target=_leave_a_thread, args=(url("postgresql"), told))
+    child.start()
+    assert told.get(timeout=60) == "held"
+    child.join(60)
+    assert run("postgresql", "SELECT owner FROM locks WHERE lock_key = 'k'") == [(None,)]
+
+
+def _leave_a_thread(place: str, told: Any) -> None:
+    def work() -> None:
+        engine = create_engine(place)
+        with db_lock(engine, "k", ttl=0.9) as lock:
+            time.sleep(2)
+            told.put(lock.state)
+
+    threading.Thread(target=work).start()
+
+
+def test_a_database_that_does_not_answer_delays_no_exit(request: pytest.FixtureRequest) -> None:
+    """A process that ends while its packets are swallowed ends all the same."""
+    ready(request, "postgresql")
+    wire = free_port()
+    with Proxy(wire, int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
+        place = url("postgresql").replace(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"], str(wire))
+        code = (
+            "import sys; from sqlalchemy import create_engine; from sqlalchemy_dblock import db_lock\n"
+            f"db_lock(create_engine({place!r}), 'k').acquire(); print('held', flush=True); sys.stdin.read()"
+        )
+        command = [sys.executable, "-c", code]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        proxy.black_hole = True
+        process.communicate(timeout=30)
+        assert process.returncode == 0
