@@ -15,7 +15,7 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.db import router
 
 from dblock import conf, signals
-from dblock.core import protocol
+from dblock.core import operations, protocol
 from dblock.core.drivers import adrive, drive
 from dblock.core.errors import Reason
 from dblock.core.faces import AsyncLock, SyncLock, enter
@@ -106,14 +106,14 @@ class Lock(SyncLock):
 
         Raises LockLost if the lock is not ours any more, TransactionManagementError outside of atomic().
         """
-        self._drive(self._guard_steps(partial(pin, self._store(), using or self.using)))
+        self._drive(operations.guard(self, partial(pin, self._store(), using or self.using)))
 
     async def aguard(self, using: str | None = None) -> None:
         """The asynchronous twin of `guard`, for a transaction in the thread that Django's async code shares."""
         self.check()
         hold = cast("Hold", self._hold())
         pinned = await sync_to_async(pin)(self._store(), using or self.using, hold)
-        await self._adrive(self._guard_steps(lambda _: pinned))
+        await self._adrive(operations.guard(self, lambda _: pinned))
 
     adetach = AsyncLock.detach
     aacquire = AsyncLock.acquire
@@ -222,7 +222,7 @@ class DbLock:
         token = valid_token(text)
         options = {"ttl": token.ttl, "grace": token.grace, "min_hold": token.min_hold, **options}
         lock = self(token.tenure.key, using=using, **options)
-        return lock, lock._attach_steps(token)
+        return lock, operations.attach(lock, token)
 
 
 db_lock = DbLock()
@@ -246,7 +246,7 @@ async def acheck_sequencer(sequencer: str, *, using: str | None = None) -> Seque
 def _checking(text: str, using: str | None) -> tuple[Lock, Steps[Sequencer]]:
     key, _, fence = valid_sequencer(text)
     lock = db_lock(key, using=using)
-    return lock, lock._check_sequencer_steps(fence)
+    return lock, operations.check_sequencer(lock, fence)
 
 
 def _given(**options: Any) -> dict[str, Any]:

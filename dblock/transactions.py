@@ -20,11 +20,11 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
-from dblock.core.base import finish
 from dblock.core.drivers import drive
 from dblock.core.errors import LockError
 from dblock.core.flows import Flow, current_flow
 from dblock.core.holds import Hold
+from dblock.core.operations import finish
 
 _ENDS = ("commit", "rollback", "savepoint_commit", "savepoint_rollback", "close")
 

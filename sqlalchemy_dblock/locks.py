@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overloa
 from sqlalchemy import Engine
 from sqlalchemy.util import greenlet_spawn
 
-from dblock.core import protocol
+from dblock.core import operations, protocol
 from dblock.core.base import BaseLock
 from dblock.core.drivers import adrive, drive
 from dblock.core.faces import AsyncLock as CoreAsyncLock
@@ -101,7 +101,7 @@ class Lock(_EngineLock, SyncLock):
         """
         given = self._session if session_or_connection is None else session_or_connection
         connection = connection_of(given)
-        self._drive(self._guard_steps(functools.partial(pin, self._engine_store, self._engine, connection)))
+        self._drive(operations.guard(self, functools.partial(pin, self._engine_store, self._engine, connection)))
         self._guarded(given)
 
 
@@ -115,7 +115,7 @@ class AsyncLock(_EngineLock, CoreAsyncLock):
         hold = cast("Hold", self._hold())
         store, engine = self._engine_store, self._engine
         pinned = await greenlet_spawn(lambda: pin(store, engine, connection_of(given), hold))
-        await self._adrive(self._guard_steps(lambda _: pinned))
+        await self._adrive(operations.guard(self, lambda _: pinned))
         self._guarded(given)
 
 
@@ -177,8 +177,8 @@ def attach(
     merged: Options = {"ttl": known.ttl, "grace": known.grace, "min_hold": known.min_hold, **options}
     lock = db_lock(engine, known.tenure.key, **merged)
     if isinstance(lock, Lock):
-        return lock._drive(lock._attach_steps(known))
-    return lock._adrive(lock._attach_steps(known))
+        return lock._drive(operations.attach(lock, known))
+    return lock._adrive(operations.attach(lock, known))
 
 
 @overload
@@ -192,7 +192,7 @@ def check_sequencer(engine: Engine | AsyncEngine, sequencer: str) -> Sequencer |
     """
     key, _, fence = valid_sequencer(sequencer)
     lock = db_lock(engine, key)
-    steps = lock._check_sequencer_steps(fence)
+    steps = operations.check_sequencer(lock, fence)
     return lock._drive(steps) if isinstance(lock, Lock) else lock._adrive(steps)
 
 

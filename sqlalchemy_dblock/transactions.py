@@ -15,11 +15,11 @@ from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.exc import DBAPIError, MissingGreenlet
 from sqlalchemy.util import await_only
 
-from dblock.core.base import finish
 from dblock.core.drivers import adrive, drive
 from dblock.core.errors import LockError
 from dblock.core.flows import Flow, current_flow
 from dblock.core.holds import Hold
+from dblock.core.operations import finish
 from dblock.core.statements.base import Reply
 from dblock.core.steps import Execute
 from sqlalchemy_dblock.store import EngineStore

@@ -1,7 +1,7 @@
-"""What every lock object is and does, but for who drives it.
+"""What every lock object is, and what it knows without asking the database.
 
 Rule: a lock object is what was asked for (key, ttl, timeout, ...) and never what is held; every method looks up the
-hold of the flow that calls it. Each operation is written once, as steps.
+hold of the flow that calls it. What can be done with a lock is in `dblock.core.operations`.
 """
 
 from __future__ import annotations
@@ -9,29 +9,23 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
 from collections.abc import Callable, Coroutine
 from types import EllipsisType
 from typing import Any, Self, TypeVar
 
-from dblock.core import protocol, waiting
 from dblock.core.drivers import Store, adrive
-from dblock.core.errors import LockError, LockLost, LockNotHeld, LockTimeout, Reason
-from dblock.core.flows import Flow, current_flow
-from dblock.core.holds import Entry, Hold, Loss, entry_numbers
-from dblock.core.identity import celery_task_id
+from dblock.core.errors import LockLost, LockNotHeld, LockTimeout, Reason
+from dblock.core.flows import current_flow
+from dblock.core.holds import Hold, Loss
 from dblock.core.keeper import keeper
 from dblock.core.options import PLAIN, Options, valid_options
-from dblock.core.protocol import Database
 from dblock.core.steps import Steps
 from dblock.core.templates import Template
-from dblock.core.tokens import Sequencer, Token, token_text
+from dblock.core.tokens import Sequencer
 from dblock.core.values import (
-    Grant,
     LockInfo,
     Seconds,
     State,
-    margin,
     valid_key,
     valid_timeout,
     valid_ttl,
@@ -189,245 +183,6 @@ class BaseLock:
         held = "not held here" if hold is None else f"{self.state}, fence {hold.tenure.fence}, count {hold.count}"
         return f"<{type(self).__name__} {self._key!r}: {held}>"
 
-    # -- the operations, as steps
-
-    def _acquire_steps(self, timeout: float | None, kind: str = "acquire") -> Steps[LockInfo | bool | None]:
-        """True when acquired; else the holder that we saw last, if any."""
-        if self.forked_from is not None:
-            raise self._forked()
-        store, flow, ttl = self._store(), current_flow(), self._ttl
-        database, place, entry = store.database, (store, self._key), Entry(self, kind, next(entry_numbers))
-        hold = flow.holds.get(place)
-        if hold is not None and hold.view:
-            hold = None  # a callback that looks at its lock's hold is a flow of its own
-        if hold is not None:
-            if (yield from self._reenter_steps(database, hold, ttl, entry)):
-                return True
-            _ = hold.lose(Loss(Reason.EXPIRED))  # a new tenure follows; whoever entered before has lost this one
-            keeper.announce(hold)
-        wish = {
-            **flow.who,
-            "key": self._key,
-            "ttl": ttl,
-            "life": ttl + self.options.grace,
-            "label": self.options.label,
-            "task": celery_task_id(),
-        }
-        found = yield from waiting.acquire(database, wish, timeout)
-        if not isinstance(found, Grant):
-            return found
-        _ = self._begin(flow, found, entry, hold)
-        return True
-
-    def _begin(self, flow: Flow, grant: Grant, entry: Entry, outer: Hold | None) -> Hold:
-        """The flow holds a tenure from now on."""
-        store = self._store()
-        hold = Hold(store, flow.ref, grant, entry, outer if outer and outer.entries else None)
-        if store.asynchronous:
-            hold.loop = sys.modules["asyncio"].get_running_loop()
-        if not store.renewable:
-            hold.renewing = False
-        flow.holds[store, self._key] = hold
-        self._opened(hold)
-        keeper.add(hold)
-        return hold
-
-    def _reenter_steps(self, database: Database, hold: Hold, ttl: float, entry: Entry) -> Steps[bool]:
-        """Enter a hold of this flow once more; False if it is over."""
-        if hold.remaining() <= 0:
-            return False
-        if hold.others is not None:
-            attached = yield from protocol.attach(database, hold.tenure, _who_we_are(), ttl, hold.grace)
-            if attached is None or not hold.lengthen(attached[0]):
-                return False
-            hold.others = attached[1] - len(hold.entries) - 1
-            hold.entries.append(entry)
-            return True
-        count = len(hold.entries)
-        try:
-            grant = yield from protocol.reenter(database, hold.tenure, count, ttl, hold.grace)
-        except (GeneratorExit, LockError):
-            raise
-        except BaseException:  # interrupted: the row's count goes back to ours
-            if count:  # an open transaction that keeps it counts as one, before and after
-                _ = yield from protocol.release(database, hold.tenure, count + 1)
-            raise
-        if grant is None:
-            return False
-        if not hold.lengthen(grant):  # the answer came too late to be of use
-            _ = yield from protocol.release(database, hold.tenure, count + 1)
-            return False
-        hold.entries.append(entry)
-        return True
-
-    def _enter_steps(self) -> Steps[None]:
-        hold = self._hold()
-        if hold is not None and hold.entries[-1][:2] == (self, "attach"):
-            hold.entries[-1] = Entry(self, "with", next(entry_numbers))
-            return
-        acquired = yield from self._acquire_steps(self._timeout, "with")
-        if acquired is not True:
-            holder = acquired if isinstance(acquired, LockInfo) else None
-            raise self._timed_out(holder)
-
-    def _exit_steps(self) -> Steps[None]:
-        flow = current_flow()
-        if flow.detached:  # is the innermost block of this lock one whose hold was handed over?
-            hold = self._hold()
-            handed = [entry for entry in flow.detached if entry.lock is self]
-            open_ = [entry for entry in hold.entries if entry[:2] == (self, "with")] if hold else []
-            if handed and (not open_ or handed[-1].number > open_[-1].number):
-                flow.detached.remove(handed[-1])
-                return
-        yield from self._release_steps()
-
-    def _release_steps(self) -> Steps[None]:
-        if self.forked_from is not None:
-            raise self._forked()
-        flow, hold = current_flow(), self._own_hold("release")
-        in_time = hold.remaining() > 0
-        if not in_time:
-            keeper.announce(hold)
-        hold.left = hold.entries.pop()
-        if not hold.entries and in_time and hold.left.lock._defers(hold):
-            return
-        released = yield from self._leave_steps(flow, hold)
-        if not (released and in_time):
-            if not released:
-                yield from self._find_out_steps(hold)
-            raise self._lost(hold)
-        hold.left = None
-
-    def _leave_steps(self, flow: Flow, hold: Hold) -> Steps[bool]:
-        """Tell the database that the innermost entry was left; False if the tenure was over before."""
-        database, entered = hold.store.database, len(hold.entries)
-        if not entered:
-            # Forgotten before the statement is sent: whatever becomes of it, this flow holds the key no more.
-            _forget(flow, hold)
-        alone = hold.others is None
-        if not alone or (hold.min_hold and not entered):
-            return (yield from protocol.leave(database, hold.tenure, hold.min_hold, alone=alone))
-        try:
-            return (yield from protocol.release(database, hold.tenure, entered + 1))
-        except (GeneratorExit, LockError):
-            raise
-        except BaseException:  # interrupted: once more, since sending it twice is harmless
-            _ = yield from protocol.release(database, hold.tenure, entered + 1)
-            raise
-
-    def _find_out_steps(self, hold: Hold) -> Steps[None]:
-        """The database says that the tenure is over: why?"""
-        try:
-            loss = Loss(*(yield from protocol.why_lost(hold.store.database, hold.tenure)))
-        except LockError:
-            loss = Loss(Reason.EXPIRED)
-        if not hold.lose(loss):
-            hold.loss = loss  # now we know better
-        keeper.announce(hold)
-
-    def _extend_steps(self, ttl: float) -> Steps[None]:
-        if self.forked_from is not None:
-            raise self._forked()
-        hold = self._own_hold("extend")
-        self.check()
-        database, before = self._store().database, hold.ttl
-        # It may take effect and its answer never come: from now on no more is trusted than the new lease gives.
-        hold.reset(ttl, database.now() + ttl - margin(ttl))
-        try:
-            if hold.others is None:
-                grant = yield from protocol.extend(database, hold.tenure, ttl, hold.grace)
-            else:  # others may rely on a longer lease than ours
-                sent, alive = yield from protocol.renew(
-                    database, [(hold.tenure, ttl + hold.grace)], database.now() + protocol.PATIENCE
-                )
-                grant = Grant(hold.tenure, sent, ttl) if alive is None else None
-        except BaseException:
-            hold.reset(min(before, ttl), hold.trusted_until)
-            keeper.look()
-            raise
-        if grant is None:
-            yield from self._find_out_steps(hold)
-        if grant is None or not hold.lengthen(grant):
-            raise self._lost(hold)
-        keeper.add(hold)  # it may be due earlier now
-
-    def _verify_steps(self) -> Steps[bool]:
-        self.check()
-        hold = self._hold()
-        if hold is not None and not (yield from protocol.verify(self._store().database, hold.tenure)):
-            yield from self._find_out_steps(hold)
-            raise self._lost(hold)
-        return True
-
-    def _guard_steps(self, pin: Callable[[Hold], bool]) -> Steps[None]:
-        """Pin the tenure with `pin`, which runs the statement in the caller's transaction; then see that it is ours."""
-        self.check()
-        hold = self._hold()
-        if hold is not None and not pin(hold):
-            yield from self._find_out_steps(hold)
-            raise self._lost(hold)
-        _ = yield from self._verify_steps()
-
-    def _detach_steps(self) -> Steps[str]:
-        if self.forked_from is not None:
-            raise self._forked()
-        flow, hold = current_flow(), self._own_hold("detach")
-        self.check()
-        if not (yield from protocol.detach(hold.store.database, hold.tenure, hold.ttl, hold.grace)):
-            yield from self._find_out_steps(hold)
-            raise self._lost(hold)
-        entry = hold.entries.pop()
-        hold.others = hold.others or 0
-        if entry.kind == "with":
-            flow.detached.append(entry)
-        if not hold.entries:
-            _forget(flow, hold)
-        return token_text(Token(hold.tenure, hold.ttl, hold.grace, hold.min_hold))
-
-    def _attach_steps(self, token: Token) -> Steps[Self]:
-        store, flow, tenure = self._store(), current_flow(), token.tenure
-        database, entry = store.database, Entry(self, "attach", next(entry_numbers))
-        attached = yield from protocol.attach(database, tenure, _who_we_are(), token.ttl, token.grace)
-        if attached is None:
-            loss = Loss(*(yield from protocol.why_lost(database, tenure)))
-            raise self._lost_tenure(tenure.fence, loss)
-        grant, count = attached
-        hold = flow.holds.get((store, self._key))
-        if hold is not None and hold.tenure == tenure and hold.lengthen(grant):
-            hold.entries.append(entry)
-        else:
-            if hold is not None:
-                _ = hold.lose(Loss(Reason.EXPIRED))
-            hold = self._begin(flow, grant, entry, hold)
-        hold.others = count - len(hold.entries)
-        if hold.remaining() <= 0:  # the answer came too late to be of use
-            _ = hold.entries.pop()
-            _ = yield from self._leave_steps(flow, hold)
-            raise self._lost(hold)
-        return self
-
-    def _check_sequencer_steps(self, fence: int) -> Steps[Sequencer]:
-        info = yield from self._inspect_steps()
-        if info is None or info.fence != fence or info.state != "held":
-            taken = info is not None and info.fence != fence
-            loss = Loss(Reason.GONE if info is None else Reason.TAKEN_OVER if taken else Reason.EXPIRED)
-            raise self._lost_tenure(fence, loss)
-        return Sequencer(self._key, "exclusive", fence)
-
-    def _owned_steps(self) -> Steps[bool]:
-        hold = self._hold()
-        if hold is None or hold.remaining() <= 0:
-            return False
-        return (yield from protocol.verify(self._store().database, hold.tenure))
-
-    def _locked_steps(self) -> Steps[bool]:
-        info = yield from self._inspect_steps()
-        return info is not None and info.state == "held"
-
-    def _inspect_steps(self) -> Steps[LockInfo | None]:
-        info = yield from protocol.inspect(self._store().database, self._key)
-        return None if info is None else info.masked()
-
     # -- helpers
 
     def _hold(self) -> Hold | None:
@@ -485,28 +240,3 @@ class BaseLock:
         lock = copy.copy(self)
         lock._key = template.key(args, kwargs)
         return lock
-
-
-def _forget(flow: Flow, hold: Hold) -> None:
-    keeper.discard(hold)
-    place = (hold.store, hold.tenure.key)
-    if flow.holds.get(place) is hold:
-        if hold.outer is None:
-            del flow.holds[place]
-        else:
-            flow.holds[place] = hold.outer
-
-
-def _who_we_are() -> dict[str, Any]:
-    return {**current_flow().who, "task": celery_task_id()}
-
-
-def finish(flow: Flow, hold: Hold) -> Steps[None]:
-    """The transaction that kept a hold has ended: give it back, unless its flow has entered it again."""
-    hold.deferred = False
-    if not hold.entries:
-        lock = BaseLock(hold.tenure.key)
-        released = yield from lock._leave_steps(flow, hold)
-        # In SQLite a rollback takes back a take that was part of the transaction: nothing was lost.
-        if not released and hold.store.database.dialect.name != "sqlite":
-            yield from lock._find_out_steps(hold)

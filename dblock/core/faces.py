@@ -1,6 +1,6 @@
 """The synchronous and the asynchronous face of a lock.
 
-Rule: a face only says who drives the steps of `dblock.core.base`.
+Rule: a face only says who drives the steps of `dblock.core.operations`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from types import EllipsisType, TracebackType
 from typing import Any, Self, TypeVar, cast
 
+from dblock.core import operations
 from dblock.core.base import BaseLock
 from dblock.core.drivers import drive
 from dblock.core.errors import LockError, LockLost, LockTimeout
@@ -61,7 +62,7 @@ L = TypeVar("L", bound=BaseLock)
 
 async def enter(lock: L) -> L:
     """`async with`: the lock, held."""
-    await lock._adrive(lock._enter_steps())
+    await lock._adrive(operations.enter(lock))
     if lock.options.interrupt and (hold := lock._hold()) is not None:
         hold.cancelling = current_task().cancelling()
     return lock
@@ -81,13 +82,13 @@ class SyncLock(BaseLock):
         """
         wait = acquire_timeout(blocking, timeout, self._timeout)
         try:
-            return self._drive(self._acquire_steps(wait)) is True
+            return self._drive(operations.acquire(self, wait)) is True
         except LockTimeout:  # waiting would have been pointless
             return False
 
     def release(self) -> None:
         """Give the lock back, or leave it once. Raises LockNotHeld without a hold, LockLost if the lease has ended."""
-        self._drive(self._release_steps())
+        self._drive(operations.release(self))
 
     def detach(self) -> str:
         """Leave the lock to whoever attaches to the token that this returns: the lease lasts one more ttl until then.
@@ -95,40 +96,40 @@ class SyncLock(BaseLock):
         The token is a secret. A `with` that is left afterwards releases nothing. Raises LockNotHeld without a hold,
         LockLost if the lease has ended.
         """
-        return self._drive(self._detach_steps())
+        return self._drive(operations.detach(self))
 
     def extend(self, ttl: Seconds | None = None) -> None:
         """Let the lease end `ttl` seconds from now (the lock's own ttl by default): sets, never adds.
 
         Raises LockNotHeld without a hold, LockLost if the lease has ended.
         """
-        self._drive(self._extend_steps(self._ttl if ttl is None else valid_ttl(ttl)))
+        self._drive(operations.extend(self, self._ttl if ttl is None else valid_ttl(ttl)))
 
     def verify(self) -> bool:
         """True if the database, asked now, still shows this flow's tenure; raises LockLost otherwise."""
-        return self._drive(self._verify_steps())
+        return self._drive(operations.verify(self))
 
     def owned(self) -> bool:
         """Does this flow hold the lock, by the database's word?"""
-        return self._drive(self._owned_steps())
+        return self._drive(operations.owned(self))
 
     def locked(self) -> bool:
         """Does anybody hold the lock?"""
-        return self._drive(self._locked_steps())
+        return self._drive(operations.locked(self))
 
     def inspect(self) -> LockInfo | None:
         """Who has or had the lock, since when and for how long; None if its key has no row."""
-        return self._drive(self._inspect_steps())
+        return self._drive(operations.inspect(self))
 
     def __enter__(self) -> Self:
-        self._drive(self._enter_steps())
+        self._drive(operations.enter(self))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._drive(self._exit_steps())
+            self._drive(operations.leave_block(self))
         except LockError as late:
             if not _gives_way(late, error):
                 raise
@@ -159,35 +160,35 @@ class AsyncLock(BaseLock):
 
     async def acquire(self: BaseLock, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take the lock, or enter it once more; False if it was not free in time."""
-        return await self._adrive(self._acquire_steps(acquire_timeout(blocking, timeout, self._timeout))) is True
+        return await self._adrive(operations.acquire(self, acquire_timeout(blocking, timeout, self._timeout))) is True
 
     async def release(self: BaseLock) -> None:
         """Give the lock back, or leave it once."""
-        await self._adrive(self._release_steps())
+        await self._adrive(operations.release(self))
 
     async def detach(self: BaseLock) -> str:
         """Leave the lock to whoever attaches to the token that this returns."""
-        return await self._adrive(self._detach_steps())
+        return await self._adrive(operations.detach(self))
 
     async def extend(self: BaseLock, ttl: Seconds | None = None) -> None:
         """Let the lease end `ttl` seconds from now."""
-        await self._adrive(self._extend_steps(self._ttl if ttl is None else valid_ttl(ttl)))
+        await self._adrive(operations.extend(self, self._ttl if ttl is None else valid_ttl(ttl)))
 
     async def verify(self: BaseLock) -> bool:
         """True if the database, asked now, still shows this flow's tenure; raises LockLost otherwise."""
-        return await self._adrive(self._verify_steps())
+        return await self._adrive(operations.verify(self))
 
     async def owned(self: BaseLock) -> bool:
         """Does this flow hold the lock, by the database's word?"""
-        return await self._adrive(self._owned_steps())
+        return await self._adrive(operations.owned(self))
 
     async def locked(self: BaseLock) -> bool:
         """Does anybody hold the lock?"""
-        return await self._adrive(self._locked_steps())
+        return await self._adrive(operations.locked(self))
 
     async def inspect(self: BaseLock) -> LockInfo | None:
         """Who has or had the lock, since when and for how long; None if its key has no row."""
-        return await self._adrive(self._inspect_steps())
+        return await self._adrive(operations.inspect(self))
 
     async def __aenter__(self) -> Self:
         return await enter(self)
@@ -197,7 +198,7 @@ class AsyncLock(BaseLock):
     ) -> None:
         hold = self._hold()
         try:
-            await self._adrive(self._exit_steps())
+            await self._adrive(operations.leave_block(self))
         except LockError as late:
             if hold is not None and _was_ours(hold, error):
                 raise late from error
