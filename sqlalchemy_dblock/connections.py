@@ -27,7 +27,7 @@ from sqlalchemy.util import await_only
 from dblock.core.flows import current_task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from dblock.core.steps import Execute, Rows
 
@@ -44,6 +44,8 @@ class Link:
     """Runs statements prepared, where the driver allows it and no pooler is in between."""
     loop: object = None
     """The event loop that it belongs to, for asynchronous drivers."""
+    epoch: int = 0
+    """How often the engine had been disposed of when it was opened."""
     joined: bool = False
     """Is the statement part of a transaction of the caller's?"""
     lent: PoolProxiedConnection | None = None
@@ -72,8 +74,9 @@ class Stack:
         self._pool = engine.pool.recreate()
         self._keep = 0 if isinstance(engine.pool, NullPool) else KEPT
         self._idle: list[Link] = []
+        self._epoch = 0
         _stacks.add(self)
-        event.listen(engine, "engine_disposed", lambda _: self.close_idle())
+        event.listen(engine, "engine_disposed", lambda _: self._dispose())
 
     def take(self) -> Link:
         """An idle connection of this event loop, or a new one."""
@@ -92,6 +95,8 @@ class Stack:
         """Keep a connection for the next statement."""
         if len(self._idle) < self._keep:
             self._idle.append(link)
+            if link.epoch != self._epoch:  # the engine was disposed of meanwhile
+                self._close_idle()
         else:
             self._dialect.do_close(link.raw)
 
@@ -99,20 +104,27 @@ class Stack:
 
     def drop(self, link: Link) -> None:
         """Close a connection in an unknown state, and those that waited as long: they broke with it."""
-        idle, self._idle = self._idle, []
-        for each in (link, *idle):
+        for each in (link, *self._emptied()):
             with contextlib.suppress(Exception):
                 self._dialect.do_terminate(each.raw)
 
-    def close_idle(self) -> None:
-        """Close what waits."""
+    def _dispose(self) -> None:
+        self._epoch += 1
+        self._close_idle()
+
+    def _close_idle(self) -> None:
         loop = self._loop()
-        idle, self._idle = self._idle, []
-        for link in idle:
+        for link in self._emptied():
             if link.loop is loop:
                 self._dialect.do_close(link.raw)
             else:
                 _cut(link)
+
+    def _emptied(self) -> Iterator[Link]:
+        """What waits, one by one: another thread may be putting more there."""
+        with contextlib.suppress(IndexError):
+            while True:
+                yield self._idle.pop()
 
     def forget(self) -> None:
         """In a forked child: leave everything to the parent."""
@@ -121,12 +133,13 @@ class Stack:
         self._pool = self._pool.recreate()
 
     def _open(self, loop: object) -> Link:
+        epoch = self._epoch
         fairy = self._pool.connect()
         driver: Any = fairy.driver_connection
         raw: Any = fairy.dbapi_connection
         fairy.detach()
         try:
-            return self._set_up(Link(raw, loop=loop), driver)
+            return self._set_up(Link(raw, loop=loop, epoch=epoch), driver)
         except BaseException:
             self._dialect.do_terminate(raw)
             raise

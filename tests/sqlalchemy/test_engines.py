@@ -130,6 +130,22 @@ def test_no_connection_outlives_the_engine(request: pytest.FixtureRequest, pool:
     engine.dispose()
 
 
+def test_a_connection_that_is_in_use_at_disposal(request: pytest.FixtureRequest) -> None:
+    """A statement that is under way, of a renewal for example, puts its connection back: it is closed then."""
+    ready(request, "postgresql")
+    engine = create_engine(url("postgresql"))
+    links = store_for(engine)._links
+    before, during = links.take(), links.take()
+    links.give(before)
+    engine.dispose()
+    links.give(during)
+    assert before.raw.closed
+    assert during.raw.closed
+    with db_lock(engine, "k"):  # and the engine can be used again
+        pass
+    engine.dispose()
+
+
 def test_many_threads_share_few_connections(request: pytest.FixtureRequest) -> None:
     """As many as statements at once, and at most five are kept."""
     ready(request, "postgresql")
