@@ -154,6 +154,7 @@ class DbLock:
         min_hold: Seconds = 0.0,
         max_hold: Seconds | None = None,
         interrupt: bool = False,
+        fair: bool = True,
     ) -> Lock:
         """A lock on `key`, not yet taken.
 
@@ -178,6 +179,7 @@ class DbLock:
             max_hold: seconds after the take at which renewal stops.
             interrupt: cancel the body of an `async with`, or an `async def`, when the lock is lost; it ends with
                 LockLost.
+            fair: whoever came first gets the key first. False: take it before those who wait, if it happens to be free.
 
         Raises:
             InvalidKey: the key cannot be stored exactly on every database.
@@ -199,6 +201,7 @@ class DbLock:
                 min_hold=min_hold,
                 max_hold=max_hold,
                 interrupt=interrupt,
+                fair=fair,
             ),
         )
 

@@ -1,4 +1,4 @@
-"""The table `locks` as a Django model, for reading: only the protocol's statements write it."""
+"""The tables `locks` and `lock_waiters` as Django models, for reading: only the protocol's statements write them."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ class Lock(models.Model):
     thread = ExactCharField(_("thread or task"), max_length=255)
     program = ExactCharField(_("program"), max_length=255)
     celery_task_id = ExactCharField(_("Celery task"), max_length=255)
+    last_ticket = models.BigIntegerField(_("last ticket"), db_default=0)
+    served_ticket = models.BigIntegerField(_("last ticket served"), db_default=0)
 
     class Meta:
         db_table = "locks"
@@ -60,3 +62,29 @@ class Lock(models.Model):
 
     def __str__(self) -> str:
         return str(self.lock_key)
+
+
+class Waiter(models.Model):
+    """A place in the queue of a key, alive until `expires_at`; lower tickets come first."""
+
+    owner = ExactCharField(_("owner"), max_length=64, primary_key=True, editable=False)
+    lock_key = ExactCharField(_("key"), max_length=255)
+    ticket = models.BigIntegerField(_("ticket"))
+    ttl = models.FloatField(_("time to live"))
+    label = ExactCharField(_("label"), max_length=255)
+    host = ExactCharField(_("host"), max_length=255)
+    pid = models.IntegerField(_("process"))
+    thread = ExactCharField(_("thread or task"), max_length=255)
+    program = ExactCharField(_("program"), max_length=255)
+    celery_task_id = ExactCharField(_("Celery task"), max_length=255)
+    channel = ExactCharField(_("channel"), max_length=63)
+    joined_at = models.DateTimeField(_("joined at"))
+    expires_at = models.DateTimeField(_("expires at"))
+
+    class Meta:
+        db_table = "lock_waiters"
+        verbose_name = _("waiter")
+        verbose_name_plural = _("waiters")
+
+    def __str__(self) -> str:
+        return f"{self.lock_key} ({self.ticket})"

@@ -242,8 +242,10 @@ def _cut(link: Link) -> None:
     with contextlib.suppress(Exception):
         if hasattr(driver, "pgconn"):  # psycopg
             driver.pgconn.finish()
-        else:  # asyncpg, aiosqlite, aiomysql and asyncmy
-            getattr(driver, "terminate", getattr(driver, "stop", driver.close))()
+        elif hasattr(driver, "stop"):  # aiosqlite: its thread answers to the loop that runs now, which must hear it
+            await_only(driver.stop())
+        else:  # asyncpg, aiomysql and asyncmy
+            getattr(driver, "terminate", driver.close)()
 
 
 def _in_memory(engine: Engine) -> bool:

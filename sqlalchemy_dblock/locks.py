@@ -44,6 +44,7 @@ class Options(TypedDict, total=False):
     min_hold: Seconds
     max_hold: Seconds | None
     interrupt: bool
+    fair: bool
 
 
 def _no_session() -> None:
@@ -148,6 +149,7 @@ def db_lock(engine: Engine | AsyncEngine, key: str, **options: Unpack[Options]) 
         min_hold: seconds for which the key stays taken at least, counted from the take, however early it is given back.
         max_hold: seconds after the take at which renewal stops.
         interrupt: cancel the body of an `async with`, or an `async def`, when the lock is lost; it ends with LockLost.
+        fair: whoever came first gets the key first. False: take it before those who wait, if it happens to be free.
 
     Raises:
         InvalidKey: the key cannot be stored exactly on every database.

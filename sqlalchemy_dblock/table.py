@@ -1,4 +1,4 @@
-"""The table `locks` for SQLAlchemy and Alembic: the same as the Django migration's.
+"""The tables `locks` and `lock_waiters` for SQLAlchemy and Alembic: the same as the Django migration's.
 
 Rule: only the protocol's statements write it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import DDL, BigInteger, Column, DateTime, Double, Index, Integer, MetaData, String, Table, event
+from sqlalchemy import DDL, BigInteger, Column, DateTime, Double, Index, Integer, MetaData, String, Table, event, text
 from sqlalchemy.dialects import mysql, sqlite
 from sqlalchemy.dialects.postgresql.base import PGDialect
 from sqlalchemy.ext.compiler import compiles
@@ -66,6 +66,8 @@ locks = Table(
     Column("thread", ExactString(255), nullable=False),
     Column("program", ExactString(255), nullable=False),
     Column("celery_task_id", ExactString(255), nullable=False),
+    Column("last_ticket", BigInteger, nullable=False, server_default=text("0")),
+    Column("served_ticket", BigInteger, nullable=False, server_default=text("0")),
     # In MySQL `lock.guard()` locks its entries; the others have it too, so that Alembic sees one table everywhere.
     Index("locks_pin", "lock_key", unique=True),
     mysql_engine="InnoDB",
@@ -74,6 +76,30 @@ locks = Table(
 )
 """A key's row; read it with SQLAlchemy, but leave writing to the protocol."""
 
+lock_waiters = Table(
+    "lock_waiters",
+    metadata,
+    Column("owner", ExactString(64), primary_key=True),
+    Column("lock_key", ExactString(255), nullable=False),
+    Column("ticket", BigInteger, nullable=False),
+    Column("ttl", _seconds, nullable=False),
+    Column("label", ExactString(255), nullable=False),
+    Column("host", ExactString(255), nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("thread", ExactString(255), nullable=False),
+    Column("program", ExactString(255), nullable=False),
+    Column("celery_task_id", ExactString(255), nullable=False),
+    Column("channel", ExactString(63), nullable=False),
+    Column("joined_at", _moment, nullable=False),
+    Column("expires_at", _moment, nullable=False),
+    Index("lock_waiters_queue", "lock_key", "ticket", unique=True),
+    mysql_engine="InnoDB",
+    mariadb_engine="InnoDB",
+    **_ROOM,
+)
+"""A place in the queue of a key."""
+
 if not _CAN_SAY:
-    _make_room = DDL("ALTER TABLE locks SET (fillfactor = 50)").execute_if(dialect="postgresql")  # type: ignore[no-untyped-call]
-    event.listen(locks, "after_create", _make_room)
+    for _table in (locks, lock_waiters):
+        _make_room = DDL("ALTER TABLE %(table)s SET (fillfactor = 50)").execute_if(dialect="postgresql")  # type: ignore[no-untyped-call]
+        event.listen(_table, "after_create", _make_room)

@@ -85,9 +85,10 @@ def database(request: pytest.FixtureRequest) -> str:
 
 
 def ready(request: pytest.FixtureRequest, database: str) -> str:
-    """See that `database` runs and that its table is empty."""
+    """See that `database` runs and that its tables are empty."""
     request.getfixturevalue(database)
     run(database, "DELETE FROM locks")
+    run(database, "DELETE FROM lock_waiters")
     return database
 
 

@@ -87,11 +87,14 @@ def test_lost_answers_are_resolved(server: str, proxy: Proxy, lock: Any) -> None
     assert run(server, "SELECT owner, count FROM locks") == [(None, 0)]
 
 
+_COLUMNS = (
+    "(lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id)"
+)
 _STRANGER = {
-    "postgresql": "INSERT INTO locks VALUES ('k', 'x', 1, 1, 60, now(), now() + interval '60 s',"
+    "postgresql": f"INSERT INTO locks {_COLUMNS} VALUES ('k', 'x', 1, 1, 60, now(), now() + interval '60 s',"
     " '', 'h', 1, '', '', '')",
-    "mariadb": "INSERT INTO locks VALUES ('k', 'x', 1, 1, 60, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL 60 SECOND,"
-    " '', 'h', 1, '', '', '')",
+    "mariadb": f"INSERT INTO locks {_COLUMNS} VALUES ('k', 'x', 1, 1, 60, UTC_TIMESTAMP(6),"
+    " UTC_TIMESTAMP(6) + INTERVAL 60 SECOND, '', 'h', 1, '', '', '')",
 }
 
 

@@ -65,9 +65,10 @@ def drive(steps: Steps[T], store: Store) -> T:
             try:
                 if isinstance(step, Execute):
                     reply = store.execute(step)
+                elif isinstance(step, Wait):
+                    store.before_waiting()
+                    step.bell.rest(step.seconds)
                 else:
-                    if isinstance(step, Wait):
-                        store.before_waiting()
                     time.sleep(step.seconds)
             except BaseException as raised:  # noqa: BLE001 - the generator decides, Ctrl-C included
                 error = raised
@@ -92,6 +93,8 @@ async def adrive(steps: Steps[T], store: Store) -> T:
             try:
                 if isinstance(step, Execute):
                     reply = await store.aexecute(step)
+                elif isinstance(step, Wait):
+                    await step.bell.arest(step.seconds)
                 else:
                     await asyncio.sleep(step.seconds)
             except BaseException as raised:  # noqa: BLE001 - the generator decides, cancellation included

@@ -80,6 +80,7 @@ class Hold:
         "renewing",
         "store",
         "tenure",
+        "ticket",
         "told",
         "transactions",
         "trusted_until",
@@ -95,6 +96,7 @@ class Hold:
         self.store = store
         self.flow = flow
         self.tenure = grant.tenure
+        self.ticket = grant.ticket
         self.ttl = grant.ttl
         self.grace: float = lock.options.grace
         self.min_hold: float = lock.options.min_hold

@@ -1,9 +1,10 @@
 """The watchdog: keeps the leases of this process alive, and says so when one may not or does not live on.
 
-One thread watches and never waits for a database: it knows when each hold is due for renewal, at risk and lost, so that
-a hanging renewal delays no signal. The renewals run elsewhere: for each database in a thread of its own, with its own
-connection (a blocked event loop loses no leases there), or, where the driver is asynchronous, in a task on the event
-loop that took the lock. All leases of a database that are due go into one statement.
+One thread watches and never waits for a database as long as the process lives: it knows when each hold is due for
+renewal, at risk and lost, so that a hanging renewal delays no signal. The renewals run elsewhere: for each database in
+a thread of its own, with its own connection (a blocked event loop loses no leases there), or, where the driver is
+asynchronous, in a task on the event loop that took the lock. All leases of a database that are due go into one
+statement, and so do the places in queues that the flows of this process wait in.
 
 A renewal is due a third of the ttl after the last one; it fails softly and is tried again until the lease is lost. One
 that does not answer at all is given up after a sixth of the ttl, and the next goes over another connection; if its
@@ -20,16 +21,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import math
 import os
-import queue
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from dblock.core import clock, protocol
+from dblock.core import clock, protocol, queue
 from dblock.core.drivers import Store, adrive, drive
 from dblock.core.errors import LockError, Reason, StoreBusy
 from dblock.core.flows import current_flow, flow_again
@@ -50,6 +52,14 @@ log = logging.getLogger("dblock")
 log.addHandler(logging.NullHandler())
 
 
+class Place(NamedTuple):
+    """A place in a queue that is to be kept."""
+
+    store: Store
+    loop: Any
+    due: float
+
+
 class Batch:
     """Leases of one database that are to be renewed by one statement."""
 
@@ -65,6 +75,11 @@ class Batch:
         for start in range(0, len(self.leases), BATCH):
             yield from self._renew(self.leases[start : start + BATCH], patience)
         keeper.look()
+
+    def give_up(self) -> None:
+        """Nobody can run this."""
+        for lease in self.leases:
+            lease.hold.renewing = False
 
     def _renew(self, leases: Sequence[Lease], patience: float) -> Steps[None]:
         database = self.store.database
@@ -100,13 +115,33 @@ class Batch:
                     _ = hold.lose(loss)
 
 
+class Places:
+    """Places in the queues of one database that are to be kept by one statement."""
+
+    def __init__(self, store: Store, owners: Sequence[str]) -> None:
+        self.store = store
+        self.leases = list(owners)
+
+    def steps(self) -> Steps[None]:
+        """Keep them."""
+        try:
+            yield from queue.beat(self.store.database, self.leases, self.store.database.now() + queue.BEAT / 2)
+        except LockError as error:
+            warn("could not keep %d places in queues, trying again: %s", len(self.leases), error)
+
+    def give_up(self) -> None:
+        """Nobody can run this."""
+        for owner in self.leases:
+            keeper.leave(owner)
+
+
 class Renewer(threading.Thread):
     """Renews the leases of one database on connections of its own."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(name="dblock renewal", daemon=True)
         self.store = store
-        self.batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self.batches: SimpleQueue[Batch | Places | None] = SimpleQueue()
         self.given = self.done = 0
 
     @property
@@ -132,15 +167,18 @@ class Keeper:
 
     def __init__(self) -> None:
         self._holds: dict[Hold, None] = {}
+        self._places: dict[str, Place] = {}
         self._wake_at = math.inf
         # Both may be entered again by a signal handler that takes a lock.
         self._lock = threading.RLock()
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._bell: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = False
         self._renewers: dict[Store, Renewer] = {}
         self._tasks: set[Any] = set()
         self._added = self._finalized = False
+        self._ending: list[Hold] = []
+        self._ended = threading.Event()
 
     # -- for the flows
 
@@ -158,6 +196,21 @@ class Keeper:
     def keeps(self, hold: Hold) -> bool:
         """Has it not been given back?"""
         return hold in self._holds
+
+    def attend(self, store: Store, owner: str) -> Callable[[], None] | None:
+        """Keep a place in a queue until the function that this returns is called; None where only its flow can."""
+        if not store.renewable:
+            return None
+        loop = sys.modules["asyncio"].get_running_loop() if store.asynchronous else None
+        self._places[owner] = Place(store, loop, clock.now() + queue.BEAT)
+        self._added = True
+        if clock.now() + queue.BEAT < self._wake_at:
+            self.look()
+        return functools.partial(self.leave, owner)
+
+    def leave(self, owner: str) -> None:
+        """Keep that place no more."""
+        _ = self._places.pop(owner, None)
 
     def look(self) -> None:
         """Look again now: something is due earlier than we thought."""
@@ -203,6 +256,10 @@ class Keeper:
     def _watch(self) -> None:
         idle = False
         while True:
+            if self._ending:
+                _give_all_back(self._ending)
+                self._ending = []
+                self._ended.set()
             self._wake_at = math.inf  # whoever adds a hold during the look makes us look again
             try:
                 wait = self._look_at_all()
@@ -210,7 +267,7 @@ class Keeper:
                 warn("the keeper stumbled: %r", error)
                 wait = LOOK
             with self._lock:
-                if idle and not (self._holds or self._renewers or self._added):
+                if idle and not (self._holds or self._places or self._renewers or self._added):
                     if self._thread is threading.current_thread():
                         self._thread = None
                     return
@@ -222,9 +279,9 @@ class Keeper:
         """Wait for the bell; True if it did not ring."""
         try:
             self._bell.get(timeout=seconds)
-        except queue.Empty:
+        except Empty:
             return True
-        with contextlib.suppress(queue.Empty):
+        with contextlib.suppress(Empty):
             while True:
                 self._bell.get_nowait()
         return False
@@ -265,9 +322,21 @@ class Keeper:
         for (store, loop), holds in due.items():
             self._gather(store, loop, holds)
             self._send(Batch(store, holds), loop)
+        soonest = min(soonest, self._keep_places(stores))
         for store in [store for store in self._renewers if store not in stores]:
             self._renewers.pop(store).batches.put(None)
         return max(soonest, 0.001)
+
+    def _keep_places(self, stores: set[Store]) -> float:
+        """Keep the places that are due, and with them all others of the same database; seconds until the next are."""
+        places, now = list(self._places.items()), clock.now()
+        stores.update(place.store for _, place in places)
+        late = {(place.store, place.loop) for _, place in places if place.due <= now}
+        for store, loop in late:
+            owners = [owner for owner, place in places if (place.store, place.loop) == (store, loop)]
+            self._places |= {owner: Place(store, loop, now + queue.BEAT) for owner in owners if owner in self._places}
+            self._send(Places(store, owners), loop)
+        return min((place.due - now for place in self._places.copy().values()), default=LOOK)
 
     def _gather(self, store: Store, loop: Any, holds: list[Hold]) -> None:
         """Those that will be due soon come along, so that leases that began one by one are renewed together."""
@@ -278,7 +347,7 @@ class Keeper:
                     holds.append(hold)
                     hold.due = now + hold.ttl / 6
 
-    def _send(self, batch: Batch, loop: Any) -> None:
+    def _send(self, batch: Batch | Places, loop: Any) -> None:
         store = batch.store
         if loop is not None:
             self._send_to_loop(batch, loop)
@@ -293,7 +362,7 @@ class Keeper:
         renewer.given += 1
         renewer.batches.put(batch)
 
-    def _send_to_loop(self, batch: Batch, loop: Any) -> None:
+    def _send_to_loop(self, batch: Batch | Places, loop: Any) -> None:
         steps = batch.steps()
 
         def begin() -> None:
@@ -303,9 +372,8 @@ class Keeper:
 
         try:
             loop.call_soon_threadsafe(begin)
-        except RuntimeError:  # the loop is closed, and with it the flow that took the lock
-            for lease in batch.leases:
-                lease.hold.renewing = False
+        except RuntimeError:  # the loop is closed, and with it the flows
+            batch.give_up()
 
     # -- the end
 
@@ -322,13 +390,12 @@ class Keeper:
                 ending.append(hold)
         if not ending:
             return
-        work = threading.Thread(target=_give_all_back, args=(ending,), name="dblock exit", daemon=True)
-        try:
-            work.start()
-        except RuntimeError:  # Python 3.12 starts no more threads then
-            _give_all_back(ending)
-        else:
-            work.join(PATIENCE)  # a database that does not answer must not keep us from ending
+        # By the watching thread, since Python 3.12 starts no new ones then, and a database that does not answer must
+        # not keep us from ending.
+        self._ended.clear()
+        self._ending = ending
+        self.look()
+        _ = self._ended.wait(PATIENCE)
 
 
 def _give_all_back(holds: Sequence[Hold]) -> None:
@@ -356,10 +423,10 @@ def _finish(hold: Hold) -> None:
 def _leave_for_good(hold: Hold) -> Steps[None]:
     database, alone = hold.store.database, hold.others is None
     if alone and not hold.min_hold:
-        _ = yield from protocol.release(database, hold.tenure, 1)
+        _ = yield from queue.release(database, hold.tenure, 1, hold.ticket)
         return
     for _ in range(max(1, len(hold.entries))):  # each entry counts in the row
-        _ = yield from protocol.leave(database, hold.tenure, hold.min_hold, alone=alone)
+        _ = yield from queue.leave(database, hold.tenure, hold.min_hold, alone=alone)
 
 
 async def _quietly(work: Coroutine[Any, Any, None]) -> None:

@@ -5,11 +5,12 @@ Rule: a function here acts for the flow that runs it, on that flow's hold and on
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dblock.core import protocol, waiting
+from dblock.core import protocol, queue, waiting
 from dblock.core.base import BaseLock
 from dblock.core.errors import LockError, Reason
 from dblock.core.flows import Flow, current_flow
@@ -45,8 +46,9 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
         "life": ttl + lock.options.grace,
         "label": lock.options.label,
         "task": celery_task_id(),
+        "fair": int(lock.options.fair),
     }
-    found = yield from waiting.acquire(database, wish, timeout)
+    found = yield from waiting.acquire(database, wish, timeout, functools.partial(keeper.attend, store))
     if not isinstance(found, Grant):
         return found
     _ = _begin(lock, flow, found, entry, hold)
@@ -249,12 +251,12 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
         raise
     except BaseException:  # interrupted: the row's count goes back to ours
         if count:  # an open transaction that keeps it counts as one, before and after
-            _ = yield from protocol.release(database, hold.tenure, count + 1)
+            _ = yield from queue.release(database, hold.tenure, count + 1)
         raise
     if grant is None:
         return False
     if not hold.lengthen(grant):  # the answer came too late to be of use
-        _ = yield from protocol.release(database, hold.tenure, count + 1)
+        _ = yield from queue.release(database, hold.tenure, count + 1)
         return False
     hold.entries.append(entry)
     return True
@@ -268,13 +270,13 @@ def _leave(lock: BaseLock, flow: Flow, hold: Hold) -> Steps[bool]:
         _forget(flow, hold)
     alone = hold.others is None
     if not alone or (hold.min_hold and not entered):
-        return (yield from protocol.leave(database, hold.tenure, hold.min_hold, alone=alone))
+        return (yield from queue.leave(database, hold.tenure, hold.min_hold, alone=alone))
     try:
-        return (yield from protocol.release(database, hold.tenure, entered + 1))
+        return (yield from queue.release(database, hold.tenure, entered + 1, hold.ticket))
     except (GeneratorExit, LockError):
         raise
     except BaseException:  # interrupted: once more, since sending it twice is harmless
-        _ = yield from protocol.release(database, hold.tenure, entered + 1)
+        _ = yield from queue.release(database, hold.tenure, entered + 1)
         raise
 
 

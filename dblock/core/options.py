@@ -25,6 +25,7 @@ class Options(NamedTuple):
     min_hold: float = 0.0
     max_hold: float = math.inf
     interrupt: bool = False
+    fair: bool = True
 
 
 def valid_options(
@@ -38,9 +39,10 @@ def valid_options(
     min_hold: Seconds = 0.0,
     max_hold: Seconds | None = None,
     interrupt: bool = False,
+    fair: bool = True,
 ) -> Options:
     """The options, or TypeError or ValueError where one makes no sense."""
-    for name, flag in (("renew", renew), ("interrupt", interrupt)):
+    for name, flag in (("renew", renew), ("interrupt", interrupt), ("fair", fair)):
         if flag is not True and flag is not False:
             raise TypeError(f"{name} is True or False, not {flag!r}")
     for name, function in (("on_lost", on_lost), ("on_at_risk", on_at_risk)):
@@ -58,6 +60,7 @@ def valid_options(
         valid_span(min_hold, "min_hold", "how long a tenure keeps the key at least"),
         math.inf if max_hold is None else valid_ttl(max_hold, "max_hold", "how long a tenure is renewed at most"),
         interrupt,
+        fair,
     )
 
 

@@ -115,7 +115,7 @@ def begin(database: Database, statement: Statement, wish: Parameters, until: flo
     key, owner, ttl = str(wish["key"]), str(wish["owner"]), float(wish["ttl"])
     sent = database.now()
     try:
-        sent, rows = yield from _send(database, statement, wish, until)
+        sent, rows = yield from send(database, statement, wish, until)
     except StoreUnanswered as error:
         info = yield from inspect(database, key, until)
         if info is None or info.owner != owner:
@@ -129,7 +129,7 @@ def begin(database: Database, statement: Statement, wish: Parameters, until: flo
 def inspect(database: Database, key: str, until: float | None = None) -> Steps[LockInfo | None]:
     """The key's row, or None where there is none."""
     end = database.now() + PATIENCE if until is None else until
-    _, rows = yield from _send(database, database.dialect.inspect, {"key": key}, end, resend=True)
+    _, rows = yield from send(database, database.dialect.inspect, {"key": key}, end, resend=True)
     if not rows:
         return None
     owner, fence, count, ttl, age, remaining, label, host, pid, thread, program, task = rows[0]
@@ -147,7 +147,7 @@ def extend(database: Database, tenure: Tenure, ttl: float, grace: float = 0.0) -
     """Let the lease end `ttl` seconds from now; None if the tenure is over."""
     parameters: Parameters = {**tenure._asdict(), "ttl": ttl, "life": ttl + grace}
     until = database.now() + min(PATIENCE, ttl)
-    sent, rows = yield from _send(database, database.dialect.extend, parameters, until, resend=True)
+    sent, rows = yield from send(database, database.dialect.extend, parameters, until, resend=True)
     return Grant(tenure, sent, ttl) if rows else None
 
 
@@ -155,7 +155,7 @@ def reenter(database: Database, tenure: Tenure, count: int, ttl: float, grace: f
     """Raise the count from `count` and let the lease last at least `ttl` seconds more; None if the tenure is over."""
     parameters: Parameters = {**tenure._asdict(), "count": count, "life": ttl + grace}
     until = database.now() + min(PATIENCE, ttl)
-    sent, rows = yield from _send(database, database.dialect.reenter, parameters, until, resend=True)
+    sent, rows = yield from send(database, database.dialect.reenter, parameters, until, resend=True)
     return Grant(tenure, sent, ttl) if rows else None
 
 
@@ -169,10 +169,10 @@ def renew(
     """
     due = [{**tenure._asdict(), "life": life} for tenure, life in leases]
     parameters: Parameters = {"leases": json.dumps(due, ensure_ascii=False)}
-    sent, rows = yield from _send(database, database.dialect.renew, parameters, until, resend=True)
+    sent, rows = yield from send(database, database.dialect.renew, parameters, until, resend=True)
     if len(rows) == len(leases):
         return sent, None
-    _, rows = yield from _send(database, database.dialect.alive, parameters, until, resend=True)
+    _, rows = yield from send(database, database.dialect.alive, parameters, until, resend=True)
     return sent, {Tenure(key, owner, int(fence)) for key, owner, fence in rows}
 
 
@@ -195,7 +195,7 @@ def attach(
     """
     parameters: Parameters = {**wish, **tenure._asdict(), "life": ttl + grace}
     until = database.now() + min(PATIENCE, ttl)
-    sent, rows = yield from _send(database, database.dialect.attach, parameters, until, resend=True)
+    sent, rows = yield from send(database, database.dialect.attach, parameters, until, resend=True)
     return (Grant(tenure, sent, ttl), int(rows[0][0])) if rows else None
 
 
@@ -206,78 +206,70 @@ def detach(database: Database, tenure: Tenure, ttl: float, grace: float) -> Step
     """
     parameters: Parameters = {**tenure._asdict(), "life": ttl + grace}
     try:
-        _, rows = yield from _send(database, database.dialect.detach, parameters, database.now() + PATIENCE)
+        _, rows = yield from send(database, database.dialect.detach, parameters, database.now() + PATIENCE)
     except StoreUnanswered:
         return True
     return bool(rows)
 
 
-def leave(database: Database, tenure: Tenure, min_hold: float, *, alone: bool) -> Steps[bool]:
-    """Lower the count by one, to nobody's from 1, not before `min_hold` seconds of tenure; False if it was over before.
+def leave(database: Database, tenure: Tenure, min_hold: float, *, alone: bool) -> Steps[int | None]:
+    """Lower the count by one, to nobody's from 1, not before `min_hold` seconds of tenure; None if it was over before.
 
-    `alone` says that nobody else counts, so that it may be sent again.
+    Otherwise as `release`. `alone` says that nobody else counts, so that it may be sent again.
     """
     parameters: Parameters = {**tenure._asdict(), "min_hold": min_hold}
     until = database.now() + PATIENCE
     try:
-        _, rows = yield from _send(database, database.dialect.leave, parameters, until)
+        _, rows = yield from send(database, database.dialect.leave, parameters, until)
     except StoreUnanswered:
-        if alone:
-            _, _ = yield from _send(database, database.dialect.leave, parameters, until, resend=True)
-        return True
-    return bool(rows)
+        if not alone:
+            return 0
+        _, rows = yield from send(database, database.dialect.leave, parameters, until, resend=True)
+        return int(rows[0][0]) if rows else 0
+    return int(rows[0][0]) if rows else None
 
 
-def release(database: Database, tenure: Tenure, count: int) -> Steps[bool]:
-    """Lower the count from `count`, to nobody's from 1; False if the tenure was over before.
+def release(database: Database, tenure: Tenure, count: int) -> Steps[int | None]:
+    """Lower the count from `count`, to nobody's from 1; None if the tenure was over before.
 
+    Otherwise the first ticket of those who may be waiting for the key, which is now to be handed over; 0 for none.
     After a lost answer a second sending that finds nothing has found its own first.
     """
     parameters: Parameters = {**tenure._asdict(), "count": count}
     until = database.now() + PATIENCE
     try:
-        _, rows = yield from _send(database, database.dialect.release, parameters, until)
+        _, rows = yield from send(database, database.dialect.release, parameters, until)
     except StoreUnanswered:
-        _, _ = yield from _send(database, database.dialect.release, parameters, until, resend=True)
-        return True
-    return bool(rows)
-
-
-def give_back(database: Database, key: str, owner: str) -> Steps[None]:
-    """Free whatever a take that was broken off may have left behind; errors are left to the lease's expiry.
-
-    The server may still be executing the take when we look first, so we look twice.
-    """
-    try:
-        for pause in (0.0, 0.05):
-            if pause:
-                yield from sleep(pause)
-            info = yield from inspect(database, key)
-            if info is not None and info.owner == owner:
-                _ = yield from release(database, Tenure(key, owner, info.fence), 1)
-                return
-    except Exception:  # noqa: BLE001 - must not hide what broke the take off
-        return
+        _, rows = yield from send(database, database.dialect.release, parameters, until, resend=True)
+        return int(rows[0][0]) if rows else 0
+    return int(rows[0][0]) if rows else None
 
 
 def reap(database: Database, retention: float) -> Steps[int]:
-    """Delete the rows that have been free or expired for longer than `retention` seconds; how many there were."""
+    """Delete the rows that have been free or expired for longer than `retention` seconds; how many there were.
+
+    And places in queues that ended as long ago.
+    """
     deleted = 0
     while True:
         parameters: Parameters = {"retention": retention}
         until = database.now() + PATIENCE
-        _, keys = yield from _send(database, database.dialect.stale, parameters, until, resend=True)
+        _, keys = yield from send(database, database.dialect.stale, parameters, until, resend=True)
         before = deleted
         for (key,) in keys:
             parameters = {"key": key, "retention": retention}
             until = database.now() + PATIENCE
-            _, rows = yield from _send(database, database.dialect.reap, parameters, until, resend=True)
+            _, rows = yield from send(database, database.dialect.reap, parameters, until, resend=True)
             deleted += len(rows)
         if deleted == before:
-            return deleted
+            break
+    parameters = {"retention": retention}
+    until = database.now() + PATIENCE
+    _ = yield from send(database, database.dialect.queue.forget, parameters, until, resend=True)
+    return deleted
 
 
-def _send(
+def send(
     database: Database, statement: Statement, parameters: Parameters, until: float, *, resend: bool = False
 ) -> Steps[tuple[float, Rows]]:
     """Execute, again after conflicts until the local time `until`; the local time of the last sending, and the rows.

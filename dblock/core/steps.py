@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from dblock.core.bells import Bell
 from dblock.core.statements.base import Statement
 
 T = TypeVar("T")
@@ -33,9 +34,10 @@ class Sleep(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Pause because somebody else holds the key; refused where that could not end well."""
+    """Pause because somebody else holds the key, or until the bell rings; refused where it could not end well."""
 
     seconds: float
+    bell: Bell
 
 
 Step = Execute | Sleep | Wait
@@ -53,6 +55,6 @@ def sleep(seconds: float) -> Steps[None]:
     yield Sleep(seconds)
 
 
-def wait(seconds: float) -> Steps[None]:
-    """Return after `seconds` for another look at the holder; raises LockTimeout where waiting is pointless."""
-    yield Wait(seconds)
+def wait(seconds: float, bell: Bell) -> Steps[None]:
+    """Return after `seconds`, or when the bell rings; raises LockTimeout where waiting is pointless."""
+    yield Wait(seconds, bell)

@@ -141,6 +141,8 @@ class Grant(NamedTuple):
     sent: float
     """The local moment at which the statement was sent."""
     ttl: float
+    ticket: int = 0
+    """The tenure's place in the queue of the key, if it waited there."""
 
     @property
     def trusted_until(self) -> float:

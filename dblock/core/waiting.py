@@ -1,26 +1,55 @@
-"""How a flow waits for a key: it looks, with growing pauses, and writes only when the key looks free.
+"""How a flow gets a key: it tries, and if somebody else has it, it stands in the queue and waits for its turn.
 
 Rule: a waiter holds no connection while it pauses, and no pause overshoots the timeout or the end of the holder's
-lease. The fair queue takes the place of `acquire` without touching the rest.
+lease. Why the queue works is said in `dblock.core.queue`; how often to look is decided here.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final, Literal
 
-from dblock.core.errors import LockStoreError, StoreLocked
+from dblock.core import bells, queue
+from dblock.core.bells import Bell
+from dblock.core.errors import LockStoreError, StoreLocked, StoreUnanswered
 from dblock.core.flows import new_owner
-from dblock.core.protocol import Database, Unresolved, begin, give_back, inspect, pauses, release
+from dblock.core.protocol import Database, Unresolved, begin, inspect, pauses
+from dblock.core.queue import View, give_back
 from dblock.core.statements.base import Statement
 from dblock.core.steps import Steps, sleep, wait
 from dblock.core.values import Grant, LockInfo
 
 GRACE: Final = 1.0
 """Seconds for which even a try without waiting is repeated after deadlocks, serialization failures and the like."""
+OFTEN: Final = 0.003
+"""Seconds between two looks of the head of the queue, at least, where nobody can ring."""
+SELDOM: Final = 1.0
+"""Seconds between two looks of any waiter, at most."""
+
+Attend = Callable[[str], Callable[[], None] | None]
+"""Sees to it that a place in the queue, named by its owner token, is kept until the function that it returns is called;
+None if the waiter has to do that for itself."""
 
 
-def acquire(database: Database, wish: dict[str, Any], timeout: float | None) -> Steps[Grant | LockInfo | None]:
+class _Place(Enum):
+    LOST = "passed over: join anew"
+    GONE = "no row, or no ticket: try to take the key again"
+
+
+class _Attempt(Enum):
+    REFUSED = "the database could not say"
+
+
+_REFUSED: Final = _Attempt.REFUSED
+
+
+def acquire(
+    database: Database, wish: dict[str, Any], timeout: float | None, attend: Attend | None = None
+) -> Steps[Grant | LockInfo | None]:
     """A grant, or whoever held the key when `timeout` seconds (None: for ever) were over.
 
     `wish` is what the row is to say, but for the owner's token. None means that the key was free at the last look, but
@@ -32,47 +61,52 @@ def acquire(database: Database, wish: dict[str, Any], timeout: float | None) -> 
     until = max(deadline, start + GRACE)
     statement = dialect.take
     growing = pauses()
-    late, tried = 0, False
+    tries = 0
     while True:
-        wish["owner"] = new_owner()
-        locked: StoreLocked | None = None
-        try:
-            grant = yield from _begin(database, statement, wish, until)
-        except StoreLocked as error:
-            grant, locked = None, error
-        except Unresolved:
-            if now() >= until:
-                raise
-            yield from sleep(next(growing))
-            continue
-        if grant is not None:
-            if now() < grant.trusted_until:
-                return grant
-            _ = yield from release(database, grant.tenure, 1)  # granted too late to be of use
-            yield from sleep(next(growing))
-        elif locked is None and tried and (left := deadline - now()) > 0:
-            yield from wait(min(next(growing), left))  # it looked free, but is being taken, or pinned
-        tried = True
+        grant = yield from _attempt(database, statement, wish, until)
+        if isinstance(grant, Grant):
+            return grant
         holder = yield from inspect(database, key, until)
-        while holder is not None and holder.state == "held":
-            left = deadline - now()
-            if left <= 0:
-                return holder
-            yield from wait(min(next(growing), left, holder.remaining))
-            holder = yield from inspect(database, key, until)
-        statement = dialect.create if holder is None else dialect.take
-        if locked is not None:
-            if now() >= until:
-                raise locked
-            yield from sleep(min(next(growing), until - now()))
+        held = holder is not None and holder.state == "held"
+        if held and now() >= deadline:
+            return holder
+        if holder is None and statement is dialect.take:
+            statement = dialect.create
             continue
-        late += now() >= deadline
-        if late > 2:
-            return None
+        statement = dialect.create if holder is None else dialect.take
+        if grant is not _REFUSED:
+            tries += 1
+            if tries > 2 and now() >= deadline:
+                return None
+        # A key that is free, but cannot be had, has waiters, or a transaction pins it.
+        waits = holder is not None and (held or (yield from queue.hand_over(database, key)) or tries > 2)
+        if waits and now() < deadline:
+            found = yield from _Waiter(database, wish, deadline, until, attend).stand()
+            if found is not _Place.GONE:
+                return found
+        if tries > 1 or grant is _REFUSED:
+            yield from sleep(min(next(growing), max(until - now(), 0.0)))
+
+
+def _attempt(
+    database: Database, statement: Statement, wish: dict[str, Any], until: float
+) -> Steps[Grant | Literal[_Attempt.REFUSED] | None]:
+    """A grant that is of use; None if the key was not free; REFUSED if that is not known."""
+    try:
+        grant = yield from _begin(database, statement, wish, until)
+    except (StoreLocked, Unresolved):  # the key can be looked at meanwhile
+        if database.now() >= until:
+            raise
+        return _REFUSED
+    if grant is None or database.now() < grant.trusted_until:
+        return grant
+    _ = yield from queue.release(database, grant.tenure, 1)  # granted too late
+    return _REFUSED
 
 
 def _begin(database: Database, statement: Statement, wish: dict[str, Any], until: float) -> Steps[Grant | None]:
-    """`begin`; when it is interrupted, what it may have taken is given back."""
+    """`begin` with a token of its own; when it is interrupted, what it may have taken is given back."""
+    wish["owner"] = new_owner()
     try:
         return (yield from begin(database, statement, wish, until))
     except (GeneratorExit, LockStoreError):
@@ -80,3 +114,112 @@ def _begin(database: Database, statement: Statement, wish: dict[str, Any], until
     except BaseException:
         yield from give_back(database, wish["key"], wish["owner"])
         raise
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """A flow that stands in the queue of a key, if need be in one place after the other."""
+
+    database: Database
+    wish: dict[str, Any]
+    deadline: float
+    until: float
+    """The local time after which errors of the database are not tried again."""
+    attend: Attend | None
+    bell: Bell = field(default_factory=Bell)
+
+    def stand(self) -> Steps[Grant | LockInfo | Literal[_Place.GONE]]:
+        """A grant, or the row as it was at the deadline; or GONE."""
+        growing = pauses()
+        yield from wait(0.0, self.bell)  # refused where it could not end well, before anybody counts on us
+        while True:
+            self.wish |= {"owner": new_owner(), "channel": bells.channel()}
+            try:
+                found = yield from self._keep_place()
+            except StoreUnanswered:
+                if self.database.now() >= self.until:
+                    raise
+                yield from sleep(next(growing))
+                continue
+            if found is not _Place.LOST:
+                return found
+
+    def _keep_place(self) -> Steps[Grant | LockInfo | _Place]:
+        """One place, from joining the queue to leaving it, whatever happens."""
+        database, key, owner = self.database, self.wish["key"], self.wish["owner"]
+        ticket, leave = 0, None
+        try:
+            ticket = (yield from queue.join(database, self.wish, self.until)) or 0
+            if not ticket:
+                return _Place.GONE
+            bells.hang(key, ticket, self.bell)
+            leave = self.attend(owner) if self.attend is not None else None
+            found = yield from self._await_turn(ticket, alone=leave is None)
+            if isinstance(found, Grant):
+                return found
+            yield from queue.quit_queue(database, owner)
+            if found is _Place.LOST:
+                return found
+            info = yield from inspect(database, key, self.until)
+            if info is not None and info.owner == owner:  # our turn came as we were leaving
+                return (yield from queue.accept(database, self.wish, ticket, self.until)) or info
+        except GeneratorExit:
+            raise
+        except LockStoreError:  # we have tried for long enough
+            yield from queue.quit_queue(database, owner, patience=0.0)
+            raise
+        except BaseException:
+            yield from queue.quit_queue(database, owner)
+            yield from give_back(database, key, owner)
+            raise
+        else:
+            return _Place.GONE if info is None else info
+        finally:
+            bells.take_down(key, ticket)
+            if leave is not None:
+                leave()
+
+    def _await_turn(self, ticket: int, *, alone: bool) -> Steps[Grant | _Place | None]:
+        """A grant; LOST or GONE; or None when the time is up. `alone`: nobody else keeps the place."""
+        database, key, owner, now = self.database, self.wish["key"], self.wish["owner"], self.database.now
+        growing = pauses()
+        first, since, beat = 0, now(), now() + queue.BEAT
+        while True:
+            if self.bell.answered():
+                grant = yield from queue.accept(database, self.wish, ticket, self.until)
+                if grant is not None:
+                    return grant
+            view = yield from queue.look(database, key, self.until, owner, ticket)
+            if view is None:
+                return _Place.GONE
+            if view.mine and view.remaining > 0:
+                self.bell.ring()
+                continue
+            if ticket < view.first or not view.present:
+                return _Place.LOST
+            if view.first != first:
+                first, since = view.first, now()
+            if view.last < ticket:  # the row is another one
+                yield from queue.announce(database, key, ticket, self.until)
+            pause = _until_next_look(view, now() - since)
+            if view.remaining <= 0:
+                _ = yield from queue.hand_over(database, key, view.first)
+                pause = min(pause, next(growing))
+            if alone and now() >= beat:
+                yield from queue.beat(database, [owner], self.until)
+                beat = now() + queue.BEAT
+            left = self.deadline - now()
+            if left <= 0:
+                return None
+            yield from wait(min(pause, left), self.bell)  # not at all if the key has just been handed to us
+
+
+def _until_next_look(view: View, unchanged: float) -> float:
+    """Seconds, from how far back the waiter stands and for how long the head of the queue has been the same.
+
+    A twentieth of the time that the holder has had so far: a look in time costs the next holder little of what it waits
+    anyway, and all waiters together look about as often as a few would.
+    """
+    pause = min(max(unchanged / 20, OFTEN), SELDOM / 10) * (view.ahead + 1)
+    pause = min(pause, SELDOM) * random.uniform(0.75, 1.25)  # noqa: S311 - jitter, not a secret
+    return min(pause, view.remaining) if view.remaining > 0 else pause

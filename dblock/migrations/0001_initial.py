@@ -12,11 +12,14 @@ def suit_the_database(apps: Any, schema_editor: BaseDatabaseSchemaEditor) -> Non
     """What a model cannot say.
 
     In PostgreSQL half of each page stays free for new versions of its rows, so that updates stay heap-only. In MySQL
-    `lock.guard()` locks the entries of a second index; the others have it too, so that there is one table for all.
+    `lock.guard()` locks the entries of a second index; the others have it too, so that there is one table for all. And an
+    index, where Django would make a constraint.
     """
     if schema_editor.connection.vendor == "postgresql":
         schema_editor.execute("ALTER TABLE locks SET (fillfactor = 50)")
+        schema_editor.execute("ALTER TABLE lock_waiters SET (fillfactor = 50)")
     schema_editor.execute("CREATE UNIQUE INDEX locks_pin ON locks (lock_key)")
+    schema_editor.execute("CREATE UNIQUE INDEX lock_waiters_queue ON lock_waiters (lock_key, ticket)")
 
 
 class Migration(migrations.Migration):
@@ -42,8 +45,38 @@ class Migration(migrations.Migration):
                 ("thread", dblock.models.ExactCharField(max_length=255, verbose_name="thread or task")),
                 ("program", dblock.models.ExactCharField(max_length=255, verbose_name="program")),
                 ("celery_task_id", dblock.models.ExactCharField(max_length=255, verbose_name="Celery task")),
+                ("last_ticket", models.BigIntegerField(db_default=0, verbose_name="last ticket")),
+                ("served_ticket", models.BigIntegerField(db_default=0, verbose_name="last ticket served")),
             ],
             options={"verbose_name": "lock", "verbose_name_plural": "locks", "db_table": "locks"},
+        ),
+        migrations.CreateModel(
+            name="Waiter",
+            fields=[
+                (
+                    "owner",
+                    dblock.models.ExactCharField(
+                        editable=False, max_length=64, primary_key=True, serialize=False, verbose_name="owner"
+                    ),
+                ),
+                ("lock_key", dblock.models.ExactCharField(max_length=255, verbose_name="key")),
+                ("ticket", models.BigIntegerField(verbose_name="ticket")),
+                ("ttl", models.FloatField(verbose_name="time to live")),
+                ("label", dblock.models.ExactCharField(max_length=255, verbose_name="label")),
+                ("host", dblock.models.ExactCharField(max_length=255, verbose_name="host")),
+                ("pid", models.IntegerField(verbose_name="process")),
+                ("thread", dblock.models.ExactCharField(max_length=255, verbose_name="thread or task")),
+                ("program", dblock.models.ExactCharField(max_length=255, verbose_name="program")),
+                ("celery_task_id", dblock.models.ExactCharField(max_length=255, verbose_name="Celery task")),
+                ("channel", dblock.models.ExactCharField(max_length=63, verbose_name="channel")),
+                ("joined_at", models.DateTimeField(verbose_name="joined at")),
+                ("expires_at", models.DateTimeField(verbose_name="expires at")),
+            ],
+            options={
+                "verbose_name": "waiter",
+                "verbose_name_plural": "waiters",
+                "db_table": "lock_waiters",
+            },
         ),
         migrations.RunPython(suit_the_database, migrations.RunPython.noop, atomic=False),
     ]

@@ -40,7 +40,7 @@ class SharedWorld(World):
         if row["count"] <= 1:
             row["owner"], row["expires_at"] = None, self.time
         row["count"] = max(row["count"] - 1, 0)
-        return [()]
+        return [(0,)]
 
 
 def play(world: SharedWorld, steps: Steps[Any], chance: random.Random, share: float) -> Any:

@@ -46,7 +46,7 @@ class FakeStore:
             return self.answers[name](step)
         if name == "renew":
             return [()] * len(json.loads(str(step.parameters["leases"])))
-        replies: dict[str, Rows] = {"take": [(7,)], "inspect": []}
+        replies: dict[str, Rows] = {"take": [(7,)], "inspect": [], "release": [(0,)], "leave": [(0,)]}
         return replies.get(name, [()])
 
     async def aexecute(self, step: Execute) -> Rows:
@@ -184,9 +184,9 @@ def test_short_holds_do_not_disturb_the_watch(store: FakeStore, monkeypatch: pyt
 
     monkeypatch.setattr(keeper, "_look_at_all", counted)
 
-    def slowly(_: Execute) -> Rows:
+    def slowly(step: Execute) -> Rows:
         time.sleep(0.0002)
-        return [(7,)]
+        return [(7 if step.statement.name == "take" else 0,)]
 
     store.answers["take"] = store.answers["release"] = slowly
     start = time.monotonic()
@@ -341,7 +341,7 @@ def test_at_exit_only_what_nobody_uses_is_given_back(store: FakeStore) -> None:
 
     def release(step: Execute) -> Rows:
         released.append(str(step.parameters["key"]))
-        return [()]
+        return [(0,)]
 
     store.answers["release"] = release
     watch.close()
@@ -467,7 +467,7 @@ def test_a_shared_tenure_is_never_shortened(store: FakeStore) -> None:
     lock.extend(1)
     assert "extend" not in store.sent
     assert 0.8 < lock.remaining <= 0.9
-    store.answers["leave"] = lambda _: [()]
+    store.answers["leave"] = lambda _: [(0,)]
     lock.release()
 
 

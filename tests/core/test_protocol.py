@@ -8,6 +8,7 @@ hold is checked after every step.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from dblock.core import protocol, values, waiting
+from dblock.core import protocol, queue, values, waiting
+from dblock.core.bells import Bell
 from dblock.core.errors import LockError, LockStoreError, StoreConflict, StoreUnanswered
 from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS
-from dblock.core.steps import Execute, Rows, Sleep, Steps
+from dblock.core.statements.base import Dialect
+from dblock.core.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.values import Grant, Tenure, margin
-
-DIALECT = DIALECTS["postgresql"]
 
 
 @dataclass
@@ -30,22 +31,111 @@ class World:
     """A table, its clock, and the local clock of everybody."""
 
     time: float = 1000.0
+    dialect: Dialect = DIALECTS["postgresql"]
+    waiters: dict[str, dict[str, Any]] = field(default_factory=dict)
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     granted: dict[str, list[int]] = field(default_factory=lambda: {"a": [0], "b": [0], "k": [0]})
     """For each key the fences that were ever given out."""
+    served: dict[str, list[int]] = field(default_factory=dict)
+    """For each key the tickets that were served, in that order."""
+    barged: int = 0
+    """How often a newcomer took a key for which others may have been waiting."""
 
     @property
     def micros(self) -> int:
         return int(self.time * 1_000_000)
 
     def database(self) -> Database:
-        return Database(DIALECT, now=lambda: self.time)
+        return Database(self.dialect, now=lambda: self.time)
 
-    def execute(self, step: Execute) -> Rows:
+    def snapshot(self) -> set[str]:
+        """The waiters that a statement which begins now will see, whenever it gets at the key's row."""
+        return set(self.waiters)
+
+    def execute(self, step: Execute, seen: set[str] | None = None) -> Rows:
+        """Let a statement take effect, which began when those were the waiters."""
         name = step.statement.name
         self.time += 1e-6  # no two statements read the same clock
+        self._seen = self.snapshot() if seen is None else seen
         rows: Rows = getattr(self, f"_{name}")(dict(step.parameters))
         return rows
+
+    def _queue(self, key: str, first: int, last: float = math.inf) -> list[dict[str, Any]]:
+        """The live waiters that the statement sees, in order."""
+        found = [
+            waiter
+            for owner, waiter in self.waiters.items()
+            if owner in self._seen and waiter["key"] == key and first <= waiter["ticket"] < last
+        ]
+        return sorted((w for w in found if w["expires_at"] > self.time), key=lambda waiter: waiter["ticket"])
+
+    def _join(self, p: dict[str, Any]) -> Rows:
+        row = self.rows.get(p["key"])
+        if row is None:
+            return []
+        ticket = max(row["last"] + 1, self.micros)
+        if any((waiter["key"], waiter["ticket"]) == (p["key"], ticket) for waiter in self.waiters.values()):
+            return []
+        if self.dialect.queue.announce is None:
+            row["last"] = ticket
+        self.waiters[p["owner"]] = {**p, "ticket": ticket, "expires_at": self.time + p["place"]}
+        return [(ticket,)]
+
+    def _announce(self, p: dict[str, Any]) -> Rows:
+        row = self.rows.get(p["key"])
+        if row is None or row["served"] >= p["ticket"]:
+            return []
+        row["last"] = max(row["last"], p["ticket"])
+        return [()]
+
+    def _look(self, p: dict[str, Any]) -> Rows:
+        row = self.rows.get(p["key"])
+        if row is None:
+            return []
+        left = 0.0 if row["owner"] is None else row["expires_at"] - self.time
+        ahead = len(self._queue(p["key"], row["served"] + 1, p["ticket"]))
+        present = p["owner"] in self.waiters
+        return [(row["owner"] == p["owner"], left, row["served"] + 1, row["last"], min(ahead, 16), present)]
+
+    def _grant(self, p: dict[str, Any]) -> Rows:
+        row, queue = self.rows.get(p["key"]), self._queue(p["key"], p["first"])
+        if row is None or not queue or row["served"] >= queue[0]["ticket"]:
+            return []
+        if row["owner"] is not None and row["expires_at"] > self.time:
+            if (row["owner"], row["fence"]) != (p["owner"], p["fence"]):
+                return []
+            row["expires_at"] = self.time
+        heir = queue[0]
+        self._begin(row, {**heir, "life": heir["expires_at"] - self.time})
+        self.rows[p["key"]]["last"] = max(row["last"], heir["ticket"])
+        self.rows[p["key"]]["served"] = heir["ticket"]
+        self.served.setdefault(p["key"], []).append(heir["ticket"])
+        return [(heir["ticket"],)]
+
+    def _accept(self, p: dict[str, Any]) -> Rows:
+        row = self.rows.get(p["key"])
+        if row is None or row["owner"] != p["owner"] or row["expires_at"] <= self.time:
+            return []
+        row["expires_at"] = self.time + p["life"]
+        if self.dialect.queue.leaves:
+            self.waiters.pop(p["owner"], None)
+        return [(row["fence"],)]
+
+    def _quit(self, p: dict[str, Any]) -> Rows:
+        return [()] if self.waiters.pop(p["owner"], None) else []
+
+    def _beat(self, p: dict[str, Any]) -> Rows:
+        waiters = [self.waiters[owner] for owner in json.loads(p["owners"]) if owner in self.waiters]
+        for waiter in waiters:
+            waiter["expires_at"] = max(waiter["expires_at"], self.time + p["place"])
+        return [()] * len(waiters)
+
+    def _clear(self, p: dict[str, Any]) -> Rows:
+        row = self.rows.get(p["key"])
+        if row is None or row["last"] != p["last"] or self._queue(p["key"], row["served"] + 1):
+            return []
+        row["served"] = row["last"]
+        return [()]
 
     def _begin(self, row: dict[str, Any] | None, p: dict[str, Any]) -> Rows:
         if row is not None:
@@ -60,6 +150,8 @@ class World:
             "ttl": p["ttl"],
             "acquired_at": self.time,
             "expires_at": self.time + p["life"],
+            "last": row["last"] if row else 0,
+            "served": row["served"] if row else 0,
         }
         return [(fence,)]
 
@@ -67,6 +159,11 @@ class World:
         row = self.rows.get(p["key"])
         if row is None or (row["owner"] is not None and row["expires_at"] > self.time):
             return []
+        if row["last"] == row["served"]:
+            return self._begin(row, p)
+        if p["fair"]:
+            return []
+        self.barged += 1
         return self._begin(row, p)
 
     def _create(self, p: dict[str, Any]) -> Rows:
@@ -117,7 +214,7 @@ class World:
         row["count"] = p["count"] - 1
         if not row["count"]:
             row["owner"], row["expires_at"] = None, self.time
-        return [()]
+        return [(row["served"] + 1 if row["owner"] is None and row["last"] > row["served"] else 0,)]
 
 
 class Interrupted(BaseException):
@@ -137,12 +234,18 @@ class Worker:
     wakes: float = 0.0
     late: list[Execute] = field(default_factory=list)
     """Statements that were sent on a broken connection and may yet arrive."""
+    under_way: tuple[Execute, set[str]] | None = None
+    """A statement that waits for a row, and the waiters that it sees."""
+    bell: Bell | None = None
+
+    def ready(self) -> bool:
+        return self.wakes <= self.world.time or (self.bell is not None and self.bell._event.is_set())
 
     def life(self) -> Steps[None]:
         database = self.world.database()
         while True:
             key, ttl = self.chance.choice("ab"), self.chance.choice((0.5, 2.0, 10.0))
-            wish = {"key": key, "ttl": ttl, "life": ttl}
+            wish = {"key": key, "ttl": ttl, "life": ttl, "fair": int(self.chance.random() < 0.9)}
             found = yield from waiting.acquire(database, wish, self.chance.choice((0.0, 1.0, 5.0)))
             if not isinstance(found, Grant):
                 continue
@@ -160,15 +263,19 @@ class Worker:
             if self.chance.random() < 0.3 and self.trusts():
                 again = yield from protocol.reenter(database, found.tenure, 1, ttl)
                 if again:
-                    _ = yield from protocol.release(database, found.tenure, 2)
+                    _ = yield from queue.release(database, found.tenure, 2)
             self.believes = None
-            _ = yield from protocol.release(database, found.tenure, 1)
+            _ = yield from queue.release(database, found.tenure, 1, found.ticket)
 
     def trusts(self) -> bool:
         return self.believes is not None and self.world.time < self.believes.trusted_until
 
     def run(self) -> None:
         """Do one step, or have it fail."""
+        self.wakes = self.world.time
+        if self.under_way is not None:  # it began before; now it gets at the row
+            (begun, seen), self.under_way = self.under_way, None
+            self.reply = self.world.execute(begun, seen)
         if self.steps is None:
             self.believes, self.steps, self.reply, self.error = None, self.life(), None, None
         try:
@@ -180,6 +287,7 @@ class Worker:
         fate = self.chance.random()
         if not isinstance(step, Execute):
             self.wakes = self.world.time + step.seconds
+            self.bell = step.bell if isinstance(step, Wait) else None
             if fate < 0.05:
                 self.error = Interrupted()
         elif fate < 0.04:
@@ -191,6 +299,8 @@ class Worker:
             elif moment == "later":
                 self.late.append(step)
             self.error = self.chance.choice((StoreUnanswered, Interrupted))()
+        elif fate < 0.30:
+            self.under_way = step, self.world.snapshot()
         else:
             self.reply = self.world.execute(step)
 
@@ -199,10 +309,10 @@ class Worker:
 def test_random_schedules(seed: int) -> None:
     """No two workers trust a grant of one key at a time, fences increase, and nothing stays held for ever."""
     chance = random.Random(seed)
-    world = World()
+    world = World(dialect=DIALECTS[("postgresql", "mysql")[seed % 2]])
     workers = [Worker(world, chance) for _ in range(4)]
     for _ in range(400):
-        ready = [worker for worker in workers if worker.wakes <= world.time]
+        ready = [worker for worker in workers if worker.ready()]
         if ready:
             chance.choice(ready).run()
         event = chance.random()
@@ -306,7 +416,7 @@ def raising(error: BaseException) -> Callable[[Execute], Rows]:
 
 
 def acquire(world: World, timeout: float | None = 0.0, ttl: float = 30.0) -> Steps[Any]:
-    return waiting.acquire(world.database(), {"key": "k", "ttl": ttl, "life": ttl}, timeout)
+    return waiting.acquire(world.database(), {"key": "k", "ttl": ttl, "life": ttl, "fair": 1}, timeout)
 
 
 def test_a_take_whose_answer_was_lost_is_found_again() -> None:
@@ -354,7 +464,7 @@ def test_a_re_entry_whose_answer_was_lost_counts_once() -> None:
     again = play(world, protocol.reenter(database, grant.tenure, 1, 30), {("reenter", 0): lost_after(world)})
     assert again is not None
     assert world.rows["k"]["count"] == 2
-    assert play(world, protocol.release(database, grant.tenure, 2), {("release", 0): lost_after(world)}) is True
+    assert play(world, queue.release(database, grant.tenure, 2), {("release", 0): lost_after(world)}) is True
     assert world.rows["k"]["count"] == 1
     never = {("reenter", 0): raising(StoreUnanswered("cut"))}
     assert play(world, protocol.reenter(database, grant.tenure, 1, 30), never) is not None

@@ -129,10 +129,10 @@ NOTHING: dict[str, Any] = {
     "reenter": None,
     "attach": None,
     "detach": False,
-    "release": False,
-    "inner release": False,
-    "leave": False,
-    "leave later": False,
+    "release": None,
+    "inner release": None,
+    "leave": None,
+    "leave later": None,
     "verify": False,
 }
 

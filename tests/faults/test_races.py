@@ -175,7 +175,7 @@ def test_an_acquire_cancelled_anywhere_leaves_a_handle_or_nothing(
                 pass
         cycle = (time.perf_counter() - began) / 10
         for n in range(times(15, 1000)):
-            seconds = chance.uniform(0, 2 * cycle)
+            seconds = chance.uniform(0, 2 * cycle) if n else 0.0  # once before it began
             task = asyncio.create_task(one(f"k{n}", seconds))
             if how == "cancel":
                 await asyncio.sleep(seconds)

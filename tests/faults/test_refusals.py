@@ -15,12 +15,12 @@ import pytest
 
 import dblock.store
 import sqlalchemy_dblock.store
-from dblock.core import protocol
+from dblock.core import protocol, queue
 from dblock.core.drivers import drive
 from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, StoreConflict
-from dblock.core.flows import current_flow
+from dblock.core.flows import current_flow, new_owner
 from dblock.core.keeper import keeper
-from dblock.core.steps import Execute, Rows
+from dblock.core.steps import Execute, Rows, Steps
 from tests.contract.subjects import Subject
 from tests.faults.lab import alive, expire, hold_of, remaining, until
 
@@ -45,7 +45,7 @@ class Refusals:
     """Lets the database refuse one statement some times; counts how often each was sent."""
 
     def __init__(self) -> None:
-        self.name, self.left = "", 0
+        self.names, self.left = {""}, 0
         self.make: Callable[[], Exception] = Exception
         self.sent: list[str] = []
 
@@ -53,7 +53,7 @@ class Refusals:
         def performing(*args: Any) -> Rows:
             step: Execute = args[-1]
             self.sent.append(step.statement.name)
-            if step.statement.name == self.name and self.left:
+            if step.statement.name in self.names and self.left:
                 self.left -= 1
                 raise self.make()
             return real(*args)
@@ -62,7 +62,9 @@ class Refusals:
 
     @contextlib.contextmanager
     def of(self, name: str, count: int, make: Callable[[], Exception]) -> Iterator[None]:
-        self.name, self.left, self.make = name, count, make
+        # A key that is free, but cannot be taken, is asked for through the queue.
+        self.names = {"take", "grant"} if name == "take" else {name}
+        self.left, self.make = count, make
         self.sent.clear()
         yield
         self.left = 0
@@ -126,7 +128,7 @@ def test_a_passing_refusal_is_not_noticed(subject: Subject, refusals: Refusals) 
             lock = subject.lock("k", ttl=20, timeout=1)
             with refusals.of(name, 3, make):
                 assert lock.acquire()
-            assert refusals.sent.count(name) >= 4
+            assert sum(map(refusals.sent.count, refusals.names)) >= 4
             agrees(subject, lock)
             lock.release()
         for name in held(make):
@@ -189,6 +191,55 @@ def test_a_lasting_refusal_ends_in_an_error_of_ours(subject: Subject, refusals: 
                 with contextlib.suppress(StoreConflict):
                     assert subject.reap(0) == 0
             assert len(refusals.sent) < 60
+
+
+WAITING = ["join", "announce", "look", "grant", "accept", "quit", "beat", "clear"]
+
+
+def wait_for(subject: Subject, lock: Any, name: str) -> Any:
+    """Let a flow wait for the key that `lock` holds, and get it; `name` is the statement that this is about."""
+    database, store = lock._store().database, lock._store()
+    owner, later = new_owner(), database.now() + 0.15
+    wish: dict[str, Any] = {**current_flow().who, "key": "k", "owner": owner, "ttl": 20.0, "life": 20.0}
+    wish |= {"label": "", "task": "", "channel": ""}
+
+    def steps() -> Steps[Any]:
+        ticket = yield from queue.join(database, wish, later)
+        assert ticket is not None
+        view = yield from queue.look(database, "k", later, owner, ticket)
+        assert view is not None
+        assert (view.mine, view.last, view.ahead, view.present) == (False, ticket, 0, True)
+        yield from queue.beat(database, [owner], later)
+        if name == "clear":
+            yield from queue.quit_queue(database, owner, 0.15)
+            assert (yield from queue.release(database, hold_of(lock).tenure, 1))
+            return None
+        assert (yield from queue.grant(database, "k", ticket, hold_of(lock).tenure))
+        grant = yield from queue.accept(database, wish, ticket, later)
+        yield from queue.quit_queue(database, owner, 0.15)
+        assert grant is not None
+        return (yield from queue.release(database, grant.tenure, 1))
+
+    return drive(steps(), store)
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_refusals_while_waiting(subject: Subject, refusals: Refusals, name: str) -> None:
+    """Each error for each statement of the queue: sent again if it passes; if it lasts, our error, or no harm."""
+    lock = subject.lock("k", ttl=20)
+    for make in ERRORS[subject.database]:
+        for count in (3, 1000):
+            assert lock.acquire()
+            with refusals.of(name, count, make), contextlib.suppress(*[StoreConflict] * (count == 1000)):
+                wait_for(subject, lock, name)
+            skipped = name == "announce" and lock._store().database.dialect.queue.announce is None
+            assert refusals.sent.count(name) >= 4 or skipped
+            assert len(refusals.sent) < 60
+            subject.run("DELETE FROM lock_waiters")
+            if lock.state is not None:
+                with contextlib.suppress(LockLost):
+                    lock.release()
+            expire(subject)
 
 
 def test_an_inner_release_that_fails_leaves_the_outer_one_able(subject: Subject, refusals: Refusals) -> None:

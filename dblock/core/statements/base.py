@@ -66,9 +66,9 @@ class Dialect:
     detach: Statement
     """Leave a live tenure to whoever bears its token."""
     release: Statement
-    """Set the count to one less than `count`; at zero the key is free."""
+    """Set the count to one less than `count`; at zero the key is free -> the first ticket not served, 0 for none."""
     leave: Statement
-    """Lower the count by one; at zero the key is free, once `min_hold` is over."""
+    """Lower the count by one; at zero the key is free, once `min_hold` is over -> as `release`."""
     pin: Statement
     """In the caller's transaction: keep everybody from beginning a new tenure until it ends -> a row."""
     stale: Statement
@@ -80,7 +80,38 @@ class Dialect:
     classify: Callable[[BaseException], Failure]
     """What a driver's error means."""
     ddl: str
-    """The table, in plain SQL."""
+    """The tables, in plain SQL."""
+    queue: Queue
+    """The statements of those who wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """The statements on `lock_waiters`, and on the two ticket numbers of a key's row."""
+
+    join: Statement
+    """Stand in a key's queue -> ticket; nothing if the key has no row, or somebody else has just drawn that ticket."""
+    announce: Statement | None
+    """Let the key's row say that the ticket was given out; None where `join` does that."""
+    look: Statement
+    """How a waiter stands: is the key its own, seconds until the lease ends, first ticket not served, last ticket,
+    waiters before it (16 at most), is it in the queue."""
+    grant: Statement
+    """Let the first live waiter from ticket `first` on begin a tenure, if nobody else holds the key -> its ticket."""
+    accept: Statement
+    """Let the lease of a waiter's new tenure last a whole life -> fence."""
+    quit: Statement
+    """Leave the queue."""
+    leaves: bool
+    """Does `accept` leave the queue as well?"""
+    beat: Statement
+    """Let the places of many waiters last for longer."""
+    clear: Statement
+    """Forget a queue in which nobody is alive, unless somebody came after ticket `last`."""
+    forget: Statement
+    """Delete waiters that have been dead for long."""
+    ddl: str
+    """Their table, in plain SQL."""
 
 
 class Cursor(Protocol):

@@ -28,10 +28,12 @@ from dataclasses import replace
 from typing import Final
 
 from dblock.core.statements.base import Dialect, Failure, Reply, Statement
+from dblock.core.statements.queues.mysql import QUEUE
 
 # Safe: one row, by unique key, and only if nobody's lease is alive on it and no transaction pins it. Somebody else's
 # lock on it, a concurrent take's or a pin, is not waited for: 1205, which means "busy" (MySQL has no such switch and
-# waits, for innodb_lock_wait_timeout at most). Commits durably: whoever hears of the grant relies on it.
+# waits, for innodb_lock_wait_timeout at most). Commits durably: whoever hears of the grant relies on it. Waiters come
+# first: the row says whether there may be some.
 TAKE: Final = Statement(
     "take",
     """
@@ -50,6 +52,7 @@ UPDATE locks FORCE INDEX (locks_pin) SET
     program = :program,
     celery_task_id = :task
 WHERE lock_key = :key AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
+  AND (last_ticket = served_ticket OR :fair = 0)
 """,
     Reply.NUMBER,
 )
@@ -190,8 +193,9 @@ UPDATE locks FORCE INDEX (PRIMARY) SET
     expires_at = CASE WHEN :count > 1 THEN expires_at ELSE UTC_TIMESTAMP(6) END,
     count = :count - 1
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
+  AND LAST_INSERT_ID(CASE WHEN :count = 1 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0
 """,
-    Reply.COUNT,
+    Reply.NUMBER,
 )
 
 # Safe: names the tenure. Counts from what the row says, so it is sent twice only where nobody else counts. An owner
@@ -207,8 +211,9 @@ UPDATE locks FORCE INDEX (PRIMARY) SET
                                     acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND) END,
     count = GREATEST(count - 1, 0)
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
+  AND LAST_INSERT_ID(CASE WHEN count <= 1 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0
 """,
-    Reply.COUNT,
+    Reply.NUMBER,
 )
 
 # Runs in the caller's transaction, which it lasts as long as. Safe: no take can begin a tenure until then; one that is
@@ -262,6 +267,8 @@ CREATE TABLE locks (
     thread varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
     program varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
     celery_task_id varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
+    last_ticket bigint DEFAULT 0 NOT NULL,
+    served_ticket bigint DEFAULT 0 NOT NULL,
     UNIQUE KEY locks_pin (lock_key)
 ) ENGINE = InnoDB;
 """
@@ -311,6 +318,7 @@ DIALECT: Final = Dialect(
     reap=REAP,
     tick=0.0,
     classify=classify,
-    ddl=_DDL.format(collation=COLLATIONS["mysql"]),
+    ddl=(_DDL + QUEUE.ddl).format(collation=COLLATIONS["mysql"]),
+    queue=QUEUE,
 )
-MARIADB: Final = replace(DIALECT, ddl=_DDL.format(collation=COLLATIONS["mariadb"]))
+MARIADB: Final = replace(DIALECT, ddl=(_DDL + QUEUE.ddl).format(collation=COLLATIONS["mariadb"]))

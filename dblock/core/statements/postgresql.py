@@ -24,11 +24,12 @@ from __future__ import annotations
 from typing import Final
 
 from dblock.core.statements.base import Dialect, Failure, Reply, Statement
+from dblock.core.statements.queues.postgresql import QUEUE
 
 # Safe: one row, by primary key, and only if nobody's lease is alive on it and no transaction pins it; a concurrent
 # change is waited for and the condition is checked again on the row that it left. A loser's WHERE is false, so it locks
 # and writes nothing (CASE, so that it does not even try the advisory lock). Commits durably: whoever hears of the grant
-# relies on it.
+# relies on it. Waiters come first: the row says whether there may be some.
 TAKE: Final = Statement(
     "take",
     """
@@ -48,6 +49,7 @@ UPDATE locks SET
 WHERE lock_key = :key
   AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp()
            THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, 7234)) ELSE false END
+  AND (last_ticket = served_ticket OR CAST(:fair AS integer) = 0)
   AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING fence
 """,
@@ -187,8 +189,9 @@ UPDATE locks SET
     count = CAST(:count AS integer) - 1
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
   AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+RETURNING CASE WHEN owner IS NULL AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END
 """,
-    Reply.COUNT,
+    Reply.ROWS,
 )
 
 # Safe: names the tenure. Counts from what the row says, so it is sent twice only where nobody else counts. An owner
@@ -204,8 +207,9 @@ UPDATE locks SET
     count = greatest(count - 1, 0)
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
   AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+RETURNING CASE WHEN owner IS NULL AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END
 """,
-    Reply.COUNT,
+    Reply.ROWS,
 )
 
 # Runs in the caller's transaction, which it lasts as long as. Safe: no take can begin a tenure until then; one that is
@@ -255,7 +259,9 @@ CREATE TABLE locks (
     pid integer NOT NULL,
     thread varchar(255) COLLATE "C" NOT NULL,
     program varchar(255) COLLATE "C" NOT NULL,
-    celery_task_id varchar(255) COLLATE "C" NOT NULL
+    celery_task_id varchar(255) COLLATE "C" NOT NULL,
+    last_ticket bigint DEFAULT 0 NOT NULL,
+    served_ticket bigint DEFAULT 0 NOT NULL
 ) WITH (fillfactor = 50);
 CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 """
@@ -300,5 +306,6 @@ DIALECT: Final = Dialect(
     reap=REAP,
     tick=0.0,
     classify=classify,
-    ddl=DDL,
+    ddl=DDL + QUEUE.ddl,
+    queue=QUEUE,
 )

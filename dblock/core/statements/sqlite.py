@@ -16,8 +16,10 @@ from __future__ import annotations
 from typing import Final
 
 from dblock.core.statements.base import Dialect, Failure, Reply, Statement
+from dblock.core.statements.queues.sqlite import QUEUE
 
 # Safe: an UPDATE holds the database's write lock from before it looks. A loser's WHERE is false: it writes nothing.
+# Waiters come first: the row says whether there may be some.
 TAKE: Final = Statement(
     "take",
     """
@@ -36,6 +38,7 @@ UPDATE locks SET
     program = :program,
     celery_task_id = :task
 WHERE lock_key = :key AND (owner IS NULL OR expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'))
+  AND (last_ticket = served_ticket OR :fair = 0)
 RETURNING fence
 """,
     Reply.ROWS,
@@ -157,7 +160,8 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence
     Reply.COUNT,
 )
 
-# Safe: names the tenure and sets the count, so sending it twice is harmless.
+# Safe: names the tenure and sets the count, so sending it twice is harmless. (RETURNING must not ask for `owner IS
+# NULL`: SQLite 3.40 takes it for false because the WHERE says `owner = ...`.)
 RELEASE: Final = Statement(
     "release",
     """
@@ -166,8 +170,9 @@ UPDATE locks SET
     expires_at = CASE WHEN :count > 1 THEN expires_at ELSE strftime('%Y-%m-%d %H:%M:%f000', 'now') END,
     count = :count - 1
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
+RETURNING CASE WHEN count = 0 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END
 """,
-    Reply.COUNT,
+    Reply.ROWS,
 )
 
 # Safe: names the tenure. Counts from what the row says, so it is sent twice only where nobody else counts. An owner
@@ -184,8 +189,9 @@ UPDATE locks SET
                                strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold))) END,
     count = max(count - 1, 0)
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
+RETURNING CASE WHEN count = 0 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END
 """,
-    Reply.COUNT,
+    Reply.ROWS,
 )
 
 # Runs in the caller's transaction, which it lasts as long as. Safe: from then on nobody else can write at all. It
@@ -237,7 +243,9 @@ CREATE TABLE locks (
     pid integer NOT NULL,
     thread varchar(255) NOT NULL,
     program varchar(255) NOT NULL,
-    celery_task_id varchar(255) NOT NULL
+    celery_task_id varchar(255) NOT NULL,
+    last_ticket bigint DEFAULT 0 NOT NULL,
+    served_ticket bigint DEFAULT 0 NOT NULL
 );
 CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 """
@@ -272,5 +280,6 @@ DIALECT: Final = Dialect(
     reap=REAP,
     tick=0.001,
     classify=classify,
-    ddl=DDL,
+    ddl=DDL + QUEUE.ddl,
+    queue=QUEUE,
 )

@@ -1,0 +1,90 @@
+"""Bells: how one flow of this process wakes another that waits for a key.
+
+A bell only says "look"; a flow that was rung for nothing asks the database and waits on. So nothing depends on a bell
+but how soon a waiter looks.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+
+class Bell:
+    """Wakes one waiting flow, whichever kind it is; rung before the wait begins, it ends the wait at once."""
+
+    __slots__ = ("_event", "_loop", "_wake")
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._loop: Any = None
+        self._wake: Any = None
+
+    def ring(self) -> None:
+        """Wake the flow; from any thread."""
+        self._event.set()
+        loop, wake = self._loop, self._wake
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(_set, wake)
+            except RuntimeError:  # the loop is closed, and the flow with it
+                return
+
+    def rest(self, seconds: float) -> None:
+        """Wait in this thread until it is rung."""
+        _ = self._event.wait(seconds)
+
+    async def arest(self, seconds: float) -> None:
+        """Wait in this task until it is rung."""
+        import asyncio  # noqa: PLC0415 - only where it is in use
+
+        self._loop = asyncio.get_running_loop()
+        self._wake = self._loop.create_future()
+        if not self._event.is_set():
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._wake
+            except TimeoutError:
+                pass
+        self._loop = None
+
+    def answered(self) -> bool:
+        """Was it rung since the last time this was asked?"""
+        rung = self._event.is_set()
+        self._event.clear()
+        return rung
+
+
+_bells: dict[tuple[str, int], Bell] = {}
+
+
+def hang(key: str, ticket: int, bell: Bell) -> None:
+    """Ring this bell for a waiter of a key from now on."""
+    _bells[key, ticket] = bell
+
+
+def take_down(key: str, ticket: int) -> None:
+    """Nobody waits with that ticket any more."""
+    _ = _bells.pop((key, ticket), None)
+
+
+def ring(key: str, ticket: int) -> None:
+    """Wake the waiter with that ticket, if it is one of this process."""
+    bell = _bells.get((key, ticket))
+    if bell is not None:
+        bell.ring()
+
+
+def channel() -> str:
+    """Where this process listens for what other processes have to say; nowhere yet."""
+    return ""
+
+
+def _set(wake: Any) -> None:
+    if not wake.done():
+        wake.set_result(None)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_bells.clear)  # the waiters are the parent's

@@ -1,0 +1,219 @@
+"""The queue of a key: how places are given out, how the key is handed over, and why nobody is forgotten.
+
+Theory
+------
+A waiter stands in `lock_waiters` with a *ticket*, higher than all tickets of the key before it, and a *place*: a lease
+of its own, which its process renews. The key's row carries two numbers, `last_ticket` and `served_ticket`. As long as
+they differ somebody may be waiting: no newcomer's take succeeds then, and whoever frees the key is told and hands it
+over (`grant`): the first live waiter after `served_ticket` becomes the owner, with a new fence, and `served_ticket` its
+ticket. So uncontended use sees two equal numbers in a row that it reads anyway, and pays nothing else.
+
+    join, announce        a ticket, and `last_ticket` is at least that
+    grant                 a tenure for the first live waiter, and `served_ticket` is its ticket
+    accept                the waiter makes its tenure's lease whole: from the sending of this it trusts the lock
+    clear                 nobody in the queue is alive: `served_ticket` catches up
+    beat, quit            the place lasts longer; the waiter goes
+
+Why no wake-up is lost: the number is on the row that the releaser changes. A release that saw equal numbers came before
+the announcement in the order of that row's versions; the waiter looks after announcing, so it finds the key free, and
+grants. A release that saw different numbers is followed by a grant, which begins after the announcement and so sees the
+waiter. (One statement that frees *and* grants would not do: under READ COMMITTED a statement that had to wait for the
+row reads its newest version, but sees other tables as of its own start, and misses the waiter that it waited for. A
+grant that hands over the releaser's own tenure is safe: it changes nothing when it finds nobody, and the release
+follows.) `clear` acts only while `last_ticket` is what was read before.
+
+Whoever dies in the middle: a releaser between release and grant leaves a free key with different numbers; each waiter
+that looks grants it, to the first of the queue and not to itself. A waiter that was granted the key and died loses it
+with its place, because until it accepts the tenure's lease is its place. All that died together end together.
+
+A waiter that was passed over (its process was frozen, its place ended) finds `served_ticket` at or above its ticket, or
+its row gone, and joins anew. A message or a bell only says "look": whatever it says, the waiter asks the database, and
+it also looks on its own: the head of the queue often where nothing can ring across processes, the others the less
+often the further back they stand.
+
+A waiter that leaves deletes its row, then looks whether it has been granted the key, and gives it back if so. `grant`
+holds a lock on the waiter's row until it has committed, so one of the two comes first.
+
+Rule: as in `dblock.core.protocol`; who waits, and how, is the business of `dblock.core.waiting`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from dblock.core import bells, protocol
+from dblock.core.errors import LockStoreError
+from dblock.core.protocol import PATIENCE, Database
+from dblock.core.steps import Parameters, Steps, sleep
+from dblock.core.values import Grant, Tenure
+
+PLACE: Final = 5.0
+"""Seconds for which a place in the queue lasts without a beat."""
+BEAT: Final = PLACE / 3
+"""Seconds between two beats."""
+HURRY: Final = 0.25
+"""Seconds for which a hand-over is tried again after conflicts; then it is left to whoever looks next."""
+_EVERYBODY: Final = 2**63 - 1
+
+
+class View(NamedTuple):
+    """How a waiter stands."""
+
+    mine: bool
+    """Has the key been granted to it?"""
+    remaining: float
+    """Seconds until the holder's lease ends; 0 or less if nobody holds the key."""
+    first: int
+    """The first ticket that was not served."""
+    last: int
+    """The last ticket that was announced."""
+    ahead: int
+    """Live waiters before it, 16 at most."""
+    present: bool
+    """Is it in the queue?"""
+
+
+def join(database: Database, wish: Parameters, until: float) -> Steps[int | None]:
+    """Stand in the queue of a key with the owner token of this attempt; the ticket.
+
+    None if that is to be tried anew: the key has no row, or somebody else has just drawn the same ticket.
+    """
+    queue = database.dialect.queue
+    _, rows = yield from protocol.send(database, queue.join, {**wish, "place": PLACE}, until)
+    if not rows:
+        return None
+    ticket = int(rows[0][0])
+    yield from announce(database, str(wish["key"]), ticket, until)
+    return ticket
+
+
+def announce(database: Database, key: str, ticket: int, until: float) -> Steps[None]:
+    """Let the key's row say that the ticket was given out."""
+    statement = database.dialect.queue.announce
+    if statement is not None:
+        _ = yield from protocol.send(database, statement, {"key": key, "ticket": ticket}, until, resend=True)
+
+
+def look(database: Database, key: str, until: float, owner: str = "", ticket: int = _EVERYBODY) -> Steps[View | None]:
+    """How the queue of a key stands for a waiter; None if the key has no row."""
+    parameters: Parameters = {"key": key, "owner": owner, "ticket": ticket}
+    _, rows = yield from protocol.send(database, database.dialect.queue.look, parameters, until, resend=True)
+    if not rows:
+        return None
+    mine, remaining, first, last, ahead, present = rows[0]
+    return View(bool(mine), float(remaining), int(first), int(last), int(ahead), bool(present))
+
+
+def grant(database: Database, key: str, first: int, tenure: Tenure | None = None) -> Steps[bool]:
+    """Let the first live waiter from a ticket on have the key, if it is free or `tenure`'s; was there one?"""
+    parameters: Parameters = {
+        "key": key,
+        "first": first,
+        "owner": "" if tenure is None else tenure.owner,
+        "fence": 0 if tenure is None else tenure.fence,
+        "here": bells.channel(),
+    }
+    until = database.now() + HURRY
+    _, rows = yield from protocol.send(database, database.dialect.queue.grant, parameters, until, resend=True)
+    if rows:
+        bells.ring(key, int(rows[0][0]))
+    return bool(rows)
+
+
+def accept(database: Database, wish: Parameters, ticket: int, until: float) -> Steps[Grant | None]:
+    """The tenure that a waiter was granted, now with a whole lease, and the waiter out of the queue; None without."""
+    queue, key, owner, ttl = database.dialect.queue, str(wish["key"]), str(wish["owner"]), float(wish["ttl"])
+    sent, rows = yield from protocol.send(database, queue.accept, wish, until, resend=True)
+    if not rows:
+        return None
+    if not queue.leaves:
+        yield from quit_queue(database, owner)
+    return Grant(Tenure(key, owner, int(rows[0][0])), sent, ttl, ticket)
+
+
+def quit_queue(database: Database, owner: str, patience: float = PATIENCE) -> Steps[None]:
+    """Leave the queue; what cannot be deleted now is nobody's when the place ends."""
+    try:
+        until = database.now() + patience
+        _ = yield from protocol.send(database, database.dialect.queue.quit, {"owner": owner}, until, resend=True)
+    except LockStoreError:
+        return
+
+
+def beat(database: Database, owners: Sequence[str], until: float) -> Steps[None]:
+    """Let many waiters keep their places."""
+    parameters: Parameters = {"owners": json.dumps(owners), "place": PLACE}
+    _ = yield from protocol.send(database, database.dialect.queue.beat, parameters, until, resend=True)
+
+
+def hand_over(database: Database, key: str, first: int = 0) -> Steps[bool]:
+    """Give a key that nobody holds to the first of those who wait for it; False if it is free for anybody.
+
+    `first` is the first ticket that was not served, 0 if not known. What goes wrong here is left to the waiters, who
+    look for themselves.
+    """
+    try:
+        for _ in range(3):  # somebody may leave, and somebody come, between two statements
+            if first and (yield from grant(database, key, first)):
+                return True
+            view = yield from look(database, key, database.now() + HURRY)
+            if view is None or view.first > view.last:
+                return False
+            if view.remaining > 0:
+                return True
+            if not view.ahead:
+                until = database.now() + HURRY
+                parameters: Parameters = {"key": key, "last": view.last}
+                _ = yield from protocol.send(database, database.dialect.queue.clear, parameters, until, resend=True)
+                return False
+            first = view.first
+    except LockStoreError:
+        return True
+    return True
+
+
+def release(database: Database, tenure: Tenure, count: int, ticket: int = 0) -> Steps[bool]:
+    """Lower the count from `count`, from 1 to whoever waits next; False if the tenure was over before.
+
+    A tenure that waited itself (`ticket`) knows that others may: it hands over in one statement what it holds.
+    """
+    if ticket and count == 1 and (yield from _pass_on(database, tenure, ticket + 1)):
+        return True
+    first = yield from protocol.release(database, tenure, count)
+    if first:
+        _ = yield from hand_over(database, tenure.key, first)
+    return first is not None
+
+
+def leave(database: Database, tenure: Tenure, min_hold: float, *, alone: bool) -> Steps[bool]:
+    """Lower the count by one, from 1 to whoever waits next; False if the tenure was over before."""
+    first = yield from protocol.leave(database, tenure, min_hold, alone=alone)
+    if first:
+        _ = yield from hand_over(database, tenure.key, first)
+    return first is not None
+
+
+def give_back(database: Database, key: str, owner: str) -> Steps[None]:
+    """Free whatever a take that was broken off may have left behind; errors are left to the lease's expiry.
+
+    The server may still be executing the take when we look first, so we look twice.
+    """
+    try:
+        for pause in (0.0, 0.05):
+            if pause:
+                yield from sleep(pause)
+            info = yield from protocol.inspect(database, key)
+            if info is not None and info.owner == owner:
+                _ = yield from release(database, Tenure(key, owner, info.fence), 1)
+                return
+    except Exception:  # noqa: BLE001 - must not hide what broke the take off
+        return
+
+
+def _pass_on(database: Database, tenure: Tenure, first: int) -> Steps[bool]:
+    try:
+        return (yield from grant(database, tenure.key, first, tenure))
+    except LockStoreError:
+        return False  # the release has the last word

@@ -1,0 +1,179 @@
+"""The queue's statements for MySQL and MariaDB; see `dblock.core.statements.mysql` for clock and row locks.
+
+No statement changes two rows here, so standing in the queue takes two: the waiter's row first, then the number on the
+key's row, so that whoever sees the number sees the waiter. In between, the place may already be served.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dblock.core.statements.base import Queue, Reply, Statement
+
+# Safe: a row of its own. Two that join in the same microsecond may draw one ticket: the later gets 1062 and tries
+# anew.
+JOIN: Final = Statement(
+    "join",
+    """
+/*M! SET STATEMENT innodb_lock_wait_timeout = 1 FOR */
+INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel,
+                          joined_at, expires_at)
+SELECT :owner, lock_key,
+       LAST_INSERT_ID(GREATEST(last_ticket + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))),
+       :ttl, :label, :host, :pid, :thread, :program, :task, :channel,
+       UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:place * 1000000) MICROSECOND
+FROM locks WHERE lock_key = :key
+""",
+    Reply.NUMBER,
+)
+
+# Safe: only upwards, and not once the ticket has been passed over.
+ANNOUNCE: Final = Statement(
+    "announce",
+    """
+/*M! SET STATEMENT innodb_lock_wait_timeout = 1 FOR */
+UPDATE locks FORCE INDEX (PRIMARY) SET last_ticket = GREATEST(last_ticket, :ticket)
+WHERE lock_key = :key AND served_ticket < :ticket
+""",
+    Reply.COUNT,
+)
+
+# Safe: reads only, without locks.
+LOOK: Final = Statement(
+    "look",
+    """
+SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END,
+       CASE WHEN locks.owner IS NULL THEN 0
+            ELSE TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6 END,
+       served_ticket + 1,
+       last_ticket,
+       (SELECT COUNT(*) FROM (
+            SELECT 1 FROM lock_waiters AS other JOIN locks AS theirs ON theirs.lock_key = other.lock_key
+            WHERE other.lock_key = :key AND other.ticket > theirs.served_ticket AND other.ticket < :ticket
+              AND other.expires_at > UTC_TIMESTAMP(6)
+            LIMIT 16) AS earlier),
+       (SELECT COUNT(*) FROM lock_waiters AS me WHERE me.owner = :owner)
+FROM locks WHERE locks.lock_key = :key
+""",
+    Reply.ROWS,
+)
+
+# Safe: as the take, for somebody else: only if nobody's lease is alive on the key but the one that is being given back,
+# and no transaction pins it. The waiter's row is locked first: one that is leaving is passed over, and one that wants
+# to leave waits and then finds its tenure. Nothing is waited for while that lock is held. The lease is short, as long
+# as the waiter's place: `accept` makes it whole.
+GRANT: Final = Statement(
+    "grant",
+    """
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
+UPDATE (
+    SELECT owner AS heir, ticket, ttl AS life, label AS note, host AS place, pid AS process, thread AS strand,
+           program AS command, celery_task_id AS task, expires_at AS until
+    FROM lock_waiters FORCE INDEX (lock_waiters_queue)
+    WHERE lock_key = :key AND ticket >= :first AND expires_at > UTC_TIMESTAMP(6)
+    ORDER BY ticket LIMIT 1 LOCK IN SHARE MODE
+) AS next STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
+    ON locks.lock_key = :key AND locks.served_ticket < next.ticket
+       AND (locks.owner IS NULL OR locks.expires_at <= UTC_TIMESTAMP(6)
+            OR (locks.owner = :owner AND locks.fence = :fence))
+SET locks.owner = next.heir,
+    locks.fence = GREATEST(locks.fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))),
+    locks.count = 1,
+    locks.ttl = next.life,
+    locks.acquired_at = UTC_TIMESTAMP(6),
+    locks.expires_at = next.until,
+    locks.label = next.note,
+    locks.host = next.place,
+    locks.pid = next.process,
+    locks.thread = next.strand,
+    locks.program = next.command,
+    locks.celery_task_id = next.task,
+    locks.last_ticket = GREATEST(locks.last_ticket, next.ticket),
+    locks.served_ticket = LAST_INSERT_ID(next.ticket)
+""",
+    Reply.NUMBER,
+)
+
+# Safe: names the owner, whose token is of this place in the queue alone. Durable: the lease is relied on.
+ACCEPT: Final = Statement(
+    "accept",
+    """
+UPDATE locks FORCE INDEX (PRIMARY) SET
+    fence = LAST_INSERT_ID(fence),
+    expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND
+WHERE lock_key = :key AND owner = :owner AND expires_at > UTC_TIMESTAMP(6)
+""",
+    Reply.NUMBER,
+)
+
+# Safe: one row, by primary key, which is the waiter's own. A grant that has locked it is waited for.
+QUIT: Final = Statement("quit", "DELETE FROM lock_waiters WHERE owner = :owner", Reply.COUNT)
+
+# Safe: shortens nothing, so it may arrive late and twice. One row for each waiter, by primary key.
+BEAT: Final = Statement(
+    "beat",
+    """
+UPDATE JSON_TABLE(:owners, '$[*]' COLUMNS (
+    holder varchar(64) CHARACTER SET utf8mb4
+        /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */ PATH '$'
+)) AS due STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY) ON owner = due.holder
+SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:place * 1000000) MICROSECOND)
+""",
+    Reply.COUNT,
+)
+
+# Safe: every ticket up to `last` was visible when this began, since it had been read; a later one changes the row's
+# `last_ticket`, and the condition is then false, also for an update that had to wait.
+CLEAR: Final = Statement(
+    "clear",
+    """
+UPDATE locks FORCE INDEX (PRIMARY) SET served_ticket = last_ticket
+WHERE lock_key = :key AND last_ticket = :last AND served_ticket < last_ticket
+  AND NOT EXISTS (SELECT 1 FROM lock_waiters AS other
+                  WHERE other.lock_key = :key AND other.ticket > served_ticket
+                    AND other.expires_at > UTC_TIMESTAMP(6))
+""",
+    Reply.COUNT,
+)
+
+# Safe: a waiter that is dead for so long stands in the queue anew when it wakes up.
+FORGET: Final = Statement(
+    "forget",
+    """
+DELETE FROM lock_waiters WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND
+""",
+    Reply.COUNT,
+)
+
+DDL: Final = """\
+CREATE TABLE lock_waiters (
+    owner varchar(64) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL PRIMARY KEY,
+    lock_key varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
+    ticket bigint NOT NULL,
+    ttl double precision NOT NULL,
+    label varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
+    host varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
+    pid integer NOT NULL,
+    thread varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
+    program varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
+    celery_task_id varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
+    channel varchar(63) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
+    joined_at datetime(6) NOT NULL,
+    expires_at datetime(6) NOT NULL,
+    UNIQUE KEY lock_waiters_queue (lock_key, ticket)
+) ENGINE = InnoDB;
+"""
+
+QUEUE: Final = Queue(
+    join=JOIN,
+    announce=ANNOUNCE,
+    look=LOOK,
+    grant=GRANT,
+    accept=ACCEPT,
+    quit=QUIT,
+    leaves=False,
+    beat=BEAT,
+    clear=CLEAR,
+    forget=FORGET,
+    ddl=DDL,
+)

@@ -1,0 +1,184 @@
+"""What the queue promises, on every variant, face, driver and database."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from dblock.core import queue
+from tests.contract.subjects import Actor, Subject
+from tests.faults.lab import until
+
+
+def waiters(subject: Subject) -> int:
+    """How many stand in queues."""
+    [(count,)] = subject.run("SELECT count(*) FROM lock_waiters")
+    return int(count)
+
+
+def wait_for(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Future[bool]]:
+    """Let a flow wait for the key; returns once it stands in the queue."""
+    before = waiters(subject)
+    lock = subject.lock("k", **{"timeout": 30, **options})
+    waiting = actor.start(getattr(lock, subject.method("acquire")))
+    assert until(lambda: waiters(subject) == before + 1)
+    return lock, waiting
+
+
+def stranger(subject: Subject, ticket: int, seconds: float, name: str = "s") -> None:
+    """Put a waiter into the queue that nobody is behind, as a killed process leaves it, for so many seconds."""
+    later = {
+        "postgresql": "clock_timestamp() + make_interval(secs => :seconds)",
+        "mariadb": "UTC_TIMESTAMP(6) + INTERVAL ROUND(:seconds * 1000000) MICROSECOND",
+        "sqlite": "strftime('%Y-%m-%d %H\\:%M\\:%f000', 'now', printf('+%.3f seconds', :seconds))",
+    }[subject.database]
+    subject.run(
+        "INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id,"
+        f" channel, joined_at, expires_at) VALUES (:name, 'k', :ticket, 30, '', 'h', 1, '', '', '', '', {later}, {later})",
+        name=name,
+        ticket=ticket,
+        seconds=seconds,
+    )
+
+
+def test_first_come_first_served(subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
+    """Those who wait get the key in the order in which they came, each with a new fence."""
+    holder = subject.lock("k")
+    actor.call(holder, "acquire")
+    crowd = actors(4)
+    waiting = [(other, *wait_for(subject, other)) for other in crowd]
+    fences = [actor.get(holder, "fence")]
+    actor.call(holder, "release")
+    for n, (other, lock, got) in enumerate(waiting):
+        assert got.result(30) is True
+        assert not any(later.done() for _, _, later in waiting[n + 1 :])
+        fences.append(other.get(lock, "fence"))
+        other.call(lock, "release")
+    assert fences == sorted(set(fences))
+    assert waiters(subject) == 0
+    row = subject.run("SELECT owner, last_ticket - served_ticket FROM locks")
+    assert row == [(None, 0)]
+
+
+def test_newcomers_do_not_overtake(subject: Subject, actor: Actor, other: Actor) -> None:
+    """While somebody waits, a try fails even if the key is free; with `fair=False` it may succeed."""
+    lock = subject.lock("k")
+    actor.call(lock, "acquire")
+    actor.call(lock, "release")
+    stranger(subject, 7, 600)
+    subject.run("UPDATE locks SET last_ticket = 7")  # free, and somebody waits: its releaser died in between
+    assert other.call(subject.lock("k", fair=False), "acquire", blocking=False) is True
+    subject.run("UPDATE locks SET owner = NULL")
+    assert actor.call(lock, "acquire", blocking=False) is False
+    assert subject.row("k")["owner"] == "s", "the try moved the queue on"
+
+
+def test_a_queue_of_the_dead_is_no_obstacle(subject: Subject, actor: Actor) -> None:
+    """Waiters whose places have ended are passed over together, by a try as well."""
+    lock = subject.lock("k")
+    actor.call(lock, "acquire")
+    actor.call(lock, "release")
+    for n in range(20):
+        stranger(subject, n + 1, 0.0, f"s{n}")
+    subject.run("UPDATE locks SET last_ticket = 20")
+    assert actor.call(lock, "acquire", blocking=False) is True
+    actor.call(lock, "release")
+    assert actor.do(lambda: subject.reap(0)) in {0, 1}
+    assert waiters(subject) == 0
+
+
+def test_a_waiter_gets_what_it_asked_for(subject: Subject, actor: Actor, other: Actor) -> None:
+    """The tenure that was handed over has its ttl, label and identity, and is renewed."""
+    holder = subject.lock("k", ttl=60, label="first")
+    actor.call(holder, "acquire")
+    lock, waiting = wait_for(subject, other, ttl=0.9, label="second")
+    actor.call(holder, "release")
+    assert waiting.result(30) is True
+    row = subject.row("k")
+    assert (row["ttl"], row["label"], row["count"]) == (0.9, "second", 1)
+    assert row["owner"] == other.get(lock, "owner")
+    assert 0 < other.get(lock, "remaining") <= 0.9
+    time.sleep(1.2)
+    assert other.call(lock, "verify") is True
+    other.call(lock, "release")
+
+
+def test_who_gives_up_leaves_nothing(subject: Subject, actor: Actor, other: Actor) -> None:
+    """At the timeout, to 50 ms of waiting; the key then goes to whoever asks."""
+    holder = subject.lock("k")
+    actor.call(holder, "acquire")
+    lock = subject.lock("k", timeout=0.4)
+    other.call(subject.lock("warm"), "acquire")
+    begun = time.monotonic()
+    assert other.call(lock, "acquire") is False
+    assert time.monotonic() - begun >= 0.4
+    assert waiters(subject) == 0
+    actor.call(holder, "release")
+    assert other.call(lock, "acquire", blocking=False) is True
+
+
+def test_a_place_is_kept(subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes: the watchdog sees to it, and nobody who comes later is served before."""
+    monkeypatch.setattr(queue, "PLACE", 0.6)
+    monkeypatch.setattr(queue, "BEAT", 0.2)
+    holder = subject.lock("k")
+    actor.call(holder, "acquire")
+    lock, waiting = wait_for(subject, other)
+    tickets = subject.run("SELECT ticket FROM lock_waiters")
+    time.sleep(1.5)
+    assert subject.run("SELECT ticket FROM lock_waiters") == tickets
+    actor.call(holder, "release")
+    assert waiting.result(30) is True
+    assert [(served,) for (served,) in subject.run("SELECT served_ticket FROM locks")] == tickets
+    other.call(lock, "release")
+
+
+def test_a_dead_heir_loses_the_key_with_its_place(subject: Subject, actor: Actor, other: Actor) -> None:
+    """A waiter that was killed may still be granted the key; the next one has it when the dead one's place ends."""
+    holder = subject.lock("k")
+    actor.call(holder, "acquire")
+    stranger(subject, 7, 0.7)
+    lock, waiting = wait_for(subject, other)
+    actor.call(holder, "release")
+    assert subject.row("k")["owner"] == "s"
+    assert waiting.result(5) is True
+    other.call(lock, "release")
+
+
+def test_a_lease_that_ends_moves_the_queue(subject: Subject, actor: Actor, other: Actor) -> None:
+    """The holder is gone without a word: the first waiter has the key when the lease ends."""
+    holder = subject.lock("k", ttl=0.6, renew=False)
+    actor.call(holder, "acquire")
+    lock, waiting = wait_for(subject, other)
+    assert waiting.result(5) is True
+    assert other.get(lock, "fence") > 0
+    other.call(lock, "release")
+    assert actor.get(holder, "state") == "lost"
+
+
+def test_a_waiter_that_was_passed_over_stands_anew(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Its row is gone, or its ticket was served to nobody: it notices, and gets the key all the same."""
+    holder = subject.lock("k")
+    for harm in ("DELETE FROM lock_waiters", "UPDATE locks SET served_ticket = last_ticket"):
+        actor.call(holder, "acquire")
+        lock, waiting = wait_for(subject, other)
+        subject.run(harm)
+        time.sleep(0.2)
+        actor.call(holder, "release")
+        assert waiting.result(10) is True
+        other.call(lock, "release")
+
+
+def test_a_row_deleted_under_its_waiters(subject: Subject, actor: Actor, other: Actor) -> None:
+    """By hand, with the holder: whoever waits gets the key, and the holder's release says that it was lost."""
+    holder = subject.lock("k")
+    actor.call(holder, "acquire")
+    lock, waiting = wait_for(subject, other)
+    subject.run("DELETE FROM locks")
+    assert waiting.result(10) is True
+    other.call(lock, "release")
+    assert waiters(subject) == 0

@@ -1,0 +1,179 @@
+"""The queue as data: random schedules in which nobody looks unless rung, and the order of service.
+
+In `World` a statement may begin, see the waiters of that moment, and get at the key's row only after others have
+changed it, as under READ COMMITTED: that is how a releaser misses a waiter.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from dblock.core import bells, protocol, queue, waiting
+from dblock.core.bells import Bell
+from dblock.core.statements import DIALECTS
+from dblock.core.steps import Execute, Sleep, Steps, Wait
+from dblock.core.values import Grant
+from tests.core.test_protocol import World
+
+KINDS = ("postgresql", "mysql")
+HOUR = 3600.0
+
+
+@dataclass
+class Flow:
+    """One flow that takes the key some times; it may die anywhere, and wait for an hour unless it is rung."""
+
+    world: World
+    chance: random.Random
+    name: int
+    cycles: int
+    steps: Steps[Any] | None = None
+    reply: Any = None
+    wakes: float = 0.0
+    bell: Bell | None = None
+    under_way: tuple[Execute, set[str]] | None = None
+    holding: bool = False
+    done: bool = False
+
+    def life(self, log: list[tuple[int, int]]) -> Steps[None]:
+        database = self.world.database()
+        for _ in range(self.cycles):
+            wish = {"key": "k", "ttl": 2 * HOUR, "life": 2 * HOUR, "fair": 1, "flow": self.name}
+            grant = yield from waiting.acquire(database, wish, None, lambda _: lambda: None)
+            assert isinstance(grant, Grant)
+            self.holding = True
+            log.append((self.name, grant.ticket))
+            if self.chance.random() < 0.5:
+                yield Sleep(self.chance.choice((0.001, 0.1)))
+            self.holding = False
+            assert (yield from queue.release(database, grant.tenure, 1, grant.ticket))
+            if self.chance.random() < 0.5:
+                yield Sleep(self.chance.choice((0.001, 0.1)))
+
+    def ready(self) -> bool:
+        return not self.done and (
+            self.wakes <= self.world.time or (self.bell is not None and self.bell._event.is_set())
+        )
+
+    def run(self) -> None:
+        """One step further: a statement begins or takes effect."""
+        assert self.steps is not None
+        self.wakes = self.world.time
+        if self.under_way is not None:
+            (step, seen), self.under_way = self.under_way, None
+            self.reply = self.world.execute(step, seen)
+        try:
+            found = self.steps.send(self.reply)
+        except StopIteration:
+            self.done = True
+            return
+        self.reply, self.bell = None, None
+        if isinstance(found, Execute):
+            self.under_way = found, self.world.snapshot()
+        else:
+            self.wakes = self.world.time + found.seconds
+            self.bell = found.bell if isinstance(found, Wait) else None
+
+
+def schedule(seed: int, kind: str, flows: int = 4, cycles: int = 5) -> tuple[World, list[tuple[int, int]]]:
+    """Run flows to their end in a random order; time passes only when nobody can do anything."""
+    chance, world, log = random.Random(seed), World(dialect=DIALECTS[kind]), list[tuple[int, int]]()
+    crowd = [Flow(world, chance, name, cycles) for name in range(flows)]
+    for flow in crowd:
+        flow.steps = flow.life(log)
+    begun = world.time
+    while not all(flow.done for flow in crowd):
+        ready = [flow for flow in crowd if flow.ready()]
+        if not ready:
+            world.time = min(flow.wakes for flow in crowd if not flow.done)
+            assert world.time < begun + HOUR, f"somebody was forgotten: {log}"
+            continue
+        chance.choice(ready).run()
+        assert sum(flow.holding for flow in crowd) <= 1
+    return world, log
+
+
+@pytest.fixture
+def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks by himself but after an hour; and places last for longer."""
+    monkeypatch.setattr(waiting, "_until_next_look", lambda *_: HOUR)
+    monkeypatch.setattr(queue, "PLACE", 10 * HOUR)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("deaf")
+def test_no_wake_up_is_lost(kind: str) -> None:
+    """Whatever the order of statements, whoever waits is rung, or sees the key free when it looks after joining."""
+    waited = 0
+    for seed in range(400):
+        world, log = schedule(seed, kind)
+        assert len(log) == 20
+        waited += sum(ticket > 0 for _, ticket in log)
+        assert not world.waiters
+        assert world.rows["k"]["owner"] is None
+        assert world.rows["k"]["last"] == world.rows["k"]["served"]
+    assert waited > 3000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_is_that_of_the_tickets(kind: str) -> None:
+    """Nobody is served before somebody who has announced a lower ticket; and newcomers do not overtake waiters."""
+    for seed in range(200):
+        world, log = schedule(seed, kind)
+        in_order(world, log)
+
+
+@pytest.mark.parametrize("broken", ["announce", "look", "release", "barge", "ring", "order"])
+@pytest.mark.usefixtures("deaf")
+def test_the_schedules_catch_a_broken_queue(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one guard removed somebody is forgotten, or overtaken: the tests above can fail."""
+    take, join, seen = World._take, World._join, World._queue
+    if broken == "announce":  # the key's row does not say that there is a queue
+
+        def join_silently(self: World, p: dict[str, Any]) -> Any:
+            last = self.rows[p["key"]]["last"]
+            rows = join(self, p)
+            self.rows[p["key"]]["last"] = last
+            return rows
+
+        monkeypatch.setattr(World, "_join", join_silently)
+        monkeypatch.setattr(World, "_announce", lambda *_: [()])
+    elif broken == "look":  # a waiter does not look after joining
+
+        def look(database: Any, key: str, until: float, owner: str = "", ticket: int = 0) -> Any:
+            yield from ()
+            return queue.View(False, HOUR, 1, ticket, 1, True)
+
+        monkeypatch.setattr(queue, "look", look)
+    elif broken == "release":  # what a releaser sees of the queue is taken for the whole of it
+
+        def release(database: Any, tenure: Any, count: int, ticket: int = 0) -> Any:
+            if ticket and (yield from queue.grant(database, tenure.key, ticket + 1, tenure)):
+                return True
+            first = yield from protocol.release(database, tenure, count)
+            if first and not ticket:
+                _ = yield from queue.hand_over(database, tenure.key, first)
+            return True
+
+        monkeypatch.setattr(queue, "release", release)
+    elif broken == "barge":
+        monkeypatch.setattr(World, "_take", lambda self, p: take(self, {**p, "fair": 0}))
+    elif broken == "order":
+        monkeypatch.setattr(World, "_queue", lambda *args: list(reversed(seen(*args))))
+    else:
+        monkeypatch.setattr(bells, "ring", lambda *_: None)
+    with pytest.raises(AssertionError):
+        for kind in KINDS:
+            for seed in range(300):
+                in_order(*schedule(seed, kind))
+
+
+def in_order(world: World, log: list[tuple[int, int]]) -> None:
+    """Those who waited were served in the order of their tickets, and nobody else while somebody waited."""
+    served = [ticket for _, ticket in log if ticket]
+    assert served == sorted(served) == world.served.get("k", [])
+    assert not world.barged
