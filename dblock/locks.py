@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar, cast
 
 from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
-from django.db import router
+from django.db import connections, router
 
 from dblock import conf, signals
 from dblock.core import operations, protocol
@@ -26,7 +26,7 @@ from dblock.core.steps import Steps
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.values import Seconds, valid_retention, valid_timeout, valid_ttl
 from dblock.store import DjangoStore, pin, store_for
-from dblock.transactions import keep_until_end, open_blocks
+from dblock.transactions import follow_rollbacks, keep_until_end, open_blocks
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -76,8 +76,12 @@ class Lock(SyncLock):
         return store_for(self.using)
 
     def _opened(self, hold: Hold) -> None:
-        if self.options.release == "auto" and current_task() is None:
+        if current_task() is not None:
+            return
+        if self.options.release == "auto":
             hold.transactions = open_blocks()
+        if hold.store.database.dialect.name == "sqlite" and connections[self.using].in_atomic_block:
+            follow_rollbacks(hold, connections[self.using])
 
     def _defers(self, hold: Hold) -> bool:
         if self.options.release == "now" or current_task() is not None:

@@ -6,7 +6,10 @@ transaction that is to be rolled back. Statements of the lock are therefore not 
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from asgiref.sync import sync_to_async
@@ -24,8 +27,10 @@ from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Cursor, Failure, perform
 from dblock.core.steps import Execute, Rows
 from dblock.core.store import store_error, unreachable, unstorable
+from dblock.listening import psycopg_ear
 
 if TYPE_CHECKING:
+    from dblock.core.listener import Ear
     from dblock.prepared import mariadb, psycopg
 
     Prepared = mariadb.Prepared | psycopg.Prepared
@@ -94,6 +99,28 @@ class DjangoStore:
     def end_thread(self) -> None:
         """Close the connections of this thread, which only the lock has used."""
         connections.close_all()
+
+    def hear(self, channel: str) -> Ear | None:
+        """Listen on a connection of its own; None for drivers that cannot, and behind a pooler."""
+        connection = connections.create_connection(self._alias)
+        try:
+            connection.ensure_connection()
+            if not hasattr(connection.connection, "pgconn"):  # psycopg 2
+                connection.close()
+                return None
+            connection.set_autocommit(True)
+            return psycopg_ear(connection.connection, channel, connection.close)
+        except BaseException:
+            connection.close()
+            raise
+
+    def in_background(self, function: Callable[[], None]) -> None:
+        """Run it in a thread."""
+        threading.Thread(target=function, name="dblock listener", daemon=True).start()
+
+    def rest(self, seconds: float) -> None:
+        """Sleep in that thread."""
+        time.sleep(seconds)
 
     def before_waiting(self) -> None:
         """Refuse to wait inside a SQLite transaction."""

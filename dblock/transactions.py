@@ -24,7 +24,7 @@ from dblock.core.drivers import drive
 from dblock.core.errors import LockError
 from dblock.core.flows import Flow, current_flow
 from dblock.core.holds import Hold
-from dblock.core.operations import finish
+from dblock.core.operations import finish, look_after
 
 _ENDS = ("commit", "rollback", "savepoint_commit", "savepoint_rollback", "close")
 
@@ -32,19 +32,26 @@ _ENDS = ("commit", "rollback", "savepoint_commit", "savepoint_rollback", "close"
 class _Known(threading.local):
     """This thread's connections. To ask `connections` each time would cost as much as all else that a take does."""
 
-    def __init__(self) -> None:
-        self.connections = weakref.WeakSet(connections.all(initialized_only=True))
+    connections: weakref.WeakSet[BaseDatabaseWrapper] | None = None
 
 
 _known = _Known()
 
 
+def _here() -> weakref.WeakSet[BaseDatabaseWrapper]:
+    if _known.connections is None:  # not at the import, when settings may not be there yet
+        _known.connections = weakref.WeakSet(connections.all(initialized_only=True))
+    return _known.connections
+
+
 def _created(connection: BaseDatabaseWrapper, **_: Any) -> None:
-    _known.connections.add(connection)
+    _here().add(connection)
 
 
 connection_created.connect(_created, dispatch_uid="dblock.transactions")
 
+_joined: weakref.WeakKeyDictionary[BaseDatabaseWrapper, list[Hold]] = weakref.WeakKeyDictionary()
+"""Holds that were taken as part of a transaction, which a rollback takes away."""
 _waiting: weakref.WeakKeyDictionary[BaseDatabaseWrapper, list[tuple[Flow, Hold]]] = weakref.WeakKeyDictionary()
 
 log = logging.getLogger("dblock")
@@ -54,7 +61,7 @@ def open_blocks() -> tuple[tuple[BaseDatabaseWrapper, Any], ...]:
     """The connections of this thread on which a transaction of the caller's is open, each with its outermost block."""
     return tuple(
         (connection, block)
-        for connection in _known.connections
+        for connection in _known.connections or _here()
         if connection.in_atomic_block and (block := _outermost(connection)) is not None
     )
 
@@ -74,6 +81,12 @@ def keep_until_end(hold: Hold) -> bool:
         _waiting.setdefault(connection, []).append((current_flow(), hold))
         _watch(connection)
     return True
+
+
+def follow_rollbacks(hold: Hold, connection: BaseDatabaseWrapper) -> None:
+    """A lock was taken as part of the open transaction: what a rollback takes away is lost."""
+    _joined.setdefault(connection, []).append(hold)
+    _watch(connection)
 
 
 def _outermost(connection: BaseDatabaseWrapper) -> Any:
@@ -100,11 +113,24 @@ def _followed(connection: BaseDatabaseWrapper, method: Any) -> Any:
             return method(*args, **kwargs)
         finally:
             connection = reference()
+            if connection is not None and _joined.get(connection):
+                _look_after(connection)
             if connection is not None and _waiting.get(connection):
                 _give_back(connection)
 
     ending._dblock = True  # type: ignore[attr-defined]
     return ending
+
+
+def _look_after(connection: BaseDatabaseWrapper) -> None:
+    holds = _joined.pop(connection, [])
+    for hold in holds:
+        try:
+            drive(look_after(hold), hold.store)
+        except LockError as error:
+            log.warning("could not verify %r when a transaction ended: %s", hold.tenure.key, error)
+    if connection.in_atomic_block:
+        _joined[connection] = [hold for hold in holds if hold.loss is None and hold.entries]
 
 
 def _give_back(connection: BaseDatabaseWrapper) -> None:
@@ -121,4 +147,5 @@ def _give_back(connection: BaseDatabaseWrapper) -> None:
 
 
 if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_joined.clear)
     os.register_at_fork(after_in_child=_waiting.clear)  # what waits is the parent's to give back

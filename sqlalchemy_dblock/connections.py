@@ -168,6 +168,14 @@ class Stack:
             link.prepared = None if runner is None else runner.execute
         return link
 
+    def open_apart(self) -> Link:
+        """A connection that is never given back."""
+        return self._open(self._loop())
+
+    def close(self, link: Link) -> None:
+        """Close it."""
+        self._dialect.do_terminate(link.raw)
+
     def _loop(self) -> object:
         task = current_task() if self._dialect.is_async else None
         return None if task is None else task.get_loop()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import BigInteger
+from sqlalchemy import BigInteger, Update
 from sqlalchemy.orm import Mapped, mapped_column
 
 from dblock.core.fences import fence_of
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Update
+    from sqlalchemy import ColumnElement
 
     from dblock.core.base import BaseLock
 
-U = TypeVar("U", bound="Update")
+U = TypeVar("U", bound=Update)
 
 
 class FencedMixin:
@@ -30,6 +30,10 @@ def fenced_update(statement: U, lock: BaseLock | int, column: ColumnElement[int]
     by default the table's `fence`. A lost lock still has its fence: the rows decide. The result's `rowcount` says how
     many there were.
     """
+    if not isinstance(statement, Update):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"fenced_update takes an update(...) and then a lock, not {statement!r}")
     fence = fence_of(lock)
+    if column is None and "fence" not in statement.table.c:
+        raise TypeError(f"{statement.table} has no column `fence`: say which column it is, or use FencedMixin")
     where: Any = statement.table.c["fence"] if column is None else column
     return statement.where(where <= fence).values({where: fence})

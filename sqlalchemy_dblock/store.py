@@ -5,17 +5,25 @@ Rule: an asynchronous driver is run by the same code, inside the greenlet in whi
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.util import greenlet_spawn
+from sqlalchemy.util import await_only, greenlet_spawn
 
 from dblock.core.errors import LockStoreError, UnsupportedDatabase
+from dblock.core.listener import Ear
 from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Failure, perform
 from dblock.core.steps import Execute, Rows
 from dblock.core.store import store_error, unreachable, unstorable
 from sqlalchemy_dblock.connections import Link, Stack, links_for
+from sqlalchemy_dblock.listening import EARS
 
 _CREATE_TABLE = "create it with sqlalchemy_dblock.metadata.create_all(engine), or with Alembic"
 
@@ -32,6 +40,8 @@ class EngineStore:
         self.asynchronous: bool = engine.dialect.is_async
         self.renewable = isinstance(self._links, Stack)
         self._place = str(engine.url.render_as_string(hide_password=True))
+        self._driver = engine.dialect.driver
+        self._tasks: set[asyncio.Task[None]] = set()
         self._paramstyle = "named" if name == "sqlite" else _paramstyle(engine.dialect.paramstyle)
         self._errors: tuple[type[BaseException], ...] = (engine.dialect.loaded_dbapi.Error, OSError)
         self._connect_errors = (*self._errors, SQLAlchemyError)
@@ -64,6 +74,35 @@ class EngineStore:
         """What a driver's error means."""
         failure = self.database.dialect.classify(error)
         return store_error(failure, error, step, create_table=_CREATE_TABLE, place=self._place)
+
+    def hear(self, channel: str) -> Ear | None:
+        """Listen on a connection of its own; None for drivers that cannot, and behind a pooler."""
+        make = EARS.get((self._driver, self.asynchronous))
+        if make is None or not isinstance(self._links, Stack):
+            return None
+        link = self._links.open_apart()
+        close = partial(self._links.close, link)
+        try:
+            return make(link.raw.driver_connection if self.asynchronous else link.raw, channel, close)
+        except BaseException:
+            close()
+            raise
+
+    def in_background(self, function: Callable[[], None]) -> None:
+        """Run it in a thread, or in a task of the running event loop."""
+        if self.asynchronous:
+            task = asyncio.get_running_loop().create_task(greenlet_spawn(function))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            threading.Thread(target=function, name="dblock listener", daemon=True).start()
+
+    def rest(self, seconds: float) -> None:
+        """Sleep there."""
+        if self.asynchronous:
+            await_only(asyncio.sleep(seconds))
+        else:
+            time.sleep(seconds)
 
     def end_thread(self) -> None:
         """No connection belongs to a thread."""

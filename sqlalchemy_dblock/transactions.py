@@ -32,9 +32,10 @@ _waiting: weakref.WeakKeyDictionary[Any, list[tuple[Flow, Hold]]] = weakref.Weak
 def valid_session(session: Any, *, asynchronous: bool) -> Any:
     """A Session, or the one of a scoped_session; an AsyncSession for an asynchronous engine; else TypeError."""
     found = session.registry() if hasattr(session, "registry") else session
-    if hasattr(found, "sync_session") != asynchronous or not hasattr(found, "in_transaction"):
+    fits = hasattr(found, "in_transaction") and hasattr(found, "sync_session") == asynchronous
+    if isinstance(found, type) or not fits:
         kind = "an AsyncSession" if asynchronous else "a Session"
-        raise TypeError(f"session is {kind} for this engine, not {type(session).__name__}")
+        raise TypeError(f"session is {kind} for this engine, not {found!r}")
     if isinstance(found, Connection):
         raise TypeError("session is a Session: a Connection does not say when its transaction has ended")
     return found

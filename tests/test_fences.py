@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from django.db import connections, models
 from django.db.models.functions import Upper
-from sqlalchemy import BigInteger, Engine, String, create_engine, update
+from sqlalchemy import BigInteger, Engine, String, create_engine, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from dblock import FencedModel, LockNotHeld, afenced_update, fenced_update
@@ -18,6 +18,7 @@ from dblock import db_lock as django_lock
 from sqlalchemy_dblock import FencedMixin
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
 from sqlalchemy_dblock import fenced_update as sqlalchemy_fenced_update
+from sqlalchemy_dblock.table import lock_waiters
 from tests.conftest import ALIASES, url
 
 
@@ -98,6 +99,34 @@ def test_django_refuses_stale_writers(alias: str) -> None:
         assert fenced_update(rows.filter(name="nobody"), lock, name="no row") == 0
     assert fenced_update(rows, 2**62, name="much later") == 1
     assert shelf(alias) == ("much later", 2**62)
+
+
+def test_a_plain_save_leaves_the_fence(alias: str) -> None:
+    """Of an object that was read before a later holder wrote: older fences stay refused."""
+    rows = Shelf._default_manager.using(alias).all()
+    read = rows.get()
+    assert fenced_update(rows, 9, name="by the lock") == 1
+    read.name = "by a form"
+    read.save()
+    assert shelf(alias) == ("by a form", 9)
+    assert fenced_update(rows, 8, name="too late") == 0
+    made = Shelf(name="new", fence=5)
+    made.save(using=alias)
+    assert Shelf._default_manager.using(alias).get(name="new").fence == 5
+
+
+def test_what_cannot_be_fenced_is_refused(alias: str, engine: Engine) -> None:
+    """With a message that says what is wanted."""
+    from django.contrib.contenttypes.models import ContentType
+
+    with pytest.raises(TypeError, match="a queryset and then a lock"):
+        fenced_update(Shelf, 7, name="never")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="FencedModel"):
+        fenced_update(ContentType.objects.all(), 7, model="never")
+    with pytest.raises(TypeError, match="an update"):
+        sqlalchemy_fenced_update(select(lock_waiters), 7)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="FencedMixin"):
+        sqlalchemy_fenced_update(update(lock_waiters), 7)
 
 
 def test_django_with_a_field_of_another_name(alias: str) -> None:

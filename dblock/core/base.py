@@ -34,9 +34,9 @@ from dblock.core.values import (
 T = TypeVar("T")
 
 _WHAT_HAPPENED = {
-    Reason.EXPIRED: "the lease ended before the work did; use a longer ttl, or let it be renewed",
+    Reason.EXPIRED: "the lease ended before the work did; use a longer ttl, or let it be renewed (for longer)",
     Reason.TAKEN_OVER: "the lease ended, and it was taken over",
-    Reason.FREED: "somebody freed it",
+    Reason.FREED: "it was given back, or somebody freed it",
     Reason.GONE: "its row is gone",
     Reason.UNREACHABLE: "the database did not answer in time to renew the lease",
 }
@@ -188,6 +188,9 @@ class BaseLock:
     def _hold(self) -> Hold | None:
         holds = current_flow().holds
         hold = holds.get((self._store(), self._key)) if holds else None
+        if hold is not None and hold.outer is not None and not hold.entered_by(self):
+            # Another lock object took the key again after this one's tenure had ended: lost is lost.
+            hold = next((outer for outer in hold.outers() if outer.entered_by(self)), hold)
         return hold if hold is not None and hold.entries else None
 
     def _own_hold(self, verb: str) -> Hold:

@@ -10,6 +10,8 @@ import os
 import threading
 from typing import Any
 
+from dblock.core import clock
+
 
 class Bell:
     """Wakes one waiting flow, whichever kind it is; rung before the wait begins, it ends the wait at once."""
@@ -76,9 +78,30 @@ def ring(key: str, ticket: int) -> None:
         bell.ring()
 
 
-def channel() -> str:
-    """Where this process listens for what other processes have to say; nowhere yet."""
-    return ""
+def crowded(key: str) -> None:
+    """Somebody waited for that key just now."""
+    if len(_crowds) >= 1000:
+        _crowds.clear()
+    _crowds[key] = clock.now()
+
+
+def is_crowded(key: str) -> bool:
+    """Is it likely that somebody waits for that key? A guess, which saves two statements when it is right."""
+    return bool(_crowds) and clock.now() < _crowds.get(key, -1.0) + 1.0
+
+
+_crowds: dict[str, float] = {}
+
+
+def ring_all() -> None:
+    """Wake every waiter of this process."""
+    for bell in list(_bells.values()):
+        bell.ring()
+
+
+def anybody() -> bool:
+    """Does anybody wait in this process?"""
+    return bool(_bells)
 
 
 def _set(wake: Any) -> None:

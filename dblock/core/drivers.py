@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from typing import Protocol, TypeVar
 
+from dblock.core.listener import Hearing
 from dblock.core.protocol import Database
 from dblock.core.steps import Execute, Rows, Steps, Wait
 
 T = TypeVar("T")
 
 
-class Store(Protocol):
+class Store(Hearing, Protocol):
     """A database, and who runs statements on it; a lock's row is found by its store and its key."""
 
     @property

@@ -14,6 +14,7 @@ import itertools
 import math
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dblock.core.errors import Reason
@@ -81,6 +82,7 @@ class Hold:
         "store",
         "tenure",
         "ticket",
+        "tokens",
         "told",
         "transactions",
         "trusted_until",
@@ -114,6 +116,8 @@ class Hold:
         """A lost hold of the same key, further out in the same flow, which has yet to be told so."""
         self.others: int | None = None
         """How many entries of others the row counts, as far as we know; None while no token has been handed out."""
+        self.tokens = 0
+        """How many tokens were handed out from inside of it, and may not have been used yet."""
         self.loss: Loss | None = None
         self.failure = False
         """Has the last renewal failed, or not been answered yet?"""
@@ -144,12 +148,23 @@ class Hold:
     def life(self) -> float:
         return self.ttl + self.grace
 
+    def outers(self) -> Iterator[Hold]:
+        """The lost holds of the same key, further and further out in the same flow."""
+        outer = self.outer
+        while outer is not None:
+            yield outer
+            outer = outer.outer
+
     def snapshot(self) -> Hold:
         """A copy that changes no more when its flow enters and leaves."""
         twin = copy.copy(self)
         twin.view, twin.turn, twin.outer = True, threading.RLock(), None
         twin.entries = [*self.entries, self.left] if self.left else list(self.entries)
         return twin
+
+    def entered_by(self, lock: BaseLock) -> bool:
+        """Was it entered through this very lock object?"""
+        return any(entry.lock is lock for entry in self.entries)
 
     def locks(self) -> list[BaseLock]:
         """The lock objects that it was entered through, each once."""

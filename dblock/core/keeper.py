@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import logging
 import math
 import os
@@ -31,11 +30,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from dblock.core import clock, protocol, queue
+from dblock.core import clock, listener, protocol, queue
 from dblock.core.drivers import Store, adrive, drive
 from dblock.core.errors import LockError, Reason, StoreBusy
 from dblock.core.flows import current_flow, flow_again
 from dblock.core.holds import Hold, Lease, Loss
+from dblock.core.listener import Listener
 from dblock.core.values import Grant, Tenure
 
 if TYPE_CHECKING:
@@ -162,6 +162,34 @@ class Renewer(threading.Thread):
             self.store.end_thread()
 
 
+class Attendant:
+    """Attends to the waiters of one database, in threads or on one event loop."""
+
+    def __init__(self, keeper: Keeper, store: Store, loop: Any) -> None:
+        self._keeper, self._store, self._loop = keeper, store, loop
+        self.keeper_of = os.getpid()
+        self._listener = Listener(store) if store.database.dialect.queue.calls and store.renewable else None
+
+    def keep(self, owner: str) -> bool:
+        """Keep a place in a queue; False where only its flow can."""
+        if self._store.renewable:
+            self._keeper.keep(owner, Place(self._store, self._loop, clock.now() + queue.BEAT))
+        return self._store.renewable
+
+    def leave(self, owner: str) -> None:
+        """Keep that place no more."""
+        self._keeper.leave(owner)
+
+    def listen(self) -> bool:
+        """Begin to listen, if need be; True if that has only begun."""
+        return self._listener is not None and self._listener.want()
+
+    @property
+    def channel(self) -> str:
+        """Where this process listens, while it does."""
+        return listener.channel() if self._listener is not None and self._listener.ready else ""
+
+
 class Keeper:
     """Knows all holds of this process."""
 
@@ -197,16 +225,23 @@ class Keeper:
         """Has it not been given back?"""
         return hold in self._holds
 
-    def attend(self, store: Store, owner: str) -> Callable[[], None] | None:
-        """Keep a place in a queue until the function that this returns is called; None where only its flow can."""
-        if not store.renewable:
-            return None
+    def attendant(self, store: Store) -> Attendant:
+        """Who attends to the waiters of a database, in this thread or event loop."""
         loop = sys.modules["asyncio"].get_running_loop() if store.asynchronous else None
-        self._places[owner] = Place(store, loop, clock.now() + queue.BEAT)
+        known: dict[Any, Attendant] = vars(store).setdefault("attendants", {})  # they live and die with the store
+        for each in [each for each in known if each is not None and each.is_closed()]:
+            del known[each]
+        found = known.get(loop)
+        if found is None or found.keeper_of != os.getpid():
+            found = known[loop] = Attendant(self, store, loop)
+        return found
+
+    def keep(self, owner: str, place: Place) -> None:
+        """Keep a place in a queue from now on."""
+        self._places[owner] = place
         self._added = True
-        if clock.now() + queue.BEAT < self._wake_at:
+        if place.due < self._wake_at:
             self.look()
-        return functools.partial(self.leave, owner)
 
     def leave(self, owner: str) -> None:
         """Keep that place no more."""
@@ -425,8 +460,10 @@ def _leave_for_good(hold: Hold) -> Steps[None]:
     if alone and not hold.min_hold:
         _ = yield from queue.release(database, hold.tenure, 1, hold.ticket)
         return
-    for _ in range(max(1, len(hold.entries))):  # each entry counts in the row
+    for _ in range(max(1, len(hold.entries)) - bool(hold.tokens)):  # each entry counts in the row
         _ = yield from queue.leave(database, hold.tenure, hold.min_hold, alone=alone)
+    if hold.tokens:
+        _ = yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace)
 
 
 async def _quietly(work: Coroutine[Any, Any, None]) -> None:

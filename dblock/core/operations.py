@@ -48,7 +48,7 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
         "task": celery_task_id(),
         "fair": int(lock.options.fair),
     }
-    found = yield from waiting.acquire(database, wish, timeout, functools.partial(keeper.attend, store))
+    found = yield from waiting.acquire(database, wish, timeout, functools.partial(keeper.attendant, store))
     if not isinstance(found, Grant):
         return found
     _ = _begin(lock, flow, found, entry, hold)
@@ -75,6 +75,12 @@ def leave_block(lock: BaseLock) -> Steps[None]:
         if handed and (not open_ or handed[-1].number > open_[-1].number):
             flow.detached.remove(handed[-1])
             return
+    hold = lock._hold()
+    if hold is not None and not _inside(lock, hold):
+        for outer in hold.outers():
+            if _inside(lock, outer):  # the block's tenure ended, and another one began since
+                outer.entries.remove(next(entry for entry in outer.entries if entry[:2] == (lock, "with")))
+                raise lock._lost(outer)
     yield from release(lock)
 
 
@@ -88,10 +94,15 @@ def release(lock: BaseLock) -> Steps[None]:
     hold.left = hold.entries.pop()
     if not hold.entries and in_time and hold.left.lock._defers(hold):
         return
-    released = yield from _leave(lock, flow, hold)
+    if not in_time and hold.grace:  # freeing the row would open the key before its time
+        if not hold.entries:
+            _forget(flow, hold)
+        released = False
+    else:
+        released = yield from _leave(lock, flow, hold)
     if not (released and in_time):
         if not released:
-            yield from _find_out(lock, hold)
+            yield from _find_out(hold)
         raise lock._lost(hold)
     hold.left = None
 
@@ -117,7 +128,7 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
         keeper.look()
         raise
     if grant is None:
-        yield from _find_out(lock, hold)
+        yield from _find_out(hold)
     if grant is None or not hold.lengthen(grant):
         raise lock._lost(hold)
     keeper.add(hold)  # it may be due earlier now
@@ -127,7 +138,7 @@ def verify(lock: BaseLock) -> Steps[bool]:
     lock.check()
     hold = lock._hold()
     if hold is not None and not (yield from protocol.verify(lock._store().database, hold.tenure)):
-        yield from _find_out(lock, hold)
+        yield from _find_out(hold)
         raise lock._lost(hold)
     return True
 
@@ -137,7 +148,7 @@ def guard(lock: BaseLock, pin: Callable[[Hold], bool]) -> Steps[None]:
     lock.check()
     hold = lock._hold()
     if hold is not None and not pin(hold):
-        yield from _find_out(lock, hold)
+        yield from _find_out(hold)
         raise lock._lost(hold)
     _ = yield from verify(lock)
 
@@ -148,10 +159,11 @@ def detach(lock: BaseLock) -> Steps[str]:
     flow, hold = current_flow(), lock._own_hold("detach")
     lock.check()
     if not (yield from protocol.detach(hold.store.database, hold.tenure, hold.ttl, hold.grace)):
-        yield from _find_out(lock, hold)
+        yield from _find_out(hold)
         raise lock._lost(hold)
     entry = hold.entries.pop()
     hold.others = hold.others or 0
+    hold.tokens += bool(hold.entries)
     if entry.kind == "with":
         flow.detached.append(entry)
     if not hold.entries:
@@ -186,7 +198,9 @@ def check_sequencer(lock: BaseLock, fence: int) -> Steps[Sequencer]:
     info = yield from inspect(lock)
     if info is None or info.fence != fence or info.state != "held":
         taken = info is not None and info.fence != fence
-        loss = Loss(Reason.GONE if info is None else Reason.TAKEN_OVER if taken else Reason.EXPIRED)
+        given_back = info is not None and info.owner is None
+        why = Reason.GONE if info is None else Reason.TAKEN_OVER if taken else Reason.EXPIRED
+        loss = Loss(Reason.FREED if given_back and not taken else why)
         raise lock._lost_tenure(fence, loss)
     return Sequencer(lock._key, "exclusive", fence)
 
@@ -208,6 +222,12 @@ def inspect(lock: BaseLock) -> Steps[LockInfo | None]:
     return None if info is None else info.masked()
 
 
+def look_after(hold: Hold) -> Steps[None]:
+    """A transaction that the tenure was part of may have taken it away."""
+    if hold.loss is None and not (yield from protocol.verify(hold.store.database, hold.tenure)):
+        yield from _find_out(hold)
+
+
 def finish(flow: Flow, hold: Hold) -> Steps[None]:
     """The transaction that kept a hold has ended: give it back, unless its flow has entered it again."""
     hold.deferred = False
@@ -216,7 +236,7 @@ def finish(flow: Flow, hold: Hold) -> Steps[None]:
         released = yield from _leave(lock, flow, hold)
         # In SQLite a rollback takes back a take that was part of the transaction: nothing was lost.
         if not released and hold.store.database.dialect.name != "sqlite":
-            yield from _find_out(lock, hold)
+            yield from _find_out(hold)
 
 
 def _begin(lock: BaseLock, flow: Flow, grant: Grant, entry: Entry, outer: Hold | None) -> Hold:
@@ -268,6 +288,8 @@ def _leave(lock: BaseLock, flow: Flow, hold: Hold) -> Steps[bool]:
     if not entered:
         # Forgotten before the statement is sent: whatever becomes of it, this flow holds the key no more.
         _forget(flow, hold)
+    if hold.tokens and not entered:  # it is left to the bearer of a token, who has one more ttl
+        return (yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace))
     alone = hold.others is None
     if not alone or (hold.min_hold and not entered):
         return (yield from queue.leave(database, hold.tenure, hold.min_hold, alone=alone))
@@ -280,7 +302,7 @@ def _leave(lock: BaseLock, flow: Flow, hold: Hold) -> Steps[bool]:
         raise
 
 
-def _find_out(lock: BaseLock, hold: Hold) -> Steps[None]:
+def _find_out(hold: Hold) -> Steps[None]:
     """The database says that the tenure is over: why?"""
     try:
         loss = Loss(*(yield from protocol.why_lost(hold.store.database, hold.tenure)))
@@ -291,14 +313,20 @@ def _find_out(lock: BaseLock, hold: Hold) -> Steps[None]:
     keeper.announce(hold)
 
 
+def _inside(lock: BaseLock, hold: Hold) -> bool:
+    """Is a `with` of this very lock one of those that the hold was entered by?"""
+    return any(entry[:2] == (lock, "with") for entry in hold.entries)
+
+
 def _forget(flow: Flow, hold: Hold) -> None:
     keeper.discard(hold)
     place = (hold.store, hold.tenure.key)
     if flow.holds.get(place) is hold:
-        if hold.outer is None:
+        outer = next((each for each in hold.outers() if each.entries), None)
+        if outer is None:
             del flow.holds[place]
         else:
-            flow.holds[place] = hold.outer
+            flow.holds[place] = outer
 
 
 def _who_we_are() -> dict[str, Any]:

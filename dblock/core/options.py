@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -45,9 +46,10 @@ def valid_options(
     for name, flag in (("renew", renew), ("interrupt", interrupt), ("fair", fair)):
         if flag is not True and flag is not False:
             raise TypeError(f"{name} is True or False, not {flag!r}")
-    for name, function in (("on_lost", on_lost), ("on_at_risk", on_at_risk)):
-        if function is not None and not callable(function):
-            raise TypeError(f"{name} is a function or None, not {function!r}")
+    told: dict[str, object] = {"on_lost": on_lost, "on_at_risk": on_at_risk}
+    for name, function in told.items():
+        if function is not None and not (callable(function) and not inspect.iscoroutinefunction(function)):
+            raise TypeError(f"{name} is a plain function or None, run in a thread of its own, not {function!r}")
     if release not in {"auto", "now"}:
         raise ValueError(f'release is "auto" or "now", not {release!r}')
     return Options(
@@ -58,7 +60,7 @@ def valid_options(
         release,
         valid_span(grace, "grace", "how long an expired lease keeps the key closed"),
         valid_span(min_hold, "min_hold", "how long a tenure keeps the key at least"),
-        math.inf if max_hold is None else valid_ttl(max_hold, "max_hold", "how long a tenure is renewed at most"),
+        math.inf if max_hold is None else valid_ttl(max_hold, "max_hold", "how long a tenure is renewed at most,"),
         interrupt,
         fair,
     )

@@ -43,7 +43,7 @@ import json
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from dblock.core import bells, protocol
+from dblock.core import bells, listener, protocol
 from dblock.core.errors import LockStoreError
 from dblock.core.protocol import PATIENCE, Database
 from dblock.core.steps import Parameters, Steps, sleep
@@ -75,8 +75,8 @@ class View(NamedTuple):
     """Is it in the queue?"""
 
 
-def join(database: Database, wish: Parameters, until: float) -> Steps[int | None]:
-    """Stand in the queue of a key with the owner token of this attempt; the ticket.
+def join(database: Database, wish: Parameters, until: float) -> Steps[tuple[int, View | None] | None]:
+    """Stand in the queue of a key with the owner token of this attempt; the ticket, and how it stands if that is known.
 
     None if that is to be tried anew: the key has no row, or somebody else has just drawn the same ticket.
     """
@@ -84,9 +84,11 @@ def join(database: Database, wish: Parameters, until: float) -> Steps[int | None
     _, rows = yield from protocol.send(database, queue.join, {**wish, "place": PLACE}, until)
     if not rows:
         return None
-    ticket = int(rows[0][0])
+    ticket, *seen = rows[0]
+    if seen:
+        return ticket, View(False, seen[0], seen[1], ticket, 1, True)
     yield from announce(database, str(wish["key"]), ticket, until)
-    return ticket
+    return ticket, None
 
 
 def announce(database: Database, key: str, ticket: int, until: float) -> Steps[None]:
@@ -113,11 +115,12 @@ def grant(database: Database, key: str, first: int, tenure: Tenure | None = None
         "first": first,
         "owner": "" if tenure is None else tenure.owner,
         "fence": 0 if tenure is None else tenure.fence,
-        "here": bells.channel(),
+        "here": listener.channel(),
     }
     until = database.now() + HURRY
     _, rows = yield from protocol.send(database, database.dialect.queue.grant, parameters, until, resend=True)
     if rows:
+        bells.crowded(key)
         bells.ring(key, int(rows[0][0]))
     return bool(rows)
 

@@ -27,7 +27,7 @@ def store_error(
     if failure is Failure.CONFLICT:
         return StoreConflict(f"{place} kept refusing to {what}: {detail}", key=key)
     if failure is Failure.LOCKED:
-        hint = "is a transaction of your own writing meanwhile?"
+        hint = "somebody's transaction, your own perhaps, has been writing all the time"
         return StoreLocked(f"{place} kept refusing to {what}: {detail}; {hint}", key=key)
     if failure is Failure.BUSY:
         return StoreBusy(f"another transaction keeps {place} from {what}: {detail}", key=key)

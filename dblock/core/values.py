@@ -53,17 +53,17 @@ def valid_text(value: object, what: str) -> str:
     return value if type(value) is str else str.__str__(value)
 
 
-def valid_ttl(ttl: object, what: str = "ttl", meaning: str = "the life of the lease") -> float:
+def valid_ttl(ttl: object, what: str = "ttl", meaning: str = "the life of the lease,") -> float:
     """The life of a lease in seconds, from a number or a timedelta; TypeError or ValueError otherwise."""
     seconds = _seconds(ttl, what)
     if not TTL_MIN <= seconds <= TTL_MAX:
-        raise ValueError(f"{what} is {meaning}, {TTL_MIN:g} to {TTL_MAX:g} seconds, not {seconds:g}")
+        raise ValueError(f"{what} is {meaning} {TTL_MIN:g} to {TTL_MAX:g} seconds, not {seconds:g}")
     return seconds
 
 
 def valid_span(seconds: object, what: str, meaning: str) -> float:
     """A length of time like a ttl's, or 0 for none; TypeError or ValueError otherwise."""
-    return 0.0 if seconds == 0 and not isinstance(seconds, bool) else valid_ttl(seconds, what, meaning)
+    return 0.0 if seconds == 0 and not isinstance(seconds, bool) else valid_ttl(seconds, what, f"{meaning}, 0 or")
 
 
 def valid_timeout(timeout: object, what: str = "timeout") -> float | None:

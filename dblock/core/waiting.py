@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 from dblock.core import bells, queue
 from dblock.core.bells import Bell
@@ -28,11 +28,47 @@ GRACE: Final = 1.0
 OFTEN: Final = 0.003
 """Seconds between two looks of the head of the queue, at least, where nobody can ring."""
 SELDOM: Final = 1.0
-"""Seconds between two looks of any waiter, at most."""
+"""Seconds between two looks of any waiter that nobody can call, at most."""
+FALLBACK: Final = 2.0
+"""Seconds between two looks of a waiter that will be called."""
+PRELUDE: Final = 0.1
+"""Seconds that the first waiter of a process gives its listener to begin."""
 
-Attend = Callable[[str], Callable[[], None] | None]
-"""Sees to it that a place in the queue, named by its owner token, is kept until the function that it returns is called;
-None if the waiter has to do that for itself."""
+
+class Attendant(Protocol):
+    """What the process of a waiter does for it."""
+
+    def keep(self, owner: str, /) -> bool:
+        """See to it that a place in the queue, named by its owner token, is kept; False if the waiter has to."""
+        ...
+
+    def leave(self, owner: str, /) -> None:
+        """The place is needed no more."""
+        ...
+
+    def listen(self) -> bool:
+        """Begin to listen, if need be; True if that has only begun."""
+        ...
+
+    @property
+    def channel(self) -> str:
+        """Where the process listens; empty as long as it does not."""
+        ...
+
+
+class Nobody:
+    """Nobody attends to the waiter: it keeps its place and looks for itself."""
+
+    channel = ""
+
+    def keep(self, owner: str) -> bool:
+        return False
+
+    def leave(self, owner: str) -> None:
+        pass
+
+    def listen(self) -> bool:
+        return False
 
 
 class _Place(Enum):
@@ -48,7 +84,7 @@ _REFUSED: Final = _Attempt.REFUSED
 
 
 def acquire(
-    database: Database, wish: dict[str, Any], timeout: float | None, attend: Attend | None = None
+    database: Database, wish: dict[str, Any], timeout: float | None, attendant: Callable[[], Attendant] = Nobody
 ) -> Steps[Grant | LockInfo | None]:
     """A grant, or whoever held the key when `timeout` seconds (None: for ever) were over.
 
@@ -62,6 +98,10 @@ def acquire(
     statement = dialect.take
     growing = pauses()
     tries = 0
+    if bells.is_crowded(key) and wish["fair"] and now() < deadline:
+        found = yield from _Waiter(database, wish, deadline, until, attendant()).stand()
+        if found is not _Place.GONE:
+            return found
     while True:
         grant = yield from _attempt(database, statement, wish, until)
         if isinstance(grant, Grant):
@@ -81,7 +121,7 @@ def acquire(
         # A key that is free, but cannot be had, has waiters, or a transaction pins it.
         waits = holder is not None and (held or (yield from queue.hand_over(database, key)) or tries > 2)
         if waits and now() < deadline:
-            found = yield from _Waiter(database, wish, deadline, until, attend).stand()
+            found = yield from _Waiter(database, wish, deadline, until, attendant()).stand()
             if found is not _Place.GONE:
                 return found
         if tries > 1 or grant is _REFUSED:
@@ -125,15 +165,19 @@ class _Waiter:
     deadline: float
     until: float
     """The local time after which errors of the database are not tried again."""
-    attend: Attend | None
+    attendant: Attendant
     bell: Bell = field(default_factory=Bell)
 
     def stand(self) -> Steps[Grant | LockInfo | Literal[_Place.GONE]]:
         """A grant, or the row as it was at the deadline; or GONE."""
         growing = pauses()
         yield from wait(0.0, self.bell)  # refused where it could not end well, before anybody counts on us
+        if self.attendant.listen():
+            bells.hang(self.wish["key"], 0, self.bell)
+            yield from wait(min(PRELUDE, max(self.deadline - self.database.now(), 0.0)), self.bell)
+            bells.take_down(self.wish["key"], 0)
         while True:
-            self.wish |= {"owner": new_owner(), "channel": bells.channel()}
+            self.wish |= {"owner": new_owner(), "channel": self.attendant.channel}
             try:
                 found = yield from self._keep_place()
             except StoreUnanswered:
@@ -147,14 +191,14 @@ class _Waiter:
     def _keep_place(self) -> Steps[Grant | LockInfo | _Place]:
         """One place, from joining the queue to leaving it, whatever happens."""
         database, key, owner = self.database, self.wish["key"], self.wish["owner"]
-        ticket, leave = 0, None
+        ticket = 0
         try:
-            ticket = (yield from queue.join(database, self.wish, self.until)) or 0
-            if not ticket:
+            joined = yield from queue.join(database, self.wish, self.until)
+            if joined is None:
                 return _Place.GONE
+            ticket, view = joined
             bells.hang(key, ticket, self.bell)
-            leave = self.attend(owner) if self.attend is not None else None
-            found = yield from self._await_turn(ticket, alone=leave is None)
+            found = yield from self._await_turn(ticket, view, alone=not self.attendant.keep(owner))
             if isinstance(found, Grant):
                 return found
             yield from queue.quit_queue(database, owner)
@@ -176,11 +220,13 @@ class _Waiter:
             return _Place.GONE if info is None else info
         finally:
             bells.take_down(key, ticket)
-            if leave is not None:
-                leave()
+            self.attendant.leave(owner)
 
-    def _await_turn(self, ticket: int, *, alone: bool) -> Steps[Grant | _Place | None]:
-        """A grant; LOST or GONE; or None when the time is up. `alone`: nobody else keeps the place."""
+    def _await_turn(self, ticket: int, view: View | None, *, alone: bool) -> Steps[Grant | _Place | None]:
+        """A grant; LOST or GONE; or None when the time is up.
+
+        `view` is how we stand if that is known; `alone`: nobody else keeps the place.
+        """
         database, key, owner, now = self.database, self.wish["key"], self.wish["owner"], self.database.now
         growing = pauses()
         first, since, beat = 0, now(), now() + queue.BEAT
@@ -189,11 +235,13 @@ class _Waiter:
                 grant = yield from queue.accept(database, self.wish, ticket, self.until)
                 if grant is not None:
                     return grant
-            view = yield from queue.look(database, key, self.until, owner, ticket)
+            if view is None:
+                view = yield from queue.look(database, key, self.until, owner, ticket)
             if view is None:
                 return _Place.GONE
             if view.mine and view.remaining > 0:
                 self.bell.ring()
+                view = None
                 continue
             if ticket < view.first or not view.present:
                 return _Place.LOST
@@ -201,7 +249,8 @@ class _Waiter:
                 first, since = view.first, now()
             if view.last < ticket:  # the row is another one
                 yield from queue.announce(database, key, ticket, self.until)
-            pause = _until_next_look(view, now() - since)
+            called = self.wish["channel"] and self.attendant.channel == self.wish["channel"]
+            pause = _until_next_look(view, FALLBACK if called else min(_often(view, now() - since), SELDOM))
             if view.remaining <= 0:
                 _ = yield from queue.hand_over(database, key, view.first)
                 pause = min(pause, next(growing))
@@ -212,14 +261,19 @@ class _Waiter:
             if left <= 0:
                 return None
             yield from wait(min(pause, left), self.bell)  # not at all if the key has just been handed to us
+            view = None
 
 
-def _until_next_look(view: View, unchanged: float) -> float:
-    """Seconds, from how far back the waiter stands and for how long the head of the queue has been the same.
+def _often(view: View, unchanged: float) -> float:
+    """Seconds until the next look, by its place and for how long the head of the queue has been the same.
 
     A twentieth of the time that the holder has had so far: a look in time costs the next holder little of what it waits
     anyway, and all waiters together look about as often as a few would.
     """
-    pause = min(max(unchanged / 20, OFTEN), SELDOM / 10) * (view.ahead + 1)
-    pause = min(pause, SELDOM) * random.uniform(0.75, 1.25)  # noqa: S311 - jitter, not a secret
+    return min(max(unchanged / 20, OFTEN), SELDOM / 10) * (view.ahead + 1)
+
+
+def _until_next_look(view: View, pause: float) -> float:
+    """With jitter, and not beyond the end of the holder's lease."""
+    pause *= random.uniform(0.75, 1.25)  # noqa: S311 - jitter, not a secret
     return min(pause, view.remaining) if view.remaining > 0 else pause

@@ -282,6 +282,40 @@ def test_a_loss_comes_out_of_the_block(subject: Subject, actor: Actor) -> None:
     until(lambda: witness.seen)
 
 
+def test_lost_stays_lost_when_the_key_is_taken_again(subject: Subject, actor: Actor) -> None:
+    """By the same flow, inside of the block whose lease has ended: through another lock object, or the same."""
+    outer, inner = subject.lock("k", ttl=0.2, renew=False), subject.lock("k", ttl=30)
+    actor.call(outer, "acquire")
+    fence = actor.get(outer, "fence")
+    until(lambda: actor.get(outer, "state") == "lost")
+    actor.call(inner, "acquire")
+    assert (actor.get(outer, "state"), actor.get(outer, "fence")) == ("lost", fence)
+    assert (actor.get(inner, "state"), actor.get(inner, "count")) == ("held", 1)
+    with pytest.raises(LockLost):
+        actor.do(outer.check)
+    with pytest.raises(LockLost):
+        actor.call(outer, "release")
+    assert actor.call(inner, "verify") is True
+    actor.call(inner, "release")
+    assert actor.get(outer, "state") is None
+
+    def body() -> Any:
+        if subject.face == "sync":
+            time.sleep(0.25)
+            return outer.acquire()
+
+        async def abody() -> None:
+            await asyncio.sleep(0.25)
+            await getattr(outer, subject.method("acquire"))()
+
+        return abody()
+
+    with pytest.raises(LockLost):
+        actor.within(outer, body)
+    actor.call(outer, "release")
+    assert subject.row("k")["owner"] is None
+
+
 def test_a_failing_callback_is_logged(subject: Subject, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
     """And does no harm to other leases."""
 
@@ -322,6 +356,17 @@ def test_grace_keeps_the_key_closed_after_an_expiry(subject: Subject, actor: Act
         actor.call(again, "release")
         assert other.call(rival, "acquire", blocking=False) is True
         other.call(rival, "release")
+
+
+def test_a_release_that_comes_too_late_leaves_the_grace(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Whoever talks to a system without fences may still be at it: the key stays closed."""
+    lock, rival = subject.lock("k", ttl=0.2, renew=False, grace=30), subject.lock("k")
+    actor.call(lock, "acquire")
+    until(lambda: actor.get(lock, "state") == "lost")
+    with pytest.raises(LockLost):
+        actor.call(lock, "release")
+    assert actor.get(lock, "state") is None
+    assert other.call(rival, "acquire", blocking=False) is False
 
 
 def test_a_renewed_lease_keeps_its_grace(subject: Subject, actor: Actor) -> None:
@@ -452,6 +497,24 @@ def test_a_hand_over_inside_a_block_is_forgotten_with_it(subject: Subject, actor
 
         actor.do(awork)
     assert seen == [None]
+
+
+def test_a_token_outlives_the_blocks_around_it(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Handed over from an inner block: when the outer ones are left, its bearer has one more ttl."""
+    outer, inner, rival = subject.lock("k", ttl=30), subject.lock("k", ttl=30), subject.lock("k")
+    for used_before in (False, True):
+        actor.call(outer, "acquire")
+        actor.call(inner, "acquire")
+        fence, token = actor.get(outer, "fence"), actor.call(inner, "detach")
+        take = partial(attach, subject, token)
+        taken = other.do(take) if used_before else None
+        actor.call(outer, "release")
+        assert actor.get(outer, "state") is None
+        assert actor.call(rival, "acquire", blocking=False) is False
+        taken = taken or other.do(take)
+        assert other.get(taken, "fence") == fence
+        other.call(taken, "release")
+        assert subject.row("k")["owner"] is None
 
 
 def test_a_tenure_can_be_shared(subject: Subject, actor: Actor, other: Actor) -> None:

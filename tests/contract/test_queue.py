@@ -38,7 +38,8 @@ def stranger(subject: Subject, ticket: int, seconds: float, name: str = "s") -> 
     }[subject.database]
     subject.run(
         "INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id,"
-        f" channel, joined_at, expires_at) VALUES (:name, 'k', :ticket, 30, '', 'h', 1, '', '', '', '', {later}, {later})",
+        " channel, joined_at, expires_at)"
+        f" VALUES (:name, 'k', :ticket, 30, '', 'h', 1, '', '', '', '', {later}, {later})",
         name=name,
         ticket=ticket,
         seconds=seconds,

@@ -58,6 +58,15 @@ class FakeStore:
     def end_thread(self) -> None:
         self.ended += 1
 
+    def hear(self, channel: str) -> None:
+        return None
+
+    def in_background(self, function: Callable[[], None]) -> None:
+        raise NotImplementedError
+
+    def rest(self, seconds: float) -> None:
+        raise NotImplementedError
+
 
 class FakeLock(SyncLock):
     def __init__(self, store: FakeStore, key: str = "k", **options: Any) -> None:
@@ -502,5 +511,5 @@ def test_at_exit_every_entry_is_left(store: FakeStore) -> None:
     watch = Keeper()
     watch._holds[hold] = None
     watch.close()
-    assert store.sent.count("leave") == 2
+    assert store.sent[-2:] == ["leave", "detach"]  # the token may yet be used
     keeper.discard(hold)

@@ -79,6 +79,8 @@ class World:
         if self.dialect.queue.announce is None:
             row["last"] = ticket
         self.waiters[p["owner"]] = {**p, "ticket": ticket, "expires_at": self.time + p["place"]}
+        if self.dialect.queue.announce is None:
+            return [(ticket, 0.0 if row["owner"] is None else row["expires_at"] - self.time, row["served"] + 1)]
         return [(ticket,)]
 
     def _announce(self, p: dict[str, Any]) -> Rows:

@@ -201,8 +201,17 @@ def test_sqlite_joins_the_callers_transaction(database: str, alias: str) -> None
     with pytest.raises(ZeroDivisionError), transaction.atomic(alias):
         lock.acquire()
         raise ZeroDivisionError
+    assert lock.state == "lost"
     with pytest.raises(LockLost):
         lock.release()
+    with transaction.atomic(alias):
+        with db_lock("outer", using=alias) as outer:
+            with pytest.raises(ZeroDivisionError), transaction.atomic(alias):
+                lock.acquire()
+                raise ZeroDivisionError
+            assert (outer.state, lock.state) == ("held", "lost")
+            with pytest.raises(LockLost):
+                lock.release()
 
 
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)

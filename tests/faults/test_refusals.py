@@ -204,8 +204,9 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
     wish |= {"label": "", "task": "", "channel": ""}
 
     def steps() -> Steps[Any]:
-        ticket = yield from queue.join(database, wish, later)
-        assert ticket is not None
+        joined = yield from queue.join(database, wish, later)
+        assert joined is not None
+        ticket, _ = joined
         view = yield from queue.look(database, "k", later, owner, ticket)
         assert view is not None
         assert (view.mine, view.last, view.ahead, view.present) == (False, ticket, 0, True)

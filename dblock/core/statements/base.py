@@ -90,7 +90,8 @@ class Queue:
     """The statements on `lock_waiters`, and on the two ticket numbers of a key's row."""
 
     join: Statement
-    """Stand in a key's queue -> ticket; nothing if the key has no row, or somebody else has just drawn that ticket."""
+    """Stand in a key's queue -> ticket and, where it announces that too, seconds until the lease ends and the first
+    ticket not served; nothing if the key has no row, or somebody else has just drawn that ticket."""
     announce: Statement | None
     """Let the key's row say that the ticket was given out; None where `join` does that."""
     look: Statement
@@ -102,6 +103,8 @@ class Queue:
     """Let the lease of a waiter's new tenure last a whole life -> fence."""
     quit: Statement
     """Leave the queue."""
+    calls: bool
+    """Does `grant` call the waiter's process?"""
     leaves: bool
     """Does `accept` leave the queue as well?"""
     beat: Statement

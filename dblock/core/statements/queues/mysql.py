@@ -171,6 +171,7 @@ QUEUE: Final = Queue(
     grant=GRANT,
     accept=ACCEPT,
     quit=QUIT,
+    calls=False,
     leaves=False,
     beat=BEAT,
     clear=CLEAR,

@@ -15,7 +15,7 @@ from dblock.core.statements.base import Queue, Reply, Statement
 
 # Safe: the ticket is drawn under the lock on the key's row, so a later ticket is a later place, and both become visible
 # at once. A release that was waiting for that lock sees the new `last_ticket`, though not yet the waiter, and looks
-# again.
+# again. For the same reason the waiter need not look: if the key is held now, its release will see the ticket.
 JOIN: Final = Statement(
     "join",
     """
@@ -23,14 +23,17 @@ WITH announced AS (
     UPDATE locks SET
         last_ticket = greatest(last_ticket + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint))
     WHERE lock_key = :key AND set_config('synchronous_commit', 'off', true) IS NOT NULL
-    RETURNING last_ticket
-)
+    RETURNING last_ticket, served_ticket,
+              CASE WHEN owner IS NULL THEN 0 ELSE extract(epoch FROM expires_at - clock_timestamp()) END AS remaining
+), joined AS (
 INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel,
                           joined_at, expires_at)
 SELECT :owner, :key, last_ticket, :ttl, :label, :host, CAST(:pid AS integer), :thread, :program, :task, :channel,
        clock_timestamp(), clock_timestamp() + make_interval(secs => :place)
 FROM announced
 RETURNING ticket
+)
+SELECT ticket, CAST(remaining AS double precision), served_ticket + 1 FROM joined, announced
 """,
     Reply.ROWS,
 )
@@ -185,6 +188,7 @@ QUEUE: Final = Queue(
     grant=GRANT,
     accept=ACCEPT,
     quit=QUIT,
+    calls=True,
     leaves=True,
     beat=BEAT,
     clear=CLEAR,

@@ -1,0 +1,121 @@
+"""Listens for what other processes have to say to the waiters of this one, where the database can call.
+
+One connection for each database and process, or event loop, however many wait; opened when somebody does, closed some
+time after nobody does any more. A message says which waiter is to look. Whatever is lost, because the connection broke
+or the server swallowed it, costs no more than the interval at which waiters look anyway.
+
+Rule: nobody relies on being called; without a listener waiters look more often, which is all the difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from dblock.core import bells, clock
+
+LINGER: Final = 2.0
+"""Seconds for which it goes on when nobody waits any more."""
+ATTENTION: Final = 1.0
+"""Seconds of silence after which it sees whether it is still wanted."""
+
+log = logging.getLogger("dblock")
+
+
+class Ear(Protocol):
+    """A connection that listens."""
+
+    def listen(self, seconds: float, /) -> Sequence[str]:
+        """What was said, as soon as something is, or nothing after so many seconds; raises when it has broken."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Hearing(Protocol):
+    """The part of a store that can listen."""
+
+    def hear(self, channel: str, /) -> Ear | None:
+        """Begin to listen; None where that does not work."""
+        ...
+
+    def in_background(self, function: Callable[[], None], /) -> None:
+        """Run a function beside everything else: in a thread, or in a task of the running event loop."""
+        ...
+
+    def rest(self, seconds: float, /) -> None:
+        """Sleep in such a function."""
+        ...
+
+
+class Listener:
+    """Listens for the waiters of one database."""
+
+    def __init__(self, store: Hearing) -> None:
+        self._store = store
+        self._wanted_at = 0.0
+        self._running = self._deaf = False
+        self.ready = False
+
+    def want(self) -> bool:
+        """Somebody is about to wait. Is it worth while to give it a moment to begin?"""
+        self._wanted_at = clock.now()
+        if self._running or self._deaf:
+            return False
+        self._running = True
+        try:
+            self._store.in_background(self._run)
+        except RuntimeError:  # out of threads, or the interpreter is ending
+            self._running = False
+        return self._running
+
+    def _wanted(self) -> bool:
+        return clock.now() < self._wanted_at + LINGER or bells.anybody()
+
+    def _run(self) -> None:
+        try:
+            while self._wanted() and not self._deaf:
+                try:
+                    self._listen()
+                except Exception as error:  # noqa: BLE001 - whatever happens to it, waiters get on without it
+                    log.warning("cannot listen at the database, trying again: %s", error)
+                    self._tell_all(ready=False)
+                    self._store.rest(ATTENTION)
+        finally:
+            self._running = False
+            self._tell_all(ready=False)
+
+    def _listen(self) -> None:
+        ear = self._store.hear(channel())
+        if ear is None:
+            self._deaf = True
+            log.warning("the database cannot call this process, through a pooler perhaps: waiters look more often")
+            return
+        try:
+            self._tell_all(ready=True)  # whatever was said before
+            while self._wanted():
+                for message in ear.listen(ATTENTION):
+                    ticket, _, key = message.partition(" ")
+                    bells.ring(key, int(ticket))
+        finally:
+            with contextlib.suppress(Exception):
+                ear.close()
+
+    def _tell_all(self, *, ready: bool) -> None:
+        self.ready = ready
+        bells.ring_all()
+
+
+@functools.cache
+def channel() -> str:
+    """Where this process listens, a name of its own."""
+    return f"dblock_{secrets.token_hex(8)}"
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=channel.cache_clear)  # the parent's is the parent's
