@@ -106,7 +106,8 @@ class Lock(SyncLock):
         """Keep the lock, come what may, until the open transaction ends: nobody else's tenure begins before.
 
         Verifies the tenure and pins it, under any isolation level. What is written in the transaction can then only be
-        committed before the next holder begins. `using` is an alias of the lock's own database.
+        committed before the next holder begins. (A savepoint that is rolled back takes the pin along with what was
+        written in it.) `using` is an alias of the lock's own database.
 
         Raises LockLost if the lock is not ours any more, TransactionManagementError outside of atomic().
         """
@@ -174,7 +175,7 @@ class DbLock:
             on_lost: called once, in a thread of its own, with the lock and a `Reason` when the lock is lost.
             on_at_risk: called likewise, with the lock, when a renewal is late.
             release: "auto": left inside an atomic() that was open when the lock was taken, the lock is kept until that
-                transaction has ended, by commit or rollback; "now".
+                transaction has ended, by commit or rollback (kept, not guarded); "now".
             grace: seconds for which the key stays closed after a lease that expired (not after a release), for work
                 that talks to systems without fences (the lock-delay of Chubby and Consul). The row's `expires_at` is
                 that much later than the lease.

@@ -3,7 +3,8 @@
 Rule: they are opened as the engine's pool opens its own (same credentials, same events) but never taken from that pool:
 a caller who has used up the pool must still be able to give a lock back. Each is in autocommit mode for its whole life,
 so that nothing has to be reset between two uses; a pool's reset would be one more round trip. They wait in a stack, the
-warmest on top, and `engine.dispose()` closes them. An engine with a NullPool keeps none.
+warmest on top, and `engine.dispose()` closes them. No more are in use at a time than the engine's own pool may have. An
+engine with a NullPool keeps none.
 
 A database in memory lives in the engine's own connection: there the statement joins the caller's transaction if one is
 open, and commits on its own if not.
@@ -14,13 +15,16 @@ session. Connections of an event loop that is gone are dropped likewise.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import os
+import time
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sqlalchemy import Engine, NullPool, StaticPool, event
+from sqlalchemy import Engine, NullPool, QueuePool, StaticPool, event
 from sqlalchemy.pool import PoolProxiedConnection
 from sqlalchemy.util import await_only
 
@@ -35,7 +39,7 @@ KEPT = 5
 """How many idle connections an engine keeps for its locks, as many as SQLAlchemy's pools do by default."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Link:
     """A DB-API connection for one statement."""
 
@@ -74,6 +78,8 @@ class Stack:
         self._pool = engine.pool.recreate()
         self._keep = 0 if isinstance(engine.pool, NullPool) else KEPT
         self._idle: list[Link] = []
+        self._out: weakref.WeakSet[Link] = weakref.WeakSet()
+        self._most = _most(engine)
         self._epoch = 0
         _stacks.add(self)
         event.listen(engine, "engine_disposed", lambda _: self._dispose())
@@ -81,18 +87,26 @@ class Stack:
     def take(self) -> Link:
         """An idle connection of this event loop, or a new one."""
         loop = self._loop()
+        pause = 0.001
+        while len(self._out) >= self._most:  # a statement is short
+            self._rest(pause)
+            pause = min(pause * 2, 0.05)
         while self._idle:
             try:
                 link = self._idle.pop()
             except IndexError:  # another thread was faster
                 break
             if link.loop is loop:
+                self._out.add(link)
                 return link
             _cut(link)
-        return self._open(loop)
+        link = Link(None, loop=loop, epoch=self._epoch)
+        self._out.add(link)  # before it is open, so that no more than these are opened at once
+        return self._open(link)
 
     def give(self, link: Link) -> None:
         """Keep a connection for the next statement."""
+        self._out.discard(link)
         if len(self._idle) < self._keep:
             self._idle.append(link)
             if link.epoch != self._epoch:  # the engine was disposed of meanwhile
@@ -104,6 +118,7 @@ class Stack:
 
     def drop(self, link: Link) -> None:
         """Close a connection in an unknown state, and those that waited as long: they broke with it."""
+        self._out.discard(link)
         for each in (link, *self._emptied()):
             with contextlib.suppress(Exception):
                 self._dialect.do_terminate(each.raw)
@@ -130,18 +145,18 @@ class Stack:
         """In a forked child: leave everything to the parent."""
         _parents.append(self._idle)
         self._idle = []
+        self._out.clear()
         self._pool = self._pool.recreate()
 
-    def _open(self, loop: object) -> Link:
-        epoch = self._epoch
+    def _open(self, link: Link) -> Link:
         fairy = self._pool.connect()
         driver: Any = fairy.driver_connection
-        raw: Any = fairy.dbapi_connection
+        link.raw = fairy.dbapi_connection
         fairy.detach()
         try:
-            return self._set_up(Link(raw, loop=loop, epoch=epoch), driver)
+            return self._set_up(link, driver)
         except BaseException:
-            self._dialect.do_terminate(raw)
+            self._dialect.do_terminate(link.raw)
             raise
 
     def _set_up(self, link: Link, driver: Any) -> Link:
@@ -170,11 +185,17 @@ class Stack:
 
     def open_apart(self) -> Link:
         """A connection that is never given back."""
-        return self._open(self._loop())
+        return self._open(Link(None, loop=self._loop(), epoch=self._epoch))
 
     def close(self, link: Link) -> None:
         """Close it."""
         self._dialect.do_terminate(link.raw)
+
+    def _rest(self, seconds: float) -> None:
+        if self._dialect.is_async:
+            await_only(asyncio.sleep(seconds))
+        else:
+            time.sleep(seconds)
 
     def _loop(self) -> object:
         task = current_task() if self._dialect.is_async else None
@@ -232,6 +253,14 @@ def _after_fork_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _most(engine: Engine) -> float:
+    """How many connections statements may use at once: as many as the engine's own pool allows."""
+    pool = engine.pool
+    if isinstance(pool, QueuePool) and pool._max_overflow >= 0:
+        return max(1, pool.size() + pool._max_overflow)
+    return math.inf
 
 
 def _ask(raw: Any, sql: str) -> Any:

@@ -93,7 +93,8 @@ class SyncLock(BaseLock):
     def detach(self) -> str:
         """Leave the lock to whoever attaches to the token that this returns: the lease lasts one more ttl until then.
 
-        The token is a secret. A `with` that is left afterwards releases nothing. Raises LockNotHeld without a hold,
+        Handed over from inside another block of this lock, it lasts one more ttl after that one is left. The token is a
+        secret. A `with` that is left afterwards releases nothing. Raises LockNotHeld without a hold,
         LockLost if the lease has ended.
         """
         return self._drive(operations.detach(self))

@@ -373,3 +373,36 @@ def test_an_extension_after_the_end_is_refused(database: str) -> None:
     with pytest.raises(LockLost):
         lock.release()
     engine.dispose()
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_a_crowd_uses_no_more_connections_than_the_pool_may_have(request: pytest.FixtureRequest, driver: str) -> None:
+    """A thousand tasks that want locks at once, all of them the same one or each another, and all get theirs."""
+    ready(request, "postgresql")
+    engine = create_async_engine(url("postgresql", driver), pool_size=3, max_overflow=2)
+    most = 0
+
+    async def one(key: str) -> None:
+        async with db_lock(engine, key, timeout=120):
+            pass
+
+    async def count(done: asyncio.Event) -> None:
+        nonlocal most
+        while not done.is_set():
+            [(sessions,)] = await asyncio.to_thread(
+                run, "postgresql", "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%lock%'"
+            )
+            assert isinstance(sessions, int)
+            most = max(most, sessions)
+
+    async def main() -> None:
+        done = asyncio.Event()
+        counting = asyncio.create_task(count(done))
+        await asyncio.gather(*(one(f"k{n}") for n in range(500)))
+        await asyncio.gather(*(one("k") for _ in range(200)))
+        done.set()
+        await counting
+        await engine.dispose()
+
+    asyncio.run(main())
+    assert 0 < most <= 3 + 2 + 2  # and one to listen with, and the one that counts

@@ -1,0 +1,227 @@
+"""Waiters and holders that die, servers that restart, connections that break: the queue goes on (11, 15, 20, 22)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import DBAPIError
+
+from dblock.core import bells, queue, waiting
+from dblock.core.keeper import keeper
+from sqlalchemy_dblock import LockTimeout, db_lock, metadata
+from tests.conftest import ready, run, url
+from tests.contract.subjects import Actor, Subject
+from tests.contract.test_queue import waiters
+from tests.faults.lab import FEW, Remote, times, until
+from tests.servers import MariaDB, PostgreSQL, Server
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of drivers whose server went away
+
+
+@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+def test_the_next_has_the_key_when_its_holder_was_killed(subject: Subject) -> None:
+    """kill -9 the holder: within ttl + 1 s."""
+    ttl = 1.5
+    with Remote(subject) as remote:
+        remote.do(f"(lock := subject.lock('k', ttl={ttl})).acquire()")
+        actor = Actor(subject)
+        lock = subject.lock("k", timeout=60)
+        waiting_ = actor.start(lock.acquire)
+        assert until(lambda: waiters(subject) == 1)
+        time.sleep(0.3)
+        remote.kill()
+        killed = time.monotonic()
+        assert waiting_.result(30) is True
+        assert time.monotonic() - killed <= ttl + 1
+        actor.call(lock, "release")
+        actor.close()
+
+
+@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+def test_dead_waiters_are_passed_over_together(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kill -9 the first k of many waiters: the next live one holds within one place in the queue, not k of them."""
+    monkeypatch.setattr(queue, "PLACE", 3.0)
+    k = times(5, 19)
+    holder = subject.lock("k", ttl=60)
+    assert holder.acquire()
+    with Remote(subject) as remote:
+        remote.do("setattr(__import__('dblock.core.queue', fromlist=['queue']), 'PLACE', 3.0)")
+        for n in range(k):
+            remote.do(
+                f"(w{n} := __import__('threading').Thread(target=lambda: subject.lock('k', timeout=99).acquire(),"
+                " daemon=True)).start()"
+            )
+        assert until(lambda: waiters(subject) == k, 20)
+        actor = Actor(subject)
+        lock = subject.lock("k", timeout=60)
+        waiting_ = actor.start(lock.acquire)
+        assert until(lambda: waiters(subject) == k + 1)
+        remote.kill()
+        released = time.monotonic()
+        holder.release()
+        assert waiting_.result(30) is True
+        assert time.monotonic() - released <= 3.0 + 0.5
+        actor.call(lock, "release")
+        actor.close()
+
+
+LEVELS = [
+    ("postgresql", "read committed"),
+    ("postgresql", "repeatable read"),
+    ("postgresql", "serializable"),
+    ("mariadb", "read committed"),
+    ("mariadb", "repeatable read"),
+    ("mariadb", "serializable"),
+    ("sqlite", ""),
+]
+
+
+@pytest.mark.parametrize(("database", "level"), LEVELS)
+@pytest.mark.parametrize("timeout", [0.0, 60.0])
+def test_a_crowd_takes_a_missing_row(request: pytest.FixtureRequest, database: str, level: str, timeout: float) -> None:
+    """At once, under each isolation level: one wins, then the next; no deadlock or duplicate key reaches anybody."""
+    ready(request, database)
+    options: dict[str, Any] = {"pool_size": 100} if database != "sqlite" else {}
+    if database == "postgresql":
+        options["connect_args"] = {"options": f"-c default_transaction_isolation={level.replace(' ', chr(92) + ' ')}"}
+    elif database == "mariadb":
+        options["connect_args"] = {"init_command": f"SET SESSION TRANSACTION ISOLATION LEVEL {level.upper()}"}
+    engine = create_engine(url(database), **options)
+    size = times(30, 100)
+    start, got, errors = threading.Barrier(size), list[int](), list[BaseException]()
+
+    def take() -> None:
+        lock = db_lock(engine, "k", timeout=timeout)
+        start.wait(30)
+        try:
+            with lock:
+                got.append(lock.fence or 0)
+                time.sleep(0.0 if timeout else 1.0)
+        except LockTimeout:
+            pass
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    engine.dispose()
+    assert errors == []
+    assert len(got) == (size if timeout else 1)
+    assert got == sorted(set(got))
+    assert run(database, "SELECT count(*) FROM lock_waiters") == [(0,)]
+
+
+@pytest.fixture(params=[PostgreSQL, MariaDB])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server of its own, which a test may restart."""
+    server = request.param()
+    try:
+        server.prepare()
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+def test_waits_go_on_when_the_database_restarts(server: Server) -> None:
+    """During a hold with its renewals and two waits: the holder keeps its lock, the waiters get it then."""
+    if isinstance(server, MariaDB):
+        server.create_database("dblock")
+        place = f"mysql+pymysql://root@127.0.0.1:{server.port}/dblock"
+    else:
+        place = f"postgresql+psycopg://dblock@127.0.0.1:{server.port}/postgres"
+    engine = create_engine(place)
+    metadata.create_all(engine)
+    order, done = list[str](), list[threading.Thread]()
+
+    def wait(name: str) -> None:
+        with db_lock(engine, "k", ttl=20, timeout=60):
+            order.append(name)
+
+    holder = db_lock(engine, "k", ttl=6)
+    assert holder.acquire()
+    for name in ("first", "second"):
+        done.append(threading.Thread(target=wait, args=(name,)))
+        done[-1].start()
+        assert until(lambda: len(_tickets(place)) == len(done))
+    for how in ("in order", "crash"):
+        import signal
+
+        server.stop(signal.SIGTERM if how == "in order" else signal.SIGKILL)
+        time.sleep(0.5)
+        server.start()
+        time.sleep(1.5)
+        assert holder.state != "lost"
+        assert order == []
+    assert holder.verify()
+    holder.release()
+    for thread in done:
+        thread.join(30)
+    assert sorted(order) == ["first", "second"]
+    engine.dispose()
+
+
+def _tickets(place: str) -> list[int]:
+    engine = create_engine(place)
+    try:
+        with contextlib.suppress(DBAPIError), engine.connect() as connection:
+            return [ticket for (ticket,) in connection.execute(text("SELECT ticket FROM lock_waiters"))]
+        return []
+    finally:
+        engine.dispose()
+
+
+def test_a_listener_that_is_killed_again_and_again(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each hand-over between processes arrives within the interval at which waiters look anyway."""
+    ready(request, "postgresql")
+    monkeypatch.setattr(waiting, "FALLBACK", 1.0)
+    subject = Subject("sqlalchemy", "sync", "postgresql")
+    stop = threading.Event()
+
+    def kill() -> None:
+        while not stop.wait(0.05):
+            run("postgresql", "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'")
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    slowest, lock = 0.0, db_lock(subject.engine, "k", timeout=60)
+    try:
+        with Remote(subject) as remote:
+            remote.do("(lock := subject.lock('k', timeout=60)).key")
+            for _ in range(times(40, 1000)):
+                remote.do("lock.acquire()")
+                waiting_: list[float] = []
+                thread = threading.Thread(target=_time, args=(lock, waiting_))
+                thread.start()
+                assert until(lambda: waiters(subject) == 1)
+                begun = time.monotonic()
+                remote.do("lock.release()")
+                thread.join(30)
+                slowest = max(slowest, waiting_[0] - begun)
+    finally:
+        stop.set()
+        killer.join()
+    assert slowest < 1.0 * 1.25 + 0.5
+
+
+def _time(lock: Any, got: list[float]) -> None:
+    assert lock.acquire()
+    got.append(time.monotonic())
+    lock.release()
+
+
+def test_nothing_is_left_of_those_who_waited() -> None:
+    """In this process, after all of the above."""
+    assert not bells.anybody()
+    assert not keeper._places
