@@ -158,7 +158,7 @@ def hand_over(database: Database, key: str, first: int = 0) -> Steps[bool]:
     look for themselves.
     """
     try:
-        for _ in range(3):  # somebody may leave, and somebody come, between two statements
+        for _ in range(2):  # somebody may leave, and somebody come, between two statements
             if first and (yield from grant(database, key, first)):
                 return True
             view = yield from look(database, key, database.now() + HURRY)

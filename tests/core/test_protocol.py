@@ -118,7 +118,7 @@ class World:
         row = self.rows.get(p["key"])
         if row is None or row["owner"] != p["owner"] or row["expires_at"] <= self.time:
             return []
-        row["expires_at"] = self.time + p["life"]
+        row["expires_at"] = max(row["expires_at"], self.time + p["life"])
         if self.dialect.queue.leaves:
             self.waiters.pop(p["owner"], None)
         return [(row["fence"],)]

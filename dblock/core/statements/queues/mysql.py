@@ -94,13 +94,14 @@ SET locks.owner = next.heir,
     Reply.NUMBER,
 )
 
-# Safe: names the owner, whose token is of this place in the queue alone. Durable: the lease is relied on.
+# Safe: names the owner, whose token is of this place in the queue alone, and shortens nothing, so it may arrive late.
+# Durable: the lease is relied on.
 ACCEPT: Final = Statement(
     "accept",
     """
 UPDATE locks FORCE INDEX (PRIMARY) SET
     fence = LAST_INSERT_ID(fence),
-    expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND
+    expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
 WHERE lock_key = :key AND owner = :owner AND expires_at > UTC_TIMESTAMP(6)
 """,
     Reply.NUMBER,

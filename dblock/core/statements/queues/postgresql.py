@@ -99,12 +99,13 @@ FROM granted
     Reply.ROWS,
 )
 
-# Safe: names the owner, whose token is of this place in the queue alone. Durable: the lease is relied on.
+# Safe: names the owner, whose token is of this place in the queue alone, and shortens nothing, so it may arrive late.
+# Durable: the lease is relied on.
 ACCEPT: Final = Statement(
     "accept",
     """
 WITH accepted AS (
-    UPDATE locks SET expires_at = clock_timestamp() + make_interval(secs => :life)
+    UPDATE locks SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
     WHERE lock_key = :key AND owner = :owner AND expires_at > clock_timestamp()
       AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
     RETURNING fence

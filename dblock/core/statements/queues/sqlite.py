@@ -91,11 +91,12 @@ RETURNING served_ticket
     Reply.ROWS,
 )
 
-# Safe: names the owner, whose token is of this place in the queue alone.
+# Safe: names the owner, whose token is of this place in the queue alone, and shortens nothing, so it may arrive late.
 ACCEPT: Final = Statement(
     "accept",
     """
-UPDATE locks SET expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life))
+UPDATE locks SET
+    expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
 WHERE lock_key = :key AND owner = :owner AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 RETURNING fence
 """,
