@@ -288,7 +288,8 @@ def _leave(lock: BaseLock, flow: Flow, hold: Hold) -> Steps[bool]:
     if not entered:
         # Forgotten before the statement is sent: whatever becomes of it, this flow holds the key no more.
         _forget(flow, hold)
-    if hold.tokens and not entered:  # it is left to the bearer of a token, who has one more ttl
+    if hold.tokens and not entered and (yield from _unused(flow, hold)):
+        # It is left to the bearer of a token, who has one more ttl.
         return (yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace))
     alone = hold.others is None
     if not alone or (hold.min_hold and not entered):
@@ -311,6 +312,15 @@ def _find_out(hold: Hold) -> Steps[None]:
     if not hold.lose(loss):
         hold.loss = loss  # now we know better
     keeper.announce(hold)
+
+
+def _unused(flow: Flow, hold: Hold) -> Steps[bool]:
+    """Has nobody come yet with a token of this tenure? Whoever attaches writes into the row who that is."""
+    info = yield from protocol.inspect(hold.store.database, hold.tenure.key)
+    if info is None:
+        return False
+    who = info.identity
+    return (who.host, who.pid, who.thread) == (flow.who["host"], flow.who["pid"], flow.who["thread"])
 
 
 def _inside(lock: BaseLock, hold: Hold) -> bool:
