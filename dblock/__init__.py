@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dblock.core.errors import (
         InvalidKey,
         InvalidToken,
+        LockDeadlock,
         LockError,
         LockLost,
         LockNotHeld,
@@ -33,6 +34,7 @@ __all__ = [
     "InvalidKey",
     "InvalidToken",
     "Lock",
+    "LockDeadlock",
     "LockError",
     "LockInfo",
     "LockLost",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dblock.core.errors import (
     InvalidKey,
     InvalidToken,
+    LockDeadlock,
     LockError,
     LockLost,
     LockNotHeld,
@@ -32,6 +33,7 @@ __all__ = [
     "InvalidKey",
     "InvalidToken",
     "Lock",
+    "LockDeadlock",
     "LockError",
     "LockInfo",
     "LockLost",

@@ -64,6 +64,7 @@ def test_public_names() -> None:
     errors = {
         "InvalidKey",
         "InvalidToken",
+        "LockDeadlock",
         "LockError",
         "LockLost",
         "LockNotHeld",

@@ -2,6 +2,7 @@
 
     LockError
     |- LockTimeout            (TimeoutError)   somebody else held the key for as long as we were told to wait
+    |- LockDeadlock                            flows wait for each other's locks in a circle
     |- LockLost                                the lease ended before the work did; `reason` says how
     |- LockNotHeld            (RuntimeError)   released, extended or used by a flow that does not hold it
     |- InvalidKey             (ValueError)     refused before any I/O
@@ -59,6 +60,19 @@ class LockTimeout(LockError, TimeoutError):
     def __init__(self, message: str = "", *, key: str | None = None, holder: LockInfo | None = None) -> None:
         super().__init__(message, key=key)
         self.holder = holder
+
+
+class LockDeadlock(LockError):
+    """Flows that hold locks wait for each other's in a circle; this one joined its queue last and gives way.
+
+    `cycle` has, for each of them in turn, the key that it waits for and who it is.
+    """
+
+    cycle: tuple[tuple[str, str], ...]
+
+    def __init__(self, message: str = "", *, key: str | None = None, cycle: tuple[tuple[str, str], ...] = ()) -> None:
+        super().__init__(message, key=key)
+        self.cycle = cycle
 
 
 class LockLost(LockError):

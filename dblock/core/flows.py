@@ -10,6 +10,8 @@ own flow changes it. After a fork the child is a new flow with nothing: the pare
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import secrets
 import sys
@@ -17,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Generator, MutableMapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from dblock.core.identity import process_identity, storable
 
@@ -25,21 +27,34 @@ if TYPE_CHECKING:
     from dblock.core.holds import Entry, Hold
 
 
+FLOW: Final = 16
+"""How many digits of an owner token name the flow, which is no secret; the others are."""
+
+
 def new_owner() -> str:
-    """A token that nobody can guess, for one attempt to begin a tenure.
+    """A token that nobody can guess, for one attempt of the present flow to begin a tenure.
 
     So a row that shows it shows this attempt's tenure and no other: not an earlier one of the same flow whose release
     was lost, nor one that the flow took through another engine.
     """
-    return secrets.token_hex(16)
+    return current_flow().name + secrets.token_hex(16)
+
+
+_numbers = itertools.count()
+
+
+@functools.cache
+def _process() -> str:
+    return secrets.token_hex(5)
 
 
 class Flow:
     """What one flow holds, found by the store of its row and its key; and who it is."""
 
-    __slots__ = ("__weakref__", "_task", "detached", "holds", "ref", "who")
+    __slots__ = ("__weakref__", "_task", "detached", "holds", "name", "ref", "who")
 
     def __init__(self, name: str, task: Any = None) -> None:
+        self.name = f"{_process()}{next(_numbers) & 0xFFFFFF:06x}"
         self.holds: dict[tuple[object, str], Hold] = {}
         self.detached: list[Entry] = []
         """Entries whose `with` is still open, but whose hold was handed over."""
@@ -108,6 +123,7 @@ def _after_fork_in_child() -> None:
             for entry in hold.entries:
                 entry.lock.forked_from = parent
     process_identity.cache_clear()
+    _process.cache_clear()
     _local, _tasks = _Local(), weakref.WeakKeyDictionary()
 
 

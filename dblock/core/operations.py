@@ -48,7 +48,13 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
         "task": celery_task_id(),
         "fair": int(lock.options.fair),
     }
-    found = yield from waiting.acquire(database, wish, timeout, functools.partial(keeper.attendant, store))
+    found = yield from waiting.acquire(
+        database,
+        wish,
+        timeout,
+        functools.partial(keeper.attendant, store),
+        entangled=any(other.store is store and other.loss is None for other in flow.holds.values()),
+    )
     if not isinstance(found, Grant):
         return found
     _ = _begin(lock, flow, found, entry, hold)

@@ -41,10 +41,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from dblock.core import bells, listener, protocol
-from dblock.core.errors import LockStoreError
+from dblock.core.errors import LockDeadlock, LockStoreError
+from dblock.core.flows import FLOW
 from dblock.core.protocol import PATIENCE, Database
 from dblock.core.steps import Parameters, Steps, sleep
 from dblock.core.values import Grant, Tenure
@@ -134,6 +135,26 @@ def accept(database: Database, wish: Parameters, ticket: int, until: float) -> S
     if not queue.leaves:
         yield from quit_queue(database, owner)
     return Grant(Tenure(key, owner, int(rows[0][0])), sent, ttl, ticket)
+
+
+def deadlock(database: Database, owner: str, until: float) -> Steps[LockDeadlock | None]:
+    """The circle of flows that the waiter `owner` is the youngest of, if there is one.
+
+    A flow waits for one key at a time, so there is one way to follow: from a waiter to the holder of its key, and to
+    what that one waits for. What is held by the bearer of a token counts for nobody: the row says who that is.
+    """
+    _, rows = yield from protocol.send(database, database.dialect.queue.waits, {}, until, resend=True)
+    waits = {(row[0][:FLOW], *row[3:6]): row for row in rows}
+    row = next((row for row in rows if row[0] == owner), None)
+    chain = list[Any]()
+    while row is not None and row not in chain:
+        chain.append(row)
+        row = waits.get((row[6][:FLOW], *row[7:10]))
+    if row is None or row[0] != owner or any(other[2] > row[2] for other in chain):
+        return None
+    cycle = tuple((str(each[1]), f"{each[3]} pid {each[4]}, {each[5]}") for each in chain)
+    story = ", which waits for ".join(f"{key!r} that {who} waits for is held by the next" for key, who in cycle)
+    return LockDeadlock(f"deadlock: {story}", key=cycle[0][0], cycle=cycle)
 
 
 def quit_queue(database: Database, owner: str, patience: float = PATIENCE) -> Steps[None]:

@@ -31,6 +31,8 @@ SELDOM: Final = 1.0
 """Seconds between two looks of any waiter that nobody can call, at most."""
 FALLBACK: Final = 2.0
 """Seconds between two looks of a waiter that will be called."""
+SUSPICION: Final = 0.5
+"""Seconds between two looks for a deadlock, of a waiter that holds other keys."""
 PRELUDE: Final = 0.1
 """Seconds that the first waiter of a process gives its listener to begin."""
 
@@ -84,12 +86,18 @@ _REFUSED: Final = _Attempt.REFUSED
 
 
 def acquire(
-    database: Database, wish: dict[str, Any], timeout: float | None, attendant: Callable[[], Attendant] = Nobody
+    database: Database,
+    wish: dict[str, Any],
+    timeout: float | None,
+    attendant: Callable[[], Attendant] = Nobody,
+    *,
+    entangled: bool = False,
 ) -> Steps[Grant | LockInfo | None]:
     """A grant, or whoever held the key when `timeout` seconds (None: for ever) were over.
 
     `wish` is what the row is to say, but for the owner's token. None means that the key was free at the last look, but
-    others were faster each time. Outages of the database are part of the wait.
+    others were faster each time. Outages of the database are part of the wait. `entangled` says that the flow holds
+    other keys, so that its wait may close a circle: raises LockDeadlock.
     """
     now, dialect, key = database.now, database.dialect, wish["key"]
     start = now()
@@ -99,7 +107,7 @@ def acquire(
     growing = pauses()
     tries = 0
     if bells.is_crowded(key) and wish["fair"] and now() < deadline:
-        found = yield from _Waiter(database, wish, deadline, until, attendant()).stand()
+        found = yield from _Waiter(database, wish, deadline, until, attendant(), entangled).stand()
         if found is not _Place.GONE:
             return found
     while True:
@@ -121,7 +129,7 @@ def acquire(
         # A key that is free, but cannot be had, has waiters, or a transaction pins it.
         waits = holder is not None and (held or (yield from queue.hand_over(database, key)) or tries > 2)
         if waits and now() < deadline:
-            found = yield from _Waiter(database, wish, deadline, until, attendant()).stand()
+            found = yield from _Waiter(database, wish, deadline, until, attendant(), entangled).stand()
             if found is not _Place.GONE:
                 return found
         if tries > 1 or grant is _REFUSED:
@@ -166,6 +174,11 @@ class _Waiter:
     until: float
     """The local time after which errors of the database are not tried again."""
     attendant: Attendant
+    entangled: bool
+    beat: float = 0.0
+    """The local time from which the place is to be kept, if nobody else does it."""
+    suspect: float = 0.0
+    """The local time from which to look for a deadlock."""
     bell: Bell = field(default_factory=Bell)
 
     def stand(self) -> Steps[Grant | LockInfo | Literal[_Place.GONE]]:
@@ -229,7 +242,8 @@ class _Waiter:
         """
         database, key, owner, now = self.database, self.wish["key"], self.wish["owner"], self.database.now
         growing = pauses()
-        first, since, beat = 0, now(), now() + queue.BEAT
+        first, since = 0, now()
+        self.beat = now() + queue.BEAT
         while True:
             if self.bell.answered():
                 grant = yield from queue.accept(database, self.wish, ticket, self.until)
@@ -254,14 +268,31 @@ class _Waiter:
             if view.remaining <= 0:
                 _ = yield from queue.hand_over(database, key, view.first)
                 pause = min(pause, next(growing))
-            if alone and now() >= beat:
-                yield from queue.beat(database, [owner], self.until)
-                beat = now() + queue.BEAT
+            soonest = yield from self._duties(alone=alone)
             left = self.deadline - now()
             if left <= 0:
                 return None
+            pause = min(pause, soonest)
             yield from wait(min(pause, left), self.bell)  # not at all if the key has just been handed to us
             view = None
+
+    def _duties(self, *, alone: bool) -> Steps[float]:
+        """What is due now; seconds until something else is."""
+        database, owner, now = self.database, self.wish["owner"], self.database.now
+        soonest = math.inf
+        if alone:
+            if now() >= self.beat:
+                yield from queue.beat(database, [owner], self.until)
+                self.beat = now() + queue.BEAT
+            soonest = self.beat - now()
+        if self.entangled:
+            if now() >= self.suspect:
+                error = yield from queue.deadlock(database, owner, self.until)
+                if error is not None:
+                    raise error
+                self.suspect = now() + SUSPICION
+            soonest = min(soonest, self.suspect - now())
+        return max(soonest, 0.0)
 
 
 def _often(view: View, unchanged: float) -> float:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from dblock.core import queue
+from dblock.core.errors import LockDeadlock
 from tests.contract.subjects import Actor, Subject
+from tests.contract.test_lease import attach
 from tests.faults.lab import until
 
 
@@ -183,3 +185,53 @@ def test_a_row_deleted_under_its_waiters(subject: Subject, actor: Actor, other: 
     assert waiting.result(10) is True
     other.call(lock, "release")
     assert waiters(subject) == 0
+
+
+def test_a_circle_is_broken_by_its_youngest(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
+    """Each holds a key and waits for the next one's: who joined last is told so within a second, and by whom."""
+    crowd = actors(3)
+    locks = {(flow, key): subject.lock(key, timeout=30) for flow in range(3) for key in "abc"}
+    keys = "abc"
+    for flow, actor in enumerate(crowd):
+        actor.call(locks[flow, keys[flow]], "acquire")
+    waits = list[Future[bool]]()
+    for flow, actor in enumerate(crowd):
+        waits.append(actor.start(getattr(locks[flow, keys[(flow + 1) % 3]], subject.method("acquire"))))
+        if flow < 2:
+            assert until(lambda flow=flow: waiters(subject) == flow + 1)  # type: ignore[misc]
+            assert not any(wait.done() for wait in waits)
+    begun = time.monotonic()
+    with pytest.raises(LockDeadlock) as caught:
+        waits[2].result(20)
+    assert time.monotonic() - begun < 5  # a second, on a machine that has time
+    assert [key for key, _ in caught.value.cycle] == ["a", "b", "c"]
+    assert "'a'" in str(caught.value)
+    assert "pid" in str(caught.value)
+    assert until(lambda: waiters(subject) == 2)
+    crowd[2].call(locks[2, "c"], "release")
+    assert waits[1].result(20) is True
+    crowd[1].call(locks[1, "c"], "release")
+    crowd[1].call(locks[1, "b"], "release")
+    assert waits[0].result(20) is True
+    crowd[0].call(locks[0, "b"], "release")
+    crowd[0].call(locks[0, "a"], "release")
+
+
+def test_a_chain_is_no_circle(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
+    """Whoever holds keys and waits for others just waits; and a key that was handed over counts for its bearer."""
+    one, two, three = actors(3)
+    a, b = subject.lock("a", timeout=30), subject.lock("b", timeout=30)
+    one.call(a, "acquire")
+    two.call(b, "acquire")
+    token = one.call(a, "detach")
+    taken = three.do(lambda: attach(subject, token))
+    waits = [one.start(getattr(b, subject.method("acquire"))), two.start(getattr(a, subject.method("acquire")))]
+    assert until(lambda: waiters(subject) == 2)
+    time.sleep(1.2)
+    assert not any(wait.done() for wait in waits)
+    three.call(taken, "release")
+    assert waits[1].result(20) is True
+    two.call(b, "release")
+    assert waits[0].result(20) is True
+    one.call(b, "release")
+    two.call(a, "release")

@@ -109,6 +109,8 @@ class Queue:
     """Does `accept` leave the queue as well?"""
     beat: Statement
     """Let the places of many waiters last for longer."""
+    waits: Statement
+    """Who waits for what, and who holds that: owner, key, ticket, host, pid, thread; owner, host, pid, thread."""
     clear: Statement
     """Forget a queue in which nobody is alive, unless somebody came after ticket `last`."""
     forget: Statement

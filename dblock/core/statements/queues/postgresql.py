@@ -137,6 +137,19 @@ WHERE owner = due.holder AND set_config('synchronous_commit', 'off', true) IS NO
     Reply.COUNT,
 )
 
+# Safe: reads only, and all of it as of one moment.
+WAITS: Final = Statement(
+    "waits",
+    """
+SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread,
+       held.owner, held.host, held.pid, held.thread
+FROM lock_waiters AS waiter JOIN locks AS held ON held.lock_key = waiter.lock_key
+WHERE waiter.expires_at > clock_timestamp() AND held.expires_at > clock_timestamp()
+  AND held.owner IS NOT NULL AND held.owner <> waiter.owner AND held.count > 0
+""",
+    Reply.ROWS,
+)
+
 # Safe: every ticket up to `last` was visible when this began, since it had been read; a later one changes the row's
 # `last_ticket`, and the condition is then false, also for an update that had to wait.
 CLEAR: Final = Statement(
@@ -192,6 +205,7 @@ QUEUE: Final = Queue(
     calls=True,
     leaves=True,
     beat=BEAT,
+    waits=WAITS,
     clear=CLEAR,
     forget=FORGET,
     ddl=DDL,

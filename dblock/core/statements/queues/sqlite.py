@@ -117,6 +117,20 @@ WHERE owner IN (SELECT value FROM json_each(:owners))
     Reply.COUNT,
 )
 
+# Safe: reads only, and all of it as of one moment.
+WAITS: Final = Statement(
+    "waits",
+    """
+SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread,
+       held.owner, held.host, held.pid, held.thread
+FROM lock_waiters AS waiter JOIN locks AS held ON held.lock_key = waiter.lock_key
+WHERE waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+  AND held.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+  AND held.owner IS NOT NULL AND held.owner <> waiter.owner AND held.count > 0
+""",
+    Reply.ROWS,
+)
+
 # Safe: only if nobody came since `last` was read.
 CLEAR: Final = Statement(
     "clear",
@@ -169,6 +183,7 @@ QUEUE: Final = Queue(
     calls=False,
     leaves=False,
     beat=BEAT,
+    waits=WAITS,
     clear=CLEAR,
     forget=FORGET,
     ddl=DDL,
