@@ -225,7 +225,9 @@ def test_a_chain_is_no_circle(subject: Subject, actors: Callable[[int], list[Act
     two.call(b, "acquire")
     token = one.call(a, "detach")
     taken = three.do(lambda: attach(subject, token))
-    waits = [one.start(getattr(b, subject.method("acquire"))), two.start(getattr(a, subject.method("acquire")))]
+    waits = [one.start(getattr(b, subject.method("acquire")))]
+    assert until(lambda: waiters(subject) == 1)
+    waits.append(two.start(getattr(a, subject.method("acquire"))))
     assert until(lambda: waiters(subject) == 2)
     time.sleep(1.2)
     assert not any(wait.done() for wait in waits)

@@ -185,3 +185,30 @@ def in_order(world: World, log: list[tuple[int, int]]) -> None:
     served = [ticket for _, ticket in log if ticket]
     assert served == sorted(served) == world.served.get("k", [])
     assert not world.barged
+
+
+def told(owner: str, rows: list[tuple[Any, ...]]) -> tuple[tuple[str, str], ...]:
+    """The circle that a waiter is told of when the database shows those waits."""
+    steps = queue.deadlock(World().database(), owner, 2000.0)
+    assert isinstance(next(steps), Execute)
+    with pytest.raises(StopIteration) as done:
+        steps.send(rows)
+    return done.value.value.cycle if done.value.value else ()
+
+
+def wait_of(flow: str, key: str, ticket: int, holder: str) -> tuple[Any, ...]:
+    """A row of `waits`: flows are named by one letter, which their tokens begin with sixteen times."""
+    return (flow * 16 + "1", key, ticket, "host", 1, flow, holder * 16 + "2", "host", 1, holder)
+
+
+def test_only_the_youngest_of_a_circle_gives_way() -> None:
+    """Also when all of them look at once; who waits for one in the circle, but holds nothing of it, never does."""
+    circle = [wait_of("a", "k2", 5, "b"), wait_of("b", "k3", 9, "c"), wait_of("c", "k1", 7, "a")]
+    rows = [*circle, wait_of("d", "k2", 1, "b"), wait_of("e", "k4", 12, "f")]
+    for seed in range(20):
+        random.Random(seed).shuffle(rows)
+        cycles = {flow: told(flow * 16 + "1", rows) for flow in "abcdef"}
+        assert {flow for flow, cycle in cycles.items() if cycle} == {"b"}
+        assert [key for key, _ in cycles["b"]] == ["k3", "k1", "k2"]
+    other_thread = [wait_of("a", "k2", 5, "b"), (*wait_of("b", "k1", 9, "a")[:9], "who attached to the token")]
+    assert not any(told(flow * 16 + "1", other_thread) for flow in "ab")
