@@ -17,11 +17,12 @@ DATABASES = ("sqlite", "postgresql", "mariadb")
 ALIASES = {"sqlite": "default", "postgresql": "postgresql", "mariadb": "mariadb"}
 
 _directory = tempfile.TemporaryDirectory(prefix="dblock-tests-")
-os.environ.setdefault("DBLOCK_TEST_SQLITE", f"{_directory.name}/locks.sqlite3")
-os.environ.setdefault("DBLOCK_TEST_POSTGRESQL_PORT", str(free_port()))
-os.environ.setdefault("DBLOCK_TEST_MARIADB_PORT", str(free_port()))
-os.environ.setdefault("DBLOCK_TEST_POSTGRESQL_WIRE", str(free_port()))
-os.environ.setdefault("DBLOCK_TEST_MARIADB_WIRE", str(free_port()))
+_worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+if os.environ.get("DBLOCK_TEST_WORKER") != _worker:  # else this is a process that a test has started
+    os.environ["DBLOCK_TEST_WORKER"] = _worker
+    os.environ["DBLOCK_TEST_SQLITE"] = f"{_directory.name}/locks.sqlite3"
+    for _name in ("POSTGRESQL_PORT", "MARIADB_PORT", "POSTGRESQL_WIRE", "MARIADB_WIRE"):
+        os.environ[f"DBLOCK_TEST_{_name}"] = str(free_port())
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
 
 

@@ -21,145 +21,30 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
-from dblock.core import clock, listener, protocol, queue
-from dblock.core.drivers import Store, adrive, drive
-from dblock.core.errors import LockError, Reason, StoreBusy
+from dblock.core import clock, listener, queue
+from dblock.core.drivers import Store, adrive
+from dblock.core.exits import give_all_back
 from dblock.core.flows import current_flow, flow_again
-from dblock.core.holds import Hold, Lease, Loss
+from dblock.core.holds import Hold
+from dblock.core.journal import warn
 from dblock.core.listener import Listener
-from dblock.core.values import Grant, Tenure
+from dblock.core.renewals import Batch, Place, Places, Renewer, quietly
 
 if TYPE_CHECKING:
-    from dblock.core.steps import Steps
+    pass
 
 LOOK: Final = 1.0
 """Seconds between two looks of the watching thread, at most."""
-BATCH: Final = 10_000
-"""Leases in one statement, at most."""
 PATIENCE: Final = 2.0
 """Seconds for which the end of a process waits for its locks to be given back."""
-
-log = logging.getLogger("dblock")
-log.addHandler(logging.NullHandler())
-
-
-class Place(NamedTuple):
-    """A place in a queue that is to be kept."""
-
-    store: Store
-    loop: Any
-    due: float
-
-
-class Batch:
-    """Leases of one database that are to be renewed by one statement."""
-
-    def __init__(self, store: Store, holds: Sequence[Hold]) -> None:
-        self.store = store
-        self.leases = [hold.lease() for hold in holds]
-
-    def steps(self) -> Steps[None]:
-        """Renew, and let every hold know."""
-        for lease in self.leases:
-            lease.hold.failure = True  # until it has succeeded: it may never be answered
-        patience = min(lease.ttl for lease in self.leases) / 20
-        for start in range(0, len(self.leases), BATCH):
-            yield from self._renew(self.leases[start : start + BATCH], patience)
-        keeper.look()
-
-    def give_up(self) -> None:
-        """Nobody can run this."""
-        for lease in self.leases:
-            lease.hold.renewing = False
-
-    def _renew(self, leases: Sequence[Lease], patience: float) -> Steps[None]:
-        database = self.store.database
-        lives: dict[Tenure, float] = {}  # two flows may hold one tenure: the longer life counts
-        for lease in leases:
-            lives[lease.hold.tenure] = max(lease.life, lives.get(lease.hold.tenure, 0.0))
-        try:
-            sent, alive = yield from protocol.renew(database, list(lives.items()), database.now() + patience)
-        except LockError as error:
-            if type(error) is StoreBusy and len(leases) > 1:
-                # One row that a stranger has locked must not cost the others their leases.
-                half = len(leases) // 2
-                yield from self._renew(leases[:half], 0.0)
-                yield from self._renew(leases[half:], 0.0)
-                return
-            warn("could not renew %d leases, trying again: %s", len(leases), error)
-            for lease in leases:
-                lease.hold.due = min(lease.hold.due, database.now() + min(1.0, lease.ttl / 20))
-            return
-        over: list[Hold] = []
-        for hold, ttl, _, epoch in leases:
-            if alive is None or hold.tenure in alive:
-                _ = hold.lengthen(Grant(hold.tenure, sent, ttl), epoch)
-            else:
-                over.append(hold)
-        for hold in over:
-            if keeper.keeps(hold):
-                try:
-                    loss = Loss(*(yield from protocol.why_lost(database, hold.tenure)))
-                except LockError:
-                    loss = Loss(Reason.EXPIRED)
-                if keeper.keeps(hold):  # not given back meanwhile
-                    _ = hold.lose(loss)
-
-
-class Places:
-    """Places in the queues of one database that are to be kept by one statement."""
-
-    def __init__(self, store: Store, owners: Sequence[str]) -> None:
-        self.store = store
-        self.leases = list(owners)
-
-    def steps(self) -> Steps[None]:
-        """Keep them."""
-        try:
-            yield from queue.beat(self.store.database, self.leases, self.store.database.now() + queue.BEAT / 2)
-        except LockError as error:
-            warn("could not keep %d places in queues, trying again: %s", len(self.leases), error)
-
-    def give_up(self) -> None:
-        """Nobody can run this."""
-        for owner in self.leases:
-            keeper.leave(owner)
-
-
-class Renewer(threading.Thread):
-    """Renews the leases of one database on connections of its own."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__(name="dblock renewal", daemon=True)
-        self.store = store
-        self.batches: SimpleQueue[Batch | Places | None] = SimpleQueue()
-        self.given = self.done = 0
-
-    @property
-    def ready(self) -> bool:
-        """Is it there, and not in the middle of something?"""
-        return self.given == self.done and self.is_alive()
-
-    def run(self) -> None:
-        while (batch := self.batches.get()) is not None:
-            try:
-                drive(batch.steps(), self.store)
-            except BaseException as error:  # noqa: BLE001 - must go on: other leases depend on it
-                warn("a renewal of %d leases failed: %r", len(batch.leases), error)
-            finally:
-                self.done += 1
-                del batch
-        with contextlib.suppress(Exception):
-            self.store.end_thread()
 
 
 class Attendant:
@@ -292,7 +177,7 @@ class Keeper:
         idle = False
         while True:
             if self._ending:
-                _give_all_back(self._ending)
+                give_all_back(self._ending)
                 self._ending = []
                 self._ended.set()
             self._wake_at = math.inf  # whoever adds a hold during the look makes us look again
@@ -356,7 +241,7 @@ class Keeper:
             del flow
         for (store, loop), holds in due.items():
             self._gather(store, loop, holds)
-            self._send(Batch(store, holds), loop)
+            self._send(Batch(self, store, holds), loop)
         soonest = min(soonest, self._keep_places(stores))
         for store in [store for store in self._renewers if store not in stores]:
             self._renewers.pop(store).batches.put(None)
@@ -370,7 +255,7 @@ class Keeper:
         for store, loop in late:
             owners = [owner for owner, place in places if (place.store, place.loop) == (store, loop)]
             self._places |= {owner: Place(store, loop, now + queue.BEAT) for owner in owners if owner in self._places}
-            self._send(Places(store, owners), loop)
+            self._send(Places(self, store, owners), loop)
         return min((place.due - now for place in self._places.copy().values()), default=LOOK)
 
     def _gather(self, store: Store, loop: Any, holds: list[Hold]) -> None:
@@ -401,7 +286,7 @@ class Keeper:
         steps = batch.steps()
 
         def begin() -> None:
-            task = loop.create_task(_quietly(adrive(steps, batch.store)))
+            task = loop.create_task(quietly(adrive(steps, batch.store)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -433,46 +318,6 @@ class Keeper:
         _ = self._ended.wait(PATIENCE)
 
 
-def _give_all_back(holds: Sequence[Hold]) -> None:
-    silent = set[Store]()
-    for hold in holds:
-        if hold.store in silent:
-            continue
-        try:
-            _finish(hold)
-        except Exception as error:  # noqa: BLE001 - nothing may keep the others from being given back
-            warn("could not give %r back at exit: %s", hold.tenure.key, error)
-            silent.add(hold.store)
-
-
-def _finish(hold: Hold) -> None:
-    steps = _leave_for_good(hold)
-    if hold.store.asynchronous:
-        import asyncio  # noqa: PLC0415 - only where it is in use
-
-        asyncio.run(adrive(steps, hold.store))
-    else:
-        drive(steps, hold.store)
-
-
-def _leave_for_good(hold: Hold) -> Steps[None]:
-    database, alone = hold.store.database, hold.others is None
-    if alone and not hold.min_hold:
-        _ = yield from queue.release(database, hold.tenure, 1, hold.ticket)
-        return
-    for _ in range(max(1, len(hold.entries)) - bool(hold.tokens)):  # each entry counts in the row
-        _ = yield from queue.leave(database, hold.tenure, hold.min_hold, alone=alone)
-    if hold.tokens:
-        _ = yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace)
-
-
-async def _quietly(work: Coroutine[Any, Any, None]) -> None:
-    try:
-        await work
-    except Exception as error:  # noqa: BLE001 - must not end in the loop's exception handler
-        warn("a renewal failed: %r", error)
-
-
 def _tell(calls: list[Callable[[], object]], hold: Hold) -> None:
     if not calls:
         return
@@ -489,12 +334,6 @@ def _call(calls: list[Callable[[], object]], hold: Hold) -> None:
                 _ = call()
             except Exception as error:  # noqa: BLE001 - a user's
                 warn("a callback of the lock on %r failed: %r", hold.tenure.key, error, exc_info=True)
-
-
-def warn(message: str, *args: object, exc_info: bool = False) -> None:
-    """Log; but a handler or filter that fails must not end the watch."""
-    with contextlib.suppress(Exception):
-        log.warning(message, *args, exc_info=exc_info)
 
 
 keeper = Keeper()

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from dblock.core import bells, clock
+from dblock.core.journal import warn
 
 LINGER: Final = 2.0
 """Seconds for which it goes on when nobody waits any more."""
 ATTENTION: Final = 1.0
 """Seconds of silence after which it sees whether it is still wanted."""
-
-log = logging.getLogger("dblock")
 
 
 class Ear(Protocol):
@@ -83,7 +81,7 @@ class Listener:
                 try:
                     self._listen()
                 except Exception as error:  # noqa: BLE001 - whatever happens to it, waiters get on without it
-                    log.warning("cannot listen at the database, trying again: %s", error)
+                    warn("cannot listen at the database, trying again: %s", error)
                     self._tell_all(ready=False)
                     self._store.rest(ATTENTION)
         finally:
@@ -94,7 +92,7 @@ class Listener:
         ear = self._store.hear(channel())
         if ear is None:
             self._deaf = True
-            log.warning("the database cannot call this process, through a pooler perhaps: waiters look more often")
+            warn("the database cannot call this process, through a pooler perhaps: waiters look more often")
             return
         try:
             self._tell_all(ready=True)  # whatever was said before

@@ -18,8 +18,9 @@ from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError,
 from dblock.core.faces import SyncLock
 from dblock.core.flows import current_flow
 from dblock.core.holds import Entry, Hold, Loss
-from dblock.core.keeper import Batch, Keeper, keeper
+from dblock.core.keeper import Keeper, keeper
 from dblock.core.protocol import Database
+from dblock.core.renewals import Batch
 from dblock.core.statements import DIALECTS
 from dblock.core.steps import Execute, Rows
 from dblock.core.values import Grant, Tenure
@@ -463,7 +464,7 @@ def test_the_longest_life_of_one_tenure_counts(store: FakeStore) -> None:
     grant = Grant(TENURE, clock.now(), 30.0)
     long, short = (Hold(store, current_flow().ref, grant, Entry(FakeLock(store), "acquire", 1), None) for _ in range(2))
     short.reset(2.0, clock.now() + 1.8)
-    drive(Batch(store, [long, short]).steps(), store)
+    drive(Batch(keeper, store, [long, short]).steps(), store)
     assert [[lease["life"] for lease in leases] for leases in written] == [[30.0]]
 
 
@@ -488,7 +489,7 @@ def test_an_extension_that_fails_leaves_no_answer_valid(store: FakeStore) -> Non
     batches: list[Batch] = []
 
     def cut(step: Execute) -> Rows:
-        batches.append(Batch(store, [hold]))
+        batches.append(Batch(keeper, store, [hold]))
         raise LockStoreError("refused")
 
     store.answers["extend"] = cut

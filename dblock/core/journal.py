@@ -1,0 +1,15 @@
+"""The log of this project, `dblock`: whatever goes wrong beside the flows that could be told by an exception."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+log = logging.getLogger("dblock")
+log.addHandler(logging.NullHandler())
+
+
+def warn(message: str, *args: object, exc_info: bool = False) -> None:
+    """Log; but a handler or filter that fails must not end what goes on."""
+    with contextlib.suppress(Exception):
+        log.warning(message, *args, exc_info=exc_info)
