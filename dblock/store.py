@@ -114,9 +114,11 @@ class DjangoStore:
             connection.close()
             raise
 
-    def in_background(self, function: Callable[[], None]) -> None:
+    def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run it in a thread."""
-        threading.Thread(target=function, name="dblock listener", daemon=True).start()
+        thread = threading.Thread(target=function, name="dblock listener", daemon=True)
+        thread.start()
+        return thread.is_alive
 
     def rest(self, seconds: float) -> None:
         """Sleep in that thread."""

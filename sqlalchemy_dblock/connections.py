@@ -87,10 +87,11 @@ class Stack:
     def take(self) -> Link:
         """An idle connection of this event loop, or a new one."""
         loop = self._loop()
-        pause = 0.001
-        while len(self._out) >= self._most:  # a statement is short
+        pause = waited = 0.001
+        while len(self._out) >= self._most and waited < 1.0:  # a statement is short; but rather one more than for ever
             self._rest(pause)
             pause = min(pause * 2, 0.05)
+            waited += pause
         while self._idle:
             try:
                 link = self._idle.pop()
@@ -102,7 +103,11 @@ class Stack:
             _cut(link)
         link = Link(None, loop=loop, epoch=self._epoch)
         self._out.add(link)  # before it is open, so that no more than these are opened at once
-        return self._open(link)
+        try:
+            return self._open(link)
+        except BaseException:
+            self._out.discard(link)
+            raise
 
     def give(self, link: Link) -> None:
         """Keep a connection for the next statement."""

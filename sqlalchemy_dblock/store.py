@@ -88,14 +88,17 @@ class EngineStore:
             close()
             raise
 
-    def in_background(self, function: Callable[[], None]) -> None:
+    def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run it in a thread, or in a task of the running event loop."""
-        if self.asynchronous:
-            task = asyncio.get_running_loop().create_task(greenlet_spawn(function))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        else:
-            threading.Thread(target=function, name="dblock listener", daemon=True).start()
+        if not self.asynchronous:
+            thread = threading.Thread(target=function, name="dblock listener", daemon=True)
+            thread.start()
+            return thread.is_alive
+        self._tasks = {task for task in self._tasks if not task.get_loop().is_closed()}
+        task = asyncio.get_running_loop().create_task(greenlet_spawn(function))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return lambda: not task.done()
 
     def rest(self, seconds: float) -> None:
         """Sleep there."""

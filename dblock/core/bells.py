@@ -62,8 +62,10 @@ _bells: dict[tuple[str, int], Bell] = {}
 
 
 def hang(key: str, ticket: int, bell: Bell) -> None:
-    """Ring this bell for a waiter of a key from now on."""
+    """Ring this bell for a waiter of a key from now on; at once, if that was asked for before it hung."""
     _bells[key, ticket] = bell
+    if _unheard.pop((key, ticket), None) is not None:
+        bell.ring()
 
 
 def take_down(key: str, ticket: int) -> None:
@@ -76,21 +78,27 @@ def ring(key: str, ticket: int) -> None:
     bell = _bells.get((key, ticket))
     if bell is not None:
         bell.ring()
+        return
+    if len(_unheard) >= 1000:
+        _unheard.clear()
+    _unheard[key, ticket] = None
 
 
-def crowded(key: str) -> None:
+def crowded(database: object, key: str) -> None:
     """Somebody waited for that key just now."""
     if len(_crowds) >= 1000:
         _crowds.clear()
-    _crowds[key] = clock.now()
+    _crowds[id(database), key] = clock.now()
 
 
-def is_crowded(key: str) -> bool:
+def is_crowded(database: object, key: str) -> bool:
     """Is it likely that somebody waits for that key? A guess, which saves two statements when it is right."""
-    return bool(_crowds) and clock.now() < _crowds.get(key, -1.0) + 1.0
+    return bool(_crowds) and clock.now() < _crowds.get((id(database), key), -1.0) + 1.0
 
 
-_crowds: dict[str, float] = {}
+_crowds: dict[tuple[int, str], float] = {}
+_unheard: dict[tuple[str, int], None] = {}
+"""Waiters that were called before their bell hung."""
 
 
 def ring_all() -> None:

@@ -81,6 +81,7 @@ class Keeper:
     def __init__(self) -> None:
         self._holds: dict[Hold, None] = {}
         self._places: dict[str, Place] = {}
+        self._beats: dict[tuple[Store, Any], Places] = {}
         self._wake_at = math.inf
         # Both may be entered again by a signal handler that takes a lock.
         self._lock = threading.RLock()
@@ -114,11 +115,12 @@ class Keeper:
         """Who attends to the waiters of a database, in this thread or event loop."""
         loop = sys.modules["asyncio"].get_running_loop() if store.asynchronous else None
         known: dict[Any, Attendant] = vars(store).setdefault("attendants", {})  # they live and die with the store
-        for each in [each for each in known if each is not None and each.is_closed()]:
-            del known[each]
-        found = known.get(loop)
-        if found is None or found.keeper_of != os.getpid():
-            found = known[loop] = Attendant(self, store, loop)
+        with self._lock:
+            for each in [each for each in known if each is not None and each.is_closed()]:
+                del known[each]
+            found = known.get(loop)
+            if found is None or found.keeper_of != os.getpid():
+                found = known[loop] = Attendant(self, store, loop)
         return found
 
     def keep(self, owner: str, place: Place) -> None:
@@ -251,12 +253,17 @@ class Keeper:
         """Keep the places that are due, and with them all others of the same database; seconds until the next are."""
         places, now = list(self._places.items()), clock.now()
         stores.update(place.store for _, place in places)
-        late = {(place.store, place.loop) for _, place in places if place.due <= now}
-        for store, loop in late:
-            owners = [owner for owner, place in places if (place.store, place.loop) == (store, loop)]
-            self._places |= {owner: Place(store, loop, now + queue.BEAT) for owner in owners if owner in self._places}
-            self._send(Places(self, store, owners), loop)
-        return min((place.due - now for place in self._places.copy().values()), default=LOOK)
+        for store, loop in {(place.store, place.loop) for _, place in places if place.due <= now}:
+            mine = {owner: place for owner, place in places if (place.store, place.loop) == (store, loop)}
+            for place in mine.values():
+                place.due = now + queue.BEAT
+            last = self._beats.get((store, loop))
+            if last is None or last.answered:  # a database that hangs is not asked again and again
+                beats = self._beats[store, loop] = Places(self, store, list(mine))
+                self._send(beats, loop)
+        if not places:
+            self._beats.clear()
+        return min((place.due - now for _, place in places), default=LOOK)
 
     def _gather(self, store: Store, loop: Any, holds: list[Hold]) -> None:
         """Those that will be due soon come along, so that leases that began one by one are renewed together."""

@@ -10,9 +10,9 @@ Rule: nobody relies on being called; without a listener waiters look more often,
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
@@ -42,8 +42,8 @@ class Hearing(Protocol):
         """Begin to listen; None where that does not work."""
         ...
 
-    def in_background(self, function: Callable[[], None], /) -> None:
-        """Run a function beside everything else: in a thread, or in a task of the running event loop."""
+    def in_background(self, function: Callable[[], None], /) -> Callable[[], bool]:
+        """Run a function beside everything else, in a thread or in a task of the running event loop; does it run?"""
         ...
 
     def rest(self, seconds: float, /) -> None:
@@ -57,20 +57,25 @@ class Listener:
     def __init__(self, store: Hearing) -> None:
         self._store = store
         self._wanted_at = 0.0
-        self._running = self._deaf = False
-        self.ready = False
+        self._lock = threading.Lock()
+        self._runs: Callable[[], bool] = bool
+        self._deaf = self.ready = False
 
     def want(self) -> bool:
         """Somebody is about to wait. Is it worth while to give it a moment to begin?"""
         self._wanted_at = clock.now()
-        if self._running or self._deaf:
+        if self._deaf or self._runs() or not self._lock.acquire(blocking=False):
             return False
-        self._running = True
         try:
-            self._store.in_background(self._run)
+            if self._runs():
+                return False
+            self._runs = self._store.in_background(self._run)
         except RuntimeError:  # out of threads, or the interpreter is ending
-            self._running = False
-        return self._running
+            return False
+        else:
+            return True
+        finally:
+            self._lock.release()
 
     def _wanted(self) -> bool:
         return clock.now() < self._wanted_at + LINGER or bells.anybody()
@@ -85,7 +90,6 @@ class Listener:
                     self._tell_all(ready=False)
                     self._store.rest(ATTENTION)
         finally:
-            self._running = False
             self._tell_all(ready=False)
 
     def _listen(self) -> None:
@@ -109,11 +113,17 @@ class Listener:
         bells.ring_all()
 
 
-@functools.cache
+_channel = [f"dblock_{secrets.token_hex(8)}"]
+
+
 def channel() -> str:
     """Where this process listens, a name of its own."""
-    return f"dblock_{secrets.token_hex(8)}"
+    return _channel[0]
+
+
+def _after_fork_in_child() -> None:
+    _channel[0] = f"dblock_{secrets.token_hex(8)}"
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=channel.cache_clear)  # the parent's is the parent's
+    os.register_at_fork(after_in_child=_after_fork_in_child)

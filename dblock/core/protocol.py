@@ -289,7 +289,7 @@ def send(
             elif isinstance(conflict, StoreBusy):
                 if statement is dialect.renew:
                     raise  # the caller tries without the row that is locked
-                if statement in (dialect.take, dialect.create, dialect.reap):
+                if statement in (dialect.take, dialect.create, dialect.reap, dialect.queue.grant):
                     return sent, []  # somebody is taking it, or pins it
         except StoreUnanswered:
             if not resend:

@@ -44,7 +44,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from dblock.core import bells, listener, protocol
-from dblock.core.errors import LockDeadlock, LockStoreError
+from dblock.core.errors import LockDeadlock, LockStoreError, StoreUnanswered
 from dblock.core.flows import FLOW
 from dblock.core.protocol import PATIENCE, Database
 from dblock.core.steps import Parameters, Steps, sleep
@@ -94,9 +94,8 @@ def join(database: Database, wish: Parameters, until: float) -> Steps[tuple[int,
 
 def announce(database: Database, key: str, ticket: int, until: float) -> Steps[None]:
     """Let the key's row say that the ticket was given out."""
-    statement = database.dialect.queue.announce
-    if statement is not None:
-        _ = yield from protocol.send(database, statement, {"key": key, "ticket": ticket}, until, resend=True)
+    parameters: Parameters = {"key": key, "ticket": ticket}
+    _ = yield from protocol.send(database, database.dialect.queue.announce, parameters, until, resend=True)
 
 
 def look(database: Database, key: str, until: float, owner: str = "", ticket: int = _EVERYBODY) -> Steps[View | None]:
@@ -110,7 +109,10 @@ def look(database: Database, key: str, until: float, owner: str = "", ticket: in
 
 
 def grant(database: Database, key: str, first: int, tenure: Tenure | None = None) -> Steps[bool]:
-    """Let the first live waiter from a ticket on have the key, if it is free or `tenure`'s; was there one?"""
+    """Let the first live waiter from a ticket on have the key, if it is free or `tenure`'s; was there one?
+
+    False also if a transaction pins the key, or somebody is changing its row at this moment.
+    """
     parameters: Parameters = {
         "key": key,
         "first": first,
@@ -119,9 +121,9 @@ def grant(database: Database, key: str, first: int, tenure: Tenure | None = None
         "here": listener.channel(),
     }
     until = database.now() + HURRY
-    _, rows = yield from protocol.send(database, database.dialect.queue.grant, parameters, until, resend=True)
+    _, rows = yield from protocol.send(database, database.dialect.queue.grant, parameters, until, resend=tenure is None)
     if rows:
-        bells.crowded(key)
+        bells.crowded(database, key)
         bells.ring(key, int(rows[0][0]))
     return bool(rows)
 
@@ -132,8 +134,8 @@ def accept(database: Database, wish: Parameters, ticket: int, until: float) -> S
     sent, rows = yield from protocol.send(database, queue.accept, wish, until, resend=True)
     if not rows:
         return None
-    if not queue.leaves:
-        yield from quit_queue(database, owner)
+    if not queue.leaves:  # the ticket is served: its row does no harm until the place ends
+        yield from quit_queue(database, owner, HURRY / 10)
     return Grant(Tenure(key, owner, int(rows[0][0])), sent, ttl, ticket)
 
 
@@ -203,11 +205,17 @@ def release(database: Database, tenure: Tenure, count: int, ticket: int = 0) -> 
 
     A tenure that waited itself (`ticket`) knows that others may: it hands over in one statement what it holds.
     """
-    if ticket and count == 1 and (yield from _pass_on(database, tenure, ticket + 1)):
-        return True
+    passed: bool | None = False
+    if ticket and count == 1:
+        passed = yield from _pass_on(database, tenure, ticket + 1)
+        if passed:
+            return True
     first = yield from protocol.release(database, tenure, count)
     if first:
         _ = yield from hand_over(database, tenure.key, first)
+    if first is None and passed is None:  # it was handed over, but the answer was lost: let all of ours look
+        bells.ring_all()
+        return True
     return first is not None
 
 
@@ -219,7 +227,7 @@ def leave(database: Database, tenure: Tenure, min_hold: float, *, alone: bool) -
     return first is not None
 
 
-def give_back(database: Database, key: str, owner: str) -> Steps[None]:
+def give_back(database: Database, key: str, owner: str, patience: float = PATIENCE) -> Steps[None]:
     """Free whatever a take that was broken off may have left behind; errors are left to the lease's expiry.
 
     The server may still be executing the take when we look first, so we look twice.
@@ -228,7 +236,7 @@ def give_back(database: Database, key: str, owner: str) -> Steps[None]:
         for pause in (0.0, 0.05):
             if pause:
                 yield from sleep(pause)
-            info = yield from protocol.inspect(database, key)
+            info = yield from protocol.inspect(database, key, database.now() + patience)
             if info is not None and info.owner == owner:
                 _ = yield from release(database, Tenure(key, owner, info.fence), 1)
                 return
@@ -236,8 +244,11 @@ def give_back(database: Database, key: str, owner: str) -> Steps[None]:
         return
 
 
-def _pass_on(database: Database, tenure: Tenure, first: int) -> Steps[bool]:
+def _pass_on(database: Database, tenure: Tenure, first: int) -> Steps[bool | None]:
+    """Hand over what we hold; None if the answer was lost."""
     try:
         return (yield from grant(database, tenure.key, first, tenure))
+    except StoreUnanswered:
+        return None
     except LockStoreError:
         return False  # the release has the last word

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from dblock.core import protocol, queue
 from dblock.core.drivers import Store, drive
@@ -26,7 +27,8 @@ BATCH: Final = 10_000
 """Leases in one statement, at most."""
 
 
-class Place(NamedTuple):
+@dataclass(slots=True)
+class Place:
     """A place in a queue that is to be kept."""
 
     store: Store
@@ -97,6 +99,7 @@ class Places:
         self.keeper = keeper
         self.store = store
         self.leases = list(owners)
+        self.answered = False
 
     def steps(self) -> Steps[None]:
         """Keep them."""
@@ -104,9 +107,12 @@ class Places:
             yield from queue.beat(self.store.database, self.leases, self.store.database.now() + queue.BEAT / 2)
         except LockError as error:
             warn("could not keep %d places in queues, trying again: %s", len(self.leases), error)
+        finally:
+            self.answered = True
 
     def give_up(self) -> None:
         """Nobody can run this."""
+        self.answered = True
         for owner in self.leases:
             self.keeper.leave(owner)
 

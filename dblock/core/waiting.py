@@ -6,6 +6,7 @@ lease. Why the queue works is said in `dblock.core.queue`; how often to look is 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any, Final, Literal, Protocol
 
 from dblock.core import bells, queue
 from dblock.core.bells import Bell
-from dblock.core.errors import LockStoreError, StoreLocked, StoreUnanswered
+from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy, StoreLocked, StoreUnanswered
 from dblock.core.flows import new_owner
 from dblock.core.protocol import Database, Unresolved, begin, inspect, pauses
 from dblock.core.queue import View, give_back
@@ -33,6 +34,8 @@ FALLBACK: Final = 2.0
 """Seconds between two looks of a waiter that will be called."""
 SUSPICION: Final = 0.5
 """Seconds between two looks for a deadlock, of a waiter that holds other keys."""
+HASTE: Final = 0.05
+"""Seconds for which a waiter whose time is up tries to leave in order; its place ends by itself."""
 PRELUDE: Final = 0.1
 """Seconds that the first waiter of a process gives its listener to begin."""
 
@@ -106,10 +109,11 @@ def acquire(
     statement = dialect.take
     growing = pauses()
     tries = 0
-    if bells.is_crowded(key) and wish["fair"] and now() < deadline:
-        found = yield from _Waiter(database, wish, deadline, until, attendant(), entangled).stand()
-        if found is not _Place.GONE:
-            return found
+    if bells.is_crowded(database, key) and wish["fair"] and now() < deadline:
+        with contextlib.suppress(LockTimeout):  # refused: it may be free, though
+            found = yield from _Waiter(database, wish, deadline, until, attendant(), entangled).stand()
+            if found is not _Place.GONE:
+                return found
     while True:
         grant = yield from _attempt(database, statement, wish, until)
         if isinstance(grant, Grant):
@@ -186,13 +190,20 @@ class _Waiter:
         growing = pauses()
         yield from wait(0.0, self.bell)  # refused where it could not end well, before anybody counts on us
         if self.attendant.listen():
-            bells.hang(self.wish["key"], 0, self.bell)
-            yield from wait(min(PRELUDE, max(self.deadline - self.database.now(), 0.0)), self.bell)
-            bells.take_down(self.wish["key"], 0)
+            try:
+                bells.hang(self.wish["key"], 0, self.bell)
+                yield from wait(min(PRELUDE, max(self.deadline - self.database.now(), 0.0)), self.bell)
+            finally:
+                bells.take_down(self.wish["key"], 0)
         while True:
             self.wish |= {"owner": new_owner(), "channel": self.attendant.channel}
             try:
                 found = yield from self._keep_place()
+            except StoreBusy:  # a stranger's transaction has locked what we need to write; reading is possible
+                if self.database.now() >= self.deadline:
+                    return (yield from inspect(self.database, self.wish["key"], self.until)) or _Place.GONE
+                yield from sleep(next(growing))
+                continue
             except StoreUnanswered:
                 if self.database.now() >= self.until:
                     raise
@@ -206,16 +217,19 @@ class _Waiter:
         database, key, owner = self.database, self.wish["key"], self.wish["owner"]
         ticket = 0
         try:
-            joined = yield from queue.join(database, self.wish, self.until)
+            joined = yield from queue.join(database, self.wish, min(self.until, self.deadline))
             if joined is None:
                 return _Place.GONE
             ticket, view = joined
             bells.hang(key, ticket, self.bell)
             found = yield from self._await_turn(ticket, view, alone=not self.attendant.keep(owner))
             if isinstance(found, Grant):
-                return found
-            yield from queue.quit_queue(database, owner)
-            if found is _Place.LOST:
+                if database.now() < found.trusted_until:
+                    return found
+                _ = yield from queue.release(database, found.tenure, 1)  # the answer came too late to be of use
+                return _Place.LOST
+            yield from queue.quit_queue(database, owner, HASTE)
+            if found is not None:
                 return found
             info = yield from inspect(database, key, self.until)
             if info is not None and info.owner == owner:  # our turn came as we were leaving
@@ -223,7 +237,8 @@ class _Waiter:
         except GeneratorExit:
             raise
         except LockStoreError:  # we have tried for long enough
-            yield from queue.quit_queue(database, owner, patience=0.0)
+            yield from queue.quit_queue(database, owner, HASTE)
+            yield from give_back(database, key, owner, HASTE)
             raise
         except BaseException:
             yield from queue.quit_queue(database, owner)
@@ -266,7 +281,7 @@ class _Waiter:
             called = self.wish["channel"] and self.attendant.channel == self.wish["channel"]
             pause = _until_next_look(view, FALLBACK if called else min(_often(view, now() - since), SELDOM))
             if view.remaining <= 0:
-                _ = yield from queue.hand_over(database, key, view.first)
+                _ = yield from queue.grant(database, key, view.first)
                 pause = min(pause, next(growing))
             soonest = yield from self._duties(alone=alone)
             left = self.deadline - now()

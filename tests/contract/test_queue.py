@@ -144,7 +144,7 @@ def test_a_dead_heir_loses_the_key_with_its_place(subject: Subject, actor: Actor
     """A waiter that was killed may still be granted the key; the next one has it when the dead one's place ends."""
     holder = subject.lock("k")
     actor.call(holder, "acquire")
-    stranger(subject, 7, 0.7)
+    stranger(subject, 7, 1.5)
     lock, waiting = wait_for(subject, other)
     actor.call(holder, "release")
     assert subject.row("k")["owner"] == "s"

@@ -62,7 +62,7 @@ class FakeStore:
     def hear(self, channel: str) -> None:
         return None
 
-    def in_background(self, function: Callable[[], None]) -> None:
+    def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         raise NotImplementedError
 
     def rest(self, seconds: float) -> None:

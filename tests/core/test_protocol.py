@@ -48,6 +48,11 @@ class World:
     def database(self) -> Database:
         return Database(self.dialect, now=lambda: self.time)
 
+    @property
+    def announces(self) -> bool:
+        """Does a join tell the key's row in the same statement?"""
+        return self.dialect.name == "postgresql"
+
     def snapshot(self) -> set[str]:
         """The waiters that a statement which begins now will see, whenever it gets at the key's row."""
         return set(self.waiters)
@@ -76,10 +81,10 @@ class World:
         ticket = max(row["last"] + 1, self.micros)
         if any((waiter["key"], waiter["ticket"]) == (p["key"], ticket) for waiter in self.waiters.values()):
             return []
-        if self.dialect.queue.announce is None:
+        if self.announces:
             row["last"] = ticket
         self.waiters[p["owner"]] = {**p, "ticket": ticket, "expires_at": self.time + p["place"]}
-        if self.dialect.queue.announce is None:
+        if self.announces:
             return [(ticket, 0.0 if row["owner"] is None else row["expires_at"] - self.time, row["served"] + 1)]
         return [(ticket,)]
 

@@ -92,8 +92,8 @@ class Queue:
     join: Statement
     """Stand in a key's queue -> ticket and, where it announces that too, seconds until the lease ends and the first
     ticket not served; nothing if the key has no row, or somebody else has just drawn that ticket."""
-    announce: Statement | None
-    """Let the key's row say that the ticket was given out; None where `join` does that."""
+    announce: Statement
+    """Let the key's row say that the ticket was given out, where `join` does not, or the row is another one since."""
     look: Statement
     """How a waiter stands: is the key its own, seconds until the lease ends, first ticket not served, last ticket,
     waiters before it (16 at most), is it in the queue."""

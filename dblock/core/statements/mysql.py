@@ -245,6 +245,8 @@ REAP: Final = Statement(
 /*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
 DELETE FROM locks
 WHERE lock_key = :key AND expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND
+  AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
+                  WHERE waiter.lock_key = :key AND waiter.expires_at > UTC_TIMESTAMP(6))
 """,
     Reply.COUNT,
 )

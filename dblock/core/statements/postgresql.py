@@ -241,6 +241,8 @@ REAP: Final = Statement(
 DELETE FROM locks
 WHERE lock_key = :key AND expires_at < clock_timestamp() - make_interval(secs => :retention)
   AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+  AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
+                  WHERE waiter.lock_key = :key AND waiter.expires_at > clock_timestamp())
 """,
     Reply.COUNT,
 )

@@ -225,6 +225,8 @@ REAP: Final = Statement(
 DELETE FROM locks
 WHERE lock_key = :key
   AND expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention))
+  AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
+                  WHERE waiter.lock_key = :key AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'))
 """,
     Reply.COUNT,
 )

@@ -15,7 +15,7 @@ from dblock.core.statements.base import Queue, Reply, Statement
 JOIN: Final = Statement(
     "join",
     """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 1 FOR */
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
 INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel,
                           joined_at, expires_at)
 SELECT :owner, lock_key,
@@ -31,7 +31,7 @@ FROM locks WHERE lock_key = :key
 ANNOUNCE: Final = Statement(
     "announce",
     """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 1 FOR */
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
 UPDATE locks FORCE INDEX (PRIMARY) SET last_ticket = GREATEST(last_ticket, :ticket)
 WHERE lock_key = :key AND served_ticket < :ticket
 """,
@@ -99,6 +99,7 @@ SET locks.owner = next.heir,
 ACCEPT: Final = Statement(
     "accept",
     """
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
 UPDATE locks FORCE INDEX (PRIMARY) SET
     fence = LAST_INSERT_ID(fence),
     expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
@@ -108,12 +109,20 @@ WHERE lock_key = :key AND owner = :owner AND expires_at > UTC_TIMESTAMP(6)
 )
 
 # Safe: one row, by primary key, which is the waiter's own. A grant that has locked it is waited for.
-QUIT: Final = Statement("quit", "DELETE FROM lock_waiters WHERE owner = :owner", Reply.COUNT)
+QUIT: Final = Statement(
+    "quit",
+    """
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
+DELETE FROM lock_waiters WHERE owner = :owner
+""",
+    Reply.COUNT,
+)
 
 # Safe: shortens nothing, so it may arrive late and twice. One row for each waiter, by primary key.
 BEAT: Final = Statement(
     "beat",
     """
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
 UPDATE JSON_TABLE(:owners, '$[*]' COLUMNS (
     holder varchar(64) CHARACTER SET utf8mb4
         /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */ PATH '$'
@@ -141,6 +150,7 @@ WHERE waiter.expires_at > UTC_TIMESTAMP(6) AND held.expires_at > UTC_TIMESTAMP(6
 CLEAR: Final = Statement(
     "clear",
     """
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
 UPDATE locks FORCE INDEX (PRIMARY) SET served_ticket = last_ticket
 WHERE lock_key = :key AND last_ticket = :last AND served_ticket < last_ticket
   AND NOT EXISTS (SELECT 1 FROM lock_waiters AS other

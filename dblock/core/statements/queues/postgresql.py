@@ -4,7 +4,7 @@ None but `accept` has to be durable: a crash that loses another one loses a plac
 its last holder until that one's lease ends. The flush of `accept` makes the grant before it durable too.
 
 Order of row locks, so that no two can deadlock: a waiter's row first, then the key's row. `join` inserts a row that
-nobody else sees yet.
+nobody else sees yet. A row that a stranger has locked is not waited for (55P03), but tried again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ WITH announced AS (
     UPDATE locks SET
         last_ticket = greatest(last_ticket + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint))
     WHERE lock_key = :key AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+      AND set_config('lock_timeout', '20ms', true) IS NOT NULL
     RETURNING last_ticket, served_ticket,
               CASE WHEN owner IS NULL THEN 0 ELSE extract(epoch FROM expires_at - clock_timestamp()) END AS remaining
 ), joined AS (
@@ -36,6 +37,18 @@ RETURNING ticket
 SELECT ticket, CAST(remaining AS double precision), served_ticket + 1 FROM joined, announced
 """,
     Reply.ROWS,
+)
+
+# Safe: only upwards, and not once the ticket has been passed over.
+ANNOUNCE: Final = Statement(
+    "announce",
+    """
+UPDATE locks SET last_ticket = greatest(last_ticket, CAST(:ticket AS bigint))
+WHERE lock_key = :key AND served_ticket < CAST(:ticket AS bigint)
+  AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+""",
+    Reply.COUNT,
 )
 
 # Safe: reads only.
@@ -67,6 +80,7 @@ GRANT: Final = Statement(
 WITH next AS MATERIALIZED (
     SELECT * FROM lock_waiters
     WHERE lock_key = :key AND ticket >= CAST(:first AS bigint) AND expires_at > clock_timestamp()
+      AND set_config('lock_timeout', '20ms', true) IS NOT NULL
     ORDER BY ticket LIMIT 1 FOR UPDATE
 ), granted AS (
     UPDATE locks SET
@@ -104,9 +118,12 @@ FROM granted
 ACCEPT: Final = Statement(
     "accept",
     """
-WITH accepted AS (
+WITH mine AS MATERIALIZED (
+    SELECT owner FROM lock_waiters WHERE owner = :owner FOR UPDATE
+), accepted AS (
     UPDATE locks SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
     WHERE lock_key = :key AND owner = :owner AND expires_at > clock_timestamp()
+      AND set_config('lock_timeout', '20ms', true) IS NOT NULL AND (SELECT count(*) FROM mine) >= 0
       AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
     RETURNING fence
 ), gone AS (
@@ -122,6 +139,7 @@ QUIT: Final = Statement(
     "quit",
     """
 DELETE FROM lock_waiters WHERE owner = :owner AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 """,
     Reply.COUNT,
 )
@@ -133,6 +151,7 @@ BEAT: Final = Statement(
 UPDATE lock_waiters SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :place))
 FROM json_array_elements_text(CAST(:owners AS json)) AS due (holder)
 WHERE owner = due.holder AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 """,
     Reply.COUNT,
 )
@@ -161,6 +180,7 @@ WHERE lock_key = :key AND last_ticket = CAST(:last AS bigint) AND served_ticket 
                   WHERE other.lock_key = :key AND other.ticket > served_ticket
                     AND other.expires_at > clock_timestamp())
   AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 """,
     Reply.COUNT,
 )
@@ -197,7 +217,7 @@ CREATE UNIQUE INDEX lock_waiters_queue ON lock_waiters (lock_key, ticket);
 
 QUEUE: Final = Queue(
     join=JOIN,
-    announce=None,
+    announce=ANNOUNCE,
     look=LOOK,
     grant=GRANT,
     accept=ACCEPT,
