@@ -95,7 +95,7 @@ def test_an_acquire_interrupted_anywhere_leaves_a_handle_or_nothing(subject: Sub
     assert until(idle, 4)
     with subject.lock("k", ttl=0.6) as lock:  # the watchdog has survived it all
         time.sleep(0.8)
-        assert lock.state == "held"
+        assert lock.state in {"held", "at_risk"}
 
 
 def test_an_acquire_that_times_out_leaves_nothing(subject: Subject) -> None:
