@@ -64,7 +64,7 @@ _bells: dict[tuple[str, int], Bell] = {}
 def hang(key: str, ticket: int, bell: Bell) -> None:
     """Ring this bell for a waiter of a key from now on; at once, if that was asked for before it hung."""
     _bells[key, ticket] = bell
-    if _unheard.pop((key, ticket), None) is not None:
+    if _unheard.pop((key, ticket), False):
         bell.ring()
 
 
@@ -81,7 +81,7 @@ def ring(key: str, ticket: int) -> None:
         return
     if len(_unheard) >= 1000:
         _unheard.clear()
-    _unheard[key, ticket] = None
+    _unheard[key, ticket] = True
 
 
 def crowded(database: object, key: str) -> None:
@@ -97,7 +97,7 @@ def is_crowded(database: object, key: str) -> bool:
 
 
 _crowds: dict[tuple[int, str], float] = {}
-_unheard: dict[tuple[str, int], None] = {}
+_unheard: dict[tuple[str, int], bool] = {}
 """Waiters that were called before their bell hung."""
 
 

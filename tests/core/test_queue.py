@@ -14,10 +14,11 @@ import pytest
 
 from dblock.core import bells, protocol, queue, waiting
 from dblock.core.bells import Bell
+from dblock.core.errors import StoreUnanswered
 from dblock.core.statements import DIALECTS
 from dblock.core.steps import Execute, Sleep, Steps, Wait
-from dblock.core.values import Grant
-from tests.core.test_protocol import World
+from dblock.core.values import Grant, Tenure
+from tests.core.test_protocol import World, lost_after, play
 
 KINDS = ("postgresql", "mysql")
 HOUR = 3600.0
@@ -212,3 +213,113 @@ def test_only_the_youngest_of_a_circle_gives_way() -> None:
         assert [key for key, _ in cycles["b"]] == ["k3", "k1", "k2"]
     other_thread = [wait_of("a", "k2", 5, "b"), (*wait_of("b", "k1", 9, "a")[:9], "who attached to the token")]
     assert not any(told(flow * 16 + "1", other_thread) for flow in "ab")
+
+
+# -- single faults, one at a time
+
+
+class Listening(Kept):
+    """A process whose listener has only begun."""
+
+    def listen(self) -> bool:
+        return True
+
+
+def held_by(world: World, owner: str = "rival", ttl: float = 5.0) -> Tenure:
+    """Somebody holds the key."""
+    fence = world._begin(world.rows.get("k"), {"key": "k", "owner": owner, "ttl": ttl, "life": ttl})[0][0]
+    return Tenure("k", owner, fence)
+
+
+def waiter(world: World, timeout: float | None = None, ttl: float = 30.0) -> Steps[Any]:
+    """A flow that wants the key."""
+    wish = {"key": "k", "ttl": ttl, "life": ttl, "fair": 1}
+    return waiting.acquire(world.database(), wish, timeout, Kept)
+
+
+def joining(world: World, owner: str) -> int:
+    """Somebody else stands in the queue."""
+    return int(world._join({"key": "k", "owner": owner, "ttl": 9.0, "place": HOUR})[0][0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_waits_for_ever_is_not_sent_away_when_the_row_goes(kind: str) -> None:
+    """Deleted, and created again by somebody else before the waiter has looked twice: it waits for that one."""
+    world = World(dialect=DIALECTS[kind])
+    _ = held_by(world)
+
+    def gone(step: Execute) -> Any:
+        del world.rows["k"]
+        rows = world.execute(step)
+        _ = held_by(world, "next", 3.0)
+        return rows
+
+    grant = play(world, waiter(world), {("look", 1): gone})
+    assert isinstance(grant, Grant)
+    assert not world.waiters
+
+
+def test_a_grant_that_is_answered_too_late_is_none() -> None:
+    """The lease has ended before the answer: the waiter stands in the queue anew."""
+    world = World()
+    _ = held_by(world, ttl=0.5)
+
+    def slowly(step: Execute) -> Any:
+        rows = world.execute(step)
+        world.time += 40
+        return rows
+
+    grant = play(world, waiter(world), {("accept", 0): slowly})
+    assert isinstance(grant, Grant)
+    assert world.time < grant.trusted_until
+    assert world.rows["k"]["owner"] == grant.tenure.owner
+
+
+def test_what_was_accepted_in_an_outage_is_given_back() -> None:
+    """No answer came for as long as the wait lasted: the key is not left to a tenure that nobody knows of."""
+    world = World()
+    _ = held_by(world, ttl=0.5)
+    lost = {("accept", n): lost_after(world) for n in range(200)}
+    with pytest.raises(StoreUnanswered):
+        play(world, waiter(world, timeout=2.0), lost)
+    assert world.rows["k"]["owner"] is None
+    assert not world.waiters
+
+
+def test_a_release_whose_pass_on_was_not_answered() -> None:
+    """The next one has the key: nothing was lost, and all of this process look."""
+    world = World()
+    tenure = held_by(world)
+    ticket = joining(world, "heir")
+    bell = Bell()
+    bells.hang("k", ticket, bell)
+    try:
+        released = queue.release(world.database(), tenure, 1, ticket - 1)
+        assert play(world, released, {("grant", 0): lost_after(world)}) is True
+        assert bell.answered()
+    finally:
+        bells.take_down("k", ticket)
+    assert world.rows["k"]["owner"] == "heir"
+
+
+def test_a_bell_that_is_rung_before_it_hangs() -> None:
+    """The key may be handed over before the waiter has its ticket."""
+    bell = Bell()
+    bells.ring("k", 12345)
+    bells.hang("k", 12345, bell)
+    assert bell.answered()
+    bells.take_down("k", 12345)
+
+
+def test_a_waiter_that_is_broken_off_before_it_joins() -> None:
+    """While its listener begins: no bell is left, so that the listener can end."""
+    world = World()
+    _ = held_by(world)
+    wish = {"key": "k", "ttl": 30.0, "life": 30.0, "fair": 1}
+    steps, reply = waiting.acquire(world.database(), wish, None, Listening), None
+    while not (isinstance(step := steps.send(reply), Wait) and step.seconds):
+        reply = world.execute(step) if isinstance(step, Execute) else None
+    assert ("k", 0) in bells._bells
+    with pytest.raises(KeyboardInterrupt):
+        steps.throw(KeyboardInterrupt())
+    assert ("k", 0) not in bells._bells

@@ -26,8 +26,10 @@ from sqlalchemy_dblock import (
     metadata,
     reap,
 )
+from sqlalchemy_dblock.connections import Stack
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import ready, run, url
+from tests.servers import free_port
 
 
 def test_the_kind_of_engine_decides_the_kind_of_lock() -> None:
@@ -408,3 +410,16 @@ def test_a_crowd_uses_no_more_connections_than_the_pool_may_have(request: pytest
 
     asyncio.run(main())
     assert 0 < most <= 3 + 2 + 1  # and one to listen with
+
+
+def test_connections_that_fail_use_up_nothing() -> None:
+    """A server that is not there: each try ends with its error, whatever refers to the errors meanwhile."""
+    engine = create_engine(f"postgresql+psycopg://dblock@127.0.0.1:{free_port()}/postgres", pool_size=1, max_overflow=0)
+    errors = list[BaseException]()
+    for _ in range(3):
+        with pytest.raises(LockStoreError) as caught:
+            db_lock(engine, "k", timeout=0).acquire()
+        errors.append(caught.value)
+    links = store_for(engine)._links
+    assert isinstance(links, Stack)
+    assert not links._out
