@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from dblock.core.steps import Execute, Rows
 
+PATIENCE = 30.0
+"""Seconds to wait for one of the connections that are in use, as SQLAlchemy's pools do; then one more is opened."""
 KEPT = 5
 """How many idle connections an engine keeps for its locks, as many as SQLAlchemy's pools do by default."""
 
@@ -88,7 +90,7 @@ class Stack:
         """An idle connection of this event loop, or a new one."""
         loop = self._loop()
         pause = waited = 0.001
-        while len(self._out) >= self._most and waited < 1.0:  # a statement is short; but rather one more than for ever
+        while len(self._out) >= self._most and waited < PATIENCE:
             self._rest(pause)
             pause = min(pause * 2, 0.05)
             waited += pause

@@ -162,7 +162,7 @@ def test_a_lasting_refusal_ends_in_an_error_of_ours(subject: Subject, refusals: 
             with refusals.of(name, 1000, make), pytest.raises((StoreConflict, LockTimeout)) as caught:
                 lock.__enter__()
             assert time.monotonic() - began < 2
-            assert len(refusals.sent) < 60
+            assert len(refusals.sent) < 90
             assert isinstance(caught.value, LockTimeout) or isinstance(caught.value.__cause__, type(make()))
             assert lock.state is None
             assert not keeper._holds
@@ -215,7 +215,10 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
             yield from queue.quit_queue(database, owner, 0.15)
             assert (yield from queue.release(database, hold_of(lock).tenure, 1))
             return None
-        assert (yield from queue.grant(database, "k", ticket, hold_of(lock).tenure))
+        if not (yield from queue.grant(database, "k", ticket, hold_of(lock).tenure)):
+            assert name == "grant"  # a row that is busy: the release frees the key, and the waiter asks for it
+            assert (yield from queue.release(database, hold_of(lock).tenure, 1))
+            return None
         grant = yield from queue.accept(database, wish, ticket, later)
         yield from queue.quit_queue(database, owner, 0.15)
         assert grant is not None
@@ -234,7 +237,8 @@ def test_refusals_while_waiting(subject: Subject, refusals: Refusals, name: str)
             with refusals.of(name, count, make), contextlib.suppress(*[StoreConflict] * (count == 1000)):
                 wait_for(subject, lock, name)
             skipped = name == "announce" and subject.database == "postgresql"
-            assert refusals.sent.count(name) >= 4 or skipped
+            at_once = name == "grant" and 1205 in make().args
+            assert refusals.sent.count(name) >= (1 if at_once else 4) or skipped
             assert len(refusals.sent) < 60
             subject.run("DELETE FROM lock_waiters")
             if lock.state is not None:
