@@ -67,6 +67,8 @@ def test_what_a_task_holds_is_released_at_a_normal_exit(
     request: pytest.FixtureRequest, database: str, driver: str
 ) -> None:
     """The loop is closed by then, and its connections with it."""
+    if driver == "aiosqlite" and sys.version_info[:2] == (3, 12):
+        pytest.skip("Python 3.12 starts no threads at its end, and aiosqlite needs one: the lease ends by itself")
     ready(request, database)
     subject = Subject("sqlalchemy", "async", database, driver)
     process(subject, "import asyncio\nlock = subject.lock('k', ttl=600)\nasyncio.run(lock.acquire())\n")

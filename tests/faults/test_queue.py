@@ -12,8 +12,7 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
 
-from dblock.core import bells, queue, waiting
-from dblock.core.keeper import keeper
+from dblock.core import queue, waiting
 from sqlalchemy_dblock import LockTimeout, db_lock, metadata
 from tests.conftest import ready, run, url
 from tests.contract.subjects import Actor, Subject
@@ -219,9 +218,3 @@ def _time(lock: Any, got: list[float]) -> None:
     assert lock.acquire()
     got.append(time.monotonic())
     lock.release()
-
-
-def test_nothing_is_left_of_those_who_waited() -> None:
-    """In this process, after all of the above."""
-    assert not bells.anybody()
-    assert not keeper._places
