@@ -22,7 +22,7 @@ lint: ## Style, types and the direction of imports
 
 bench: ## Rates as ratios to bare SQL in the same run, and what the server counts: make bench [ROUNDS=15]
 	@sh scripts/setup test
-	@missed=0; for part in uncontended leases contended; do \
+	@missed=0; for part in uncontended leases handoff contended; do \
 	    ROUNDS=$(or $(ROUNDS),15) $(PYTHON) -m benchmarks.$$part || missed=1; done; exit $$missed
 
 faults: ## Kills, cuts, pauses and races in the numbers that the contract asks for; `make test` has a short form

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,14 +18,15 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine
 from sqlalchemy.engine import make_url
 
-from sqlalchemy_dblock import db_lock, metadata
-from tests.servers import MariaDB, PostgreSQL, running
+from benchmarks.places import places
+from sqlalchemy_dblock import db_lock
 
 SECONDS = 3.0
 Lock = tuple[Callable[[], object], Callable[[], object]]
+Maker = Callable[[str], Lock]
 
 
 @dataclass
@@ -68,7 +68,7 @@ def theirs(url: str) -> Lock:
     return lambda: cursor.execute(take), lambda: cursor.execute(give)
 
 
-def crowd(make: Callable[[str], Lock], url: str, size: int, section: float) -> Crowd:
+def crowd(make: Maker, url: str, size: int, section: float) -> Crowd:
     """Let `size` processes want one key for some seconds."""
     results: Any = multiprocessing.Queue()
     start: Any = multiprocessing.Barrier(size)
@@ -82,7 +82,7 @@ def crowd(make: Callable[[str], Lock], url: str, size: int, section: float) -> C
     return Crowd(sum(counts) / SECONDS, [wait for each in waits for wait in each[1:]], counts)
 
 
-def _member(make: Callable[[str], Lock], url: str, section: float, start: Any, results: Any) -> None:
+def _member(make: Maker, url: str, section: float, start: Any, results: Any) -> None:
     take, give = make(url)
     waits = list[float]()
     start.wait()
@@ -101,19 +101,8 @@ def main() -> int:
     rounds = int(os.environ.get("CROWDS", "3"))
     table = Table("database", "processes", "section", "sections/s", "ratio to session lock", "p99 / mean", "Jain")
     missed = list[str]()
-    with tempfile.TemporaryDirectory() as directory, running(PostgreSQL) as postgresql, running(MariaDB) as mariadb:
-        urls = {
-            "PostgreSQL": f"postgresql+psycopg://dblock@127.0.0.1:{postgresql.port}/postgres",
-            "MariaDB": f"mysql+pymysql://root@127.0.0.1:{mariadb.port}/mysql",
-            "SQLite": f"sqlite:///{directory}/locks.sqlite3",
-        }
+    with places() as urls:
         for name, url in urls.items():
-            engine = create_engine(url)
-            metadata.create_all(engine)
-            if name == "SQLite":
-                with engine.connect() as connection:
-                    connection.execute(text("PRAGMA journal_mode = WAL"))
-            engine.dispose()
             for size, section in ((8, 0.005), (32, 0.005), (32, 0.0)):
                 pairs = [
                     (crowd(ours, url, size, section), None if name == "SQLite" else crowd(theirs, url, size, section))

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 import time
 from unittest import mock
 
 from rich.console import Console
 from rich.table import Table
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine
 
+from benchmarks.places import places
 from benchmarks.uncontended import ROUNDS, Candidate, measure
 from dblock.core import protocol
 from dblock.core.drivers import drive
 from dblock.core.flows import current_flow
 from dblock.core.keeper import keeper
-from sqlalchemy_dblock import db_lock, metadata
+from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
-from tests.servers import MariaDB, PostgreSQL, running
 
 LEASES = 10_000
 TTL = 30.0
@@ -33,18 +32,8 @@ def main() -> int:
     """Measure and print; 1 if a figure misses its target."""
     table = Table("the watchdog", "value", "target")
     missed = False
-    with tempfile.TemporaryDirectory() as directory, running(PostgreSQL) as postgresql, running(MariaDB) as mariadb:
-        urls = {
-            "PostgreSQL": f"postgresql+psycopg://dblock@127.0.0.1:{postgresql.port}/postgres",
-            "MariaDB": f"mysql+pymysql://root@127.0.0.1:{mariadb.port}/mysql",
-            "SQLite": f"sqlite:///{directory}/locks.sqlite3",
-        }
+    with places() as urls:
         for name, url in urls.items():
-            engine = create_engine(url)
-            metadata.create_all(engine)
-            if name == "SQLite":
-                with engine.connect() as connection:
-                    connection.execute(text("PRAGMA journal_mode = WAL"))
             rows = [
                 (f"share of an uncontended cycle ({name})", cost := share(url), f"{cost:.1%}", "<= 10 %", cost <= 0.10)
             ]
@@ -61,7 +50,6 @@ def main() -> int:
             for what, _, value, target, reached in rows:
                 table.add_row(what, value, target if reached else f"[red]{target} missed")
                 missed |= not reached
-            engine.dispose()
     Console(width=110).print(table)
     return int(missed)
 

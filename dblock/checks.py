@@ -35,6 +35,8 @@ def check_settings(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Ch
                 valid(given[name])
         except (TypeError, ValueError) as error:
             found.append(Error(f"DBLOCK[{name!r}]: {error}.", hint="Seconds or a timedelta.", id="dblock.E002"))
+    if not isinstance(given.get("LISTEN", True), bool):
+        found.append(Error("DBLOCK['LISTEN'] is neither True nor False.", hint="A bool.", id="dblock.E002"))
     alias = given.get("USING")
     if alias is not None and alias not in connections:
         hint = f"DATABASES has {', '.join(sorted(connections))}."

@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dblock", description="A distributed lock in the database you already have.")
     parser.add_argument("--version", action="version", version=f"dblock {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    schema = commands.add_parser("schema", help="print the table `locks` as plain SQL")
+    schema = commands.add_parser("schema", help="print the tables as plain SQL")
     schema.add_argument("database", choices=sorted(DIALECTS), help="the kind of database")
     options = parser.parse_args(arguments)
     sys.stdout.write(DIALECTS[options.database].ddl)

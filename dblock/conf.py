@@ -28,6 +28,8 @@ class Settings:
     """The database alias; None asks the database routers where to write the model `dblock.Lock`."""
     RETENTION: Seconds = 3600.0
     """Seconds for which the reaper leaves free and expired rows."""
+    LISTEN: bool = True
+    """May PostgreSQL call waiters with NOTIFY? It takes one connection for each process in which somebody waits."""
 
 
 NAMES = frozenset(field.name for field in fields(Settings))

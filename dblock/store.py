@@ -19,6 +19,7 @@ from django.db.transaction import TransactionManagementError
 from django.db.utils import InterfaceError
 from django.utils.connection import ConnectionDoesNotExist
 
+from dblock.conf import settings
 from dblock.connections import connection_for, is_beside, keeps_others_from_writing
 from dblock.core.errors import LockStoreError, LockTimeout, UnsupportedDatabase
 from dblock.core.holds import Hold
@@ -101,7 +102,9 @@ class DjangoStore:
         connections.close_all()
 
     def hear(self, channel: str) -> Ear | None:
-        """Listen on a connection of its own; None for drivers that cannot, and behind a pooler."""
+        """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
+        if not settings().LISTEN:
+            return None
         connection = connections.create_connection(self._alias)
         try:
             connection.ensure_connection()

@@ -123,14 +123,15 @@ def _followed(connection: BaseDatabaseWrapper, method: Any) -> Any:
 
 
 def _look_after(connection: BaseDatabaseWrapper) -> None:
-    holds = _joined.pop(connection, [])
+    # What was given back, or is kept by the transaction alone, is nobody's loss.
+    holds = [hold for hold in _joined.pop(connection) if hold.loss is None and hold.entries]
     for hold in holds:
         try:
             drive(look_after(hold), hold.store)
         except LockError as error:
             log.warning("could not verify %r when a transaction ended: %s", hold.tenure.key, error)
     if connection.in_atomic_block:
-        _joined[connection] = [hold for hold in holds if hold.loss is None and hold.entries]
+        _joined[connection] = holds
 
 
 def _give_back(connection: BaseDatabaseWrapper) -> None:

@@ -41,6 +41,7 @@ class EngineStore:
         self.renewable = isinstance(self._links, Stack)
         self._place = str(engine.url.render_as_string(hide_password=True))
         self._driver = engine.dialect.driver
+        self._listens = bool(engine.get_execution_options().get("dblock_listen", True))
         self._tasks: set[asyncio.Task[None]] = set()
         self._paramstyle = "named" if name == "sqlite" else _paramstyle(engine.dialect.paramstyle)
         self._errors: tuple[type[BaseException], ...] = (engine.dialect.loaded_dbapi.Error, OSError)
@@ -76,9 +77,9 @@ class EngineStore:
         return store_error(failure, error, step, create_table=_CREATE_TABLE, place=self._place)
 
     def hear(self, channel: str) -> Ear | None:
-        """Listen on a connection of its own; None for drivers that cannot, and behind a pooler."""
+        """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
         make = EARS.get((self._driver, self.asynchronous))
-        if make is None or not isinstance(self._links, Stack):
+        if make is None or not self._listens or not isinstance(self._links, Stack):
             return None
         link = self._links.open_apart()
         close = partial(self._links.close, link)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, text
-from sqlalchemy.engine import Engine
+from sqlalchemy import create_engine, event, text
+from sqlalchemy.engine import Dialect, Engine
 
-from tests.servers import MariaDB, PostgreSQL, free_port
+from tests.servers import MariaDB, PgBouncer, PostgreSQL, free_port
 
 DATABASES = ("sqlite", "postgresql", "mariadb")
+POOLER = bool(os.environ.get("DBLOCK_POOLER"))
+"""Are the tests to speak to PostgreSQL through PgBouncer in transaction mode?"""
 ALIASES = {"sqlite": "default", "postgresql": "postgresql", "mariadb": "mariadb"}
 
 _directory = tempfile.TemporaryDirectory(prefix="dblock-tests-")
@@ -36,6 +40,19 @@ def url(database: str, driver: str = "") -> str:
     return f"mysql+{driver or 'pymysql'}://root@127.0.0.1:{os.environ['DBLOCK_TEST_MARIADB_PORT']}/dblock"
 
 
+def _prepare_nothing(dialect: Dialect, record: object, positional: object, options: dict[str, Any]) -> None:
+    """What SQLAlchemy's documentation has engines do behind PgBouncer."""
+    if dialect.driver == "asyncpg":
+        options |= {"statement_cache_size": 0, "prepared_statement_cache_size": 0}
+        options["prepared_statement_name_func"] = lambda: f"__asyncpg_{uuid.uuid4()}__"
+    elif dialect.name == "postgresql":
+        options["prepare_threshold"] = None
+
+
+if POOLER:
+    event.listen(Engine, "do_connect", _prepare_nothing)
+
+
 def pytest_configure() -> None:
     """Set Django up; it connects to nothing before the first test that needs it."""
     import django
@@ -52,15 +69,21 @@ def sqlite() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[PostgreSQL]:
-    """A PostgreSQL server with the table, made by Django's migration."""
+    """A PostgreSQL server with the table, made by Django's migration; with POOLER, PgBouncer is before it."""
     server = PostgreSQL()
-    server.port = int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])
+    pooler = PgBouncer(server) if POOLER else None
+    front = pooler or server
+    front.port = int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])
     try:
-        server.prepare()
-        server.start()
+        for each in (server, pooler):
+            if each is not None:
+                each.prepare()
+                each.start()
         _migrate("postgresql")
         yield server
     finally:
+        if pooler is not None:
+            pooler.close()
         server.close()
 
 

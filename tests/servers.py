@@ -26,6 +26,7 @@ HINTS = {
     "postgres": "apt-get install postgresql",
     "mariadbd": "apt-get install mariadb-server",
     "redis-server": "apt-get install redis-server",
+    "pgbouncer": "apt-get install pgbouncer",
 }
 
 
@@ -161,6 +162,34 @@ class PostgreSQL(Server):
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         # SIGTERM waits for clients to leave; SIGINT is PostgreSQL's own "fast" shutdown.
         super().stop(signal.SIGINT if how == signal.SIGTERM else how)
+
+
+class PgBouncer(Server):
+    """Lends one of a few sessions of a PostgreSQL server to each transaction."""
+
+    user = "postgres"
+
+    def __init__(self, server: PostgreSQL) -> None:
+        super().__init__()
+        self.server = server
+
+    def prepare(self) -> None:
+        (self.directory / "pgbouncer.ini").write_text(f"""
+[databases]
+* = host=127.0.0.1 port={self.server.port} user=dblock
+[pgbouncer]
+listen_addr = 127.0.0.1
+listen_port = {self.port}
+unix_socket_dir =
+auth_type = any
+pool_mode = transaction
+default_pool_size = 10
+max_client_conn = 500
+ignore_startup_parameters = extra_float_digits,options
+""")
+
+    def command(self) -> list[str]:
+        return [find_program("pgbouncer"), str(self.directory / "pgbouncer.ini")]
 
 
 class MariaDB(Server):

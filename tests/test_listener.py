@@ -6,9 +6,11 @@ import time
 from typing import Any
 
 import pytest
+from django.test import override_settings
+from sqlalchemy import create_engine
 
 from dblock.core import listener, waiting
-from tests.conftest import ready, run
+from tests.conftest import ready, run, url
 from tests.contract.subjects import MATRIX, Actor, Subject
 from tests.contract.test_queue import waiters
 from tests.faults.lab import Remote, until
@@ -53,3 +55,34 @@ def test_a_release_in_another_process_calls(subject: Subject) -> None:
             assert waited.result(5) is True
             actor.call(lock, "release")
     actor.close()
+
+
+@pytest.mark.parametrize("variant", ["django", "sqlalchemy"])
+def test_whoever_is_told_not_to_listen_looks(
+    request: pytest.FixtureRequest, variant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`LISTEN: False`, or the engine's option: no connection listens, the key is handed over, one warning in all."""
+    ready(request, "postgresql")
+    subject = Subject(variant, "sync", "postgresql")
+    subject.__dict__["engine"] = create_engine(url("postgresql"), execution_options={"dblock_listen": False})
+    store = subject.lock("k")._store()
+    vars(store).pop("attendants", None)
+    actor = Actor(subject)
+    ears = "SELECT 1 FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"
+    assert until(lambda: run("postgresql", ears) == [])  # those of earlier tests are gone
+    with override_settings(DBLOCK={"LISTEN": False}), Remote(Subject("sqlalchemy", "sync", "postgresql")) as remote:
+        for n in range(3):
+            remote.do("(lock := subject.lock('k', ttl=600)).acquire()")
+            lock = subject.lock("k", timeout=60)
+            waited = actor.start(lock.acquire)
+            assert until(lambda: waiters(subject) == 1)
+            assert listening() == [""]
+            if n == 0:  # the other process may listen later
+                assert run("postgresql", ears) == []
+            remote.do("lock.release()")
+            assert waited.result(10) is True
+            actor.call(lock, "release")
+    actor.close()
+    vars(store).pop("attendants", None)
+    subject.engine.dispose()
+    assert [record.message for record in caplog.records if "cannot call" in record.message] == [caplog.messages[0]]

@@ -51,6 +51,11 @@ class Bell:
                 pass
         self._loop = None
 
+    def deaf(self) -> bool:
+        """Is the event loop of its flow closed, and nobody will ever answer?"""
+        loop = self._loop
+        return loop is not None and bool(loop.is_closed())
+
     def answered(self) -> bool:
         """Was it rung since the last time this was asked?"""
         rung = self._event.is_set()

@@ -45,7 +45,7 @@ _numbers = itertools.count()
 
 @functools.cache
 def _process() -> str:
-    return secrets.token_hex(5)
+    return secrets.token_hex(4)
 
 
 class Flow:
@@ -54,7 +54,7 @@ class Flow:
     __slots__ = ("__weakref__", "_task", "detached", "holds", "name", "ref", "who")
 
     def __init__(self, name: str, task: Any = None) -> None:
-        self.name = f"{_process()}{next(_numbers) & 0xFFFFFF:06x}"
+        self.name = f"{_process()}{next(_numbers) & 0xFFFFFFFF:08x}"
         self.holds: dict[tuple[object, str], Hold] = {}
         self.detached: list[Entry] = []
         """Entries whose `with` is still open, but whose hold was handed over."""

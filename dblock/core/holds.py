@@ -88,6 +88,7 @@ class Hold:
         "trusted_until",
         "ttl",
         "turn",
+        "turns",
         "view",
         "warned",
     )
@@ -99,6 +100,7 @@ class Hold:
         self.flow = flow
         self.tenure = grant.tenure
         self.ticket = grant.ticket
+        self.turns = grant.turn
         self.ttl = grant.ttl
         self.grace: float = lock.options.grace
         self.min_hold: float = lock.options.min_hold

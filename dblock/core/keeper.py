@@ -27,19 +27,17 @@ import sys
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from dblock.core import clock, listener, queue
+from dblock.core import clock, lines, listener, queue
 from dblock.core.drivers import Store, adrive
 from dblock.core.exits import give_all_back
 from dblock.core.flows import current_flow, flow_again
 from dblock.core.holds import Hold
 from dblock.core.journal import warn
+from dblock.core.lines import Line, Member, Trial
 from dblock.core.listener import Listener
 from dblock.core.renewals import Batch, Place, Places, Renewer, quietly
-
-if TYPE_CHECKING:
-    pass
 
 LOOK: Final = 1.0
 """Seconds between two looks of the watching thread, at most."""
@@ -65,6 +63,18 @@ class Attendant:
         """Keep that place no more."""
         self._keeper.leave(owner)
 
+    def enter(self, key: str, member: Member, trial: Trial | None) -> Line | None:
+        """Wait with those of this process who want the key too; None where everybody waits alone."""
+        if not self._store.renewable:
+            return None
+        line = None if trial is None else trial.wait(member)
+        new = line is not None
+        if line is None:
+            line, new = lines.enter(self._store.database, key, member)
+        if new:
+            line.ours = self._keeper.holds(self._store, key)
+        return line
+
     def listen(self) -> bool:
         """Begin to listen, if need be; True if that has only begun."""
         return self._listener is not None and self._listener.want()
@@ -80,6 +90,7 @@ class Keeper:
 
     def __init__(self) -> None:
         self._holds: dict[Hold, None] = {}
+        self._by_key: dict[tuple[Store, str], Hold] = {}
         self._places: dict[str, Place] = {}
         self._beats: dict[tuple[Store, Any], Places] = {}
         self._wake_at = math.inf
@@ -99,6 +110,7 @@ class Keeper:
     def add(self, hold: Hold) -> None:
         """Keep it from now on."""
         self._holds[hold] = None
+        self._by_key[hold.store, hold.tenure.key] = hold
         self._added = True
         if hold.due < self._wake_at:
             self.look()
@@ -106,10 +118,18 @@ class Keeper:
     def discard(self, hold: Hold) -> None:
         """Keep it no more: it is being given back. A renewal that is under way finds no such tenure."""
         self._holds.pop(hold, None)
+        place = (hold.store, hold.tenure.key)
+        if self._by_key.get(place) is hold:
+            _ = self._by_key.pop(place, None)
 
     def keeps(self, hold: Hold) -> bool:
         """Has it not been given back?"""
         return hold in self._holds
+
+    def holds(self, store: Store, key: str) -> bool:
+        """Has a flow of this process that key, and not given it back? A hint: the row decides."""
+        hold = self._by_key.get((store, key))
+        return hold is not None and hold.loss is None
 
     def attendant(self, store: Store) -> Attendant:
         """Who attends to the waiters of a database, in this thread or event loop."""

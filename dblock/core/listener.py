@@ -96,7 +96,7 @@ class Listener:
         ear = self._store.hear(channel())
         if ear is None:
             self._deaf = True
-            warn("the database cannot call this process, through a pooler perhaps: waiters look more often")
+            warn("the database cannot call this process (a pooler, the driver, or as told): waiters look more often")
             return
         try:
             self._tell_all(ready=True)  # whatever was said before

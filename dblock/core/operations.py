@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dblock.core import protocol, queue, waiting
+from dblock.core import lines, protocol, queue, waiting
 from dblock.core.base import BaseLock
 from dblock.core.errors import LockError, Reason
 from dblock.core.flows import Flow, current_flow
@@ -53,6 +53,7 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
         wish,
         timeout,
         functools.partial(keeper.attendant, store),
+        ours=keeper.holds(store, lock._key),
         entangled=any(other.store is store and other.loss is None for other in flow.holds.values()),
     )
     if not isinstance(found, Grant):
@@ -174,6 +175,7 @@ def detach(lock: BaseLock) -> Steps[str]:
         flow.detached.append(entry)
     if not hold.entries:
         _forget(flow, hold)
+        lines.freed(hold.store.database, hold.tenure.key)
     return token_text(Token(hold.tenure, hold.ttl, hold.grace, hold.min_hold))
 
 
@@ -230,7 +232,7 @@ def inspect(lock: BaseLock) -> Steps[LockInfo | None]:
 
 def look_after(hold: Hold) -> Steps[None]:
     """A transaction that the tenure was part of may have taken it away."""
-    if hold.loss is None and not (yield from protocol.verify(hold.store.database, hold.tenure)):
+    if not (yield from protocol.verify(hold.store.database, hold.tenure)):
         yield from _find_out(hold)
 
 
@@ -290,10 +292,23 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
 
 def _leave(lock: BaseLock, flow: Flow, hold: Hold) -> Steps[bool]:
     """Tell the database that the innermost entry was left; False if the tenure was over before."""
+    if hold.entries:
+        return (yield from _lower(flow, hold))
+    # Forgotten before the statement is sent: whatever becomes of it, this flow holds the key no more. Whoever begins to
+    # wait from now on is not left waiting for us; whoever did before, we see.
+    _forget(flow, hold)
+    database, tenure = hold.store.database, hold.tenure
+    if hold.others is None and not hold.min_hold:
+        return (yield from queue.pass_on(database, tenure, hold.ticket, hold.turns))
+    try:
+        return (yield from _lower(flow, hold))
+    finally:
+        lines.freed(database, tenure.key)
+
+
+def _lower(flow: Flow, hold: Hold) -> Steps[bool]:
+    """Lower the count in the row by one; False if the tenure was over before."""
     database, entered = hold.store.database, len(hold.entries)
-    if not entered:
-        # Forgotten before the statement is sent: whatever becomes of it, this flow holds the key no more.
-        _forget(flow, hold)
     if hold.tokens and not entered and (yield from _unused(flow, hold)):
         # It is left to the bearer of a token, who has one more ttl.
         return (yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace))

@@ -250,22 +250,24 @@ def reap(database: Database, retention: float) -> Steps[int]:
 
     And places in queues that ended as long ago.
     """
-    deleted = 0
-    while True:
-        parameters: Parameters = {"retention": retention}
-        until = database.now() + PATIENCE
-        _, keys = yield from send(database, database.dialect.stale, parameters, until, resend=True)
+    dialect = database.dialect
+    deleted = yield from _tidy(database, dialect.stale, dialect.reap, "key", retention)
+    _ = yield from _tidy(database, dialect.queue.dead, dialect.queue.forget, "owner", retention)
+    return deleted
+
+
+def _tidy(database: Database, find: Statement, delete: Statement, name: str, retention: float) -> Steps[int]:
+    """Delete what `find` finds, one row at a time; how many there were."""
+    deleted, before = 0, -1
+    while before < deleted:
         before = deleted
-        for (key,) in keys:
-            parameters = {"key": key, "retention": retention}
+        until = database.now() + PATIENCE
+        _, found = yield from send(database, find, {"retention": retention}, until, resend=True)
+        for (value,) in found:
+            parameters: Parameters = {name: value, "retention": retention}
             until = database.now() + PATIENCE
-            _, rows = yield from send(database, database.dialect.reap, parameters, until, resend=True)
+            _, rows = yield from send(database, delete, parameters, until, resend=True)
             deleted += len(rows)
-        if deleted == before:
-            break
-    parameters = {"retention": retention}
-    until = database.now() + PATIENCE
-    _ = yield from send(database, database.dialect.queue.forget, parameters, until, resend=True)
     return deleted
 
 
@@ -282,14 +284,15 @@ def send(
         try:
             return sent, (yield from execute(statement, parameters))
         except StoreConflict as conflict:
-            dialect = database.dialect
+            dialect, queue = database.dialect, database.dialect.queue
+            skipped = (dialect.take, dialect.create, dialect.reap, queue.grant, queue.relay, queue.forget)
             if isinstance(conflict, StoreLocked):
                 if statement is dialect.take:
                     raise  # the caller looks first whether the key is held, which is possible meanwhile
             elif isinstance(conflict, StoreBusy):
                 if statement is dialect.renew:
                     raise  # the caller tries without the row that is locked
-                if statement in (dialect.take, dialect.create, dialect.reap, dialect.queue.grant):
+                if statement in skipped:
                     return sent, []  # somebody is taking it, or pins it
         except StoreUnanswered:
             if not resend:

@@ -39,16 +39,19 @@ Rule: as in `dblock.core.protocol`; who waits, and how, is the business of `dblo
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from dblock.core import bells, listener, protocol
-from dblock.core.errors import LockDeadlock, LockStoreError, StoreUnanswered
+from dblock.core import bells, lines, listener, protocol
+from dblock.core.bells import Bell
+from dblock.core.errors import LockDeadlock, LockStoreError, LockTimeout, StoreUnanswered
 from dblock.core.flows import FLOW
+from dblock.core.lines import Member
 from dblock.core.protocol import PATIENCE, Database
-from dblock.core.steps import Parameters, Steps, sleep
-from dblock.core.values import Grant, Tenure
+from dblock.core.steps import Parameters, Steps, sleep, wait
+from dblock.core.values import Grant, Identity, LockInfo, Tenure
 
 PLACE: Final = 5.0
 """Seconds for which a place in the queue lasts without a beat."""
@@ -207,7 +210,7 @@ def release(database: Database, tenure: Tenure, count: int, ticket: int = 0) -> 
     """
     passed: bool | None = False
     if ticket and count == 1:
-        passed = yield from _pass_on(database, tenure, ticket + 1)
+        passed = yield from _grant_ours(database, tenure, ticket + 1)
         if passed:
             return True
     first = yield from protocol.release(database, tenure, count)
@@ -217,6 +220,27 @@ def release(database: Database, tenure: Tenure, count: int, ticket: int = 0) -> 
         bells.ring_all()
         return True
     return first is not None
+
+
+def pass_on(database: Database, tenure: Tenure, ticket: int, turn: int) -> Steps[bool]:
+    """Give the key to whoever is next: a flow of this process, else of the queue; False if the tenure was over before.
+
+    `turn` says how often in a row it has gone to a flow of this process before.
+    """
+    passed = False
+    try:
+        with contextlib.suppress(LockStoreError):  # the release has the last word
+            passed = yield from _relay(database, tenure, ticket, turn)
+        return passed or (yield from release(database, tenure, 1, ticket))
+    except (GeneratorExit, LockStoreError):
+        raise
+    except BaseException:  # interrupted: once more, since sending it twice is harmless
+        if not passed:
+            _ = yield from release(database, tenure, 1)
+        raise
+    finally:
+        if not passed:  # only now: whoever was chosen may look whether it has the key, or never will
+            lines.freed(database, tenure.key)
 
 
 def leave(database: Database, tenure: Tenure, min_hold: float, *, alone: bool) -> Steps[bool]:
@@ -244,7 +268,7 @@ def give_back(database: Database, key: str, owner: str, patience: float = PATIEN
         return
 
 
-def _pass_on(database: Database, tenure: Tenure, first: int) -> Steps[bool | None]:
+def _grant_ours(database: Database, tenure: Tenure, first: int) -> Steps[bool | None]:
     """Hand over what we hold; None if the answer was lost."""
     try:
         return (yield from grant(database, tenure.key, first, tenure))
@@ -252,3 +276,42 @@ def _pass_on(database: Database, tenure: Tenure, first: int) -> Steps[bool | Non
         return None
     except LockStoreError:
         return False  # the release has the last word
+
+
+def _relay(database: Database, tenure: Tenure, ticket: int, turn: int) -> Steps[bool]:
+    """Hand the key to a flow of this process that waits for it, if there is one."""
+    line = lines.line_for(database, tenure.key)
+    heir = None if line is None else line.choose()
+    if line is None or heir is None:
+        return False
+    try:
+        yield from wait(0.0, Bell())
+    except LockTimeout:  # inside a transaction that may take it all back
+        return False
+    statement = database.dialect.queue.relay
+    turns = max(lines.TURNS - turn, 0)
+    parameters: Parameters = {**heir.wish, **tenure._asdict(), "heir": heir.token, "turns": turns}
+    sent = database.now()
+    try:
+        sent, rows = yield from protocol.send(database, statement, parameters, sent + HURRY)
+    except StoreUnanswered:
+        _, rows = yield from protocol.send(database, statement, parameters, database.now() + HURRY, resend=True)
+        if not rows:
+            info = yield from protocol.inspect(database, tenure.key, database.now() + HURRY)
+            rows = [(info.fence,)] if info is not None and info.owner == heir.token else []
+    if not rows:
+        return False
+    fence, ttl = int(rows[0][0]), float(heir.wish["ttl"])
+    grant = Grant(Tenure(tenure.key, heir.token, fence), sent, ttl, ticket, turn + 1)
+    line.holder = _about(heir, grant)
+    if not line.tell(heir, grant):  # it has gone in the meantime
+        _ = yield from release(database, grant.tenure, 1, ticket)
+    return True
+
+
+def _about(heir: Member, grant: Grant) -> LockInfo:
+    """The row of a tenure that has just begun."""
+    wish: Any = heir.wish
+    who = Identity(wish["host"], wish["pid"], wish["thread"], wish["program"], wish["task"])
+    (key, owner, fence), ttl = grant.tenure, grant.ttl
+    return LockInfo(key, owner, fence, 1, ttl, 0.0, wish["life"], wish["label"], who)

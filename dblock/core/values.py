@@ -142,7 +142,9 @@ class Grant(NamedTuple):
     """The local moment at which the statement was sent."""
     ttl: float
     ticket: int = 0
-    """The tenure's place in the queue of the key, if it waited there."""
+    """The place in the queue that brought the key into this process."""
+    turn: int = 0
+    """How often in a row the key was handed over in this process before."""
 
     @property
     def trusted_until(self) -> float:

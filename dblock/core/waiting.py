@@ -14,15 +14,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Literal, Protocol
 
-from dblock.core import bells, queue
+from dblock.core import bells, lines, queue
 from dblock.core.bells import Bell
 from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy, StoreLocked, StoreUnanswered
 from dblock.core.flows import new_owner
-from dblock.core.protocol import Database, Unresolved, begin, inspect, pauses
+from dblock.core.lines import Line, Member, Trial
+from dblock.core.protocol import PATIENCE, Database, Unresolved, begin, extend, inspect, pauses
 from dblock.core.queue import View, give_back
 from dblock.core.statements.base import Statement
 from dblock.core.steps import Steps, sleep, wait
-from dblock.core.values import Grant, LockInfo
+from dblock.core.values import Grant, LockInfo, Tenure
 
 GRACE: Final = 1.0
 """Seconds for which even a try without waiting is repeated after deadlocks, serialization failures and the like."""
@@ -32,6 +33,10 @@ SELDOM: Final = 1.0
 """Seconds between two looks of any waiter that nobody can call, at most."""
 FALLBACK: Final = 2.0
 """Seconds between two looks of a waiter that will be called."""
+UNPINNED: Final = 0.1
+"""Seconds between two tries to have a free key granted, at most."""
+HOPE: Final = 0.1
+"""Seconds for which the first of a line waits to be handed the key before it stands in the queue."""
 SUSPICION: Final = 0.5
 """Seconds between two looks for a deadlock, of a waiter that holds other keys."""
 HASTE: Final = 0.05
@@ -49,6 +54,10 @@ class Attendant(Protocol):
 
     def leave(self, owner: str, /) -> None:
         """The place is needed no more."""
+        ...
+
+    def enter(self, key: str, member: Member, trial: Trial | None, /) -> Line | None:
+        """Wait with those of this process who want the key too; None where everybody waits alone."""
         ...
 
     def listen(self) -> bool:
@@ -70,6 +79,9 @@ class Nobody:
         return False
 
     def leave(self, owner: str) -> None:
+        pass
+
+    def enter(self, key: str, member: Member, trial: Trial | None) -> None:
         pass
 
     def listen(self) -> bool:
@@ -94,26 +106,54 @@ def acquire(
     timeout: float | None,
     attendant: Callable[[], Attendant] = Nobody,
     *,
+    ours: bool = False,
     entangled: bool = False,
 ) -> Steps[Grant | LockInfo | None]:
     """A grant, or whoever held the key when `timeout` seconds (None: for ever) were over.
 
     `wish` is what the row is to say, but for the owner's token. None means that the key was free at the last look, but
-    others were faster each time. Outages of the database are part of the wait. `entangled` says that the flow holds
+    others were faster each time. Outages of the database are part of the wait. `ours` says that another flow of this
+    process is thought to have the key, so that there is no use in trying to take it; `entangled` that the flow holds
     other keys, so that its wait may close a circle: raises LockDeadlock.
     """
-    now, dialect, key = database.now, database.dialect, wish["key"]
+    now = database.now
     start = now()
     deadline = math.inf if timeout is None else start + timeout
     until = max(deadline, start + GRACE)
+
+    def waiter() -> _Waiter:
+        return _Waiter(database, wish, deadline, until, attendant(), entangled)
+
+    key = wish["key"]
+    crowded = ours or lines.busy(database, key) or bells.is_crowded(database, key)
+    if crowded and wish["fair"] and now() < deadline:
+        with contextlib.suppress(LockTimeout):  # refused: it may be free, though
+            waited = yield from waiter().wait(None, None)
+            if waited is not _Place.GONE:
+                return waited
+    trial, got = lines.begin(database, key), False
+    try:
+        found = yield from _take(database, wish, (deadline, until), waiter, trial)
+        got = isinstance(found, Grant)
+    finally:
+        if trial is not None:
+            trial.end(got=got)
+    return found
+
+
+def _take(
+    database: Database,
+    wish: dict[str, Any],
+    limits: tuple[float, float],
+    waiter: Callable[[], _Waiter],
+    trial: Trial | None,
+) -> Steps[Grant | LockInfo | None]:
+    """Take the key, or wait for it; as `acquire`. `limits`: the local times of our deadline, and of the last errors."""
+    deadline, until = limits
+    now, dialect, key = database.now, database.dialect, wish["key"]
     statement = dialect.take
     growing = pauses()
     tries = 0
-    if bells.is_crowded(database, key) and wish["fair"] and now() < deadline:
-        with contextlib.suppress(LockTimeout):  # refused: it may be free, though
-            found = yield from _Waiter(database, wish, deadline, until, attendant(), entangled).stand()
-            if found is not _Place.GONE:
-                return found
     while True:
         grant = yield from _attempt(database, statement, wish, until)
         if isinstance(grant, Grant):
@@ -133,7 +173,7 @@ def acquire(
         # A key that is free, but cannot be had, has waiters, or a transaction pins it.
         waits = holder is not None and (held or (yield from queue.hand_over(database, key)) or tries > 2)
         if waits and now() < deadline:
-            found = yield from _Waiter(database, wish, deadline, until, attendant(), entangled).stand()
+            found = yield from waiter().wait(holder, trial)
             if found is not _Place.GONE:
                 return found
         if tries > 1 or grant is _REFUSED:
@@ -184,11 +224,85 @@ class _Waiter:
     suspect: float = 0.0
     """The local time from which to look for a deadlock."""
     bell: Bell = field(default_factory=Bell)
+    member: Member | None = None
+    """What it is in the line of its process."""
+
+    def wait(self, holder: LockInfo | None, trial: Trial | None) -> Steps[Grant | LockInfo | Literal[_Place.GONE]]:
+        """A grant, or the row as it was at the deadline; or GONE. `holder` is whom we saw when our trial had failed."""
+        yield from wait(0.0, self.bell)  # refused where it could not end well, before anybody counts on us
+        database, key, member = self.database, self.wish["key"], Member(self.wish, self.bell)
+        line = self.attendant.enter(key, member, trial) if self.wish["fair"] and not self.entangled else None
+        if line is None:
+            if trial is not None:
+                trial.end(got=False)
+            return (yield from self.stand())
+        if holder is not None:
+            line.holder = holder
+        try:
+            found = yield from self._behind(line, member)
+            if found is None:
+                self.member = member
+                found = yield from self.stand()
+        except BaseException as error:
+            line.leave(member, got=False)
+            if member.token and not isinstance(error, GeneratorExit):
+                patience = HASTE if isinstance(error, LockStoreError) else PATIENCE
+                yield from give_back(database, key, member.token, patience)
+            raise
+        line.leave(member, got=isinstance(found, Grant))
+        return member.grant or found  # from now on nobody grants us anything
+
+    def _behind(self, line: Line, member: Member) -> Steps[Grant | LockInfo | Literal[_Place.GONE] | None]:
+        """Wait in a line to be handed the key; None when it is for us to stand in the queue."""
+        database, now = self.database, self.database.now
+        hope = math.inf
+        while True:
+            member.seen = now()
+            if (grant := member.grant) is not None:
+                if now() < grant.trusted_until:
+                    return grant
+                member.grant = None
+                _ = yield from queue.release(database, grant.tenure, 1)  # we were told too late for it to be of use
+            left = self.deadline - now()
+            if left <= 0:
+                return (yield from self._holder(line)) or _Place.GONE
+            pause = FALLBACK
+            if line.is_first(member):
+                hope = min(hope, now() + HOPE)
+                if (not line.ours or now() >= hope) and line.withdraw(member):
+                    return (yield from self._adopt(member))
+                pause = hope - now() if now() < hope else HOPE
+            member.content = True
+            yield from wait(min(pause, left), self.bell)  # not at all if something has been said already
+            _ = self.bell.answered()
+
+    def _holder(self, line: Line) -> Steps[LockInfo | None]:
+        """Whom to name when the time is up; one of a line asks for all whose time is."""
+        if line.holder is None and line.asking:
+            yield from wait(HASTE / 2, Bell())
+        if line.holder is None:
+            line.asking = True
+            try:
+                line.holder = yield from inspect(self.database, self.wish["key"], self.until)
+            finally:
+                line.asking = False
+        return line.holder
+
+    def _adopt(self, member: Member) -> Steps[Grant | None]:
+        """The tenure that we were offered, if it has come about and nobody could tell us."""
+        if not member.token:
+            return None
+        database, key, ttl = self.database, self.wish["key"], self.wish["ttl"]
+        info = yield from inspect(database, key, self.until)
+        if info is not None and info.owner == member.token:
+            tenure = Tenure(key, member.token, info.fence)
+            return (yield from extend(database, tenure, ttl, self.wish["life"] - ttl))
+        member.token = ""
+        return None
 
     def stand(self) -> Steps[Grant | LockInfo | Literal[_Place.GONE]]:
-        """A grant, or the row as it was at the deadline; or GONE."""
+        """Stand in the queue of the database; returns as `wait`."""
         growing = pauses()
-        yield from wait(0.0, self.bell)  # refused where it could not end well, before anybody counts on us
         if self.attendant.listen():
             try:
                 bells.hang(self.wish["key"], 0, self.bell)
@@ -223,17 +337,20 @@ class _Waiter:
             ticket, view = joined
             bells.hang(key, ticket, self.bell)
             found = yield from self._await_turn(ticket, view, alone=not self.attendant.keep(owner))
-            if isinstance(found, Grant):
-                if database.now() < found.trusted_until:
+            if not isinstance(found, Grant):
+                yield from queue.quit_queue(database, owner, HASTE)
+                if found is not None:
                     return found
-                _ = yield from queue.release(database, found.tenure, 1)  # the answer came too late to be of use
-                return _Place.LOST
-            yield from queue.quit_queue(database, owner, HASTE)
-            if found is not None:
+                info = yield from inspect(database, key, self.until)
+                if info is None or info.owner != owner:
+                    return info or _Place.GONE
+                # our turn came as we were leaving
+                found = yield from queue.accept(database, self.wish, ticket, self.until)
+                if found is None:
+                    return info
+            if database.now() < found.trusted_until:
                 return found
-            info = yield from inspect(database, key, self.until)
-            if info is not None and info.owner == owner:  # our turn came as we were leaving
-                return (yield from queue.accept(database, self.wish, ticket, self.until)) or info
+            _ = yield from queue.release(database, found.tenure, 1)  # the answer came too late to be of use
         except GeneratorExit:
             raise
         except LockStoreError:  # we have tried for long enough
@@ -245,7 +362,7 @@ class _Waiter:
             yield from give_back(database, key, owner)
             raise
         else:
-            return _Place.GONE if info is None else info
+            return _Place.LOST
         finally:
             bells.take_down(key, ticket)
             self.attendant.leave(owner)
@@ -256,7 +373,7 @@ class _Waiter:
         `view` is how we stand if that is known; `alone`: nobody else keeps the place.
         """
         database, key, owner, now = self.database, self.wish["key"], self.wish["owner"], self.database.now
-        growing = pauses()
+        growing = pauses(longest=UNPINNED)
         first, since = 0, now()
         self.beat = now() + queue.BEAT
         while True:
@@ -280,9 +397,11 @@ class _Waiter:
                 yield from queue.announce(database, key, ticket, self.until)
             called = self.wish["channel"] and self.attendant.channel == self.wish["channel"]
             pause = _until_next_look(view, FALLBACK if called else min(_often(view, now() - since), SELDOM))
-            if view.remaining <= 0:
+            if view.remaining > 0:
+                growing = pauses(longest=UNPINNED)
+            else:  # if nobody gets it, a transaction pins it, and that may last
                 _ = yield from queue.grant(database, key, view.first)
-                pause = min(pause, next(growing))
+                pause = next(growing)
             soonest = yield from self._duties(alone=alone)
             left = self.deadline - now()
             if left <= 0:
@@ -295,6 +414,8 @@ class _Waiter:
         """What is due now; seconds until something else is."""
         database, owner, now = self.database, self.wish["owner"], self.database.now
         soonest = math.inf
+        if self.member is not None:
+            self.member.seen = now()
         if alone:
             if now() >= self.beat:
                 yield from queue.beat(database, [owner], self.until)

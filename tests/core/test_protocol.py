@@ -38,6 +38,8 @@ class World:
     """For each key the fences that were ever given out."""
     served: dict[str, list[int]] = field(default_factory=dict)
     """For each key the tickets that were served, in that order."""
+    overtaken: int = 0
+    """How often in a row a key was handed over inside a process while others may have been waiting for it, at most."""
     barged: int = 0
     """How often a newcomer took a key for which others may have been waiting."""
 
@@ -127,6 +129,19 @@ class World:
         if self.dialect.queue.leaves:
             self.waiters.pop(p["owner"], None)
         return [(row["fence"],)]
+
+    def _relay(self, p: dict[str, Any]) -> Rows:
+        row = self._tenure(p)
+        if row is None or row["count"] != 1 or row["expires_at"] <= self.time:
+            return []
+        streak = row.get("streak", 0) + (row["last"] != row["served"])
+        if row["last"] != row["served"] and p["turns"] <= 0:
+            return []
+        row["expires_at"] = self.time
+        rows = self._begin(row, {**p, "owner": p["heir"]})
+        self.rows[p["key"]]["streak"] = streak
+        self.overtaken = max(self.overtaken, streak)
+        return rows
 
     def _quit(self, p: dict[str, Any]) -> Rows:
         return [()] if self.waiters.pop(p["owner"], None) else []

@@ -36,11 +36,12 @@ def ids(**options: Any) -> list[str]:
     ("settings", "expected"),
     [
         ({}, []),
-        ({"TTL": 5, "TIMEOUT": None, "USING": "postgresql", "RETENTION": timedelta(days=1)}, []),
+        ({"TTL": 5, "TIMEOUT": None, "USING": "postgresql", "RETENTION": timedelta(days=1), "LISTEN": False}, []),
         ({"TLL": 5}, ["dblock.E001"]),
         ({"TTL": 0}, ["dblock.E002"]),
         ({"TIMEOUT": "soon"}, ["dblock.E002"]),
         ({"RETENTION": -1, "TTL": None}, ["dblock.E002", "dblock.E002"]),
+        ({"LISTEN": "no"}, ["dblock.E002"]),
         ({"USING": "nowhere"}, ["dblock.E003"]),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from django.db import DatabaseError, connections, transaction
@@ -212,6 +212,25 @@ def test_sqlite_joins_the_callers_transaction(database: str, alias: str) -> None
             assert (outer.state, lock.state) == ("held", "lost")
             with pytest.raises(LockLost):
                 lock.release()
+
+
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("release", ["auto", "now"])
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_what_was_given_back_is_no_loss(
+    release: Literal["auto", "now"], end: str, alias: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither on_lost nor the log hears of a lock that was left before its SQLite transaction ended."""
+    lost = list[object]()
+    with transaction.atomic(alias):
+        with db_lock("k", using=alias, release=release, on_lost=lambda *said: lost.append(said)) as lock:
+            with transaction.atomic(alias):
+                assert lock.verify()
+        transaction.set_rollback(end == "rollback", using=alias)
+    with db_lock("k", using=alias, timeout=0):
+        pass
+    assert not lost
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core import queue, waiting
 from sqlalchemy_dblock import LockTimeout, db_lock, metadata
@@ -49,12 +52,12 @@ def test_dead_waiters_are_passed_over_together(subject: Subject, monkeypatch: py
     k = times(5, 19)
     holder = subject.lock("k", ttl=60)
     assert holder.acquire()
-    with Remote(subject) as remote:
+    with Remote(subject) as remote:  # whoever is not fair stands alone, as if it were a process of its own
         remote.do("setattr(__import__('dblock.core.queue', fromlist=['queue']), 'PLACE', 3.0)")
         for n in range(k):
             remote.do(
-                f"(w{n} := __import__('threading').Thread(target=lambda: subject.lock('k', timeout=99).acquire(),"
-                " daemon=True)).start()"
+                f"(w{n} := __import__('threading').Thread(target=lambda: subject.lock('k', timeout=99, fair=False)"
+                ".acquire(), daemon=True)).start()"
             )
         assert until(lambda: waiters(subject) == k, 20)
         actor = Actor(subject)
@@ -95,8 +98,8 @@ def test_a_crowd_takes_a_missing_row(request: pytest.FixtureRequest, database: s
     size = times(30, 100)
     start, got, errors = threading.Barrier(size), list[int](), list[BaseException]()
 
-    def take() -> None:
-        lock = db_lock(engine, "k", timeout=timeout)
+    def take(number: int) -> None:
+        lock = db_lock(engine, "k", timeout=timeout, fair=number % 2 == 0)  # half in a line, half alone
         start.wait(30)
         try:
             with lock:
@@ -107,7 +110,7 @@ def test_a_crowd_takes_a_missing_row(request: pytest.FixtureRequest, database: s
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=take) for _ in range(size)]
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -143,8 +146,10 @@ def test_waits_go_on_when_the_database_restarts(server: Server) -> None:
     order, done = list[str](), list[threading.Thread]()
 
     def wait(name: str) -> None:
-        with db_lock(engine, "k", ttl=20, timeout=60):
+        own = create_engine(place)  # or it would stand in a line with the other one
+        with db_lock(own, "k", ttl=20, timeout=60):
             order.append(name)
+        own.dispose()
 
     holder = db_lock(engine, "k", ttl=6)
     assert holder.acquire()
@@ -211,6 +216,7 @@ def test_a_listener_that_is_killed_again_and_again(
     finally:
         stop.set()
         killer.join()
+        subject.engine.dispose()
     assert slowest < 1.0 * 1.25 + 0.5
 
 
@@ -218,3 +224,39 @@ def _time(lock: Any, got: list[float]) -> None:
     assert lock.acquire()
     got.append(time.monotonic())
     lock.release()
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_a_thousand_waiters_cost_a_listener_and_a_connection(request: pytest.FixtureRequest, driver: str) -> None:
+    """Tasks of one process that want one key: one place in the queue; all are served in the order of their coming."""
+    ready(request, "postgresql")
+    sessions = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'crowd'"
+    name = {"application_name": "crowd"}
+    engine = create_async_engine(
+        url("postgresql", driver), connect_args=name if driver == "psycopg" else {"server_settings": name}
+    )
+    subject = Subject("sqlalchemy", "sync", "postgresql")
+    holder = subject.lock("k")
+    served, seen = list[int](), list[tuple[Any, int, int]]()
+
+    async def one(number: int) -> None:
+        async with db_lock(engine, "k", timeout=60):
+            served.append(number)
+
+    async def main() -> None:
+        crowd = [asyncio.create_task(one(number)) for number in range(1000)]
+        for _ in range(10):
+            await asyncio.sleep(0.1)
+            [(count,)] = run("postgresql", sessions)
+            seen.append((count, waiters(subject), len(served)))
+        await asyncio.to_thread(lambda: thread.submit(holder.release).result())
+        await asyncio.gather(*crowd)
+        await engine.dispose()
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(holder.acquire).result()
+        asyncio.run(main())
+    subject.engine.dispose()
+    assert max(count for count, _, _ in seen) == 2
+    assert {(places, number) for _, places, number in seen[3:]} == {(1, 0)}
+    assert served == list(range(1000))

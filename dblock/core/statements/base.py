@@ -101,6 +101,8 @@ class Queue:
     """Let the first live waiter from ticket `first` on begin a tenure, if nobody else holds the key -> its ticket."""
     accept: Statement
     """Let the lease of a waiter's new tenure last a whole life -> fence."""
+    relay: Statement
+    """End a tenure and begin one of the owner `heir`, if nobody is in the queue or `turns` are left -> fence."""
     quit: Statement
     """Leave the queue."""
     calls: bool
@@ -113,8 +115,10 @@ class Queue:
     """Who waits for what, and who holds that: owner, key, ticket, host, pid, thread; owner, host, pid, thread."""
     clear: Statement
     """Forget a queue in which nobody is alive, unless somebody came after ticket `last`."""
+    dead: Statement
+    """Owner tokens of waiters that have been dead for longer than `retention`."""
     forget: Statement
-    """Delete waiters that have been dead for long."""
+    """Delete one such row."""
     ddl: str
     """Their table, in plain SQL."""
 

@@ -108,6 +108,30 @@ WHERE lock_key = :key AND owner = :owner AND expires_at > UTC_TIMESTAMP(6)
     Reply.NUMBER,
 )
 
+# Safe: as a release and a take in one, which names the tenure that it ends, so it may arrive late, and begins one that
+# only this process can tell of. Not while a transaction pins the key. Durable: the lease is relied on.
+RELAY: Final = Statement(
+    "relay",
+    """
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
+UPDATE locks FORCE INDEX (locks_pin) SET
+    owner = :heir,
+    fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))),
+    ttl = :ttl,
+    acquired_at = UTC_TIMESTAMP(6),
+    expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND,
+    label = :label,
+    host = :host,
+    pid = :pid,
+    thread = :thread,
+    program = :program,
+    celery_task_id = :task
+WHERE lock_key = :key AND owner = :owner AND fence = :fence AND count = 1 AND expires_at > UTC_TIMESTAMP(6)
+  AND (last_ticket = served_ticket OR :turns > 0)
+""",
+    Reply.NUMBER,
+)
+
 # Safe: one row, by primary key, which is the waiter's own. A grant that has locked it is waited for.
 QUIT: Final = Statement(
     "quit",
@@ -160,11 +184,24 @@ WHERE lock_key = :key AND last_ticket = :last AND served_ticket < last_ticket
     Reply.COUNT,
 )
 
-# Safe: a waiter that is dead for so long stands in the queue anew when it wakes up.
+# Safe: reads only, without locks.
+DEAD: Final = Statement(
+    "dead",
+    """
+SELECT owner FROM lock_waiters
+WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND
+ORDER BY owner LIMIT 1000
+""",
+    Reply.ROWS,
+)
+
+# Safe: one row, by primary key, and only if it is still dead; one that wakes up after so long stands in the queue anew.
 FORGET: Final = Statement(
     "forget",
     """
-DELETE FROM lock_waiters WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
+DELETE FROM lock_waiters
+WHERE owner = :owner AND expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND
 """,
     Reply.COUNT,
 )
@@ -194,12 +231,14 @@ QUEUE: Final = Queue(
     look=LOOK,
     grant=GRANT,
     accept=ACCEPT,
+    relay=RELAY,
     quit=QUIT,
     calls=False,
     leaves=False,
     beat=BEAT,
     waits=WAITS,
     clear=CLEAR,
+    dead=DEAD,
     forget=FORGET,
     ddl=DDL,
 )

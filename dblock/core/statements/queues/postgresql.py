@@ -78,7 +78,8 @@ GRANT: Final = Statement(
     "grant",
     """
 WITH next AS MATERIALIZED (
-    SELECT * FROM lock_waiters
+    SELECT owner, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, expires_at
+    FROM lock_waiters
     WHERE lock_key = :key AND ticket >= CAST(:first AS bigint) AND expires_at > clock_timestamp()
       AND set_config('lock_timeout', '20ms', true) IS NOT NULL
     ORDER BY ticket LIMIT 1 FOR UPDATE
@@ -119,7 +120,8 @@ ACCEPT: Final = Statement(
     "accept",
     """
 WITH mine AS MATERIALIZED (
-    SELECT owner FROM lock_waiters WHERE owner = :owner FOR UPDATE
+    SELECT owner FROM lock_waiters
+    WHERE owner = :owner AND set_config('lock_timeout', '20ms', true) IS NOT NULL FOR UPDATE
 ), accepted AS (
     UPDATE locks SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
     WHERE lock_key = :key AND owner = :owner AND expires_at > clock_timestamp()
@@ -130,6 +132,34 @@ WITH mine AS MATERIALIZED (
     DELETE FROM lock_waiters WHERE owner = :owner AND EXISTS (SELECT 1 FROM accepted)
 )
 SELECT fence FROM accepted
+""",
+    Reply.ROWS,
+)
+
+# Safe: as a release and a take in one, which names the tenure that it ends, so it may arrive late, and begins one that
+# only this process can tell of. Not while a transaction pins the key. Durable: the lease is relied on.
+RELAY: Final = Statement(
+    "relay",
+    """
+UPDATE locks SET
+    owner = :heir,
+    fence = greatest(fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)),
+    ttl = :ttl,
+    acquired_at = clock_timestamp(),
+    expires_at = clock_timestamp() + make_interval(secs => :life),
+    label = :label,
+    host = :host,
+    pid = :pid,
+    thread = :thread,
+    program = :program,
+    celery_task_id = :task
+WHERE lock_key = :key
+  AND CASE WHEN owner = :owner AND fence = CAST(:fence AS bigint) AND count = 1 AND expires_at > clock_timestamp()
+           THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, 7234)) ELSE false END
+  AND (last_ticket = served_ticket OR CAST(:turns AS integer) > 0)
+  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+  AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
+RETURNING fence
 """,
     Reply.ROWS,
 )
@@ -185,13 +215,25 @@ WHERE lock_key = :key AND last_ticket = CAST(:last AS bigint) AND served_ticket 
     Reply.COUNT,
 )
 
-# Safe: a waiter that is dead for so long stands in the queue anew when it wakes up.
+# Safe: reads only.
+DEAD: Final = Statement(
+    "dead",
+    """
+SELECT owner FROM lock_waiters
+WHERE expires_at < clock_timestamp() - make_interval(secs => :retention)
+ORDER BY owner LIMIT 1000
+""",
+    Reply.ROWS,
+)
+
+# Safe: one row, by primary key, and only if it is still dead; one that wakes up after so long stands in the queue anew.
 FORGET: Final = Statement(
     "forget",
     """
 DELETE FROM lock_waiters
-WHERE expires_at < clock_timestamp() - make_interval(secs => :retention)
+WHERE owner = :owner AND expires_at < clock_timestamp() - make_interval(secs => :retention)
   AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 """,
     Reply.COUNT,
 )
@@ -221,12 +263,14 @@ QUEUE: Final = Queue(
     look=LOOK,
     grant=GRANT,
     accept=ACCEPT,
+    relay=RELAY,
     quit=QUIT,
     calls=True,
     leaves=True,
     beat=BEAT,
     waits=WAITS,
     clear=CLEAR,
+    dead=DEAD,
     forget=FORGET,
     ddl=DDL,
 )

@@ -103,6 +103,32 @@ RETURNING fence
     Reply.ROWS,
 )
 
+# Safe: as a release and a take in one, which names the tenure that it ends, so it may arrive late, and begins one that
+# only this process can tell of. Durable: the lease is relied on.
+RELAY: Final = Statement(
+    "relay",
+    """
+UPDATE locks SET
+    owner = :heir,
+    fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000
+                           + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000),
+    ttl = :ttl,
+    acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'),
+    expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)),
+    label = :label,
+    host = :host,
+    pid = :pid,
+    thread = :thread,
+    program = :program,
+    celery_task_id = :task
+WHERE lock_key = :key AND owner = :owner AND fence = :fence AND count = 1
+  AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+  AND (last_ticket = served_ticket OR :turns > 0)
+RETURNING fence
+""",
+    Reply.ROWS,
+)
+
 # Safe: one row, by primary key, which is the waiter's own.
 QUIT: Final = Statement("quit", "DELETE FROM lock_waiters WHERE owner = :owner", Reply.COUNT)
 
@@ -144,12 +170,23 @@ WHERE lock_key = :key AND last_ticket = :last AND served_ticket < last_ticket
     Reply.COUNT,
 )
 
-# Safe: a waiter that is dead for so long stands in the queue anew when it wakes up.
+# Safe: reads only.
+DEAD: Final = Statement(
+    "dead",
+    """
+SELECT owner FROM lock_waiters
+WHERE expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention))
+ORDER BY owner LIMIT 1000
+""",
+    Reply.ROWS,
+)
+
+# Safe: one row, by primary key, and only if it is still dead; one that wakes up after so long stands in the queue anew.
 FORGET: Final = Statement(
     "forget",
     """
 DELETE FROM lock_waiters
-WHERE expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention))
+WHERE owner = :owner AND expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention))
 """,
     Reply.COUNT,
 )
@@ -179,12 +216,14 @@ QUEUE: Final = Queue(
     look=LOOK,
     grant=GRANT,
     accept=ACCEPT,
+    relay=RELAY,
     quit=QUIT,
     calls=False,
     leaves=False,
     beat=BEAT,
     waits=WAITS,
     clear=CLEAR,
+    dead=DEAD,
     forget=FORGET,
     ddl=DDL,
 )

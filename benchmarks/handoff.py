@@ -1,0 +1,146 @@
+"""How long a hand-over takes: from the beginning of a release to the end of the next holder's acquire().
+
+Run as part of `make bench`. Across processes one holds and the other waits; what the database's own session lock takes
+for the same is measured in turn, and only ratios travel (SQLite has none: there the figure is in milliseconds). Within
+a process it is one thread to another, against an uncontended cycle of take and release. CLOCK_MONOTONIC is one clock
+for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import sys
+import threading
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from sqlalchemy import create_engine
+
+from benchmarks.contended import Maker, ours, theirs
+from benchmarks.places import places
+from sqlalchemy_dblock import db_lock
+
+COUNT = int(os.environ.get("HANDOFFS", "100"))
+"""Hand-overs in a round."""
+ROUNDS = int(os.environ.get("ROUNDS", "5"))
+TARGETS: dict[str, tuple[float, float | None]] = {"PostgreSQL": (2.5, 4.0), "MariaDB": (3.0, None)}
+"""Multiples of the session lock's p50 and p99."""
+MILLISECONDS = 10.0
+"""The target where no bell works across processes."""
+CYCLES = 1.5
+"""The target within a process, in uncontended cycles."""
+
+
+def main() -> int:
+    """Measure and print; 1 if a figure misses its target."""
+    table = Table("hand-over", "p50 ms", "p99 ms", "session lock p50", "p99", "ratio p50", "p99", "target")
+    missed = list[str]()
+    with places() as urls:
+        for name, url in urls.items():
+            mine, other = list[float](), list[float]()
+            for _ in range(ROUNDS):
+                mine += between_processes(ours, url)
+                if name != "SQLite":
+                    other += between_processes(theirs, url)
+            p50, p99 = tails(mine)
+            row = [f"{name}, across processes", f"{p50 * 1e3:.2f}", f"{p99 * 1e3:.2f}"]
+            if other:
+                floor50, floor99 = tails(other)
+                most50, most99 = TARGETS[name]
+                ratios = p50 / floor50, p99 / floor99
+                reached = ratios[0] <= most50 and (most99 is None or ratios[1] <= most99)
+                reached |= name == "MariaDB" and p50 * 1e3 <= MILLISECONDS
+                row += [f"{floor50 * 1e3:.2f}", f"{floor99 * 1e3:.2f}", *(f"{ratio:.1f}" for ratio in ratios)]
+                row += [f"<= {most50:g}" + (f", {most99:g}" if most99 else f", or {MILLISECONDS:g} ms")]
+            else:
+                reached = p50 * 1e3 <= MILLISECONDS
+                row += ["", "", "", "", f"<= {MILLISECONDS:g} ms"]
+            table.add_row(*row)
+            missed += [] if reached else [row[0]]
+            handed, cycle = within_a_process(url)
+            ratio = statistics.median(handed) / cycle
+            row = [f"{name}, within a process", *(f"{seconds * 1e3:.2f}" for seconds in tails(handed))]
+            row += [f"cycle {cycle * 1e3:.2f}", "", f"{ratio:.1f}", "", f"<= {CYCLES:g} cycles"]
+            table.add_row(*row)
+            missed += [] if ratio <= CYCLES else [row[0]]
+    console = Console(width=130)
+    console.print(table)
+    console.print("all targets reached" if not missed else f"[red]missed: {'; '.join(missed)}")
+    return 1 if missed else 0
+
+
+def tails(durations: list[float]) -> tuple[float, float]:
+    """The median, and what one in a hundred exceeds."""
+    ordered = sorted(durations)
+    return statistics.median(ordered), ordered[int(len(ordered) * 0.99)]
+
+
+def between_processes(make: Maker, url: str) -> list[float]:
+    """Hand-overs from this process to another one, which waits for each."""
+    here, there = multiprocessing.Pipe()
+    other = multiprocessing.Process(target=_other, args=(make, url, there))
+    other.start()
+    take, give = make(url)
+    durations = list[float]()
+    for _ in range(COUNT):
+        take()
+        here.send(True)
+        time.sleep(0.01)  # the other one waits now
+        begun = time.monotonic()
+        give()
+        durations.append(here.recv() - begun)
+        here.recv()
+    here.send(False)
+    other.join()
+    return durations[5:]
+
+
+def _other(make: Maker, url: str, pipe: Any) -> None:
+    take, give = make(url)
+    while pipe.recv():
+        take()
+        pipe.send(time.monotonic())
+        give()
+        pipe.send(None)
+
+
+def within_a_process(url: str) -> tuple[list[float], float]:
+    """Hand-overs from one thread to another; and the median of an uncontended cycle."""
+    engine = create_engine(url)
+    lock = db_lock(engine, "hot", timeout=None)
+    ends, begins, cycles = list[float](), list[float](), list[float]()
+    for _ in range(COUNT * ROUNDS):
+        begun = time.monotonic()
+        with lock:
+            pass
+        cycles.append(time.monotonic() - begun)
+    start, stop = threading.Semaphore(0), threading.Semaphore(0)
+
+    def other() -> None:
+        for _ in range(COUNT * ROUNDS):
+            start.acquire()
+            lock.acquire()
+            ends.append(time.monotonic())
+            lock.release()
+            stop.release()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    for _ in range(COUNT * ROUNDS):
+        lock.acquire()
+        start.release()
+        time.sleep(0.005)
+        begins.append(time.monotonic())
+        lock.release()
+        stop.acquire()
+    thread.join()
+    engine.dispose()
+    return [end - begin for begin, end in zip(begins, ends, strict=True)], statistics.median(cycles)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""Lines: the flows of one process that want the same key, first come, first served.
+
+Only the first of a line asks the database: it stands in the key's queue for all of them, so that a process has one
+place there and one waiter that looks, however many wait inside it. For a moment even that one does not, if a flow of
+this process holds the key: its section may be short, and then it hands the key to the first of the line with one
+statement (`relay`), which ends one tenure and begins another. Others in the queue are overtaken by that a bounded
+number of times in a row, `TURNS`; then the key is theirs, and the line stands in the queue again.
+
+The holder chooses whom to hand the key to, and tells it what became of that. If that one leaves the line in the
+meantime, it is for the holder to give the key back.
+
+Rule: a line only says who is next in this process; who has the key is in the database. Nobody relies on being chosen,
+nor on those before it: the first one soon asks for itself, and one that has not been seen for long is passed over.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from dblock.core import clock
+from dblock.core.bells import Bell
+from dblock.core.flows import current_flow
+from dblock.core.values import Grant, LockInfo
+
+TURNS: Final = 8
+"""How often in a row a key is handed over inside a process while others wait for it."""
+ABSENCE: Final = 6.0
+"""Seconds after which the first of a line that has not been seen is passed over; each looks around more often."""
+FRESH: Final = 5.0
+"""Seconds for which whoever gives up may name the holder that another one of the line has seen."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A flow that waits in a line."""
+
+    wish: Mapping[str, Any]
+    bell: Bell
+    flow: str = field(default_factory=lambda: current_flow().name)
+    seen: float = field(default_factory=clock.now)
+    """The local time at which it last did something."""
+    content: bool = False
+    """Does it wait to be handed the key, rather than ask for it?"""
+    token: str = ""
+    """The owner token of the tenure that it was offered last."""
+    chosen: bool = False
+    """Is it still open what became of that?"""
+    grant: Grant | None = None
+    gone: bool = False
+
+    def present(self) -> bool:
+        """Has it been seen lately?"""
+        return not self.bell.deaf() and clock.now() < self.seen + ABSENCE
+
+
+class Line:
+    """Those of this process who want one key of one database."""
+
+    def __init__(self, place: tuple[int, str]) -> None:
+        self._place = place
+        self._members: list[Member] = []
+        self.ours = False
+        """Does a flow of this process hold the key, who will hand it over?"""
+        self.asking = False
+        """Is one of the line finding out who holds the key?"""
+        self._holder: LockInfo | None = None
+        self._seen = 0.0
+
+    @property
+    def holder(self) -> LockInfo | None:
+        """The holder of the key, if it was looked for lately."""
+        return self._holder if clock.now() < self._seen + FRESH else None
+
+    @holder.setter
+    def holder(self, info: LockInfo | None) -> None:
+        self._holder, self._seen = info, clock.now()
+
+    def leave(self, member: Member, *, got: bool) -> None:
+        """Wait no more; `got`: it has the key."""
+        with _lock[0]:
+            member.gone = True
+            if member not in self._members:
+                return
+            first = self._members[0] is member
+            self._members.remove(member)
+            if not self._members:
+                del _lines[self._place]
+            elif first:
+                self.ours = got
+                self._members[0].bell.ring()
+
+    def is_first(self, member: Member) -> bool:
+        """Is nobody before it who has been seen lately? Whoever has not been stands last from now on."""
+        with _lock[0]:
+            while (first := self._members[0]) is not member:
+                if first.chosen or first.present():
+                    return False
+                del self._members[0]
+                if not first.bell.deaf():
+                    self._members.append(first)
+                self.ours = False
+            return True
+
+    def withdraw(self, member: Member) -> bool:
+        """It no longer waits to be handed the key, but asks the database; False if it was chosen in the meantime."""
+        with _lock[0]:
+            member.content = member.chosen
+            return not member.chosen
+
+    def choose(self) -> Member | None:
+        """The one to hand the key to; None if the first one does not wait for that."""
+        with _lock[0]:
+            first = self._members[0]
+            if not first.content or first.chosen or not first.present():
+                return None
+            first.token, first.chosen = first.flow + secrets.token_hex(16), True
+            return first
+
+    def tell(self, member: Member, grant: Grant) -> bool:
+        """Tell the chosen one what it was granted; False if it does not wait any more."""
+        with _lock[0]:
+            member.chosen, member.grant = False, grant
+            member.bell.ring()
+            return not member.gone
+
+    def freed(self) -> None:
+        """A flow of ours has given the key back, and not to us, as far as it knows."""
+        with _lock[0]:
+            self.ours = self._members[0].chosen = False
+            self._members[0].bell.ring()
+
+
+class Trial:
+    """A flow's try to take a key at once; whoever wants the key meanwhile waits behind it."""
+
+    __slots__ = ("line", "member", "place")
+
+    def __init__(self, place: tuple[int, str]) -> None:
+        self.place = place
+        self.line: Line | None = None
+        self.member: Member | None = None
+        """Keeps the flow's place in that line."""
+
+    def end(self, *, got: bool) -> None:
+        """It has, or has not, got the key; and does not wait for it."""
+        if _trials.get(self.place) is self:
+            del _trials[self.place]
+        if self.line is not None and self.member is not None:
+            self.line.leave(self.member, got=got)
+
+    def wait(self, member: Member) -> Line | None:
+        """The flow waits from now on, as that member, first in the line that has formed behind it, if any has."""
+        with _lock[0]:
+            if _trials.get(self.place) is self:
+                del _trials[self.place]
+            line, kept, self.line = self.line, self.member, None
+            if line is not None and kept is not None:
+                line._members[line._members.index(kept)] = member
+            return line
+
+
+_lines: dict[tuple[int, str], Line] = {}
+_trials: dict[tuple[int, str], Trial] = {}
+# One for all lines, held for a few instructions; a signal handler may run between any two of them.
+_lock = [threading.RLock()]
+
+
+def enter(database: object, key: str, member: Member) -> tuple[Line, bool]:
+    """Wait for a key behind those who do, and whoever tries to take it; the line, and whether it is a new one."""
+    place = (id(database), key)  # whoever is in the line keeps the database alive
+    with _lock[0]:
+        line = _lines.get(place)
+        new = line is None
+        if line is None:
+            line = _lines[place] = Line(place)
+            trial = _trials.get(place)
+            if trial is not None:
+                trial.line, trial.member = line, Member({}, Bell())
+                line._members.append(trial.member)
+        line._members.append(member)
+    return line, new
+
+
+def busy(database: object, key: str) -> bool:
+    """Does anybody of this process wait for the key, or try to take it?"""
+    place = (id(database), key)
+    return place in _trials or place in _lines
+
+
+def line_for(database: object, key: str) -> Line | None:
+    """The line for a key, if anybody waits for it in this process."""
+    return _lines.get((id(database), key)) if _lines else None
+
+
+def begin(database: object, key: str) -> Trial | None:
+    """Try to take a key for all of this process; None if somebody else does."""
+    place = (id(database), key)
+    if place in _trials:
+        return None
+    trial = _trials[place] = Trial(place)
+    return trial
+
+
+def freed(database: object, key: str) -> None:
+    """A flow of this process has given a key back to the database."""
+    with _lock[0]:
+        line = line_for(database, key)
+        if line is not None:
+            line.freed()
+
+
+def _after_fork_in_child() -> None:
+    _lines.clear()  # the waiters are the parent's
+    _trials.clear()
+    _lock[0] = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

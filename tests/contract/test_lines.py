@@ -1,0 +1,142 @@
+"""Flows of one process that want the same key: one place in the queue, and hand-overs inside the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import dblock.store
+import sqlalchemy_dblock.store
+from dblock.core import lines
+from tests.contract.subjects import Actor, Subject
+from tests.contract.test_queue import lined_up, stranger, waiters
+from tests.faults.lab import until
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of the statements that are sent, but for those of the keeper."""
+    names: list[str] = []
+
+    def recording(perform: Callable[..., Any]) -> Callable[..., Any]:
+        def performing(*args: Any) -> Any:
+            names.append(args[-1].statement.name)
+            return perform(*args)
+
+        return performing
+
+    monkeypatch.setattr(dblock.store, "_perform", recording(dblock.store._perform))
+    store = sqlalchemy_dblock.store.EngineStore
+    monkeypatch.setattr(store, "_perform", recording(store._perform))
+    yield names
+
+
+@pytest.fixture
+def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of a line waits for a local hand-over for as long as it takes."""
+    monkeypatch.setattr("dblock.core.waiting.HOPE", 60.0)
+
+
+def start(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Any]:
+    """Let a flow want the key, which a flow of this process holds; returns once it is in line."""
+    before = lined_up(subject)
+    lock = subject.lock("k", **{"timeout": 30, **options})
+    waiting = actor.start(getattr(lock, subject.method("acquire")))
+    assert until(lambda: lined_up(subject) == before + 1)
+    assert until(lambda: line(subject)._members[-1].content or before)
+    return lock, waiting
+
+
+def line(subject: Subject) -> lines.Line:
+    found = lines.line_for(subject.lock("k")._store().database, "k")
+    assert found is not None
+    return found
+
+
+@pytest.mark.usefixtures("hopeful")
+def test_one_statement_hands_the_key_on(subject: Subject, actor: Actor, other: Actor, sent: list[str]) -> None:
+    """It ends one tenure and begins the next, which is what the next one asked for; the last one releases."""
+    holder = subject.lock("k", ttl=60, label="first")
+    actor.call(holder, "acquire")
+    fence = actor.get(holder, "fence")
+    lock, waiting = start(subject, other, ttl=20, label="second")
+    assert waiters(subject) == 0
+    sent.clear()
+    actor.call(holder, "release")
+    assert waiting.result(30) is True
+    assert sent == ["relay"]
+    row = subject.row("k")
+    assert (row["ttl"], row["label"], row["count"]) == (20, "second", 1)
+    assert (row["owner"], row["fence"]) == (other.get(lock, "owner"), other.get(lock, "fence"))
+    assert row["fence"] > fence
+    assert 17 < other.get(lock, "remaining") <= 20
+    assert (actor.get(holder, "state"), other.get(lock, "state")) == (None, "held")
+    assert other.call(lock, "verify") is True
+    sent.clear()
+    other.call(lock, "release")
+    assert sent == ["release"]
+
+
+def test_many_take_one_place(subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
+    """However many of a process wait, one of them stands in the queue; they are served in the order of their coming."""
+    holder = subject.lock("k")
+    actor.call(holder, "acquire")
+    crowd = [(other, *start(subject, other)) for other in actors(4)]
+    assert until(lambda: waiters(subject) == 1)
+    actor.call(holder, "release")
+    for n, (other, lock, got) in enumerate(crowd):
+        assert got.result(30) is True
+        assert not any(later.done() for _, _, later in crowd[n + 1 :])
+        assert waiters(subject) <= 1
+        other.call(lock, "release")
+    assert waiters(subject) == 0
+    assert subject.run("SELECT owner, last_ticket - served_ticket FROM locks") == [(None, 0)]
+
+
+@pytest.mark.usefixtures("hopeful")
+def test_others_have_their_turn(
+    subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While somebody of another process waits, the key stays in this one for a bounded number of tenures only."""
+    monkeypatch.setattr(lines, "TURNS", 2)
+    holder = subject.lock("k")
+    actor.call(holder, "acquire")
+    stranger(subject, 7, 600)
+    subject.run("UPDATE locks SET last_ticket = 7")
+    crowd = [(other, *start(subject, other, timeout=1.0 if n == 2 else 30)) for n, other in enumerate(actors(3))]
+    actor.call(holder, "release")
+    for other, lock, got in crowd[:2]:
+        assert got.result(30) is True
+        other.call(lock, "release")
+    assert subject.row("k")["owner"] == "s"
+    assert crowd[2][2].result(30) is False
+    assert until(lambda: waiters(subject) <= 1), "the stranger's place, where it is not left as the key is granted"
+
+
+@pytest.mark.usefixtures("hopeful")
+def test_whoever_gives_up_is_passed_over(subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
+    """The first of a line runs out of time, and the one behind it is handed the key."""
+    holder = subject.lock("k")
+    actor.call(holder, "acquire")
+    impatient, patient = actors(2)
+    _, gives_up = start(subject, impatient, timeout=0.3)
+    lock, waits = start(subject, patient)
+    assert gives_up.result(30) is False
+    actor.call(holder, "release")
+    assert waits.result(30) is True
+    patient.call(lock, "release")
+    assert subject.row("k")["owner"] is None
+    assert not lines._lines
+
+
+@pytest.mark.usefixtures("hopeful")
+def test_what_cannot_be_handed_on_is_asked_for(subject: Subject, actor: Actor, other: Actor) -> None:
+    """A lock with min_hold goes back to the database, and the one in line gets it from there as soon as it may."""
+    holder = subject.lock("k", min_hold=1.0)
+    actor.call(holder, "acquire")
+    lock, waiting = start(subject, other)
+    actor.call(holder, "release")
+    assert waiting.result(30) is True
+    other.call(lock, "release")

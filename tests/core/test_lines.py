@@ -1,0 +1,317 @@
+"""Lines as data: flows of several processes under random schedules, with interrupts, timeouts and lost answers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dblock.core import lines, queue, waiting
+from dblock.core.bells import Bell
+from dblock.core.errors import LockStoreError, StoreUnanswered
+from dblock.core.lines import Line, Member, Trial
+from dblock.core.protocol import Database
+from dblock.core.steps import Execute, Sleep, Steps, Wait
+from dblock.core.values import Grant, Tenure
+from tests.core.test_protocol import Interrupted, World, lost_after, play
+from tests.core.test_queue import HOUR, Kept
+
+WHO = {"host": "h", "pid": 1, "thread": "t", "program": "p", "task": "", "label": ""}
+
+
+def nobody() -> bool:
+    """Is nobody in a line, or about to be?"""
+    return not (lines._lines or lines._trials)
+
+
+@dataclass
+class Process(Kept):
+    """Flows that share a line; the holds that the keeper would know."""
+
+    world: World
+    holding: set[int] = field(default_factory=set)
+    database: Database = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.database = self.world.database()
+
+    def enter(self, key: str, member: Member, trial: Trial | None) -> Line:  # type: ignore[override]
+        line = None if trial is None else trial.wait(member)
+        new = line is not None
+        if line is None:
+            line, new = lines.enter(self.database, key, member)
+        if new:
+            line.ours = bool(self.holding)
+        return line
+
+
+@dataclass
+class Flow:
+    """Takes the key some times, or gives up; whatever interrupts it is thrown in."""
+
+    process: Process
+    chance: random.Random
+    name: int
+    cycles: int
+    log: list[tuple[int, Grant]]
+    faults: bool
+    steps: Steps[Any] | None = None
+    reply: Any = None
+    wakes: float = 0.0
+    bell: Bell | None = None
+    under_way: tuple[Execute, set[str]] | None = None
+    interruptible: bool = False
+    done: bool = False
+
+    def life(self) -> Steps[None]:
+        database, holding, chance = self.process.database, self.process.holding, self.chance
+        for _ in range(self.cycles):
+            wish = {"key": "k", "ttl": 2 * HOUR, "life": 2 * HOUR, "fair": 1, "flow": self.name, **WHO}
+            timeout = chance.choice((None, 0.0, 0.02, 1.0)) if self.faults else None
+            self.interruptible = self.faults
+            try:
+                found = yield from waiting.acquire(
+                    database, wish, timeout, lambda: self.process, ours=bool(self.process.holding)
+                )
+            except (Interrupted, LockStoreError):
+                continue
+            finally:
+                self.interruptible = False
+            if not isinstance(found, Grant):
+                continue
+            holding.add(self.name)
+            self.log.append((self.name, found))
+            if chance.random() < 0.7:
+                yield Sleep(chance.choice((0.001, 0.05, 0.3)))
+            holding.remove(self.name)
+            self.interruptible = self.faults
+            try:
+                assert (yield from queue.pass_on(database, found.tenure, found.ticket, found.turn))
+            except (Interrupted, LockStoreError):
+                pass
+            finally:
+                self.interruptible = False
+            if chance.random() < 0.5:
+                yield Sleep(chance.choice((0.001, 0.1)))
+
+    def ready(self) -> bool:
+        rung = self.bell is not None and self.bell._event.is_set()
+        return not self.done and (self.wakes <= self.process.world.time or rung)
+
+    def run(self) -> None:
+        """One step further: a statement begins, takes effect, or is broken off, or its answer is lost."""
+        assert self.steps is not None
+        world = self.process.world
+        error: BaseException | None = None
+        self.wakes = world.time
+        if self.under_way is not None:
+            (step, seen), self.under_way = self.under_way, None
+            fate = self.chance.random() if self.faults else 1.0
+            if fate > 0.03:
+                self.reply = world.execute(step, seen)
+            if fate < 0.06 and self.interruptible:
+                error = StoreUnanswered("cut off")
+            elif fate <= 0.03:
+                self.reply = world.execute(step, seen)
+        if self.interruptible and error is None and self.chance.random() < 0.02:
+            error, self.interruptible = Interrupted(), False  # whoever interrupts the clean-up has to wait for the ttl
+        try:
+            found = self.steps.send(self.reply) if error is None else self.steps.throw(error)
+        except StopIteration:
+            self.done = True
+            return
+        self.reply, self.bell = None, None
+        if isinstance(found, Execute):
+            self.under_way = found, world.snapshot()
+        else:
+            self.wakes = world.time + found.seconds
+            self.bell = found.bell if isinstance(found, Wait) else None
+
+
+def schedule(
+    seed: int, monkeypatch: pytest.MonkeyPatch, houses: tuple[int, ...] = (3, 2), *, faults: bool = False
+) -> tuple[World, list[tuple[int, Grant]]]:
+    """Run flows of several processes to their end in a random order."""
+    chance, world, log = random.Random(seed), World(), list[tuple[int, Grant]]()
+    monkeypatch.setattr(lines, "clock", SimpleNamespace(now=lambda: world.time))
+    numbers = itertools.count()
+    processes = [Process(world) for _ in houses]
+    crowd = [
+        Flow(process, chance, next(numbers), 5, log, faults)
+        for process, size in zip(processes, houses, strict=True)
+        for _ in range(size)
+    ]
+    for flow in crowd:
+        flow.steps = flow.life()
+    begun = world.time
+    while not all(flow.done for flow in crowd):
+        ready = [flow for flow in crowd if flow.ready()]
+        if not ready:
+            world.time = min(flow.wakes for flow in crowd if not flow.done)
+            assert world.time < begun + HOUR / 2, f"somebody was forgotten: {log}"
+            continue
+        chance.choice(ready).run()
+        assert sum(len(process.holding) for process in processes) <= 1
+    return world, log
+
+
+@pytest.fixture
+def deaf(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nobody looks by himself but after an hour; and places last for longer."""
+    for name in ("HOPE", "FALLBACK"):
+        monkeypatch.setattr(waiting, name, HOUR)
+    monkeypatch.setattr(waiting, "_until_next_look", lambda *_: HOUR)
+    monkeypatch.setattr(queue, "PLACE", 10 * HOUR)
+    yield
+    assert nobody(), "somebody is still in a line"
+
+
+@pytest.mark.usefixtures("deaf")
+def test_nobody_in_a_line_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes with several flows each: all are served, most by a hand-over inside the process."""
+    turns, overtaken = 0, list[int]()
+    monkeypatch.setattr(lines, "TURNS", 3)
+    for seed in range(300):
+        world, log = schedule(seed, monkeypatch)
+        assert len(log) == 25
+        turns += sum(grant.turn > 0 for _, grant in log)
+        overtaken.append(world.overtaken)
+        assert not world.waiters
+        assert world.rows["k"]["owner"] is None
+        assert world.rows["k"]["last"] == world.rows["k"]["served"]
+    assert turns > 1000
+    assert max(overtaken) == 3, "no more often in a row, while others wait"
+
+
+def test_whatever_goes_wrong_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupts, timeouts and lost answers anywhere: no tenure is left behind, and nobody is in a line.
+
+    A grant whose answer was lost may last for as long as the place in the queue did.
+    """
+    free = 0
+    for seed in range(600):
+        world, _ = schedule(seed, monkeypatch, faults=True)
+        row = world.rows["k"]
+        assert row["owner"] is None or row["expires_at"] <= world.time + queue.PLACE, seed
+        assert nobody(), seed
+        free += row["owner"] is None
+    assert free > 570
+
+
+def test_whoever_comes_during_a_try_stands_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither overtakes the other: the one that tried first is first in line when the try fails."""
+    world = World()
+    monkeypatch.setattr(lines, "clock", SimpleNamespace(now=lambda: world.time))
+    process = Process(world)
+    wish = {"key": "k", "ttl": 30.0, "life": 30.0, "fair": 1, **WHO}
+    _ = world._begin(None, {**wish, "owner": "rival"})
+    first = waiting.acquire(process.database, dict(wish), 9.0, lambda: process)
+    take = begun(world, first, "take")
+    second = waiting.acquire(process.database, dict(wish), 9.0, lambda: process)
+    begun(world, second, "wait")
+    found = first.send(world.execute(take))
+    assert isinstance(found, Execute)
+    found = first.send(world.execute(found))
+    assert isinstance(found, Wait)
+    joining = begun(world, first, "join")
+    assert joining.statement.name == "join"
+    [line] = lines._lines.values()
+    assert len(line._members) == 2
+    assert line._members[0].bell is found.bell
+    for steps in (first, second):
+        steps.close()
+    assert nobody()
+
+
+def begun(world: World, steps: Steps[Any], name: str) -> Execute:
+    """Drive a flow until it sends the statement of that name, which is not executed yet; pauses take no time."""
+    reply: Any = None
+    while not isinstance(step := steps.send(reply), Execute) or step.statement.name != name:
+        if isinstance(step, Wait) and step.seconds and name == "wait":
+            return Execute(None, {})  # type: ignore[arg-type]
+        reply = world.execute(step) if isinstance(step, Execute) else None
+    return step
+
+
+def holder_and_heir(monkeypatch: pytest.MonkeyPatch) -> tuple[World, Process, Tenure, Steps[Any]]:
+    """A flow that holds the key, and another one of its process that waits for it for a while."""
+    world = World()
+    monkeypatch.setattr(lines, "clock", SimpleNamespace(now=lambda: world.time))
+    process = Process(world)
+    wish = {"key": "k", "owner": "o", "ttl": 30.0, "life": 30.0, "fair": 1, **WHO}
+    fence = world._begin(None, wish)[0][0]
+    process.holding.add(0)
+    heir = waiting.acquire(process.database, dict(wish), 0.05, lambda: process, ours=True)
+    begun(world, heir, "wait")
+    return world, process, Tenure("k", "o", fence), heir
+
+
+def test_an_heir_that_has_given_up_meanwhile_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time was up while the key was being handed to it: whoever handed it over gives it back."""
+    world, process, tenure, heir = holder_and_heir(monkeypatch)
+    holder = queue.pass_on(process.database, tenure, 0, 0)
+    relay = begun(world, holder, "relay")
+    world.time += 1
+    look = begun(world, heir, "inspect")
+    with pytest.raises(StopIteration) as given_up:
+        heir.send(world.execute(look))
+    assert not isinstance(given_up.value.value, Grant)
+    release = holder.send(world.execute(relay))
+    assert isinstance(release, Execute)
+    assert world.rows["k"]["owner"] not in {"o", None}
+    with pytest.raises(StopIteration) as done:
+        holder.send(world.execute(release))
+    assert done.value.value is True
+    assert world.rows["k"]["owner"] is None
+    assert nobody()
+
+
+def test_an_heir_that_is_told_at_the_last_moment_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was looking whom to blame: acquire() is a success."""
+    world, process, tenure, heir = holder_and_heir(monkeypatch)
+    world.time += 1
+    look = begun(world, heir, "inspect")
+    assert play(world, queue.pass_on(process.database, tenure, 0, 0), {}) is True
+    with pytest.raises(StopIteration) as done:
+        heir.send(world.execute(look))
+    grant = done.value.value
+    assert isinstance(grant, Grant)
+    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert nobody()
+
+
+def test_a_relay_whose_answer_is_lost_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had taken effect: the heir has the tenure, trusted from the first sending."""
+    world, process, tenure, heir = holder_and_heir(monkeypatch)
+    sent = world.time
+    assert play(world, queue.pass_on(process.database, tenure, 0, 0), {("relay", 0): lost_after(world)}) is True
+    with pytest.raises(StopIteration) as done:
+        heir.send(None)
+    grant = done.value.value
+    assert grant.tenure.fence == world.rows["k"]["fence"] > tenure.fence
+    assert grant.sent == sent
+
+
+def test_whoever_is_not_seen_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first one that is stuck, or whose event loop is closed, keeps nobody waiting; it is not handed the key."""
+    now = [100.0]
+    monkeypatch.setattr(lines, "clock", SimpleNamespace(now=lambda: now[0]))
+    stuck, dead, alive = (Member({}, Bell(), seen=100.0, content=True) for _ in range(3))
+    place = object()
+    [line, _], *_ = [lines.enter(place, "k", member) for member in (stuck, dead, alive)]
+    line.ours = True
+    assert not line.is_first(alive)
+    dead.bell._loop = SimpleNamespace(is_closed=lambda: True)
+    stuck.seen = now[0] - lines.ABSENCE - 1
+    assert line.choose() is None
+    assert line.is_first(alive)
+    assert not line.ours, "what the others knew is not known any more"
+    assert line.choose() is alive
+    for member in (alive, stuck):
+        line.leave(member, got=False)
+    assert nobody()
