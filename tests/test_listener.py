@@ -85,4 +85,4 @@ def test_whoever_is_told_not_to_listen_looks(
     actor.close()
     vars(store).pop("attendants", None)
     subject.engine.dispose()
-    assert [record.message for record in caplog.records if "cannot call" in record.message] == [caplog.messages[0]]
+    assert len([message for message in caplog.messages if "cannot call" in message]) == 1
