@@ -2,8 +2,8 @@
 
 Run as part of `make bench`. Across processes one holds and the other waits; what the database's own session lock takes
 for the same is measured in turn, and only ratios travel (SQLite has none: there the figure is in milliseconds). Within
-a process it is one thread to another, against an uncontended cycle of take and release. CLOCK_MONOTONIC is one clock
-for all processes of a machine.
+a process it is one thread to another, against uncontended cycles of take and release in between, after the same pause.
+CLOCK_MONOTONIC is one clock for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from sqlalchemy_dblock import db_lock
 
 COUNT = int(os.environ.get("HANDOFFS", "100"))
 """Hand-overs in a round."""
+PAUSE = 0.01
+"""Seconds before whatever is measured, in which the other one begins to wait, and the processors to idle."""
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 TARGETS: dict[str, tuple[float, float | None]] = {"PostgreSQL": (2.5, 4.0), "MariaDB": (3.0, None)}
 """Multiples of the session lock's p50 and p99."""
@@ -89,7 +91,7 @@ def between_processes(make: Maker, url: str) -> list[float]:
     for _ in range(COUNT):
         take()
         here.send(True)
-        time.sleep(0.01)  # the other one waits now
+        time.sleep(PAUSE)
         begun = time.monotonic()
         give()
         durations.append(here.recv() - begun)
@@ -113,11 +115,6 @@ def within_a_process(url: str) -> tuple[list[float], float]:
     engine = create_engine(url)
     lock = db_lock(engine, "hot", timeout=None)
     ends, begins, cycles = list[float](), list[float](), list[float]()
-    for _ in range(COUNT * ROUNDS):
-        begun = time.monotonic()
-        with lock:
-            pass
-        cycles.append(time.monotonic() - begun)
     start, stop = threading.Semaphore(0), threading.Semaphore(0)
 
     def other() -> None:
@@ -131,9 +128,14 @@ def within_a_process(url: str) -> tuple[list[float], float]:
     thread = threading.Thread(target=other)
     thread.start()
     for _ in range(COUNT * ROUNDS):
+        time.sleep(PAUSE)
+        begun = time.monotonic()
+        with lock:
+            pass
+        cycles.append(time.monotonic() - begun)
         lock.acquire()
         start.release()
-        time.sleep(0.005)
+        time.sleep(PAUSE)
         begins.append(time.monotonic())
         lock.release()
         stop.acquire()

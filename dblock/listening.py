@@ -6,6 +6,8 @@ import selectors
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dblock.core.loopback import mailbox
+
 
 class PsycopgEar:
     """Hears what is said on one channel, on psycopg's libpq layer.
@@ -20,13 +22,20 @@ class PsycopgEar:
         connection.execute(f"LISTEN {channel}")
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection.fileno(), selectors.EVENT_READ)
+        neighbours = mailbox().socket
+        if neighbours is not None:
+            self._selector.register(neighbours, selectors.EVENT_READ)
 
     def listen(self, seconds: float) -> Sequence[str]:
-        """The messages that come within so many seconds, as soon as there is one."""
+        """The messages that come within so many seconds, as soon as there is one or a neighbour has rung."""
         heard = self._heard()  # what came with an answer
-        if not heard and self._selector.select(seconds):
-            self._connection.pgconn.consume_input()  # raises when the connection has broken
-            heard = self._heard()
+        if not heard:
+            for key, _ in self._selector.select(seconds):
+                if key.fileobj is mailbox().socket:
+                    mailbox().ring_heard()
+                else:
+                    self._connection.pgconn.consume_input()  # raises when the connection has broken
+                    heard = self._heard()
         return heard
 
     def _heard(self) -> list[str]:

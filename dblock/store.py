@@ -21,6 +21,7 @@ from django.utils.connection import ConnectionDoesNotExist
 
 from dblock.conf import settings
 from dblock.connections import connection_for, is_beside, keeps_others_from_writing
+from dblock.core import loopback
 from dblock.core.errors import LockStoreError, LockTimeout, UnsupportedDatabase
 from dblock.core.holds import Hold
 from dblock.core.protocol import Database
@@ -116,6 +117,10 @@ class DjangoStore:
         except BaseException:
             connection.close()
             raise
+
+    def hear_neighbours(self) -> Ear | None:
+        """Listen to the processes of this machine."""
+        return loopback.ear()
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run it in a thread."""

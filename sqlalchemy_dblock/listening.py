@@ -9,16 +9,40 @@ from typing import Any
 from sqlalchemy.util import await_only
 
 from dblock.core.listener import Ear
+from dblock.core.loopback import mailbox
 from dblock.listening import psycopg_ear
 
 
-class AsyncPsycopgEar:
+class Neighbours:
+    """Hears the processes of this machine, on the running event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        own = mailbox().socket
+        self._socket = None if own is None else own.dup()  # another ear of the loop may have one too
+        if self._socket is not None:
+            self._loop.add_reader(self._socket, mailbox().ring_heard)
+
+    def listen(self, seconds: float) -> Sequence[str]:
+        """Nothing; bells ring meanwhile."""
+        await_only(asyncio.sleep(seconds))
+        return ()
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self._socket is not None:
+            _ = self._loop.remove_reader(self._socket)
+            self._socket.close()
+
+
+class AsyncPsycopgEar(Neighbours):
     """Hears what is said on one channel, on psycopg's AsyncConnection."""
 
     def __init__(self, connection: Any, channel: str, close: Callable[[], object]) -> None:
         self._connection = connection
         self._close = close
         await_only(connection.execute(f"LISTEN {channel}"))
+        super().__init__()
 
     def listen(self, seconds: float) -> Sequence[str]:
         """The messages that come within so many seconds, as soon as there is one."""
@@ -29,10 +53,11 @@ class AsyncPsycopgEar:
 
     def close(self) -> None:
         """Listen no more."""
+        super().close()
         _ = self._close()
 
 
-class AsyncpgEar:
+class AsyncpgEar(Neighbours):
     """Hears what is said on one channel, on asyncpg's connection."""
 
     def __init__(self, connection: Any, channel: str, close: Callable[[], object]) -> None:
@@ -42,6 +67,7 @@ class AsyncpgEar:
         self._something = asyncio.Event()
         connection.add_termination_listener(lambda _: self._something.set())
         await_only(connection.add_listener(channel, self._hear))
+        super().__init__()
 
     def _hear(self, connection: Any, process: int, channel: str, payload: str) -> None:
         self._heard.append(payload)
@@ -65,7 +91,13 @@ class AsyncpgEar:
 
     def close(self) -> None:
         """Listen no more."""
+        super().close()
         _ = self._close()
+
+
+def neighbours() -> Neighbours | None:
+    """Listen to the processes of this machine; None where there are none."""
+    return None if mailbox().socket is None else Neighbours()
 
 
 def _async_psycopg_ear(connection: Any, channel: str, close: Callable[[], object]) -> Ear | None:

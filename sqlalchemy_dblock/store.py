@@ -15,6 +15,7 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.util import await_only, greenlet_spawn
 
+from dblock.core import loopback
 from dblock.core.errors import LockStoreError, UnsupportedDatabase
 from dblock.core.listener import Ear
 from dblock.core.protocol import Database
@@ -23,7 +24,7 @@ from dblock.core.statements.base import Failure, perform
 from dblock.core.steps import Execute, Rows
 from dblock.core.store import store_error, unreachable, unstorable
 from sqlalchemy_dblock.connections import Link, Stack, links_for
-from sqlalchemy_dblock.listening import EARS
+from sqlalchemy_dblock.listening import EARS, neighbours
 
 _CREATE_TABLE = "create it with sqlalchemy_dblock.metadata.create_all(engine), or with Alembic"
 
@@ -88,6 +89,10 @@ class EngineStore:
         except BaseException:
             close()
             raise
+
+    def hear_neighbours(self) -> Ear | None:
+        """Listen to the processes of this machine."""
+        return neighbours() if self.asynchronous else loopback.ear()
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run it in a thread, or in a task of the running event loop."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from typing import Any
 
+import psycopg
 import pytest
 from django.test import override_settings
 from sqlalchemy import create_engine
 
-from dblock.core import listener, waiting
+from dblock.core import waiting
+from dblock.core.loopback import mailbox
 from tests.conftest import ready, run, url
 from tests.contract.subjects import MATRIX, Actor, Subject
 from tests.contract.test_queue import waiters
@@ -32,23 +34,69 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "FALLBACK", 3600.0)
 
 
-def listening() -> list[Any]:
-    """The channels that this process's waiters gave."""
-    return [channel for (channel,) in run("postgresql", "SELECT channel FROM lock_waiters")]
+ELSEWHERE = "setattr(mailbox(), 'neighbourhood', 'dblock_elsewhere_')"
+FULL = "setattr(mailbox(), 'ring', lambda *_: False)"
 
 
 @pytest.mark.usefixtures("deaf")
-def test_a_release_in_another_process_calls(subject: Subject) -> None:
-    """The waiter has the key long before it would have looked again; nobody else was called."""
+@pytest.mark.parametrize("before", [ELSEWHERE, FULL], ids=["elsewhere", "full"])
+def test_the_database_calls(subject: Subject, before: str) -> None:
+    """A waiter hears of a release on another machine long before it would have looked again, and of a neighbour's that
+    finds its socket full."""
+    hand_overs(subject, before)
+
+
+@pytest.mark.usefixtures("deaf")
+@pytest.mark.parametrize("subject", MATRIX, ids=str)
+def test_a_neighbour_rings(request: pytest.FixtureRequest, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release in another process of this machine wakes the waiter, on every database; PostgreSQL calls nobody."""
+    ready(request, subject.database)
+    monkeypatch.setattr(waiting, "_often", lambda *_: 3600.0)
+    monkeypatch.setattr(waiting, "SELDOM", 3600.0)
+    hand_overs(subject)
+
+
+@pytest.mark.parametrize("before", ["None", ELSEWHERE])
+def test_a_neighbour_is_not_notified(request: pytest.FixtureRequest, before: str) -> None:
+    """A notification wakes every session that listens to anything: it is for those who are somewhere else."""
+    ready(request, "postgresql")
+    with psycopg.connect(url("postgresql").replace("+psycopg", ""), autocommit=True) as connection:
+        connection.execute(f"LISTEN {mailbox().channel}")
+        hand_overs(Subject("sqlalchemy", "sync", "postgresql"), before)
+        heard = [message.payload.partition(" ")[2] for message in connection.notifies(timeout=0.1)]
+    assert heard == (["k"] * 20 if before == ELSEWHERE else [])
+
+
+def test_nonsense_does_no_harm(request: pytest.FixtureRequest) -> None:
+    """Anybody may send anything to the process's socket."""
+    ready(request, "postgresql")
+    subject = Subject("sqlalchemy", "sync", "postgresql")
+    holder, actor = subject.lock("k"), Actor(subject)
+    holder.acquire()
+    waited = actor.start(subject.lock("k", timeout=60).acquire)
+    assert until(lambda: waiters(subject) == 1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        for nonsense in (b"", b"\xff", b"x k", b"-1 k", b"1", "² k".encode(), b"1 " + b"k" * 9000):
+            stranger.sendto(nonsense, "\0" + mailbox().channel)
+    time.sleep(0.1)
+    assert not waited.done()
+    holder.release()
+    assert waited.result(5) is True
+    actor.close()
+
+
+def hand_overs(subject: Subject, before: str = "None") -> None:
+    """Wait for what another process holds, again and again."""
     actor = Actor(subject)
-    other = Subject("sqlalchemy", "sync", "postgresql")
+    other = Subject("sqlalchemy", "sync", subject.database)
     with Remote(other) as remote:
+        remote.do(before)
         for _ in range(20):
             remote.do("(lock := subject.lock('k', ttl=600)).acquire()")
             lock = subject.lock("k", timeout=60)
             waited = actor.start(getattr(lock, subject.method("acquire")))
             assert until(lambda: waiters(subject) == 1)
-            assert listening() == [listener.channel()]
+            assert subject.run("SELECT channel FROM lock_waiters") == [(mailbox().channel,)]
             time.sleep(0.05)
             assert not waited.done()
             remote.do("lock.release()")
@@ -76,7 +124,6 @@ def test_whoever_is_told_not_to_listen_looks(
             lock = subject.lock("k", timeout=60)
             waited = actor.start(lock.acquire)
             assert until(lambda: waiters(subject) == 1)
-            assert listening() == [""]
             if n == 0:  # the other process may listen later
                 assert run("postgresql", ears) == []
             remote.do("lock.release()")

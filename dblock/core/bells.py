@@ -78,15 +78,23 @@ def take_down(key: str, ticket: int) -> None:
     _ = _bells.pop((key, ticket), None)
 
 
-def ring(key: str, ticket: int) -> None:
-    """Wake the waiter with that ticket, if it is one of this process."""
+def ring(key: str, ticket: int) -> bool:
+    """Wake the waiter with that ticket; False if nobody of this process has hung such a bell yet."""
     bell = _bells.get((key, ticket))
     if bell is not None:
         bell.ring()
-        return
+        return True
     if len(_unheard) >= 1000:
         _unheard.clear()
     _unheard[key, ticket] = True
+    return False
+
+
+def hear(message: str) -> None:
+    """Ring whom a call from another process names; anybody may have sent it."""
+    ticket, _, key = message.partition(" ")
+    if ticket.isdecimal():
+        _ = ring(key, int(ticket))
 
 
 def crowded(database: object, key: str) -> None:

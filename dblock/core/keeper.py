@@ -29,7 +29,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
-from dblock.core import clock, lines, listener, queue
+from dblock.core import clock, lines, queue
 from dblock.core.drivers import Store, adrive
 from dblock.core.exits import give_all_back
 from dblock.core.flows import current_flow, flow_again
@@ -37,6 +37,7 @@ from dblock.core.holds import Hold
 from dblock.core.journal import warn
 from dblock.core.lines import Line, Member, Trial
 from dblock.core.listener import Listener
+from dblock.core.loopback import mailbox
 from dblock.core.renewals import Batch, Place, Places, Renewer, quietly
 
 LOOK: Final = 1.0
@@ -51,7 +52,9 @@ class Attendant:
     def __init__(self, keeper: Keeper, store: Store, loop: Any) -> None:
         self._keeper, self._store, self._loop = keeper, store, loop
         self.keeper_of = os.getpid()
-        self._listener = Listener(store) if store.database.dialect.queue.calls and store.renewable else None
+        self._listener: Listener | None = None
+        if store.renewable:
+            self._listener = Listener(store, called=store.database.dialect.queue.call is not None)
 
     def keep(self, owner: str) -> bool:
         """Keep a place in a queue; False where only its flow can."""
@@ -82,7 +85,12 @@ class Attendant:
     @property
     def channel(self) -> str:
         """Where this process listens, while it does."""
-        return listener.channel() if self._listener is not None and self._listener.ready else ""
+        return mailbox().channel if self._listener is not None and self._listener.ready else ""
+
+    @property
+    def called(self) -> bool:
+        """Does the database call this process at this moment?"""
+        return self._listener is not None and self._listener.ready and self._listener.called
 
 
 class Keeper:

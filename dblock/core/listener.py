@@ -1,4 +1,4 @@
-"""Listens for what other processes have to say to the waiters of this one, where the database can call.
+"""Listens for what other processes have to say to the waiters of this one.
 
 One connection for each database and process, or event loop, however many wait; opened when somebody does, closed some
 time after nobody does any more. A message says which waiter is to look. Whatever is lost, because the connection broke
@@ -10,14 +10,13 @@ Rule: nobody relies on being called; without a listener waiters look more often,
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 import threading
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from dblock.core import bells, clock
 from dblock.core.journal import warn
+from dblock.core.loopback import mailbox
 
 LINGER: Final = 2.0
 """Seconds for which it goes on when nobody waits any more."""
@@ -39,7 +38,11 @@ class Hearing(Protocol):
     """The part of a store that can listen."""
 
     def hear(self, channel: str, /) -> Ear | None:
-        """Begin to listen; None where that does not work."""
+        """Begin to listen to the database, and to neighbours; None where that does not work."""
+        ...
+
+    def hear_neighbours(self) -> Ear | None:
+        """Begin to listen to the processes of this machine; None where that does not work."""
         ...
 
     def in_background(self, function: Callable[[], None], /) -> Callable[[], bool]:
@@ -54,12 +57,16 @@ class Hearing(Protocol):
 class Listener:
     """Listens for the waiters of one database."""
 
-    def __init__(self, store: Hearing) -> None:
+    def __init__(self, store: Hearing, *, called: bool) -> None:
         self._store = store
+        self.called = called
+        """Does, as far as is known, the database call this process?"""
         self._wanted_at = 0.0
         self._lock = threading.Lock()
         self._runs: Callable[[], bool] = bool
-        self._deaf = self.ready = False
+        self._deaf = False
+        self.ready = False
+        """Does it listen?"""
 
     def want(self) -> bool:
         """Somebody is about to wait. Is it worth while to give it a moment to begin?"""
@@ -93,17 +100,21 @@ class Listener:
             self._tell_all(ready=False)
 
     def _listen(self) -> None:
-        ear = self._store.hear(channel())
+        ear = self._store.hear(mailbox().channel) if self.called else None
+        if ear is None:
+            if self.called:
+                self.called = False
+                why = "a pooler, the driver, or as told"
+                warn("the database cannot call this process (%s): waiters look more often", why)
+            ear = self._store.hear_neighbours()
         if ear is None:
             self._deaf = True
-            warn("the database cannot call this process (a pooler, the driver, or as told): waiters look more often")
             return
         try:
             self._tell_all(ready=True)  # whatever was said before
             while self._wanted():
                 for message in ear.listen(ATTENTION):
-                    ticket, _, key = message.partition(" ")
-                    bells.ring(key, int(ticket))
+                    bells.hear(message)
         finally:
             with contextlib.suppress(Exception):
                 ear.close()
@@ -111,19 +122,3 @@ class Listener:
     def _tell_all(self, *, ready: bool) -> None:
         self.ready = ready
         bells.ring_all()
-
-
-_channel = [f"dblock_{secrets.token_hex(8)}"]
-
-
-def channel() -> str:
-    """Where this process listens, a name of its own."""
-    return _channel[0]
-
-
-def _after_fork_in_child() -> None:
-    _channel[0] = f"dblock_{secrets.token_hex(8)}"
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

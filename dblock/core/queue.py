@@ -44,11 +44,12 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from dblock.core import bells, lines, listener, protocol
+from dblock.core import bells, lines, protocol
 from dblock.core.bells import Bell
 from dblock.core.errors import LockDeadlock, LockStoreError, LockTimeout, StoreUnanswered
 from dblock.core.flows import FLOW
 from dblock.core.lines import Member
+from dblock.core.loopback import mailbox
 from dblock.core.protocol import PATIENCE, Database
 from dblock.core.steps import Parameters, Steps, sleep, wait
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
@@ -121,14 +122,28 @@ def grant(database: Database, key: str, first: int, tenure: Tenure | None = None
         "first": first,
         "owner": "" if tenure is None else tenure.owner,
         "fence": 0 if tenure is None else tenure.fence,
-        "here": listener.channel(),
+        "here": mailbox().neighbourhood,
     }
     until = database.now() + HURRY
     _, rows = yield from protocol.send(database, database.dialect.queue.grant, parameters, until, resend=tenure is None)
     if rows:
         bells.crowded(database, key)
-        bells.ring(key, int(rows[0][0]))
+        yield from _call(database, key, *rows[0])
     return bool(rows)
+
+
+def _call(database: Database, key: str, ticket: int, channel: str | None = None, called: object = None) -> Steps[None]:
+    """Tell the waiter with that ticket to look, if the database has not called its process."""
+    queue = database.dialect.queue
+    if called is not None or bells.ring(key, ticket):
+        return
+    parameters: Parameters = {"key": key, "ticket": ticket, "channel": channel or ""}
+    with contextlib.suppress(LockStoreError):  # it looks for itself
+        if queue.channel is not None:
+            _, rows = yield from protocol.send(database, queue.channel, parameters, database.now() + HURRY, resend=True)
+            channel = rows[0][0] if rows else None
+        if channel and not mailbox().ring(channel, key, ticket) and queue.call is not None:
+            _ = yield from protocol.send(database, queue.call, parameters, database.now() + HURRY, resend=True)
 
 
 def accept(database: Database, wish: Parameters, ticket: int, until: float) -> Steps[Grant | None]:

@@ -69,11 +69,17 @@ class Attendant(Protocol):
         """Where the process listens; empty as long as it does not."""
         ...
 
+    @property
+    def called(self) -> bool:
+        """Does the database call it there, from wherever the key is given back?"""
+        ...
+
 
 class Nobody:
     """Nobody attends to the waiter: it keeps its place and looks for itself."""
 
     channel = ""
+    called = False
 
     def keep(self, owner: str) -> bool:
         return False
@@ -395,7 +401,7 @@ class _Waiter:
                 first, since = view.first, now()
             if view.last < ticket:  # the row is another one
                 yield from queue.announce(database, key, ticket, self.until)
-            called = self.wish["channel"] and self.attendant.channel == self.wish["channel"]
+            called = self.attendant.called and self.attendant.channel == self.wish["channel"]
             pause = _until_next_look(view, FALLBACK if called else min(_often(view, now() - since), SELDOM))
             if view.remaining > 0:
                 growing = pauses(longest=UNPINNED)

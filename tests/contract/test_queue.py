@@ -29,8 +29,8 @@ def wait_for(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Futur
     waiting = actor.start(getattr(lock, subject.method("acquire")))
     joins = not behind or options.get("fair") is False
     assert until(lambda: waiters(subject) == before + 1 if joins else lined_up(subject) == behind + 1)
-    unannounced = "SELECT 1 FROM lock_waiters AS w JOIN locks AS l ON l.lock_key = w.lock_key WHERE ticket > last_ticket"
-    assert until(lambda: not subject.run(unannounced)), "a release before that hands over to nobody"
+    newest = "SELECT 1 FROM locks WHERE last_ticket < (SELECT max(ticket) FROM lock_waiters)"
+    assert until(lambda: not subject.run(newest)), "a release before it is announced hands over to nobody"
     return lock, waiting
 
 

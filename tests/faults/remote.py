@@ -43,6 +43,7 @@ if SHIFT:
 
 from sqlalchemy import text  # noqa: E402
 
+from dblock.core.loopback import mailbox  # noqa: E402, F401 - for the commands
 from tests.conftest import ALIASES  # noqa: E402
 from tests.contract.subjects import Subject  # noqa: E402
 

@@ -98,15 +98,18 @@ class Queue:
     """How a waiter stands: is the key its own, seconds until the lease ends, first ticket not served, last ticket,
     waiters before it (16 at most), is it in the queue."""
     grant: Statement
-    """Let the first live waiter from ticket `first` on begin a tenure, if nobody else holds the key -> its ticket."""
+    """Let the first live waiter from ticket `first` on begin a tenure, if nobody else holds the key -> its ticket, its
+    channel unless `channel` tells, and something if its process has been called, which one not `here` is."""
     accept: Statement
     """Let the lease of a waiter's new tenure last a whole life -> fence."""
     relay: Statement
     """End a tenure and begin one of the owner `heir`, if nobody is in the queue or `turns` are left -> fence."""
     quit: Statement
     """Leave the queue."""
-    calls: bool
-    """Does `grant` call the waiter's process?"""
+    channel: Statement | None
+    """The channel of the waiter with a ticket, where `grant` does not tell."""
+    call: Statement | None
+    """Call the process that listens on a channel, where the database can."""
     leaves: bool
     """Does `accept` leave the queue as well?"""
     beat: Statement

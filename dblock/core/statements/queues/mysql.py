@@ -94,6 +94,11 @@ SET locks.owner = next.heir,
     Reply.NUMBER,
 )
 
+# Safe: reads only, without locks.
+CHANNEL: Final = Statement(
+    "channel", "SELECT channel FROM lock_waiters WHERE lock_key = :key AND ticket = :ticket", Reply.ROWS
+)
+
 # Safe: names the owner, whose token is of this place in the queue alone, and shortens nothing, so it may arrive late.
 # Durable: the lease is relied on.
 ACCEPT: Final = Statement(
@@ -233,7 +238,8 @@ QUEUE: Final = Queue(
     accept=ACCEPT,
     relay=RELAY,
     quit=QUIT,
-    calls=False,
+    channel=CHANNEL,
+    call=None,
     leaves=False,
     beat=BEAT,
     waits=WAITS,

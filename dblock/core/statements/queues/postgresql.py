@@ -107,10 +107,17 @@ WITH next AS MATERIALIZED (
       AND set_config('synchronous_commit', 'off', true) IS NOT NULL
     RETURNING next.ticket, next.channel
 )
-SELECT ticket, CASE WHEN channel <> CAST(:here AS text) AND channel <> ''
-                    THEN CAST(pg_notify(channel, ticket || ' ' || CAST(:key AS text)) AS text) END
+SELECT ticket, channel, CASE WHEN channel <> '' AND left(channel, length(:here)) <> :here
+                             THEN CAST(pg_notify(channel, ticket || ' ' || CAST(:key AS text)) AS text) END
 FROM granted
 """,
+    Reply.ROWS,
+)
+
+# Safe: changes nothing.
+CALL: Final = Statement(
+    "call",
+    "SELECT CAST(pg_notify(:channel, CAST(:ticket AS text) || ' ' || CAST(:key AS text)) AS text)",
     Reply.ROWS,
 )
 
@@ -265,7 +272,8 @@ QUEUE: Final = Queue(
     accept=ACCEPT,
     relay=RELAY,
     quit=QUIT,
-    calls=True,
+    channel=None,
+    call=CALL,
     leaves=True,
     beat=BEAT,
     waits=WAITS,

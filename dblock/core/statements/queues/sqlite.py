@@ -86,7 +86,7 @@ FROM (
 WHERE locks.lock_key = :key AND served_ticket < next.ticket
   AND (locks.owner IS NULL OR locks.expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now')
        OR (locks.owner = :owner AND locks.fence = :fence))
-RETURNING served_ticket
+RETURNING served_ticket, (SELECT channel FROM lock_waiters WHERE lock_waiters.owner = locks.owner)
 """,
     Reply.ROWS,
 )
@@ -218,7 +218,8 @@ QUEUE: Final = Queue(
     accept=ACCEPT,
     relay=RELAY,
     quit=QUIT,
-    calls=False,
+    channel=None,
+    call=None,
     leaves=False,
     beat=BEAT,
     waits=WAITS,

@@ -1,0 +1,137 @@
+"""How processes of one machine ring each other past the database: a datagram to a socket that is named as the channel.
+
+On PostgreSQL a notification wakes every session of the database that listens to anything, one after the other, before
+the one that it is for can do much; and the other databases have none. So a releaser rings a neighbour itself. Abstract
+sockets (Linux, unix(7)) reach as far as a network namespace: the first part of a channel says which one, and whoever
+reads another name there, or cannot have such a socket, is somewhere else.
+
+Rule: a datagram is a hint, as a notification is: anybody can send one, and it makes a waiter look. One that cannot be
+delivered at once, because ten are waiting there, is not waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from dblock.core import bells
+
+_LONGEST: Final = 2048
+"""Bytes; a key has 255 characters at most, a ticket 19 digits."""
+
+
+class Mailbox:
+    """Where this process is called: by neighbours in a socket, by the database under the same name."""
+
+    def __init__(self) -> None:
+        self.socket: socket.socket | None = None
+        machine = _machine() or secrets.token_hex(4)
+        self.neighbourhood = f"dblock_{machine}_"
+        self.channel = self.neighbourhood + secrets.token_hex(8)
+        with contextlib.suppress(OSError, AttributeError):
+            self.socket = _bound(self.channel)
+        if self.socket is None:
+            self.neighbourhood = self.channel
+
+    def ring_heard(self) -> None:
+        """Ring the bells that neighbours asked for."""
+        while self.socket is not None:
+            try:
+                bells.hear(self.socket.recv(_LONGEST).decode())
+            except UnicodeError:  # not one of ours
+                continue
+            except OSError:  # that was all
+                return
+
+    def ring(self, channel: str, key: str, ticket: int) -> bool:
+        """Ring the waiter of a neighbour; False if that did not work."""
+        if self.socket is None or not channel.startswith(self.neighbourhood):
+            return False
+        try:
+            _ = self.socket.sendto(f"{ticket} {key}".encode(), "\0" + channel)
+        except OSError:
+            return False
+        return True
+
+
+class Ear:
+    """Hears neighbours only."""
+
+    def __init__(self, socket: socket.socket) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(socket, selectors.EVENT_READ)
+
+    def listen(self, seconds: float) -> Sequence[str]:
+        """Nothing, after so many seconds or when a neighbour has rung."""
+        if self._selector.select(seconds):
+            mailbox().ring_heard()
+        return ()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._selector.close()
+
+
+def mailbox() -> Mailbox:
+    """That of this process."""
+    if not _mailboxes:
+        with _lock[0]:
+            if not _mailboxes:
+                _mailboxes.append(Mailbox())
+    return _mailboxes[0]
+
+
+def ear() -> Ear | None:
+    """Listen to neighbours, in a thread; None where there are none."""
+    socket = mailbox().socket
+    return None if socket is None else Ear(socket)
+
+
+def _machine() -> str:
+    """The kernel, since when it runs, and the network namespace; empty where abstract sockets do not exist."""
+    if sys.platform != "linux":
+        return ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        space = Path("/proc/self/ns/net").stat().st_ino
+    except OSError:
+        return ""
+    return hashlib.blake2s(f"{boot}{space}".encode(), digest_size=4).hexdigest()
+
+
+def _bound(name: str) -> socket.socket | None:
+    if sys.platform != "linux":
+        return None
+    box = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        box.setblocking(False)
+        box.bind("\0" + name)
+    except BaseException:
+        box.close()
+        raise
+    return box
+
+
+_mailboxes: list[Mailbox] = []
+_lock = [threading.Lock()]
+
+
+def _after_fork_in_child() -> None:
+    for box in _mailboxes:
+        if box.socket is not None:
+            box.socket.close()  # the parent's name stays the parent's
+    _mailboxes.clear()
+    _lock[0] = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
