@@ -62,7 +62,9 @@ def test_a_neighbour_is_not_notified(request: pytest.FixtureRequest, before: str
     ready(request, "postgresql")
     with psycopg.connect(url("postgresql").replace("+psycopg", ""), autocommit=True) as connection:
         connection.execute(f"LISTEN {mailbox().channel}")
-        hand_overs(Subject("sqlalchemy", "sync", "postgresql"), before)
+        subject = Subject("sqlalchemy", "sync", "postgresql")
+        hand_overs(subject, before)
+        subject.engine.dispose()
         heard = [message.payload.partition(" ")[2] for message in connection.notifies(timeout=0.1)]
     assert heard == (["k"] * 20 if before == ELSEWHERE else [])
 
@@ -83,6 +85,7 @@ def test_nonsense_does_no_harm(request: pytest.FixtureRequest) -> None:
     holder.release()
     assert waited.result(5) is True
     actor.close()
+    subject.engine.dispose()
 
 
 def hand_overs(subject: Subject, before: str = "None") -> None:

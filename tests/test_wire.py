@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -106,12 +107,37 @@ def test_losers_write_no_wal_and_lock_no_row(request: pytest.FixtureRequest) -> 
     assert rival.acquire(blocking=False) is False
     where = "SELECT pg_current_wal_insert_lsn()::text, pg_snapshot_xmax(pg_current_snapshot())::text FROM locks"
     run("postgresql", "CHECKPOINT")
-    before = run("postgresql", where)
-    for _ in range(1000):
-        assert rival.acquire(blocking=False) is False
-    assert run("postgresql", where) == before
+    for attempt in range(2):
+        before = run("postgresql", where)
+        for _ in range(1000):
+            assert rival.acquire(blocking=False) is False
+        # 15 s after the last change the background writer notes, once, which transactions are running.
+        if run("postgresql", where) == before:
+            break
+        assert attempt == 0
     assert run("postgresql", "SELECT count(*) FROM locks WHERE xmax::text <> '0'") == [(0,)]
     connections["postgresql"].close()
+
+
+@pytest.mark.parametrize("size", [4, 24])
+def test_statements_for_a_hand_over(server: str, proxy: Proxy, size: int) -> None:
+    """Six at most, however many wait. Each has an engine of its own, as processes have."""
+    address = url(server).replace(os.environ[f"DBLOCK_TEST_{server.upper()}_PORT"], str(proxy.port))
+    engines = [create_engine(address) for _ in range(size)]
+    locks = [sqlalchemy_dblock.db_lock(engine, "k", timeout=60) for engine in engines]
+
+    def round_of(lock: sqlalchemy_dblock.Lock) -> None:
+        for _ in range(10):
+            with lock:
+                pass
+
+    with ThreadPoolExecutor(size) as pool:
+        _ = list(pool.map(round_of, locks))  # connected and prepared
+        before = proxy.round_trips
+        _ = list(pool.map(round_of, locks))
+    assert (proxy.round_trips - before) / (size * 10) <= 6
+    for engine in engines:
+        engine.dispose()
 
 
 def test_one_flush_for_a_cycle(request: pytest.FixtureRequest) -> None:

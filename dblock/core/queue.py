@@ -28,8 +28,16 @@ with its place, because until it accepts the tenure's lease is its place. All th
 
 A waiter that was passed over (its process was frozen, its place ended) finds `served_ticket` at or above its ticket, or
 its row gone, and joins anew. A message or a bell only says "look": whatever it says, the waiter asks the database, and
-it also looks on its own: the head of the queue often where nothing can ring across processes, the others the less
-often the further back they stand.
+it also looks on its own: the head of the queue often where not everybody can ring it, the others the less often the
+further back they stand.
+
+The flows of one process that want a key stand behind one place of this queue, see `dblock.core.lines`, and the key goes
+from one to the next without it:
+
+    relay                 ends the tenure of a flow and begins one of the next in its process
+
+It acts only while nobody is in the queue, or a turn is left to the process, so that those who wait there are overtaken
+a bounded number of times only.
 
 A waiter that leaves deletes its row, then looks whether it has been granted the key, and gives it back if so. `grant`
 holds a lock on the waiter's row until it has committed, so one of the two comes first.

@@ -62,6 +62,9 @@ class FakeStore:
     def hear(self, channel: str) -> None:
         return None
 
+    def hear_neighbours(self) -> None:
+        return None
+
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         raise NotImplementedError
 

@@ -119,7 +119,13 @@ class World:
         self.rows[p["key"]]["last"] = max(row["last"], heir["ticket"])
         self.rows[p["key"]]["served"] = heir["ticket"]
         self.served.setdefault(p["key"], []).append(heir["ticket"])
-        return [(heir["ticket"],)]
+        return [(heir["ticket"], "elsewhere")]
+
+    def _channel(self, p: dict[str, Any]) -> Rows:
+        return [("elsewhere",)]
+
+    def _call(self, p: dict[str, Any]) -> Rows:
+        return []
 
     def _accept(self, p: dict[str, Any]) -> Rows:
         row = self.rows.get(p["key"])

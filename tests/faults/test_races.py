@@ -63,20 +63,18 @@ def test_an_acquire_interrupted_anywhere_leaves_a_handle_or_nothing(subject: Sub
     before = signal.signal(signal.SIGALRM, strike)
     with subject.lock("warm"):
         pass
-    began = time.perf_counter()
-    for n in range(20):
-        with subject.lock(f"warm{n}"):
-            pass
-    cycle = (time.perf_counter() - began) / 20
+    reach = 0.003
     try:
         for n in range(times(50, 1000)):
             lock = subject.lock(f"k{n}", ttl=ttl)
             try:
-                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 3 * cycle))
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, reach))
                 lock.acquire()
                 signal.setitimer(signal.ITIMER_REAL, 0)
+                reach /= 1.2
             except Interrupted:
                 broken += 1
+                reach *= 1.2
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             if lock.state is not None:
