@@ -131,7 +131,7 @@ class Line:
     def freed(self) -> None:
         """A flow of ours has given the key back, and not to us, as far as it knows."""
         with _lock[0]:
-            self.ours = self._members[0].chosen = False
+            self.ours = False
             self._members[0].bell.ring()
 
 
@@ -206,9 +206,15 @@ def begin(database: object, key: str) -> Trial | None:
     return trial
 
 
-def freed(database: object, key: str) -> None:
-    """A flow of this process has given a key back to the database."""
+def freed(database: object, key: str, heir: Member | None = None) -> None:
+    """A flow of this process has given a key back to the database, and not, as far as it knows, to whom it had chosen.
+
+    Somebody else of ours may have the key by now, and have chosen as well.
+    """
     with _lock[0]:
+        if heir is not None:
+            heir.chosen = False
+            heir.bell.ring()
         line = line_for(database, key)
         if line is not None:
             line.freed()

@@ -68,7 +68,7 @@ class Ear:
 
     def __init__(self, socket: socket.socket) -> None:
         self._selector = selectors.DefaultSelector()
-        self._selector.register(socket, selectors.EVENT_READ)
+        _ = self._selector.register(socket, selectors.EVENT_READ)
 
     def listen(self, seconds: float) -> Sequence[str]:
         """Nothing, after so many seconds or when a neighbour has rung."""

@@ -56,7 +56,7 @@ from dblock.core import bells, lines, protocol
 from dblock.core.bells import Bell
 from dblock.core.errors import LockDeadlock, LockStoreError, LockTimeout, StoreUnanswered
 from dblock.core.flows import FLOW
-from dblock.core.lines import Member
+from dblock.core.lines import Line, Member
 from dblock.core.loopback import mailbox
 from dblock.core.protocol import PATIENCE, Database
 from dblock.core.steps import Parameters, Steps, sleep, wait
@@ -251,9 +251,12 @@ def pass_on(database: Database, tenure: Tenure, ticket: int, turn: int) -> Steps
     `turn` says how often in a row it has gone to a flow of this process before.
     """
     passed = False
+    line = lines.line_for(database, tenure.key)
+    heir = None if line is None else line.choose()
     try:
-        with contextlib.suppress(LockStoreError):  # the release has the last word
-            passed = yield from _relay(database, tenure, ticket, turn)
+        if line is not None and heir is not None:
+            with contextlib.suppress(LockStoreError):  # the release has the last word
+                passed = yield from _relay(database, tenure, (line, heir), ticket, turn)
         return passed or (yield from release(database, tenure, 1, ticket))
     except (GeneratorExit, LockStoreError):
         raise
@@ -263,7 +266,7 @@ def pass_on(database: Database, tenure: Tenure, ticket: int, turn: int) -> Steps
         raise
     finally:
         if not passed:  # only now: whoever was chosen may look whether it has the key, or never will
-            lines.freed(database, tenure.key)
+            lines.freed(database, tenure.key, heir)
 
 
 def leave(database: Database, tenure: Tenure, min_hold: float, *, alone: bool) -> Steps[bool]:
@@ -301,12 +304,9 @@ def _grant_ours(database: Database, tenure: Tenure, first: int) -> Steps[bool | 
         return False  # the release has the last word
 
 
-def _relay(database: Database, tenure: Tenure, ticket: int, turn: int) -> Steps[bool]:
-    """Hand the key to a flow of this process that waits for it, if there is one."""
-    line = lines.line_for(database, tenure.key)
-    heir = None if line is None else line.choose()
-    if line is None or heir is None:
-        return False
+def _relay(database: Database, tenure: Tenure, chosen: tuple[Line, Member], ticket: int, turn: int) -> Steps[bool]:
+    """Hand the key to a flow of this process that waits for it."""
+    line, heir = chosen
     try:
         yield from wait(0.0, Bell())
     except LockTimeout:  # inside a transaction that may take it all back

@@ -60,18 +60,22 @@ class Flow:
     cycles: int
     log: list[tuple[int, Grant]]
     faults: bool
+    barging: float
+    """How often it asks for the key with `fair=False`."""
     steps: Steps[Any] | None = None
     reply: Any = None
     wakes: float = 0.0
     bell: Bell | None = None
     under_way: tuple[Execute, set[str]] | None = None
+    broken: BaseException | None = None
     interruptible: bool = False
     done: bool = False
 
     def life(self) -> Steps[None]:
         database, holding, chance = self.process.database, self.process.holding, self.chance
         for _ in range(self.cycles):
-            wish = {"key": "k", "ttl": 2 * HOUR, "life": 2 * HOUR, "fair": 1, "flow": self.name, **WHO}
+            fair = int(chance.random() >= self.barging)
+            wish = {"key": "k", "ttl": 2 * HOUR, "life": 2 * HOUR, "fair": fair, "flow": self.name, **WHO}
             timeout = chance.choice((None, 0.0, 0.02, 1.0)) if self.faults else None
             self.interruptible = self.faults
             try:
@@ -104,10 +108,9 @@ class Flow:
         return not self.done and (self.wakes <= self.process.world.time or rung)
 
     def run(self) -> None:
-        """One step further: a statement begins, takes effect, or is broken off, or its answer is lost."""
+        """One step further: a statement begins, takes effect, is answered or broken off, or its answer is lost."""
         assert self.steps is not None
         world = self.process.world
-        error: BaseException | None = None
         self.wakes = world.time
         if self.under_way is not None:
             (step, seen), self.under_way = self.under_way, None
@@ -115,9 +118,11 @@ class Flow:
             if fate > 0.03:
                 self.reply = world.execute(step, seen)
             if fate < 0.06 and self.interruptible:
-                error = StoreUnanswered("cut off")
+                self.broken = StoreUnanswered("cut off")
             elif fate <= 0.03:
                 self.reply = world.execute(step, seen)
+            return
+        error, self.broken = self.broken, None
         if self.interruptible and error is None and self.chance.random() < 0.02:
             error, self.interruptible = Interrupted(), False  # whoever interrupts the clean-up has to wait for the ttl
         try:
@@ -134,7 +139,12 @@ class Flow:
 
 
 def schedule(
-    seed: int, monkeypatch: pytest.MonkeyPatch, houses: tuple[int, ...] = (3, 2), *, faults: bool = False
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    houses: tuple[int, ...] = (3, 2),
+    *,
+    faults: bool = False,
+    barging: float = 0.0,
 ) -> tuple[World, list[tuple[int, Grant]]]:
     """Run flows of several processes to their end in a random order."""
     chance, world, log = random.Random(seed), World(), list[tuple[int, Grant]]()
@@ -142,7 +152,7 @@ def schedule(
     numbers = itertools.count()
     processes = [Process(world) for _ in houses]
     crowd = [
-        Flow(process, chance, next(numbers), 5, log, faults)
+        Flow(process, chance, next(numbers), 5, log, faults, barging)
         for process, size in zip(processes, houses, strict=True)
         for _ in range(size)
     ]
@@ -188,6 +198,16 @@ def test_nobody_in_a_line_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(overtaken) == 3, "no more often in a row, while others wait"
 
 
+@pytest.mark.usefixtures("deaf")
+def test_some_do_not_stand_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flows with `fair=False` take the key between those of a line, each of whom still gets it once at a time."""
+    for seed in range(300):
+        world, log = schedule(seed, monkeypatch, barging=0.4)
+        assert len(log) == 25
+        assert not world.waiters
+        assert world.rows["k"]["owner"] is None
+
+
 def test_whatever_goes_wrong_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupts, timeouts and lost answers anywhere: no tenure is left behind, and nobody is in a line.
 
@@ -195,7 +215,7 @@ def test_whatever_goes_wrong_nothing_is_left(monkeypatch: pytest.MonkeyPatch) ->
     """
     free = 0
     for seed in range(600):
-        world, _ = schedule(seed, monkeypatch, faults=True)
+        world, _ = schedule(seed, monkeypatch, faults=True, barging=0.0 if seed % 2 else 0.3)
         row = world.rows["k"]
         assert row["owner"] is None or row["expires_at"] <= world.time + queue.PLACE, seed
         assert nobody(), seed
