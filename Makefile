@@ -2,7 +2,7 @@
 
 PYTHON := .venv/bin/python
 
-.PHONY: demo test lint bench faults matrix clean
+.PHONY: demo test lint bench faults pooler matrix clean
 
 demo: ## Sell the last items without and with the lock: make demo [DB=sqlite|postgresql|mysql] [PROCS=8] [STOCK=200]
 	@sh scripts/setup demo $(DB)
@@ -28,6 +28,10 @@ bench: ## Rates as ratios to bare SQL in the same run, and what the server count
 faults: ## Kills, cuts, pauses and races in the numbers that the contract asks for; `make test` has a short form
 	@sh scripts/setup test
 	@DBLOCK_FAULTS=long $(PYTHON) -m pytest tests/faults $(ARGS)
+
+pooler: ## The suite through PgBouncer in transaction mode, as far as it is about PostgreSQL; `make test` has a short form
+	@sh scripts/setup test
+	@DBLOCK_POOLER=1 $(PYTHON) -m pytest $(ARGS)
 
 matrix: ## The suite over Python 3.11 to 3.13, oldest and newest Django and SQLAlchemy (interpreters from PATH or pyenv)
 	@sh scripts/setup test

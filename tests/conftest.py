@@ -53,6 +53,13 @@ if POOLER:
     event.listen(Engine, "do_connect", _prepare_nothing)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what cannot be seen through PgBouncer."""
+    for item in items if POOLER else ():
+        if item.get_closest_marker("direct"):
+            item.add_marker(pytest.mark.skip("not through PgBouncer"))
+
+
 def pytest_configure() -> None:
     """Set Django up; it connects to nothing before the first test that needs it."""
     import django
@@ -110,6 +117,8 @@ def database(request: pytest.FixtureRequest) -> str:
 
 def ready(request: pytest.FixtureRequest, database: str) -> str:
     """See that `database` runs and that its tables are empty."""
+    if POOLER and database != "postgresql":
+        pytest.skip("not through PgBouncer")
     request.getfixturevalue(database)
     run(database, "DELETE FROM locks")
     run(database, "DELETE FROM lock_waiters")

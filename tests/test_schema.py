@@ -72,6 +72,7 @@ def _describe(engine: Engine, database: str, table: str) -> Any:
         ]
 
 
+@pytest.mark.direct
 def test_three_ways_make_one_table(database: str, scratch: Engine) -> None:
     """Django's migration, SQLAlchemy's metadata and `dblock schema`: same columns, types, collations and indexes."""
     by_django = describe(observer(database), database)
@@ -91,6 +92,7 @@ def test_three_ways_make_one_table(database: str, scratch: Engine) -> None:
     assert describe(scratch, database) == by_django
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("made_by", ["django", "sqlalchemy"])
 def test_alembic_sees_no_difference(database: str, scratch: Engine, made_by: str) -> None:
     """Autogenerate after an upgrade has nothing to do, types included."""

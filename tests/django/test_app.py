@@ -195,6 +195,7 @@ def test_spans_of_time_are_readable(seconds: float, text: str) -> None:
     assert span(timedelta(seconds=seconds)) == text
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("name", ["sqlite", "postgresql", "mariadb"])
 def test_a_users_own_test_case(request: pytest.FixtureRequest, name: str) -> None:
     """The example project's tests run with Django's own runner, which makes and drops a database: on each one."""

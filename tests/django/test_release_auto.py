@@ -236,17 +236,15 @@ def test_transactions_of_two_databases(request: pytest.FixtureRequest) -> None:
 def test_another_threads_transaction_does_not_count(database: str, alias: str) -> None:
     """A lock is kept by transactions of its own thread only."""
     if database == "sqlite":
-        connections[alias].ensure_connection()
+        pytest.skip("the other thread would be its one writer")
     opened, go = threading.Event(), threading.Event()
 
     def work() -> None:
-        with transaction.atomic("postgresql" if database != "postgresql" else "mariadb"):
+        with transaction.atomic(alias):
             opened.set()
             go.wait(30)
         connections.close_all()
 
-    if database == "sqlite":
-        return  # nothing to see: its one writer is enough
     thread = threading.Thread(target=work)
     thread.start()
     opened.wait(10)

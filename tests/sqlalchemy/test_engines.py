@@ -319,6 +319,7 @@ def test_two_engines_of_one_database_are_rivals(database: str) -> None:
     two.dispose()
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize(
     ("database", "discard"), [("postgresql", "DISCARD ALL"), ("mariadb", "DEALLOCATE PREPARE dblock_take")]
 )

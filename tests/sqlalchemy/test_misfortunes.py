@@ -235,6 +235,7 @@ def test_a_character_set_that_lacks_the_key(request: pytest.FixtureRequest) -> N
     engine.dispose()
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize(
     ("database", "count"),
     [

@@ -1,0 +1,39 @@
+"""PostgreSQL through PgBouncer in transaction mode, where each transaction gets whichever session is free."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import POOLER
+from tests.servers import HINTS, MissingServer, find_program
+
+
+def missing() -> bool:
+    """Is PgBouncer not installed?"""
+    try:
+        return not find_program("pgbouncer")
+    except MissingServer:
+        return True
+
+
+@pytest.mark.skipif(POOLER, reason="this is it")
+@pytest.mark.skipif(missing(), reason=HINTS["pgbouncer"])
+def test_the_short_form_of_make_pooler() -> None:
+    """What the lock, its queue and its guard promise holds there too."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/contract/test_queue.py", "tests/test_guard.py"],
+        env={name: value for name, value in os.environ.items() if not name.startswith(("DBLOCK_TEST", "PYTEST"))}
+        | {"DBLOCK_POOLER": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 100
