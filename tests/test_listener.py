@@ -56,6 +56,7 @@ def test_a_neighbour_rings(request: pytest.FixtureRequest, subject: Subject, mon
     hand_overs(subject)
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("before", ["None", ELSEWHERE])
 def test_a_neighbour_is_not_notified(request: pytest.FixtureRequest, before: str) -> None:
     """A notification wakes every session that listens to anything: it is for those who are somewhere else."""

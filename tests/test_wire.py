@@ -140,6 +140,7 @@ def test_statements_for_a_hand_over(server: str, proxy: Proxy, size: int) -> Non
         engine.dispose()
 
 
+@pytest.mark.direct
 def test_one_flush_for_a_cycle(request: pytest.FixtureRequest) -> None:
     """The take commits durably, the release asynchronously, as PostgreSQL itself counts."""
     ready(request, "postgresql")

@@ -78,14 +78,15 @@ class Attendant:
             line.ours = self._keeper.holds(self._store, key)
         return line
 
-    def listen(self) -> bool:
-        """Begin to listen, if need be; True if that has only begun."""
-        return self._listener is not None and self._listener.want()
+    def listen(self) -> None:
+        """Begin to listen, if need be."""
+        if self._listener is not None:
+            self._listener.want()
 
     @property
     def channel(self) -> str:
-        """Where this process listens, while it does."""
-        return mailbox().channel if self._listener is not None and self._listener.ready else ""
+        """Where this process listens, or soon will; when it begins, every waiter looks once."""
+        return "" if self._listener is None or self._listener.deaf else mailbox().channel
 
     @property
     def called(self) -> bool:

@@ -64,23 +64,21 @@ class Listener:
         self._wanted_at = 0.0
         self._lock = threading.Lock()
         self._runs: Callable[[], bool] = bool
-        self._deaf = False
+        self.deaf = False
+        """Has it turned out that nobody can be heard?"""
         self.ready = False
         """Does it listen?"""
 
-    def want(self) -> bool:
-        """Somebody is about to wait. Is it worth while to give it a moment to begin?"""
+    def want(self) -> None:
+        """Somebody waits."""
         self._wanted_at = clock.now()
-        if self._deaf or self._runs() or not self._lock.acquire(blocking=False):
-            return False
+        if self.deaf or self._runs() or not self._lock.acquire(blocking=False):
+            return
         try:
-            if self._runs():
-                return False
-            self._runs = self._store.in_background(self._run)
+            if not self._runs():
+                self._runs = self._store.in_background(self._run)
         except RuntimeError:  # out of threads, or the interpreter is ending
-            return False
-        else:
-            return True
+            return
         finally:
             self._lock.release()
 
@@ -89,7 +87,7 @@ class Listener:
 
     def _run(self) -> None:
         try:
-            while self._wanted() and not self._deaf:
+            while self._wanted() and not self.deaf:
                 try:
                     self._listen()
                 except Exception as error:  # noqa: BLE001 - whatever happens to it, waiters get on without it
@@ -108,7 +106,7 @@ class Listener:
                 warn("the database cannot call this process (%s): waiters look more often", why)
             ear = self._store.hear_neighbours()
         if ear is None:
-            self._deaf = True
+            self.deaf = True
             return
         try:
             self._tell_all(ready=True)  # whatever was said before

@@ -41,8 +41,6 @@ SUSPICION: Final = 0.5
 """Seconds between two looks for a deadlock, of a waiter that holds other keys."""
 HASTE: Final = 0.05
 """Seconds for which a waiter whose time is up tries to leave in order; its place ends by itself."""
-PRELUDE: Final = 0.1
-"""Seconds that the first waiter of a process gives its listener to begin."""
 
 
 class Attendant(Protocol):
@@ -60,18 +58,18 @@ class Attendant(Protocol):
         """Wait with those of this process who want the key too; None where everybody waits alone."""
         ...
 
-    def listen(self) -> bool:
-        """Begin to listen, if need be; True if that has only begun."""
+    def listen(self) -> None:
+        """Begin to listen, if need be."""
         ...
 
     @property
     def channel(self) -> str:
-        """Where the process listens; empty as long as it does not."""
+        """Where the process listens, or soon will; empty where it cannot."""
         ...
 
     @property
     def called(self) -> bool:
-        """Does the database call it there, from wherever the key is given back?"""
+        """Does the database call it there now, from wherever the key is given back?"""
         ...
 
 
@@ -90,8 +88,8 @@ class Nobody:
     def enter(self, key: str, member: Member, trial: Trial | None) -> None:
         pass
 
-    def listen(self) -> bool:
-        return False
+    def listen(self) -> None:
+        pass
 
 
 class _Place(Enum):
@@ -309,12 +307,6 @@ class _Waiter:
     def stand(self) -> Steps[Grant | LockInfo | Literal[_Place.GONE]]:
         """Stand in the queue of the database; returns as `wait`."""
         growing = pauses()
-        if self.attendant.listen():
-            try:
-                bells.hang(self.wish["key"], 0, self.bell)
-                yield from wait(min(PRELUDE, max(self.deadline - self.database.now(), 0.0)), self.bell)
-            finally:
-                bells.take_down(self.wish["key"], 0)
         while True:
             self.wish |= {"owner": new_owner(), "channel": self.attendant.channel}
             try:
@@ -401,6 +393,7 @@ class _Waiter:
                 first, since = view.first, now()
             if view.last < ticket:  # the row is another one
                 yield from queue.announce(database, key, ticket, self.until)
+            self.attendant.listen()
             called = self.attendant.called and self.attendant.channel == self.wish["channel"]
             pause = _until_next_look(view, FALLBACK if called else min(_often(view, now() - since), SELDOM))
             if view.remaining > 0:

@@ -218,13 +218,6 @@ def test_only_the_youngest_of_a_circle_gives_way() -> None:
 # -- single faults, one at a time
 
 
-class Listening(Kept):
-    """A process whose listener has only begun."""
-
-    def listen(self) -> bool:
-        return True
-
-
 def held_by(world: World, owner: str = "rival", ttl: float = 5.0) -> Tenure:
     """Somebody holds the key."""
     fence = world._begin(world.rows.get("k"), {"key": "k", "owner": owner, "ttl": ttl, "life": ttl})[0][0]
@@ -309,17 +302,3 @@ def test_a_bell_that_is_rung_before_it_hangs() -> None:
     bells.hang("k", 12345, bell)
     assert bell.answered()
     bells.take_down("k", 12345)
-
-
-def test_a_waiter_that_is_broken_off_before_it_joins() -> None:
-    """While its listener begins: no bell is left, so that the listener can end."""
-    world = World()
-    _ = held_by(world)
-    wish = {"key": "k", "ttl": 30.0, "life": 30.0, "fair": 1}
-    steps, reply = waiting.acquire(world.database(), wish, None, Listening), None
-    while not (isinstance(step := steps.send(reply), Wait) and step.seconds):
-        reply = world.execute(step) if isinstance(step, Execute) else None
-    assert ("k", 0) in bells._bells
-    with pytest.raises(KeyboardInterrupt):
-        steps.throw(KeyboardInterrupt())
-    assert ("k", 0) not in bells._bells

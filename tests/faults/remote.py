@@ -9,8 +9,10 @@ from __future__ import annotations
 import datetime  # noqa: ICN001 - its class is replaced
 import json
 import os
+import random
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 SHIFT = float(os.environ.get("DBLOCK_TEST_SHIFT", "0"))
@@ -43,6 +45,7 @@ if SHIFT:
 
 from sqlalchemy import text  # noqa: E402
 
+from dblock.core import waiting  # noqa: E402
 from dblock.core.loopback import mailbox  # noqa: E402, F401 - for the commands
 from tests.conftest import ALIASES  # noqa: E402
 from tests.contract.subjects import Subject  # noqa: E402
@@ -96,6 +99,24 @@ def guarded_write(subject: Subject, lock: Any, number: int) -> None:
     transaction.guard(lock)
     transaction.write(number)
     transaction.end()
+
+
+def contend(subject: Subject, seed: int, count: int) -> int:
+    """Take and give back two keys from three threads, and never look for oneself; how many hand-overs there were."""
+    waiting.FALLBACK = waiting.SELDOM = 3600.0  # type: ignore[misc]
+    waiting._often = lambda *_: 3600.0
+
+    def flow(number: int) -> int:
+        chance, turns = random.Random(seed * 10 + number), 0
+        for _ in range(count):
+            with subject.lock(chance.choice("ab"), ttl=7200, timeout=60, fair=chance.random() < 0.9) as lock:
+                turns += 1
+                lock.check()
+                time.sleep(chance.choice((0.0, 0.0, 0.0, 0.001, 0.01)))
+        return turns
+
+    with ThreadPoolExecutor(3) as pool:
+        return sum(pool.map(flow, range(3)))
 
 
 def main(variant: str, database: str) -> None:

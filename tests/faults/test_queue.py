@@ -226,6 +226,22 @@ def _time(lock: Any, got: list[float]) -> None:
     lock.release()
 
 
+@pytest.mark.parametrize("database", ["postgresql", "mariadb", "sqlite"])
+def test_no_wake_up_is_lost(request: pytest.FixtureRequest, database: str) -> None:
+    """Processes with several threads on two keys, whose waiters look by themselves after an hour only."""
+    ready(request, database)
+    with contextlib.ExitStack() as stack:
+        crowd = [
+            stack.enter_context(Remote(Subject(variant, "sync", database)))
+            for variant in ("sqlalchemy", "django", "sqlalchemy")
+        ]
+        count = times(30, 11_200)
+        for number, remote in enumerate(crowd):
+            remote.send(f"contend(subject, {number}, {count})")
+        assert [remote.answer(3600) for remote in crowd] == [3 * count] * 3
+    assert run(database, "SELECT count(*) FROM lock_waiters") == [(0,)]
+
+
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
 def test_a_thousand_waiters_cost_a_listener_and_a_connection(request: pytest.FixtureRequest, driver: str) -> None:
     """Tasks of one process that want one key: one place in the queue; all are served in the order of their coming."""

@@ -110,6 +110,7 @@ def test_connections_are_made_as_the_engine_makes_its_own(database: str) -> None
     engine.dispose()
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("pool", [None, NullPool])
 def test_no_connection_outlives_the_engine(request: pytest.FixtureRequest, pool: Any) -> None:
     """`dispose()` closes the lock's connections too; with a NullPool none is kept at all."""

@@ -285,6 +285,7 @@ def test_a_listener_may_leave_a_transaction_open(database: str) -> None:
     engine.dispose()
 
 
+@pytest.mark.direct
 def test_the_sessions_own_durability_comes_back(request: pytest.FixtureRequest) -> None:
     """What a statement chooses for itself ends with it."""
     ready(request, "postgresql")
