@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dblock.core import lines, protocol, queue, waiting
+from dblock.core import acquiring, lines, protocol, queue
 from dblock.core.base import BaseLock
 from dblock.core.errors import LockError, Reason
 from dblock.core.flows import Flow, current_flow
@@ -48,7 +48,7 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
         "task": celery_task_id(),
         "fair": int(lock.options.fair),
     }
-    found = yield from waiting.acquire(
+    found = yield from acquiring.acquire(
         database,
         wish,
         timeout,

@@ -1,4 +1,4 @@
-"""How a flow gets a key: it tries, and if somebody else has it, it stands in the queue and waits for its turn.
+"""How a flow waits for a key that somebody else has: in the line of its process, and in the queue of the database.
 
 Rule: a waiter holds no connection while it pauses, and no pause overshoots the timeout or the end of the holder's
 lease. Why the queue works is said in `dblock.core.queue`; how often to look is decided here.
@@ -6,27 +6,22 @@ lease. Why the queue works is said in `dblock.core.queue`; how often to look is 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Literal, Protocol
 
-from dblock.core import bells, lines, queue
+from dblock.core import bells, queue
 from dblock.core.bells import Bell
-from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy, StoreLocked, StoreUnanswered
+from dblock.core.errors import LockStoreError, StoreBusy, StoreUnanswered
 from dblock.core.flows import new_owner
 from dblock.core.lines import Line, Member, Trial
-from dblock.core.protocol import PATIENCE, Database, Unresolved, begin, extend, inspect, pauses
+from dblock.core.protocol import PATIENCE, Database, extend, inspect, pauses
 from dblock.core.queue import View, give_back
-from dblock.core.statements.base import Statement
 from dblock.core.steps import Steps, sleep, wait
 from dblock.core.values import Grant, LockInfo, Tenure
 
-GRACE: Final = 1.0
-"""Seconds for which even a try without waiting is repeated after deadlocks, serialization failures and the like."""
 OFTEN: Final = 0.003
 """Seconds between two looks of the head of the queue, at least, where nobody can ring."""
 SELDOM: Final = 1.0
@@ -92,128 +87,15 @@ class Nobody:
         pass
 
 
-class _Place(Enum):
+class Outcome(Enum):
+    """What else may become of a place in the queue."""
+
     LOST = "passed over: join anew"
     GONE = "no row, or no ticket: try to take the key again"
 
 
-class _Attempt(Enum):
-    REFUSED = "the database could not say"
-
-
-_REFUSED: Final = _Attempt.REFUSED
-
-
-def acquire(
-    database: Database,
-    wish: dict[str, Any],
-    timeout: float | None,
-    attendant: Callable[[], Attendant] = Nobody,
-    *,
-    ours: bool = False,
-    entangled: bool = False,
-) -> Steps[Grant | LockInfo | None]:
-    """A grant, or whoever held the key when `timeout` seconds (None: for ever) were over.
-
-    `wish` is what the row is to say, but for the owner's token. None means that the key was free at the last look, but
-    others were faster each time. Outages of the database are part of the wait. `ours` says that another flow of this
-    process is thought to have the key, so that there is no use in trying to take it; `entangled` that the flow holds
-    other keys, so that its wait may close a circle: raises LockDeadlock.
-    """
-    now = database.now
-    start = now()
-    deadline = math.inf if timeout is None else start + timeout
-    until = max(deadline, start + GRACE)
-
-    def waiter() -> _Waiter:
-        return _Waiter(database, wish, deadline, until, attendant(), entangled)
-
-    key = wish["key"]
-    crowded = ours or lines.busy(database, key) or bells.is_crowded(database, key)
-    if crowded and wish["fair"] and now() < deadline:
-        with contextlib.suppress(LockTimeout):  # refused: it may be free, though
-            waited = yield from waiter().wait(None, None)
-            if waited is not _Place.GONE:
-                return waited
-    trial, got = lines.begin(database, key), False
-    try:
-        found = yield from _take(database, wish, (deadline, until), waiter, trial)
-        got = isinstance(found, Grant)
-    finally:
-        if trial is not None:
-            trial.end(got=got)
-    return found
-
-
-def _take(
-    database: Database,
-    wish: dict[str, Any],
-    limits: tuple[float, float],
-    waiter: Callable[[], _Waiter],
-    trial: Trial | None,
-) -> Steps[Grant | LockInfo | None]:
-    """Take the key, or wait for it; as `acquire`. `limits`: the local times of our deadline, and of the last errors."""
-    deadline, until = limits
-    now, dialect, key = database.now, database.dialect, wish["key"]
-    statement = dialect.take
-    growing = pauses()
-    tries = 0
-    while True:
-        grant = yield from _attempt(database, statement, wish, until)
-        if isinstance(grant, Grant):
-            return grant
-        holder = yield from inspect(database, key, until)
-        held = holder is not None and holder.state == "held"
-        if held and now() >= deadline:
-            return holder
-        if holder is None and statement is dialect.take:
-            statement = dialect.create
-            continue
-        statement = dialect.create if holder is None else dialect.take
-        if grant is not _REFUSED:
-            tries += 1
-            if tries > 2 and now() >= deadline:
-                return None
-        # A key that is free, but cannot be had, has waiters, or a transaction pins it.
-        waits = holder is not None and (held or (yield from queue.hand_over(database, key)) or tries > 2)
-        if waits and now() < deadline:
-            found = yield from waiter().wait(holder, trial)
-            if found is not _Place.GONE:
-                return found
-        if tries > 1 or grant is _REFUSED:
-            yield from sleep(min(next(growing), max(until - now(), 0.0)))
-
-
-def _attempt(
-    database: Database, statement: Statement, wish: dict[str, Any], until: float
-) -> Steps[Grant | Literal[_Attempt.REFUSED] | None]:
-    """A grant that is of use; None if the key was not free; REFUSED if that is not known."""
-    try:
-        grant = yield from _begin(database, statement, wish, until)
-    except (StoreLocked, Unresolved):  # the key can be looked at meanwhile
-        if database.now() >= until:
-            raise
-        return _REFUSED
-    if grant is None or database.now() < grant.trusted_until:
-        return grant
-    _ = yield from queue.release(database, grant.tenure, 1)  # granted too late
-    return _REFUSED
-
-
-def _begin(database: Database, statement: Statement, wish: dict[str, Any], until: float) -> Steps[Grant | None]:
-    """`begin` with a token of its own; when it is interrupted, what it may have taken is given back."""
-    wish["owner"] = new_owner()
-    try:
-        return (yield from begin(database, statement, wish, until))
-    except (GeneratorExit, LockStoreError):
-        raise  # nobody drives us any more; or the database has said, as far as it can, what became of it
-    except BaseException:
-        yield from give_back(database, wish["key"], wish["owner"])
-        raise
-
-
 @dataclass(slots=True)
-class _Waiter:
+class Waiter:
     """A flow that stands in the queue of a key, if need be in one place after the other."""
 
     database: Database
@@ -231,7 +113,7 @@ class _Waiter:
     member: Member | None = None
     """What it is in the line of its process."""
 
-    def wait(self, holder: LockInfo | None, trial: Trial | None) -> Steps[Grant | LockInfo | Literal[_Place.GONE]]:
+    def wait(self, holder: LockInfo | None, trial: Trial | None) -> Steps[Grant | LockInfo | Literal[Outcome.GONE]]:
         """A grant, or the row as it was at the deadline; or GONE. `holder` is whom we saw when our trial had failed."""
         yield from wait(0.0, self.bell)  # refused where it could not end well, before anybody counts on us
         database, key, member = self.database, self.wish["key"], Member(self.wish, self.bell)
@@ -256,7 +138,7 @@ class _Waiter:
         line.leave(member, got=isinstance(found, Grant))
         return member.grant or found  # from now on nobody grants us anything
 
-    def _behind(self, line: Line, member: Member) -> Steps[Grant | LockInfo | Literal[_Place.GONE] | None]:
+    def _behind(self, line: Line, member: Member) -> Steps[Grant | LockInfo | Literal[Outcome.GONE] | None]:
         """Wait in a line to be handed the key; None when it is for us to stand in the queue."""
         database, now = self.database, self.database.now
         hope = math.inf
@@ -269,7 +151,7 @@ class _Waiter:
                 _ = yield from queue.release(database, grant.tenure, 1)  # we were told too late for it to be of use
             left = self.deadline - now()
             if left <= 0:
-                return (yield from self._holder(line)) or _Place.GONE
+                return (yield from self._holder(line)) or Outcome.GONE
             pause = FALLBACK
             if line.is_first(member):
                 hope = min(hope, now() + HOPE)
@@ -304,7 +186,7 @@ class _Waiter:
         member.token = ""
         return None
 
-    def stand(self) -> Steps[Grant | LockInfo | Literal[_Place.GONE]]:
+    def stand(self) -> Steps[Grant | LockInfo | Literal[Outcome.GONE]]:
         """Stand in the queue of the database; returns as `wait`."""
         growing = pauses()
         while True:
@@ -313,7 +195,7 @@ class _Waiter:
                 found = yield from self._keep_place()
             except StoreBusy:  # a stranger's transaction has locked what we need to write; reading is possible
                 if self.database.now() >= self.deadline:
-                    return (yield from inspect(self.database, self.wish["key"], self.until)) or _Place.GONE
+                    return (yield from inspect(self.database, self.wish["key"], self.until)) or Outcome.GONE
                 yield from sleep(next(growing))
                 continue
             except StoreUnanswered:
@@ -321,17 +203,17 @@ class _Waiter:
                     raise
                 yield from sleep(next(growing))
                 continue
-            if found is not _Place.LOST:
+            if found is not Outcome.LOST:
                 return found
 
-    def _keep_place(self) -> Steps[Grant | LockInfo | _Place]:
+    def _keep_place(self) -> Steps[Grant | LockInfo | Outcome]:
         """One place, from joining the queue to leaving it, whatever happens."""
         database, key, owner = self.database, self.wish["key"], self.wish["owner"]
         ticket = 0
         try:
             joined = yield from queue.join(database, self.wish, min(self.until, self.deadline))
             if joined is None:
-                return _Place.GONE
+                return Outcome.GONE
             ticket, view = joined
             bells.hang(key, ticket, self.bell)
             found = yield from self._await_turn(ticket, view, alone=not self.attendant.keep(owner))
@@ -341,7 +223,7 @@ class _Waiter:
                     return found
                 info = yield from inspect(database, key, self.until)
                 if info is None or info.owner != owner:
-                    return info or _Place.GONE
+                    return info or Outcome.GONE
                 # our turn came as we were leaving
                 found = yield from queue.accept(database, self.wish, ticket, self.until)
                 if found is None:
@@ -360,12 +242,12 @@ class _Waiter:
             yield from give_back(database, key, owner)
             raise
         else:
-            return _Place.LOST
+            return Outcome.LOST
         finally:
             bells.take_down(key, ticket)
             self.attendant.leave(owner)
 
-    def _await_turn(self, ticket: int, view: View | None, *, alone: bool) -> Steps[Grant | _Place | None]:
+    def _await_turn(self, ticket: int, view: View | None, *, alone: bool) -> Steps[Grant | Outcome | None]:
         """A grant; LOST or GONE; or None when the time is up.
 
         `view` is how we stand if that is known; `alone`: nobody else keeps the place.
@@ -382,13 +264,13 @@ class _Waiter:
             if view is None:
                 view = yield from queue.look(database, key, self.until, owner, ticket)
             if view is None:
-                return _Place.GONE
+                return Outcome.GONE
             if view.mine and view.remaining > 0:
                 self.bell.ring()
                 view = None
                 continue
             if ticket < view.first or not view.present:
-                return _Place.LOST
+                return Outcome.LOST
             if view.first != first:
                 first, since = view.first, now()
             if view.last < ticket:  # the row is another one

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dblock.core import lines, queue, waiting
+from dblock.core import acquiring, lines, queue, waiting
 from dblock.core.bells import Bell
 from dblock.core.errors import LockStoreError, StoreUnanswered
 from dblock.core.lines import Line, Member, Trial
@@ -79,7 +79,7 @@ class Flow:
             timeout = chance.choice((None, 0.0, 0.02, 1.0)) if self.faults else None
             self.interruptible = self.faults
             try:
-                found = yield from waiting.acquire(
+                found = yield from acquiring.acquire(
                     database, wish, timeout, lambda: self.process, ours=bool(self.process.holding)
                 )
             except (Interrupted, LockStoreError):
@@ -230,9 +230,9 @@ def test_whoever_comes_during_a_try_stands_behind_it(monkeypatch: pytest.MonkeyP
     process = Process(world)
     wish = {"key": "k", "ttl": 30.0, "life": 30.0, "fair": 1, **WHO}
     _ = world._begin(None, {**wish, "owner": "rival"})
-    first = waiting.acquire(process.database, dict(wish), 9.0, lambda: process)
+    first = acquiring.acquire(process.database, dict(wish), 9.0, lambda: process)
     take = begun(world, first, "take")
-    second = waiting.acquire(process.database, dict(wish), 9.0, lambda: process)
+    second = acquiring.acquire(process.database, dict(wish), 9.0, lambda: process)
     begun(world, second, "wait")
     found = first.send(world.execute(take))
     assert isinstance(found, Execute)
@@ -266,7 +266,7 @@ def holder_and_heir(monkeypatch: pytest.MonkeyPatch) -> tuple[World, Process, Te
     wish = {"key": "k", "owner": "o", "ttl": 30.0, "life": 30.0, "fair": 1, **WHO}
     fence = world._begin(None, wish)[0][0]
     process.holding.add(0)
-    heir = waiting.acquire(process.database, dict(wish), 0.05, lambda: process, ours=True)
+    heir = acquiring.acquire(process.database, dict(wish), 0.05, lambda: process, ours=True)
     begun(world, heir, "wait")
     return world, process, Tenure("k", "o", fence), heir
 

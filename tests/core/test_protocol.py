@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dblock.core import protocol, queue, values, waiting
+from dblock.core import acquiring, protocol, queue, values, waiting
 from dblock.core.bells import Bell
 from dblock.core.errors import LockError, LockStoreError, StoreConflict, StoreUnanswered
 from dblock.core.protocol import Database
@@ -274,7 +274,7 @@ class Worker:
         while True:
             key, ttl = self.chance.choice("ab"), self.chance.choice((0.5, 2.0, 10.0))
             wish = {"key": key, "ttl": ttl, "life": ttl, "fair": int(self.chance.random() < 0.9)}
-            found = yield from waiting.acquire(database, wish, self.chance.choice((0.0, 1.0, 5.0)))
+            found = yield from acquiring.acquire(database, wish, self.chance.choice((0.0, 1.0, 5.0)))
             if not isinstance(found, Grant):
                 continue
             self.believes = found
@@ -444,7 +444,7 @@ def raising(error: BaseException) -> Callable[[Execute], Rows]:
 
 
 def acquire(world: World, timeout: float | None = 0.0, ttl: float = 30.0) -> Steps[Any]:
-    return waiting.acquire(world.database(), {"key": "k", "ttl": ttl, "life": ttl, "fair": 1}, timeout)
+    return acquiring.acquire(world.database(), {"key": "k", "ttl": ttl, "life": ttl, "fair": 1}, timeout)
 
 
 def test_a_take_whose_answer_was_lost_is_found_again() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dblock.core import bells, protocol, queue, waiting
+from dblock.core import acquiring, bells, protocol, queue, waiting
 from dblock.core.bells import Bell
 from dblock.core.errors import StoreUnanswered
 from dblock.core.statements import DIALECTS
@@ -51,7 +51,7 @@ class Flow:
         database = self.world.database()
         for _ in range(self.cycles):
             wish = {"key": "k", "ttl": 2 * HOUR, "life": 2 * HOUR, "fair": 1, "flow": self.name}
-            grant = yield from waiting.acquire(database, wish, None, Kept)
+            grant = yield from acquiring.acquire(database, wish, None, Kept)
             assert isinstance(grant, Grant)
             self.holding = True
             log.append((self.name, grant.ticket))
@@ -227,7 +227,7 @@ def held_by(world: World, owner: str = "rival", ttl: float = 5.0) -> Tenure:
 def waiter(world: World, timeout: float | None = None, ttl: float = 30.0) -> Steps[Any]:
     """A flow that wants the key."""
     wish = {"key": "k", "ttl": ttl, "life": ttl, "fair": 1}
-    return waiting.acquire(world.database(), wish, timeout, Kept)
+    return acquiring.acquire(world.database(), wish, timeout, Kept)
 
 
 def joining(world: World, owner: str) -> int:

@@ -252,7 +252,7 @@ def test_a_statement_cut_off_grants_once_and_leaves_no_orphan(
 
 def test_a_take_that_cannot_be_resolved_leaves_nothing(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer of a take is lost, and so is the network: a typed error, no handle, and free after one ttl."""
-    monkeypatch.setattr("dblock.core.waiting.GRACE", 0.2)
+    monkeypatch.setattr("dblock.core.acquiring.GRACE", 0.2)
     ttl = 0.6
     lock = wire.subject.lock("k", ttl=ttl)
     for _ in range(3):  # prepared

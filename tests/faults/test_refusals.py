@@ -77,7 +77,7 @@ def refusals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refusals]:
     store = sqlalchemy_dblock.store.EngineStore
     monkeypatch.setattr(store, "_perform", refusals.perform(store._perform))
     monkeypatch.setattr(protocol, "PATIENCE", 0.15)
-    monkeypatch.setattr("dblock.core.waiting.GRACE", 0.15)
+    monkeypatch.setattr("dblock.core.acquiring.GRACE", 0.15)
     yield refusals
     for hold in list(current_flow().holds.values()):  # what a failed test leaves
         keeper.discard(hold)

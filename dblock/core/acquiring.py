@@ -1,0 +1,141 @@
+"""How a flow gets a key: it tries, and if somebody else has it, it waits.
+
+Rule: a key that was taken is either returned or given back, whatever breaks the attempt off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Final, Literal
+
+from dblock.core import bells, lines, queue
+from dblock.core.errors import LockStoreError, LockTimeout, StoreLocked
+from dblock.core.flows import new_owner
+from dblock.core.lines import Trial
+from dblock.core.protocol import Database, Unresolved, begin, inspect, pauses
+from dblock.core.queue import give_back
+from dblock.core.statements.base import Statement
+from dblock.core.steps import Steps, sleep
+from dblock.core.values import Grant, LockInfo
+from dblock.core.waiting import Attendant, Nobody, Outcome, Waiter
+
+GRACE: Final = 1.0
+"""Seconds for which even a try without waiting is repeated after deadlocks, serialization failures and the like."""
+
+
+class _Attempt(Enum):
+    REFUSED = "the database could not say"
+
+
+_REFUSED: Final = _Attempt.REFUSED
+
+
+def acquire(
+    database: Database,
+    wish: dict[str, Any],
+    timeout: float | None,
+    attendant: Callable[[], Attendant] = Nobody,
+    *,
+    ours: bool = False,
+    entangled: bool = False,
+) -> Steps[Grant | LockInfo | None]:
+    """A grant, or whoever held the key when `timeout` seconds (None: for ever) were over.
+
+    `wish` is what the row is to say, but for the owner's token. None means that the key was free at the last look, but
+    others were faster each time. Outages of the database are part of the wait. `ours` says that another flow of this
+    process is thought to have the key, so that there is no use in trying to take it; `entangled` that the flow holds
+    other keys, so that its wait may close a circle: raises LockDeadlock.
+    """
+    now = database.now
+    start = now()
+    deadline = math.inf if timeout is None else start + timeout
+    until = max(deadline, start + GRACE)
+
+    def waiter() -> Waiter:
+        return Waiter(database, wish, deadline, until, attendant(), entangled)
+
+    key = wish["key"]
+    crowded = ours or lines.busy(database, key) or bells.is_crowded(database, key)
+    if crowded and wish["fair"] and now() < deadline:
+        with contextlib.suppress(LockTimeout):  # refused: it may be free, though
+            waited = yield from waiter().wait(None, None)
+            if waited is not Outcome.GONE:
+                return waited
+    trial, got = lines.begin(database, key), False
+    try:
+        found = yield from _take(database, wish, (deadline, until), waiter, trial)
+        got = isinstance(found, Grant)
+    finally:
+        if trial is not None:
+            trial.end(got=got)
+    return found
+
+
+def _take(
+    database: Database,
+    wish: dict[str, Any],
+    limits: tuple[float, float],
+    waiter: Callable[[], Waiter],
+    trial: Trial | None,
+) -> Steps[Grant | LockInfo | None]:
+    """Take the key, or wait for it; as `acquire`. `limits`: the local times of our deadline, and of the last errors."""
+    deadline, until = limits
+    now, dialect, key = database.now, database.dialect, wish["key"]
+    statement = dialect.take
+    growing = pauses()
+    tries = 0
+    while True:
+        grant = yield from _attempt(database, statement, wish, until)
+        if isinstance(grant, Grant):
+            return grant
+        holder = yield from inspect(database, key, until)
+        held = holder is not None and holder.state == "held"
+        if held and now() >= deadline:
+            return holder
+        if holder is None and statement is dialect.take:
+            statement = dialect.create
+            continue
+        statement = dialect.create if holder is None else dialect.take
+        if grant is not _REFUSED:
+            tries += 1
+            if tries > 2 and now() >= deadline:
+                return None
+        # A key that is free, but cannot be had, has waiters, or a transaction pins it.
+        waits = holder is not None and (held or (yield from queue.hand_over(database, key)) or tries > 2)
+        if waits and now() < deadline:
+            found = yield from waiter().wait(holder, trial)
+            if found is not Outcome.GONE:
+                return found
+        if tries > 1 or grant is _REFUSED:
+            yield from sleep(min(next(growing), max(until - now(), 0.0)))
+
+
+def _attempt(
+    database: Database, statement: Statement, wish: dict[str, Any], until: float
+) -> Steps[Grant | Literal[_Attempt.REFUSED] | None]:
+    """A grant that is of use; None if the key was not free; REFUSED if that is not known."""
+    try:
+        grant = yield from _begin(database, statement, wish, until)
+    except (StoreLocked, Unresolved):  # the key can be looked at meanwhile
+        if database.now() >= until:
+            raise
+        return _REFUSED
+    if grant is None or database.now() < grant.trusted_until:
+        return grant
+    _ = yield from queue.release(database, grant.tenure, 1)  # granted too late
+    return _REFUSED
+
+
+def _begin(database: Database, statement: Statement, wish: dict[str, Any], until: float) -> Steps[Grant | None]:
+    """`begin` with a token of its own; when it is interrupted, what it may have taken is given back."""
+    wish["owner"] = new_owner()
+    try:
+        return (yield from begin(database, statement, wish, until))
+    except (GeneratorExit, LockStoreError):
+        raise  # nobody drives us any more; or the database has said, as far as it can, what became of it
+    except BaseException:
+        yield from give_back(database, wish["key"], wish["owner"])
+        raise
