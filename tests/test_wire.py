@@ -121,7 +121,10 @@ def test_losers_write_no_wal_and_lock_no_row(request: pytest.FixtureRequest) -> 
 
 @pytest.mark.parametrize("size", [4, 24])
 def test_statements_for_a_hand_over(server: str, proxy: Proxy, size: int) -> None:
-    """Six at most, however many wait. Each has an engine of its own, as processes have."""
+    """Six at most on PostgreSQL, however many wait. Each has an engine of its own, as processes have.
+
+    On MariaDB joining and leaving take two statements each, and those who wait look now and then.
+    """
     address = url(server).replace(os.environ[f"DBLOCK_TEST_{server.upper()}_PORT"], str(proxy.port))
     engines = [create_engine(address) for _ in range(size)]
     locks = [sqlalchemy_dblock.db_lock(engine, "k", timeout=60) for engine in engines]
@@ -135,7 +138,7 @@ def test_statements_for_a_hand_over(server: str, proxy: Proxy, size: int) -> Non
         _ = list(pool.map(round_of, locks))  # connected and prepared
         before = proxy.round_trips
         _ = list(pool.map(round_of, locks))
-    assert (proxy.round_trips - before) / (size * 10) <= 6
+    assert (proxy.round_trips - before) / (size * 10) <= (6 if server == "postgresql" else 12)
     for engine in engines:
         engine.dispose()
 
