@@ -107,6 +107,9 @@ class DjangoStore:
         if not settings().LISTEN:
             return None
         connection = connections.create_connection(self._alias)
+        settings_dict = connection.settings_dict
+        options = {name: value for name, value in settings_dict["OPTIONS"].items() if name != "pool"}
+        connection.settings_dict = {**settings_dict, "OPTIONS": options}  # it would keep a place in the pool
         try:
             connection.ensure_connection()
             if not hasattr(connection.connection, "pgconn"):  # psycopg 2

@@ -7,11 +7,14 @@ import time
 
 import psycopg
 import pytest
+from django.db import connections
 from django.test import override_settings
 from sqlalchemy import create_engine
 
 from dblock.core import waiting
 from dblock.core.loopback import mailbox
+from dblock.listening import PsycopgEar
+from dblock.store import store_for
 from tests.conftest import ready, run, url
 from tests.contract.subjects import MATRIX, Actor, Subject
 from tests.contract.test_queue import waiters
@@ -68,6 +71,18 @@ def test_a_neighbour_is_not_notified(request: pytest.FixtureRequest, before: str
         subject.engine.dispose()
         heard = [message.payload.partition(" ")[2] for message in connection.notifies(timeout=0.1)]
     assert heard == (["k"] * 20 if before == ELSEWHERE else [])
+
+
+def test_a_listener_takes_no_place_in_a_pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Django's pool may be as small as the number of threads."""
+    ready(request, "postgresql")
+    options = {**connections.settings["postgresql"]["OPTIONS"], "pool": {"min_size": 1, "max_size": 1}}
+    monkeypatch.setitem(connections.settings["postgresql"], "OPTIONS", options)
+    monkeypatch.setitem(connections.settings["postgresql"], "CONN_MAX_AGE", 0)
+    ear = store_for("postgresql").hear("dblock_test")
+    assert isinstance(ear, PsycopgEar)
+    assert not hasattr(ear._connection, "_pool")
+    ear.close()
 
 
 def test_nonsense_does_no_harm(request: pytest.FixtureRequest) -> None:
