@@ -56,6 +56,11 @@ class Bell:
         loop = self._loop
         return loop is not None and bool(loop.is_closed())
 
+    def audible(self) -> bool:
+        """Would its flow answer soon? Not while its event loop stands still."""
+        loop = self._loop
+        return loop is None or bool(loop.is_running())
+
     def answered(self) -> bool:
         """Was it rung since the last time this was asked?"""
         rung = self._event.is_set()

@@ -6,8 +6,9 @@ this process holds the key: its section may be short, and then it hands the key 
 statement (`relay`), which ends one tenure and begins another. Others in the queue are overtaken by that a bounded
 number of times in a row, `TURNS`; then the key is theirs, and the line stands in the queue again.
 
-The holder chooses whom to hand the key to, and tells it what became of that. If that one leaves the line in the
-meantime, it is for the holder to give the key back.
+The holder chooses whom to offer the key to, and tells it what became of that. If that one leaves the line in the
+meantime, it is for the holder to give the key back; if the holder does not know what became of it, or does not say, the
+one that was chosen looks for itself.
 
 Rule: a line only says who is next in this process; who has the key is in the database. Nobody relies on being chosen,
 nor on those before it: the first one soon asks for itself, and one that has not been seen for long is passed over.
@@ -20,19 +21,33 @@ import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from dblock.core import clock
 from dblock.core.bells import Bell
 from dblock.core.flows import current_flow
-from dblock.core.values import Grant, LockInfo
+from dblock.core.values import Grant, LockInfo, Tenure
 
 TURNS: Final = 8
 """How often in a row a key is handed over inside a process while others wait for it."""
+DOUBT: Final = 1.0
+"""Seconds after which whoever was chosen, and told nothing, looks what became of that."""
 ABSENCE: Final = 6.0
 """Seconds after which the first of a line that has not been seen is passed over; each looks around more often."""
 FRESH: Final = 5.0
 """Seconds for which whoever gives up may name the holder that another one of the line has seen."""
+
+
+class Offer(NamedTuple):
+    """That a holder is about to hand its tenure to a member of the line."""
+
+    heir: Member
+    token: str
+    """The owner token of the tenure that this begins."""
+    tenure: Tenure
+    """The tenure that this ends; the statement takes no effect once that is over."""
+    time: float
+    """The local time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,16 +61,28 @@ class Member:
     """The local time at which it last did something."""
     content: bool = False
     """Does it wait to be handed the key, rather than ask for it?"""
-    token: str = ""
-    """The owner token of the tenure that it was offered last."""
+    offer: Offer | None = None
+    """What it was offered, if it does not know what became of that."""
     chosen: bool = False
-    """Is it still open what became of that?"""
+    """Is it for the holder to find that out?"""
     grant: Grant | None = None
     gone: bool = False
 
     def present(self) -> bool:
         """Has it been seen lately?"""
-        return not self.bell.deaf() and clock.now() < self.seen + ABSENCE
+        return self.bell.audible() and clock.now() < self.seen + ABSENCE
+
+    def settle(self, offer: Offer) -> None:
+        """It has found out itself what became of an offer."""
+        with _lock[0]:
+            if self.offer is offer:
+                self.offer, self.chosen = None, False
+
+    def claim(self) -> str:
+        """The owner token of what it has been granted, or may be."""
+        if self.grant is not None:
+            return self.grant.tenure.owner
+        return "" if self.offer is None else self.offer.token
 
 
 class Line:
@@ -98,7 +125,7 @@ class Line:
         """Is nobody before it who has been seen lately? Whoever has not been stands last from now on."""
         with _lock[0]:
             while (first := self._members[0]) is not member:
-                if first.chosen or first.present():
+                if first.present() or (first.chosen and first.offer and clock.now() < first.offer.time + ABSENCE):
                     return False
                 del self._members[0]
                 if not first.bell.deaf():
@@ -112,21 +139,28 @@ class Line:
             member.content = member.chosen
             return not member.chosen
 
-    def choose(self) -> Member | None:
-        """The one to hand the key to; None if the first one does not wait for that."""
+    def choose(self, tenure: Tenure) -> Offer | None:
+        """Offer a tenure to the first one; None if that one does not wait for it."""
         with _lock[0]:
-            first = self._members[0]
-            if not first.content or first.chosen or not first.present():
+            first = self._members[0] if self._members else None
+            if first is None or not first.content or first.claim() or not first.present():
                 return None
-            first.token, first.chosen = first.flow + secrets.token_hex(16), True
-            return first
+            first.offer = Offer(first, first.flow + secrets.token_hex(16), tenure, clock.now())
+            first.chosen = True
+            return first.offer
 
-    def tell(self, member: Member, grant: Grant) -> bool:
+    def tell(self, offer: Offer, grant: Grant) -> bool:
         """Tell the chosen one what it was granted; False if it does not wait any more."""
+        heir = offer.heir
         with _lock[0]:
-            member.chosen, member.grant = False, grant
-            member.bell.ring()
-            return not member.gone
+            if heir.offer is not offer:  # it has seen to that itself
+                return True
+            heir.offer, heir.chosen = None, False
+            if heir.gone:
+                return False
+            heir.grant = grant
+            heir.bell.ring()
+            return True
 
     def freed(self) -> None:
         """A flow of ours has given the key back, and not to us, as far as it knows."""
@@ -148,8 +182,9 @@ class Trial:
 
     def end(self, *, got: bool) -> None:
         """It has, or has not, got the key; and does not wait for it."""
-        if _trials.get(self.place) is self:
-            del _trials[self.place]
+        with _lock[0]:
+            if _trials.get(self.place) is self:
+                del _trials[self.place]
         if self.line is not None and self.member is not None:
             self.line.leave(self.member, got=got)
 
@@ -200,24 +235,31 @@ def line_for(database: object, key: str) -> Line | None:
 def begin(database: object, key: str) -> Trial | None:
     """Try to take a key for all of this process; None if somebody else does."""
     place = (id(database), key)
-    if place in _trials:
-        return None
-    trial = _trials[place] = Trial(place)
-    return trial
+    with _lock[0]:
+        if place in _trials:
+            return None
+        trial = _trials[place] = Trial(place)
+        return trial
 
 
-def freed(database: object, key: str, heir: Member | None = None) -> None:
-    """A flow of this process has given a key back to the database, and not, as far as it knows, to whom it had chosen.
+def freed(database: object, key: str, offer: Offer | None = None, *, known: bool = True) -> str:
+    """A flow of this process has given a key back to the database; `known`: and not to whom it had offered it.
 
-    Somebody else of ours may have the key by now, and have chosen as well.
+    The owner token of a tenure that it is to give back if there is one, since whom it had chosen has gone. Somebody
+    else of ours may have the key by now, and have chosen as well.
     """
     with _lock[0]:
-        if heir is not None:
-            heir.chosen = False
-            heir.bell.ring()
         line = line_for(database, key)
         if line is not None:
             line.freed()
+        if offer is None or offer.heir.offer is not offer:
+            return ""
+        heir = offer.heir
+        heir.chosen = False
+        if known:
+            heir.offer = None
+        heir.bell.ring()
+        return offer.token if heir.gone and not known else ""
 
 
 def _after_fork_in_child() -> None:

@@ -175,7 +175,7 @@ def detach(lock: BaseLock) -> Steps[str]:
         flow.detached.append(entry)
     if not hold.entries:
         _forget(flow, hold)
-        lines.freed(hold.store.database, hold.tenure.key)
+        _ = lines.freed(hold.store.database, hold.tenure.key)
     return token_text(Token(hold.tenure, hold.ttl, hold.grace, hold.min_hold))
 
 
@@ -303,7 +303,7 @@ def _leave(lock: BaseLock, flow: Flow, hold: Hold) -> Steps[bool]:
     try:
         return (yield from _lower(flow, hold))
     finally:
-        lines.freed(database, tenure.key)
+        _ = lines.freed(database, tenure.key)
 
 
 def _lower(flow: Flow, hold: Hold) -> Steps[bool]:

@@ -56,7 +56,7 @@ from dblock.core import bells, lines, protocol
 from dblock.core.bells import Bell
 from dblock.core.errors import LockDeadlock, LockStoreError, LockTimeout, StoreUnanswered
 from dblock.core.flows import FLOW
-from dblock.core.lines import Line, Member
+from dblock.core.lines import Line, Member, Offer
 from dblock.core.loopback import mailbox
 from dblock.core.protocol import PATIENCE, Database
 from dblock.core.steps import Parameters, Steps, sleep, wait
@@ -250,23 +250,30 @@ def pass_on(database: Database, tenure: Tenure, ticket: int, turn: int) -> Steps
 
     `turn` says how often in a row it has gone to a flow of this process before.
     """
-    passed = False
-    line = lines.line_for(database, tenure.key)
-    heir = None if line is None else line.choose()
+    passed: bool | None = False
+    offer, line, orphan = None, lines.line_for(database, tenure.key), ""
     try:
-        if line is not None and heir is not None:
-            with contextlib.suppress(LockStoreError):  # the release has the last word
-                passed = yield from _relay(database, tenure, (line, heir), ticket, turn)
-        return passed or (yield from release(database, tenure, 1, ticket))
-    except (GeneratorExit, LockStoreError):
+        try:
+            offer = None if line is None else line.choose(tenure)
+            if line is not None and offer is not None:
+                passed = None
+                passed = yield from _relay(database, line, offer, ticket, turn)
+            # What was handed over, though the answer was lost, is no more to be released.
+            ended = passed or (yield from release(database, tenure, 1, ticket)) or passed is None
+        finally:  # only now: whoever was chosen may look whether it has the key, or never will
+            if not passed:
+                orphan = lines.freed(database, tenure.key, offer, known=passed is not None)
+    except GeneratorExit:
         raise
-    except BaseException:  # interrupted: once more, since sending it twice is harmless
-        if not passed:
+    except BaseException as error:
+        if not passed and not isinstance(error, LockStoreError):  # interrupted: sending it twice is harmless
             _ = yield from release(database, tenure, 1)
+        if orphan:
+            yield from give_back(database, tenure.key, orphan, HURRY)
         raise
-    finally:
-        if not passed:  # only now: whoever was chosen may look whether it has the key, or never will
-            lines.freed(database, tenure.key, heir)
+    if orphan:
+        yield from give_back(database, tenure.key, orphan)
+    return ended
 
 
 def leave(database: Database, tenure: Tenure, min_hold: float, *, alone: bool) -> Steps[bool]:
@@ -304,31 +311,39 @@ def _grant_ours(database: Database, tenure: Tenure, first: int) -> Steps[bool | 
         return False  # the release has the last word
 
 
-def _relay(database: Database, tenure: Tenure, chosen: tuple[Line, Member], ticket: int, turn: int) -> Steps[bool]:
-    """Hand the key to a flow of this process that waits for it."""
-    line, heir = chosen
+def _relay(database: Database, line: Line, offer: Offer, ticket: int, turn: int) -> Steps[bool | None]:
+    """Hand the key to the flow of this process that it was offered to; None if it is not known what became of that."""
+    (heir, token, tenure, _), statement = offer, database.dialect.queue.relay
     try:
         yield from wait(0.0, Bell())
     except LockTimeout:  # inside a transaction that may take it all back
         return False
-    statement = database.dialect.queue.relay
-    turns = max(lines.TURNS - turn, 0)
-    parameters: Parameters = {**heir.wish, **tenure._asdict(), "heir": heir.token, "turns": turns}
+    parameters: Parameters = {
+        **heir.wish,
+        **tenure._asdict(),
+        "heir": token,
+        "turns": max(lines.TURNS - turn, 0),
+    }
     sent = database.now()
     try:
         sent, rows = yield from protocol.send(database, statement, parameters, sent + HURRY)
     except StoreUnanswered:
-        _, rows = yield from protocol.send(database, statement, parameters, database.now() + HURRY, resend=True)
-        if not rows:
+        try:
             info = yield from protocol.inspect(database, tenure.key, database.now() + HURRY)
-            rows = [(info.fence,)] if info is not None and info.owner == heir.token else []
+        except LockStoreError:
+            return None
+        if info is None or info.owner not in {token, tenure.owner}:
+            return None
+        rows = [(info.fence,)] if info.owner == token else []
+    except LockStoreError:  # the release has the last word
+        return False
     if not rows:
         return False
-    fence, ttl = int(rows[0][0]), float(heir.wish["ttl"])
-    grant = Grant(Tenure(tenure.key, heir.token, fence), sent, ttl, ticket, turn + 1)
+    grant = Grant(Tenure(tenure.key, token, int(rows[0][0])), sent, float(heir.wish["ttl"]), ticket, turn + 1)
     line.holder = _about(heir, grant)
-    if not line.tell(heir, grant):  # it has gone in the meantime
-        _ = yield from release(database, grant.tenure, 1, ticket)
+    if not line.tell(offer, grant):  # it has gone in the meantime
+        with contextlib.suppress(LockStoreError):
+            _ = yield from release(database, grant.tenure, 1, ticket)
     return True
 
 

@@ -6,6 +6,7 @@ lease. Why the queue works is said in `dblock.core.queue`; how often to look is 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from dblock.core import bells, queue
 from dblock.core.bells import Bell
 from dblock.core.errors import LockStoreError, StoreBusy, StoreUnanswered
 from dblock.core.flows import new_owner
-from dblock.core.lines import Line, Member, Trial
+from dblock.core.lines import DOUBT, Line, Member, Offer, Trial
 from dblock.core.protocol import PATIENCE, Database, extend, inspect, pauses
 from dblock.core.queue import View, give_back
 from dblock.core.steps import Steps, sleep, wait
@@ -131,19 +132,24 @@ class Waiter:
                 found = yield from self.stand()
         except BaseException as error:
             line.leave(member, got=False)
-            if member.token and not isinstance(error, GeneratorExit):
+            if member.claim() and not isinstance(error, GeneratorExit):
                 patience = HASTE if isinstance(error, LockStoreError) else PATIENCE
-                yield from give_back(database, key, member.token, patience)
+                yield from give_back(database, key, member.claim(), patience)
             raise
         line.leave(member, got=isinstance(found, Grant))
-        return member.grant or found  # from now on nobody grants us anything
+        # From now on nobody grants us anything.
+        return found if isinstance(found, Grant) else (yield from self._late(member)) or found
 
     def _behind(self, line: Line, member: Member) -> Steps[Grant | LockInfo | Literal[Outcome.GONE] | None]:
         """Wait in a line to be handed the key; None when it is for us to stand in the queue."""
         database, now = self.database, self.database.now
         hope = math.inf
+        doubt = 0.0
         while True:
             member.seen = now()
+            if (offer := member.offer) is not None and (not member.chosen or now() >= max(doubt, offer.time + DOUBT)):
+                doubt = now() + DOUBT
+                member.grant = yield from self._adopt(member, offer)
             if (grant := member.grant) is not None:
                 if now() < grant.trusted_until:
                     return grant
@@ -156,7 +162,11 @@ class Waiter:
             if line.is_first(member):
                 hope = min(hope, now() + HOPE)
                 if (not line.ours or now() >= hope) and line.withdraw(member):
-                    return (yield from self._adopt(member))
+                    if member.offer is not None:
+                        member.grant = yield from self._adopt(member, member.offer)
+                    if member.grant is None:
+                        return None
+                    continue
                 pause = hope - now() if now() < hope else HOPE
             member.content = True
             yield from wait(min(pause, left), self.bell)  # not at all if something has been said already
@@ -174,17 +184,28 @@ class Waiter:
                 line.asking = False
         return line.holder
 
-    def _adopt(self, member: Member) -> Steps[Grant | None]:
-        """The tenure that we were offered, if it has come about and nobody could tell us."""
-        if not member.token:
-            return None
+    def _adopt(self, member: Member, offer: Offer) -> Steps[Grant | None]:
+        """The tenure that we were offered, if it has come about and nobody has told us."""
         database, key, ttl = self.database, self.wish["key"], self.wish["ttl"]
         info = yield from inspect(database, key, self.until)
-        if info is not None and info.owner == member.token:
-            tenure = Tenure(key, member.token, info.fence)
+        if info is not None and info.owner == offer.token:
+            member.settle(offer)
+            tenure = Tenure(key, offer.token, info.fence)
             return (yield from extend(database, tenure, ttl, self.wish["life"] - ttl))
-        member.token = ""
-        return None
+        if not member.chosen or info is None or info.remaining <= 0 or info.owner != offer.tenure.owner:
+            member.settle(offer)  # it will not come about any more
+        return member.grant
+
+    def _late(self, member: Member) -> Steps[Grant | None]:
+        """What we were granted as we were leaving, if it is still of use."""
+        grant = member.grant
+        with contextlib.suppress(LockStoreError):
+            if member.offer is not None and not member.chosen:
+                grant = yield from self._adopt(member, member.offer)
+            if grant is not None and self.database.now() >= grant.trusted_until:
+                _ = yield from queue.release(self.database, grant.tenure, 1)
+                grant = None
+        return grant
 
     def stand(self) -> Steps[Grant | LockInfo | Literal[Outcome.GONE]]:
         """Stand in the queue of the database; returns as `wait`."""

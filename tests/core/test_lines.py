@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +16,9 @@ from dblock.core.bells import Bell
 from dblock.core.errors import LockStoreError, StoreUnanswered
 from dblock.core.lines import Line, Member, Trial
 from dblock.core.protocol import Database
-from dblock.core.steps import Execute, Sleep, Steps, Wait
+from dblock.core.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.values import Grant, Tenure
-from tests.core.test_protocol import Interrupted, World, lost_after, play
+from tests.core.test_protocol import Interrupted, World, lost_after, play, raising
 from tests.core.test_queue import HOUR, Kept
 
 WHO = {"host": "h", "pid": 1, "thread": "t", "program": "p", "task": "", "label": ""}
@@ -258,7 +258,9 @@ def begun(world: World, steps: Steps[Any], name: str) -> Execute:
     return step
 
 
-def holder_and_heir(monkeypatch: pytest.MonkeyPatch) -> tuple[World, Process, Tenure, Steps[Any]]:
+def holder_and_heir(
+    monkeypatch: pytest.MonkeyPatch, timeout: float = 0.05
+) -> tuple[World, Process, Tenure, Steps[Any]]:
     """A flow that holds the key, and another one of its process that waits for it for a while."""
     world = World()
     monkeypatch.setattr(lines, "clock", SimpleNamespace(now=lambda: world.time))
@@ -266,7 +268,7 @@ def holder_and_heir(monkeypatch: pytest.MonkeyPatch) -> tuple[World, Process, Te
     wish = {"key": "k", "owner": "o", "ttl": 30.0, "life": 30.0, "fair": 1, **WHO}
     fence = world._begin(None, wish)[0][0]
     process.holding.add(0)
-    heir = acquiring.acquire(process.database, dict(wish), 0.05, lambda: process, ours=True)
+    heir = acquiring.acquire(process.database, dict(wish), timeout, lambda: process, ours=True)
     begun(world, heir, "wait")
     return world, process, Tenure("k", "o", fence), heir
 
@@ -276,7 +278,7 @@ def test_an_heir_that_has_given_up_meanwhile_leaves_nothing(monkeypatch: pytest.
     world, process, tenure, heir = holder_and_heir(monkeypatch)
     holder = queue.pass_on(process.database, tenure, 0, 0)
     relay = begun(world, holder, "relay")
-    world.time += 1
+    world.time += 0.5
     look = begun(world, heir, "inspect")
     with pytest.raises(StopIteration) as given_up:
         heir.send(world.execute(look))
@@ -317,6 +319,93 @@ def test_a_relay_whose_answer_is_lost_is_found_out(monkeypatch: pytest.MonkeyPat
     assert grant.sent == sent
 
 
+class Away(dict[tuple[str, int], Callable[[Execute], Rows]]):
+    """The server cannot be reached for so many seconds, from now on."""
+
+    def __init__(self, world: World, seconds: float, *first: Callable[[Execute], Rows]) -> None:
+        super().__init__((("relay", 0), each) for each in first)
+        self.world, self.until = world, world.time + seconds
+
+    def get(self, place: Any, default: Any = None) -> Any:
+        found = super().get(place)
+        return found or (default if self.world.time > self.until else raising(StoreUnanswered("away")))
+
+
+def test_a_relay_of_which_nothing_is_known_was_none_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is lost and the server is away for a moment: the holder is told of no loss, and the heir finds out."""
+    world, process, tenure, heir = holder_and_heir(monkeypatch, 30)
+    faults = Away(world, 0.5, lost_after(world))
+    assert play(world, queue.pass_on(process.database, tenure, 0, 0), faults) is True
+    grant = play(world, heir, {})
+    assert isinstance(grant, Grant)
+    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert nobody()
+
+
+def test_nor_is_it_anybodys_whose_heir_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time was up before anybody knew: whoever offered the tenure looks, and gives it back."""
+    world, process, tenure, heir = holder_and_heir(monkeypatch)
+    holder = queue.pass_on(process.database, tenure, 0, 0)
+    _ = world.execute(begun(world, holder, "relay"))
+    world.time += 0.5
+    assert not isinstance(play(world, heir, {}), Grant)
+    assert play(world, holder, Away(world, 0.5), error=StoreUnanswered("cut")) is True
+    assert world.rows["k"]["owner"] is None
+    assert nobody()
+
+
+def test_a_holder_that_hangs_keeps_its_line_no_longer_than_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever was chosen and is told nothing looks, and asks for itself once the tenure it was offered is over."""
+    world, process, tenure, heir = holder_and_heir(monkeypatch, 300)
+    holder = queue.pass_on(process.database, tenure, 0, 0)
+    relay = begun(world, holder, "relay")
+    grant = play(world, heir, {})
+    assert isinstance(grant, Grant)
+    assert 30 < world.time - 1000 < 30 + 2 * lines.DOUBT
+    process.holding.clear()
+    assert play(world, holder, {}, world.execute(relay)) is False
+    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert nobody()
+
+
+def test_a_holder_that_hangs_after_all_went_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heir has looked, and has the key; it is not given back when the holder learns the same."""
+    world, process, tenure, heir = holder_and_heir(monkeypatch, 300)
+    holder = queue.pass_on(process.database, tenure, 0, 0)
+    answer = world.execute(begun(world, holder, "relay"))
+    grant = play(world, heir, {})
+    assert isinstance(grant, Grant)
+    assert world.time < 1000 + 2 * lines.DOUBT
+    assert play(world, holder, {}, answer) is True
+    assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert nobody()
+
+
+def test_what_comes_too_late_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking whom to blame took longer than the lease that it was handed meanwhile."""
+    world, process, tenure, heir = holder_and_heir(monkeypatch)
+    world.time += 0.5
+    look = begun(world, heir, "inspect")
+    assert play(world, queue.pass_on(process.database, tenure, 0, 0), {}) is True
+    assert world.rows["k"]["owner"] not in {"o", None}
+    world.time += 29.5
+    assert not isinstance(play(world, heir, {}, world.execute(look)), Grant)
+    assert world.rows["k"]["owner"] is None
+    assert nobody()
+
+
+def test_the_last_one_leaves_while_the_key_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the holder's look at the line and its choice."""
+    world, process, tenure, heir = holder_and_heir(monkeypatch)
+    line = lines.line_for(process.database, "k")
+    assert line is not None
+    heir.close()
+    monkeypatch.setattr(lines, "line_for", lambda *_: line)
+    assert line.choose(tenure) is None
+    monkeypatch.undo()
+    assert play(world, queue.pass_on(process.database, tenure, 0, 0), {}) is True
+
+
 def test_whoever_is_not_seen_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first one that is stuck, or whose event loop is closed, keeps nobody waiting; it is not handed the key."""
     now = [100.0]
@@ -326,12 +415,19 @@ def test_whoever_is_not_seen_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> 
     [line, _], *_ = [lines.enter(place, "k", member) for member in (stuck, dead, alive)]
     line.ours = True
     assert not line.is_first(alive)
-    dead.bell._loop = SimpleNamespace(is_closed=lambda: True)
+    dead.bell._loop = SimpleNamespace(is_closed=lambda: True, is_running=lambda: False)
     stuck.seen = now[0] - lines.ABSENCE - 1
-    assert line.choose() is None
+    tenure = Tenure("k", "o", 1)
+    assert line.choose(tenure) is None
+    stuck.seen = now[0]
+    stuck.bell._loop = SimpleNamespace(is_closed=lambda: False, is_running=lambda: False)
+    assert line.choose(tenure) is None, "its event loop stands still"
+    stuck.bell._loop, stuck.seen = None, 0.0
     assert line.is_first(alive)
     assert not line.ours, "what the others knew is not known any more"
-    assert line.choose() is alive
+    offer = line.choose(tenure)
+    assert offer is not None
+    assert offer.heir is alive
     for member in (alive, stuck):
         line.leave(member, got=False)
     assert nobody()

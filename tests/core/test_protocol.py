@@ -404,11 +404,15 @@ def _shown(world: World, worker: Worker) -> bool:
 # -- single faults, one at a time
 
 
-def play(world: World, steps: Steps[Any], faults: dict[tuple[str, int], Callable[[Execute], Rows]]) -> Any:
-    """Drive `steps`; `faults` replaces the nth execution of a statement."""
+def play(
+    world: World,
+    steps: Steps[Any],
+    faults: dict[tuple[str, int], Callable[[Execute], Rows]],
+    reply: Any = None,
+    error: BaseException | None = None,
+) -> Any:
+    """Drive `steps`, perhaps on from an answer or an error; `faults` replaces the nth execution of a statement."""
     seen: dict[str, int] = {}
-    reply: Any = None
-    error: BaseException | None = None
     while True:
         try:
             step = steps.send(reply) if error is None else steps.throw(error)
