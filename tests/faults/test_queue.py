@@ -97,6 +97,7 @@ def test_a_crowd_takes_a_missing_row(request: pytest.FixtureRequest, database: s
     engine = create_engine(url(database), **options)
     size = times(30, 100)
     start, got, errors = threading.Barrier(size), list[int](), list[BaseException]()
+    failed = threading.Semaphore(0)
 
     def take(number: int) -> None:
         lock = db_lock(engine, "k", timeout=timeout, fair=number % 2 == 0)  # half in a line, half alone
@@ -104,9 +105,10 @@ def test_a_crowd_takes_a_missing_row(request: pytest.FixtureRequest, database: s
         try:
             with lock:
                 got.append(lock.fence or 0)
-                time.sleep(0.0 if timeout else 1.0)
+                for _ in range(0 if timeout else size - 1):
+                    assert failed.acquire(timeout=60)
         except LockTimeout:
-            pass
+            failed.release()
         except BaseException as error:
             errors.append(error)
 
