@@ -46,7 +46,8 @@ class EngineStore:
         self._tasks: set[asyncio.Task[None]] = set()
         self._paramstyle = "named" if name == "sqlite" else _paramstyle(engine.dialect.paramstyle)
         self._errors: tuple[type[BaseException], ...] = (engine.dialect.loaded_dbapi.Error, OSError)
-        self._connect_errors = (*self._errors, SQLAlchemyError)
+        # A pool that two event loops use for the first time at once says that its lock is bound to one of them.
+        self._connect_errors = (*self._errors, SQLAlchemyError, *([RuntimeError] if self.asynchronous else ()))
 
     def execute(self, step: Execute) -> Rows:
         """Run the statement in this thread (or greenlet)."""

@@ -41,8 +41,9 @@ class Bell:
         """Wait in this task until it is rung."""
         import asyncio  # noqa: PLC0415 - only where it is in use
 
-        self._loop = asyncio.get_running_loop()
-        self._wake = self._loop.create_future()
+        loop = asyncio.get_running_loop()
+        self._wake = loop.create_future()
+        self._loop = loop
         if not self._event.is_set():
             try:
                 async with asyncio.timeout(seconds):
@@ -68,26 +69,32 @@ class Bell:
         return rung
 
 
-_bells: dict[tuple[str, int], Bell] = {}
+_bells: dict[tuple[str, int], list[Bell]] = {}
+"""By key and ticket: of one flow, as a rule, since two databases seldom give out the same at the same time."""
 
 
 def hang(key: str, ticket: int, bell: Bell) -> None:
     """Ring this bell for a waiter of a key from now on; at once, if that was asked for before it hung."""
-    _bells[key, ticket] = bell
+    _bells.setdefault((key, ticket), []).append(bell)
     if _unheard.pop((key, ticket), False):
         bell.ring()
 
 
-def take_down(key: str, ticket: int) -> None:
-    """Nobody waits with that ticket any more."""
-    _ = _bells.pop((key, ticket), None)
+def take_down(key: str, ticket: int, bell: Bell) -> None:
+    """Its flow waits with that ticket no more."""
+    hung = _bells.get((key, ticket), [])
+    if bell in hung:
+        hung.remove(bell)
+    if not hung:
+        _ = _bells.pop((key, ticket), None)
 
 
 def ring(key: str, ticket: int) -> bool:
     """Wake the waiter with that ticket; False if nobody of this process has hung such a bell yet."""
-    bell = _bells.get((key, ticket))
-    if bell is not None:
-        bell.ring()
+    hung = _bells.get((key, ticket))
+    if hung:
+        for bell in list(hung):
+            bell.ring()
         return True
     if len(_unheard) >= 1000:
         _unheard.clear()
@@ -121,13 +128,14 @@ _unheard: dict[tuple[str, int], bool] = {}
 
 def ring_all() -> None:
     """Wake every waiter of this process."""
-    for bell in list(_bells.values()):
-        bell.ring()
+    for hung in list(_bells.values()):
+        for bell in list(hung):
+            bell.ring()
 
 
 def anybody() -> bool:
     """Does anybody wait in this process?"""
-    return bool(_bells)
+    return any(not bell.deaf() for hung in list(_bells.values()) for bell in hung)
 
 
 def _set(wake: Any) -> None:

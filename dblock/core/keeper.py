@@ -30,6 +30,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from dblock.core import clock, lines, queue
+from dblock.core.bells import Bell
 from dblock.core.drivers import Store, adrive
 from dblock.core.exits import give_all_back
 from dblock.core.flows import current_flow, flow_again
@@ -56,10 +57,10 @@ class Attendant:
         if store.renewable:
             self._listener = Listener(store, called=store.database.dialect.queue.call is not None)
 
-    def keep(self, owner: str) -> bool:
+    def keep(self, owner: str, bell: Bell) -> bool:
         """Keep a place in a queue; False where only its flow can."""
         if self._store.renewable:
-            self._keeper.keep(owner, Place(self._store, self._loop, clock.now() + queue.BEAT))
+            self._keeper.keep(owner, Place(self._store, self._loop, bell, clock.now() + queue.BEAT))
         return self._store.renewable
 
     def leave(self, owner: str) -> None:
@@ -280,6 +281,8 @@ class Keeper:
 
     def _keep_places(self, stores: set[Store]) -> float:
         """Keep the places that are due, and with them all others of the same database; seconds until the next are."""
+        for owner in [owner for owner, place in list(self._places.items()) if place.bell.deaf()]:
+            self.leave(owner)  # of a flow that has ended with its event loop
         places, now = list(self._places.items()), clock.now()
         stores.update(place.store for _, place in places)
         for store, loop in {(place.store, place.loop) for _, place in places if place.due <= now}:

@@ -67,6 +67,8 @@ class Member:
     """Is it for the holder to find that out?"""
     grant: Grant | None = None
     gone: bool = False
+    line: Line | None = None
+    """Where it stands."""
 
     def present(self) -> bool:
         """Has it been seen lately?"""
@@ -107,31 +109,42 @@ class Line:
     def holder(self, info: LockInfo | None) -> None:
         self._holder, self._seen = info, clock.now()
 
+    def add(self, member: Member) -> None:
+        """Stand last."""
+        member.line = self
+        self._members.append(member)
+
+    def first(self) -> Member | None:
+        """The first one who has been seen lately; whoever has not been is put out, and may come again."""
+        while self._members:
+            first = self._members[0]
+            if first.present() or (first.chosen and first.offer and clock.now() < first.offer.time + ABSENCE):
+                return first
+            self._remove(first)
+            self.ours = False
+        return None
+
+    def _remove(self, member: Member) -> None:
+        if member in self._members:
+            self._members.remove(member)
+        if not self._members and _lines.get(self._place) is self:
+            del _lines[self._place]
+
     def leave(self, member: Member, *, got: bool) -> None:
         """Wait no more; `got`: it has the key."""
         with _lock[0]:
             member.gone = True
-            if member not in self._members:
-                return
-            first = self._members[0] is member
-            self._members.remove(member)
-            if not self._members:
-                del _lines[self._place]
-            elif first:
+            was_first = bool(self._members) and self._members[0] is member
+            self._remove(member)
+            first = self.first()
+            if was_first and first is not None:
                 self.ours = got
-                self._members[0].bell.ring()
+                first.bell.ring()
 
     def is_first(self, member: Member) -> bool:
-        """Is nobody before it who has been seen lately? Whoever has not been stands last from now on."""
+        """Is nobody before it who has been seen lately?"""
         with _lock[0]:
-            while (first := self._members[0]) is not member:
-                if first.present() or (first.chosen and first.offer and clock.now() < first.offer.time + ABSENCE):
-                    return False
-                del self._members[0]
-                if not first.bell.deaf():
-                    self._members.append(first)
-                self.ours = False
-            return True
+            return self.first() is member
 
     def withdraw(self, member: Member) -> bool:
         """It no longer waits to be handed the key, but asks the database; False if it was chosen in the meantime."""
@@ -142,8 +155,8 @@ class Line:
     def choose(self, tenure: Tenure) -> Offer | None:
         """Offer a tenure to the first one; None if that one does not wait for it."""
         with _lock[0]:
-            first = self._members[0] if self._members else None
-            if first is None or not first.content or first.claim() or not first.present():
+            first = self.first()
+            if first is None or not first.content or first.claim():
                 return None
             first.offer = Offer(first, first.flow + secrets.token_hex(16), tenure, clock.now())
             first.chosen = True
@@ -164,9 +177,10 @@ class Line:
 
     def freed(self) -> None:
         """A flow of ours has given the key back, and not to us, as far as it knows."""
-        with _lock[0]:
-            self.ours = False
-            self._members[0].bell.ring()
+        self.ours = False
+        first = self.first()
+        if first is not None:
+            first.bell.ring()
 
 
 class Trial:
@@ -193,9 +207,11 @@ class Trial:
         with _lock[0]:
             if _trials.get(self.place) is self:
                 del _trials[self.place]
-            line, kept, self.line = self.line, self.member, None
-            if line is not None and kept is not None:
-                line._members[line._members.index(kept)] = member
+            line, kept = self.line, self.member
+            if line is None or kept not in line._members:
+                return None
+            line._members[line._members.index(kept)] = member
+            member.line, self.line = line, None
             return line
 
 
@@ -216,9 +232,18 @@ def enter(database: object, key: str, member: Member) -> tuple[Line, bool]:
             trial = _trials.get(place)
             if trial is not None:
                 trial.line, trial.member = line, Member({}, Bell())
-                line._members.append(trial.member)
-        line._members.append(member)
+                line.add(trial.member)
+        line.add(member)
     return line, new
+
+
+def standing(database: object, key: str, member: Member) -> Line:
+    """The line in which a member stands; if it was put out of one, it comes again."""
+    with _lock[0]:
+        member.seen = clock.now()
+        if member.line is None or member not in member.line._members:
+            return enter(database, key, member)[0]
+        return member.line
 
 
 def busy(database: object, key: str) -> bool:

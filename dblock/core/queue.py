@@ -145,13 +145,22 @@ def _call(database: Database, key: str, ticket: int, channel: str | None = None,
     queue = database.dialect.queue
     if called is not None or bells.ring(key, ticket):
         return
-    parameters: Parameters = {"key": key, "ticket": ticket, "channel": channel or ""}
     with contextlib.suppress(LockStoreError):  # it looks for itself
-        if queue.channel is not None:
-            _, rows = yield from protocol.send(database, queue.channel, parameters, database.now() + HURRY, resend=True)
-            channel = rows[0][0] if rows else None
+        if channel is None:
+            asked: Parameters = {"key": key, "ticket": ticket}
+            _, rows = yield from protocol.send(database, queue.channel, asked, database.now() + HURRY, resend=True)
+            channel = rows[0][0] if rows else ""
         if channel and not mailbox().ring(channel, key, ticket) and queue.call is not None:
+            parameters: Parameters = {"key": key, "ticket": ticket, "channel": channel}
             _ = yield from protocol.send(database, queue.call, parameters, database.now() + HURRY, resend=True)
+
+
+def _remind(database: Database, key: str) -> Steps[None]:
+    """Call whoever was granted the key last: those who granted it may not have come so far."""
+    with contextlib.suppress(LockStoreError):
+        view = yield from look(database, key, database.now() + HURRY)
+        if view is not None and view.remaining > 0:
+            yield from _call(database, key, view.first - 1)
 
 
 def accept(database: Database, wish: Parameters, ticket: int, until: float) -> Steps[Grant | None]:
@@ -239,8 +248,8 @@ def release(database: Database, tenure: Tenure, count: int, ticket: int = 0) -> 
     first = yield from protocol.release(database, tenure, count)
     if first:
         _ = yield from hand_over(database, tenure.key, first)
-    if first is None and passed is None:  # it was handed over, but the answer was lost: let all of ours look
-        bells.ring_all()
+    if first is None and passed is None:  # it was handed over, but the answer was lost
+        yield from _remind(database, tenure.key)
         return True
     return first is not None
 
@@ -251,9 +260,10 @@ def pass_on(database: Database, tenure: Tenure, ticket: int, turn: int) -> Steps
     `turn` says how often in a row it has gone to a flow of this process before.
     """
     passed: bool | None = False
-    offer, line, orphan = None, lines.line_for(database, tenure.key), ""
+    offer, orphan = None, ""
     try:
         try:
+            line = lines.line_for(database, tenure.key)
             offer = None if line is None else line.choose(tenure)
             if line is not None and offer is not None:
                 passed = None
@@ -266,8 +276,9 @@ def pass_on(database: Database, tenure: Tenure, ticket: int, turn: int) -> Steps
     except GeneratorExit:
         raise
     except BaseException as error:
-        if not passed and not isinstance(error, LockStoreError):  # interrupted: sending it twice is harmless
-            _ = yield from release(database, tenure, 1)
+        # Interrupted: sending it twice is harmless.
+        if not (passed or isinstance(error, LockStoreError) or (yield from release(database, tenure, 1))):
+            yield from _remind(database, tenure.key)
         if orphan:
             yield from give_back(database, tenure.key, orphan, HURRY)
         raise

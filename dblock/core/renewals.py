@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
 from dblock.core import protocol, queue
+from dblock.core.bells import Bell
 from dblock.core.drivers import Store, drive
 from dblock.core.errors import LockError, Reason, StoreBusy
 from dblock.core.holds import Hold, Lease, Loss
@@ -33,6 +34,8 @@ class Place:
 
     store: Store
     loop: Any
+    bell: Bell
+    """Of the flow that waits there."""
     due: float
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Literal, Protocol
 
-from dblock.core import bells, queue
+from dblock.core import bells, lines, queue
 from dblock.core.bells import Bell
 from dblock.core.errors import LockStoreError, StoreBusy, StoreUnanswered
 from dblock.core.flows import new_owner
@@ -42,8 +42,11 @@ HASTE: Final = 0.05
 class Attendant(Protocol):
     """What the process of a waiter does for it."""
 
-    def keep(self, owner: str, /) -> bool:
-        """See to it that a place in the queue, named by its owner token, is kept; False if the waiter has to."""
+    def keep(self, owner: str, bell: Bell, /) -> bool:
+        """See to it that a place in the queue, named by its owner token, is kept; False if the waiter has to.
+
+        `bell` is the waiter's, and tells whether it can still answer.
+        """
         ...
 
     def leave(self, owner: str, /) -> None:
@@ -75,7 +78,7 @@ class Nobody:
     channel = ""
     called = False
 
-    def keep(self, owner: str) -> bool:
+    def keep(self, owner: str, bell: Bell) -> bool:
         return False
 
     def leave(self, owner: str) -> None:
@@ -118,35 +121,36 @@ class Waiter:
         """A grant, or the row as it was at the deadline; or GONE. `holder` is whom we saw when our trial had failed."""
         yield from wait(0.0, self.bell)  # refused where it could not end well, before anybody counts on us
         database, key, member = self.database, self.wish["key"], Member(self.wish, self.bell)
-        line = self.attendant.enter(key, member, trial) if self.wish["fair"] and not self.entangled else None
-        if line is None:
-            if trial is not None:
-                trial.end(got=False)
-            return (yield from self.stand())
-        if holder is not None:
-            line.holder = holder
         try:
-            found = yield from self._behind(line, member)
+            line = self.attendant.enter(key, member, trial) if self.wish["fair"] and not self.entangled else None
+            if line is None:
+                if trial is not None:
+                    trial.end(got=False)
+                return (yield from self.stand())
+            if holder is not None:
+                line.holder = holder
+            found = yield from self._behind(member)
             if found is None:
                 self.member = member
                 found = yield from self.stand()
         except BaseException as error:
-            line.leave(member, got=False)
+            if member.line is not None:
+                member.line.leave(member, got=False)
             if member.claim() and not isinstance(error, GeneratorExit):
                 patience = HASTE if isinstance(error, LockStoreError) else PATIENCE
                 yield from give_back(database, key, member.claim(), patience)
             raise
-        line.leave(member, got=isinstance(found, Grant))
+        (member.line or line).leave(member, got=isinstance(found, Grant))
         # From now on nobody grants us anything.
         return found if isinstance(found, Grant) else (yield from self._late(member)) or found
 
-    def _behind(self, line: Line, member: Member) -> Steps[Grant | LockInfo | Literal[Outcome.GONE] | None]:
+    def _behind(self, member: Member) -> Steps[Grant | LockInfo | Literal[Outcome.GONE] | None]:
         """Wait in a line to be handed the key; None when it is for us to stand in the queue."""
         database, now = self.database, self.database.now
         hope = math.inf
         doubt = 0.0
         while True:
-            member.seen = now()
+            line = lines.standing(database, self.wish["key"], member)
             if (offer := member.offer) is not None and (not member.chosen or now() >= max(doubt, offer.time + DOUBT)):
                 doubt = now() + DOUBT
                 member.grant = yield from self._adopt(member, offer)
@@ -237,7 +241,7 @@ class Waiter:
                 return Outcome.GONE
             ticket, view = joined
             bells.hang(key, ticket, self.bell)
-            found = yield from self._await_turn(ticket, view, alone=not self.attendant.keep(owner))
+            found = yield from self._await_turn(ticket, view, alone=not self.attendant.keep(owner, self.bell))
             if not isinstance(found, Grant):
                 yield from queue.quit_queue(database, owner, HASTE)
                 if found is not None:
@@ -265,7 +269,7 @@ class Waiter:
         else:
             return Outcome.LOST
         finally:
-            bells.take_down(key, ticket)
+            bells.take_down(key, ticket, self.bell)
             self.attendant.leave(owner)
 
     def _await_turn(self, ticket: int, view: View | None, *, alone: bool) -> Steps[Grant | Outcome | None]:

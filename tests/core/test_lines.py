@@ -406,28 +406,69 @@ def test_the_last_one_leaves_while_the_key_is_given_back(monkeypatch: pytest.Mon
     assert play(world, queue.pass_on(process.database, tenure, 0, 0), {}) is True
 
 
-def test_whoever_is_not_seen_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first one that is stuck, or whose event loop is closed, keeps nobody waiting; it is not handed the key."""
+@pytest.mark.parametrize("how", ["unseen", "closed", "still"])
+def test_whoever_is_not_seen_is_put_out(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """A first one that is stuck, or whose event loop is closed or stands still: it is not handed the key, and keeps
+    nobody waiting; when it comes again it stands last."""
     now = [100.0]
     monkeypatch.setattr(lines, "clock", SimpleNamespace(now=lambda: now[0]))
-    stuck, dead, alive = (Member({}, Bell(), seen=100.0, content=True) for _ in range(3))
+    stuck, alive = (Member({}, Bell(), seen=100.0, content=True) for _ in range(2))
     place = object()
-    [line, _], *_ = [lines.enter(place, "k", member) for member in (stuck, dead, alive)]
+    [line, _], *_ = [lines.enter(place, "k", member) for member in (stuck, alive)]
     line.ours = True
     assert not line.is_first(alive)
-    dead.bell._loop = SimpleNamespace(is_closed=lambda: True, is_running=lambda: False)
-    stuck.seen = now[0] - lines.ABSENCE - 1
-    tenure = Tenure("k", "o", 1)
-    assert line.choose(tenure) is None
-    stuck.seen = now[0]
-    stuck.bell._loop = SimpleNamespace(is_closed=lambda: False, is_running=lambda: False)
-    assert line.choose(tenure) is None, "its event loop stands still"
-    stuck.bell._loop, stuck.seen = None, 0.0
+    if how == "unseen":
+        stuck.seen = now[0] - lines.ABSENCE - 1
+    else:
+        stuck.bell._loop = SimpleNamespace(is_closed=lambda: how == "closed", is_running=lambda: False)
     assert line.is_first(alive)
     assert not line.ours, "what the others knew is not known any more"
-    offer = line.choose(tenure)
+    offer = line.choose(Tenure("k", "o", 1))
     assert offer is not None
     assert offer.heir is alive
-    for member in (alive, stuck):
-        line.leave(member, got=False)
+    stuck.bell._loop = None
+    assert lines.standing(place, "k", stuck) is line
+    assert not line.is_first(stuck)
+    line.leave(alive, got=False)
+    assert line.is_first(stuck)
+    assert stuck.bell.answered()
+    line.leave(stuck, got=False)
+    assert nobody()
+
+
+def test_a_line_that_everybody_was_put_out_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is left there; whoever comes again founds another one, which all find."""
+    now = [100.0]
+    monkeypatch.setattr(lines, "clock", SimpleNamespace(now=lambda: now[0]))
+    one, other = (Member({}, Bell(), seen=100.0) for _ in range(2))
+    place = object()
+    line, _ = lines.enter(place, "k", one)
+    _ = lines.enter(place, "k", other)
+    now[0] += lines.ABSENCE + 1
+    assert line.choose(Tenure("k", "o", 1)) is None
+    assert nobody()
+    again = lines.standing(place, "k", other)
+    assert lines.standing(place, "k", one) is again
+    assert lines.line_for(place, "k") is again
+    assert [again.is_first(other), again.is_first(one)] == [True, False]
+    line.leave(one, got=False)
+    again.leave(other, got=False)
+    again.leave(one, got=False)
+    assert nobody()
+
+
+def test_an_interrupt_on_the_way_in_leaves_nobody_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler raises just after the flow has come to stand in the line."""
+    world, process, _, heir = holder_and_heir(monkeypatch)
+
+    class Breaking(Process):
+        def enter(self, key: str, member: Member, trial: Trial | None) -> Line:  # type: ignore[override]
+            _ = super().enter(key, member, trial)
+            raise KeyboardInterrupt
+
+    wish = {"key": "k", "ttl": 30.0, "life": 30.0, "fair": 1, **WHO}
+    broken = acquiring.acquire(process.database, wish, 9.0, lambda: Breaking(world), ours=True)
+    with pytest.raises(KeyboardInterrupt):
+        play(world, broken, {})
+    heir.close()
     assert nobody()

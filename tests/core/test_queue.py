@@ -27,7 +27,7 @@ HOUR = 3600.0
 class Kept(waiting.Nobody):
     """Places last as long as they are needed."""
 
-    def keep(self, owner: str) -> bool:
+    def keep(self, owner: str, bell: Bell) -> bool:
         return True
 
 
@@ -291,14 +291,14 @@ def test_a_release_whose_pass_on_was_not_answered() -> None:
         assert play(world, released, {("grant", 0): lost_after(world)}) is True
         assert bell.answered()
     finally:
-        bells.take_down("k", ticket)
+        bells.take_down("k", ticket, bell)
     assert world.rows["k"]["owner"] == "heir"
 
 
 def test_a_bell_that_is_rung_before_it_hangs() -> None:
     """The key may be handed over before the waiter has its ticket."""
     bell = Bell()
-    bells.ring("k", 12345)
+    assert not bells.ring("k", 12345)
     bells.hang("k", 12345, bell)
     assert bell.answered()
-    bells.take_down("k", 12345)
+    bells.take_down("k", 12345, bell)

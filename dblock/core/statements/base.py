@@ -106,8 +106,8 @@ class Queue:
     """End a tenure and begin one of the owner `heir`, if nobody is in the queue or `turns` are left -> fence."""
     quit: Statement
     """Leave the queue."""
-    channel: Statement | None
-    """The channel of the waiter with a ticket, where `grant` does not tell."""
+    channel: Statement
+    """The channel of the waiter with a ticket."""
     call: Statement | None
     """Call the process that listens on a channel, where the database can."""
     leaves: bool

@@ -114,6 +114,11 @@ FROM granted
     Reply.ROWS,
 )
 
+# Safe: reads only.
+CHANNEL: Final = Statement(
+    "channel", "SELECT channel FROM lock_waiters WHERE lock_key = :key AND ticket = CAST(:ticket AS bigint)", Reply.ROWS
+)
+
 # Safe: changes nothing.
 CALL: Final = Statement(
     "call",
@@ -272,7 +277,7 @@ QUEUE: Final = Queue(
     accept=ACCEPT,
     relay=RELAY,
     quit=QUIT,
-    channel=None,
+    channel=CHANNEL,
     call=CALL,
     leaves=True,
     beat=BEAT,

@@ -91,6 +91,11 @@ RETURNING served_ticket, (SELECT channel FROM lock_waiters WHERE lock_waiters.ow
     Reply.ROWS,
 )
 
+# Safe: reads only.
+CHANNEL: Final = Statement(
+    "channel", "SELECT channel FROM lock_waiters WHERE lock_key = :key AND ticket = :ticket", Reply.ROWS
+)
+
 # Safe: names the owner, whose token is of this place in the queue alone, and shortens nothing, so it may arrive late.
 ACCEPT: Final = Statement(
     "accept",
@@ -218,7 +223,7 @@ QUEUE: Final = Queue(
     accept=ACCEPT,
     relay=RELAY,
     quit=QUIT,
-    channel=None,
+    channel=CHANNEL,
     call=None,
     leaves=False,
     beat=BEAT,
