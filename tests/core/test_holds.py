@@ -7,12 +7,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dblock.core import clock
 from dblock.core.base import BaseLock
+from dblock.core.bells import Bell
 from dblock.core.drivers import drive
 from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, Reason, StoreConflict
 from dblock.core.faces import SyncLock
@@ -20,7 +22,7 @@ from dblock.core.flows import current_flow
 from dblock.core.holds import Entry, Hold, Loss
 from dblock.core.keeper import Keeper, keeper
 from dblock.core.protocol import Database
-from dblock.core.renewals import Batch
+from dblock.core.renewals import Batch, Place
 from dblock.core.statements import DIALECTS
 from dblock.core.steps import Execute, Rows
 from dblock.core.values import Grant, Tenure
@@ -329,6 +331,17 @@ def test_adding_never_misses_the_watch(store: FakeStore) -> None:
     hold = Hold(store, current_flow().ref, Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire", 1), None)
     watch.add(hold)
     wait_until(lambda: hold.told)
+
+
+def test_the_place_of_a_flow_whose_event_loop_is_closed_is_not_kept(store: FakeStore) -> None:
+    """Nobody would ever answer there."""
+    watch, bell = Keeper(), Bell()
+    watch.keep("living", Place(store, None, Bell(), clock.now() + 60))
+    watch.keep("dead", Place(store, None, bell, clock.now() + 60))
+    bell._loop = SimpleNamespace(is_closed=lambda: True)
+    watch.look()
+    wait_until(lambda: list(watch._places) == ["living"])
+    watch.leave("living")
 
 
 def test_at_exit_only_what_nobody_uses_is_given_back(store: FakeStore) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from dblock.core import acquiring, bells, protocol, queue, waiting
+from dblock.core import acquiring, bells, loopback, protocol, queue, waiting
 from dblock.core.bells import Bell
 from dblock.core.errors import StoreUnanswered
 from dblock.core.statements import DIALECTS
-from dblock.core.steps import Execute, Sleep, Steps, Wait
+from dblock.core.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.values import Grant, Tenure
 from tests.core.test_protocol import World, lost_after, play
 
@@ -293,6 +293,52 @@ def test_a_release_whose_pass_on_was_not_answered() -> None:
     finally:
         bells.take_down("k", ticket, bell)
     assert world.rows["k"]["owner"] == "heir"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_release_that_is_broken_off_when_it_has_handed_over(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has the key is told all the same: one of this process, or of another one."""
+    world = World(dialect=DIALECTS[kind])
+    tenure, calls = held_by(world), list[str]()
+    ticket, bell = joining(world, "heir"), Bell()
+
+    def ring(mailbox: loopback.Mailbox, channel: str, *_: object) -> bool:
+        calls.append(channel)
+        return True
+
+    monkeypatch.setattr(loopback.Mailbox, "ring", ring)
+
+    def interrupted(step: Execute) -> Rows:
+        _ = world.execute(step)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        play(world, queue.pass_on(world.database(), tenure, ticket - 1, 0), {("grant", 0): interrupted})
+    assert world.rows["k"]["owner"] == "heir"
+    assert calls == ["elsewhere"]
+    tenure = Tenure("k", "heir", world.rows["k"]["fence"])
+    ticket = joining(world, "next")
+    bells.hang("k", ticket, bell)
+    with pytest.raises(KeyboardInterrupt):
+        play(world, queue.pass_on(world.database(), tenure, ticket - 1, 0), {("grant", 0): interrupted})
+    bells.take_down("k", ticket, bell)
+    assert world.rows["k"]["owner"] == "next"
+    assert bell.answered()
+    assert calls == ["elsewhere"]
+
+
+def test_two_bells_with_one_ticket() -> None:
+    """Of two databases, or of two engines: both ring, and one that is taken down leaves the other."""
+    one, other = Bell(), Bell()
+    bells.hang("k", 5, one)
+    bells.hang("k", 5, other)
+    assert bells.ring("k", 5)
+    assert [one.answered(), other.answered()] == [True, True]
+    bells.take_down("k", 5, one)
+    assert bells.ring("k", 5)
+    assert [one.answered(), other.answered()] == [False, True]
+    bells.take_down("k", 5, other)
+    assert not bells.anybody()
 
 
 def test_a_bell_that_is_rung_before_it_hangs() -> None:
