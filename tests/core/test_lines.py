@@ -436,6 +436,21 @@ def test_whoever_is_not_seen_is_put_out(monkeypatch: pytest.MonkeyPatch, how: st
     assert nobody()
 
 
+def test_a_holder_takes_back_its_own_choice_only() -> None:
+    """An older holder of the process, which has just released, knows nothing of what a newer one has begun."""
+    place, member = object(), Member({}, Bell(), content=True)
+    line, _ = lines.enter(place, "k", member)
+    offer = line.choose(Tenure("k", "o", 2))
+    assert offer is not None
+    assert not lines.freed(place, "k")
+    assert (member.offer, member.chosen) == (offer, True)
+    assert not lines.freed(place, "k", offer._replace(token="older"))
+    assert (member.offer, member.chosen) == (offer, True)
+    assert not lines.freed(place, "k", offer, known=False)
+    assert (member.offer, member.chosen) == (offer, False)
+    line.leave(member, got=False)
+
+
 def test_a_line_that_everybody_was_put_out_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is left there; whoever comes again founds another one, which all find."""
     now = [100.0]
