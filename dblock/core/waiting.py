@@ -193,9 +193,10 @@ class Waiter:
         database, key, ttl = self.database, self.wish["key"], self.wish["ttl"]
         info = yield from inspect(database, key, self.until)
         if info is not None and info.owner == offer.token:
-            member.settle(offer)
             tenure = Tenure(key, offer.token, info.fence)
-            return (yield from extend(database, tenure, ttl, self.wish["life"] - ttl))
+            grant = yield from extend(database, tenure, ttl, self.wish["life"] - ttl)
+            member.settle(offer)
+            return grant
         if not member.chosen or info is None or info.remaining <= 0 or info.owner != offer.tenure.owner:
             member.settle(offer)  # it will not come about any more
         return member.grant

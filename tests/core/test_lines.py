@@ -147,6 +147,7 @@ def schedule(
     barging: float = 0.0,
 ) -> tuple[World, list[tuple[int, Grant]]]:
     """Run flows of several processes to their end in a random order."""
+    random.seed(seed)  # for the jitter of pauses
     chance, world, log = random.Random(seed), World(), list[tuple[int, Grant]]()
     monkeypatch.setattr(lines, "clock", SimpleNamespace(now=lambda: world.time))
     numbers = itertools.count()
@@ -378,6 +379,18 @@ def test_a_holder_that_hangs_after_all_went_well(monkeypatch: pytest.MonkeyPatch
     assert world.time < 1000 + 2 * lines.DOUBT
     assert play(world, holder, {}, answer) is True
     assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
+    assert nobody()
+
+
+def test_an_heir_that_is_interrupted_while_it_finds_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has seen that the tenure is its own: it gives it back."""
+    world, process, tenure, heir = holder_and_heir(monkeypatch, 300)
+    holder = queue.pass_on(process.database, tenure, 0, 0)
+    answer = world.execute(begun(world, holder, "relay"))
+    with pytest.raises(KeyboardInterrupt):
+        play(world, heir, {("extend", 0): raising(KeyboardInterrupt())})
+    assert world.rows["k"]["owner"] is None
+    assert play(world, holder, {}, answer) is True
     assert nobody()
 
 
