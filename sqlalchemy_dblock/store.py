@@ -42,7 +42,9 @@ class EngineStore:
         self.renewable = isinstance(self._links, Stack)
         self._place = str(engine.url.render_as_string(hide_password=True))
         self._driver = engine.dialect.driver
-        self._listens = bool(engine.get_execution_options().get("dblock_listen", True))
+        self._listens = engine.get_execution_options().get("dblock_listen", True)
+        if not isinstance(self._listens, bool):
+            raise TypeError(f"the execution option dblock_listen is True or False, not {self._listens!r}")
         self._tasks: set[asyncio.Task[None]] = set()
         self._paramstyle = "named" if name == "sqlite" else _paramstyle(engine.dialect.paramstyle)
         self._errors: tuple[type[BaseException], ...] = (engine.dialect.loaded_dbapi.Error, OSError)

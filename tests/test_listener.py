@@ -15,6 +15,7 @@ from dblock.core import waiting
 from dblock.core.loopback import mailbox
 from dblock.listening import PsycopgEar
 from dblock.store import store_for
+from sqlalchemy_dblock import db_lock
 from tests.conftest import ready, run, url
 from tests.contract.subjects import MATRIX, Actor, Subject
 from tests.contract.test_queue import waiters
@@ -83,6 +84,14 @@ def test_a_listener_takes_no_place_in_a_pool(request: pytest.FixtureRequest, mon
     assert isinstance(ear, PsycopgEar)
     assert not hasattr(ear._connection, "_pool")
     ear.close()
+
+
+def test_whether_to_listen_is_yes_or_no() -> None:
+    """A word from an environment variable would always be true."""
+    engine = create_engine("sqlite://", execution_options={"dblock_listen": "no"})
+    with pytest.raises(TypeError, match="dblock_listen"):
+        db_lock(engine, "k").locked()
+    engine.dispose()
 
 
 def test_nonsense_does_no_harm(request: pytest.FixtureRequest) -> None:

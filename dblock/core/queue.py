@@ -190,8 +190,10 @@ def deadlock(database: Database, owner: str, until: float) -> Steps[LockDeadlock
     if row is None or row[0] != owner or any(other[2] > row[2] for other in chain):
         return None
     cycle = tuple((str(each[1]), f"{each[3]} pid {each[4]}, {each[5]}") for each in chain)
-    story = ", which waits for ".join(f"{key!r} that {who} waits for is held by the next" for key, who in cycle)
-    return LockDeadlock(f"deadlock: {story}", key=cycle[0][0], cycle=cycle)
+    holders = [who for _, who in (*cycle[1:], cycle[0])]
+    story = ", who ".join(f"waits for {key!r}, which {who} holds" for (key, _), who in zip(cycle, holders, strict=True))
+    advice = "who came last gives way: leave all of its locks, and begin again"
+    return LockDeadlock(f"deadlock: {holders[-1]} {story}; {advice}", key=cycle[0][0], cycle=cycle)
 
 
 def quit_queue(database: Database, owner: str, patience: float = PATIENCE) -> Steps[None]:

@@ -21,7 +21,8 @@ def store_error(
     key = step.parameters.get("key")
     key = None if key is None else str(key)
     if failure is Failure.NO_TABLE:
-        return LockStoreError(f"{place} has no table `locks`: {create_table}", key=key)
+        tables = "`locks` or no table `lock_waiters`" if "lock_waiters" in step.statement.sql else "`locks`"
+        return LockStoreError(f"{place} has no table {tables}: {create_table}", key=key)
     what = f"{step.statement.name} {key!r}" if key else step.statement.name
     detail = f"{type(error).__name__}: {str(error).strip()}"
     if failure is Failure.CONFLICT:
