@@ -216,8 +216,8 @@ def test_a_circle_is_broken_by_its_youngest(subject: Subject, actors: Callable[[
     assert time.monotonic() - begun < 5  # a second, on a machine that has time
     assert [key for key, _ in caught.value.cycle] == ["a", "b", "c"]
     (_, a), (_, b), (_, c) = caught.value.cycle
-    story = f"{a} waits for 'a', which {b} holds, who waits for 'b', which {c} holds, who waits for 'c', which {a} holds"
-    assert story in str(caught.value)
+    told = f"{a} waits for 'a', which {b} holds, who waits for 'b', which {c} holds, who waits for 'c', which {a} holds"
+    assert told in str(caught.value)
     assert "pid" in str(caught.value)
     assert until(lambda: waiters(subject) == 2)
     crowd[2].call(locks[2, "c"], "release")
