@@ -74,6 +74,7 @@ def test_a_neighbour_is_not_notified(request: pytest.FixtureRequest, before: str
     assert heard == (["k"] * 20 if before == ELSEWHERE else [])
 
 
+@pytest.mark.direct
 def test_a_listener_takes_no_place_in_a_pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Django's pool may be as small as the number of threads."""
     ready(request, "postgresql")

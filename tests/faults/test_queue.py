@@ -244,6 +244,7 @@ def test_no_wake_up_is_lost(request: pytest.FixtureRequest, database: str) -> No
     assert run(database, "SELECT count(*) FROM lock_waiters") == [(0,)]
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
 def test_a_thousand_waiters_cost_a_listener_and_a_connection(request: pytest.FixtureRequest, driver: str) -> None:
     """Tasks of one process that want one key: one place in the queue; all are served in the order of their coming."""
