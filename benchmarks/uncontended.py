@@ -83,7 +83,7 @@ def _servers() -> Iterator[dict[str, int]]:
         for server in (postgresql, mariadb):
             server.prepare()
             server.start()
-        mariadb.create_database("dblock")
+        mariadb.create_database("dblock_tests")
         yield {"postgresql": postgresql.port, "mariadb": mariadb.port}
     finally:
         postgresql.close()
@@ -112,13 +112,13 @@ def _candidates(directory: str, ports: dict[str, int]) -> dict[str, list[Candida
 
     pg = psycopg.connect(f"host=127.0.0.1 port={ports['postgresql']} user=dblock dbname=postgres", autocommit=True)
     pg.prepare_threshold = 0
-    my = pymysql.connect(host="127.0.0.1", port=ports["mariadb"], user="root", database="dblock", autocommit=True)
+    my = pymysql.connect(host="127.0.0.1", port=ports["mariadb"], user="root", database="dblock_tests", autocommit=True)
     lite = sqlite3.connect(f"{directory}/bare.sqlite3", isolation_level=None)
     lite.execute("PRAGMA journal_mode = WAL")
     lite.execute("PRAGMA synchronous = FULL")
     urls = {
         "PostgreSQL": f"postgresql+psycopg://dblock@127.0.0.1:{ports['postgresql']}/postgres",
-        "MariaDB": f"mysql+pymysql://root@127.0.0.1:{ports['mariadb']}/dblock",
+        "MariaDB": f"mysql+pymysql://root@127.0.0.1:{ports['mariadb']}/dblock_tests",
         "SQLite": f"sqlite:///{directory}/django.sqlite3",
     }
     aliases = {"PostgreSQL": "postgresql", "MariaDB": "mariadb", "SQLite": "default"}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         LockStoreError,
         LockTimeout,
         Reason,
+        StaleSnapshot,
         UnsupportedDatabase,
     )
     from dblock.core.tokens import Sequencer
@@ -43,6 +44,7 @@ __all__ = [
     "LockTimeout",
     "Reason",
     "Sequencer",
+    "StaleSnapshot",
     "UnsupportedDatabase",
     "acheck_sequencer",
     "afenced_update",

@@ -1,7 +1,7 @@
 """The lock inspector in Django's admin: who holds what, since when and for how long. Nothing can be changed here.
 
 Rule: states and spans are computed from the clock of the database that holds the rows, asked in the same query, and the
-owner token is never shown.
+owner token is never shown, nor asked for: an answer to a look-up tells as much.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from django.contrib import admin
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import DateTimeField, F, Func, Q, QuerySet
+from django.db.models.constants import LOOKUP_SEP
 from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -95,6 +96,10 @@ class LockAdmin(_ModelAdmin):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Lock]:
         return super().get_queryset(request).using(default_alias()).annotate(clock=DatabaseClock())
+
+    def lookup_allowed(self, lookup: str, value: Any, request: HttpRequest | None = None) -> bool:
+        """What the query string may filter by: the columns that are shown."""
+        return lookup.split(LOOKUP_SEP, maxsplit=1)[0] in self.fields
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False

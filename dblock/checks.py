@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from django.apps import AppConfig
+from django.conf import settings
 from django.core.checks import CheckMessage, Error, Warning, register
 from django.db import connections
 
@@ -59,6 +60,15 @@ def check_transactions(app_configs: Sequence[AppConfig] | None, **_: Any) -> lis
         for alias in connections
         if not connections[alias].settings_dict["AUTOCOMMIT"]
     ]
+
+
+@register("dblock")
+def check_routers(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
+    """W003: database routers, which might send two processes to two databases."""
+    if not settings.DATABASE_ROUTERS or not isinstance(conf.given(), dict) or conf.given().get("USING") is not None:
+        return []
+    hint = "Each process asks them once. Name the database of the locks in DBLOCK['USING']."
+    return [Warning("DATABASE_ROUTERS choose the database that locks live in.", hint=hint, id="dblock.W003")]
 
 
 @register("dblock", "database")

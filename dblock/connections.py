@@ -1,130 +1,204 @@
-"""Which connection a lock's statement runs on, and who opens, follows and closes it.
+"""The connections of the lock for one alias of DATABASES.
 
-Rule: a statement of the lock commits on its own. In autocommit mode the caller's connection serves. When the caller is
-inside a transaction, the statement runs on a connection beside the caller's, opened from the same settings. That one
-lives exactly as long as the caller's: whatever closes the caller's (the end of a request with CONN_MAX_AGE, a Celery
-task, a test runner about to drop its database) closes it as well.
+They are opened as Django opens its own, from the same settings, but belong to the lock, see `dblock.core.pool`: not to
+a thread, nor to the psycopg pool of `OPTIONS["pool"]`. At most MOST are in use at a time for taking and waiting, and
+MOST for keeping and giving back. They outlive requests, whatever CONN_MAX_AGE says; but where somebody closes a
+connection of Django's by hand (a test runner that is about to drop its database, `connections.close_all()` before a
+fork), those that are idle are closed as well.
 
 SQLite has one writer: beside a write transaction of the same thread nothing can be written, so there, and for databases
-in memory, the statement joins the caller's transaction. For a file in WAL mode the connection beside is also used in
-autocommit mode, since it can commit with `synchronous=NORMAL` (see `dblock.core.statements.sqlite`).
+in memory, the statement joins the caller's transaction. So it does on the caller's connection in autocommit mode if the
+file has a rollback journal, where an unfinished SELECT of the caller's would block the commit of a second connection.
 
 After a fork no connection of the parent is used or closed in the child: closing would end the parent's session.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import time
 import weakref
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Final
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.signals import connection_created
 
-_beside: weakref.WeakKeyDictionary[BaseDatabaseWrapper, BaseDatabaseWrapper] = weakref.WeakKeyDictionary()
-_in_wal_mode: weakref.WeakSet[BaseDatabaseWrapper] = weakref.WeakSet()
+from dblock.core.pool import AutocommitPool, PooledConnection
+from dblock.sessions import set_up
+
+MOST: Final = 5
+"""How many connections are in use at a time for taking and waiting, at most; and for keeping and giving back."""
+
+_pools: list[DjangoPool] = []
 _parents: list[Any] = []
 """In a forked child: the parent's connections, kept so that nothing finalizes them."""
 
 
-def is_beside(connection: BaseDatabaseWrapper) -> bool:
-    """Is this one of ours, not the caller's?"""
-    return connection is not connections[connection.alias]
+class DjangoPool(AutocommitPool):
+    """Connections of the lock's own to a server or a file."""
+
+    def __init__(self, alias: str) -> None:
+        super().__init__(MOST)
+        self.alias = alias
+        self._vendor = connections[alias].vendor
+        self._name = ""
+        _pools.append(self)
+        for known in connections.all(initialized_only=True):
+            _follow(known)
+
+    def take(self, until: float, *, keeps: bool) -> PooledConnection:
+        """As ever; a test runner may have turned to another database."""
+        name = str(connections.settings[self.alias]["NAME"])
+        if name != self._name:
+            self.close_all()
+            self._name = name
+        return super().take(until, keeps=keeps)
+
+    def open(self, connection: PooledConnection) -> None:
+        """As Django does."""
+        wrapper = connection.lent = own_wrapper(self.alias)
+        try:
+            wrapper.ensure_connection()
+            connection.raw = raw = wrapper.connection
+            wired = set_up(connection, self._vendor, raw)
+            if self._vendor == "mysql":
+                from dblock.prepared import mariadb  # noqa: PLC0415 - only where it is in use
+
+                runner = mariadb.prepared_for(raw)
+                connection.prepared = None if runner is None else runner.execute
+            elif hasattr(raw, "pgconn"):
+                from dblock.prepared import psycopg  # noqa: PLC0415 - imports the driver, only where it is in use
+
+                # Behind a pooler too, where nothing may be prepared: Django's cursor would interpolate parameters.
+                prepared = psycopg.prepared_for(raw, prepare=wired)
+                connection.prepared = None if prepared is None else prepared.execute
+        except BaseException:
+            wrapper.close()
+            raise
+
+    def close(self, connection: PooledConnection) -> None:
+        """In order."""
+        connection.lent.close()
+
+    terminate = abandon = close
+
+    def in_background(self, work: Callable[[], PooledConnection]) -> Any:
+        """In a thread; a file needs none."""
+        if self._vendor != "sqlite":
+            return super().in_background(work)
+        future = Future[PooledConnection]()
+        future.set_result(work())
+        return future
+
+    def rest(self, seconds: float) -> None:
+        """Sleep."""
+        time.sleep(seconds)
 
 
-def keeps_others_from_writing(alias: str) -> bool:
-    """Does this thread's transaction hold a SQLite database's one write lock, or will its next statement take it?"""
-    caller = connections[alias]
-    return caller.vendor == "sqlite" and _in_transaction(caller)
+class DjangoSQLite:
+    """Connections for the statements on a SQLite database: the lock's own, or the caller's."""
 
+    def __init__(self, alias: str, pool: DjangoPool) -> None:
+        self._alias = alias
+        self._pool = pool
 
-def connection_for(alias: str) -> BaseDatabaseWrapper:
-    """The open connection for one statement of this thread."""
-    caller = connections[alias]
-    inherited = _parents and any(caller.connection is parent for parent in _parents)
-    if caller.vendor == "sqlite":
-        return _sqlite(caller, inherited=bool(inherited))
-    if not inherited and not _in_transaction(caller):
-        if caller.connection is None:
-            caller.ensure_connection()
-        return caller
-    return _open_beside(caller)
+    def take(self, until: float, *, keeps: bool) -> PooledConnection:
+        """The caller's in memory, in a transaction, and with a rollback journal; else one of the lock's own."""
+        caller = connections[self._alias]
+        inherited = any(caller.connection is parent for parent in _parents)
+        if caller.is_in_memory_db() or (not inherited and in_sqlite_transaction(caller)):  # type: ignore[attr-defined]
+            return self._callers(caller)
+        own = self._pool.take(until, keeps=keeps)
+        if own.wal or inherited:
+            return own
+        self._pool.give(own)
+        return self._callers(caller)
 
-
-def _sqlite(caller: BaseDatabaseWrapper, *, inherited: bool) -> BaseDatabaseWrapper:
-    if caller.is_in_memory_db():  # type: ignore[attr-defined]
+    @staticmethod
+    def _callers(caller: BaseDatabaseWrapper) -> PooledConnection:
         caller.ensure_connection()
-        return caller
-    if not inherited and _in_transaction(caller):
-        caller.ensure_connection()
-        return caller
-    beside = _open_beside(caller)
-    if inherited or beside in _in_wal_mode:
-        return beside
-    # With a rollback journal an unfinished SELECT of the caller's would block the commit of a second connection.
-    caller.ensure_connection()
-    return caller
+        raw: Any = caller.connection
+        [patience] = raw.execute("PRAGMA busy_timeout").fetchone()
+        return PooledConnection(raw, joined=True, busy_timeout=patience, lent=patience)
+
+    def give(self, connection: PooledConnection) -> None:
+        """Back to the pool; the caller's is as patient as before."""
+        if not connection.joined:
+            self._pool.give(connection)
+        elif connection.busy_timeout != connection.lent:
+            connection.raw.execute(f"PRAGMA busy_timeout = {connection.lent}")
+
+    give_after_error = give
+
+    def drop(self, connection: PooledConnection) -> None:
+        """SQLite is in this process: a connection is never in the middle of an answer."""
+        self.give(connection)
 
 
-def _in_transaction(caller: BaseDatabaseWrapper) -> bool:
-    if caller.in_atomic_block:
-        return True
-    connection: Any = caller.connection
-    if connection is None:
+def in_sqlite_transaction(caller: BaseDatabaseWrapper) -> bool:
+    """Does it hold the database's one write lock, or will its next statement take it?"""
+    if caller.connection is None:
         return not caller.settings_dict["AUTOCOMMIT"]
-    if not caller.autocommit:
-        return True
-    if caller.vendor == "sqlite":
-        return bool(connection.in_transaction)
-    # A BEGIN sent by hand. psycopg 2 and 3 know it (0 is PQTRANS_IDLE), and PyMySQL (1 is SERVER_STATUS_IN_TRANS).
-    if caller.vendor == "mysql":
-        return bool(getattr(connection, "server_status", 0) & 1)
-    info = getattr(connection, "info", None)
-    return info is not None and info.transaction_status != 0
+    return caller.in_atomic_block or not caller.autocommit or bool(caller.connection.in_transaction)
 
 
-def _open_beside(caller: BaseDatabaseWrapper) -> BaseDatabaseWrapper:
-    beside = _beside.get(caller)
-    if beside is None:
-        beside = _beside[caller] = connections.create_connection(caller.alias)
-        _close_together(caller)
-    if beside.connection is None:
-        caller.ensure_connection()  # what is not open is not closed by Django either
-        beside.ensure_connection()
-        if not beside.autocommit:
-            beside.set_autocommit(True)
-        if beside.vendor == "sqlite":
-            _prefer_normal(beside)
-    return beside
+def own_wrapper(alias: str) -> BaseDatabaseWrapper:
+    """A connection from the same settings, which is nobody else's."""
+    wrapper = connections.create_connection(alias)
+    options = {name: value for name, value in wrapper.settings_dict["OPTIONS"].items() if name != "pool"}
+    wrapper.settings_dict = {**wrapper.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
+    wrapper.inc_thread_sharing()
+    vars(wrapper)["_dblock"] = "own"
+    return wrapper
 
 
-def _prefer_normal(beside: BaseDatabaseWrapper) -> None:
-    with beside.cursor() as cursor:
-        cursor.execute("PRAGMA busy_timeout = 250")  # the protocol tries again, without blocking the thread
-        cursor.execute("PRAGMA journal_mode")
-        if cursor.fetchone()[0] == "wal":
-            cursor.execute("PRAGMA synchronous = NORMAL")
-            _in_wal_mode.add(beside)
-        else:
-            _in_wal_mode.discard(beside)
+def _follow(connection: BaseDatabaseWrapper, **_: Any) -> None:
+    """Close the idle connections of the lock with one of Django's, unless that one is closed for its age."""
+    known = vars(connection)
+    if "_dblock" in known:  # one of ours, or followed already
+        return
+    known["_dblock"] = "followed"
+    reference = weakref.ref(connection)  # whatever thread it belongs to, it is closed when that ends
+    for name, follower in (("close", _closing), ("close_if_unusable_or_obsolete", _ageing)):
+        known[name] = functools.partial(follower, reference, known.get(name))
 
 
-def _close_together(caller: BaseDatabaseWrapper) -> None:
-    close = caller.close
-
-    def close_both() -> None:
-        beside = _beside.get(caller)
-        if beside is not None:
-            beside.close()
+def _closing(reference: weakref.ref[BaseDatabaseWrapper], close: Callable[[], None] | None) -> None:
+    connection = reference()
+    assert connection is not None  # noqa: S101 - its method is running
+    was_open = connection.connection is not None
+    if close is None:
+        type(connection).close(connection)
+    else:
         close()
+    if was_open and vars(connection)["_dblock"] != "ageing":
+        for pool in _pools:
+            if pool.alias == connection.alias:
+                pool.close_all()
 
-    caller.close = close_both  # type: ignore[method-assign]
+
+def _ageing(reference: weakref.ref[BaseDatabaseWrapper], close: Callable[[], None] | None) -> None:
+    connection = reference()
+    assert connection is not None  # noqa: S101 - its method is running
+    vars(connection)["_dblock"] = "ageing"
+    try:
+        if close is None:
+            type(connection).close_if_unusable_or_obsolete(connection)
+        else:
+            close()
+    finally:
+        vars(connection)["_dblock"] = "followed"
+
+
+connection_created.connect(_follow, dispatch_uid="dblock.connections")
 
 
 def _after_fork_in_child() -> None:
-    _parents.extend(beside.connection for beside in _beside.values())
     _parents.extend(caller.connection for caller in connections.all(initialized_only=True))
-    _beside.clear()
 
 
 if hasattr(os, "register_at_fork"):

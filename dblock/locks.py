@@ -8,10 +8,11 @@ import os
 from collections.abc import Callable
 from functools import partial
 from types import EllipsisType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
+from django.core.signals import setting_changed
 from django.db import connections, router
 
 from dblock import conf, signals
@@ -109,16 +110,17 @@ class Lock(SyncLock):
         committed before the next holder begins. (A savepoint that is rolled back takes the pin along with what was
         written in it.) `using` is an alias of the lock's own database.
 
-        Raises LockLost if the lock is not ours any more, TransactionManagementError outside of atomic().
+        Raises LockLost if the lock is not ours any more, StaleSnapshot if the transaction reads as of a moment before
+        it was taken, TransactionManagementError outside of atomic().
         """
-        self._drive(operations.guard(self, partial(pin, self._store(), using or self.using)))
+        hold, step = self._drive(operations.guarding(self))
+        self._drive(operations.guarded(self, hold, pin(self._store(), using or self.using, step)))
 
     async def aguard(self, using: str | None = None) -> None:
         """The asynchronous twin of `guard`, for a transaction in the thread that Django's async code shares."""
-        self.check()
-        hold = cast("Hold", self._hold())
-        pinned = await sync_to_async(pin)(self._store(), using or self.using, hold)
-        await self._adrive(operations.guard(self, lambda _: pinned))
+        hold, step = await self._adrive(operations.guarding(self))
+        pinned = await sync_to_async(pin)(self._store(), using or self.using, step)
+        await self._adrive(operations.guarded(self, hold, pinned))
 
     adetach = AsyncLock.detach
     aacquire = AsyncLock.acquire
@@ -239,7 +241,8 @@ db_lock = DbLock()
 def check_sequencer(sequencer: str, *, using: str | None = None) -> Sequencer:
     """Key, mode and fence of a sequencer whose tenure is alive, by the database's word.
 
-    Raises InvalidToken for what is no sequencer, LockLost if the tenure is over.
+    Who sent it, it does not prove: it is no secret. Raises InvalidToken for what is no sequencer, LockLost once the
+    tenure is over.
     """
     lock, steps = _checking(sequencer, using)
     return lock._drive(steps)
@@ -287,7 +290,23 @@ def _reaping(retention: Seconds | None, using: str | None) -> tuple[Steps[int], 
 
 
 def default_alias() -> str:
-    """DBLOCK["USING"], else where the database routers write the model."""
+    """DBLOCK["USING"], else where the database routers write the model.
+
+    They are asked once: two locks on one key in two databases would be two locks.
+    """
+    return conf.settings().USING or _routed_alias()
+
+
+@functools.cache
+def _routed_alias() -> str:
     from dblock.models import Lock as Row  # noqa: PLC0415 - needs the app registry; importing this module must not
 
-    return conf.settings().USING or router.db_for_write(Row)
+    return router.db_for_write(Row)
+
+
+def _changed(*, setting: str, **_: object) -> None:
+    if setting == "DATABASE_ROUTERS":
+        _routed_alias.cache_clear()
+
+
+setting_changed.connect(_changed, dispatch_uid="dblock.locks")

@@ -34,11 +34,21 @@ class ExactCharField(_CharField):
         return parameters
 
 
+class OwnerField(ExactCharField):
+    """An owner token, a secret: found by the whole of it or not at all, since any other look-up tells some of it."""
+
+    def get_lookup(self, lookup_name: str) -> type[models.Lookup[Any]] | None:
+        return super().get_lookup(lookup_name) if lookup_name in {"exact", "in", "isnull"} else None
+
+    def get_transform(self, lookup_name: str) -> None:
+        """There are none."""
+
+
 class Lock(models.Model):
     """A key's row; `expires_at` of a free one is when it was released."""
 
     lock_key = ExactCharField(_("key"), max_length=255, primary_key=True)
-    owner: models.CharField[str | None, str | None] = ExactCharField(  # type: ignore[assignment,misc]
+    owner: models.CharField[str | None, str | None] = OwnerField(  # type: ignore[assignment,misc]
         _("owner"), max_length=64, null=True, editable=False
     )
     fence = models.BigIntegerField(_("fence"))
@@ -65,9 +75,12 @@ class Lock(models.Model):
 
 
 class Waiter(models.Model):
-    """A place in the queue of a key, alive until `expires_at`; lower tickets come first."""
+    """A place in the queue of a key, alive until `expires_at`; lower tickets come first.
 
-    owner = ExactCharField(_("owner"), max_length=64, primary_key=True, editable=False)
+    It is in no admin site: its primary key is its owner's token, and would be in the address of each page.
+    """
+
+    owner = OwnerField(_("owner"), max_length=64, primary_key=True, editable=False)
     lock_key = ExactCharField(_("key"), max_length=255)
     ticket = models.BigIntegerField(_("ticket"))
     ttl = models.FloatField(_("time to live"))

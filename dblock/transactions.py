@@ -76,10 +76,12 @@ def keep_until_end(hold: Hold) -> bool:
     if not still:
         return False
     if not hold.deferred:
-        hold.deferred = True
         connection = still[0]
-        _waiting.setdefault(connection, []).append((current_flow(), hold))
+        waiting = _waiting.setdefault(connection, [])
+        if all(each is not hold for _, each in waiting):  # we may have been interrupted here before
+            waiting.append((current_flow(), hold))
         _watch(connection)
+        hold.deferred = True
     return True
 
 
@@ -137,14 +139,20 @@ def _look_after(connection: BaseDatabaseWrapper) -> None:
 def _give_back(connection: BaseDatabaseWrapper) -> None:
     if _outermost(connection) is not None and not connection.closed_in_transaction:
         return
-    for flow, hold in _waiting.pop(connection, []):
-        hold.deferred = False
-        if keep_until_end(hold):  # a transaction on another database is still open
-            continue
-        try:
-            drive(finish(flow, hold), hold.store)
-        except LockError as error:
-            log.warning("could not give %r back when the transaction ended: %s", hold.tenure.key, error)
+    holds = _waiting.pop(connection, [])
+    try:
+        while holds:
+            flow, hold = holds[0]
+            hold.deferred = False
+            if not keep_until_end(hold):  # else a transaction on another database is still open
+                try:
+                    drive(finish(flow, hold), hold.store)
+                except LockError as error:
+                    log.warning("could not give %r back when the transaction ended: %s", hold.tenure.key, error)
+            del holds[0]
+    finally:
+        for _, hold in holds:  # interrupted: they end with their leases
+            hold.deferred = False
 
 
 if hasattr(os, "register_at_fork"):

@@ -17,6 +17,7 @@ from dblock.core.errors import (
     LockStoreError,
     LockTimeout,
     Reason,
+    StaleSnapshot,
     UnsupportedDatabase,
 )
 from dblock.core.tokens import Sequencer
@@ -42,6 +43,7 @@ __all__ = [
     "LockTimeout",
     "Reason",
     "Sequencer",
+    "StaleSnapshot",
     "UnsupportedDatabase",
     "attach",
     "check_sequencer",

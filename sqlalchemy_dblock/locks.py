@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Coroutine
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from sqlalchemy import Engine
 from sqlalchemy.util import greenlet_spawn
@@ -98,11 +97,13 @@ class Lock(_EngineLock, SyncLock):
         committed before the next holder begins. `session_or_connection` is of the lock's own database; by default what
         `session=` said.
 
-        Raises LockLost if the lock is not ours any more, ValueError in autocommit mode.
+        Raises LockLost if the lock is not ours any more, StaleSnapshot if the transaction reads as of a moment before
+        it was taken, ValueError in autocommit mode.
         """
         given = self._session if session_or_connection is None else session_or_connection
         connection = connection_of(given)
-        self._drive(operations.guard(self, functools.partial(pin, self._engine_store, self._engine, connection)))
+        hold, step = self._drive(operations.guarding(self))
+        self._drive(operations.guarded(self, hold, pin(self._engine_store, self._engine, connection, step)))
         self._guarded(given)
 
 
@@ -112,11 +113,10 @@ class AsyncLock(_EngineLock, CoreAsyncLock):
     async def guard(self, session_or_connection: AsyncSession | AsyncConnection | None = None) -> None:
         """Keep the lock, come what may, until the open transaction ends: nobody else's tenure begins before."""
         given = self._session if session_or_connection is None else session_or_connection
-        self.check()
-        hold = cast("Hold", self._hold())
+        hold, step = await self._adrive(operations.guarding(self))
         store, engine = self._engine_store, self._engine
-        pinned = await greenlet_spawn(lambda: pin(store, engine, connection_of(given), hold))
-        await self._adrive(operations.guard(self, lambda _: pinned))
+        pinned = await greenlet_spawn(lambda: pin(store, engine, connection_of(given), step))
+        await self._adrive(operations.guarded(self, hold, pinned))
         self._guarded(given)
 
 
@@ -190,7 +190,8 @@ def check_sequencer(engine: AsyncEngine, sequencer: str) -> Coroutine[Any, Any, 
 def check_sequencer(engine: Engine | AsyncEngine, sequencer: str) -> Sequencer | Coroutine[Any, Any, Sequencer]:
     """Key, mode and fence of a sequencer whose tenure is alive, by the database's word.
 
-    To be awaited for an AsyncEngine. Raises InvalidToken for what is no sequencer, LockLost if the tenure is over.
+    Who sent it, it does not prove: it is no secret. To be awaited for an AsyncEngine. Raises InvalidToken for what is
+    no sequencer, LockLost once the tenure is over.
     """
     key, _, fence = valid_sequencer(sequencer)
     lock = db_lock(engine, key)

@@ -16,30 +16,30 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from dblock.core import loopback
-from dblock.core.errors import LockStoreError, UnsupportedDatabase
+from dblock.core.errors import UnsupportedDatabase
 from dblock.core.listener import Ear
+from dblock.core.pool import PooledConnection
 from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS
-from dblock.core.statements.base import Failure, perform
 from dblock.core.steps import Execute, Rows
-from dblock.core.store import store_error, unreachable, unstorable
-from sqlalchemy_dblock.connections import Link, Stack, links_for
+from dblock.core.store import BaseStore
+from sqlalchemy_dblock.connections import EnginePool, InMemory, is_in_memory
 from sqlalchemy_dblock.listening import EARS, neighbours
 
-_CREATE_TABLE = "create it with sqlalchemy_dblock.metadata.create_all(engine), or with Alembic"
 
-
-class EngineStore:
+class EngineStore(BaseStore):
     """The database of one engine."""
+
+    _create_table = "create it with sqlalchemy_dblock.metadata.create_all(engine), or with Alembic"
 
     def __init__(self, engine: Engine) -> None:
         name = engine.dialect.name
         if name not in DIALECTS:
             raise UnsupportedDatabase(f"the engine speaks {name}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
         self.database = Database(DIALECTS[name])
-        self._links = links_for(engine)
+        self._source = InMemory(engine) if is_in_memory(engine) else EnginePool(engine)
         self.asynchronous: bool = engine.dialect.is_async
-        self.renewable = isinstance(self._links, Stack)
+        self.renewable = isinstance(self._source, EnginePool)
         self._place = str(engine.url.render_as_string(hide_password=True))
         self._driver = engine.dialect.driver
         self._listens = engine.get_execution_options().get("dblock_listen", True)
@@ -47,48 +47,30 @@ class EngineStore:
             raise TypeError(f"the execution option dblock_listen is True or False, not {self._listens!r}")
         self._tasks: set[asyncio.Task[None]] = set()
         self._paramstyle = "named" if name == "sqlite" else _paramstyle(engine.dialect.paramstyle)
-        self._errors: tuple[type[BaseException], ...] = (engine.dialect.loaded_dbapi.Error, OSError)
-        # A pool that two event loops use for the first time at once says that its lock is bound to one of them.
+        self._errors = (engine.dialect.loaded_dbapi.Error, OSError)
+        # An engine that two event loops use for the first time at once says that a lock is bound to one of them.
         self._connect_errors = (*self._errors, SQLAlchemyError, *([RuntimeError] if self.asynchronous else ()))
 
-    def execute(self, step: Execute) -> Rows:
-        """Run the statement in this thread (or greenlet)."""
-        links = self._links
-        try:
-            link = links.take()
-        except self._connect_errors as error:
-            raise unreachable(error, place=self._place) from error
-        try:
-            rows = self._perform(link, step)
-        except self._errors as error:
-            failure = self.database.dialect.classify(error)
-            (links.drop if failure is Failure.LOST else links.give_after_error)(link)
-            if failure is Failure.DUPLICATE:
-                return []
-            raise self.error(error, step) from error
-        except UnicodeError:
-            links.give_after_error(link)
-            raise unstorable(place=self._place) from None
-        except BaseException:  # interrupted half-way through an answer
-            links.drop(link)
-            raise
-        links.give(link)
-        return rows
+    def _watch(self, connection: PooledConnection, until: float) -> Callable[[], bool]:
+        if not self.asynchronous or connection.wire < 0:
+            return super()._watch(connection, until)
+        timer = asyncio.get_running_loop().call_later(until - self.database.now(), connection.cut)
 
-    def error(self, error: BaseException, step: Execute) -> LockStoreError:
-        """What a driver's error means."""
-        failure = self.database.dialect.classify(error)
-        return store_error(failure, error, step, create_table=_CREATE_TABLE, place=self._place)
+        def answered() -> bool:
+            timer.cancel()
+            return not connection.overdue
+
+        return answered
 
     def hear(self, channel: str) -> Ear | None:
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
         make = EARS.get((self._driver, self.asynchronous))
-        if make is None or not self._listens or not isinstance(self._links, Stack):
+        if make is None or not self._listens or not isinstance(self._source, EnginePool):
             return None
-        link = self._links.open_apart()
-        close = partial(self._links.close, link)
+        connection = self._source.open_apart()
+        close = partial(self._source.terminate, connection)
         try:
-            return make(link.raw.driver_connection if self.asynchronous else link.raw, channel, close)
+            return make(connection.raw.driver_connection if self.asynchronous else connection.raw, channel, close)
         except BaseException:
             close()
             raise
@@ -116,9 +98,6 @@ class EngineStore:
         else:
             time.sleep(seconds)
 
-    def end_thread(self) -> None:
-        """No connection belongs to a thread."""
-
     def before_waiting(self) -> None:
         """Waiting is never pointless: no statement is part of a transaction that keeps others from writing."""
 
@@ -126,15 +105,6 @@ class EngineStore:
         """Run the statement on the running event loop."""
         rows: Rows = await greenlet_spawn(self.execute, step)
         return rows
-
-    def _perform(self, link: Link, step: Execute) -> Rows:
-        if link.prepared is not None:
-            return link.prepared(step)
-        cursor = link.raw.cursor()
-        try:
-            return perform(cursor, step.statement, step.parameters, self._paramstyle)
-        finally:
-            cursor.close()
 
 
 def store_for(engine: Engine) -> EngineStore:

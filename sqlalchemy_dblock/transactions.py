@@ -20,8 +20,7 @@ from dblock.core.errors import LockError
 from dblock.core.flows import Flow, current_flow
 from dblock.core.holds import Hold
 from dblock.core.operations import finish
-from dblock.core.statements.base import Reply
-from dblock.core.steps import Execute
+from dblock.core.steps import Execute, Rows
 from sqlalchemy_dblock.store import EngineStore
 
 log = logging.getLogger("dblock")
@@ -47,13 +46,14 @@ def keep_until_end(hold: Hold, session: Any) -> bool:
     if not sync_session.in_transaction():
         return False
     if not hold.deferred:
-        hold.deferred = True
         waiting = _waiting.get(sync_session)
         if waiting is None:
             waiting = _waiting[sync_session] = []
             _ = weakref.finalize(sync_session, _dropped, waiting)
             event.listen(sync_session, "after_transaction_end", _ended)
-        waiting.append((current_flow(), hold))
+        if all(each is not hold for _, each in waiting):  # we may have been interrupted here before
+            waiting.append((current_flow(), hold))
+        hold.deferred = True
     return True
 
 
@@ -66,16 +66,23 @@ def _dropped(waiting: list[tuple[Flow, Hold]]) -> None:
 def _ended(session: Any, transaction: Any) -> None:
     if transaction.parent is not None:  # a savepoint
         return
-    holds, _waiting[session][:] = list(_waiting[session]), []
-    for flow, hold in holds:
-        steps = finish(flow, hold)
-        try:
-            if hold.store.asynchronous:
-                await_only(adrive(steps, hold.store))
-            else:
-                drive(steps, hold.store)
-        except (LockError, MissingGreenlet) as error:
-            log.warning("could not give %r back when the transaction ended: %s", hold.tenure.key, error)
+    waiting = _waiting.get(session, [])  # none in a forked child, though the session is its parent's
+    holds, waiting[:] = list(waiting), []
+    try:
+        while holds:
+            flow, hold = holds[0]
+            steps = finish(flow, hold)
+            try:
+                if hold.store.asynchronous:
+                    await_only(adrive(steps, hold.store))
+                else:
+                    drive(steps, hold.store)
+            except (LockError, MissingGreenlet) as error:
+                log.warning("could not give %r back when the transaction ended: %s", hold.tenure.key, error)
+            del holds[0]
+    finally:
+        for _, hold in holds:  # interrupted: they end with their leases
+            hold.deferred = False
 
 
 def connection_of(given: Any) -> Connection:
@@ -91,19 +98,16 @@ def connection_of(given: Any) -> Connection:
     return connection
 
 
-def pin(store: EngineStore, engine: Engine, connection: Connection, hold: Hold) -> bool:
-    """Run the statement `pin` in the transaction of `connection`; False if that found the tenure over."""
+def pin(store: EngineStore, engine: Engine, connection: Connection, step: Execute) -> Rows:
+    """Run the statement `pin` in the transaction of `connection`."""
     if connection.engine is not engine and _place(connection.engine) != _place(engine):
         raise ValueError("guard(): the lock lives in another database, which this connection cannot keep")
     if connection.get_execution_options().get("isolation_level", _default_level(connection)) == "AUTOCOMMIT":
         raise ValueError("guard() keeps the lock until the transaction ends, and in autocommit mode there is none")
-    statement = store.database.dialect.pin
-    parameters = {**hold.tenure._asdict(), "life": hold.life}
     try:
-        result = connection.execute(text(statement.sql), parameters)
-        return result.rowcount == 1 if statement.reply is Reply.COUNT else bool(result.all())
+        return connection.execute(text(step.statement.sql), step.parameters).all()
     except DBAPIError as error:
-        raise store.error(error.orig or error, Execute(statement, parameters)) from error.orig
+        raise store.error(error.orig or error, step) from error.orig
 
 
 def _default_level(connection: Connection) -> str | None:

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import shutil
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from django.db import connections
 from sqlalchemy import create_engine, event, text
-from sqlalchemy.engine import Dialect, Engine
+from sqlalchemy.engine import Dialect, Engine, make_url
 
-from tests.servers import MariaDB, PgBouncer, PostgreSQL, free_port
+from dblock.core import bells, lines
+from dblock.core.flows import current_flow
+from dblock.core.keeper import keeper
+from tests.proxy import Proxy
+from tests.servers import MariaDB, MySQL, PgBouncer, PostgreSQL, Server, free_port, remove_leftovers
 
-DATABASES = ("sqlite", "postgresql", "mariadb")
+MYSQL_URL = os.environ.get("MYSQL_URL", "")
+"""A throw-away server of MySQL itself, `mysql://user:password@host:port`, where there is no tree to start one from."""
+INNODB = ("mariadb", "mysql") if MYSQL_URL or MySQL.installed() else ("mariadb",)
+SERVERS = ("postgresql", *INNODB)
+DATABASES = ("sqlite", *SERVERS)
 POOLER = bool(os.environ.get("DBLOCK_POOLER"))
 """Are the tests to speak to PostgreSQL through PgBouncer in transaction mode?"""
-ALIASES = {"sqlite": "default", "postgresql": "postgresql", "mariadb": "mariadb"}
+ALIASES = {"sqlite": "default"} | {name: name for name in SERVERS}
 
-_directory = tempfile.TemporaryDirectory(prefix="dblock-tests-")
+if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 8 * 2**30:
+    Server.base = "/dev/shm"  # nobody waits for a disk; a server that is killed loses nothing there either
 _worker = os.environ.get("PYTEST_XDIST_WORKER", "")
 if os.environ.get("DBLOCK_TEST_WORKER") != _worker:  # else this is a process that a test has started
     os.environ["DBLOCK_TEST_WORKER"] = _worker
+    remove_leftovers(Server.base or tempfile.gettempdir())
+    _directory = tempfile.TemporaryDirectory(prefix=f"dblock-tests-{os.getpid()}-", dir=Server.base)
     os.environ["DBLOCK_TEST_SQLITE"] = f"{_directory.name}/locks.sqlite3"
-    for _name in ("POSTGRESQL_PORT", "MARIADB_PORT", "POSTGRESQL_WIRE", "MARIADB_WIRE"):
-        os.environ[f"DBLOCK_TEST_{_name}"] = str(free_port())
+    for _name in SERVERS:
+        for _kind in ("PORT", "WIRE"):
+            os.environ[f"DBLOCK_TEST_{_name.upper()}_{_kind}"] = str(free_port())
+    os.environ["DBLOCK_TEST_MYSQL_LOGIN"] = urlsplit(MYSQL_URL).netloc.rpartition("@")[0] or "root"
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
 
 
@@ -37,7 +56,9 @@ def url(database: str, driver: str = "") -> str:
     if database == "postgresql":
         port = os.environ["DBLOCK_TEST_POSTGRESQL_PORT"]
         return f"postgresql+{driver or 'psycopg'}://dblock@127.0.0.1:{port}/postgres"
-    return f"mysql+{driver or 'pymysql'}://root@127.0.0.1:{os.environ['DBLOCK_TEST_MARIADB_PORT']}/dblock"
+    login = os.environ["DBLOCK_TEST_MYSQL_LOGIN"] if database == "mysql" else "root"
+    port = os.environ[f"DBLOCK_TEST_{database.upper()}_PORT"]
+    return f"mysql+{driver or 'pymysql'}://{login}@127.0.0.1:{port}/dblock_tests{_worker}"
 
 
 def _prepare_nothing(dialect: Dialect, record: object, positional: object, options: dict[str, Any]) -> None:
@@ -65,6 +86,62 @@ def pytest_configure() -> None:
     import django
 
     django.setup()
+
+
+PATIENT = 3.0
+"""Seconds for a try in tests of other things, for which a busy machine may be slow to open a connection."""
+
+
+@pytest.fixture(autouse=True)
+def _patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only tests that are marked `exact` measure how long a try may take.
+
+    SQLite opens connections at once, and a try beside a writer, of whom tests have many there, takes all of its time.
+    """
+    if request.node.get_closest_marker("exact") is None and "sqlite" not in request.node.name:
+        monkeypatch.setattr("dblock.core.acquiring.TRY", PATIENT)
+
+
+@pytest.fixture(autouse=True)
+def _process_state() -> Iterator[None]:
+    """Each test begins in a process where nobody holds or waits for anything; one that leaves somebody behind fails."""
+    yield
+    left = _left_behind()
+    deadline = time.monotonic() + 2.0
+    while left and time.monotonic() < deadline:  # flows that the test has told to end
+        gc.collect()  # what is suspended, and dropped
+        time.sleep(0.01)
+        left = _left_behind()
+    for hold in list(keeper._holds):
+        keeper.discard(hold)
+    state: tuple[MutableMapping[Any, Any], ...] = (keeper._places, lines._lines, lines._trials, bells._bells)
+    for each in (*state, bells._crowds, bells._unheard, *_kept()):
+        each.clear()
+    flow = current_flow()
+    flow.holds.clear()  # those that are left are lost
+    flow.detached.clear()
+    for connection in connections.all(initialized_only=True):
+        connection.close()
+    assert not left, f"the test has left behind {left}"
+
+
+def _kept() -> tuple[MutableMapping[Any, list[Any]], ...]:
+    from dblock import transactions
+    from sqlalchemy_dblock import transactions as sessions
+
+    return transactions._waiting, sessions._waiting
+
+
+def _left_behind() -> dict[str, list[Any]]:
+    everything: dict[str, Collection[Any]] = {
+        "holds": [hold for hold in keeper._holds if (flow := hold.flow()) is not None and not flow.ended()],
+        "places in queues": keeper._places,
+        "lines": lines._lines,
+        "tries": lines._trials,
+        "bells": bells._bells,
+        "locks kept by transactions": [kept for each in _kept() for kept in each.values() if kept],
+    }
+    return {name: list(each) for name, each in everything.items() if each}
 
 
 @pytest.fixture(scope="session")
@@ -97,13 +174,39 @@ def postgresql() -> Iterator[PostgreSQL]:
 @pytest.fixture(scope="session")
 def mariadb() -> Iterator[MariaDB]:
     """A MariaDB server with the table, made by Django's migration."""
-    server = MariaDB()
-    server.port = int(os.environ["DBLOCK_TEST_MARIADB_PORT"])
+    with _innodb(MariaDB, "mariadb") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mysql() -> Iterator[None]:
+    """A server of MySQL itself with the table, made by Django's migration; or a database of ours on MYSQL_URL's."""
+    if not MYSQL_URL:
+        with _innodb(MySQL, "mysql"):
+            yield
+        return
+    where = urlsplit(MYSQL_URL)
+    database = make_url(url("mysql")).database
+    with Proxy(int(os.environ["DBLOCK_TEST_MYSQL_PORT"]), where.port or 3306, where.hostname or "127.0.0.1"):
+        engine = create_engine(make_url(url("mysql")).set(database=""), isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            connection.execute(text(f"DROP DATABASE IF EXISTS {database}"))
+            connection.execute(text(f"CREATE DATABASE {database}"))
+            _migrate("mysql")
+            yield
+            connection.execute(text(f"DROP DATABASE {database}"))
+        engine.dispose()
+
+
+@contextlib.contextmanager
+def _innodb(make: Callable[[], MariaDB], name: str) -> Iterator[MariaDB]:
+    server = make()
+    server.port = int(os.environ[f"DBLOCK_TEST_{name.upper()}_PORT"])
     try:
         server.prepare()
         server.start()
-        server.create_database("dblock")
-        _migrate("mariadb")
+        server.create_database(f"dblock_tests{_worker}")
+        _migrate(name)
         yield server
     finally:
         server.close()

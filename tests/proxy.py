@@ -15,7 +15,7 @@ from dblock.core import clock
 
 
 class Proxy:
-    """Forwards connections to `target` on 127.0.0.1.
+    """Forwards connections to the port `target`, of this machine as a rule.
 
     A round trip begins whenever the client speaks after the server did. `cut_replies` makes the next reply, and its
     connection, disappear after the server has sent it: the statement was executed and nobody hears of it.
@@ -23,7 +23,7 @@ class Proxy:
     so many seconds. A `black_hole` drops what either side says and resets nothing. `refusing` ends new connections.
     """
 
-    def __init__(self, port: int, target: int) -> None:
+    def __init__(self, port: int, target: int, host: str = "127.0.0.1") -> None:
         self.round_trips = 0
         self.asked: list[float] = []
         """The local times at which the round trips began."""
@@ -32,7 +32,7 @@ class Proxy:
         self.delay = 0.0
         self.black_hole = False
         self.refusing = False
-        self._target = target
+        self._target = (host, target)
         self._closed = False
         self._sockets: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", port))
@@ -66,7 +66,7 @@ class Proxy:
                 if self.refusing:
                     client.close()
                     continue
-                server = socket.create_connection(("127.0.0.1", self._target))
+                server = socket.create_connection(self._target)
             except OSError:
                 return
             for each in (client, server):

@@ -57,9 +57,11 @@ class Server:
     """A server process in a directory of its own; `user` is the account to run as when started by root."""
 
     user = "nobody"
+    base: str | None = None
+    """Where the directories of servers are; None: where temporary files are."""
 
     def __init__(self) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="dblock-server-"))
+        self.directory = Path(tempfile.mkdtemp(prefix=f"dblock-server-{os.getpid()}-", dir=self.base))
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self._identity: dict[str, str | int] = {}
@@ -200,6 +202,7 @@ class MariaDB(Server):
             find_program("mariadb-install-db"),
             "--no-defaults",
             f"--datadir={self.directory}/data",
+            f"--tmpdir={self.directory}",
             "--auth-root-authentication-method=normal",
             "--skip-test-db",
             "--skip-name-resolve",
@@ -211,6 +214,7 @@ class MariaDB(Server):
             find_program("mariadbd"),
             "--no-defaults",
             f"--datadir={here}/data",
+            f"--tmpdir={here}",
             f"--socket={here}/s",
             f"--pid-file={here}/pid",
             f"--port={self.port}",
@@ -240,9 +244,74 @@ class MariaDB(Server):
         connection.close()
 
 
+class MySQL(MariaDB):
+    """MySQL itself, out of a Debian tree of its own: the system has MariaDB in its place."""
+
+    user = "nobody"
+
+    TREE = Path(os.environ.get("DBLOCK_CACHE", "/var/cache/dblock"), "mysql-sid")
+    """Where `scripts/setup mysql` puts the tree."""
+
+    @classmethod
+    def installed(cls) -> bool:
+        return cls.TREE.is_dir()
+
+    def __init__(self) -> None:
+        if not self.installed():
+            raise MissingServer("MySQL itself is not installed; try: make mysql")
+        super().__init__()
+
+    def _program(self) -> list[str]:
+        # The tree's own loader and libraries: the system's may be older.
+        [loader] = self.TREE.glob("usr/lib/*/ld-linux*")
+        return [
+            str(loader),
+            "--library-path",
+            str(loader.parent),
+            f"{self.TREE}/usr/sbin/mysqld",
+            "--no-defaults",
+            f"--basedir={self.TREE}/usr",
+            f"--lc-messages-dir={self.TREE}/usr/share/mysql",
+            f"--datadir={self.directory}/data",
+            "--secure-file-priv=",
+            "--mysqlx=OFF",
+        ]
+
+    def prepare(self) -> None:
+        self.run(*self._program(), "--initialize-insecure")
+        allow = "CREATE USER IF NOT EXISTS root@'%'; GRANT ALL ON *.* TO root@'%' WITH GRANT OPTION;"
+        (self.directory / "init.sql").write_text(allow)
+
+    def command(self) -> list[str]:
+        here = self.directory
+        return [
+            *self._program(),
+            f"--init-file={here}/init.sql",
+            f"--socket={here}/s",
+            f"--pid-file={here}/pid",
+            f"--port={self.port}",
+            "--bind-address=127.0.0.1",
+            "--skip-name-resolve",
+            "--max-connections=300",
+            "--skip-log-bin",  # as MariaDB by default
+            "--tls-version=",  # likewise, and a forked child's session is not its parent's
+            # As MariaDB's above.
+            "--character-set-server=latin1",
+            "--default-time-zone=+05:00",
+        ]
+
+
 class Redis(Server):
     def command(self) -> list[str]:
         return [find_program("redis-server"), "--bind", "127.0.0.1", "--port", str(self.port), "--save", ""]
+
+
+def remove_leftovers(directory: str) -> None:
+    """Remove what killed test runs have left in `directory`: memory, as a rule."""
+    for path in Path(directory).glob("dblock-*-*-*"):
+        owner = path.name.split("-")[2]
+        if owner.isdecimal() and not Path("/proc", owner).exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from urllib.parse import unquote
 
 import pymysql
 
@@ -38,15 +39,26 @@ DATABASES: dict[str, dict[str, Any]] = {
         "PORT": os.environ["DBLOCK_TEST_POSTGRESQL_PORT"],
         "CONN_MAX_AGE": None,
     },
-    "mariadb": {
-        "ENGINE": "django.db.backends.mysql",
-        "NAME": "dblock",
-        "USER": "root",
-        "HOST": "127.0.0.1",
-        "PORT": os.environ["DBLOCK_TEST_MARIADB_PORT"],
-        "CONN_MAX_AGE": None,
-    },
 }
+_login = {"mysql": os.environ.get("DBLOCK_TEST_MYSQL_LOGIN", "root")}
+for _name in ("mariadb", "mysql"):
+    if f"DBLOCK_TEST_{_name.upper()}_PORT" in os.environ:
+        _user, _, _password = _login.get(_name, "root").partition(":")
+        DATABASES[_name] = {
+            "ENGINE": "django.db.backends.mysql",
+            "NAME": f"dblock_tests{os.environ.get('DBLOCK_TEST_WORKER', '')}",
+            "USER": unquote(_user),
+            "PASSWORD": unquote(_password),
+            "HOST": "127.0.0.1",
+            "PORT": os.environ[f"DBLOCK_TEST_{_name.upper()}_PORT"],
+            "CONN_MAX_AGE": None,
+        }
 # The same servers through the tests' proxy, which counts what goes over the wire.
-for _name in ("postgresql", "mariadb"):
+for _name in tuple(DATABASES)[1:]:
     DATABASES[f"{_name}_wire"] = {**DATABASES[_name], "PORT": os.environ[f"DBLOCK_TEST_{_name.upper()}_WIRE"]}
+# The same databases under another name.
+DATABASES |= {
+    f"{_name}_twin": {**DATABASES[_name]}
+    for _name in ("default", "postgresql", "mariadb", "mysql")
+    if _name in DATABASES
+}

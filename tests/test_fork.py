@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.db import transaction
+from django.db import connections, transaction
 from sqlalchemy import create_engine, text
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import dblock
 import dblock.transactions
 import sqlalchemy_dblock
 import sqlalchemy_dblock.transactions
 from dblock.core.errors import LockNotHeld
+from tests.conftest import url
 from tests.contract.subjects import MATRIX, Subject
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -100,15 +101,64 @@ def test_a_decorator_made_before_the_fork_works_after_it(subject: Subject, reque
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_ends_its_parents_session(database: str) -> None:
+    """A session that keeps a lock, or has kept one: the child's transactions in it keep the child's locks only."""
+    # Two processes cannot speak over one encrypted connection, and MySQL itself encrypts when it is not told otherwise.
+    engine = create_engine(url(database), connect_args={"ssl_disabled": True} if database == "mysql" else {})
+    session = scoped_session(sessionmaker(engine))
+    lock = sqlalchemy_dblock.db_lock(engine, "k", session=session)
+
+    def child() -> list[bool]:
+        session.commit()
+        engine.dispose(close=False)
+        session.execute(text("SELECT 1"))
+        with sqlalchemy_dblock.db_lock(engine, "child's own", session=session) as own:
+            pass
+        kept = own.locked()
+        session.commit()
+        return [kept, own.locked()]
+
+    for _ in range(2):
+        session.execute(text("SELECT 1"))
+        with lock:
+            pass
+        assert in_child(child) == [True, False]
+        assert lock.locked(), "the child gave back its parent's lock"
+        session.commit()
+        assert not lock.locked()
+        assert in_child(child) == [True, False]
+    session.remove()
+    engine.dispose()
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_ends_its_parents_atomic_block(request: pytest.FixtureRequest, database: str) -> None:
+    """Django's: what that keeps is the parent's to give back."""
+    from tests.conftest import ready
+
+    ready(request, database)
+    lock = dblock.db_lock("k", using=database)
+    with transaction.atomic(database):
+        with lock:
+            pass
+        in_child(lambda: connections[database].atomic_blocks[-1].__exit__(None, None, None))
+        assert lock.locked()
+    assert not lock.locked()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_child_gives_back_nothing_that_its_parents_transaction_keeps(sqlite: Path, tmp_path: Path) -> None:
     """Django's and SQLAlchemy's lists of locks that wait for the end of a transaction are the parent's alone."""
     engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
     sqlalchemy_dblock.metadata.create_all(engine)
+    waiting = (dblock.transactions._waiting, sqlalchemy_dblock.transactions._waiting)
+    for each in waiting:
+        each.clear()  # of sessions that other tests have used
     with transaction.atomic(), Session(engine) as session:
         session.execute(text("SELECT 1"))
         with dblock.db_lock("k"), sqlalchemy_dblock.db_lock(engine, "k", session=session):
             pass
-        waiting = (dblock.transactions._waiting, sqlalchemy_dblock.transactions._waiting)
         assert [len(each) for each in waiting] == [1, 1]
         assert in_child(lambda: [len(each) for each in waiting]) == [0, 0]
         assert [len(each) for each in waiting] == [1, 1]

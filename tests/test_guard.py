@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import pickle
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import connections, transaction
+from django.db import DatabaseError, connections, transaction
 from django.db.transaction import TransactionManagementError
-from sqlalchemy import create_engine, text
+from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from dblock.core.errors import LockLost, LockNotHeld, LockStoreError, Reason
+from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, Reason, StaleSnapshot
+from dblock.core.steps import Execute, Rows
+from sqlalchemy_dblock import attach, reap
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
-from sqlalchemy_dblock import reap
-from tests.conftest import ALIASES, ready, run, url
+from tests.conftest import ALIASES, DATABASES, INNODB, SERVERS, ready, run, url
 from tests.contract.subjects import Actor, Subject
+from tests.faults.lab import until
 
-SERVERS = ("postgresql", "mariadb")
 LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 KINDS = ("django", "django async", "connection", "session", "async connection", "async session")
-DRIVERS = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "mariadb": "asyncmy"}
+DRIVERS = {"sqlite": "aiosqlite", "postgresql": "asyncpg", **dict.fromkeys(INNODB, "asyncmy")}
 PAST = {
     "sqlite": "'2000-01-01 00:00:00.000000'",
     "postgresql": "'2000-01-01 00:00:00+00'",
-    "mariadb": "'2000-01-01 00:00:00'",
+    **dict.fromkeys(INNODB, "'2000-01-01 00:00:00'"),
 }
 
 
@@ -48,9 +55,11 @@ class Client:
         self.opened: Any = None
         self.engine: Any = None
         if not self.django:
-            options = {"isolation_level": level} if level else {}
+            options = {"isolation_level": level} if level and database != "sqlite" else {}
             make = create_async_engine if asynchronous else create_engine
             self.engine = make(url(database, driver), **options)
+            if level and database == "sqlite":
+                _begin_with(getattr(self.engine, "sync_engine", self.engine), level)
 
     def lock(self, key: str = "k", **options: Any) -> Any:
         """A lock of this client's own kind."""
@@ -60,10 +69,17 @@ class Client:
             return db_lock(key, using=self.alias, **options)
         return sqlalchemy_lock(self.engine, key, **options)
 
+    def attach(self, token: str) -> Any:
+        if self.django:
+            from dblock import db_lock
+
+            return self.actor.do(lambda: getattr(db_lock, self.subject.method("attach"))(token, using=self.alias))
+        return self.actor.do(lambda: attach(self.engine, token))
+
     def call(self, lock: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         return self.actor.call(lock, name, *args, **kwargs)
 
-    def begin(self) -> None:
+    def begin(self, *, read: bool = True) -> None:
         """Open the transaction, at its isolation level, and read something, so that it has its snapshot."""
         if self.opened is not None:
             self.actor.do(self.opened.close)
@@ -77,20 +93,26 @@ class Client:
             self.opened = Session(self.engine)
         else:
             self.opened = AsyncSession(self.engine)
-        self.execute("SELECT count(*) FROM guarded")
-        if self.level:
+        if read:
+            self.execute("SELECT count(*) FROM guarded")
+        if read and self.level:
             self._see_level()
 
     def _see_level(self) -> None:
         if self.database == "postgresql":
             assert self.execute("SELECT current_setting('transaction_isolation')") == [(str(self.level).lower(),)]
-        else:
-            assert self.execute("SELECT @@tx_isolation") == [(str(self.level).replace(" ", "-"),)]
+        elif self.database in INNODB:
+            name = "transaction_isolation" if self.database == "mysql" else "tx_isolation"
+            assert self.execute(f"SELECT @@{name}") == [(str(self.level).replace(" ", "-"),)]
 
     def _enter(self) -> None:
-        if self.level and self.database == "mariadb":
+        if self.level and self.database in INNODB:
             with connections[self.alias].cursor() as cursor:
                 cursor.execute(f"SET SESSION TRANSACTION ISOLATION LEVEL {self.level}")
+        if self.level and self.database == "sqlite":
+            wrapper: Any = connections[self.alias]
+            wrapper.ensure_connection()
+            wrapper.transaction_mode = self.level
         self.opened = transaction.atomic(self.alias)
         self.opened.__enter__()
         if self.level and self.database == "postgresql":
@@ -140,13 +162,24 @@ class Client:
         if self.django:
             if self.opened is not None:
                 self.end("rollback")
-            if self.asynchronous:
-                self._django(connections.close_all)
+            self._django(connections.close_all)
         else:
             if self.opened is not None:
                 self.actor.do(self.opened.close)
             self.actor.do(self.engine.dispose)
         self.actor.close()
+
+
+def _begin_with(engine: Engine, mode: str) -> None:
+    """Let each of the engine's transactions on SQLite be a real one, as SQLAlchemy's documentation shows it."""
+
+    @event.listens_for(engine, "connect")
+    def _(connection: Any, _record: object) -> None:
+        connection.isolation_level = None
+
+    @event.listens_for(engine, "begin")
+    def _(connection: Any) -> None:
+        connection.exec_driver_sql(f"BEGIN {mode}")
 
 
 class Rival:
@@ -155,24 +188,26 @@ class Rival:
     def __init__(self, database: str) -> None:
         self.database = database
         # So that whoever hangs fails.
-        args = {"init_command": "SET SESSION innodb_lock_wait_timeout = 1"} if database == "mariadb" else {}
+        args = {"init_command": "SET SESSION innodb_lock_wait_timeout = 1"} if database in INNODB else {}
         self.engine = create_engine(url(database), connect_args=args)
 
     def gets_in(self, key: str = "k") -> bool:
         """Does a try without waiting succeed? Gives it back at once. On SQLite a writer may find no room at all."""
         lock = sqlalchemy_lock(self.engine, key)
-        start = time.monotonic()
-        try:
-            acquired = lock.acquire(blocking=False)
-        except LockStoreError:
-            if self.database == "sqlite":
-                return False
-            raise
-        if self.database != "sqlite":
-            assert time.monotonic() - start < 0.7
-        if acquired:
-            lock.release()
-        return acquired
+        for _ in range(5):  # a machine that is busy may make one of them slow
+            start = time.monotonic()
+            try:
+                acquired = lock.acquire(blocking=False)
+            except LockStoreError:
+                if self.database == "sqlite":
+                    return False
+                raise
+            quick = time.monotonic() - start < 0.7
+            if acquired:
+                lock.release()
+            if quick or self.database == "sqlite":
+                return acquired
+        pytest.fail("whoever tries is kept waiting")
 
 
 @pytest.fixture
@@ -226,9 +261,12 @@ def test_a_guarded_transaction_keeps_others_out(  # noqa: PLR0917
     end_lease(database)
     assert not rival.gets_in()
     assert sqlalchemy_lock(rival.engine, "k").acquire(timeout=0.1) is False
-    start = time.monotonic()
-    reap(rival.engine, retention=0)
-    assert time.monotonic() - start < 0.7
+    spans = list[float]()
+    for _ in range(4):
+        start = time.monotonic()
+        reap(rival.engine, retention=0)
+        spans.append(time.monotonic() - start)
+    assert min(spans) < 0.7
     assert not rival.gets_in()
     holder.end(how)
     assert notes(database) == (1 if how == "commit" else 0)
@@ -247,9 +285,9 @@ def test_guarding_one_key_leaves_others_alone(
 ) -> None:
     """New keys, known keys and released ones, before and after it in any order, are taken without a wait."""
     keys = ("a", "l", "known", "m ", "n", "M")
-    # Above READ COMMITTED, MariaDB may lock the gap beside a row whose neighbour was deleted a moment ago: a key that
+    # Above READ COMMITTED, InnoDB may lock the gap beside a row whose neighbour was deleted a moment ago: a key that
     # has no row may then have to wait for one.
-    gaps = database == "mariadb" and level != "READ COMMITTED"
+    gaps = database in INNODB and level != "READ COMMITTED"
     for key in keys if gaps else ("known",) if known else ():
         assert rival.gets_in(key)
     holder = client("session", level)
@@ -281,7 +319,9 @@ def test_a_lease_that_runs_out_under_guard(
     assert not rival.gets_in()
     holder.end("commit")
     assert notes(database) == 1
-    assert sqlalchemy_lock(rival.engine, "k").acquire(timeout=30)
+    theirs = sqlalchemy_lock(rival.engine, "k")
+    assert theirs.acquire(timeout=30)
+    theirs.release()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -310,8 +350,9 @@ def test_renewals_go_on_under_guard(database: str, rival: Rival, client: Callabl
     end = time.monotonic() + 1.0
     while time.monotonic() < end:
         assert not any(rival.gets_in(level) for level in levels)
-        assert [holders[level].actor.get(locks[level], "state") for level in levels] == ["held"] * len(levels)
+        assert all(holders[level].actor.get(locks[level], "state") != "lost" for level in levels)
         time.sleep(0.1)
+    assert until(lambda: all(holders[level].actor.get(locks[level], "state") == "held" for level in levels))
     assert all(leases()[level] > guarded[level] for level in levels)
     for level, holder in holders.items():
         holder.guard(locks[level])  # once more, after another renewal
@@ -424,6 +465,197 @@ def test_two_holders_of_different_keys_guard_at_once(database: str, client: Call
         holder.call(lock, "release")
 
 
+# -- transactions that are older than the tenure
+
+MODES = ("DEFERRED", "IMMEDIATE")
+"""Of SQLite's transactions, which all have one isolation level."""
+STRICT = [
+    (database, level)
+    for database in SERVERS
+    for level in (*LEVELS, *(["READ UNCOMMITTED"] if database == "mariadb" else []))
+] + [("sqlite", mode) for mode in MODES]
+
+
+def sees_the_past(database: str, level: str) -> bool:
+    """Does a transaction that has read go on to read as of then, without an error?"""
+    if database in INNODB:  # where SERIALIZABLE locks what it reads
+        return level == "REPEATABLE READ"
+    return level in {"REPEATABLE READ", "SERIALIZABLE", "DEFERRED"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("database", "level"), STRICT, indirect=["database"])
+def test_a_transaction_that_is_older_than_the_tenure_is_refused(
+    database: str, rival: Rival, client: Callable[..., Client], kind: str, level: str
+) -> None:
+    """StaleSnapshot where it would not see what was written until then; the lock stays ours, and a new one will do."""
+    if level == "IMMEDIATE":
+        return  # nobody else can hold the key once the transaction has begun
+    holder = client(kind, level)
+    lock = holder.lock(ttl=30)
+    holder.begin()
+    assert rival.gets_in()
+    if database == "sqlite" and holder.django:  # where the take is part of the transaction
+        with pytest.raises(StaleSnapshot, match="take the lock, and then begin"):
+            holder.call(lock, "acquire")
+        holder.end("rollback")
+        return
+    assert holder.call(lock, "acquire")
+    if sees_the_past(database, level):
+        with pytest.raises(StaleSnapshot, match="take the lock,? and then begin") as caught:
+            holder.guard(lock)
+        assert caught.value.key == "k"
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (type(again), str(again), again.key) == (StaleSnapshot, str(caught.value), "k")
+        holder.end("rollback")
+        assert holder.actor.get(lock, "state") == "held"
+        holder.begin()
+    holder.guard(lock)
+    holder.write()
+    holder.end("commit")
+    holder.call(lock, "release")
+    assert notes(database) == 1
+
+
+@pytest.mark.parametrize("first", ["read", "lock"])
+@pytest.mark.parametrize("kind", ["django", "session", "async connection"])
+@pytest.mark.parametrize(("database", "level"), STRICT, indirect=["database"])
+def test_no_update_is_lost(database: str, client: Callable[..., Client], kind: str, level: str, first: str) -> None:
+    """Four clients number what they insert, reading the last number under guard(): the numbers are without gaps.
+
+    Who reads before the lock may get errors, which roll back; who locks first gets none.
+    """
+    if (database, level, first) == ("sqlite", "IMMEDIATE", "read") and kind != "django":
+        return  # a lock beside one's own write transaction: see README
+    holders = [client(kind, level) for _ in range(4)]
+    without_errors = first == "lock" or level in {"READ UNCOMMITTED", "READ COMMITTED"}
+
+    def increments(holder: Client) -> int:
+        lock = holder.lock(ttl=30, timeout=60 if without_errors else 0.5)
+        return sum(_increment(holder, lock, first) for _ in range(5))
+
+    with ThreadPoolExecutor(4) as pool:
+        done = sum(pool.map(increments, holders))
+    numbers = sorted(int(str(number)) for [number] in run(database, "SELECT n FROM guarded"))
+    assert numbers == list(range(1, done + 1))
+    assert done == 20 or not without_errors
+
+
+def _increment(holder: Client, lock: Any, first: str) -> bool:
+    """One guarded read-modify-write; False if it ended in an error."""
+    try:
+        if first == "read":
+            holder.begin()
+        if not holder.call(lock, "acquire"):
+            holder.end("rollback")
+            return False
+        if first == "lock":
+            holder.begin(read=False)
+        holder.guard(lock)
+        [(last,)] = holder.execute("SELECT coalesce(max(n), 0) FROM guarded")
+        holder.execute(f"INSERT INTO guarded VALUES ({last + 1})")
+        holder.end("commit")
+    except (LockError, DatabaseError, DBAPIError):
+        if first == "lock":
+            raise
+        if holder.opened is not None:
+            holder.end("rollback")
+        done = False
+    else:
+        done = True
+    if holder.actor.get(lock, "state"):
+        holder.call(lock, "release")
+    return done
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_tenure_is_as_old_as_its_first_entry(database: str, client: Callable[..., Client], level: str) -> None:
+    """Entered again, or handed over, after the transaction began: it has seen all that came before the tenure."""
+    for kind in ("django", "session"):
+        holder, heir = client(kind, level), client(kind, level)
+        lock = holder.lock(f"{kind} k", ttl=30)
+        holder.call(lock, "acquire")
+        holder.begin()
+        heir.begin()
+        again = holder.lock(f"{kind} k", ttl=30)
+        holder.call(again, "acquire")
+        holder.guard(again)
+        holder.end("commit")
+        holder.call(again, "release")
+        token = holder.call(lock, "detach")
+        attached = heir.attach(token)
+        heir.guard(attached)
+        heir.end("commit")
+        heir.call(attached, "release")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_session_that_means_another_table(
+    database: str, rival: Rival, client: Callable[..., Client], kind: str
+) -> None:
+    """By the same name, in another schema: guard() keeps the lock's own row."""
+    run(database, "CREATE SCHEMA IF NOT EXISTS tenant")
+    run(database, "DROP TABLE IF EXISTS tenant.locks")
+    like = "(LIKE public.locks INCLUDING ALL)" if database == "postgresql" else "LIKE locks"
+    run(database, f"CREATE TABLE tenant.locks {like}")
+    holder = client(kind)
+    lock = holder.lock(ttl=30)
+    holder.call(lock, "acquire")
+    holder.begin()
+    try:
+        holder.execute("SET LOCAL search_path TO tenant, public" if database == "postgresql" else "USE tenant")
+        holder.guard(lock)
+        end_lease(database)
+        assert not rival.gets_in()
+    finally:
+        if database in INNODB:
+            holder.execute(f"USE {make_url(url(database)).database}")
+        holder.end("rollback")
+    assert rival.gets_in()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("galera", [False, True])
+@pytest.mark.parametrize("database", ["mariadb"], indirect=True)
+def test_a_galera_cluster_is_told_of_once(
+    client: Callable[..., Client],
+    kind: str,
+    galera: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """At the first guard(), which asks; a server that is no node of one says so itself, and nothing is logged."""
+    holder = client(kind)
+    lock = holder.lock(ttl=30)
+    store: Any = lock._store()
+    execute, asked = store.execute, []
+
+    def answer(step: Execute) -> Rows:
+        rows: Rows = execute(step)
+        if step.statement.name != "locate":
+            return rows
+        asked.append(rows)
+        return [(rows[0][0], int(galera))] if galera else rows
+
+    monkeypatch.setattr(store, "execute", answer)
+    monkeypatch.setattr(store, "pin", None)
+    holder.call(lock, "acquire")
+    assert asked == []
+    for _ in range(2):
+        holder.begin(read=False)
+        holder.guard(lock)
+        holder.end("commit")
+    holder.call(lock, "release")
+    assert len(asked) == 1
+    schema = make_url(url("mariadb")).database
+    assert [tuple(row) for row in asked[0]] == [(f"`{schema}`.locks", 0)]
+    assert [record.getMessage() for record in caplog.records if "one node" in record.getMessage()] == [
+        "this is a Galera cluster, and guard() holds on one node only: let one node take all guarded writes"
+    ] * galera
+
+
 # -- where there is nothing to keep it
 
 
@@ -483,10 +715,10 @@ def test_asynchronous_autocommit_is_refused(database: str) -> None:
 
 def test_another_database_is_refused(request: pytest.FixtureRequest) -> None:
     """ValueError, whichever the two are; a second engine of the same database will do."""
-    for name in ("sqlite", *SERVERS):
+    for name in DATABASES:
         ready(request, name)
         run(name, "CREATE TABLE IF NOT EXISTS guarded (n integer)")
-    engines = {name: create_engine(url(name)) for name in ("sqlite", *SERVERS)}
+    engines = {name: create_engine(url(name)) for name in DATABASES}
     for ours, engine in engines.items():
         with sqlalchemy_lock(engine, "k") as lock:
             for theirs, other in engines.items():
@@ -509,7 +741,7 @@ def test_another_alias_is_refused(request: pytest.FixtureRequest) -> None:
 
     for name in SERVERS:
         ready(request, name)
-    for ours, theirs in (SERVERS, SERVERS[::-1], ("postgresql", "default")):
+    for ours, theirs in (*itertools.permutations(SERVERS, 2), ("postgresql", "default")):
         with db_lock("k", using=ours) as lock, transaction.atomic(theirs):
             with pytest.raises(ValueError, match="another database"):
                 lock.guard(using=theirs)
@@ -551,4 +783,6 @@ def test_session_is_the_default(database: str, rival: Rival) -> None:
         assert not rival.gets_in()
         session.rollback()
         assert rival.gets_in() is (database != "sqlite")
+        with contextlib.suppress(LockLost):
+            lock.release()
     engine.dispose()

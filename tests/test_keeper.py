@@ -14,12 +14,12 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from sqlalchemy_dblock import db_lock
-from tests.conftest import observer, ready, run, url
+from tests.conftest import SERVERS, observer, ready, run, url
 from tests.proxy import Proxy
 from tests.servers import free_port
 
 
-@pytest.mark.parametrize("database", ["postgresql", "mariadb"])
+@pytest.mark.parametrize("database", SERVERS)
 def test_a_row_locked_by_a_stranger(request: pytest.FixtureRequest, database: str) -> None:
     """Only its own lease is late; all others are renewed, and it too when the stranger has gone."""
     ready(request, database)

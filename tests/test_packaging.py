@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -56,6 +57,23 @@ def test_imports_are_cheap() -> None:
     assert int(python(count.format("import sqlalchemy", "sqlalchemy_dblock"))) < 60
 
 
+def test_the_command_needs_what_its_extra_has() -> None:
+    """Nothing but this package and the standard library."""
+    code = "import sys; before = {*sys.modules}; import dblock.cli; print({*sys.modules} - before)"
+    loaded = {name.partition(".")[0] for name in eval(python(code))}
+    assert loaded - sys.stdlib_module_names == {"dblock"}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["cli"] == []
+
+
+def test_manage_py_stands_at_the_top() -> None:
+    """As Django people expect: it runs the example site's commands."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "manage.py", "check"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "no issues" in done.stdout
+
+
 def test_public_names() -> None:
     """What the contract names is there, and nothing is exported by accident."""
     import dblock
@@ -72,6 +90,7 @@ def test_public_names() -> None:
         "LockTimeout",
         "Reason",
         "Sequencer",
+        "StaleSnapshot",
         "UnsupportedDatabase",
         "check_sequencer",
         "fenced_update",

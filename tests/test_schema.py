@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, create_engine, make_url, text
 
 from sqlalchemy_dblock import metadata
-from tests.conftest import observer, url
+from tests.conftest import INNODB, observer, url
 
 
 def plain_ddl(database: str) -> str:
@@ -32,10 +32,11 @@ def scratch(database: str, tmp_path: Path) -> Iterator[Engine]:
     if database == "sqlite":
         engine = create_engine(f"sqlite:///{tmp_path}/scratch.sqlite3")
     else:
+        name = f"{make_url(url(database)).database}_scratch"
         with observer(database).connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            connection.execute(text("DROP DATABASE IF EXISTS scratch"))
-            connection.execute(text("CREATE DATABASE scratch"))
-        engine = create_engine(url(database).rpartition("/")[0] + "/scratch")
+            connection.execute(text(f"DROP DATABASE IF EXISTS {name}"))
+            connection.execute(text(f"CREATE DATABASE {name}"))
+        engine = create_engine(make_url(url(database)).set(database=name))
     yield engine
     engine.dispose()
 
@@ -57,14 +58,14 @@ def _describe(engine: Engine, database: str, table: str) -> Any:
             f" WHERE indrelid = '{table}'::regclass ORDER BY 1, 2",
             f"SELECT contype, pg_get_constraintdef(oid) FROM pg_constraint WHERE conrelid = '{table}'::regclass",
         ],
-        "mariadb": [
+        "mysql": [
             "SELECT ordinal_position, column_name, column_type, collation_name, is_nullable, column_default, column_key"
             f" FROM information_schema.columns WHERE table_name = '{table}' AND table_schema = database() ORDER BY 1",
             f"SELECT engine FROM information_schema.tables WHERE table_name = '{table}' AND table_schema = database()",
             "SELECT index_name, column_name FROM information_schema.statistics"
             f" WHERE table_name = '{table}' AND table_schema = database() ORDER BY 1, 2",
         ],
-    }[database]
+    }["mysql" if database in INNODB else database]
     with engine.connect() as connection:
         return [
             [tuple(value.lower() if isinstance(value, str) else str(value) for value in row) for row in rows]

@@ -13,11 +13,13 @@ from sqlalchemy import create_engine
 
 import dblock
 import sqlalchemy_dblock
-from tests.conftest import ready, run, url
+from dblock.core import waiting
+from dblock.store import store_for
+from tests.conftest import INNODB, SERVERS, ready, run, url
 from tests.proxy import Proxy
 
 
-@pytest.fixture(params=["postgresql", "mariadb"])
+@pytest.fixture(params=SERVERS)
 def server(request: pytest.FixtureRequest) -> str:
     """Each server in turn."""
     return ready(request, request.param)
@@ -30,6 +32,7 @@ def proxy(server: str) -> Iterator[Proxy]:
     with Proxy(port, int(os.environ[f"DBLOCK_TEST_{server.upper()}_PORT"])) as running:
         yield running
         connections[f"{server}_wire"].close()
+        store_for(f"{server}_wire")._source.close_all()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(params=["django", "django-inside", "sqlalchemy"])
@@ -47,9 +50,16 @@ def lock(request: pytest.FixtureRequest, server: str, proxy: Proxy) -> Iterator[
 
 
 def test_two_round_trips(server: str, proxy: Proxy, lock: Any) -> None:
-    """One to take and one to give back, from the second use of a key on."""
+    """One to take and one to give back, once statements are prepared; and before that too."""
     with lock:
         pass
+    before = proxy.round_trips
+    with lock:
+        pass
+    assert proxy.round_trips - before == 2
+    for _ in range(4):
+        with lock:
+            pass
     before = proxy.round_trips
     for _ in range(20):
         with lock:
@@ -60,7 +70,8 @@ def test_two_round_trips(server: str, proxy: Proxy, lock: Any) -> None:
 def test_a_failed_try_reads_once_and_changes_nothing(server: str, proxy: Proxy, lock: Any) -> None:
     """A conditional UPDATE that matches nothing, and a look at the holder."""
     run(server, _STRANGER[server])
-    assert lock.acquire(blocking=False) is False
+    for _ in range(5):  # prepared
+        assert lock.acquire(blocking=False) is False
     before = proxy.round_trips
     for _ in range(10):
         assert lock.acquire(blocking=False) is False
@@ -94,8 +105,11 @@ _COLUMNS = (
 _STRANGER = {
     "postgresql": f"INSERT INTO locks {_COLUMNS} VALUES ('k', 'x', 1, 1, 60, now(), now() + interval '60 s',"
     " '', 'h', 1, '', '', '')",
-    "mariadb": f"INSERT INTO locks {_COLUMNS} VALUES ('k', 'x', 1, 1, 60, UTC_TIMESTAMP(6),"
-    " UTC_TIMESTAMP(6) + INTERVAL 60 SECOND, '', 'h', 1, '', '', '')",
+    **dict.fromkeys(
+        INNODB,
+        f"INSERT INTO locks {_COLUMNS} VALUES ('k', 'x', 1, 1, 60, UTC_TIMESTAMP(6),"
+        " UTC_TIMESTAMP(6) + INTERVAL 60 SECOND, '', 'h', 1, '', '', '')",
+    ),
 }
 
 
@@ -120,11 +134,14 @@ def test_losers_write_no_wal_and_lock_no_row(request: pytest.FixtureRequest) -> 
 
 
 @pytest.mark.parametrize("size", [4, 24])
-def test_statements_for_a_hand_over(server: str, proxy: Proxy, size: int) -> None:
+def test_statements_for_a_hand_over(server: str, proxy: Proxy, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six at most on PostgreSQL, however many wait. Each has an engine of its own, as processes have.
 
-    On MariaDB joining and leaving take two statements each, and those who wait look now and then.
+    On MySQL and MariaDB joining and leaving take two statements each. How often those who wait look on their own is a
+    matter of time, not of hand-overs: here they look when they are rung.
     """
+    monkeypatch.setattr(waiting, "_often", lambda *_: 3600.0)
+    monkeypatch.setattr(waiting, "SELDOM", 3600.0)
     address = url(server).replace(os.environ[f"DBLOCK_TEST_{server.upper()}_PORT"], str(proxy.port))
     engines = [create_engine(address) for _ in range(size)]
     locks = [sqlalchemy_dblock.db_lock(engine, "k", timeout=60) for engine in engines]

@@ -12,18 +12,18 @@ from enum import Enum
 from typing import Any, Final, Literal
 
 from dblock.core import bells, lines, queue
-from dblock.core.errors import LockStoreError, LockTimeout, StoreLocked
+from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy, StoreLocked
 from dblock.core.flows import new_owner
 from dblock.core.lines import Trial
-from dblock.core.protocol import Database, Unresolved, begin, inspect, pauses
+from dblock.core.protocol import WORTH, Database, Unresolved, begin, inspect, pauses
 from dblock.core.queue import give_back
 from dblock.core.statements.base import Statement
 from dblock.core.steps import Steps, sleep
 from dblock.core.values import Grant, LockInfo
-from dblock.core.waiting import Attendant, Nobody, Outcome, Waiter
+from dblock.core.waiting import HASTE, Attendant, Nobody, Outcome, Waiter
 
-GRACE: Final = 1.0
-"""Seconds for which even a try without waiting is repeated after deadlocks, serialization failures and the like."""
+TRY: Final = 0.25
+"""Seconds within which even a try without waiting has its answer, whatever the database says or does not say."""
 
 
 class _Attempt(Enum):
@@ -41,36 +41,59 @@ def acquire(
     *,
     ours: bool = False,
     entangled: bool = False,
-) -> Steps[Grant | LockInfo | None]:
+) -> Steps[Grant | LockInfo | StoreBusy | None]:
     """A grant, or whoever held the key when `timeout` seconds (None: for ever) were over.
 
-    `wish` is what the row is to say, but for the owner's token. None means that the key was free at the last look, but
-    others were faster each time. Outages of the database are part of the wait. `ours` says that another flow of this
-    process is thought to have the key, so that there is no use in trying to take it; `entangled` that the flow holds
-    other keys, so that its wait may close a circle: raises LockDeadlock.
+    `wish` is what the row is to say, but for the owner's token: it comes to have the last one under which the key may
+    be ours. StoreBusy is returned if a stranger's transaction had locked what we need until then; None means that the
+    key was free at the last look, but others were faster each time. Outages of the database are part of the wait.
+    `ours` says that another flow of this process is thought to have the key, so that there is no use in trying to take
+    it; `entangled` that the flow holds other keys, so that its wait may close a circle: raises LockDeadlock.
     """
-    now = database.now
-    start = now()
+    start = database.now()
     deadline = math.inf if timeout is None else start + timeout
-    until = max(deadline, start + GRACE)
+    until = deadline + HASTE if timeout != 0 else start + TRY
+    try:
+        return (yield from _acquire(database, wish, (deadline, until), attendant, ours=ours, entangled=entangled))
+    except StoreBusy as busy:
+        return busy
+
+
+def _acquire(
+    database: Database,
+    wish: dict[str, Any],
+    limits: tuple[float, float],
+    attendant: Callable[[], Attendant],
+    *,
+    ours: bool,
+    entangled: bool,
+) -> Steps[Grant | LockInfo | None]:
+    """As `acquire`. `limits`: the local times of our deadline, and after which no statement is of use."""
+    deadline, until = limits
+    now = database.now
 
     def waiter() -> Waiter:
         return Waiter(database, wish, deadline, until, attendant(), entangled)
 
-    key = wish["key"]
-    crowded = ours or lines.busy(database, key) or bells.is_crowded(database, key)
-    if crowded and wish["fair"] and now() < deadline:
-        with contextlib.suppress(LockTimeout):  # refused: it may be free, though
-            waited = yield from waiter().wait(None, None)
-            if waited is not Outcome.GONE:
-                return waited
-    trial, got = lines.begin(database, key), False
+    key, wish["owner"] = wish["key"], ""
+    trial = Trial(database, key)
     try:
+        crowded = ours or lines.busy(database, key) or bells.is_crowded(database, key)
+        if crowded and wish["fair"] and now() < deadline:
+            with contextlib.suppress(LockTimeout):  # refused: it may be free, though
+                waited = yield from waiter().wait(None, None)
+                if waited is not Outcome.GONE:
+                    return waited
+        trial.begin()
         found = yield from _take(database, wish, (deadline, until), waiter, trial)
-        got = isinstance(found, Grant)
-    finally:
-        if trial is not None:
-            trial.end(got=got)
+        trial.end(got=isinstance(found, Grant))
+    except BaseException as error:
+        trial.end(got=False)
+        # Interrupted: what we may have taken is given back. Else nobody drives us any more, or the database has said,
+        # as far as it can, what became of it.
+        if wish["owner"] and not isinstance(error, (GeneratorExit, LockStoreError)):
+            yield from give_back(database, key, wish["owner"])
+        raise
     return found
 
 
@@ -79,9 +102,9 @@ def _take(
     wish: dict[str, Any],
     limits: tuple[float, float],
     waiter: Callable[[], Waiter],
-    trial: Trial | None,
+    trial: Trial,
 ) -> Steps[Grant | LockInfo | None]:
-    """Take the key, or wait for it; as `acquire`. `limits`: the local times of our deadline, and of the last errors."""
+    """Take the key, or wait for it; as `_acquire`."""
     deadline, until = limits
     now, dialect, key = database.now, database.dialect, wish["key"]
     statement = dialect.take
@@ -117,25 +140,16 @@ def _attempt(
     database: Database, statement: Statement, wish: dict[str, Any], until: float
 ) -> Steps[Grant | Literal[_Attempt.REFUSED] | None]:
     """A grant that is of use; None if the key was not free; REFUSED if that is not known."""
+    wish["owner"] = new_owner()
     try:
-        grant = yield from _begin(database, statement, wish, until)
+        grant = yield from begin(database, statement, wish, until)
     except (StoreLocked, Unresolved):  # the key can be looked at meanwhile
-        if database.now() >= until:
+        if until - database.now() < WORTH:
             raise
         return _REFUSED
+    if grant is None:
+        wish["owner"] = ""
     if grant is None or database.now() < grant.trusted_until:
         return grant
     _ = yield from queue.release(database, grant.tenure, 1)  # granted too late
     return _REFUSED
-
-
-def _begin(database: Database, statement: Statement, wish: dict[str, Any], until: float) -> Steps[Grant | None]:
-    """`begin` with a token of its own; when it is interrupted, what it may have taken is given back."""
-    wish["owner"] = new_owner()
-    try:
-        return (yield from begin(database, statement, wish, until))
-    except (GeneratorExit, LockStoreError):
-        raise  # nobody drives us any more; or the database has said, as far as it can, what became of it
-    except BaseException:
-        yield from give_back(database, wish["key"], wish["owner"])
-        raise

@@ -14,7 +14,7 @@ from types import EllipsisType
 from typing import Any, Self, TypeVar
 
 from dblock.core.drivers import Store, adrive
-from dblock.core.errors import LockLost, LockNotHeld, LockTimeout, Reason
+from dblock.core.errors import LockLost, LockNotHeld, LockTimeout, Reason, StoreBusy
 from dblock.core.flows import current_flow
 from dblock.core.holds import Hold, Loss
 from dblock.core.keeper import keeper
@@ -87,7 +87,7 @@ class BaseLock:
             return
 
         def cancel() -> None:
-            if not hold.interrupted and any(entry.lock is self and entry.kind == "with" for entry in hold.entries):
+            if not hold.interrupted and any(entry.is_block(self) for entry in hold.entries):
                 hold.interrupted = True
                 task.cancel()
 
@@ -227,13 +227,20 @@ class BaseLock:
             holder=loss.holder,
         )
 
-    def _timed_out(self, holder: LockInfo | None) -> LockTimeout:
+    def _timed_out(self, found: LockInfo | StoreBusy | None) -> LockTimeout:
         waited = "at one try" if not self._timeout else f"within {self._timeout:g} s"
-        who = f"it is held by {holder}" if holder else "others were faster each time it was free"
+        if isinstance(found, StoreBusy):
+            return LockTimeout(f"could not acquire {self._key!r} {waited}: {found}", key=self._key)
+        if found is None:
+            who = "others were faster each time it was free"
+        elif found.state == "held":
+            who = f"it is held by {found}"
+        else:
+            who = "nobody holds it, but somebody's transaction guards it or has locked its row"
         return LockTimeout(
             f"could not acquire {self._key!r} {waited}: {who}; wait longer with timeout=, or see to the holder",
             key=self._key,
-            holder=None if holder is None else holder.masked(),
+            holder=None if found is None else found.masked(),
         )
 
     # -- decoration

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dblock.core import clock
+if TYPE_CHECKING:
+    from dblock.core.protocol import Database
 
 
 class Bell:
@@ -109,16 +110,16 @@ def hear(message: str) -> None:
         _ = ring(key, int(ticket))
 
 
-def crowded(database: object, key: str) -> None:
+def crowded(database: Database, key: str) -> None:
     """Somebody waited for that key just now."""
     if len(_crowds) >= 1000:
         _crowds.clear()
-    _crowds[id(database), key] = clock.now()
+    _crowds[id(database), key] = database.now()
 
 
-def is_crowded(database: object, key: str) -> bool:
+def is_crowded(database: Database, key: str) -> bool:
     """Is it likely that somebody waits for that key? A guess, which saves two statements when it is right."""
-    return bool(_crowds) and clock.now() < _crowds.get((id(database), key), -1.0) + 1.0
+    return bool(_crowds) and database.now() < _crowds.get((id(database), key), -1.0) + 1.0
 
 
 _crowds: dict[tuple[int, str], float] = {}

@@ -7,10 +7,12 @@ further steps and is always driven to its end.
 from __future__ import annotations
 
 import time
+from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Protocol, TypeVar
 
 from dblock.core.listener import Hearing
 from dblock.core.protocol import Database
+from dblock.core.statements.base import Statement
 from dblock.core.steps import Execute, Rows, Steps, Wait
 
 T = TypeVar("T")
@@ -23,6 +25,9 @@ class Store(Hearing, Protocol):
     def database(self) -> Database:
         """The protocol's view of it."""
         ...
+
+    pin: Statement | None
+    """The statement `pin` as sessions of the caller's are to run it, once somebody has asked for it."""
 
     def execute(self, step: Execute, /) -> Rows:
         """Run one statement in this thread; the driver's errors come out as LockStoreErrors."""
@@ -38,10 +43,6 @@ class Store(Hearing, Protocol):
         """Does another thread's connection see the same rows?"""
         ...
 
-    def end_thread(self) -> None:
-        """Close what the present thread, which is about to end, has opened for itself."""
-        ...
-
     def before_waiting(self) -> None:
         """Raise LockTimeout where a wait could not end well, because we keep the holder from going on."""
         ...
@@ -51,19 +52,14 @@ class Store(Hearing, Protocol):
         ...
 
 
-def drive(steps: Steps[T], store: Store) -> T:
-    """Drive `steps` to their end in this thread and return their result."""
+def drive(steps: Steps[T], store: Store, error: BaseException | None = None) -> T:
+    """Drive `steps` to their end in this thread and return their result; they begin with `error` if there is one."""
     reply: Rows | None = None
-    error: BaseException | None = None
     try:
         while True:
             try:
                 step = steps.send(reply) if error is None else steps.throw(error)
-            except StopIteration as done:
-                result: T = done.value
-                return result
-            reply = error = None
-            try:
+                reply = error = None
                 if isinstance(step, Execute):
                     reply = store.execute(step)
                 elif isinstance(step, Wait):
@@ -71,34 +67,47 @@ def drive(steps: Steps[T], store: Store) -> T:
                     step.bell.rest(step.seconds)
                 else:
                     time.sleep(step.seconds)
-            except BaseException as raised:  # noqa: BLE001 - the generator decides, Ctrl-C included
-                error = raised
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            except BaseException as raised:
+                if getgeneratorstate(steps) == GEN_CLOSED:  # they have ended
+                    raise
+                error = raised  # the generator decides, Ctrl-C included
+    except BaseException as raised:
+        if getgeneratorstate(steps) == GEN_CLOSED:
+            raise
+        return drive(steps, store, raised)  # a signal handler may raise between any two lines, the loop's own included
     finally:
         del error  # it refers to this frame
 
 
-async def adrive(steps: Steps[T], store: Store) -> T:
+async def adrive(steps: Steps[T], store: Store, error: BaseException | None = None) -> T:
     """Drive `steps` to their end in this task and return their result."""
     import asyncio  # noqa: PLC0415 - a third of this package's import time, for those who do not use it
 
     reply: Rows | None = None
-    error: BaseException | None = None
     try:
         while True:
             try:
                 step = steps.send(reply) if error is None else steps.throw(error)
-            except StopIteration as done:
-                result: T = done.value
-                return result
-            reply = error = None
-            try:
+                reply = error = None
                 if isinstance(step, Execute):
                     reply = await store.aexecute(step)
                 elif isinstance(step, Wait):
                     await step.bell.arest(step.seconds)
                 else:
                     await asyncio.sleep(step.seconds)
-            except BaseException as raised:  # noqa: BLE001 - the generator decides, cancellation included
-                error = raised
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            except BaseException as raised:
+                if getgeneratorstate(steps) == GEN_CLOSED:
+                    raise
+                error = raised  # the generator decides, cancellation included
+    except BaseException as raised:
+        if getgeneratorstate(steps) == GEN_CLOSED:
+            raise
+        return await adrive(steps, store, raised)
     finally:
         del error

@@ -5,6 +5,7 @@
     |- LockDeadlock                            flows wait for each other's locks in a circle
     |- LockLost                                the lease ended before the work did; `reason` says how
     |- LockNotHeld            (RuntimeError)   released, extended or used by a flow that does not hold it
+    |- StaleSnapshot          (RuntimeError)   the transaction reads as of a moment before the lock was taken
     |- InvalidKey             (ValueError)     refused before any I/O
     |- InvalidToken           (ValueError)     not a token of detach() nor a sequencer; refused before any I/O
     |- UnsupportedDatabase                     not PostgreSQL, MySQL, MariaDB or SQLite, or too old a one
@@ -99,6 +100,13 @@ class LockLost(LockError):
 
 class LockNotHeld(LockError, RuntimeError):
     """This thread or task does not hold the lock."""
+
+
+class StaleSnapshot(LockError, RuntimeError):
+    """The transaction that guard() was called in reads as of a moment before the lock was taken.
+
+    It does not see what earlier holders wrote, and would overwrite it. The lock itself is held as before.
+    """
 
 
 class InvalidKey(LockError, ValueError):

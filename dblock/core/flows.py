@@ -120,8 +120,8 @@ def _after_fork_in_child() -> None:
     parent = os.getppid()
     for flow in (_local.flow, *_tasks.values()):
         for hold in flow.holds.values():
-            for entry in hold.entries:
-                entry.lock.forked_from = parent
+            for lock in hold.locks():
+                lock.forked_from = parent
     process_identity.cache_clear()
     _process.cache_clear()
     _local, _tasks = _Local(), weakref.WeakKeyDictionary()

@@ -14,8 +14,8 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from dblock.core.errors import Reason
 from dblock.core.values import Grant, LockInfo, State
@@ -33,14 +33,27 @@ class Loss(NamedTuple):
     holder: LockInfo | None = None
 
 
-class Entry(NamedTuple):
+class Entry:
     """One entering of a hold."""
 
-    lock: BaseLock
-    kind: str
-    """`acquire`, `with`, or `attach`, which a `with` may still take over."""
-    number: int
-    """Later ones have greater numbers, whatever hold they are of."""
+    __slots__ = ("_lock", "kind", "number")
+
+    def __init__(self, lock: BaseLock, kind: str, number: int) -> None:
+        # Nobody but its own block can leave a `with`, and that refers to the lock for as long as it is open.
+        self._lock: Callable[[], BaseLock | None] = weakref.ref(lock) if kind == "with" else lambda: lock
+        self.kind = kind
+        """`acquire`, `with`, or `attach`, which a `with` may still take over."""
+        self.number = number
+        """Later ones have greater numbers, whatever hold they are of."""
+
+    @property
+    def lock(self) -> BaseLock | None:
+        """The lock object that it was entered through; None once there is nobody left to leave it."""
+        return self._lock()
+
+    def is_block(self, lock: BaseLock) -> bool:
+        """Is it a `with` of this very lock object?"""
+        return self.kind == "with" and self._lock() is lock
 
 
 entry_numbers = itertools.count(1)
@@ -94,7 +107,7 @@ class Hold:
     )
 
     def __init__(self, store: Store, flow: weakref.ref[Flow], grant: Grant, entry: Entry, outer: Hold | None) -> None:
-        lock = entry.lock
+        lock = cast("BaseLock", entry.lock)  # in the hands of whoever takes it
         self.turn = threading.RLock()  # a signal handler may run between any two lines
         self.store = store
         self.flow = flow
@@ -110,8 +123,8 @@ class Hold:
         self.trusted_until = grant.trusted_until
         self.entries = [entry]
         """How it was entered, outermost first; empty when only an open transaction keeps it."""
-        self.left: Entry | None = None
-        """The entry that is being left, or whose leaving an open transaction puts off."""
+        self.left: BaseLock | None = None
+        """The lock object through which it is being left, or whose leaving an open transaction puts off."""
         self.view = False
         """Is this a copy for looking only?"""
         self.outer = outer
@@ -161,7 +174,7 @@ class Hold:
         """A copy that changes no more when its flow enters and leaves."""
         twin = copy.copy(self)
         twin.view, twin.turn, twin.outer = True, threading.RLock(), None
-        twin.entries = [*self.entries, self.left] if self.left else list(self.entries)
+        twin.entries = [*self.entries, Entry(self.left, "acquire", 0)] if self.left else list(self.entries)
         return twin
 
     def entered_by(self, lock: BaseLock) -> bool:
@@ -170,7 +183,19 @@ class Hold:
 
     def locks(self) -> list[BaseLock]:
         """The lock objects that it was entered through, each once."""
-        return list({id(entry.lock): entry.lock for entry in self.entries}.values())
+        return list({id(lock): lock for entry in self.entries if (lock := entry.lock) is not None}.values())
+
+    def open_entries(self, but: Entry | None = None) -> list[Entry]:
+        """Those that somebody can still leave, outermost first, without one of them.
+
+        A block that was interrupted on its way in or out leaves one that nobody can.
+        """
+        return [entry for entry in self.entries if entry is not but and entry.lock is not None]
+
+    @property
+    def wanted(self) -> bool:
+        """Is there anybody who can still give it back?"""
+        return self.deferred or any(entry.lock is not None for entry in self.entries)
 
     def lease(self) -> Lease:
         """What a renewal is to say, and what its answer will be worth."""

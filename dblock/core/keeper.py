@@ -139,7 +139,7 @@ class Keeper:
     def holds(self, store: Store, key: str) -> bool:
         """Has a flow of this process that key, and not given it back? A hint: the row decides."""
         hold = self._by_key.get((store, key))
-        return hold is not None and hold.loss is None
+        return hold is not None and hold.remaining() > 0
 
     def attendant(self, store: Store) -> Attendant:
         """Who attends to the waiters of a database, in this thread or event loop."""
@@ -219,9 +219,10 @@ class Keeper:
                 warn("the keeper stumbled: %r", error)
                 wait = LOOK
             with self._lock:
+                if self._thread is not threading.current_thread():
+                    return  # our start was interrupted: the next lock begins another watch
                 if idle and not (self._holds or self._places or self._renewers or self._added):
-                    if self._thread is threading.current_thread():
-                        self._thread = None
+                    self._thread = None
                     return
             self._added = False
             self._wake_at = clock.now() + wait
@@ -256,7 +257,11 @@ class Keeper:
             now = hold.now()
             if hold.renewing and now >= hold.acquired + hold.max_hold:
                 hold.renewing = False
-            if hold.renewing:
+            if hold.renewing and not hold.wanted:
+                if not hold.warned:
+                    warn("a `with` on %r was interrupted before it was left: it ends with its lease", hold.tenure.key)
+                hold.warned, hold.due = True, math.inf  # unless its flow enters it again
+            elif hold.renewing:
                 if hold.due <= now:
                     due.setdefault((hold.store, hold.loop), []).append(hold)
                     hold.due = now + hold.ttl / 6

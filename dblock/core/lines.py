@@ -19,13 +19,13 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from dblock.core import clock
 from dblock.core.bells import Bell
 from dblock.core.flows import current_flow
+from dblock.core.protocol import Database
 from dblock.core.values import Grant, LockInfo, Tenure
 
 TURNS: Final = 8
@@ -57,8 +57,8 @@ class Member:
     wish: Mapping[str, Any]
     bell: Bell
     flow: str = field(default_factory=lambda: current_flow().name)
-    seen: float = field(default_factory=clock.now)
-    """The local time at which it last did something."""
+    seen: float = 0.0
+    """The local time at which it last did something, as its line's clock has it."""
     content: bool = False
     """Does it wait to be handed the key, rather than ask for it?"""
     offer: Offer | None = None
@@ -70,9 +70,9 @@ class Member:
     line: Line | None = None
     """Where it stands."""
 
-    def present(self) -> bool:
+    def present(self, now: float) -> bool:
         """Has it been seen lately?"""
-        return self.bell.audible() and clock.now() < self.seen + ABSENCE
+        return self.bell.audible() and now < self.seen + ABSENCE
 
     def settle(self, offer: Offer) -> None:
         """It has found out itself what became of an offer."""
@@ -90,8 +90,9 @@ class Member:
 class Line:
     """Those of this process who want one key of one database."""
 
-    def __init__(self, place: tuple[int, str]) -> None:
+    def __init__(self, place: tuple[int, str], now: Callable[[], float]) -> None:
         self._place = place
+        self._now = now
         self._members: list[Member] = []
         self.ours = False
         """Does a flow of this process hold the key, who will hand it over?"""
@@ -103,22 +104,23 @@ class Line:
     @property
     def holder(self) -> LockInfo | None:
         """The holder of the key, if it was looked for lately."""
-        return self._holder if clock.now() < self._seen + FRESH else None
+        return self._holder if self._now() < self._seen + FRESH else None
 
     @holder.setter
     def holder(self, info: LockInfo | None) -> None:
-        self._holder, self._seen = info, clock.now()
+        self._holder, self._seen = info, self._now()
 
     def add(self, member: Member) -> None:
         """Stand last."""
-        member.line = self
+        member.line, member.seen = self, self._now()
         self._members.append(member)
 
     def first(self) -> Member | None:
         """The first one who has been seen lately; whoever has not been is put out, and may come again."""
+        now = self._now()
         while self._members:
             first = self._members[0]
-            if first.present() or (first.chosen and first.offer and clock.now() < first.offer.time + ABSENCE):
+            if first.present(now) or (first.chosen and first.offer and now < first.offer.time + ABSENCE):
                 return first
             self._remove(first)
             self.ours = False
@@ -134,10 +136,10 @@ class Line:
         """Wait no more; `got`: it has the key."""
         with _lock[0]:
             member.gone = True
-            was_first = bool(self._members) and self._members[0] is member
+            behind = member in self._members and self._members[0] is not member
             self._remove(member)
             first = self.first()
-            if was_first and first is not None:
+            if not behind and first is not None:  # also if we were interrupted here before
                 self.ours = got
                 first.bell.ring()
 
@@ -158,7 +160,7 @@ class Line:
             first = self.first()
             if first is None or not first.content or first.claim():
                 return None
-            first.offer = Offer(first, first.flow + secrets.token_hex(16), tenure, clock.now())
+            first.offer = Offer(first, first.flow + secrets.token_hex(16), tenure, self._now())
             first.chosen = True
             return first.offer
 
@@ -188,11 +190,16 @@ class Trial:
 
     __slots__ = ("line", "member", "place")
 
-    def __init__(self, place: tuple[int, str]) -> None:
-        self.place = place
+    def __init__(self, database: object, key: str) -> None:
+        self.place = (id(database), key)
         self.line: Line | None = None
         self.member: Member | None = None
         """Keeps the flow's place in that line."""
+
+    def begin(self) -> None:
+        """Try to take the key for all of this process; unless somebody else does."""
+        with _lock[0]:
+            _ = _trials.setdefault(self.place, self)
 
     def end(self, *, got: bool) -> None:
         """It has, or has not, got the key; and does not wait for it."""
@@ -211,7 +218,7 @@ class Trial:
             if line is None or kept not in line._members:
                 return None
             line._members[line._members.index(kept)] = member
-            member.line, self.line = line, None
+            member.line, member.seen, self.line = line, line._now(), None
             return line
 
 
@@ -221,26 +228,27 @@ _trials: dict[tuple[int, str], Trial] = {}
 _lock = [threading.RLock()]
 
 
-def enter(database: object, key: str, member: Member) -> tuple[Line, bool]:
+def enter(database: Database, key: str, member: Member) -> tuple[Line, bool]:
     """Wait for a key behind those who do, and whoever tries to take it; the line, and whether it is a new one."""
     place = (id(database), key)  # whoever is in the line keeps the database alive
     with _lock[0]:
         line = _lines.get(place)
         new = line is None
         if line is None:
-            line = _lines[place] = Line(place)
+            line = Line(place, database.now)
             trial = _trials.get(place)
             if trial is not None:
                 trial.line, trial.member = line, Member({}, Bell())
                 line.add(trial.member)
         line.add(member)
+        _lines[place] = line  # only now: who is interrupted leaves no empty one
     return line, new
 
 
-def standing(database: object, key: str, member: Member) -> Line:
+def standing(database: Database, key: str, member: Member) -> Line:
     """The line in which a member stands; if it was put out of one, it comes again."""
     with _lock[0]:
-        member.seen = clock.now()
+        member.seen = database.now()
         if member.line is None or member not in member.line._members:
             return enter(database, key, member)[0]
         return member.line
@@ -255,16 +263,6 @@ def busy(database: object, key: str) -> bool:
 def line_for(database: object, key: str) -> Line | None:
     """The line for a key, if anybody waits for it in this process."""
     return _lines.get((id(database), key)) if _lines else None
-
-
-def begin(database: object, key: str) -> Trial | None:
-    """Try to take a key for all of this process; None if somebody else does."""
-    place = (id(database), key)
-    with _lock[0]:
-        if place in _trials:
-            return None
-        trial = _trials[place] = Trial(place)
-        return trial
 
 
 def freed(database: object, key: str, offer: Offer | None = None, *, known: bool = True) -> str:

@@ -122,7 +122,7 @@ def _bound(name: str) -> socket.socket | None:
 
 
 _mailboxes: list[Mailbox] = []
-_lock = [threading.Lock()]
+_lock = [threading.RLock()]  # a signal handler may take a lock
 
 
 def _after_fork_in_child() -> None:
@@ -130,7 +130,7 @@ def _after_fork_in_child() -> None:
         if box.socket is not None:
             box.socket.close()  # the parent's name stays the parent's
     _mailboxes.clear()
-    _lock[0] = threading.Lock()
+    _lock[0] = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):

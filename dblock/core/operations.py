@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from dblock.core import acquiring, lines, protocol, queue
 from dblock.core.base import BaseLock
-from dblock.core.errors import LockError, Reason
+from dblock.core.errors import LockError, LockStoreError, Reason, StaleSnapshot, StoreBusy
 from dblock.core.flows import Flow, current_flow
 from dblock.core.holds import Entry, Hold, Loss, entry_numbers
 from dblock.core.identity import celery_task_id
 from dblock.core.keeper import keeper
 from dblock.core.protocol import Database
-from dblock.core.steps import Steps
+from dblock.core.statements.base import Values
+from dblock.core.steps import Execute, Rows, Steps
 from dblock.core.tokens import Sequencer, Token, token_text
 from dblock.core.values import Grant, LockInfo, margin
 
 L = TypeVar("L", bound=BaseLock)
 
 
-def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Steps[LockInfo | bool | None]:
-    """True when acquired; else the holder that we saw last, if any."""
+def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Steps[LockInfo | StoreBusy | bool | None]:
+    """True when acquired; else the holder that we saw last, if any, or what kept us from looking."""
     if lock.forked_from is not None:
         raise lock._forked()
     store, flow, ttl = lock._store(), current_flow(), lock._ttl
@@ -48,65 +48,89 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
         "task": celery_task_id(),
         "fair": int(lock.options.fair),
     }
-    found = yield from acquiring.acquire(
-        database,
-        wish,
-        timeout,
-        functools.partial(keeper.attendant, store),
-        ours=keeper.holds(store, lock._key),
-        entangled=any(other.store is store and other.loss is None for other in flow.holds.values()),
-    )
-    if not isinstance(found, Grant):
-        return found
-    _ = _begin(lock, flow, found, entry, hold)
-    return True
+    found = None
+    try:
+        found = yield from acquiring.acquire(
+            database,
+            wish,
+            timeout,
+            functools.partial(keeper.attendant, store),
+            ours=keeper.holds(store, lock._key),
+            entangled=any(other.loss is None for other in flow.holds.values()),
+        )
+        if isinstance(found, Grant):
+            _ = _begin(lock, flow, found, entry, hold)
+            return True
+    except BaseException:
+        known = flow.holds.get(place)
+        # Interrupted when it was granted, and not held yet?
+        if isinstance(found, Grant) and (known is None or known.tenure != found.tenure):
+            yield from queue.give_back(database, lock._key, found.tenure.owner)
+        raise
+    return found
 
 
 def enter(lock: BaseLock) -> Steps[None]:
     hold = lock._hold()
-    if hold is not None and hold.entries[-1][:2] == (lock, "attach"):
+    if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:
         hold.entries[-1] = Entry(lock, "with", next(entry_numbers))
         return
     acquired = yield from acquire(lock, lock._timeout, "with")
-    if acquired is not True:
-        holder = acquired if isinstance(acquired, LockInfo) else None
-        raise lock._timed_out(holder)
+    if not isinstance(acquired, bool):
+        raise lock._timed_out(acquired) from (acquired if isinstance(acquired, StoreBusy) else None)
 
 
 def leave_block(lock: BaseLock) -> Steps[None]:
-    flow = current_flow()
-    if flow.detached:  # is the innermost block of this lock one whose hold was handed over?
-        hold = lock._hold()
-        handed = [entry for entry in flow.detached if entry.lock is lock]
-        open_ = [entry for entry in hold.entries if entry[:2] == (lock, "with")] if hold else []
-        if handed and (not open_ or handed[-1].number > open_[-1].number):
-            flow.detached.remove(handed[-1])
+    """Leave the innermost `with` of this very lock, whatever has become of its hold."""
+    entry = None
+    try:
+        flow = current_flow()
+        entry = _innermost(lock, flow)
+        if entry in flow.detached:  # its hold was handed over
+            flow.detached = [each for each in flow.detached if each is not entry]
             return
-    hold = lock._hold()
-    if hold is not None and not _inside(lock, hold):
-        for outer in hold.outers():
-            if _inside(lock, outer):  # the block's tenure ended, and another one began since
-                outer.entries.remove(next(entry for entry in outer.entries if entry[:2] == (lock, "with")))
-                raise lock._lost(outer)
-    yield from release(lock)
+        hold = lock._hold()
+        if entry is not None and hold is not None and entry not in hold.entries:
+            _leave_lost(lock, hold, entry)
+        yield from release(lock, entry)
+    except (GeneratorExit, LockError):
+        raise
+    except BaseException:  # interrupted: a block is left once
+        flow, hold = current_flow(), lock._hold()
+        entry = entry or _innermost(lock, flow)
+        flow.detached = [each for each in flow.detached if each is not entry]
+        if entry is not None and hold is not None and entry in hold.entries:
+            yield from release(lock, entry)
+        raise
 
 
-def release(lock: BaseLock) -> Steps[None]:
+def release(lock: BaseLock, entry: Entry | None = None) -> Steps[None]:
+    """Leave the hold by that entry; by default by the last one that is not a `with`, if there is such."""
     if lock.forked_from is not None:
         raise lock._forked()
     flow, hold = current_flow(), lock._own_hold("release")
     in_time = hold.remaining() > 0
     if not in_time:
         keeper.announce(hold)
-    hold.left = hold.entries.pop()
-    if not hold.entries and in_time and hold.left.lock._defers(hold):
+    left = entry or next((each for each in reversed(hold.entries) if each.kind != "with"), hold.entries[-1])
+    kept, through = hold.open_entries(but=left), left.lock or lock
+    if not kept and in_time and through._defers(hold):
+        hold.left, hold.entries = through, kept
         return
-    if not in_time and hold.grace:  # freeing the row would open the key before its time
-        if not hold.entries:
+    try:
+        if not kept:
             _forget(flow, hold)
-        released = False
-    else:
-        released = yield from _leave(lock, flow, hold)
+        hold.left, hold.entries = through, kept
+        if not in_time and hold.grace:  # freeing the row would open the key before its time
+            released = False
+        else:
+            released = yield from _leave(flow, hold)
+    except (GeneratorExit, LockError):
+        raise
+    except BaseException:
+        hold.entries = kept
+        yield from _leave_after_all(flow, hold)
+        raise
     if not (released and in_time):
         if not released:
             yield from _find_out(hold)
@@ -130,9 +154,11 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
                 database, [(hold.tenure, ttl + hold.grace)], database.now() + protocol.PATIENCE
             )
             grant = Grant(hold.tenure, sent, ttl) if alive is None else None
-    except BaseException:
+    except BaseException as error:
         hold.reset(min(before, ttl), hold.trusted_until)
         keeper.look()
+        if isinstance(error, LockStoreError) and hold.remaining() <= 0:
+            raise lock._lost(hold) from error
         raise
     if grant is None:
         yield from _find_out(hold)
@@ -150,14 +176,30 @@ def verify(lock: BaseLock) -> Steps[bool]:
     return True
 
 
-def guard(lock: BaseLock, pin: Callable[[Hold], bool]) -> Steps[None]:
-    """Pin the tenure with `pin`, which runs the statement in the caller's transaction; then see that it is ours."""
+def guarding(lock: BaseLock) -> Steps[tuple[Hold, Execute]]:
+    """The hold of this flow, and the statement that pins it in the transaction in which it is run."""
     lock.check()
-    hold = lock._hold()
-    if hold is not None and not pin(hold):
+    hold = cast("Hold", lock._hold())
+    store = hold.store
+    if store.pin is None:
+        store.pin = yield from protocol.pin(store.database)
+    known = {"key": hold.tenure.key, "fence": hold.tenure.fence, "life": hold.life}
+    return hold, Execute(store.pin, Values.of(store.pin, known))
+
+
+def guarded(lock: BaseLock, hold: Hold, pinned: Rows) -> Steps[None]:
+    """See that the hold is still ours, now that its statement `pin` has answered, and that its transaction sees it."""
+    if not pinned:
         yield from _find_out(hold)
         raise lock._lost(hold)
     _ = yield from verify(lock)
+    if not pinned[0][0]:
+        raise StaleSnapshot(
+            f"this transaction began to read before {lock._key!r} (fence {hold.tenure.fence}) was taken, so that it "
+            "does not see what was written until then: take the lock and then begin the transaction, or call guard() "
+            "before anything else in it, or use READ COMMITTED",
+            key=lock._key,
+        )
 
 
 def detach(lock: BaseLock) -> Steps[str]:
@@ -165,17 +207,20 @@ def detach(lock: BaseLock) -> Steps[str]:
         raise lock._forked()
     flow, hold = current_flow(), lock._own_hold("detach")
     lock.check()
-    if not (yield from protocol.detach(hold.store.database, hold.tenure, hold.ttl, hold.grace)):
+    database, count = hold.store.database, len(hold.entries) if hold.others is None else 0
+    if not (yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace, count=count, who=flow.who)):
         yield from _find_out(hold)
         raise lock._lost(hold)
-    entry = hold.entries.pop()
+    entry, kept = hold.entries[-1], hold.entries[:-1]
     hold.others = hold.others or 0
-    hold.tokens += bool(hold.entries)
+    hold.tokens += bool(kept)
     if entry.kind == "with":
-        flow.detached.append(entry)
-    if not hold.entries:
+        flow.detached = [*(each for each in flow.detached if each.lock is not None), entry]
+    if not kept:
         _forget(flow, hold)
-        _ = lines.freed(hold.store.database, hold.tenure.key)
+    hold.entries = kept
+    if not kept:
+        _ = lines.freed(database, hold.tenure.key)
     return token_text(Token(hold.tenure, hold.ttl, hold.grace, hold.min_hold))
 
 
@@ -189,24 +234,27 @@ def attach(lock: L, token: Token) -> Steps[L]:
     grant, count = attached
     hold = flow.holds.get((store, lock._key))
     if hold is not None and hold.tenure == tenure and hold.lengthen(grant):
-        hold.entries.append(entry)
+        hold.others = count - len(hold.entries) - 1
+        hold.entries = [*hold.entries, entry]
     else:
         if hold is not None:
             _ = hold.lose(Loss(Reason.EXPIRED))
-        hold = _begin(lock, flow, grant, entry, hold)
-    hold.others = count - len(hold.entries)
+        hold = _begin(lock, flow, grant, entry, hold, others=count - 1)
     if hold.remaining() <= 0:  # the answer came too late to be of use
-        _ = hold.entries.pop()
-        _ = yield from _leave(lock, flow, hold)
+        kept = hold.entries[:-1]
+        if not kept:
+            _forget(flow, hold)
+        hold.entries = kept
+        _ = yield from _leave(flow, hold)
         raise lock._lost(hold)
     return lock
 
 
 def check_sequencer(lock: BaseLock, fence: int) -> Steps[Sequencer]:
     info = yield from inspect(lock)
-    if info is None or info.fence != fence or info.state != "held":
+    if info is None or info.fence != fence or info.state != "held" or not info.owner:  # nobody's, during `min_hold`
         taken = info is not None and info.fence != fence
-        given_back = info is not None and info.owner is None
+        given_back = info is not None and not info.owner
         why = Reason.GONE if info is None else Reason.TAKEN_OVER if taken else Reason.EXPIRED
         loss = Loss(Reason.FREED if given_back and not taken else why)
         raise lock._lost_tenure(fence, loss)
@@ -240,24 +288,41 @@ def finish(flow: Flow, hold: Hold) -> Steps[None]:
     """The transaction that kept a hold has ended: give it back, unless its flow has entered it again."""
     hold.deferred = False
     if not hold.entries:
-        lock = BaseLock(hold.tenure.key)
-        released = yield from _leave(lock, flow, hold)
+        try:
+            _forget(flow, hold)
+            released = yield from _leave(flow, hold)
+        except (GeneratorExit, LockError):
+            raise
+        except BaseException:
+            yield from _leave_after_all(flow, hold)
+            raise
         # In SQLite a rollback takes back a take that was part of the transaction: nothing was lost.
         if not released and hold.store.database.dialect.name != "sqlite":
             yield from _find_out(hold)
 
 
-def _begin(lock: BaseLock, flow: Flow, grant: Grant, entry: Entry, outer: Hold | None) -> Hold:
+def _begin(
+    lock: BaseLock, flow: Flow, grant: Grant, entry: Entry, outer: Hold | None, *, others: int | None = None
+) -> Hold:
     """The flow holds a tenure from now on."""
     store = lock._store()
-    hold = Hold(store, flow.ref, grant, entry, outer if outer and outer.entries else None)
+    hold = Hold(store, flow.ref, grant, entry, outer if outer and outer.open_entries() else None)
+    hold.others = others
     if store.asynchronous:
         hold.loop = sys.modules["asyncio"].get_running_loop()
     if not store.renewable:
         hold.renewing = False
-    flow.holds[store, lock._key] = hold
-    lock._opened(hold)
-    keeper.add(hold)
+    for over in list(flow.holds.values()) if flow.holds else ():
+        if over.loss is not None and not over.wanted:  # nobody has left it, and nobody will
+            _forget(flow, over)
+    try:
+        lock._opened(hold)
+        keeper.add(hold)
+        flow.holds[store, lock._key] = hold  # last: no signal handler runs between this and our return
+    except BaseException:
+        keeper.discard(hold)
+        hold.entries = []
+        raise
     return hold
 
 
@@ -270,33 +335,35 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
         if attached is None or not hold.lengthen(attached[0]):
             return False
         hold.others = attached[1] - len(hold.entries) - 1
-        hold.entries.append(entry)
+        hold.entries = [*hold.entries, entry]
         return True
-    count = len(hold.entries)
+    kept = hold.open_entries()
     try:
-        grant = yield from protocol.reenter(database, hold.tenure, count, ttl, hold.grace)
+        grant = yield from protocol.reenter(database, hold.tenure, len(kept), ttl, hold.grace)
+        if grant is None:
+            return False
+        if hold.lengthen(grant):
+            keeper.add(hold)  # it may have been given up
+            hold.entries = [*kept, entry]  # no signal handler runs between this and our return
+            return True
     except (GeneratorExit, LockError):
         raise
     except BaseException:  # interrupted: the row's count goes back to ours
-        if count:  # an open transaction that keeps it counts as one, before and after
-            _ = yield from queue.release(database, hold.tenure, count + 1)
+        if kept:  # an open transaction that keeps it counts as one, before and after
+            _ = yield from queue.release(database, hold.tenure, len(kept) + 1)
         raise
-    if grant is None:
-        return False
-    if not hold.lengthen(grant):  # the answer came too late to be of use
-        _ = yield from queue.release(database, hold.tenure, count + 1)
-        return False
-    hold.entries.append(entry)
-    return True
+    _ = yield from queue.release(database, hold.tenure, len(kept) + 1)  # the answer came too late to be of use
+    return False
 
 
-def _leave(lock: BaseLock, flow: Flow, hold: Hold) -> Steps[bool]:
-    """Tell the database that the innermost entry was left; False if the tenure was over before."""
+def _leave(flow: Flow, hold: Hold) -> Steps[bool]:
+    """Tell the database that an entry was left; False if the tenure was over before.
+
+    The last one's hold has been forgotten: whatever becomes of the statement, this flow holds the key no more. Whoever
+    begins to wait from now on is not left waiting for us; whoever did before, we see.
+    """
     if hold.entries:
         return (yield from _lower(flow, hold))
-    # Forgotten before the statement is sent: whatever becomes of it, this flow holds the key no more. Whoever begins to
-    # wait from now on is not left waiting for us; whoever did before, we see.
-    _forget(flow, hold)
     database, tenure = hold.store.database, hold.tenure
     if hold.others is None and not hold.min_hold:
         return (yield from queue.pass_on(database, tenure, hold.ticket, hold.turns))
@@ -311,17 +378,25 @@ def _lower(flow: Flow, hold: Hold) -> Steps[bool]:
     database, entered = hold.store.database, len(hold.entries)
     if hold.tokens and not entered and (yield from _unused(flow, hold)):
         # It is left to the bearer of a token, who has one more ttl.
-        return (yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace))
+        count = 0 if hold.others else 1
+        return (yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace, count=count, who=flow.who))
     alone = hold.others is None
     if not alone or (hold.min_hold and not entered):
         return (yield from queue.leave(database, hold.tenure, hold.min_hold, alone=alone))
-    try:
-        return (yield from queue.release(database, hold.tenure, entered + 1, hold.ticket))
-    except (GeneratorExit, LockError):
-        raise
-    except BaseException:  # interrupted: once more, since sending it twice is harmless
+    return (yield from queue.release(database, hold.tenure, entered + 1, hold.ticket))
+
+
+def _leave_after_all(flow: Flow, hold: Hold) -> Steps[None]:
+    """Interrupted while an entry was being left: it is left, where sending that twice is harmless."""
+    database, entered = hold.store.database, len(hold.entries)
+    if not entered:
+        _forget(flow, hold)
+    if hold.others is not None or (hold.grace and hold.remaining() <= 0):
+        return  # it ends with its lease
+    if hold.min_hold and not entered:
+        _ = yield from queue.leave(database, hold.tenure, hold.min_hold, alone=True)
+    else:
         _ = yield from queue.release(database, hold.tenure, entered + 1)
-        raise
 
 
 def _find_out(hold: Hold) -> Steps[None]:
@@ -344,18 +419,35 @@ def _unused(flow: Flow, hold: Hold) -> Steps[bool]:
     return (who.host, who.pid, who.thread) == (flow.who["host"], flow.who["pid"], flow.who["thread"])
 
 
-def _inside(lock: BaseLock, hold: Hold) -> bool:
-    """Is a `with` of this very lock one of those that the hold was entered by?"""
-    return any(entry[:2] == (lock, "with") for entry in hold.entries)
+def _leave_lost(lock: BaseLock, hold: Hold, entry: Entry) -> None:
+    """The block's tenure ended, and another one began since: raise LockLost."""
+    for outer in hold.outers():
+        if entry in outer.entries:
+            outer.entries = [each for each in outer.entries if each is not entry]
+            raise lock._lost(outer)
+
+
+def _innermost(lock: BaseLock, flow: Flow) -> Entry | None:
+    """The `with` of this very lock that was entered last."""
+    found, hold = None, lock._hold()
+    while hold is not None:
+        for entry in hold.entries:
+            if entry.is_block(lock) and (found is None or entry.number > found.number):
+                found = entry
+        hold = hold.outer
+    for entry in flow.detached:
+        if entry.is_block(lock) and (found is None or entry.number > found.number):
+            found = entry
+    return found
 
 
 def _forget(flow: Flow, hold: Hold) -> None:
     keeper.discard(hold)
     place = (hold.store, hold.tenure.key)
     if flow.holds.get(place) is hold:
-        outer = next((each for each in hold.outers() if each.entries), None)
+        outer = next((each for each in hold.outers() if each.open_entries()), None)
         if outer is None:
-            del flow.holds[place]
+            _ = flow.holds.pop(place, None)
         else:
             flow.holds[place] = outer
 

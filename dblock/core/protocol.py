@@ -41,7 +41,9 @@ has the key then, and nobody gets it either.
 Who counts: the one flow that holds a tenure knows its count and sets it, so that a statement may be sent twice. Once a
 token has been handed out (`detach`) several processes may hold it, and each adds and subtracts. After a lost answer an
 addition may then have happened twice and a subtraction is not repeated: the count is at most too high, and the key free
-at the end of the lease instead of at the last release.
+at the end of the lease instead of at the last release. The first `detach` sets the count, too; it takes no effect once
+the row shows that somebody else has attached, so that one which arrives late does not take that one's entry away.
+(Which is left: one that was cut off and arrives after its own flow has attached again, takes that entry away.)
 
 What may be lost: the database may crash right after its reply. Losing a take, an extend or a re-entry would let two in,
 so they commit durably before the caller hears of them; losing a release or a deletion leaves a key taken until its
@@ -69,17 +71,22 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from dblock.core import clock
-from dblock.core.errors import Reason, StoreBusy, StoreConflict, StoreLocked, StoreUnanswered
+from dblock.core.errors import LockStoreError, Reason, StoreBusy, StoreConflict, StoreLocked, StoreUnanswered
+from dblock.core.journal import warn
 from dblock.core.statements.base import Dialect, Statement
 from dblock.core.steps import Parameters, Rows, Steps, execute, sleep
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
 
 PATIENCE: Final = 5.0
 """Seconds for which a statement is sent again after conflicts and broken connections, before the error goes out."""
+NOBODY: Final[Parameters] = {"host": "", "pid": 0, "thread": ""}
+
+WORTH: Final = 0.03
+"""Seconds without which it is not worth while to send a statement again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +150,18 @@ def verify(database: Database, tenure: Tenure) -> Steps[bool]:
     return _shows(info, tenure)
 
 
+def pin(database: Database) -> Steps[Statement]:
+    """The statement `pin` as sessions of the caller's are to run it, whatever table they mean by `locks`."""
+    statement, locate = database.dialect.pin, database.dialect.locate
+    if locate is None:
+        return statement
+    _, rows = yield from send(database, locate, {}, database.now() + PATIENCE, resend=True)
+    table, galera = rows[0]
+    if galera:
+        warn("this is a Galera cluster, and guard() holds on one node only: let one node take all guarded writes")
+    return replace(statement, sql=statement.sql.format(locks=table))
+
+
 def extend(database: Database, tenure: Tenure, ttl: float, grace: float = 0.0) -> Steps[Grant | None]:
     """Let the lease end `ttl` seconds from now; None if the tenure is over."""
     parameters: Parameters = {**tenure._asdict(), "ttl": ttl, "life": ttl + grace}
@@ -165,14 +184,16 @@ def renew(
     """Let each of many leases last its number of seconds more; when that was sent, and which are alive (None: all).
 
     One round trip, a second one only if some tenure is over. `until` is the local time after which conflicts are not
-    tried again. Raises StoreBusy at once if a stranger has locked one of the rows.
+    tried again; an answer is of use for as long as the longest of the leases. Raises StoreBusy at once if a stranger
+    has locked one of the rows.
     """
     due = [{**tenure._asdict(), "life": life} for tenure, life in leases]
     parameters: Parameters = {"leases": json.dumps(due, ensure_ascii=False)}
-    sent, rows = yield from send(database, database.dialect.renew, parameters, until, resend=True)
+    answer = database.now() + max(life for _, life in leases)
+    sent, rows = yield from send(database, database.dialect.renew, parameters, until, resend=True, answer=answer)
     if len(rows) == len(leases):
         return sent, None
-    _, rows = yield from send(database, database.dialect.alive, parameters, until, resend=True)
+    _, rows = yield from send(database, database.dialect.alive, parameters, until, resend=True, answer=answer)
     return sent, {Tenure(key, owner, int(fence)) for key, owner, fence in rows}
 
 
@@ -199,17 +220,34 @@ def attach(
     return (Grant(tenure, sent, ttl), int(rows[0][0])) if rows else None
 
 
-def detach(database: Database, tenure: Tenure, ttl: float, grace: float) -> Steps[bool]:
+def detach(
+    database: Database, tenure: Tenure, ttl: float, grace: float, *, count: int = 0, who: Parameters = NOBODY
+) -> Steps[bool]:
     """Leave a tenure to the bearer of its token; False if it is over.
 
-    A lost answer counts as a success: whether or not it happened, the tenure lives on.
+    `count` is that of the flow `who` if nobody else counts, and 0 if others do: then it is not sent again after a lost
+    answer, and the count may stay one too high.
     """
-    parameters: Parameters = {**tenure._asdict(), "life": ttl + grace}
+    parameters: Parameters = {**who, **tenure._asdict(), "life": ttl + grace}
+    statement, until = database.dialect.detach, database.now() + PATIENCE
     try:
-        _, rows = yield from send(database, database.dialect.detach, parameters, database.now() + PATIENCE)
+        if count:
+            _, rows = yield from send(database, statement, {**parameters, "count": count}, until)
+            if rows:
+                return True
+            count = 0  # somebody has attached, or it is over
+        _, rows = yield from send(database, statement, {**parameters, "count": 0}, until)
+        return bool(rows)
     except StoreUnanswered:
+        if count:
+            _, rows = yield from send(database, statement, {**parameters, "count": count}, until, resend=True)
+            if rows:
+                return True
+    try:
+        _, alive = yield from renew(database, [(tenure, ttl + grace)], until)
+    except LockStoreError:
         return True
-    return bool(rows)
+    return alive is None
 
 
 def leave(database: Database, tenure: Tenure, min_hold: float, *, alone: bool) -> Steps[int | None]:
@@ -224,6 +262,8 @@ def leave(database: Database, tenure: Tenure, min_hold: float, *, alone: bool) -
     except StoreUnanswered:
         if not alone:
             return 0
+        if until - database.now() < WORTH:
+            raise
         _, rows = yield from send(database, database.dialect.leave, parameters, until, resend=True)
         return int(rows[0][0]) if rows else 0
     return int(rows[0][0]) if rows else None
@@ -240,6 +280,8 @@ def release(database: Database, tenure: Tenure, count: int) -> Steps[int | None]
     try:
         _, rows = yield from send(database, database.dialect.release, parameters, until)
     except StoreUnanswered:
+        if until - database.now() < WORTH:
+            raise
         _, rows = yield from send(database, database.dialect.release, parameters, until, resend=True)
         return int(rows[0][0]) if rows else 0
     return int(rows[0][0]) if rows else None
@@ -272,17 +314,25 @@ def _tidy(database: Database, find: Statement, delete: Statement, name: str, ret
 
 
 def send(
-    database: Database, statement: Statement, parameters: Parameters, until: float, *, resend: bool = False
+    database: Database,
+    statement: Statement,
+    parameters: Parameters,
+    until: float,
+    *,
+    resend: bool = False,
+    answer: float | None = None,
 ) -> Steps[tuple[float, Rows]]:
     """Execute, again after conflicts until the local time `until`; the local time of the last sending, and the rows.
 
-    With `resend` also after broken connections: only for statements that may be executed twice.
+    With `resend` also after broken connections: only for statements that may be executed twice. `answer` is the local
+    time until which an answer is waited for, `until` by default.
     """
     growing: Iterator[float] | None = None
+    failure: LockStoreError | None = None
     while True:
         sent = database.now()
         try:
-            return sent, (yield from execute(statement, parameters))
+            return sent, (yield from execute(statement, parameters, until if answer is None else answer))
         except StoreConflict as conflict:
             dialect, queue = database.dialect, database.dialect.queue
             skipped = (dialect.take, dialect.create, dialect.reap, queue.grant, queue.relay, queue.forget)
@@ -294,16 +344,18 @@ def send(
                     raise  # the caller tries without the row that is locked
                 if statement in skipped:
                     return sent, []  # somebody is taking it, or pins it
-        except StoreUnanswered:
+            latest: LockStoreError = conflict
+        except StoreUnanswered as unanswered:
             if not resend:
                 raise
+            latest = unanswered
+        if not isinstance(failure, StoreBusy):  # which explains why the last one may have come too late
+            failure = latest
+        left = until - database.now() - WORTH
+        if left <= 0:
+            raise failure
         growing = growing or pauses()
-        pause = next(growing)
-        if database.now() + pause >= until:
-            # One last time, and let its error out.
-            sent = database.now()
-            return sent, (yield from execute(statement, parameters))
-        yield from sleep(pause)
+        yield from sleep(min(next(growing), left))
 
 
 def _shows(info: LockInfo | None, tenure: Tenure) -> bool:

@@ -24,7 +24,8 @@ follows.) `clear` acts only while `last_ticket` is what was read before.
 
 Whoever dies in the middle: a releaser between release and grant leaves a free key with different numbers; each waiter
 that looks grants it, to the first of the queue and not to itself. A waiter that was granted the key and died loses it
-with its place, because until it accepts the tenure's lease is its place. All that died together end together.
+with its place at the latest, because until it accepts the tenure's lease ends with that. All that died together end
+together.
 
 A waiter that was passed over (its process was frozen, its place ended) finds `served_ticket` at or above its ticket, or
 its row gone, and joins anew. A message or a bell only says "look": whatever it says, the waiter asks the database, and
@@ -55,7 +56,7 @@ from typing import Any, Final, NamedTuple
 from dblock.core import bells, lines, protocol
 from dblock.core.bells import Bell
 from dblock.core.errors import LockDeadlock, LockStoreError, LockTimeout, StoreUnanswered
-from dblock.core.flows import FLOW
+from dblock.core.flows import FLOW, current_flow
 from dblock.core.lines import Line, Member, Offer
 from dblock.core.loopback import mailbox
 from dblock.core.protocol import PATIENCE, Database
@@ -77,7 +78,7 @@ class View(NamedTuple):
     mine: bool
     """Has the key been granted to it?"""
     remaining: float
-    """Seconds until the holder's lease ends; 0 or less if nobody holds the key."""
+    """Seconds until the holder's lease ends; 0 or less if nobody holds the key: for how long nobody has."""
     first: int
     """The first ticket that was not served."""
     last: int
@@ -99,7 +100,8 @@ def join(database: Database, wish: Parameters, until: float) -> Steps[tuple[int,
         return None
     ticket, *seen = rows[0]
     if seen:
-        return ticket, View(False, seen[0], seen[1], ticket, 1, True)
+        remaining, first, ahead = seen
+        return ticket, View(False, remaining, first, ticket, ahead, True)
     yield from announce(database, str(wish["key"]), ticket, until)
     return ticket, None
 
@@ -141,7 +143,7 @@ def grant(database: Database, key: str, first: int, tenure: Tenure | None = None
 
 
 def _call(database: Database, key: str, ticket: int, channel: str | None = None, called: object = None) -> Steps[None]:
-    """Tell the waiter with that ticket to look, if the database has not called its process."""
+    """Tell the waiter with that ticket, or else the next one, to look, if the database has not called its process."""
     queue = database.dialect.queue
     if called is not None or bells.ring(key, ticket):
         return
@@ -149,8 +151,10 @@ def _call(database: Database, key: str, ticket: int, channel: str | None = None,
         if channel is None:
             asked: Parameters = {"key": key, "ticket": ticket}
             _, rows = yield from protocol.send(database, queue.channel, asked, database.now() + HURRY, resend=True)
-            channel = rows[0][0] if rows else ""
-        if channel and not mailbox().ring(channel, key, ticket) and queue.call is not None:
+            ticket, channel = rows[0] if rows else (ticket, "")
+        if bells.ring(key, ticket) or not channel or mailbox().ring(channel, key, ticket):
+            return
+        if queue.call is not None:
             parameters: Parameters = {"key": key, "ticket": ticket, "channel": channel}
             _ = yield from protocol.send(database, queue.call, parameters, database.now() + HURRY, resend=True)
 
@@ -178,7 +182,10 @@ def deadlock(database: Database, owner: str, until: float) -> Steps[LockDeadlock
     """The circle of flows that the waiter `owner` is the youngest of, if there is one.
 
     A flow waits for one key at a time, so there is one way to follow: from a waiter to the holder of its key, and to
-    what that one waits for. What is held by the bearer of a token counts for nobody: the row says who that is.
+    what that one waits for. What is held by the bearer of a token counts for nobody: the row says who that is; nor does
+    what this flow has lost, which ends by itself. Engines and aliases of a database do not matter: a flow that took the
+    key through another one waits for itself. Two keys may have given out one ticket in the same tick of the clock: then
+    the tokens decide.
     """
     _, rows = yield from protocol.send(database, database.dialect.queue.waits, {}, until, resend=True)
     waits = {(row[0][:FLOW], *row[3:6]): row for row in rows}
@@ -187,12 +194,16 @@ def deadlock(database: Database, owner: str, until: float) -> Steps[LockDeadlock
     while row is not None and row not in chain:
         chain.append(row)
         row = waits.get((row[6][:FLOW], *row[7:10]))
-    if row is None or row[0] != owner or any(other[2] > row[2] for other in chain):
+    if row is None or row[0] != owner or any((other[2], other[0]) > (row[2], row[0]) for other in chain):
+        return None
+    if not any(hold.tenure.owner == chain[-1][6] and hold.loss is None for hold in current_flow().holds.values()):
         return None
     cycle = tuple((str(each[1]), f"{each[3]} pid {each[4]}, {each[5]}") for each in chain)
     holders = [who for _, who in (*cycle[1:], cycle[0])]
     story = ", who ".join(f"waits for {key!r}, which {who} holds" for (key, _), who in zip(cycle, holders, strict=True))
     advice = "who came last gives way: leave all of its locks, and begin again"
+    if len(chain) == 1:
+        advice = "it took that lock through another engine or alias of the database: enter it again through the same"
     return LockDeadlock(f"deadlock: {holders[-1]} {story}; {advice}", key=cycle[0][0], cycle=cycle)
 
 
@@ -214,8 +225,8 @@ def beat(database: Database, owners: Sequence[str], until: float) -> Steps[None]
 def hand_over(database: Database, key: str, first: int = 0) -> Steps[bool]:
     """Give a key that nobody holds to the first of those who wait for it; False if it is free for anybody.
 
-    `first` is the first ticket that was not served, 0 if not known. What goes wrong here is left to the waiters, who
-    look for themselves.
+    `first` is the first ticket that was not served, 0 if not known. What goes wrong here is left to the waiters: the
+    first of them is called, and goes on trying.
     """
     try:
         for _ in range(2):  # somebody may leave, and somebody come, between two statements
@@ -232,6 +243,7 @@ def hand_over(database: Database, key: str, first: int = 0) -> Steps[bool]:
                 _ = yield from protocol.send(database, database.dialect.queue.clear, parameters, until, resend=True)
                 return False
             first = view.first
+        yield from _call(database, key, first)
     except LockStoreError:
         return True
     return True
@@ -304,6 +316,8 @@ def give_back(database: Database, key: str, owner: str, patience: float = PATIEN
     """
     try:
         for pause in (0.0, 0.05):
+            if pause > patience:
+                return
             if pause:
                 yield from sleep(pause)
             info = yield from protocol.inspect(database, key, database.now() + patience)

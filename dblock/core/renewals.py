@@ -5,7 +5,6 @@ Rule: it fails softly. What could not be renewed is tried again, by the keeper's
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -143,8 +142,6 @@ class Renewer(threading.Thread):
             finally:
                 self.done += 1
                 del batch
-        with contextlib.suppress(Exception):
-            self.store.end_thread()
 
 
 async def quietly(work: Coroutine[Any, Any, None]) -> None:

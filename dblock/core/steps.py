@@ -9,6 +9,7 @@ dataclass costs several times as much to make.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +26,8 @@ class Execute(NamedTuple):
 
     statement: Statement
     parameters: Parameters
+    until: float = math.inf
+    """The local time after which its answer is of no more use; whoever runs it gives up then."""
 
 
 class Sleep(NamedTuple):
@@ -44,9 +47,9 @@ Step = Execute | Sleep | Wait
 Steps = Generator[Step, Any, T]
 
 
-def execute(statement: Statement, parameters: Parameters) -> Steps[Rows]:
-    """The rows that `statement` answers with; raises what the executor raises."""
-    rows: Rows = yield Execute(statement, parameters)
+def execute(statement: Statement, parameters: Parameters, until: float = math.inf) -> Steps[Rows]:
+    """The rows that `statement` answers with until that local time; raises what the executor raises."""
+    rows: Rows = yield Execute(statement, parameters, until)
     return rows
 
 

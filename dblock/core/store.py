@@ -1,4 +1,7 @@
-"""What the executors of both faces share: a driver's error becomes one of ours, in one place.
+"""What the stores of both faces share.
+
+A statement runs on a connection of the lock's own and is answered within a bound, and a driver's error becomes one of
+ours, in one place.
 
 Rule: an error that leaves here says what it means for the protocol by its class, and has the driver's error as its
 cause.
@@ -6,35 +9,183 @@ cause.
 
 from __future__ import annotations
 
-from dblock.core.errors import LockStoreError, StoreBusy, StoreConflict, StoreLocked, StoreUnanswered
-from dblock.core.statements.base import Failure
-from dblock.core.steps import Execute
+import math
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from dblock.core.deadlines import deadlines
+from dblock.core.errors import (
+    LockError,
+    LockStoreError,
+    StaleSnapshot,
+    StoreBusy,
+    StoreConflict,
+    StoreLocked,
+    StoreUnanswered,
+)
+from dblock.core.pool import PooledConnection
+from dblock.core.protocol import Database
+from dblock.core.statements.base import Failure, Statement, perform
+from dblock.core.steps import Execute, Rows
+
+ANSWER: Final = 5.0
+"""Seconds in which any statement is answered; then its connection is cut."""
+KEEPING_ANSWER: Final = 2.0
+"""The same for those that keep or give back what is held, which may be sent again over another connection."""
+LEAST: Final = 0.005
+"""Seconds that a statement has even if its answer is already late."""
+SQLITE_BUSY: Final = 250
+"""Milliseconds that a statement waits for another writer on SQLite; then the protocol tries again."""
 
 
-def store_error(
-    failure: Failure, error: BaseException, step: Execute, *, create_table: str, place: str
-) -> LockStoreError:
+class ConnectionSource(Protocol):
+    """Where the connections for statements come from."""
+
+    def take(self, until: float, *, keeps: bool) -> PooledConnection:
+        """One for a statement; StoreConflict if there is none until that local time."""
+        ...
+
+    def give(self, connection: PooledConnection) -> None:
+        """The statement has succeeded."""
+        ...
+
+    def give_after_error(self, connection: PooledConnection) -> None:
+        """It was refused."""
+        ...
+
+    def drop(self, connection: PooledConnection) -> None:
+        """What became of it is not known."""
+        ...
+
+
+class BaseStore:
+    """A database, and the connections of the lock to it."""
+
+    database: Database
+    pin: Statement | None = None
+    """The statement `pin` as sessions of the caller's are to run it, once somebody has asked for it."""
+    asynchronous = False
+    _source: ConnectionSource
+    _place: str
+    """Which database it is, for people."""
+    _create_table: str
+    """What makes the table."""
+    _paramstyle: str
+    _errors: tuple[type[BaseException], ...]
+    """The driver's."""
+    _connect_errors: tuple[type[BaseException], ...]
+
+    def execute(self, step: Execute) -> Rows:
+        """Run the statement in this thread (or greenlet)."""
+        keeps, now = step.statement.keeps, self.database.now()
+        until = now + max(LEAST, min(step.until - now, KEEPING_ANSWER if keeps else ANSWER))
+        try:
+            connection = self._source.take(until, keeps=keeps)
+        except StoreConflict as error:
+            raise StoreConflict(f"{self._place}: {error}", key=_key(step)) from None
+        except self._connect_errors as error:
+            raise unreachable(error, place=self._place) from (error.__cause__ or error)
+        answered = self._watch(connection, until)
+        try:
+            if connection.busy_timeout:
+                _bound_sqlite(connection, until - now)
+            rows = self._perform(connection, step)
+        except self._errors as error:
+            failure = self.database.dialect.classify(error)
+            if not answered():
+                self._source.drop(connection)
+                raise late(step, until - now, place=self._place) from error
+            (self._source.drop if failure in _SPENT else self._source.give_after_error)(connection)
+            if failure is Failure.DUPLICATE:
+                return []
+            raise self.error(error, step) from error
+        except UnicodeError:
+            _ = answered()
+            self._source.give_after_error(connection)
+            raise unstorable(place=self._place) from None
+        except BaseException:  # interrupted half-way through an answer
+            _ = answered()
+            self._source.drop(connection)
+            raise
+        if answered():
+            self._source.give(connection)
+        else:
+            self._source.drop(connection)
+        return rows
+
+    def error(self, error: BaseException, step: Execute) -> LockError:
+        """What a driver's error means."""
+        failure = self.database.dialect.classify(error)
+        return store_error(failure, error, step, create_table=self._create_table, place=self._place)
+
+    def _watch(self, connection: PooledConnection, until: float) -> Callable[[], bool]:
+        """Cut the connection at that local time, unless the function that this returns has been called: False then."""
+        if connection.wire < 0:
+            return _always
+        deadlines.watch(connection, until)
+        return lambda: deadlines.answered(connection)
+
+    def _perform(self, connection: PooledConnection, step: Execute) -> Rows:
+        if connection.prepared is not None:
+            return connection.prepared(step)
+        cursor = connection.raw.cursor()
+        try:
+            return perform(cursor, step.statement, step.parameters, self._paramstyle)
+        finally:
+            cursor.close()
+
+
+def _bound_sqlite(connection: PooledConnection, seconds: float) -> None:
+    """Let a statement wait for other writers for half of what is left, so that there is time to see who has the key."""
+    milliseconds = max(1, min(SQLITE_BUSY, math.ceil(seconds * 500)))
+    if milliseconds != connection.busy_timeout:
+        cursor = connection.raw.cursor()
+        cursor.execute(f"PRAGMA busy_timeout = {milliseconds}")
+        cursor.close()
+        connection.busy_timeout = milliseconds
+
+
+def _always() -> bool:
+    return True
+
+
+_SPENT: Final = frozenset({Failure.LOST, Failure.READ_ONLY})
+"""After these the connection is of no more use: the server is gone, or another one takes the writes now."""
+
+
+def store_error(failure: Failure, error: BaseException, step: Execute, *, create_table: str, place: str) -> LockError:
     """The error to raise from the driver's `error` of `step`, which means `failure`.
 
     `create_table` says what makes the missing table, `place` which database it is.
     """
-    key = step.parameters.get("key")
-    key = None if key is None else str(key)
+    key = _key(step)
     if failure is Failure.NO_TABLE:
         tables = "`locks` or no table `lock_waiters`" if "lock_waiters" in step.statement.sql else "`locks`"
         return LockStoreError(f"{place} has no table {tables}: {create_table}", key=key)
-    what = f"{step.statement.name} {key!r}" if key else step.statement.name
+    what = _what(step)
     detail = f"{type(error).__name__}: {str(error).strip()}"
-    if failure is Failure.CONFLICT:
-        return StoreConflict(f"{place} kept refusing to {what}: {detail}", key=key)
-    if failure is Failure.LOCKED:
-        hint = "somebody's transaction, your own perhaps, has been writing all the time"
-        return StoreLocked(f"{place} kept refusing to {what}: {detail}; {hint}", key=key)
-    if failure is Failure.BUSY:
-        return StoreBusy(f"another transaction keeps {place} from {what}: {detail}", key=key)
-    if failure is Failure.LOST:
-        return StoreUnanswered(f"{place} did not answer when asked to {what}: {detail}", key=key)
-    return LockStoreError(f"{place} refused to {what}: {detail}", key=key)
+    kind: type[LockError]
+    match failure:
+        case Failure.CONFLICT | Failure.READ_ONLY:
+            kind, text = StoreConflict, f"{place} kept refusing to {what}: {detail}"
+        case Failure.LOCKED:
+            hint = "somebody's transaction, your own perhaps, has been writing all the time"
+            kind, text = StoreLocked, f"{place} kept refusing to {what}: {detail}; {hint}"
+        case Failure.BUSY:
+            kind, text = StoreBusy, f"another transaction keeps {place} from {what}: {detail}"
+        case Failure.STALE:
+            hint = "the transaction has read what others have changed since: take the lock, and then begin it"
+            kind, text = StaleSnapshot, f"{place} refused to {what}: {detail}; {hint}"
+        case Failure.LOST:
+            kind, text = StoreUnanswered, f"{place} did not answer when asked to {what}: {detail}"
+        case _:
+            kind, text = LockStoreError, f"{place} refused to {what}: {detail}"
+    return kind(text, key=key)
+
+
+def late(step: Execute, seconds: float, *, place: str) -> StoreUnanswered:
+    """The error for a statement that was not answered in time."""
+    return StoreUnanswered(f"{place} did not answer within {seconds:.2g} s when asked to {_what(step)}", key=_key(step))
 
 
 def unstorable(*, place: str) -> LockStoreError:
@@ -47,3 +198,13 @@ def unstorable(*, place: str) -> LockStoreError:
 def unreachable(error: BaseException, *, place: str) -> StoreConflict:
     """The error for a connection that could not be opened: nothing was sent."""
     return StoreConflict(f"cannot connect to {place}: {type(error).__name__}: {str(error).strip()}")
+
+
+def _key(step: Execute) -> str | None:
+    key: Any = step.parameters.get("key")
+    return None if key is None else str(key)
+
+
+def _what(step: Execute) -> str:
+    key = _key(step)
+    return f"{step.statement.name} {key!r}" if key else step.statement.name

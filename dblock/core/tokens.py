@@ -2,7 +2,8 @@
 
 A *token* hands a tenure over: whoever bears it can hold the key, so it contains the owner's secret of 128 random bits.
 A *sequencer* only proves one: key, mode and fence, for a service that is to act on behalf of the holder (Burrows, "The
-Chubby lock service for loosely-coupled distributed systems", OSDI 2006, section 2.4). It is no secret.
+Chubby lock service for loosely-coupled distributed systems", OSDI 2006, section 2.4). It is no secret: it proves that
+this tenure is alive, not that the holder sent it. Whoever knows a key and its fence can write one.
 
 Rule: whatever cannot have been made here is refused before any I/O.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from dblock.core.errors import InvalidKey, InvalidToken
@@ -47,15 +49,14 @@ def token_text(token: Token) -> str:
 
 
 def valid_token(text: object) -> Token:
-    """What `token_text` made; InvalidToken otherwise."""
-    try:
+    """What `token_text` made; InvalidToken otherwise, which neither quotes it nor refers to it: it may be a secret."""
+    with suppress(InvalidKey, TypeError, ValueError):
         key, owner, fence, ttl, grace, min_hold = _unpacked(text, _TOKEN)
         if not (isinstance(owner, str) and _OWNER.fullmatch(owner)):
             raise _Malformed
         tenure = Tenure(valid_key(key), owner, _fence(fence))
         return Token(tenure, valid_ttl(ttl), valid_span(grace, "grace", ""), valid_span(min_hold, "min_hold", ""))
-    except (InvalidKey, TypeError, ValueError):
-        raise InvalidToken("this is not a token made by detach()") from None  # not quoted: it may be a secret
+    raise InvalidToken("this is not a token made by detach()")
 
 
 def valid_sequencer(text: object) -> Sequencer:

@@ -16,8 +16,9 @@ from dblock.core.errors import InvalidKey
 KEY_LENGTH: Final = 255
 TEXT_LENGTH: Final = 255
 
-TTL_MIN: Final = 0.01
-"""Seconds: SQLite's clock ticks in milliseconds, which the margin of a tenth of the ttl must cover."""
+TTL_MIN: Final = 0.02
+"""Seconds: SQLite cuts the present to a millisecond and rounds the ttl to one, so that a lease may end 1.5 ms early,
+which the margin of a tenth of the ttl must cover."""
 TTL_MAX: Final = 10 * 366 * 86400.0
 """Seconds (ten years), far from where any of the databases' timestamps overflow."""
 
@@ -187,7 +188,7 @@ class LockInfo:
 
     def masked(self) -> LockInfo:
         """The same without the owner's token, which is nobody else's business."""
-        return self if self.owner is None else replace(self, owner="***")
+        return replace(self, owner="***") if self.owner else self
 
     @property
     def state(self) -> Literal["held", "expired", "free"]:

@@ -15,10 +15,10 @@ from typing import Any, Final, Literal, Protocol
 
 from dblock.core import bells, lines, queue
 from dblock.core.bells import Bell
-from dblock.core.errors import LockStoreError, StoreBusy, StoreUnanswered
+from dblock.core.errors import LockStoreError, StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.flows import new_owner
 from dblock.core.lines import DOUBT, Line, Member, Offer, Trial
-from dblock.core.protocol import PATIENCE, Database, extend, inspect, pauses
+from dblock.core.protocol import PATIENCE, WORTH, Database, extend, inspect, pauses
 from dblock.core.queue import View, give_back
 from dblock.core.steps import Steps, sleep, wait
 from dblock.core.values import Grant, LockInfo, Tenure
@@ -29,14 +29,16 @@ SELDOM: Final = 1.0
 """Seconds between two looks of any waiter that nobody can call, at most."""
 FALLBACK: Final = 2.0
 """Seconds between two looks of a waiter that will be called."""
+APART: Final = 0.02
+"""Seconds between two neighbours' looks when a holder's lease has ended: the first of them sees to it for all."""
 UNPINNED: Final = 0.1
 """Seconds between two tries to have a free key granted, at most."""
 HOPE: Final = 0.1
 """Seconds for which the first of a line waits to be handed the key before it stands in the queue."""
 SUSPICION: Final = 0.5
 """Seconds between two looks for a deadlock, of a waiter that holds other keys."""
-HASTE: Final = 0.05
-"""Seconds for which a waiter whose time is up tries to leave in order; its place ends by itself."""
+HASTE: Final = WORTH
+"""Seconds after its time is up for which a waiter tries to leave in order; its place ends by itself."""
 
 
 class Attendant(Protocol):
@@ -106,7 +108,7 @@ class Waiter:
     wish: dict[str, Any]
     deadline: float
     until: float
-    """The local time after which errors of the database are not tried again."""
+    """The local time after which no statement is of use."""
     attendant: Attendant
     entangled: bool
     beat: float = 0.0
@@ -116,11 +118,14 @@ class Waiter:
     bell: Bell = field(default_factory=Bell)
     member: Member | None = None
     """What it is in the line of its process."""
+    holder: LockInfo | None = None
+    """Whom it found holding the key before it began to wait."""
 
     def wait(self, holder: LockInfo | None, trial: Trial | None) -> Steps[Grant | LockInfo | Literal[Outcome.GONE]]:
         """A grant, or the row as it was at the deadline; or GONE. `holder` is whom we saw when our trial had failed."""
         yield from wait(0.0, self.bell)  # refused where it could not end well, before anybody counts on us
         database, key, member = self.database, self.wish["key"], Member(self.wish, self.bell)
+        self.holder = holder
         try:
             line = self.attendant.enter(key, member, trial) if self.wish["fair"] and not self.entangled else None
             if line is None:
@@ -133,16 +138,19 @@ class Waiter:
             if found is None:
                 self.member = member
                 found = yield from self.stand()
+            (member.line or line).leave(member, got=isinstance(found, Grant))
+            if not isinstance(found, Grant):  # from now on nobody grants us anything
+                found = (yield from self._late(member)) or found
+            if isinstance(found, Grant):
+                self.wish["owner"] = found.tenure.owner
         except BaseException as error:
             if member.line is not None:
                 member.line.leave(member, got=False)
             if member.claim() and not isinstance(error, GeneratorExit):
-                patience = HASTE if isinstance(error, LockStoreError) else PATIENCE
+                patience = self._left() if isinstance(error, LockStoreError) else PATIENCE
                 yield from give_back(database, key, member.claim(), patience)
             raise
-        (member.line or line).leave(member, got=isinstance(found, Grant))
-        # From now on nobody grants us anything.
-        return found if isinstance(found, Grant) else (yield from self._late(member)) or found
+        return found
 
     def _behind(self, member: Member) -> Steps[Grant | LockInfo | Literal[Outcome.GONE] | None]:
         """Wait in a line to be handed the key; None when it is for us to stand in the queue."""
@@ -183,7 +191,7 @@ class Waiter:
         if line.holder is None:
             line.asking = True
             try:
-                line.holder = yield from inspect(self.database, self.wish["key"], self.until)
+                line.holder = yield from self._last_look()
             finally:
                 line.asking = False
         return line.holder
@@ -221,33 +229,32 @@ class Waiter:
                 found = yield from self._keep_place()
             except StoreBusy:  # a stranger's transaction has locked what we need to write; reading is possible
                 if self.database.now() >= self.deadline:
-                    return (yield from inspect(self.database, self.wish["key"], self.until)) or Outcome.GONE
-                yield from sleep(next(growing))
-                continue
+                    return (yield from self._last_look()) or Outcome.GONE
             except StoreUnanswered:
-                if self.database.now() >= self.until:
+                if self.until - self.database.now() < WORTH:
                     raise
-                yield from sleep(next(growing))
+            else:
+                if found is not Outcome.LOST:
+                    return found
                 continue
-            if found is not Outcome.LOST:
-                return found
+            yield from sleep(min(next(growing), max(self.deadline - self.database.now(), 0.0)))
 
     def _keep_place(self) -> Steps[Grant | LockInfo | Outcome]:
         """One place, from joining the queue to leaving it, whatever happens."""
         database, key, owner = self.database, self.wish["key"], self.wish["owner"]
         ticket = 0
         try:
-            joined = yield from queue.join(database, self.wish, min(self.until, self.deadline))
+            joined = yield from queue.join(database, self.wish, self.until)
             if joined is None:
                 return Outcome.GONE
             ticket, view = joined
             bells.hang(key, ticket, self.bell)
             found = yield from self._await_turn(ticket, view, alone=not self.attendant.keep(owner, self.bell))
             if not isinstance(found, Grant):
-                yield from queue.quit_queue(database, owner, HASTE)
+                yield from queue.quit_queue(database, owner, self._left())
                 if found is not None:
                     return found
-                info = yield from inspect(database, key, self.until)
+                info = yield from self._last_look()
                 if info is None or info.owner != owner:
                     return info or Outcome.GONE
                 # our turn came as we were leaving
@@ -260,18 +267,37 @@ class Waiter:
         except GeneratorExit:
             raise
         except LockStoreError:  # we have tried for long enough
-            yield from queue.quit_queue(database, owner, HASTE)
-            yield from give_back(database, key, owner, HASTE)
+            yield from queue.quit_queue(database, owner, self._left())
+            yield from give_back(database, key, owner, self._left())
             raise
-        except BaseException:
+        except BaseException:  # what we may have been granted is given back by whoever began the attempt
             yield from queue.quit_queue(database, owner)
-            yield from give_back(database, key, owner)
             raise
         else:
             return Outcome.LOST
         finally:
-            bells.take_down(key, ticket, self.bell)
-            self.attendant.leave(owner)
+            try:
+                self._wait_no_more(ticket)
+            except BaseException:  # interrupted
+                self._wait_no_more(ticket)
+                raise
+
+    def _wait_no_more(self, ticket: int) -> None:
+        bells.take_down(self.wish["key"], ticket, self.bell)
+        self.attendant.leave(self.wish["owner"])
+
+    def _last_look(self) -> Steps[LockInfo | None]:
+        """The row when our time is up, or as we saw it last; StoreBusy if the database has never said it."""
+        try:
+            return (yield from inspect(self.database, self.wish["key"], self.until))
+        except (StoreConflict, StoreUnanswered) as error:
+            if self.holder is not None:
+                return self.holder
+            raise StoreBusy(f"the time was up before the database had said who holds it: {error}") from error
+
+    def _left(self) -> float:
+        """Seconds for leaving in order."""
+        return min(queue.HURRY, max(self.until - self.database.now(), 0.0))
 
     def _await_turn(self, ticket: int, view: View | None, *, alone: bool) -> Steps[Grant | Outcome | None]:
         """A grant; LOST or GONE; or None when the time is up.
@@ -304,7 +330,8 @@ class Waiter:
             self.attendant.listen()
             called = self.attendant.called and self.attendant.channel == self.wish["channel"]
             pause = _until_next_look(view, FALLBACK if called else min(_often(view, now() - since), SELDOM))
-            if view.remaining > 0:
+            pause = min(pause, self.wish["ttl"] / 2)  # what we are granted lasts no longer before we accept it
+            if _due(view) > 0:
                 growing = pauses(longest=UNPINNED)
             else:  # if nobody gets it, a transaction pins it, and that may last
                 _ = yield from queue.grant(database, key, view.first)
@@ -347,7 +374,12 @@ def _often(view: View, unchanged: float) -> float:
     return min(max(unchanged / 20, OFTEN), SELDOM / 10) * (view.ahead + 1)
 
 
+def _due(view: View) -> float:
+    """Seconds until it is for us to have a key granted that nobody holds: each leaves that to those before it first."""
+    return view.remaining + view.ahead * APART
+
+
 def _until_next_look(view: View, pause: float) -> float:
-    """With jitter, and not beyond the end of the holder's lease."""
+    """With jitter, and not beyond the time when a lease that ended is for us to see to."""
     pause *= random.uniform(0.75, 1.25)  # noqa: S311 - jitter, not a secret
-    return min(pause, view.remaining) if view.remaining > 0 else pause
+    return min(pause, _due(view)) if _due(view) > 0 else pause

@@ -33,7 +33,7 @@ class Migration(migrations.Migration):
                     "lock_key",
                     dblock.models.ExactCharField(max_length=255, primary_key=True, serialize=False, verbose_name="key"),
                 ),
-                ("owner", dblock.models.ExactCharField(editable=False, max_length=64, null=True, verbose_name="owner")),  # type: ignore[misc]
+                ("owner", dblock.models.OwnerField(editable=False, max_length=64, null=True, verbose_name="owner")),  # type: ignore[misc]
                 ("fence", models.BigIntegerField(verbose_name="fence")),
                 ("count", models.IntegerField(verbose_name="count")),
                 ("ttl", models.FloatField(verbose_name="time to live")),
@@ -55,7 +55,7 @@ class Migration(migrations.Migration):
             fields=[
                 (
                     "owner",
-                    dblock.models.ExactCharField(
+                    dblock.models.OwnerField(
                         editable=False, max_length=64, primary_key=True, serialize=False, verbose_name="owner"
                     ),
                 ),

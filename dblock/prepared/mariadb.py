@@ -11,29 +11,34 @@ else in hexadecimal.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from functools import lru_cache
 from typing import Any
 
 from dblock.core.statements.base import Reply, Statement, perform, rendered
 from dblock.core.steps import Execute, Rows
 
+OFTEN = 5
+"""How often a statement is used on a connection before it is prepared, which takes a round trip."""
 _UNKNOWN = 1243
 _TOO_MANY = 1461
+_FOR_MYSQL = re.compile(r"/\*!80017.*?\*/", re.DOTALL)
 _PLAIN = re.compile(r"[ -&(-\[\]-~]*")
 """Printable ASCII but for the quote and the backslash."""
 
 
 class Prepared:
-    """Runs statements on one connection, preparing each that changes something at its first use."""
+    """Runs statements on one connection, preparing those that change something when they are used often."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._known: dict[str, tuple[str, ...]] = {}
+        self._uses: Counter[str] = Counter()
         self._room = True
 
     def execute(self, step: Execute) -> Rows:
         """Run one statement."""
-        statement, parameters = step
+        statement, parameters, _ = step
         order = None if statement.reply is Reply.ROWS else self._known.get(statement.sql) or self._prepare(statement)
         connection = self._connection
         if order is None:
@@ -52,9 +57,11 @@ class Prepared:
         return [(connection.insert_id(),)] if changed == 1 else []
 
     def _prepare(self, statement: Statement) -> tuple[str, ...] | None:
-        if not self._room:
+        self._uses[statement.sql] += 1
+        if not self._room or self._uses[statement.sql] < OFTEN:
             return None
-        text, order = rendered(statement.sql, "qmark")
+        # What is for MySQL alone is a comment here, and its parameters none.
+        text, order = rendered(_FOR_MYSQL.sub("", statement.sql), "qmark")
         assert order is not None  # noqa: S101 - the style has no names
         try:
             self._connection.query(f"PREPARE dblock_{statement.name} FROM {_literal(text)}")

@@ -1,18 +1,19 @@
-"""Prepared statements on a psycopg connection.
+"""Statements on a psycopg connection, prepared when they are used often.
 
 A cursor adapts parameters and results of any type; for the lock's dozen of texts and numbers that costs more processor
 time than all the rest of a take. This is the same exchange on psycopg's own libpq layer (`psycopg.pq`), waiting as its
 cursors wait, so that Ctrl-C and cancellation work as ever.
 
-Rule: only in autocommit mode. PgBouncer and its like make up the key data that they greet clients with, so that the
-process id in it is not the one that the session itself tells. A statement's name carries a digest of its text and never
-stands for another.
+Rule: only in autocommit mode. Behind a pooler nothing is prepared (see `dblock.sessions`). A statement's name carries a
+digest of its text and never stands for another.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Generator
+from functools import cache
 from typing import Any
 
 from psycopg import errors, generators, pq
@@ -22,15 +23,20 @@ from dblock.core.steps import Execute, Rows
 
 _READERS = {20: int, 21: int, 23: int, 701: float}
 """How to read the text of int8, int2, int4 and float8; the rest is text."""
+OFTEN = 5
+"""How often a statement is used on a connection before it is prepared, which takes a round trip, as psycopg does it."""
 _OK = {pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK}
 
 
 class Prepared:
-    """Runs statements on one connection, preparing each at its first use."""
+    """Runs statements on one connection."""
 
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, connection: Any, *, prepare: bool) -> None:
         self._connection = connection
-        self._known: dict[str, tuple[bytes, bytes, tuple[str, ...]]] = {}
+        self._prepare = prepare
+        self._known: dict[str, tuple[bytes, tuple[str, ...]]] = {}
+        """Names and parameters of those that are prepared."""
+        self._uses: Counter[str] = Counter()
 
     def execute(self, step: Execute) -> Rows:
         """Run one statement on a Connection."""
@@ -45,17 +51,21 @@ class Prepared:
         return rows
 
     def _exchange(self, step: Execute) -> Generator[Any, Any, Rows]:
-        statement, parameters = step
+        statement, parameters, _ = step
         pgconn = self._connection.pgconn
         known = self._known.get(statement.sql)
         if known is None:
-            known = _named(statement)
-            pgconn.send_prepare(known[0], known[1])
-            _ = _checked((yield from generators.execute(pgconn)))
-            self._known[statement.sql] = known
-        name, _, order = known
-        values = [str(parameters[key]).encode() for key in order]
-        pgconn.send_query_prepared(name, values)
+            name, text, order = _named(statement)
+            self._uses[statement.sql] += 1
+            if self._prepare and self._uses[statement.sql] >= OFTEN:
+                pgconn.send_prepare(name, text)
+                _ = _checked((yield from generators.execute(pgconn)))
+                known = self._known[statement.sql] = name, order
+        if known is None:
+            pgconn.send_query_params(text, [str(parameters[key]).encode() for key in order])
+        else:
+            name, order = known
+            pgconn.send_query_prepared(name, [str(parameters[key]).encode() for key in order])
         try:
             result = _checked((yield from generators.execute(pgconn)))
         except errors.InvalidSqlStatementName:  # somebody sent DISCARD or DEALLOCATE: nothing was executed
@@ -73,15 +83,13 @@ class Prepared:
         ]
 
 
-def prepared_for(connection: Any, backend_pid: int) -> Prepared | None:
-    """A runner for a psycopg connection whose session says that it is `backend_pid`; None where it must not be."""
-    return Prepared(connection) if _is_direct(connection.pgconn, backend_pid) else None
+def prepared_for(connection: Any, *, prepare: bool) -> Prepared | None:
+    """A runner for a psycopg connection, where it can be; `prepare`: the connection is wired to one session."""
+    utf8 = connection.pgconn.parameter_status(b"client_encoding") == b"UTF8"
+    return Prepared(connection, prepare=prepare) if utf8 else None
 
 
-def _is_direct(pgconn: Any, backend_pid: int) -> bool:
-    return bool(pgconn.backend_pid == backend_pid and pgconn.parameter_status(b"client_encoding") == b"UTF8")
-
-
+@cache
 def _named(statement: Statement) -> tuple[bytes, bytes, tuple[str, ...]]:
     text, order = rendered(statement.sql, "numeric_dollar")
     assert order is not None  # noqa: S101 - the style has no names

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from sqlalchemy import create_engine
@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS
-from tests.conftest import ALIASES, run, url
+from tests.conftest import ALIASES, INNODB, run, url
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,28 @@ MATRIX = tuple(
         for database, drivers in {
             "sqlite": ("aiosqlite",),
             "postgresql": ("psycopg", "asyncpg"),
-            "mariadb": ("aiomysql", "asyncmy"),
+            **dict.fromkeys(INNODB, ("aiomysql", "asyncmy")),
         }.items()
         for driver in drivers
     ]
 )
+
+
+class Twin(Subject):
+    """The same database through another engine or alias."""
+
+    def lock(self, key: str, **options: Any) -> Any:
+        if self.variant == "django":
+            from dblock import db_lock
+
+            return db_lock(key, using=f"{ALIASES[self.database]}_twin", **options)
+        return super().lock(key, **options)
+
+
+@cache
+def twin(subject: Subject) -> Twin:
+    """The twin of a subject, which keeps its engine."""
+    return Twin(subject.variant, subject.face, subject.database, subject.driver)
 
 
 class Actor:

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from dblock.core.errors import InvalidToken, LockLost, LockNotHeld, LockTimeout, Reason, StoreConflict
-from dblock.core.steps import Execute, Rows
-from tests.contract.subjects import MATRIX, Actor, Subject
+from dblock.core.flows import current_flow
+from dblock.core.steps import Execute, Rows, execute
+from dblock.core.tokens import Token, token_text
+from tests.contract.subjects import MATRIX, Actor, Subject, Twin, twin
 
 ASYNCHRONOUS = [subject for subject in MATRIX if subject.face == "async"]
 STEAL = "UPDATE locks SET owner = 'stranger', fence = fence + 5, host = 'elsewhere' WHERE lock_key = :key"
@@ -30,7 +32,8 @@ def attach(subject: Subject, token: Any, **options: Any) -> Any:
         from dblock import db_lock
         from tests.conftest import ALIASES
 
-        return getattr(db_lock, subject.method("attach"))(token, using=ALIASES[subject.database], **options)
+        alias = ALIASES[subject.database] + ("_twin" if isinstance(subject, Twin) else "")
+        return getattr(db_lock, subject.method("attach"))(token, using=alias, **options)
     from sqlalchemy_dblock import attach as sqlalchemy_attach
 
     return sqlalchemy_attach(subject.engine, token, **options)
@@ -538,6 +541,59 @@ def test_a_tenure_can_be_shared(subject: Subject, actor: Actor, other: Actor) ->
         other.call(rival, "release")
 
 
+def test_a_bearer_is_counted_by_whoever_hands_over(subject: Subject, actor: Actor, other: Actor) -> None:
+    """A flow that takes itself for the only one sets no count once the row shows that somebody else has attached."""
+    lock = subject.lock("k", ttl=30)
+    for entered in (1, 2):
+        for _ in range(entered):
+            actor.call(lock, "acquire")
+        hold = actor.do(lambda: current_flow().holds[lock._store(), "k"])
+        bearers = [other.do(partial(attach, subject, token_text(Token(hold.tenure, 30, 0, 0)))) for _ in range(2)]
+        assert hold.others is None
+        assert subject.row("k")["count"] == entered + 2
+        _ = actor.call(lock, "detach")
+        assert subject.row("k")["count"] == entered + 1
+        for bearer in bearers:
+            other.call(bearer, "release")
+        for _ in range(entered - 1):
+            actor.call(lock, "release")
+        assert subject.row("k")["owner"] is None
+
+
+def test_a_hand_over_that_arrives_late_takes_no_entry_away(subject: Subject, actor: Actor, other: Actor) -> None:
+    """It was cut off and sent again; by the time the first one arrives the bearer has attached."""
+    lock = subject.lock("k", ttl=30)
+    actor.call(lock, "acquire")
+    actor.call(lock, "acquire")
+    tenure = actor.do(lambda: current_flow().holds[lock._store(), "k"].tenure)
+    late: dict[str, Any] = {**actor.do(lambda: current_flow().who), **tenure._asdict(), "life": 30.0, "count": 2}
+    token = actor.call(lock, "detach")
+    taken = other.do(partial(attach, subject, token))
+    drive = lock._drive if subject.face == "sync" else lock._adrive
+    assert actor.do(lambda: drive(execute(subject.protocol.dialect.detach, late))) == []
+    assert subject.row("k")["count"] == 2
+    actor.call(lock, "release")
+    other.call(taken, "release")
+    assert subject.row("k")["owner"] is None
+
+
+def test_a_bearer_of_the_same_flow_is_counted_too(subject: Subject, actor: Actor) -> None:
+    """Which attached through another engine or alias: the row's count tells, though not who that was."""
+    lock, rival = subject.lock("k", ttl=30), subject.lock("k")
+    actor.call(lock, "acquire")
+    actor.call(lock, "acquire")
+    token = actor.call(lock, "detach")
+    bearer = actor.do(partial(attach, twin(subject), token))
+    actor.call(bearer, "acquire")
+    actor.call(lock, "release")
+    assert subject.row("k")["count"] == 2
+    actor.call(bearer, "release")
+    assert actor.call(bearer, "verify")
+    assert actor.call(rival, "acquire", blocking=False) is False
+    actor.call(bearer, "release")
+    assert subject.row("k")["owner"] is None
+
+
 def test_a_token_can_be_used_twice(subject: Subject, actor: Actor, other: Actor) -> None:
     """Both bearers hold the tenure; re-entry by one of them counts too."""
     lock = subject.lock("k", ttl=30)
@@ -721,11 +777,91 @@ def test_a_sequencer_proves_a_tenure(subject: Subject, actor: Actor, other: Acto
         other.do(lambda: check_sequencer(subject, ended))
     with pytest.raises(LockLost):
         actor.call(short, "release")
+    kept = subject.lock("kept", ttl=30, min_hold=30)
+    actor.call(kept, "acquire")
+    given_back = actor.get(kept, "sequencer")
+    assert other.do(lambda: check_sequencer(subject, given_back)).key == "kept"
+    actor.call(kept, "release")
+    assert other.call(kept, "locked") is True  # the key is closed, but nobody's
+    with pytest.raises(LockLost) as caught:
+        other.do(lambda: check_sequencer(subject, given_back))
+    assert caught.value.reason is Reason.FREED
     prefix = sequencer.split(".")[0]
     forged = base64.urlsafe_b64encode(json.dumps(["k", "shared", 1]).encode()).decode().rstrip("=")
     for bad in ("", "x", prefix, f"{prefix}.", sequencer[:-5], f"{prefix}.{forged}", None, 5, sequencer.encode()):
         with pytest.raises(InvalidToken):
             other.do(partial(check_sequencer, subject, bad))
+
+
+# -- blocks whose leaving was interrupted
+
+
+def enter_and_forget(subject: Subject, key: str, **options: Any) -> Any:
+    """What is left of a `with` that was interrupted on its way out: nobody has its lock object any more."""
+    if subject.face == "sync":
+        subject.lock(key, **options).__enter__()
+        return None
+
+    async def enter() -> None:
+        await subject.lock(key, **options).__aenter__()
+
+    return enter()
+
+
+def test_a_block_that_nobody_can_leave_ends_with_its_lease(
+    subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is renewed no more, and one warning names the key; inside another block it ends with that one."""
+    actor.within(subject.lock("outer"), lambda: enter_and_forget(subject, "outer"))
+    assert subject.row("outer")["owner"] is None
+    actor.do(lambda: enter_and_forget(subject, "k", ttl=0.5))
+    assert other.call(subject.lock("k"), "acquire", timeout=1.5)
+    assert caplog.text.count("a `with` on 'k' was interrupted") == 1
+    assert "'outer'" not in caplog.text
+    other.call(subject.lock("k"), "release")
+    assert actor.get(subject.lock("k"), "state") in {"lost", None}
+
+
+def test_what_can_still_be_left_is_renewed(subject: Subject, actor: Actor) -> None:
+    """A block of a generator that is suspended, an acquire by an object of the moment, what its flow enters again."""
+    ttl, done = 0.5, list[Any]()
+
+    def suspend() -> Any:
+        if subject.face == "sync":
+
+            def body() -> Any:
+                with subject.lock("suspended", ttl=ttl):
+                    yield
+
+            done.append(body())
+            return next(done[0])
+
+        async def abody() -> Any:
+            async with subject.lock("suspended", ttl=ttl):
+                yield
+
+        done.append(abody())
+        return done[0].__anext__()
+
+    actor.do(suspend)
+    actor.call(subject.lock("acquired", ttl=ttl), "acquire")
+    actor.do(lambda: enter_and_forget(subject, "entered again", ttl=ttl))
+    actor.within(subject.lock("entered again", ttl=ttl), lambda: pause(subject, 3 * ttl))
+    assert subject.row("entered again")["owner"] is None
+    actor.call(subject.lock("acquired"), "verify")
+    actor.call(subject.lock("suspended"), "verify")
+    actor.call(subject.lock("acquired"), "release")
+    actor.do(done[0].close if subject.face == "sync" else done[0].aclose)
+    assert subject.row("suspended")["owner"] is None
+
+
+def test_release_leaves_what_was_acquired(subject: Subject, actor: Actor) -> None:
+    """And not a block that nobody can leave any more, which ends by itself."""
+    lock = subject.lock("k", ttl=0.5)
+    actor.call(lock, "acquire")
+    actor.do(lambda: enter_and_forget(subject, "k", ttl=0.5))
+    actor.call(lock, "release")
+    assert subject.row("k")["owner"] is None
 
 
 # -- interrupt=True

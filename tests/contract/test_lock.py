@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from dblock.core.errors import InvalidKey, LockError, LockLost, LockNotHeld, LockTimeout
+from dblock.core.values import TTL_MIN
 from tests.contract.subjects import Actor, Subject
 
 
@@ -43,6 +45,23 @@ def test_times_in_the_row_are_utc(subject: Subject, actor: Actor) -> None:
         actor.call(lock, "release")
         actor.call(lock, "release")
         assert abs((_moment(subject.row("k")["expires_at"]) - now).total_seconds()) < 5
+
+
+def test_a_lease_ends_no_earlier_than_the_trust_in_it(subject: Subject, actor: Actor) -> None:
+    """By the database's own clock, which may tick in milliseconds, however short the lease."""
+    for step in range(40):
+        lock = subject.lock("k", ttl=TTL_MIN + step * 0.000_013, renew=False, timeout=60)
+
+        def until(lock: Any = lock) -> float:
+            return time.time() + float(lock.remaining)
+
+        if not actor.call(lock, "acquire"):
+            continue
+        trusted = actor.do(until)
+        if actor.get(lock, "state") == "held":
+            assert _moment(subject.row("k")["expires_at"]).timestamp() >= trusted - 0.000_1
+        with suppress(LockLost):
+            actor.call(lock, "release")
 
 
 def test_the_state_is_that_of_the_calling_flow(subject: Subject, actor: Actor, other: Actor) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from dblock.core import lines, queue
-from dblock.core.errors import LockDeadlock
-from tests.contract.subjects import Actor, Subject
+from dblock.core import bells, lines, queue, waiting
+from dblock.core.errors import LockDeadlock, LockLost
+from dblock.core.steps import Execute, Rows
+from tests.contract.subjects import Actor, Subject, twin
 from tests.contract.test_lease import attach
-from tests.faults.lab import until
+from tests.faults.lab import remaining, until
 
 
 def waiters(subject: Subject) -> int:
@@ -40,18 +41,24 @@ def lined_up(subject: Subject) -> int:
     return 0 if line is None else len(line._members)
 
 
-def stranger(subject: Subject, ticket: int, seconds: float, name: str = "s") -> None:
+LATER = {
+    "postgresql": "clock_timestamp() + make_interval(secs => :seconds)",
+    "mysql": "UTC_TIMESTAMP(6) + INTERVAL ROUND(:seconds * 1000000) MICROSECOND",
+    "sqlite": "strftime('%Y-%m-%d %H\\:%M\\:%f000', 'now', printf('+%.3f seconds', :seconds))",
+}
+LATER["mariadb"] = LATER["mysql"]
+"""So many seconds from now, by the database's clock."""
+
+
+def stranger(subject: Subject, ticket: int, seconds: float, name: str = "s", ttl: float = 30) -> None:
     """Put a waiter into the queue that nobody is behind, as a killed process leaves it, for so many seconds."""
-    later = {
-        "postgresql": "clock_timestamp() + make_interval(secs => :seconds)",
-        "mariadb": "UTC_TIMESTAMP(6) + INTERVAL ROUND(:seconds * 1000000) MICROSECOND",
-        "sqlite": "strftime('%Y-%m-%d %H\\:%M\\:%f000', 'now', printf('+%.3f seconds', :seconds))",
-    }[subject.database]
+    later = LATER[subject.protocol.dialect.name]
     subject.run(
         "INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id,"
         " channel, joined_at, expires_at)"
-        f" VALUES (:name, 'k', :ticket, 30, '', 'h', 1, '', '', '', '', {later}, {later})",
+        f" VALUES (:name, 'k', :ticket, :ttl, '', 'h', 1, '', '', '', '', {later}, {later})",
         name=name,
+        ttl=ttl,
         ticket=ticket,
         seconds=seconds,
     )
@@ -162,6 +169,73 @@ def test_a_dead_heir_loses_the_key_with_its_place(subject: Subject, actor: Actor
     other.call(lock, "release")
 
 
+@pytest.mark.parametrize("fair", [True, False])
+def test_a_lease_is_no_longer_than_was_asked_for(subject: Subject, actor: Actor, other: Actor, fair: bool) -> None:
+    """From the first moment of a tenure that came through the queue: not as long as the place there."""
+    holder = subject.lock("k")
+    actor.call(holder, "acquire")
+    lock, waiting = wait_for(subject, other, ttl=1, renew=False, fair=fair)
+    actor.call(holder, "release")
+    assert waiting.result(30) is True
+    assert 0 < remaining(subject) < 1.01
+    stranger(subject, 2**62, 600, ttl=1)
+    subject.run("UPDATE locks SET last_ticket = :ticket", ticket=2**62)
+    other.call(lock, "release")
+    assert subject.row("k")["owner"] == "s", "granted, and not accepted"
+    assert 0 < remaining(subject) < 1.01
+
+
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks by himself, unless a lease ends."""
+    for name in ("FALLBACK", "SELDOM"):
+        monkeypatch.setattr(waiting, name, 3600.0)
+    monkeypatch.setattr(waiting, "_often", lambda *_: 3600.0)
+
+
+def test_no_herd_when_a_lease_ends(
+    subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first waiter looks and has the key granted; the others look later, each after those before it, and that is
+    all."""
+    short_waits(monkeypatch)
+    monkeypatch.setattr(waiting, "APART", 0.2)
+    holder = subject.lock("k", ttl=60, renew=False)
+    actor.call(holder, "acquire")
+    waits = [(other, *wait_for(subject, other, fair=False)) for other in actors(7)]  # each as if in another process
+    queued = [owner for (owner,) in subject.run("SELECT owner FROM lock_waiters ORDER BY ticket")]
+    sent = listen_in(subject, monkeypatch)
+    subject.run(f"UPDATE locks SET expires_at = {LATER[subject.database]}", seconds=4)
+    bells.ring_all()
+    assert until(lambda: {owner for name, owner in sent if name == "look"} == set(queued))
+    assert not any(got.done() for _, _, got in waits)
+    sent.clear()
+    assert waits[0][2].result(30) is True
+    assert until(lambda: {owner for name, owner in sent if name == "look"} == set(queued))
+    names = [name for name, _ in sent]
+    assert list(dict.fromkeys(owner for name, owner in sent if name == "look")) == queued
+    assert names.count("grant") == 1
+    assert names.count("look") <= 2 * len(queued)  # a clock may be a millisecond fast
+    for other, lock, got in waits:
+        assert got.result(30) is True
+        other.call(lock, "release")
+
+
+def listen_in(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """The statements that the subject has sent from now on, each with the owner token that it names."""
+    sent = list[tuple[str, Any]]()
+    store = type(subject.lock("k")._store())
+    execute: Callable[[Any, Execute], Rows] = store.execute
+
+    def executing(self: Any, step: Execute) -> Rows:
+        try:
+            return execute(self, step)
+        finally:
+            sent.append((step.statement.name, step.parameters.get("owner")))
+
+    monkeypatch.setattr(store, "execute", executing)
+    return sent
+
+
 def test_a_lease_that_ends_moves_the_queue(subject: Subject, actor: Actor, other: Actor) -> None:
     """The holder is gone without a word: the first waiter has the key when the lease ends."""
     holder = subject.lock("k", ttl=0.6, renew=False)
@@ -195,6 +269,8 @@ def test_a_row_deleted_under_its_waiters(subject: Subject, actor: Actor, other: 
     assert waiting.result(10) is True
     other.call(lock, "release")
     assert waiters(subject) == 0
+    with pytest.raises(LockLost):
+        actor.call(holder, "release")
 
 
 def test_a_circle_is_broken_by_its_youngest(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
@@ -204,6 +280,9 @@ def test_a_circle_is_broken_by_its_youngest(subject: Subject, actors: Callable[[
     keys = "abc"
     for flow, actor in enumerate(crowd):
         actor.call(locks[flow, keys[flow]], "acquire")
+    for n, key in enumerate("bca"):  # else two that join within one tick of the clock draw the same ticket
+        sql = "UPDATE locks SET last_ticket = :ahead, served_ticket = :ahead WHERE lock_key = :key"
+        subject.run(sql, ahead=2**61 + n, key=key)
     waits = list[Future[bool]]()
     for flow, actor in enumerate(crowd):
         waits.append(actor.start(getattr(locks[flow, keys[(flow + 1) % 3]], subject.method("acquire"))))
@@ -227,6 +306,31 @@ def test_a_circle_is_broken_by_its_youngest(subject: Subject, actors: Callable[[
     assert waits[0].result(20) is True
     crowd[0].call(locks[0, "b"], "release")
     crowd[0].call(locks[0, "a"], "release")
+
+
+def test_a_circle_over_two_engines_or_aliases(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Of one database: each holds a key through one and waits through the other."""
+    a, b = subject.lock("a"), twin(subject).lock("b")
+    actor.call(a, "acquire")
+    other.call(b, "acquire")
+    first = actor.start(getattr(twin(subject).lock("b", timeout=9), subject.method("acquire")))
+    assert until(lambda: waiters(subject) == 1)
+    with pytest.raises(LockDeadlock) as caught:
+        other.call(subject.lock("a", timeout=9), "acquire")
+    assert [key for key, _ in caught.value.cycle] == ["a", "b"]
+    other.call(b, "release")
+    assert first.result(30) is True
+
+
+def test_who_waits_for_itself_is_told(subject: Subject, actor: Actor) -> None:
+    """It holds the key through another engine or alias, where it could enter again; a try just fails."""
+    actor.call(subject.lock("k"), "acquire")
+    lock = twin(subject).lock("k", timeout=9)
+    assert actor.call(lock, "acquire", blocking=False) is False
+    with pytest.raises(LockDeadlock, match="another engine or alias") as caught:
+        actor.call(lock, "acquire")
+    assert [key for key, _ in caught.value.cycle] == ["k"]
+    assert waiters(subject) == 0
 
 
 def test_a_chain_is_no_circle(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:

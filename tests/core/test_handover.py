@@ -11,17 +11,24 @@ from dblock.core import protocol
 from dblock.core.errors import StoreConflict, StoreUnanswered
 from dblock.core.steps import Execute, Rows, Steps
 from dblock.core.values import Tenure
-from tests.core.test_protocol import World
+from tests.core.test_protocol import World, lost_after, raising
+from tests.core.test_protocol import play as perform
 
 
 class SharedWorld(World):
     """The table, with the statements of a hand-over."""
+
+    def _begin(self, row: dict[str, Any] | None, p: dict[str, Any]) -> Rows:
+        rows = super()._begin(row, p)
+        self.rows[p["key"]]["who"] = _who(p)
+        return rows
 
     def _attach(self, p: dict[str, Any]) -> Rows:
         row = self._tenure(p)
         if row is None or row["expires_at"] <= self.time:
             return []
         row["count"] += 1
+        row["who"] = _who(p)
         row["expires_at"] = max(row["expires_at"], self.time + p["life"])
         return [(row["count"],)]
 
@@ -29,7 +36,9 @@ class SharedWorld(World):
         row = self._tenure(p)
         if row is None or row["expires_at"] <= self.time:
             return []
-        row["count"] -= 1
+        if p["count"] and (row["who"] != _who(p) or row["count"] > p["count"]):
+            return []
+        row["count"] = (p["count"] or row["count"]) - 1
         row["expires_at"] = max(row["expires_at"], self.time + p["life"])
         return [()]
 
@@ -43,8 +52,19 @@ class SharedWorld(World):
         return [(0,)]
 
 
-def play(world: SharedWorld, steps: Steps[Any], chance: random.Random, share: float) -> Any:
-    """Drive `steps`; a share of the statements is refused, or executed without an answer, or never."""
+def _who(p: dict[str, Any]) -> tuple[Any, ...]:
+    return p["host"], p["pid"], p["thread"]
+
+
+def someone(number: int) -> dict[str, Any]:
+    """A flow."""
+    return {"host": "h", "pid": number, "thread": "t"}
+
+
+def play(
+    world: SharedWorld, steps: Steps[Any], chance: random.Random, share: float, late: list[Execute] | None = None
+) -> Any:
+    """Drive `steps`; a share of the statements is refused, or executed without an answer, now, never, or `late`."""
     reply: Any = None
     error: BaseException | None = None
     while True:
@@ -61,26 +81,39 @@ def play(world: SharedWorld, steps: Steps[Any], chance: random.Random, share: fl
             fate = chance.choice(("refused", "unanswered", "never"))
             if fate == "unanswered":
                 _ = world.execute(step)
+            elif fate == "never" and late is not None:
+                late.append(step)
             error = StoreConflict("busy") if fate == "refused" else StoreUnanswered("cut")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25])
 @pytest.mark.parametrize("seed", range(100))
 def test_random_hand_overs(seed: int, share: float) -> None:
-    """The key is never free while somebody still holds it; without faults it is free once nobody does."""
-    chance, world = random.Random(seed), SharedWorld()
-    world.granted["k"] = [0]
-    fence = world._begin(None, {"key": "k", "owner": "o", "ttl": 600.0, "life": 600.0})[0][0]
+    """The key is never free while somebody still holds it; without faults it is free once nobody does.
+
+    The flow that took it may have entered several times when it hands one entry over, and that counts once however
+    often it was sent.
+    """
+    chance, world, late = random.Random(seed), SharedWorld(), list[Execute]()
+    fence = world._begin(None, {**someone(0), "key": "k", "owner": "o", "ttl": 600.0, "life": 600.0})[0][0]
     tenure, database, row = Tenure("k", "o", fence), world.database(), world.rows["k"]
-    holders, tokens = 1, 0
-    for _ in range(60):
+    row["count"] = count = chance.choice((1, 2, 3))
+    detached = protocol.detach(database, tenure, 600.0, 0.0, count=count, who=someone(0))
+    assert play(world, detached, chance, share, late)
+    assert row["count"] == count - 1
+    assert row["expires_at"] >= world.time + 599
+    holders, tokens = count - 1, 1
+    for number in range(1, 61):
+        if late and chance.random() < 0.5:
+            _ = world.execute(late.pop(0))
         moves = ["attach"] * (tokens > 0) + ["detach", "leave"] * (holders > 0)
         if not moves or (tokens == 0 and holders == 0):
             break
         move = chance.choice(moves)
         try:
             if move == "attach":
-                found = play(world, protocol.attach(database, tenure, {}, 600.0, 0.0), chance, share)
+                attached = protocol.attach(database, tenure, someone(number), 600.0, 0.0)
+                found = play(world, attached, chance, share)
                 assert found is not None
                 holders += 1
             elif move == "detach":
@@ -100,3 +133,54 @@ def test_random_hand_overs(seed: int, share: float) -> None:
             assert row["count"] == holders
     if not share and not holders and not tokens:
         assert row["owner"] is None
+
+
+def shared(count: int) -> tuple[SharedWorld, Tenure]:
+    """A tenure of that count, taken by a flow whose lease has nine seconds left."""
+    world = SharedWorld()
+    fence = world._begin(None, {**someone(0), "key": "k", "owner": "o", "ttl": 600.0, "life": 9.0})[0][0]
+    world.rows["k"]["count"] = count
+    return world, Tenure("k", "o", fence)
+
+
+def test_a_bearer_that_attaches_between_two_sendings_is_counted() -> None:
+    """The first was executed and not answered: the second finds that somebody is there, and takes nothing away."""
+    world, tenure = shared(2)
+
+    def unanswered(step: Execute) -> Rows:
+        _ = world.execute(step)
+        _ = world._attach({**tenure._asdict(), **someone(1), "life": 600.0})
+        raise StoreUnanswered("cut")
+
+    steps = protocol.detach(world.database(), tenure, 600.0, 0.0, count=2, who=someone(0))
+    assert perform(world, steps, {("detach", 0): unanswered}) is True
+    assert world.rows["k"]["count"] == 2
+
+
+def test_a_bearer_that_has_attached_unnoticed_is_counted() -> None:
+    """The flow thinks that it counts alone; the row shows that it does not."""
+    world, tenure = shared(1)
+    _ = world._attach({**tenure._asdict(), **someone(1), "life": 9.0})
+    steps = protocol.detach(world.database(), tenure, 600.0, 0.0, count=1, who=someone(0))
+    assert perform(world, steps, {}) is True
+    assert world.rows["k"]["count"] == 1
+
+
+def test_what_others_count_is_lowered_once() -> None:
+    """A lost answer: the count may be one too high, never too low; the bearer has a whole lease all the same."""
+    for fault, count in ((lost_after, 2), (lambda _: raising(StoreUnanswered("cut")), 3)):
+        world, tenure = shared(3)
+        steps = protocol.detach(world.database(), tenure, 600.0, 0.0)
+        assert perform(world, steps, {("detach", 0): fault(world)}) is True
+        assert world.rows["k"]["count"] == count
+        assert world.rows["k"]["expires_at"] > world.time + 599
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_tenure_that_ended_is_not_handed_over(count: int) -> None:
+    """Not even if the answer that would have said so was lost."""
+    for faults in ({}, {("detach", 0): raising(StoreUnanswered("cut"))}):
+        world, tenure = shared(2)
+        world.time += 10
+        steps = protocol.detach(world.database(), tenure, 600.0, 0.0, count=count, who=someone(0))
+        assert perform(world, steps, faults) is False

@@ -140,7 +140,6 @@ class Flow:
 
 def schedule(
     seed: int,
-    monkeypatch: pytest.MonkeyPatch,
     houses: tuple[int, ...] = (3, 2),
     *,
     faults: bool = False,
@@ -149,7 +148,6 @@ def schedule(
     """Run flows of several processes to their end in a random order."""
     random.seed(seed)  # for the jitter of pauses
     chance, world, log = random.Random(seed), World(), list[tuple[int, Grant]]()
-    monkeypatch.setattr(lines, "clock", SimpleNamespace(now=lambda: world.time))
     numbers = itertools.count()
     processes = [Process(world) for _ in houses]
     crowd = [
@@ -188,7 +186,7 @@ def test_nobody_in_a_line_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     turns, overtaken = 0, list[int]()
     monkeypatch.setattr(lines, "TURNS", 3)
     for seed in range(300):
-        world, log = schedule(seed, monkeypatch)
+        world, log = schedule(seed)
         assert len(log) == 25
         turns += sum(grant.turn > 0 for _, grant in log)
         overtaken.append(world.overtaken)
@@ -200,23 +198,23 @@ def test_nobody_in_a_line_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("deaf")
-def test_some_do_not_stand_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_do_not_stand_in_line() -> None:
     """Flows with `fair=False` take the key between those of a line, each of whom still gets it once at a time."""
     for seed in range(300):
-        world, log = schedule(seed, monkeypatch, barging=0.4)
+        world, log = schedule(seed, barging=0.4)
         assert len(log) == 25
         assert not world.waiters
         assert world.rows["k"]["owner"] is None
 
 
-def test_whatever_goes_wrong_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_goes_wrong_nothing_is_left() -> None:
     """Interrupts, timeouts and lost answers anywhere: no tenure is left behind, and nobody is in a line.
 
     A grant whose answer was lost may last for as long as the place in the queue did.
     """
     free = 0
     for seed in range(600):
-        world, _ = schedule(seed, monkeypatch, faults=True, barging=0.0 if seed % 2 else 0.3)
+        world, _ = schedule(seed, faults=True, barging=0.0 if seed % 2 else 0.3)
         row = world.rows["k"]
         assert row["owner"] is None or row["expires_at"] <= world.time + queue.PLACE, seed
         assert nobody(), seed
@@ -224,10 +222,9 @@ def test_whatever_goes_wrong_nothing_is_left(monkeypatch: pytest.MonkeyPatch) ->
     assert free > 570
 
 
-def test_whoever_comes_during_a_try_stands_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_comes_during_a_try_stands_behind_it() -> None:
     """Neither overtakes the other: the one that tried first is first in line when the try fails."""
     world = World()
-    monkeypatch.setattr(lines, "clock", SimpleNamespace(now=lambda: world.time))
     process = Process(world)
     wish = {"key": "k", "ttl": 30.0, "life": 30.0, "fair": 1, **WHO}
     _ = world._begin(None, {**wish, "owner": "rival"})
@@ -259,12 +256,9 @@ def begun(world: World, steps: Steps[Any], name: str) -> Execute:
     return step
 
 
-def holder_and_heir(
-    monkeypatch: pytest.MonkeyPatch, timeout: float = 0.05
-) -> tuple[World, Process, Tenure, Steps[Any]]:
+def holder_and_heir(timeout: float = 0.05) -> tuple[World, Process, Tenure, Steps[Any]]:
     """A flow that holds the key, and another one of its process that waits for it for a while."""
     world = World()
-    monkeypatch.setattr(lines, "clock", SimpleNamespace(now=lambda: world.time))
     process = Process(world)
     wish = {"key": "k", "owner": "o", "ttl": 30.0, "life": 30.0, "fair": 1, **WHO}
     fence = world._begin(None, wish)[0][0]
@@ -274,9 +268,9 @@ def holder_and_heir(
     return world, process, Tenure("k", "o", fence), heir
 
 
-def test_an_heir_that_has_given_up_meanwhile_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_heir_that_has_given_up_meanwhile_leaves_nothing() -> None:
     """Its time was up while the key was being handed to it: whoever handed it over gives it back."""
-    world, process, tenure, heir = holder_and_heir(monkeypatch)
+    world, process, tenure, heir = holder_and_heir()
     holder = queue.pass_on(process.database, tenure, 0, 0)
     relay = begun(world, holder, "relay")
     world.time += 0.5
@@ -294,9 +288,9 @@ def test_an_heir_that_has_given_up_meanwhile_leaves_nothing(monkeypatch: pytest.
     assert nobody()
 
 
-def test_an_heir_that_is_told_at_the_last_moment_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_heir_that_is_told_at_the_last_moment_has_it() -> None:
     """It was looking whom to blame: acquire() is a success."""
-    world, process, tenure, heir = holder_and_heir(monkeypatch)
+    world, process, tenure, heir = holder_and_heir()
     world.time += 1
     look = begun(world, heir, "inspect")
     assert play(world, queue.pass_on(process.database, tenure, 0, 0), {}) is True
@@ -308,9 +302,9 @@ def test_an_heir_that_is_told_at_the_last_moment_has_it(monkeypatch: pytest.Monk
     assert nobody()
 
 
-def test_a_relay_whose_answer_is_lost_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relay_whose_answer_is_lost_is_found_out() -> None:
     """It had taken effect: the heir has the tenure, trusted from the first sending."""
-    world, process, tenure, heir = holder_and_heir(monkeypatch)
+    world, process, tenure, heir = holder_and_heir()
     sent = world.time
     assert play(world, queue.pass_on(process.database, tenure, 0, 0), {("relay", 0): lost_after(world)}) is True
     with pytest.raises(StopIteration) as done:
@@ -332,9 +326,9 @@ class Away(dict[tuple[str, int], Callable[[Execute], Rows]]):
         return found or (default if self.world.time > self.until else raising(StoreUnanswered("away")))
 
 
-def test_a_relay_of_which_nothing_is_known_was_none_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relay_of_which_nothing_is_known_was_none_of_a_loss() -> None:
     """The answer is lost and the server is away for a moment: the holder is told of no loss, and the heir finds out."""
-    world, process, tenure, heir = holder_and_heir(monkeypatch, 30)
+    world, process, tenure, heir = holder_and_heir(30)
     faults = Away(world, 0.5, lost_after(world))
     assert play(world, queue.pass_on(process.database, tenure, 0, 0), faults) is True
     grant = play(world, heir, {})
@@ -343,9 +337,9 @@ def test_a_relay_of_which_nothing_is_known_was_none_of_a_loss(monkeypatch: pytes
     assert nobody()
 
 
-def test_nor_is_it_anybodys_whose_heir_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_is_it_anybodys_whose_heir_has_gone() -> None:
     """Its time was up before anybody knew: whoever offered the tenure looks, and gives it back."""
-    world, process, tenure, heir = holder_and_heir(monkeypatch)
+    world, process, tenure, heir = holder_and_heir()
     holder = queue.pass_on(process.database, tenure, 0, 0)
     _ = world.execute(begun(world, holder, "relay"))
     world.time += 0.5
@@ -355,9 +349,9 @@ def test_nor_is_it_anybodys_whose_heir_has_gone(monkeypatch: pytest.MonkeyPatch)
     assert nobody()
 
 
-def test_a_holder_that_hangs_keeps_its_line_no_longer_than_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_that_hangs_keeps_its_line_no_longer_than_its_lease() -> None:
     """Whoever was chosen and is told nothing looks, and asks for itself once the tenure it was offered is over."""
-    world, process, tenure, heir = holder_and_heir(monkeypatch, 300)
+    world, process, tenure, heir = holder_and_heir(300)
     holder = queue.pass_on(process.database, tenure, 0, 0)
     relay = begun(world, holder, "relay")
     grant = play(world, heir, {})
@@ -369,9 +363,9 @@ def test_a_holder_that_hangs_keeps_its_line_no_longer_than_its_lease(monkeypatch
     assert nobody()
 
 
-def test_a_holder_that_hangs_after_all_went_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_that_hangs_after_all_went_well() -> None:
     """The heir has looked, and has the key; it is not given back when the holder learns the same."""
-    world, process, tenure, heir = holder_and_heir(monkeypatch, 300)
+    world, process, tenure, heir = holder_and_heir(300)
     holder = queue.pass_on(process.database, tenure, 0, 0)
     answer = world.execute(begun(world, holder, "relay"))
     grant = play(world, heir, {})
@@ -382,9 +376,9 @@ def test_a_holder_that_hangs_after_all_went_well(monkeypatch: pytest.MonkeyPatch
     assert nobody()
 
 
-def test_an_heir_that_is_interrupted_while_it_finds_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_heir_that_is_interrupted_while_it_finds_out() -> None:
     """It has seen that the tenure is its own: it gives it back."""
-    world, process, tenure, heir = holder_and_heir(monkeypatch, 300)
+    world, process, tenure, heir = holder_and_heir(300)
     holder = queue.pass_on(process.database, tenure, 0, 0)
     answer = world.execute(begun(world, holder, "relay"))
     with pytest.raises(KeyboardInterrupt):
@@ -394,9 +388,9 @@ def test_an_heir_that_is_interrupted_while_it_finds_out(monkeypatch: pytest.Monk
     assert nobody()
 
 
-def test_what_comes_too_late_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_too_late_is_given_back() -> None:
     """Looking whom to blame took longer than the lease that it was handed meanwhile."""
-    world, process, tenure, heir = holder_and_heir(monkeypatch)
+    world, process, tenure, heir = holder_and_heir()
     world.time += 0.5
     look = begun(world, heir, "inspect")
     assert play(world, queue.pass_on(process.database, tenure, 0, 0), {}) is True
@@ -409,7 +403,7 @@ def test_what_comes_too_late_is_given_back(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_last_one_leaves_while_the_key_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the holder's look at the line and its choice."""
-    world, process, tenure, heir = holder_and_heir(monkeypatch)
+    world, process, tenure, heir = holder_and_heir()
     line = lines.line_for(process.database, "k")
     assert line is not None
     heir.close()
@@ -420,18 +414,17 @@ def test_the_last_one_leaves_while_the_key_is_given_back(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("how", ["unseen", "closed", "still"])
-def test_whoever_is_not_seen_is_put_out(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_whoever_is_not_seen_is_put_out(how: str) -> None:
     """A first one that is stuck, or whose event loop is closed or stands still: it is not handed the key, and keeps
     nobody waiting; when it comes again it stands last."""
-    now = [100.0]
-    monkeypatch.setattr(lines, "clock", SimpleNamespace(now=lambda: now[0]))
-    stuck, alive = (Member({}, Bell(), seen=100.0, content=True) for _ in range(2))
-    place = object()
+    world = World()
+    stuck, alive = (Member({}, Bell(), content=True) for _ in range(2))
+    place = world.database()
     [line, _], *_ = [lines.enter(place, "k", member) for member in (stuck, alive)]
     line.ours = True
     assert not line.is_first(alive)
     if how == "unseen":
-        stuck.seen = now[0] - lines.ABSENCE - 1
+        stuck.seen = world.time - lines.ABSENCE - 1
     else:
         stuck.bell._loop = SimpleNamespace(is_closed=lambda: how == "closed", is_running=lambda: False)
     assert line.is_first(alive)
@@ -451,7 +444,7 @@ def test_whoever_is_not_seen_is_put_out(monkeypatch: pytest.MonkeyPatch, how: st
 
 def test_a_holder_takes_back_its_own_choice_only() -> None:
     """An older holder of the process, which has just released, knows nothing of what a newer one has begun."""
-    place, member = object(), Member({}, Bell(), content=True)
+    place, member = World().database(), Member({}, Bell(), content=True)
     line, _ = lines.enter(place, "k", member)
     offer = line.choose(Tenure("k", "o", 2))
     assert offer is not None
@@ -464,15 +457,25 @@ def test_a_holder_takes_back_its_own_choice_only() -> None:
     line.leave(member, got=False)
 
 
-def test_a_line_that_everybody_was_put_out_of(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("time", [0.0, 1e9])
+def test_a_line_goes_by_the_clock_of_its_database(time: float) -> None:
+    """However far that is from any other clock of the process: how long the machine has run must not matter."""
+    world, member = World(time=time), Member({}, Bell())
+    line, _ = lines.enter(world.database(), "k", member)
+    assert line.is_first(member)
+    world.time += lines.ABSENCE
+    assert not line.is_first(member)
+    assert nobody()
+
+
+def test_a_line_that_everybody_was_put_out_of() -> None:
     """Nobody is left there; whoever comes again founds another one, which all find."""
-    now = [100.0]
-    monkeypatch.setattr(lines, "clock", SimpleNamespace(now=lambda: now[0]))
-    one, other = (Member({}, Bell(), seen=100.0) for _ in range(2))
-    place = object()
+    world = World()
+    one, other = (Member({}, Bell()) for _ in range(2))
+    place = world.database()
     line, _ = lines.enter(place, "k", one)
     _ = lines.enter(place, "k", other)
-    now[0] += lines.ABSENCE + 1
+    world.time += lines.ABSENCE + 1
     assert line.choose(Tenure("k", "o", 1)) is None
     assert nobody()
     again = lines.standing(place, "k", other)
@@ -485,9 +488,9 @@ def test_a_line_that_everybody_was_put_out_of(monkeypatch: pytest.MonkeyPatch) -
     assert nobody()
 
 
-def test_an_interrupt_on_the_way_in_leaves_nobody_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_on_the_way_in_leaves_nobody_behind() -> None:
     """A signal handler raises just after the flow has come to stand in the line."""
-    world, process, _, heir = holder_and_heir(monkeypatch)
+    world, process, _, heir = holder_and_heir()
 
     class Breaking(Process):
         def enter(self, key: str, member: Member, trial: Trial | None) -> Line:  # type: ignore[override]

@@ -42,6 +42,8 @@ class World:
     """How often in a row a key was handed over inside a process while others may have been waiting for it, at most."""
     barged: int = 0
     """How often a newcomer took a key for which others may have been waiting."""
+    _seen: set[str] = field(default_factory=set)
+    """The waiters that the statement under way sees."""
 
     @property
     def micros(self) -> int:
@@ -87,8 +89,13 @@ class World:
             row["last"] = ticket
         self.waiters[p["owner"]] = {**p, "ticket": ticket, "expires_at": self.time + p["place"]}
         if self.announces:
-            return [(ticket, 0.0 if row["owner"] is None else row["expires_at"] - self.time, row["served"] + 1)]
+            ahead = len(self._queue(p["key"], row["served"] + 1))
+            return [(ticket, self._left(row), row["served"] + 1, min(ahead, 16))]
         return [(ticket,)]
+
+    def _left(self, row: dict[str, Any]) -> float:
+        left: float = row["expires_at"] - self.time
+        return left if row["owner"] else min(left, 0.0)
 
     def _announce(self, p: dict[str, Any]) -> Rows:
         row = self.rows.get(p["key"])
@@ -101,10 +108,9 @@ class World:
         row = self.rows.get(p["key"])
         if row is None:
             return []
-        left = 0.0 if row["owner"] is None else row["expires_at"] - self.time
         ahead = len(self._queue(p["key"], row["served"] + 1, p["ticket"]))
         present = p["owner"] in self.waiters
-        return [(row["owner"] == p["owner"], left, row["served"] + 1, row["last"], min(ahead, 16), present)]
+        return [(row["owner"] == p["owner"], self._left(row), row["served"] + 1, row["last"], min(ahead, 16), present)]
 
     def _grant(self, p: dict[str, Any]) -> Rows:
         row, queue = self.rows.get(p["key"]), self._queue(p["key"], p["first"])
@@ -115,14 +121,15 @@ class World:
                 return []
             row["expires_at"] = self.time
         heir = queue[0]
-        self._begin(row, {**heir, "life": heir["expires_at"] - self.time})
+        self._begin(row, {**heir, "life": min(heir["expires_at"] - self.time, heir["ttl"])})
         self.rows[p["key"]]["last"] = max(row["last"], heir["ticket"])
         self.rows[p["key"]]["served"] = heir["ticket"]
         self.served.setdefault(p["key"], []).append(heir["ticket"])
         return [(heir["ticket"], "elsewhere")]
 
     def _channel(self, p: dict[str, Any]) -> Rows:
-        return [("elsewhere",)]
+        queue = self._queue(p["key"], p["ticket"])
+        return [(queue[0]["ticket"], "elsewhere")] if queue else []
 
     def _call(self, p: dict[str, Any]) -> Rows:
         return []
@@ -363,6 +370,9 @@ def test_random_schedules(seed: int) -> None:
     world.time += 20  # longer than any ttl
     for row in world.rows.values():
         assert row["owner"] is None or row["expires_at"] <= world.time
+    for worker in workers:
+        if worker.steps is not None:
+            worker.steps.close()
 
 
 @pytest.mark.parametrize("broken", ["take", "release", "trust", "adopt"])

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dblock.core import acquiring, bells, loopback, protocol, queue, waiting
 from dblock.core.bells import Bell
-from dblock.core.errors import StoreUnanswered
+from dblock.core.errors import StoreBusy, StoreUnanswered
+from dblock.core.flows import current_flow
 from dblock.core.statements import DIALECTS
 from dblock.core.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.values import Grant, Tenure
-from tests.core.test_protocol import World, lost_after, play
+from tests.core.test_protocol import World, lost_after, play, raising
 
 KINDS = ("postgresql", "mysql")
 HOUR = 3600.0
@@ -29,6 +31,12 @@ class Kept(waiting.Nobody):
 
     def keep(self, owner: str, bell: Bell) -> bool:
         return True
+
+
+class Called(Kept):
+    """And the database calls whose turn it is."""
+
+    called = True
 
 
 @dataclass
@@ -188,12 +196,17 @@ def in_order(world: World, log: list[tuple[int, int]]) -> None:
     assert not world.barged
 
 
-def told(owner: str, rows: list[tuple[Any, ...]]) -> tuple[tuple[str, str], ...]:
+def told(owner: str, rows: list[tuple[Any, ...]], loss: object = None) -> tuple[tuple[str, str], ...]:
     """The circle that a waiter is told of when the database shows those waits."""
-    steps = queue.deadlock(World().database(), owner, 2000.0)
-    assert isinstance(next(steps), Execute)
-    with pytest.raises(StopIteration) as done:
-        steps.send(rows)
+    held = SimpleNamespace(tenure=Tenure("k", owner[:-1] + "2", 7), loss=loss)
+    current_flow().holds[None, "k"] = held  # type: ignore[assignment]
+    try:
+        steps = queue.deadlock(World().database(), owner, 2000.0)
+        assert isinstance(next(steps), Execute)
+        with pytest.raises(StopIteration) as done:
+            steps.send(rows)
+    finally:
+        del current_flow().holds[None, "k"]
     return done.value.value.cycle if done.value.value else ()
 
 
@@ -211,8 +224,13 @@ def test_only_the_youngest_of_a_circle_gives_way() -> None:
         cycles = {flow: told(flow * 16 + "1", rows) for flow in "abcdef"}
         assert {flow for flow, cycle in cycles.items() if cycle} == {"b"}
         assert [key for key, _ in cycles["b"]] == ["k3", "k1", "k2"]
+    tied = [wait_of("a", "k2", 9, "b"), wait_of("b", "k3", 5, "c"), wait_of("c", "k1", 9, "a")]
+    assert [flow for flow in "abc" if told(flow * 16 + "1", tied)] == ["c"], "two keys gave out one ticket"
     other_thread = [wait_of("a", "k2", 5, "b"), (*wait_of("b", "k1", 9, "a")[:9], "who attached to the token")]
     assert not any(told(flow * 16 + "1", other_thread) for flow in "ab")
+    alone = [wait_of("a", "k", 5, "a")]
+    assert [key for key, _ in told("a" * 16 + "1", alone)] == ["k"]
+    assert not told("a" * 16 + "1", alone, loss="its lease ends, or its grace"), "what was lost ends by itself"
 
 
 # -- single faults, one at a time
@@ -266,6 +284,23 @@ def test_a_grant_that_is_answered_too_late_is_none() -> None:
     assert isinstance(grant, Grant)
     assert world.time < grant.trusted_until
     assert world.rows["k"]["owner"] == grant.tenure.owner
+
+
+def test_a_short_turn_is_not_slept_through() -> None:
+    """The call got lost: a waiter looks often enough to find what it was granted, which lasts for its ttl only."""
+    world = World()
+    tenure, joined = held_by(world, ttl=60.0), list[Rows]()
+
+    def served(step: Execute) -> Rows:
+        joined.append(world.execute(step))
+        _ = world.execute(Execute(world.dialect.queue.grant, {**tenure._asdict(), "first": 1}))
+        return joined[-1]
+
+    wish = {"key": "k", "ttl": 1.0, "life": 1.0, "fair": 1}
+    waits = acquiring.acquire(world.database(), wish, None, Called)
+    grant = play(world, waits, {("join", number): served for number in range(9)})
+    assert isinstance(grant, Grant)
+    assert len(joined) == 1
 
 
 def test_what_was_accepted_in_an_outage_is_given_back() -> None:
@@ -325,6 +360,24 @@ def test_a_release_that_is_broken_off_when_it_has_handed_over(kind: str, monkeyp
     assert world.rows["k"]["owner"] == "next"
     assert bell.answered()
     assert calls == ["elsewhere"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hand_over_that_finds_a_row_locked_calls_the_first(kind: str) -> None:
+    """It goes on trying, and need not find out by itself that the key was given back."""
+    world = World(dialect=DIALECTS[kind])
+    tenure, bell = held_by(world), Bell()
+    tickets = list[int]()
+    for owner in ("dead", "first", "second"):
+        tickets.append(joining(world, owner))
+        _ = world._announce({"key": "k", "ticket": tickets[-1]})
+    world.waiters["dead"]["expires_at"] = world.time
+    bells.hang("k", tickets[1], bell)
+    busy = {("grant", number): raising(StoreBusy("a stranger's")) for number in range(9)}
+    assert play(world, queue.release(world.database(), tenure, 1), busy) is True
+    assert world.rows["k"]["owner"] is None
+    assert bell.answered()
+    bells.take_down("k", tickets[1], bell)
 
 
 def test_two_bells_with_one_ticket() -> None:

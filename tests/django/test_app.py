@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.contrib import admin
 from django.core import checks
 from django.db import connections
 from django.test import Client, override_settings
@@ -22,7 +23,7 @@ from dblock.admin import span
 from dblock.core.errors import StoreConflict
 from dblock.core.steps import Execute, Rows
 from dblock.store import store_for
-from tests.conftest import ALIASES, ready, run
+from tests.conftest import ALIASES, DATABASES, ready, run
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -186,6 +187,84 @@ def test_the_admin_is_for_those_who_may_see_it(client: Client, database: str) ->
     assert guest.get("/admin/dblock/lock/").status_code == 403
 
 
+def test_the_admin_answers_nothing_about_owners(client: Client, database: str) -> None:
+    """Whatever the query string of somebody who may look: the answer is the same for right and for wrong digits."""
+    from django.contrib.auth.models import Permission, User
+
+    User.objects.filter(username="viewer").delete()
+    viewer = User.objects.create_user("viewer", is_staff=True)
+    viewer.user_permissions.add(Permission.objects.get(codename="view_lock"))
+    client = Client()
+    client.force_login(viewer)
+    alias = ALIASES[database]
+    lock = db_lock("k", using=alias, ttl=600)
+    with lock, override_settings(DEBUG=False):
+        owner = str(lock.owner)
+        wrong = owner.translate(str.maketrans("0123456789abcdef", "123456789abcdef0"))
+        for path in ("", "k/change/", "k/history/"):
+            page = f"/admin/dblock/lock/{path}"
+            assert owner[-8:] not in client.get(page).content.decode()
+            for query in (
+                *(f"owner__{lookup}={{0}}" for lookup in LOOKUPS),
+                *("owner={0}", "owner={0}&state=held", "owner__startswith={0}&_facets=True&q=k"),
+                *("pk__owner__startswith={0}", "lock_key__owner={0}", "clock__owner={0}", "q={0}", "o={0}&q={0}"),
+                *("_to_field=owner&q={0}", "_to_field=owner&_popup=1&q={0}"),
+            ):
+                some = slice(-8, None) if "q=" in query else slice(None if "exact" in query or "in=" in query else 1)
+                answers = {
+                    (answer.status_code, answer.content.count(b"data-state="))
+                    for digits in (owner[some], wrong[some])
+                    for answer in [client.get(f"{page}?{query.format(digits)}")]
+                }
+                assert len(answers) == 1, query
+                if not path and query.startswith("owner"):
+                    assert answers == {(400, 0)}
+        for key in ("a", "b"):
+            with db_lock(key, using=alias):
+                pass
+        for order in (*range(-8, 9), "owner", "-owner"):
+            orders = set()
+            for first, second in (("0", "f"), ("f", "0")):
+                for key, value in (("a", first), ("b", second)):
+                    run(database, "UPDATE locks SET owner = :owner WHERE lock_key = :key", owner=value, key=key)
+                text = client.get("/admin/dblock/lock/", {"o": order}).content.decode()
+                orders.add(text.find("/admin/dblock/lock/a/change/") < text.find("/admin/dblock/lock/b/change/"))
+            assert len(orders) == 1
+    found = "/admin/autocomplete/?app_label=dblock&model_name=lock&field_name=owner&term="
+    assert client.get(found).status_code == 403
+
+
+LOOKUPS = (
+    *("exact", "iexact", "in", "startswith", "istartswith", "endswith", "iendswith", "contains", "icontains", "regex"),
+    *("iregex", "gt", "gte", "lt", "lte", "range", "isnull", "length", "length__gt", "nothing"),
+)
+
+
+def test_an_owner_is_found_whole_or_not_at_all(sqlite: Path) -> None:
+    """In both models, by whatever filters there are: the ORM itself knows no look-up that tells some of it."""
+    from django.core.exceptions import FieldError
+    from django.db.models import CharField
+    from django.db.models.functions import Length
+    from django.test.utils import register_lookup
+
+    from dblock import models
+
+    run("sqlite", "DELETE FROM locks")
+    run("sqlite", "DELETE FROM lock_waiters")
+    with register_lookup(CharField, Length):
+        for model, names in ((models.Lock, ["owner"]), (models.Waiter, ["owner", "pk"])):
+            for name in names:
+                for lookup in LOOKUPS:
+                    value: Any = {"in": ["a"], "isnull": False, "range": ("a", "b")}.get(lookup, "a")
+                    if lookup in {"exact", "in", "isnull"}:
+                        assert list(model.objects.filter(**{f"{name}__{lookup}": value})) == []
+                    else:
+                        with pytest.raises(FieldError):
+                            model.objects.filter(**{f"{name}__{lookup}": value})
+            assert not model._meta.get_field("owner").editable
+    assert not admin.site.is_registered(models.Waiter)
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(-1, "0.0 s"), (0.44, "0.4 s"), (42.4, "42 s"), (200, "3 min 20 s"), (18120, "5 h 2 min"), (300000, "3 days")],
@@ -196,7 +275,7 @@ def test_spans_of_time_are_readable(seconds: float, text: str) -> None:
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("name", ["sqlite", "postgresql", "mariadb"])
+@pytest.mark.parametrize("name", DATABASES)
 def test_a_users_own_test_case(request: pytest.FixtureRequest, name: str) -> None:
     """The example project's tests run with Django's own runner, which makes and drops a database: on each one."""
     ready(request, name)
@@ -204,17 +283,11 @@ def test_a_users_own_test_case(request: pytest.FixtureRequest, name: str) -> Non
     if name == "sqlite":
         environment |= {"DATABASE": "sqlite"}
     else:
-        port = os.environ[f"DBLOCK_TEST_{name.upper()}_PORT"]
-        user, database = ("dblock", "postgres") if name == "postgresql" else ("root", "dblock")
-        kind = {"postgresql": "postgresql", "mariadb": "mysql"}[name]
-        environment |= {
-            "DATABASE": kind,
-            "DATABASE_NAME": database,
-            "DATABASE_USER": user,
-            "DATABASE_PORT": port,
-        }
+        settings = connections[ALIASES[name]].settings_dict
+        environment |= {"DATABASE": connections[ALIASES[name]].vendor}
+        environment |= {f"DATABASE_{part}": str(settings[part]) for part in ("NAME", "USER", "PASSWORD", "PORT")}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "example_project.manage", "test", "example_project", "--noinput"],
+        [sys.executable, "-W", "error", "manage.py", "test", "example_project", "--noinput"],
         cwd=ROOT,
         env=environment,
         capture_output=True,

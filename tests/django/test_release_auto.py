@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import unittest
@@ -15,9 +16,7 @@ from django.test import Client, TestCase, override_settings
 from django.urls import path
 
 from dblock import LockNotHeld, LockStoreError, db_lock
-from tests.conftest import ALIASES, ready, run
-
-SERVERS = ("postgresql", "mariadb")
+from tests.conftest import ALIASES, SERVERS, ready, run
 
 
 @pytest.fixture
@@ -221,7 +220,7 @@ def test_transactions_of_two_databases(request: pytest.FixtureRequest) -> None:
     """Kept until the last of those that were open has ended, whichever that is."""
     for name in SERVERS:
         ready(request, name)
-    for first, second in (SERVERS, SERVERS[::-1]):
+    for first, second in itertools.permutations(SERVERS, 2):
         with transaction.atomic(first):
             with transaction.atomic(second):
                 with db_lock("k", using="postgresql"):

@@ -11,10 +11,9 @@ import pytest
 from django.db import DatabaseError, connections, transaction
 
 from dblock import LockError, LockLost, db_lock
-from dblock.connections import _beside, connection_for
-from tests.conftest import ALIASES, run
-
-SERVERS = ("postgresql", "mariadb")
+from dblock.core import clock
+from dblock.store import store_for
+from tests.conftest import ALIASES, INNODB, SERVERS, run
 
 
 @pytest.fixture
@@ -54,57 +53,6 @@ def test_a_lease_counts_from_now_not_from_the_transaction(database: str, alias: 
             info = lock.inspect()
             assert info is not None
             assert info.remaining > 29.5
-
-
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
-def test_the_callers_connection_serves_outside_transactions(database: str, alias: str) -> None:
-    """And one beside it inside, be it opened by atomic(), by autocommit off or by hand."""
-    caller = connections[alias]
-    with db_lock("k", using=alias):
-        assert connection_for(alias) is caller
-    with transaction.atomic(alias):
-        assert connection_for(alias) is not caller
-    caller.set_autocommit(False)
-    try:
-        assert connection_for(alias) is not caller
-        with db_lock("k", using=alias):
-            assert owner(database) is not None
-    finally:
-        caller.rollback()
-        caller.set_autocommit(True)
-    with caller.cursor() as cursor:
-        cursor.execute("BEGIN")
-        assert connection_for(alias) is not caller
-        cursor.execute("ROLLBACK")
-    assert connection_for(alias) is caller
-
-
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
-def test_a_refused_statement_leaves_the_callers_session_alone(database: str, alias: str) -> None:
-    """A lost race for a missing row, a deadlock or a missing table do not cost it its temporary tables."""
-    from dblock.core.errors import StoreConflict
-    from dblock.core.statements.base import Reply, Statement
-    from dblock.core.steps import Execute
-    from dblock.store import store_for
-
-    store = store_for(alias)
-    with connections[alias].cursor() as cursor:
-        cursor.execute("CREATE TEMPORARY TABLE mine (n integer)")
-        with db_lock("k", using=alias) as lock:
-            wish = dict.fromkeys(("label", "host", "thread", "program", "task"), "")
-            create = Execute(
-                store.database.dialect.create, {**wish, "key": "k", "owner": "x", "ttl": 30.0, "life": 30.0, "pid": 1}
-            )
-            assert list(store.execute(create)) == []
-            assert lock.verify()
-        refuse = {
-            "postgresql": "DO $$ BEGIN RAISE SQLSTATE '40P01'; END $$",
-            "mariadb": "SIGNAL SQLSTATE '40001' SET MYSQL_ERRNO = 1213",
-        }[database]
-        with pytest.raises(StoreConflict):
-            store.execute(Execute(Statement("refuse", refuse, Reply.ROWS), {}))
-        cursor.execute("SELECT count(*) FROM mine")
-        cursor.execute("DROP TABLE mine")
 
 
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
@@ -168,19 +116,6 @@ def test_a_release_on_the_event_loop_by_mistake_loses_nothing(database: str, ali
     assert owner(database) is None
 
 
-def test_the_connection_beside_lives_as_long_as_the_callers(database: str, alias: str) -> None:
-    """Closing the caller's closes it, whoever does so, and the next use opens it again."""
-    for _ in range(2):
-        with transaction.atomic(alias), db_lock("k", using=alias):
-            pass
-        if database != "sqlite":
-            assert _beside[connections[alias]].connection is not None
-        connections[alias].close()
-        assert connections[alias].connection is None
-        beside = _beside.get(connections[alias])
-        assert beside is None or beside.connection is None
-
-
 @pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_a_broken_transaction_does_not_keep_the_lock(database: str, alias: str) -> None:
     """The block is left although Django refuses all queries until the rollback."""
@@ -236,13 +171,12 @@ def test_what_was_given_back_is_no_loss(
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 def test_sqlite_in_wal_mode_commits_without_waiting_for_the_disk(database: str, alias: str) -> None:
     """On a connection of the lock's own, since the caller's keeps its own setting."""
-    with db_lock("k", using=alias):
-        own = connection_for(alias)
-        assert own is not connections[alias]
-        with own.cursor() as cursor, connections[alias].cursor() as callers:
-            cursor.execute("PRAGMA synchronous")
-            callers.execute("PRAGMA synchronous")
-            assert (cursor.fetchone()[0], callers.fetchone()[0]) == (1, 2)
+    source = store_for(alias)._source
+    own = source.take(clock.now() + 10, keeps=False)
+    with connections[alias].cursor() as callers:
+        callers.execute("PRAGMA synchronous")
+        assert (own.raw.execute("PRAGMA synchronous").fetchone()[0], callers.fetchone()[0]) == (1, 2)
+    source.give(own)
 
 
 def test_a_broken_connection_is_replaced(database: str, alias: str) -> None:
@@ -253,33 +187,12 @@ def test_a_broken_connection_is_replaced(database: str, alias: str) -> None:
     if database == "postgresql":
         kill = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
         run(database, kill + " AND backend_type = 'client backend' AND application_name = ''")
-    elif database == "mariadb":
-        for (number,) in run(database, "SELECT id FROM information_schema.processlist WHERE id <> connection_id()"):
+    elif database in INNODB:
+        sessions = "SELECT id FROM information_schema.processlist WHERE db = database() AND id <> connection_id()"
+        for (number,) in run(database, sessions):
             run(database, f"KILL {number}")
     with lock:
         assert lock.verify()
-
-
-def test_threads_have_connections_of_their_own(database: str, alias: str) -> None:
-    """Inside transactions too: one beside each caller's."""
-    failures: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            for _ in range(3):
-                with transaction.atomic(alias), db_lock(f"k{number}", using=alias):
-                    pass
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            connections.close_all()
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
 
 
 def test_a_missing_table_names_its_cure(database: str, alias: str) -> None:
@@ -335,7 +248,7 @@ def test_an_interrupt_leaves_a_joined_transaction_alone(
     database: str, alias: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that was begun by hand, of which Django does not know."""
-    from dblock import store
+    from dblock.core.store import BaseStore
 
     def interrupted(*_: object) -> Any:
         raise KeyboardInterrupt
@@ -343,7 +256,7 @@ def test_an_interrupt_leaves_a_joined_transaction_alone(
     with connections[alias].cursor() as cursor:
         cursor.execute("BEGIN")
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(store, "_perform", interrupted)
+            patch.setattr(BaseStore, "_perform", interrupted)
             db_lock("k", using=alias).acquire()
         assert connections[alias].connection.in_transaction
         cursor.execute("ROLLBACK")

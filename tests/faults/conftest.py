@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dblock.core.flows import current_flow
-from dblock.core.keeper import keeper
-from tests.conftest import POOLER, ready
+from tests.conftest import INNODB, POOLER, ready
 from tests.contract.subjects import Actor, Subject
 from tests.faults.lab import LONG, SYNC, Wired, close_django, ledger
 from tests.proxy import Proxy
@@ -24,8 +22,17 @@ ALL_WIRES = [
     ("sqlalchemy", "async", "postgresql", "asyncpg"),
     ("sqlalchemy", "async", "postgresql", "psycopg"),
     ("sqlalchemy", "async", "mariadb", "aiomysql"),
+    *(
+        wire
+        for wire in (
+            ("django", "sync", "mysql", ""),
+            ("sqlalchemy", "sync", "mysql", ""),
+            ("sqlalchemy", "async", "mysql", "asyncmy"),
+        )
+        if "mysql" in INNODB
+    ),
 ]
-WIRES = ALL_WIRES if LONG else [ALL_WIRES[0], ALL_WIRES[4]]
+WIRES = ALL_WIRES if LONG else [ALL_WIRES[0], ALL_WIRES[4], *ALL_WIRES[8:9]]
 if POOLER:  # where asyncpg prepares nothing and takes two round trips for each statement
     WIRES = [ALL_WIRES[0], ALL_WIRES[2], ALL_WIRES[5]]
 
@@ -44,15 +51,6 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     yield subject
     if subject.variant == "django":
         close_django(subject.database)
-
-
-@pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
-    """What a failed test still holds in this thread is no matter of the next one's."""
-    yield
-    for hold in list(current_flow().holds.values()):
-        keeper.discard(hold)
-    current_flow().holds.clear()
 
 
 @dataclass

@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core.flows import current_flow
 from dblock.core.holds import Hold
-from tests.conftest import ALIASES, run, url
+from tests.conftest import ALIASES, INNODB, run, url
 from tests.contract.subjects import MATRIX, Subject
 
 LONG = os.environ.get("DBLOCK_FAULTS", "short") == "long"
@@ -30,7 +30,15 @@ LONG = os.environ.get("DBLOCK_FAULTS", "short") == "long"
 ROOT = Path(__file__).parents[2]
 SYNC = [subject for subject in MATRIX if subject.face == "sync"]
 
-FEW = SYNC if LONG else [SYNC[0], SYNC[1], SYNC[5]]
+FEW = (
+    SYNC
+    if LONG
+    else [
+        Subject("django", "sync", "sqlite"),
+        Subject("django", "sync", "postgresql"),
+        *(Subject("sqlalchemy", "sync", database) for database in INNODB),
+    ]
+)
 """For tests that take long."""
 
 
@@ -171,11 +179,11 @@ def remaining(subject: Subject, key: str = "k") -> float:
     """Seconds until the row's lease ends, by the database's clock, read by a stranger."""
     expressions = {
         "postgresql": "CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision)",
-        "mariadb": "TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6",
+        "mysql": "TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6",
         "sqlite": "(julianday(expires_at) - julianday('now')) * 86400.0",
     }
     [(seconds,)] = run(
-        subject.database, f"SELECT {expressions[subject.database]} FROM locks WHERE lock_key = :k", k=key
+        subject.database, f"SELECT {expressions[subject.protocol.dialect.name]} FROM locks WHERE lock_key = :k", k=key
     )
     return float(str(seconds))
 
@@ -184,10 +192,10 @@ def alive(subject: Subject, pattern: str = "%") -> int:
     """How many leases are alive, by the database's clock."""
     clocks = {
         "postgresql": "clock_timestamp()",
-        "mariadb": "UTC_TIMESTAMP(6)",
+        "mysql": "UTC_TIMESTAMP(6)",
         "sqlite": "strftime('%Y-%m-%d %H:%M:%f000', 'now')",
     }
-    where = f"owner IS NOT NULL AND expires_at > {clocks[subject.database]} AND lock_key LIKE :pattern"
+    where = f"owner IS NOT NULL AND expires_at > {clocks[subject.protocol.dialect.name]} AND lock_key LIKE :pattern"
     sql = f"SELECT count(*) FROM locks WHERE {where}".replace(":%f", "\\:%f").replace(":%M", "\\:%M")
     [(count,)] = run(subject.database, sql, pattern=pattern)
     return int(str(count))

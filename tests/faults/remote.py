@@ -45,9 +45,9 @@ if SHIFT:
 
 from sqlalchemy import text  # noqa: E402
 
-from dblock.core import waiting  # noqa: E402
+from dblock.core import acquiring, waiting  # noqa: E402
 from dblock.core.loopback import mailbox  # noqa: E402, F401 - for the commands
-from tests.conftest import ALIASES  # noqa: E402
+from tests.conftest import ALIASES, PATIENT  # noqa: E402
 from tests.contract.subjects import Subject  # noqa: E402
 
 
@@ -138,4 +138,5 @@ def main(variant: str, database: str) -> None:
 
 
 if __name__ == "__main__":
+    acquiring.TRY = PATIENT  # type: ignore[misc]
     main(*sys.argv[1:])

@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from sqlalchemy_dblock import LockLost, db_lock, metadata
-from tests.servers import MariaDB, PostgreSQL, running
+from tests.servers import MariaDB, MySQL, PostgreSQL, Server, running
 
-SERVERS = {
+SERVERS: dict[str, tuple[Callable[[], Server], str]] = {
     "postgresql": (PostgreSQL, "postgresql+psycopg://dblock@127.0.0.1:{}/postgres"),
     # Without asynchronous commits the worst that a session may be told is what the server's default is.
     "postgresql-off": (
@@ -20,7 +20,7 @@ SERVERS = {
         "postgresql+psycopg://dblock@127.0.0.1:{}/postgres",
     ),
     "mariadb": (MariaDB, "mysql+pymysql://root@127.0.0.1:{}/mysql"),
-}
+} | ({"mysql": (MySQL, "mysql+pymysql://root@127.0.0.1:{}/mysql")} if MySQL.installed() else {})
 
 
 @pytest.mark.parametrize("name", SERVERS)
@@ -71,4 +71,5 @@ def test_what_was_granted_survives(name: str) -> None:
         assert again.acquire(blocking=False)
         fences.append(again.fence)
         assert fences == sorted(set(fences), key=lambda fence: fence or 0)
+        again.release()
         engine.dispose()

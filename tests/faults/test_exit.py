@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ready
-from tests.contract.subjects import Subject
+from tests.contract.subjects import MATRIX, Subject
 from tests.faults.lab import FEW, ROOT, Remote, alive, remaining, until
 
 pytestmark = [
@@ -60,8 +60,7 @@ def test_what_the_main_thread_holds_is_released_at_a_normal_exit(subject: Subjec
 
 @pytest.mark.parametrize(
     ("database", "driver"),
-    [("postgresql", "asyncpg"), ("postgresql", "psycopg"), ("mariadb", "aiomysql"), ("sqlite", "aiosqlite")],
-    ids=["asyncpg", "psycopg", "aiomysql", "aiosqlite"],
+    [(cell.database, cell.driver) for cell in MATRIX if cell.driver not in {"", "asyncmy"}],
 )
 def test_what_a_task_holds_is_released_at_a_normal_exit(
     request: pytest.FixtureRequest, database: str, driver: str

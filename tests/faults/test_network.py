@@ -14,6 +14,8 @@ from dblock.core.errors import LockLost, LockStoreError, Reason
 from dblock.core.keeper import keeper
 from dblock.core.steps import Execute, Rows
 from dblock.core.values import margin
+from tests.contract.test_lease import attach
+from tests.contract.test_queue import LATER
 from tests.faults.conftest import ALL_WIRES, Wire, name_of
 from tests.faults.lab import alive, hold_of, remaining, times, until
 
@@ -186,8 +188,7 @@ def test_a_renewal_cut_off_is_renewed_again(wire: Wire, side: str) -> None:
 
 def cutting(wire: Wire, monkeypatch: pytest.MonkeyPatch, name: str, side: str) -> list[str]:
     """Cut the connection of the next statement `name`; the list says which statements were sent since."""
-    import dblock.store
-    import sqlalchemy_dblock.store
+    from dblock.core.store import BaseStore
 
     sent: list[str] = []
 
@@ -201,9 +202,7 @@ def cutting(wire: Wire, monkeypatch: pytest.MonkeyPatch, name: str, side: str) -
 
         return performing
 
-    monkeypatch.setattr(dblock.store, "_perform", armed(dblock.store._perform))
-    store = sqlalchemy_dblock.store.EngineStore
-    monkeypatch.setattr(store, "_perform", armed(store._perform))
+    monkeypatch.setattr(BaseStore, "_perform", armed(BaseStore._perform))
     return sent
 
 
@@ -250,9 +249,64 @@ def test_a_statement_cut_off_grants_once_and_leaves_no_orphan(
     assert alive(wire.direct) == 0
 
 
+@pytest.mark.parametrize("wire", ALL_WIRES, indirect=True, ids=name_of)
+@pytest.mark.parametrize("side", ["cut_replies", "cut_requests"])
+@pytest.mark.parametrize("entered", [1, 2])
+def test_a_hand_over_cut_off_is_one(wire: Wire, monkeypatch: pytest.MonkeyPatch, side: str, entered: int) -> None:
+    """Executed and not answered, or never heard of: one entry less, a whole lease, and a token that attaches."""
+    lock, rival = wire.subject.lock("k", ttl=60, renew=False), wire.direct.lock("k")
+    for _ in range(2):  # prepared
+        assert wire.actor.call(lock, "acquire")
+        attach(wire.direct, wire.actor.call(lock, "detach")).release()
+    for _ in range(entered):
+        assert wire.actor.call(lock, "acquire")
+    wire.direct.run(f"UPDATE locks SET expires_at = {LATER[wire.direct.database]}", seconds=30)
+    sent = cutting(wire, monkeypatch, "detach", side)
+    token = wire.actor.call(lock, "detach")
+    assert sent.count("detach") == 2
+    assert getattr(wire.proxy, side) == 0
+    assert wire.direct.row("k")["count"] == entered - 1
+    assert remaining(wire.direct) > 50
+    taken = attach(wire.direct, token)
+    assert wire.direct.row("k")["count"] == entered
+    for _ in range(entered - 1):
+        wire.actor.call(lock, "release")
+    assert wire.direct.row("k")["owner"] is not None
+    taken.release()
+    assert rival.acquire(blocking=False)
+    rival.release()
+
+
+@pytest.mark.parametrize(("side", "count"), [("cut_replies", 1), ("cut_requests", 2)])
+def test_a_shared_tenure_cut_off_as_it_is_handed_over(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch, side: str, count: int
+) -> None:
+    """Where others count too it is not sent again: the count may stay one too high; the bearer has a whole lease."""
+    lock = wire.subject.lock("k", ttl=60, renew=False)
+    for _ in range(2):
+        assert wire.actor.call(lock, "acquire")
+        assert wire.actor.call(lock, "acquire")
+        other = attach(wire.direct, wire.actor.call(lock, "detach"))
+        _ = wire.actor.call(lock, "detach")
+        other.release()
+    assert wire.actor.call(lock, "acquire")
+    assert wire.actor.call(lock, "acquire")
+    other = attach(wire.direct, wire.actor.call(lock, "detach"))
+    wire.direct.run(f"UPDATE locks SET expires_at = {LATER[wire.direct.database]}", seconds=30)
+    sent = cutting(wire, monkeypatch, "detach", side)
+    token = wire.actor.call(lock, "detach")
+    assert sent.count("detach") == 1
+    assert wire.direct.row("k")["count"] == count
+    assert remaining(wire.direct) > 50
+    attach(wire.direct, token).release()
+    assert wire.direct.row("k")["owner"] is not None
+    other.release()
+    assert (wire.direct.row("k")["owner"] is None) == (count == 1)
+
+
 def test_a_take_that_cannot_be_resolved_leaves_nothing(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer of a take is lost, and so is the network: a typed error, no handle, and free after one ttl."""
-    monkeypatch.setattr("dblock.core.acquiring.GRACE", 0.2)
+    monkeypatch.setattr("dblock.core.acquiring.TRY", 0.2)
     ttl = 0.6
     lock = wire.subject.lock("k", ttl=ttl)
     for _ in range(3):  # prepared

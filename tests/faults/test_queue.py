@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -15,13 +16,14 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from dblock.core import queue, waiting
+from dblock.core import bells, queue, waiting
+from dblock.core.keeper import keeper
 from sqlalchemy_dblock import LockTimeout, db_lock, metadata
-from tests.conftest import ready, run, url
+from tests.conftest import DATABASES, INNODB, observer, ready, run, url
 from tests.contract.subjects import Actor, Subject
-from tests.contract.test_queue import waiters
-from tests.faults.lab import FEW, Remote, times, until
-from tests.servers import MariaDB, PostgreSQL, Server
+from tests.contract.test_queue import listen_in, short_waits, wait_for, waiters
+from tests.faults.lab import FEW, SYNC, Remote, times, until
+from tests.servers import MariaDB, MySQL, PostgreSQL, Server
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of drivers whose server went away
 
@@ -46,14 +48,23 @@ def test_the_next_has_the_key_when_its_holder_was_killed(subject: Subject) -> No
 
 
 @pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
-def test_dead_waiters_are_passed_over_together(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """kill -9 the first k of many waiters: the next live one holds within one place in the queue, not k of them."""
+@pytest.mark.parametrize("with_holder", [False, True])
+def test_dead_waiters_are_passed_over_together(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, with_holder: bool
+) -> None:
+    """kill -9 the first k of many waiters: the next live one holds within one place in the queue, not k of them.
+
+    Also if their holder dies with them, whose lease ends before their places do.
+    """
     monkeypatch.setattr(queue, "PLACE", 3.0)
     k = times(5, 19)
     holder = subject.lock("k", ttl=60)
-    assert holder.acquire()
     with Remote(subject) as remote:  # whoever is not fair stands alone, as if it were a process of its own
         remote.do("setattr(__import__('dblock.core.queue', fromlist=['queue']), 'PLACE', 3.0)")
+        if with_holder:
+            remote.do("(lock := subject.lock('k', ttl=1.5)).acquire()")
+        else:
+            assert holder.acquire()
         for n in range(k):
             remote.do(
                 f"(w{n} := __import__('threading').Thread(target=lambda: subject.lock('k', timeout=99, fair=False)"
@@ -66,20 +77,41 @@ def test_dead_waiters_are_passed_over_together(subject: Subject, monkeypatch: py
         assert until(lambda: waiters(subject) == k + 1)
         remote.kill()
         released = time.monotonic()
-        holder.release()
+        if not with_holder:
+            holder.release()
         assert waiting_.result(30) is True
         assert time.monotonic() - released <= 3.0 + 0.5
         actor.call(lock, "release")
         actor.close()
 
 
+@pytest.mark.parametrize("subject", [each for each in SYNC if each.database != "sqlite"], indirect=True, ids=str)
+def test_a_hand_over_that_meets_a_strangers_lock(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the row of the first waiter: that one has the key when the stranger has gone, and was not left asleep."""
+    short_waits(monkeypatch)
+    holder, actor = subject.lock("k", ttl=60), Actor(subject)
+    assert holder.acquire()
+    sent = listen_in(subject, monkeypatch)
+    lock, waiting_ = wait_for(subject, actor, fair=False)  # as if in another process
+    listener = keeper.attendant(lock._store())._listener
+    assert until(lambda: listener and listener.ready)  # and everybody looks once
+    sent.clear()
+    bells.ring_all()
+    assert until(lambda: "look" in dict(sent))
+    with observer(subject.database).begin() as stranger:
+        stranger.execute(text("SELECT owner FROM lock_waiters FOR UPDATE"))
+        holder.release()
+        assert subject.row("k")["owner"] is None
+    assert waiting_.result(10) is True
+    actor.call(lock, "release")
+    actor.close()
+
+
 LEVELS = [
     ("postgresql", "read committed"),
     ("postgresql", "repeatable read"),
     ("postgresql", "serializable"),
-    ("mariadb", "read committed"),
-    ("mariadb", "repeatable read"),
-    ("mariadb", "serializable"),
+    *itertools.product(INNODB, ("read committed", "repeatable read", "serializable")),
     ("sqlite", ""),
 ]
 
@@ -92,7 +124,7 @@ def test_a_crowd_takes_a_missing_row(request: pytest.FixtureRequest, database: s
     options: dict[str, Any] = {"pool_size": 100} if database != "sqlite" else {}
     if database == "postgresql":
         options["connect_args"] = {"options": f"-c default_transaction_isolation={level.replace(' ', chr(92) + ' ')}"}
-    elif database == "mariadb":
+    elif database in INNODB:
         options["connect_args"] = {"init_command": f"SET SESSION TRANSACTION ISOLATION LEVEL {level.upper()}"}
     engine = create_engine(url(database), **options)
     size = times(30, 100)
@@ -124,7 +156,7 @@ def test_a_crowd_takes_a_missing_row(request: pytest.FixtureRequest, database: s
     assert run(database, "SELECT count(*) FROM lock_waiters") == [(0,)]
 
 
-@pytest.fixture(params=[PostgreSQL, MariaDB])
+@pytest.fixture(params=[PostgreSQL, MariaDB, *([MySQL] if MySQL.installed() else [])])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A server of its own, which a test may restart."""
     server = request.param()
@@ -153,7 +185,7 @@ def test_waits_go_on_when_the_database_restarts(server: Server) -> None:
             order.append(name)
         own.dispose()
 
-    holder = db_lock(engine, "k", ttl=6)
+    holder = db_lock(engine, "k", ttl=20 if isinstance(server, MySQL) else 6)  # which takes its time to start
     assert holder.acquire()
     for name in ("first", "second"):
         done.append(threading.Thread(target=wait, args=(name,)))
@@ -228,7 +260,7 @@ def _time(lock: Any, got: list[float]) -> None:
     lock.release()
 
 
-@pytest.mark.parametrize("database", ["postgresql", "mariadb", "sqlite"])
+@pytest.mark.parametrize("database", DATABASES)
 def test_no_wake_up_is_lost(request: pytest.FixtureRequest, database: str) -> None:
     """Processes with several threads on two keys, whose waiters look by themselves after an hour only."""
     ready(request, database)

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from dblock.core.errors import LockError, LockLost
+from dblock.core.errors import LockError, LockLost, LockStoreError
 from dblock.core.flows import current_flow
 from dblock.core.keeper import keeper
 from sqlalchemy_dblock import db_lock
 from tests.conftest import ready, run, url
-from tests.contract.subjects import Subject
+from tests.contract.subjects import MATRIX, Subject
 from tests.faults.lab import FEW, alive, hold_of, remaining, threads, times, until
 
-ASYNC = [("postgresql", "asyncpg"), ("postgresql", "psycopg"), ("mariadb", "aiomysql"), ("sqlite", "aiosqlite")]
+ASYNC = [(cell.database, cell.driver) for cell in MATRIX if cell.driver not in {"", "asyncmy"}]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers that were interrupted while they connected
@@ -90,7 +90,7 @@ def test_an_acquire_interrupted_anywhere_leaves_a_handle_or_nothing(subject: Sub
     assert until(lambda: not alive(subject, "k%"), ttl + 0.1)
     time.sleep(0.1)
     assert not alive(subject, "k%")
-    assert until(idle, 4)
+    assert until(idle, 20)
     with subject.lock("k", ttl=0.6) as lock:  # the watchdog has survived it all
         time.sleep(0.8)
         assert until(lambda: lock.state == "held")
@@ -116,10 +116,13 @@ def test_an_acquire_that_times_out_leaves_nothing(subject: Subject) -> None:
     thread.start()
     try:
         for _ in range(times(30, 1000)):
-            lock = subject.lock("k", ttl=30)
+            lock = subject.lock("k", ttl=3)
             if chance.random() < 0.7:
                 until(lock.locked)  # the other one's turn has come
-            outcomes.append(lock.acquire(timeout=chance.uniform(0, 0.05)))
+            try:
+                outcomes.append(lock.acquire(timeout=chance.uniform(0, 0.05)))
+            except LockStoreError:  # no answer in so short a time
+                outcomes.append(False)
             assert outcomes[-1] == (lock.state == "held")
             if outcomes[-1]:
                 assert lock.verify()
@@ -130,10 +133,10 @@ def test_an_acquire_that_times_out_leaves_nothing(subject: Subject) -> None:
         thread.join()
     assert set(outcomes) == {True, False}
     assert kept() == []
-    assert alive(subject) == 0
+    assert until(lambda: alive(subject) == 0, 4)  # a take whose answer came too late ends after one ttl
 
 
-@pytest.mark.parametrize(("database", "driver"), ASYNC, ids=["asyncpg", "psycopg", "aiomysql", "aiosqlite"])
+@pytest.mark.parametrize(("database", "driver"), ASYNC)
 @pytest.mark.parametrize("how", ["cancel", "timeout"])
 def test_an_acquire_cancelled_anywhere_leaves_a_handle_or_nothing(
     request: pytest.FixtureRequest, database: str, driver: str, how: str
@@ -212,7 +215,7 @@ def test_a_release_against_a_renewal_wins(subject: Subject) -> None:
         assert subject.row(key) == row
     assert alive(subject) == 0
     assert kept() == []
-    assert until(idle, 4), threads()
+    assert until(idle, 20), threads()
 
 
 @pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
@@ -235,7 +238,7 @@ def test_a_successor_is_not_renewed_by_its_predecessor(subject: Subject) -> None
             stranger.release()
 
 
-@pytest.mark.parametrize(("database", "driver"), ASYNC, ids=["asyncpg", "psycopg", "aiomysql", "aiosqlite"])
+@pytest.mark.parametrize(("database", "driver"), ASYNC)
 def test_an_async_release_against_a_renewal_wins(request: pytest.FixtureRequest, database: str, driver: str) -> None:
     """The same on an event loop, where the renewals are tasks of it."""
     ready(request, database)
@@ -261,7 +264,7 @@ def test_an_async_release_against_a_renewal_wins(request: pytest.FixtureRequest,
     asyncio.run(main())
     assert alive(subject) == 0
     assert kept() == []
-    assert until(idle, 4), threads()
+    assert until(idle, 20), threads()
 
 
 def test_a_watchdog_that_could_not_start_starts_later(
@@ -270,7 +273,7 @@ def test_a_watchdog_that_could_not_start_starts_later(
     """No thread to be had at one acquire (or interrupted just there): that one may fail, but the next are renewed."""
     ready(request, "sqlite")
     subject = Subject("sqlalchemy", "sync", "sqlite")
-    assert until(idle, 4)
+    assert until(idle, 20)
     start: Callable[[threading.Thread], None] = threading.Thread.start
 
     def fail(thread: threading.Thread) -> None:
@@ -293,5 +296,5 @@ def test_a_watchdog_that_could_not_start_starts_later(
     finally:
         if keeper._thread is not None and not keeper._thread.is_alive():
             keeper._thread = None  # or the tests that follow would fail too
-    assert until(idle, 4)
+    assert until(idle, 20)
     subject.engine.dispose()

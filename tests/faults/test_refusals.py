@@ -13,14 +13,15 @@ import psycopg.errors
 import pymysql
 import pytest
 
-import dblock.store
-import sqlalchemy_dblock.store
 from dblock.core import protocol, queue
 from dblock.core.drivers import drive
 from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, StoreConflict
 from dblock.core.flows import current_flow, new_owner
 from dblock.core.keeper import keeper
+from dblock.core.statements import DIALECTS
+from dblock.core.statements.base import Failure
 from dblock.core.steps import Execute, Rows, Steps
+from dblock.core.store import BaseStore
 from tests.contract.subjects import Subject
 from tests.faults.lab import alive, expire, hold_of, remaining, until
 
@@ -33,12 +34,41 @@ def sqlite_error(name: str) -> Exception:
 
 ERRORS: dict[str, list[Callable[[], Exception]]] = {
     "postgresql": [psycopg.errors.SerializationFailure, psycopg.errors.DeadlockDetected],
-    "mariadb": [
+    "mysql": [
         lambda: pymysql.OperationalError(1213, "Deadlock found when trying to get lock"),
         lambda: pymysql.OperationalError(1205, "Lock wait timeout exceeded"),
     ],
     "sqlite": [lambda: sqlite_error("SQLITE_BUSY")],
 }
+
+
+class Driver(Exception):
+    """An error as drivers of PostgreSQL make them."""
+
+    def __init__(self, sqlstate: str) -> None:
+        super().__init__("refused")
+        self.sqlstate = sqlstate
+
+
+MEANINGS: list[tuple[str, Failure, tuple[Exception, ...]]] = [
+    ("postgresql", Failure.READ_ONLY, (Driver("25006"),)),
+    ("postgresql", Failure.BUSY, (Driver("55P03"),)),
+    ("postgresql", Failure.CONFLICT, tuple(map(Driver, ("40001", "40P01", "57014")))),
+    ("postgresql", Failure.LOST, tuple(map(Driver, ("57P01", "57P03", "08006", "25P03", "25P04")))),
+    ("postgresql", Failure.OTHER, (Driver("42601"), Driver("25P02"))),
+    ("mysql", Failure.READ_ONLY, tuple(map(pymysql.OperationalError, (1290, 1792, 1836, 1047)))),
+    ("mysql", Failure.BUSY, tuple(map(pymysql.OperationalError, (1205, 3572)))),
+    ("mysql", Failure.CONFLICT, tuple(map(pymysql.OperationalError, (1213, 1020, 1317, 1969, 3024)))),
+    ("mysql", Failure.LOST, tuple(map(pymysql.OperationalError, (2006, 2013, 1053, 4031)))),
+    ("mysql", Failure.OTHER, (pymysql.ProgrammingError(1064),)),
+    ("sqlite", Failure.LOCKED, (sqlite_error("SQLITE_BUSY"),)),
+]
+
+
+@pytest.mark.parametrize(("dialect", "failure", "errors"), MEANINGS, ids=str)
+def test_what_an_error_means(dialect: str, failure: Failure, errors: tuple[Exception, ...]) -> None:
+    """Writes are refused for a moment, a row is locked, a statement was cancelled, a session is lost."""
+    assert [DIALECTS[dialect].classify(error) for error in errors] == [failure] * len(errors)
 
 
 class Refusals:
@@ -73,15 +103,10 @@ class Refusals:
 @pytest.fixture
 def refusals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refusals]:
     refusals = Refusals()
-    monkeypatch.setattr(dblock.store, "_perform", refusals.perform(dblock.store._perform))
-    store = sqlalchemy_dblock.store.EngineStore
-    monkeypatch.setattr(store, "_perform", refusals.perform(store._perform))
+    monkeypatch.setattr(BaseStore, "_perform", refusals.perform(BaseStore._perform))
     monkeypatch.setattr(protocol, "PATIENCE", 0.15)
-    monkeypatch.setattr("dblock.core.acquiring.GRACE", 0.15)
+    monkeypatch.setattr("dblock.core.acquiring.TRY", 0.15)
     yield refusals
-    for hold in list(current_flow().holds.values()):  # what a failed test leaves
-        keeper.discard(hold)
-    current_flow().holds.clear()
 
 
 def agrees(subject: Subject, lock: Any) -> None:
@@ -114,7 +139,7 @@ def say(subject: Subject, lock: Any, name: str) -> Any:
         wish: dict[str, Any] = {"host": "h", "pid": 1, "thread": "t", "program": "p", "task": ""}
         steps: dict[str, Callable[[], Any]] = {
             "attach": lambda: protocol.attach(store.database, tenure, wish, 20.0, 0.0),
-            "detach": lambda: protocol.detach(store.database, tenure, 20.0, 0.0),
+            "detach": lambda: protocol.detach(store.database, tenure, 20.0, 0.0, count=1, who=current_flow().who),
             "leave": lambda: protocol.leave(store.database, tenure, 0.0, alone=True),
         }
         return drive(steps[name](), store)
@@ -123,7 +148,7 @@ def say(subject: Subject, lock: Any, name: str) -> Any:
 
 def test_a_passing_refusal_is_not_noticed(subject: Subject, refusals: Refusals) -> None:
     """Each error three times for each statement: it is sent again, and nobody hears of it."""
-    for make in ERRORS[subject.database]:
+    for make in ERRORS[subject.protocol.dialect.name]:
         for name in ["create", "take"]:
             lock = subject.lock("k", ttl=20, timeout=1)
             with refusals.of(name, 3, make):
@@ -153,7 +178,7 @@ def test_a_passing_refusal_is_not_noticed(subject: Subject, refusals: Refusals) 
 
 def test_a_lasting_refusal_ends_in_an_error_of_ours(subject: Subject, refusals: Refusals) -> None:
     """Each error for good, for each statement: few sendings, a typed error, local state as the row's."""
-    for make in ERRORS[subject.database]:
+    for make in ERRORS[subject.protocol.dialect.name]:
         for name in ["create", "take"]:
             if name == "create":
                 subject.run("DELETE FROM locks")
@@ -199,7 +224,7 @@ WAITING = ["join", "announce", "look", "grant", "accept", "quit", "beat", "clear
 def wait_for(subject: Subject, lock: Any, name: str) -> Any:
     """Let a flow wait for the key that `lock` holds, and get it; `name` is the statement that this is about."""
     database, store = lock._store().database, lock._store()
-    owner, later = new_owner(), database.now() + 0.15
+    owner, later = new_owner(), database.now() + 0.3
     wish: dict[str, Any] = {**current_flow().who, "key": "k", "owner": owner, "ttl": 20.0, "life": 20.0}
     wish |= {"label": "", "task": "", "channel": ""}
 
@@ -231,7 +256,7 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
 def test_refusals_while_waiting(subject: Subject, refusals: Refusals, name: str) -> None:
     """Each error for each statement of the queue: sent again if it passes; if it lasts, our error, or no harm."""
     lock = subject.lock("k", ttl=20)
-    for make in ERRORS[subject.database]:
+    for make in ERRORS[subject.protocol.dialect.name]:
         for count in (3, 1000):
             assert lock.acquire()
             with refusals.of(name, count, make), contextlib.suppress(*[StoreConflict] * (count == 1000)):
@@ -249,7 +274,7 @@ def test_refusals_while_waiting(subject: Subject, refusals: Refusals, name: str)
 
 def test_an_inner_release_that_fails_leaves_the_outer_one_able(subject: Subject, refusals: Refusals) -> None:
     """Refused for good at the inner release: a typed error, and the outer release still frees the key."""
-    for make in ERRORS[subject.database]:
+    for make in ERRORS[subject.protocol.dialect.name]:
         lock = subject.lock("k", ttl=20)
         assert lock.acquire()
         assert lock.acquire()
@@ -265,7 +290,7 @@ def test_renewals_refused_now_and_then_lose_nothing(subject: Subject, refusals: 
     heard: list[Any] = []
     lock = subject.lock("k", ttl=0.9, on_lost=lambda *told: heard.append(told))
     assert lock.acquire()
-    for make in ERRORS[subject.database]:
+    for make in ERRORS[subject.protocol.dialect.name]:
         with refusals.of("renew", 3, make):
             assert until(lambda: not refusals.left, 0.9)
             assert lock.state != "lost"
@@ -295,7 +320,7 @@ def test_renewals_refused_for_good_end_the_hold_once(subject: Subject, refusals:
             connections.close_all()
 
     lock_hold = hold_of(lock)
-    with refusals.of("renew", 10_000, ERRORS[subject.database][0]):
+    with refusals.of("renew", 10_000, ERRORS[subject.protocol.dialect.name][0]):
         thread = threading.Thread(target=follow)
         thread.start()
         assert until(lambda: heard, 2)

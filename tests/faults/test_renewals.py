@@ -30,7 +30,7 @@ def test_renewals_are_heap_only_and_the_table_stays_as_it_is(request: pytest.Fix
     """Hundreds of leases, renewed for a while: 95 % heap-only, no growth, no transaction that lasts."""
     ready(request, "postgresql")
     engine, count, rounds = create_engine(url("postgresql")), times(300, 1000), times(7, 120)
-    updates = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'locks'"
+    updates = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relid = CAST('locks' AS regclass)"
     size = "SELECT pg_table_size('locks')"
     locks = [sqlalchemy_dblock.db_lock(engine, f"lease {n}", ttl=1.5) for n in range(count)]
     for lock in locks:

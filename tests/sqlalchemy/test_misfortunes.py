@@ -24,7 +24,7 @@ from dblock.core.steps import Execute, Rows
 from sqlalchemy_dblock import attach, db_lock, metadata
 from sqlalchemy_dblock import store as stores
 from sqlalchemy_dblock.store import EngineStore, store_for
-from tests.conftest import ready, run, url
+from tests.conftest import INNODB, ready, run, url
 
 
 @pytest.fixture
@@ -225,10 +225,10 @@ def test_an_engine_is_not_kept_alive(tmp_path: Path) -> None:
     assert store() is None
 
 
-def test_a_character_set_that_lacks_the_key(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("database", INNODB, indirect=True)
+def test_a_character_set_that_lacks_the_key(database: str) -> None:
     """A typed error without the statement, whose parameters are nobody's business."""
-    ready(request, "mariadb")
-    engine = create_engine(url("mariadb") + "?charset=latin1")
+    engine = create_engine(url(database) + "?charset=latin1")
     with pytest.raises(LockStoreError, match="character set") as caught:
         db_lock(engine, "🔒").acquire()
     assert caught.value.__cause__ is None
@@ -251,20 +251,22 @@ def test_behind_a_pooler_nothing_is_prepared(
 ) -> None:
     """Neither by us nor by psycopg on its own, once the session is not who it says it is."""
     import dblock.prepared.mariadb
-    import dblock.prepared.psycopg
+    import dblock.sessions
 
     ready(request, database)
-    monkeypatch.setattr(dblock.prepared.psycopg, "_is_direct", lambda *_: False)
+    monkeypatch.setattr(dblock.sessions, "_process", lambda _: -1)
     monkeypatch.setattr(dblock.prepared.mariadb, "_is_direct", lambda *_: False)
     engine = create_engine(url(database))
     for _ in range(8):
         with db_lock(engine, "k"):
             pass
-    [link] = store_for(engine)._links._idle  # type: ignore[attr-defined]
-    assert link.prepared is None
-    cursor = link.raw.cursor()
+    [connection] = store_for(engine)._source._idle  # type: ignore[attr-defined]
+    cursor = connection.raw.cursor()
     cursor.execute(count)
     assert cursor.fetchone() == (0,)
+    if database == "postgresql":  # nor is anything set for a session that may be somebody else's next
+        cursor.execute("SHOW lock_timeout")
+        assert cursor.fetchone() == ("0",)
     engine.dispose()
 
 
@@ -293,8 +295,8 @@ def test_the_sessions_own_durability_comes_back(request: pytest.FixtureRequest) 
         engine = create_engine(url("postgresql"), connect_args={"options": f"-c synchronous_commit={setting}"})
         with db_lock(engine, "k"):
             pass
-        [link] = store_for(engine)._links._idle  # type: ignore[attr-defined]
-        cursor = link.raw.cursor()
+        [connection] = store_for(engine)._source._idle  # type: ignore[attr-defined]
+        cursor = connection.raw.cursor()
         cursor.execute("SHOW synchronous_commit")
         assert cursor.fetchone() == (setting,)
         engine.dispose()
@@ -323,7 +325,7 @@ def test_waiters_of_one_loop_do_not_block_it(database: str) -> None:
     """While tasks wait for a held key, the loop runs and they hold no connection."""
     from sqlalchemy.ext.asyncio import create_async_engine
 
-    driver = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "mariadb": "aiomysql"}[database]
+    driver = {"sqlite": "aiosqlite", "postgresql": "asyncpg", **dict.fromkeys(INNODB, "aiomysql")}[database]
 
     async def main() -> None:
         engine = create_async_engine(url(database, driver))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -19,14 +20,13 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from sqlalchemy_dblock import LockNotHeld, LockStoreError, db_lock
-from tests.conftest import ready, run, url
+from tests.conftest import INNODB, SERVERS, ready, run, url
 
 DRIVERS = [
     ("sqlite", "aiosqlite"),
     ("postgresql", "psycopg"),
     ("postgresql", "asyncpg"),
-    ("mariadb", "aiomysql"),
-    ("mariadb", "asyncmy"),
+    *itertools.product(INNODB, ("aiomysql", "asyncmy")),
 ]
 
 
@@ -162,7 +162,7 @@ def test_the_same_transaction_enters_again(database: str, engine: Engine) -> Non
         assert others_get_in(database)
 
 
-@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_it_is_renewed_until_then(database: str, engine: Engine) -> None:
     """However long the transaction takes after the block."""
     with Session(engine) as session:

@@ -28,6 +28,8 @@ class Failure(Enum):
     BUSY = "another transaction has locked the row, nothing happened"
     LOCKED = "another transaction has locked the whole database, nothing happened"
     DUPLICATE = "the row is there already, nothing happened"
+    READ_ONLY = "the server takes no writes, around a promotion for example; nothing happened"
+    STALE = "the transaction has read what others have changed since: it can never write"
     LOST = "the connection broke, the outcome is unknown"
     NO_TABLE = "the table is missing"
     OTHER = "anything else; nothing happened"
@@ -40,6 +42,8 @@ class Statement:
     name: str
     sql: str
     reply: Reply
+    keeps: bool = False
+    """Does it keep or give back what is held? Such statements never wait for those that take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +68,19 @@ class Dialect:
     attach: Statement
     """Enter a live tenure by its token -> count."""
     detach: Statement
-    """Leave a live tenure to whoever bears its token."""
+    """Leave a live tenure to whoever bears its token: set the count to one less than `count` if it is no higher and
+    nobody has attached since the flow with `host`, `pid` and `thread`; lower it by one where `count` is 0."""
     release: Statement
     """Set the count to one less than `count`; at zero the key is free -> the first ticket not served, 0 for none."""
     leave: Statement
     """Lower the count by one; at zero the key is free, once `min_hold` is over -> as `release`."""
     pin: Statement
-    """In the caller's transaction: keep everybody from beginning a new tenure until it ends -> a row."""
+    """In the caller's transaction: keep everybody from beginning a new tenure until it ends -> does it see ours?
+
+    Given as a template over `locks`, where sessions may mean different tables by that name.
+    """
+    locate: Statement | None
+    """What the lock's own sessions mean by `locks` -> its full name, and something on a node of a Galera cluster."""
     stale: Statement
     """Keys whose rows have been free or expired for longer than `retention`."""
     reap: Statement
@@ -90,13 +100,14 @@ class Queue:
     """The statements on `lock_waiters`, and on the two ticket numbers of a key's row."""
 
     join: Statement
-    """Stand in a key's queue -> ticket and, where it announces that too, seconds until the lease ends and the first
-    ticket not served; nothing if the key has no row, or somebody else has just drawn that ticket."""
+    """Stand in a key's queue -> ticket and, where it announces that too, seconds until the lease ends, first ticket not
+    served and waiters before it (as `look`); nothing if the key has no row, or somebody else has just drawn that
+    ticket."""
     announce: Statement
     """Let the key's row say that the ticket was given out, where `join` does not, or the row is another one since."""
     look: Statement
-    """How a waiter stands: is the key its own, seconds until the lease ends, first ticket not served, last ticket,
-    waiters before it (16 at most), is it in the queue."""
+    """How a waiter stands: is the key its own, seconds until the lease ends (less than 0: since it ended, or the key
+    was given back), first ticket not served, last ticket, live waiters before it (16 at most), is it in the queue."""
     grant: Statement
     """Let the first live waiter from ticket `first` on begin a tenure, if nobody else holds the key -> its ticket, its
     channel unless `channel` tells, and something if its process has been called, which one not `here` is."""
@@ -107,7 +118,7 @@ class Queue:
     quit: Statement
     """Leave the queue."""
     channel: Statement
-    """The channel of the waiter with a ticket."""
+    """The first live waiter from a ticket on: ticket and channel."""
     call: Statement | None
     """Call the process that listens on a channel, where the database can."""
     leaves: bool
@@ -140,6 +151,18 @@ class Cursor(Protocol):
 _NAME = re.compile(r":([a-z_]+)")
 
 
+class Values(dict[str, Any]):
+    """A statement's parameters, which may be logged on their way to the database: owner tokens are among them."""
+
+    def __repr__(self) -> str:
+        return f"<values of {', '.join(self)}>"
+
+    @classmethod
+    def of(cls, statement: Statement, known: Mapping[str, Any]) -> Values:
+        """Those that the statement names."""
+        return cls((name, known[name]) for name in _NAME.findall(statement.sql))
+
+
 @lru_cache(maxsize=256)
 def rendered(sql: str, paramstyle: str) -> tuple[str, tuple[str, ...] | None]:
     """The text in a driver's parameter style and, for styles without names, the order of the parameters (PEP 249)."""
@@ -167,7 +190,8 @@ def perform(
 ) -> list[Any]:
     """Run `statement` on a DB-API cursor and give its answer as rows; the driver's errors pass through."""
     text, order = rendered(statement.sql, paramstyle)
-    cursor.execute(text, parameters if order is None else tuple(parameters[name] for name in order), **options)
+    values = Values(parameters) if order is None else tuple(parameters[name] for name in order)
+    cursor.execute(text, values, **options)
     if statement.reply is Reply.ROWS:
         return list(cursor.fetchall())
     if statement.reply is Reply.COUNT:

@@ -19,6 +19,11 @@ through that index and so has to lock the entry exclusively; all other statement
 meet it. Above READ COMMITTED, InnoDB sometimes locks the gap before the entry as well (seen when a neighbour had just
 been deleted): the creation of a neighbouring key is then "busy" until the transaction ends.
 
+Most statements must not wait for another transaction's lock on their row: 1205 or 3572, nothing has happened. MariaDB
+sets that for one statement (`SET STATEMENT ... FOR`). MySQL has NOWAIT for reads alone, so there an update first reads
+its row in a derived table with FOR UPDATE NOWAIT, and changes what it has locked; LIMIT keeps the optimizer from
+merging the two. The others wait for one second, by the session's settings (`dblock.sessions`).
+
 `/*M! */` is SQL for MariaDB and a comment for MySQL, `/*!80017 */` the other way round.
 """
 
@@ -31,14 +36,15 @@ from dblock.core.statements.base import Dialect, Failure, Reply, Statement
 from dblock.core.statements.queues.mysql import QUEUE
 
 # Safe: one row, by unique key, and only if nobody's lease is alive on it and no transaction pins it. Somebody else's
-# lock on it, a concurrent take's or a pin, is not waited for: 1205, which means "busy" (MySQL has no such switch and
-# waits, for innodb_lock_wait_timeout at most). Commits durably: whoever hears of the grant relies on it. Waiters come
-# first: the row says whether there may be some.
+# lock on it, a concurrent take's or a pin, is not waited for and means "busy". Commits durably: whoever hears of the
+# grant relies on it. Waiters come first: the row says whether there may be some.
 TAKE: Final = Statement(
     "take",
     """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
-UPDATE locks FORCE INDEX (locks_pin) SET
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
+UPDATE /*!80017 (SELECT lock_key AS name FROM locks FORCE INDEX (locks_pin) WHERE lock_key = :key LIMIT 1
+                 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN */
+    locks FORCE INDEX (locks_pin) /*!80017 ON locks.lock_key = mine.name */ SET
     owner = :owner,
     fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))),
     count = 1,
@@ -64,7 +70,7 @@ WHERE lock_key = :key AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
 CREATE: Final = Statement(
     "create",
     """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at,
                    label, host, pid, thread, program, celery_task_id)
 VALUES (:key, :owner, LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), 1, :ttl,
@@ -98,6 +104,7 @@ UPDATE locks FORCE INDEX (PRIMARY) SET
 WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > UTC_TIMESTAMP(6)
 """,
     Reply.COUNT,
+    keeps=True,
 )
 
 # Safe: names the tenure; an ended lease is never revived, and sending it twice is harmless. Durable: the longer lease
@@ -111,29 +118,31 @@ UPDATE locks FORCE INDEX (PRIMARY) SET
 WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > UTC_TIMESTAMP(6)
 """,
     Reply.COUNT,
+    keeps=True,
 )
 
 # Safe: names the tenures, revives none and shortens none, so it may arrive late and twice. STRAIGHT_JOIN: it must look
 # up one row for each lease, never scan the table, since InnoDB locks what it scans. Its row locks last for the
 # statement; nobody else's statement locks two rows, save another process's renewal of a tenure that both hold (1213,
-# which is tried again). A row that a stranger has locked is not waited for (1205). Durable: the longer leases are
-# relied on.
+# which is tried again). Durable: the longer leases are relied on.
 RENEW: Final = Statement(
     "renew",
     """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
-UPDATE JSON_TABLE(:leases, '$[*]' COLUMNS (
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
+UPDATE /*!80017 (SELECT due.name, holder, number, life FROM */ JSON_TABLE(:leases, '$[*]' COLUMNS (
     name varchar(255) CHARACTER SET utf8mb4
         /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */ PATH '$.key',
     holder varchar(64) CHARACTER SET utf8mb4
         /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */ PATH '$.owner',
     number bigint PATH '$.fence',
     life double PATH '$.life'
-)) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
+)) AS due /*!80017 STRAIGHT_JOIN locks AS mine FORCE INDEX (PRIMARY) ON mine.lock_key = due.name
+    LIMIT 18446744073709551615 FOR UPDATE OF mine NOWAIT) AS due */ STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
     ON lock_key = due.name AND owner = due.holder AND fence = due.number AND expires_at > UTC_TIMESTAMP(6)
 SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(due.life * 1000000) MICROSECOND)
 """,
     Reply.COUNT,
+    keeps=True,
 )
 
 # Safe: reads only, without locks.
@@ -151,6 +160,7 @@ FROM JSON_TABLE(:leases, '$[*]' COLUMNS (
     ON lock_key = due.name AND owner = due.holder AND fence = due.number AND expires_at > UTC_TIMESTAMP(6)
 """,
     Reply.ROWS,
+    keeps=True,
 )
 
 # Safe: names the tenure and revives none. Counts from what the row says, so sending it twice may count twice: the key
@@ -171,16 +181,20 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > UTC
     Reply.NUMBER,
 )
 
-# Safe: names the tenure. Leaves it alive, at count 0 too: its token's bearer has until the end of the lease.
+# Safe: names the tenure. Leaves it alive, at count 0 too: its token's bearer has until the end of the lease. With a
+# `count` it sets that, as the release does, and so may be sent twice, unless the row shows that somebody has attached
+# or that there are more. Without one it counts from what the row says, and is sent once.
 DETACH: Final = Statement(
     "detach",
     """
 UPDATE locks FORCE INDEX (PRIMARY) SET
-    count = count - 1,
+    count = CASE WHEN :count > 0 THEN :count ELSE count END - 1,
     expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
 WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > UTC_TIMESTAMP(6)
+  AND (:count = 0 OR (count <= :count AND host = :host AND pid = :pid AND thread = :thread))
 """,
     Reply.COUNT,
+    keeps=True,
 )
 
 # Safe: names the tenure and sets the count, so sending it twice is harmless. It would do to commit asynchronously, but
@@ -196,6 +210,7 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence
   AND LAST_INSERT_ID(CASE WHEN :count = 1 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0
 """,
     Reply.NUMBER,
+    keeps=True,
 )
 
 # Safe: names the tenure. Counts from what the row says, so it is sent twice only where nobody else counts. An owner
@@ -214,14 +229,33 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence
   AND LAST_INSERT_ID(CASE WHEN count <= 1 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0
 """,
     Reply.NUMBER,
+    keeps=True,
 )
 
 # Runs in the caller's transaction, which it lasts as long as. Safe: no take can begin a tenure until then; one that is
-# under way is waited for, and the look at the row that follows sees what it did.
+# under way is waited for, and the look at the row that follows sees what it did. The inner SELECT is not a locking one
+# and reads by the transaction's snapshot, the first of it if there is none yet. A snapshot that shows the tenure also
+# shows what was committed under earlier pins, since the take needed them gone; one that does not is older. Under
+# SERIALIZABLE all reads of a transaction lock and none goes by a snapshot: the row is not read, because that would keep
+# it from being renewed. (The variable is the session's level; SET TRANSACTION for one transaction does not show in it.)
 PIN: Final = Statement(
     "pin",
     """
-SELECT lock_key FROM locks FORCE INDEX (locks_pin) WHERE lock_key = :key LOCK IN SHARE MODE
+SELECT /*M! @@tx_isolation */ /*!80017 @@transaction_isolation */ = 'SERIALIZABLE' OR EXISTS (
+    SELECT 1 FROM {locks} AS seen WHERE seen.lock_key = :key AND seen.fence = :fence
+        AND /*M! @@tx_isolation */ /*!80017 @@transaction_isolation */ <> 'SERIALIZABLE')
+FROM {locks} FORCE INDEX (locks_pin) WHERE lock_key = :key LOCK IN SHARE MODE
+""",
+    Reply.ROWS,
+)
+
+# Safe: reads only, without locks. Servers that know nothing of Galera have no such variable.
+LOCATE: Final = Statement(
+    "locate",
+    """
+SELECT CONCAT('`', REPLACE(DATABASE(), '`', '``'), '`.locks'),
+       (SELECT COUNT(*) FROM /*M! information_schema */ /*!80017 performance_schema */ .global_variables
+        WHERE variable_name = 'wsrep_on' AND variable_value = 'ON')
 """,
     Reply.ROWS,
 )
@@ -242,8 +276,10 @@ ORDER BY lock_key LIMIT 1000
 REAP: Final = Statement(
     "reap",
     """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
-DELETE FROM locks
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
+DELETE /*!80017 locks FROM (SELECT lock_key AS name FROM locks FORCE INDEX (locks_pin) WHERE lock_key = :key LIMIT 1
+                            FOR UPDATE NOWAIT) AS mine
+STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) ON locks.lock_key = mine.name */ /*M! FROM locks */
 WHERE lock_key = :key AND expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND
   AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
                   WHERE waiter.lock_key = :key AND waiter.expires_at > UTC_TIMESTAMP(6))
@@ -275,29 +311,29 @@ CREATE TABLE locks (
 ) ENGINE = InnoDB;
 """
 
-# 1213 deadlock, 1020 record changed (MariaDB's snapshot isolation), 1243 a prepared statement that a reset of the
-# session took away.
-_CONFLICTS = frozenset({1020, 1213, 1243})
-# 1205 lock wait timeout, 3572 NOWAIT.
-_BUSY = frozenset({1205, 3572})
-# 2006 gone away, 2013 lost during query, 2055 lost with an error, 2003 cannot connect, 2014 out of sync,
-# 1053 shutdown, 1152 aborted, 1158-1161 network, 1927 connection killed, 3169 session killed, 4031 idle too long,
-# 0 PyMySQL's "already closed".
-_LOST = frozenset({0, 1053, 1152, 1158, 1159, 1160, 1161, 1927, 2002, 2003, 2006, 2013, 2014, 2055, 3169, 4031})
+_MEANINGS: Final = {
+    # Deadlock; a record that changed (MariaDB's snapshot isolation); a prepared statement that a reset of the session
+    # took away; interrupted, by somebody or because it took too long.
+    **dict.fromkeys((1213, 1020, 1243, 1317, 1969, 3024), Failure.CONFLICT),
+    # Lock wait timeout, NOWAIT.
+    **dict.fromkeys((1205, 3572), Failure.BUSY),
+    # read_only, twice; a read-only transaction; a Galera node that is not part of its cluster.
+    **dict.fromkeys((1290, 1836, 1792, 1047), Failure.READ_ONLY),
+    # Gone away, lost during a query, lost with an error, cannot connect, out of sync, shutdown, aborted, network,
+    # connection killed, session killed, idle too long; 0 is PyMySQL's "already closed".
+    **dict.fromkeys((2006, 2013, 2055, 2002, 2003, 2014, 1053, 1152), Failure.LOST),
+    **dict.fromkeys((1158, 1159, 1160, 1161, 1927, 3169, 4031, 0), Failure.LOST),
+    1062: Failure.DUPLICATE,
+    1146: Failure.NO_TABLE,
+}
 
 
 def classify(error: BaseException) -> Failure:
     """By error number (MySQL error reference), the first argument of every driver's exception."""
     number = error.args[0] if error.args else None
-    if number in _BUSY:
-        return Failure.BUSY
-    if number in _CONFLICTS:
-        return Failure.CONFLICT
-    if number == 1062:
-        return Failure.DUPLICATE
-    if number == 1146:
-        return Failure.NO_TABLE
-    if isinstance(error, OSError) or number in _LOST or type(error).__name__ == "InterfaceError":
+    if number in _MEANINGS:
+        return _MEANINGS[number]
+    if isinstance(error, OSError) or type(error).__name__ == "InterfaceError":
         return Failure.LOST
     return Failure.OTHER
 
@@ -316,6 +352,7 @@ DIALECT: Final = Dialect(
     release=RELEASE,
     leave=LEAVE,
     pin=PIN,
+    locate=LOCATE,
     stale=STALE,
     reap=REAP,
     tick=0.0,

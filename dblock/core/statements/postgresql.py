@@ -8,6 +8,9 @@ make the lease shorter than ttl from *now*, never shorter than ttl from the *sen
 Every statement is a transaction of its own under any isolation level: where READ COMMITTED re-reads a row that changed
 meanwhile, REPEATABLE READ and SERIALIZABLE raise 40001 instead, and the protocol tries again.
 
+No statement waits for longer than 20 ms for a row that another transaction has locked (55P03, nothing has happened);
+`lock_timeout` is set for the statement's own transaction, before it comes to the row.
+
 What must be durable says so itself: a session with synchronous_commit=off gets `on` for that statement; stronger
 settings such as remote_apply are left alone.
 
@@ -50,6 +53,7 @@ WHERE lock_key = :key
   AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp()
            THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, 7234)) ELSE false END
   AND (last_ticket = served_ticket OR CAST(:fair AS integer) = 0)
+  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
   AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING fence
 """,
@@ -67,7 +71,8 @@ INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at,
 SELECT CAST(:key AS text), :owner, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint), 1, :ttl,
        clock_timestamp(), clock_timestamp() + make_interval(secs => :life),
        :label, :host, CAST(:pid AS integer), :thread, :program, :task
-WHERE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
+WHERE set_config('lock_timeout', '20ms', true) IS NOT NULL
+  AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
   AND pg_try_advisory_xact_lock(hashtextextended(CAST(:key AS text) COLLATE "C", 7234))
 ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence
@@ -97,9 +102,11 @@ UPDATE locks SET
     count = CAST(:count AS integer) + 1,
     expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
 WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > clock_timestamp()
+  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
   AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 """,
     Reply.COUNT,
+    keeps=True,
 )
 
 # Safe: names the tenure; an ended lease is never revived, and sending it twice is harmless. Durable: the longer lease
@@ -111,14 +118,16 @@ UPDATE locks SET
     ttl = :ttl,
     expires_at = clock_timestamp() + make_interval(secs => :life)
 WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > clock_timestamp()
+  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
   AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 """,
     Reply.COUNT,
+    keeps=True,
 )
 
 # Safe: names the tenures, revives none and shortens none, so it may arrive late and twice. Its row locks last for the
 # statement; nobody else's statement locks two rows, save another process's renewal of a tenure that both hold (40P01,
-# which is tried again). A row that a stranger has locked is not waited for (55P03). Durable: the longer leases are
+# which is tried again). Durable: the longer leases are
 # relied on.
 RENEW: Final = Statement(
     "renew",
@@ -130,6 +139,7 @@ WHERE lock_key = due.key AND locks.owner = due.owner AND locks.fence = due.fence
   AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 """,
     Reply.COUNT,
+    keeps=True,
 )
 
 # Safe: reads only.
@@ -142,6 +152,7 @@ JOIN locks ON lock_key = due.key AND locks.owner = due.owner AND locks.fence = d
 WHERE expires_at > clock_timestamp()
 """,
     Reply.ROWS,
+    keeps=True,
 )
 
 # Safe: names the tenure and revives none. Counts from what the row says, so sending it twice may count twice: the key
@@ -158,23 +169,30 @@ UPDATE locks SET
     program = :program,
     celery_task_id = :task
 WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > clock_timestamp()
+  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
   AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING count
 """,
     Reply.ROWS,
 )
 
-# Safe: names the tenure. Leaves it alive, at count 0 too: its token's bearer has until the end of the lease.
+# Safe: names the tenure. Leaves it alive, at count 0 too: its token's bearer has until the end of the lease. With a
+# `count` it sets that, as the release does, and so may be sent twice, unless the row shows that somebody has attached
+# or that there are more. Without one it counts from what the row says, and is sent once.
 DETACH: Final = Statement(
     "detach",
     """
 UPDATE locks SET
-    count = count - 1,
+    count = CASE WHEN CAST(:count AS integer) > 0 THEN CAST(:count AS integer) ELSE count END - 1,
     expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
 WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > clock_timestamp()
+  AND (CAST(:count AS integer) = 0
+       OR (count <= CAST(:count AS integer) AND host = :host AND pid = :pid AND thread = :thread))
+  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
   AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 """,
     Reply.COUNT,
+    keeps=True,
 )
 
 # Safe: names the tenure and sets the count, so sending it twice is harmless. Commits asynchronously, for its own
@@ -188,10 +206,12 @@ UPDATE locks SET
     expires_at = CASE WHEN CAST(:count AS integer) > 1 THEN expires_at ELSE clock_timestamp() END,
     count = CAST(:count AS integer) - 1
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
+  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
   AND set_config('synchronous_commit', 'off', true) IS NOT NULL
 RETURNING CASE WHEN owner IS NULL AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END
 """,
     Reply.ROWS,
+    keeps=True,
 )
 
 # Safe: names the tenure. Counts from what the row says, so it is sent twice only where nobody else counts. An owner
@@ -206,18 +226,35 @@ UPDATE locks SET
                       ELSE greatest(clock_timestamp(), acquired_at + make_interval(secs => :min_hold)) END,
     count = greatest(count - 1, 0)
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
+  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
   AND set_config('synchronous_commit', 'off', true) IS NOT NULL
 RETURNING CASE WHEN owner IS NULL AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END
 """,
     Reply.ROWS,
+    keeps=True,
 )
 
 # Runs in the caller's transaction, which it lasts as long as. Safe: no take can begin a tenure until then; one that is
-# under way is waited for, and the look at the row that follows sees what it did.
+# under way is waited for, and the look at the row that follows sees what it did. A snapshot that shows the tenure also
+# shows what was committed under earlier pins, since the take needed them gone; one that does not is older. (Under
+# SERIALIZABLE that is a read like any other: where the server makes every transaction serializable, the lock's own
+# included, a renewal counts among the conflicts.)
 PIN: Final = Statement(
     "pin",
     """
-SELECT pg_advisory_xact_lock_shared(hashtextextended(CAST(:key AS text) COLLATE "C", 7234))
+SELECT EXISTS (SELECT 1 FROM {locks} WHERE lock_key = :key AND fence = :fence)
+FROM pg_advisory_xact_lock_shared(hashtextextended(CAST(:key AS text) COLLATE "C", 7234))
+""",
+    Reply.ROWS,
+)
+
+# Safe: reads only.
+LOCATE: Final = Statement(
+    "locate",
+    """
+SELECT quote_ident(nspname) || '.' || quote_ident(relname), 0
+FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
+WHERE pg_class.oid = CAST('locks' AS regclass)
 """,
     Reply.ROWS,
 )
@@ -240,6 +277,7 @@ REAP: Final = Statement(
     """
 DELETE FROM locks
 WHERE lock_key = :key AND expires_at < clock_timestamp() - make_interval(secs => :retention)
+  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
   AND set_config('synchronous_commit', 'off', true) IS NOT NULL
   AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
                   WHERE waiter.lock_key = :key AND waiter.expires_at > clock_timestamp())
@@ -268,26 +306,29 @@ CREATE TABLE locks (
 CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 """
 
-# Serialization failure, deadlock; and a prepared statement that a pooler gave to somebody else.
-_CONFLICTS = frozenset({"40001", "40P01", "26000", "42P05"})
+_MEANINGS: Final = {
+    # Serialization failure, deadlock; a prepared statement that a pooler gave to somebody else; cancelled, by
+    # statement_timeout or somebody who cancels what takes long.
+    **dict.fromkeys(("40001", "40P01", "26000", "42P05", "57014"), Failure.CONFLICT),
+    "55P03": Failure.BUSY,  # lock_timeout
+    "25006": Failure.READ_ONLY,
+    "42P01": Failure.NO_TABLE,
+}
+# Connection exceptions; the server ends sessions, one that is idle or one that takes long.
+_LOST = ("08", "57P", "25P03", "25P04")
 _CLIENT_LOST = frozenset({"OperationalError", "InterfaceError", "DatabaseError", "InternalError"})
 
 
 def classify(error: BaseException) -> Failure:
     """By SQLSTATE (PostgreSQL manual, appendix A), which every driver reports in its own attribute."""
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
-    if state in _CONFLICTS:
-        return Failure.CONFLICT
-    if state == "55P03":  # lock not available
-        return Failure.BUSY
-    if state == "42P01":
-        return Failure.NO_TABLE
+    if state in _MEANINGS:
+        return _MEANINGS[state]
     if isinstance(error, OSError):
         return Failure.LOST
     if state is None:  # raised by the client itself: the connection is gone, or the call was wrong
         return Failure.LOST if type(error).__name__ in _CLIENT_LOST else Failure.OTHER
-    # 08: connection exception; 57P01 to 57P05: the server ends sessions; 25P03: it ended an idle one.
-    return Failure.LOST if state.startswith(("08", "57P")) or state == "25P03" else Failure.OTHER
+    return Failure.LOST if state.startswith(_LOST) else Failure.OTHER
 
 
 DIALECT: Final = Dialect(
@@ -304,6 +345,7 @@ DIALECT: Final = Dialect(
     release=RELEASE,
     leave=LEAVE,
     pin=PIN,
+    locate=LOCATE,
     stale=STALE,
     reap=REAP,
     tick=0.0,

@@ -87,6 +87,7 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence
   AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 """,
     Reply.COUNT,
+    keeps=True,
 )
 
 # Safe: names the tenure; an ended lease is never revived, and sending it twice is harmless.
@@ -99,6 +100,7 @@ UPDATE locks SET
 WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 """,
     Reply.COUNT,
+    keeps=True,
 )
 
 # Safe: names the tenures, revives none and shortens none, so it may arrive late and twice.
@@ -114,6 +116,7 @@ WHERE lock_key = json_extract(due.value, '$.key') AND owner = json_extract(due.v
   AND fence = json_extract(due.value, '$.fence') AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 """,
     Reply.COUNT,
+    keeps=True,
 )
 
 # Safe: reads only.
@@ -125,6 +128,7 @@ WHERE lock_key = json_extract(due.value, '$.key') AND owner = json_extract(due.v
   AND fence = json_extract(due.value, '$.fence') AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 """,
     Reply.ROWS,
+    keeps=True,
 )
 
 # Safe: names the tenure and revives none. Counts from what the row says, so sending it twice may count twice: the key
@@ -147,17 +151,21 @@ RETURNING count
     Reply.ROWS,
 )
 
-# Safe: names the tenure. Leaves it alive, at count 0 too: its token's bearer has until the end of the lease.
+# Safe: names the tenure. Leaves it alive, at count 0 too: its token's bearer has until the end of the lease. With a
+# `count` it sets that, as the release does, and so may be sent twice, unless the row shows that somebody has attached
+# or that there are more. Without one it counts from what the row says, and is sent once.
 DETACH: Final = Statement(
     "detach",
     """
 UPDATE locks SET
-    count = count - 1,
+    count = CASE WHEN :count > 0 THEN :count ELSE count END - 1,
     expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
   AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+  AND (:count = 0 OR (count <= :count AND host = :host AND pid = :pid AND thread = :thread))
 """,
     Reply.COUNT,
+    keeps=True,
 )
 
 # Safe: names the tenure and sets the count, so sending it twice is harmless. (RETURNING must not ask for `owner IS
@@ -173,6 +181,7 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence
 RETURNING CASE WHEN count = 0 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END
 """,
     Reply.ROWS,
+    keeps=True,
 )
 
 # Safe: names the tenure. Counts from what the row says, so it is sent twice only where nobody else counts. An owner
@@ -192,19 +201,23 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence
 RETURNING CASE WHEN count = 0 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END
 """,
     Reply.ROWS,
+    keeps=True,
 )
 
-# Runs in the caller's transaction, which it lasts as long as. Safe: from then on nobody else can write at all. It
-# renews the lease, since no other connection can as long as the transaction lasts.
+# Runs in the caller's transaction, which it lasts as long as. Safe: from then on nobody else can write at all, and a
+# transaction whose snapshot is old cannot either (SQLITE_BUSY_SNAPSHOT). It renews the lease, since no other connection
+# can as long as the transaction lasts. The fence names the tenure, without the owner's token: what runs in the caller's
+# transaction is in the caller's logs. (An owner that is nobody's is that of a tenure given back.)
 PIN: Final = Statement(
     "pin",
     """
 UPDATE locks SET
     expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
-WHERE lock_key = :key AND owner = :owner AND fence = :fence
+WHERE lock_key = :key AND fence = :fence AND owner <> ''
   AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+RETURNING 1
 """,
-    Reply.COUNT,
+    Reply.ROWS,
 )
 
 # Safe: reads only. `expires_at` of a free row is when it was released.
@@ -257,8 +270,8 @@ def classify(error: BaseException) -> Failure:
     """By SQLite's result code (sqlite.org/rescode.html); connections to a file do not get lost."""
     code = getattr(error, "sqlite_errorname", "") or ""
     text = str(error)
-    if code == "SQLITE_BUSY_SNAPSHOT":  # the caller's transaction has read what others have changed: it can never write
-        return Failure.OTHER
+    if code == "SQLITE_BUSY_SNAPSHOT":
+        return Failure.STALE
     if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) or "is locked" in text:
         return Failure.LOCKED
     return Failure.NO_TABLE if "no such table" in text else Failure.OTHER
@@ -278,6 +291,7 @@ DIALECT: Final = Dialect(
     release=RELEASE,
     leave=LEAVE,
     pin=PIN,
+    locate=None,
     stale=STALE,
     reap=REAP,
     tick=0.001,

@@ -15,14 +15,14 @@ from dblock.core.statements.base import Queue, Reply, Statement
 JOIN: Final = Statement(
     "join",
     """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
 INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel,
                           joined_at, expires_at)
 SELECT :owner, lock_key,
        LAST_INSERT_ID(GREATEST(last_ticket + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))),
        :ttl, :label, :host, :pid, :thread, :program, :task, :channel,
        UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:place * 1000000) MICROSECOND
-FROM locks WHERE lock_key = :key
+FROM locks WHERE lock_key = :key /*!80017 FOR SHARE NOWAIT */
 """,
     Reply.NUMBER,
 )
@@ -31,8 +31,11 @@ FROM locks WHERE lock_key = :key
 ANNOUNCE: Final = Statement(
     "announce",
     """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
-UPDATE locks FORCE INDEX (PRIMARY) SET last_ticket = GREATEST(last_ticket, :ticket)
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
+UPDATE /*!80017 (SELECT lock_key AS name FROM locks FORCE INDEX (PRIMARY) WHERE lock_key = :key LIMIT 1
+                 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN */
+    locks FORCE INDEX (PRIMARY) /*!80017 ON locks.lock_key = mine.name */ SET
+    last_ticket = GREATEST(last_ticket, :ticket)
 WHERE lock_key = :key AND served_ticket < :ticket
 """,
     Reply.COUNT,
@@ -43,8 +46,9 @@ LOOK: Final = Statement(
     "look",
     """
 SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END,
-       CASE WHEN locks.owner IS NULL THEN 0
-            ELSE TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6 END,
+       TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6),
+                     CASE WHEN locks.owner IS NULL THEN LEAST(locks.expires_at, UTC_TIMESTAMP(6))
+                          ELSE locks.expires_at END) / 1e6,
        served_ticket + 1,
        last_ticket,
        (SELECT COUNT(*) FROM (
@@ -60,19 +64,22 @@ FROM locks WHERE locks.lock_key = :key
 
 # Safe: as the take, for somebody else: only if nobody's lease is alive on the key but the one that is being given back,
 # and no transaction pins it. The waiter's row is locked first: one that is leaving is passed over, and one that wants
-# to leave waits and then finds its tenure. Nothing is waited for while that lock is held. The lease is short, as long
-# as the waiter's place: `accept` makes it whole.
+# to leave waits and then finds its tenure. Nothing is waited for while that lock is held. The lease ends with the
+# waiter's place, and is no longer than the waiter asked for: `accept` makes it whole.
 GRANT: Final = Statement(
     "grant",
     """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
 UPDATE (
     SELECT owner AS heir, ticket, ttl AS life, label AS note, host AS place, pid AS process, thread AS strand,
            program AS command, celery_task_id AS task, expires_at AS until
     FROM lock_waiters FORCE INDEX (lock_waiters_queue)
     WHERE lock_key = :key AND ticket >= :first AND expires_at > UTC_TIMESTAMP(6)
-    ORDER BY ticket LIMIT 1 LOCK IN SHARE MODE
-) AS next STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
+    ORDER BY ticket LIMIT 1 /*M! LOCK IN SHARE MODE */ /*!80017 FOR SHARE NOWAIT */
+) AS next
+/*!80017 STRAIGHT_JOIN (SELECT lock_key AS name FROM locks FORCE INDEX (locks_pin) WHERE lock_key = :key LIMIT 1
+                        FOR UPDATE NOWAIT) AS mine */
+STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
     ON locks.lock_key = :key AND locks.served_ticket < next.ticket
        AND (locks.owner IS NULL OR locks.expires_at <= UTC_TIMESTAMP(6)
             OR (locks.owner = :owner AND locks.fence = :fence))
@@ -81,7 +88,7 @@ SET locks.owner = next.heir,
     locks.count = 1,
     locks.ttl = next.life,
     locks.acquired_at = UTC_TIMESTAMP(6),
-    locks.expires_at = next.until,
+    locks.expires_at = LEAST(next.until, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.life * 1000000) MICROSECOND),
     locks.label = next.note,
     locks.host = next.place,
     locks.pid = next.process,
@@ -92,11 +99,18 @@ SET locks.owner = next.heir,
     locks.served_ticket = LAST_INSERT_ID(next.ticket)
 """,
     Reply.NUMBER,
+    keeps=True,
 )
 
 # Safe: reads only, without locks.
 CHANNEL: Final = Statement(
-    "channel", "SELECT channel FROM lock_waiters WHERE lock_key = :key AND ticket = :ticket", Reply.ROWS
+    "channel",
+    """
+SELECT ticket, channel FROM lock_waiters FORCE INDEX (lock_waiters_queue)
+WHERE lock_key = :key AND ticket >= :ticket AND expires_at > UTC_TIMESTAMP(6)
+ORDER BY ticket LIMIT 1
+""",
+    Reply.ROWS,
 )
 
 # Safe: names the owner, whose token is of this place in the queue alone, and shortens nothing, so it may arrive late.
@@ -104,13 +118,16 @@ CHANNEL: Final = Statement(
 ACCEPT: Final = Statement(
     "accept",
     """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
-UPDATE locks FORCE INDEX (PRIMARY) SET
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
+UPDATE /*!80017 (SELECT lock_key AS name FROM locks FORCE INDEX (PRIMARY) WHERE lock_key = :key LIMIT 1
+                 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN */
+    locks FORCE INDEX (PRIMARY) /*!80017 ON locks.lock_key = mine.name */ SET
     fence = LAST_INSERT_ID(fence),
     expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
 WHERE lock_key = :key AND owner = :owner AND expires_at > UTC_TIMESTAMP(6)
 """,
     Reply.NUMBER,
+    keeps=True,
 )
 
 # Safe: as a release and a take in one, which names the tenure that it ends, so it may arrive late, and begins one that
@@ -118,8 +135,10 @@ WHERE lock_key = :key AND owner = :owner AND expires_at > UTC_TIMESTAMP(6)
 RELAY: Final = Statement(
     "relay",
     """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
-UPDATE locks FORCE INDEX (locks_pin) SET
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
+UPDATE /*!80017 (SELECT lock_key AS name FROM locks FORCE INDEX (locks_pin) WHERE lock_key = :key LIMIT 1
+                 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN */
+    locks FORCE INDEX (locks_pin) /*!80017 ON locks.lock_key = mine.name */ SET
     owner = :heir,
     fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))),
     ttl = :ttl,
@@ -135,23 +154,25 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence AND count = 1 AND ex
   AND (last_ticket = served_ticket OR :turns > 0)
 """,
     Reply.NUMBER,
+    keeps=True,
 )
 
 # Safe: one row, by primary key, which is the waiter's own. A grant that has locked it is waited for.
 QUIT: Final = Statement(
     "quit",
     """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
 DELETE FROM lock_waiters WHERE owner = :owner
 """,
     Reply.COUNT,
+    keeps=True,
 )
 
 # Safe: shortens nothing, so it may arrive late and twice. One row for each waiter, by primary key.
 BEAT: Final = Statement(
     "beat",
     """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
 UPDATE JSON_TABLE(:owners, '$[*]' COLUMNS (
     holder varchar(64) CHARACTER SET utf8mb4
         /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */ PATH '$'
@@ -159,6 +180,7 @@ UPDATE JSON_TABLE(:owners, '$[*]' COLUMNS (
 SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:place * 1000000) MICROSECOND)
 """,
     Reply.COUNT,
+    keeps=True,
 )
 
 # Safe: reads only, and all of it as of one moment.
@@ -179,8 +201,10 @@ WHERE waiter.expires_at > UTC_TIMESTAMP(6) AND held.expires_at > UTC_TIMESTAMP(6
 CLEAR: Final = Statement(
     "clear",
     """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
-UPDATE locks FORCE INDEX (PRIMARY) SET served_ticket = last_ticket
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
+UPDATE /*!80017 (SELECT lock_key AS name FROM locks FORCE INDEX (PRIMARY) WHERE lock_key = :key LIMIT 1
+                 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN */
+    locks FORCE INDEX (PRIMARY) /*!80017 ON locks.lock_key = mine.name */ SET served_ticket = last_ticket
 WHERE lock_key = :key AND last_ticket = :last AND served_ticket < last_ticket
   AND NOT EXISTS (SELECT 1 FROM lock_waiters AS other
                   WHERE other.lock_key = :key AND other.ticket > served_ticket
@@ -204,7 +228,7 @@ ORDER BY owner LIMIT 1000
 FORGET: Final = Statement(
     "forget",
     """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 0 FOR */
+/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
 DELETE FROM lock_waiters
 WHERE owner = :owner AND expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND
 """,

@@ -4,7 +4,7 @@ None but `accept` has to be durable: a crash that loses another one loses a plac
 its last holder until that one's lease ends. The flush of `accept` makes the grant before it durable too.
 
 Order of row locks, so that no two can deadlock: a waiter's row first, then the key's row. `join` inserts a row that
-nobody else sees yet. A row that a stranger has locked is not waited for (55P03), but tried again.
+nobody else sees yet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dblock.core.statements.base import Queue, Reply, Statement
 
 # Safe: the ticket is drawn under the lock on the key's row, so a later ticket is a later place, and both become visible
 # at once. A release that was waiting for that lock sees the new `last_ticket`, though not yet the waiter, and looks
-# again. For the same reason the waiter need not look: if the key is held now, its release will see the ticket.
+# again. For the same reason the waiter need not look: if the key is held now, its release will see the ticket. (Those
+# before it are counted as of the beginning: some may be missed, and it looks sooner than need be.)
 JOIN: Final = Statement(
     "join",
     """
@@ -25,7 +26,7 @@ WITH announced AS (
     WHERE lock_key = :key AND set_config('synchronous_commit', 'off', true) IS NOT NULL
       AND set_config('lock_timeout', '20ms', true) IS NOT NULL
     RETURNING last_ticket, served_ticket,
-              CASE WHEN owner IS NULL THEN 0 ELSE extract(epoch FROM expires_at - clock_timestamp()) END AS remaining
+              CASE WHEN owner IS NULL THEN least(expires_at, clock_timestamp()) ELSE expires_at END AS held_until
 ), joined AS (
 INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel,
                           joined_at, expires_at)
@@ -34,7 +35,14 @@ SELECT :owner, :key, last_ticket, :ttl, :label, :host, CAST(:pid AS integer), :t
 FROM announced
 RETURNING ticket
 )
-SELECT ticket, CAST(remaining AS double precision), served_ticket + 1 FROM joined, announced
+SELECT ticket,
+       CAST(extract(epoch FROM held_until - clock_timestamp()) AS double precision),
+       served_ticket + 1,
+       (SELECT count(*) FROM (
+            SELECT 1 FROM lock_waiters AS other
+            WHERE other.lock_key = :key AND other.ticket > served_ticket AND other.expires_at > clock_timestamp()
+            LIMIT 16) AS before)
+FROM joined, announced
 """,
     Reply.ROWS,
 )
@@ -56,8 +64,8 @@ LOOK: Final = Statement(
     "look",
     """
 SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END,
-       CAST(CASE WHEN locks.owner IS NULL THEN 0
-                 ELSE extract(epoch FROM locks.expires_at - clock_timestamp()) END AS double precision),
+       CAST(extract(epoch FROM CASE WHEN locks.owner IS NULL THEN least(locks.expires_at, clock_timestamp())
+                                    ELSE locks.expires_at END - clock_timestamp()) AS double precision),
        served_ticket + 1,
        last_ticket,
        (SELECT count(*) FROM (
@@ -73,7 +81,8 @@ FROM locks WHERE lock_key = :key
 
 # Safe: as the take, for somebody else: only if nobody's lease is alive on the key but the one that is being given back,
 # and no transaction pins it. The waiter's row is locked first: one that is leaving is passed over, and one that wants
-# to leave waits and then finds its tenure. The lease is short, as long as the waiter's place: `accept` makes it whole.
+# to leave waits and then finds its tenure. The lease ends with the waiter's place, and is no longer than the waiter
+# asked for: `accept` makes it whole.
 GRANT: Final = Statement(
     "grant",
     """
@@ -90,7 +99,7 @@ WITH next AS MATERIALIZED (
         count = 1,
         ttl = next.ttl,
         acquired_at = clock_timestamp(),
-        expires_at = next.expires_at,
+        expires_at = least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)),
         label = next.label,
         host = next.host,
         pid = next.pid,
@@ -112,11 +121,18 @@ SELECT ticket, channel, CASE WHEN channel <> '' AND left(channel, length(:here))
 FROM granted
 """,
     Reply.ROWS,
+    keeps=True,
 )
 
 # Safe: reads only.
 CHANNEL: Final = Statement(
-    "channel", "SELECT channel FROM lock_waiters WHERE lock_key = :key AND ticket = CAST(:ticket AS bigint)", Reply.ROWS
+    "channel",
+    """
+SELECT ticket, channel FROM lock_waiters
+WHERE lock_key = :key AND ticket >= CAST(:ticket AS bigint) AND expires_at > clock_timestamp()
+ORDER BY ticket LIMIT 1
+""",
+    Reply.ROWS,
 )
 
 # Safe: changes nothing.
@@ -146,6 +162,7 @@ WITH mine AS MATERIALIZED (
 SELECT fence FROM accepted
 """,
     Reply.ROWS,
+    keeps=True,
 )
 
 # Safe: as a release and a take in one, which names the tenure that it ends, so it may arrive late, and begins one that
@@ -174,6 +191,7 @@ WHERE lock_key = :key
 RETURNING fence
 """,
     Reply.ROWS,
+    keeps=True,
 )
 
 # Safe: one row, by primary key, which is the waiter's own. A grant that has locked it is waited for.
@@ -184,6 +202,7 @@ DELETE FROM lock_waiters WHERE owner = :owner AND set_config('synchronous_commit
   AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 """,
     Reply.COUNT,
+    keeps=True,
 )
 
 # Safe: shortens nothing, so it may arrive late and twice.
@@ -196,6 +215,7 @@ WHERE owner = due.holder AND set_config('synchronous_commit', 'off', true) IS NO
   AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 """,
     Reply.COUNT,
+    keeps=True,
 )
 
 # Safe: reads only, and all of it as of one moment.

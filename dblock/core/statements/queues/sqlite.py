@@ -43,7 +43,8 @@ LOOK: Final = Statement(
     """
 SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END,
        CASE WHEN locks.owner IS NOT NULL AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-            THEN max(0.001, round((julianday(expires_at) - julianday('now')) * 86400.0, 3)) ELSE 0.0 END,
+            THEN max(0.001, round((julianday(expires_at) - julianday('now')) * 86400.0, 3))
+            ELSE min(0.0, round((julianday(expires_at) - julianday('now')) * 86400.0, 3)) END,
        served_ticket + 1,
        last_ticket,
        (SELECT count(*) FROM (
@@ -58,7 +59,7 @@ FROM locks WHERE lock_key = :key
 )
 
 # Safe: as the take, for somebody else: only if nobody's lease is alive on the key but the one that is being given back.
-# The lease is short, as long as the waiter's place: `accept` makes it whole.
+# The lease ends with the waiter's place, and is no longer than the waiter asked for: `accept` makes it whole.
 GRANT: Final = Statement(
     "grant",
     """
@@ -69,7 +70,7 @@ UPDATE locks SET
     count = 1,
     ttl = next.ttl,
     acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'),
-    expires_at = next.expires_at,
+    expires_at = min(next.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', next.ttl))),
     label = next.label,
     host = next.host,
     pid = next.pid,
@@ -89,11 +90,18 @@ WHERE locks.lock_key = :key AND served_ticket < next.ticket
 RETURNING served_ticket, (SELECT channel FROM lock_waiters WHERE lock_waiters.owner = locks.owner)
 """,
     Reply.ROWS,
+    keeps=True,
 )
 
 # Safe: reads only.
 CHANNEL: Final = Statement(
-    "channel", "SELECT channel FROM lock_waiters WHERE lock_key = :key AND ticket = :ticket", Reply.ROWS
+    "channel",
+    """
+SELECT ticket, channel FROM lock_waiters
+WHERE lock_key = :key AND ticket >= :ticket AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+ORDER BY ticket LIMIT 1
+""",
+    Reply.ROWS,
 )
 
 # Safe: names the owner, whose token is of this place in the queue alone, and shortens nothing, so it may arrive late.
@@ -106,6 +114,7 @@ WHERE lock_key = :key AND owner = :owner AND expires_at > strftime('%Y-%m-%d %H:
 RETURNING fence
 """,
     Reply.ROWS,
+    keeps=True,
 )
 
 # Safe: as a release and a take in one, which names the tenure that it ends, so it may arrive late, and begins one that
@@ -132,10 +141,11 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence AND count = 1
 RETURNING fence
 """,
     Reply.ROWS,
+    keeps=True,
 )
 
 # Safe: one row, by primary key, which is the waiter's own.
-QUIT: Final = Statement("quit", "DELETE FROM lock_waiters WHERE owner = :owner", Reply.COUNT)
+QUIT: Final = Statement("quit", "DELETE FROM lock_waiters WHERE owner = :owner", Reply.COUNT, keeps=True)
 
 # Safe: shortens nothing, so it may arrive late and twice.
 BEAT: Final = Statement(
@@ -146,6 +156,7 @@ UPDATE lock_waiters SET
 WHERE owner IN (SELECT value FROM json_each(:owners))
 """,
     Reply.COUNT,
+    keeps=True,
 )
 
 # Safe: reads only, and all of it as of one moment.

@@ -1,0 +1,98 @@
+"""Statements that are not answered in time.
+
+Their connection is cut, so that whatever call of whatever driver waits for the answer ends with an error. One thread
+for the process; on an event loop its timers do the same. A statement that is answered costs an entry in a dictionary:
+the thread sleeps until the earliest moment that it knows, and is only rung for an earlier one.
+
+Rule: whoever takes an entry out of the dictionary, the thread or the statement itself, decides: a connection that was
+cut is never used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Final
+
+from dblock.core import clock
+from dblock.core.journal import warn
+
+if TYPE_CHECKING:
+    from dblock.core.pool import PooledConnection
+
+
+LINGER: Final = 1.0
+"""Seconds for which the thread goes on when there is nothing to watch."""
+
+
+class Deadlines:
+    """Until when the statements of this process that are under way are to be answered."""
+
+    def __init__(self) -> None:
+        self._due: dict[PooledConnection, float] = {}
+        self._wake_at = math.inf
+        """The local time at which the thread looks again; never, while it looks or there is none."""
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._lock = threading.RLock()  # a signal handler may send a statement
+        self._thread: threading.Thread | None = None
+
+    def watch(self, connection: PooledConnection, moment: float) -> None:
+        """Cut it at that local time, unless its statement has been answered."""
+        self._due[connection] = moment
+        if moment < self._wake_at:
+            self._look()
+
+    def answered(self, connection: PooledConnection) -> bool:
+        """The statement has ended; False if the connection was cut."""
+        return self._due.pop(connection, None) is not None
+
+    def _look(self) -> None:
+        self._bell.put(None)
+        with self._lock:  # a thread that is about to end decides so under it
+            if self._thread is not None:
+                return
+            self._thread = threading.Thread(target=self._watch, name="dblock deadlines", daemon=True)
+            try:
+                self._thread.start()
+            except BaseException as error:
+                self._thread = None  # the next statement tries again
+                if not isinstance(error, RuntimeError):  # out of threads, or the interpreter is ending
+                    raise
+                warn("cannot watch over statements: %s", error)
+
+    def _watch(self) -> None:
+        idle = False
+        while True:
+            self._wake_at = math.inf  # whoever begins during the look makes us look again
+            now = clock.now()
+            soonest = now + LINGER
+            for connection, moment in list(self._due.items()):
+                if moment > now:
+                    soonest = min(soonest, moment)
+                elif self._due.pop(connection, None) is not None:
+                    connection.cut()
+                del connection
+            with self._lock:
+                if idle and not self._due:
+                    self._thread = None
+                    return
+            idle = not self._due
+            self._wake_at = soonest
+            with contextlib.suppress(Empty):
+                self._bell.get(timeout=soonest - now)
+                idle = False
+
+
+deadlines = Deadlines()
+"""Those of this process."""
+
+
+def _after_fork_in_child() -> None:
+    deadlines.__init__()  # type: ignore[misc]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

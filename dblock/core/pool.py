@@ -1,0 +1,293 @@
+"""The connections that the statements of the lock run on: who opens, keeps and closes them.
+
+They are the lock's own, never the caller's nor from the caller's pool: whoever has used up that pool must still be able
+to give a lock back, and what callers do to their sessions (search_path, role, time zone, a transaction begun by hand)
+must not send one statement of a lock to another table than the next. Each is in autocommit mode for its whole life, so
+that nothing has to be reset between two uses. They wait in a stack, the warmest on top.
+
+No more than `most` are in use at a time for taking and waiting, and as many (two at least) for keeping and giving back,
+so that renewals and releases never queue behind takes.
+
+Whoever asks for one waits until it is open for as long as the statement may take, and no longer: a connection that
+comes later is for whoever asks next.
+
+After a fork the child starts with an empty stack and leaves its parent's connections alone: closing one would end the
+parent's session. Connections of an event loop that is gone are dropped likewise.
+
+Rule: what a connection is, and where its driver waits (in a thread or on an event loop), is for the faces to say.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dblock.core import clock
+from dblock.core.errors import StoreConflict
+from dblock.core.steps import Execute, Rows
+
+KEPT: Final = 5
+"""How many idle connections a pool keeps, as many as SQLAlchemy's pools do by default."""
+IDLE: Final = 60.0
+"""Seconds after which an idle connection is closed when another one is given back."""
+HOPE: Final = 5.0
+"""Seconds for which a connection that somebody has given up waiting for is expected to come."""
+
+
+_wires = threading.RLock()
+"""No descriptor is closed while somebody uses it."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class PooledConnection:
+    """A DB-API connection for one statement."""
+
+    raw: Any = None
+    prepared: Callable[[Execute], Rows] | None = None
+    """Runs statements prepared, where the driver allows it and no pooler is in between."""
+    loop: object = None
+    """The event loop that it belongs to, for asynchronous drivers."""
+    epoch: int = 0
+    """How often its pool had been closed when it was opened."""
+    joined: bool = False
+    """Is the statement part of a transaction of the caller's?"""
+    lent: Any = None
+    """What to give back to the engine's own pool."""
+    wire: int = -1
+    """A second descriptor of its socket, if it has one: it stays valid whatever the driver does with its own."""
+    overdue: bool = False
+    """Was it cut?"""
+    busy_timeout: int = 0
+    """How many milliseconds it waits for another writer, on SQLite."""
+    wal: bool = False
+    """Is it to a SQLite file with a write-ahead log?"""
+    idle_since: float = 0.0
+
+    def cut(self) -> None:
+        """End whatever waits for an answer on it."""
+        self.overdue = True
+        with _wires:
+            if self.wire >= 0:
+                handle = socket.socket(fileno=self.wire)
+                with contextlib.suppress(OSError):
+                    handle.shutdown(socket.SHUT_RDWR)
+                _ = handle.detach()
+
+    def __del__(self, lock: Any = _wires, close: Callable[[int], None] = os.close) -> None:
+        with lock:  # by default values, which are still there when the interpreter ends
+            if self.wire >= 0:
+                close(self.wire)
+
+
+class AutocommitPool:
+    """The connections of the lock to one database, a server or a file."""
+
+    def __init__(self, most: float, keep: int = KEPT) -> None:
+        self._most = (most, max(2, most))
+        self._keep = keep
+        self._idle: list[PooledConnection] = []
+        self._out = (weakref.WeakSet[PooledConnection](), weakref.WeakSet[PooledConnection]())
+        self._late: dict[object, tuple[Any, float]] = {}
+        """For each event loop, a connection that somebody has given up waiting for, and until when it may come."""
+        self._epoch = 0
+        _pools.add(self)
+
+    # -- what a face provides
+
+    def open(self, connection: PooledConnection) -> None:
+        """Open it: `raw`, in autocommit mode, and `prepared` and `wire` where they can be."""
+        raise NotImplementedError
+
+    def close(self, connection: PooledConnection) -> None:
+        """Close one that is idle, in order."""
+        raise NotImplementedError
+
+    def terminate(self, connection: PooledConnection) -> None:
+        """Close one in an unknown state, without asking the server."""
+        raise NotImplementedError
+
+    def abandon(self, connection: PooledConnection) -> None:
+        """Close one of an event loop that does not run here."""
+        raise NotImplementedError
+
+    def loop(self) -> object:
+        """The running event loop, for asynchronous drivers."""
+        return None
+
+    def in_background(self, work: Callable[[], PooledConnection]) -> Any:
+        """Begin it; a Future, of whatever kind."""
+        return _in_thread(work)
+
+    def await_background(self, future: Any, seconds: float) -> bool:
+        """Wait for such a Future, no longer than so many seconds; is it done?"""
+        return bool(concurrent.futures.wait([future], timeout=seconds).done)
+
+    def rest(self, seconds: float) -> None:
+        """Sleep."""
+        raise NotImplementedError
+
+    # -- for the executors
+
+    def take(self, until: float, *, keeps: bool) -> PooledConnection:
+        """An idle connection of this event loop, or a new one; StoreConflict if there is none until that local time.
+
+        `keeps`: to keep or to give back what is held.
+        """
+        loop, out, most = self.loop(), self._out[keeps], self._most[keeps]
+        pause = 0.001
+        while len(out) >= most:
+            if clock.now() + pause > until:
+                raise StoreConflict(f"all {most:g} connections of the lock are in use")
+            self.rest(pause)
+            pause = min(pause * 2, 0.02)
+        while True:
+            while (connection := self._pop()) is not None:
+                if connection.loop is loop:
+                    out.add(connection)
+                    return connection
+                self.abandon(connection)
+            if not self._expect_late(loop, until):
+                return self._open_in_time(loop, out, until)
+
+    def give(self, connection: PooledConnection) -> None:
+        """Keep it for the next statement."""
+        self._out[0].discard(connection)
+        self._out[1].discard(connection)
+        connection.idle_since = now = clock.now()
+        if len(self._idle) >= self._keep or connection.epoch != self._epoch:
+            self._dismiss(connection)
+            return
+        self._idle.append(connection)
+        if connection.epoch != self._epoch:  # closed in between
+            self._close_idle()
+        while len(self._idle) > 1 and self._idle[0].idle_since < now - IDLE:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                self._dismiss(self._idle.pop(0))
+
+    give_after_error = give
+    """A statement that was refused in autocommit mode leaves nothing behind."""
+
+    def drop(self, connection: PooledConnection) -> None:
+        """Close one in an unknown state, and those that wait: they broke with it."""
+        self._out[0].discard(connection)
+        self._out[1].discard(connection)
+        for each in (connection, *self._emptied()):
+            with contextlib.suppress(Exception):
+                self.terminate(each)
+
+    def close_all(self) -> None:
+        """Close those that are idle, and those that are not when they are given back."""
+        self._epoch += 1
+        self._close_idle()
+
+    def forget(self) -> None:
+        """In a forked child: leave everything to the parent."""
+        _parents.append((self._idle, self._late, *map(list, self._out)))
+        self._idle, self._late = [], {}
+        self._out = (weakref.WeakSet(), weakref.WeakSet())
+
+    # -- helpers
+
+    def _pop(self) -> PooledConnection | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    def _emptied(self) -> Iterator[PooledConnection]:
+        """What waits, one by one: another thread may be putting more there."""
+        while (connection := self._pop()) is not None:
+            yield connection
+
+    def _close_idle(self) -> None:
+        for connection in self._emptied():
+            self._dismiss(connection)
+
+    def _dismiss(self, connection: PooledConnection) -> None:
+        with contextlib.suppress(Exception):  # it was broken
+            (self.close if connection.loop is self.loop() else self.abandon)(connection)
+
+    def _expect_late(self, loop: object, until: float) -> bool:
+        """Wait for a connection that somebody has given up waiting for; False if there is none to be expected.
+
+        So a server that accepts connections and answers none is not asked for more and more of them.
+        """
+        future, hope = self._late.get(loop, (None, 0.0))
+        if future is None or clock.now() >= hope:
+            return False
+        if not self.await_background(future, max(until - clock.now(), 0.0)):
+            raise StoreConflict("no connection could be opened in time")
+        _ = self._late.pop(loop, None)
+        return True
+
+    def _open_in_time(self, loop: object, out: weakref.WeakSet[PooledConnection], until: float) -> PooledConnection:
+        new = PooledConnection(loop=loop, epoch=self._epoch)
+        out.add(new)  # before it is open, so that no more than these are opened at once
+
+        def work() -> PooledConnection:
+            self.open(new)
+            return new
+
+        future = self.in_background(work)
+        try:
+            if self.await_background(future, max(until - clock.now(), 0.0)):
+                opened: PooledConnection = future.result()
+                return opened
+        except BaseException:
+            out.discard(new)
+            future.add_done_callback(self._arrived)
+            raise
+        out.discard(new)
+        future.add_done_callback(self._arrived)
+        now = clock.now()
+        self._late = {home: late for home, late in self._late.items() if late[1] > now} | {loop: (future, now + HOPE)}
+        raise StoreConflict("no connection could be opened in time")
+
+    def _arrived(self, future: Any) -> None:
+        """A connection that nobody waits for any more is open, or has failed."""
+        if future.cancelled() or future.exception() is not None:
+            return
+        connection = future.result()
+        if len(self._idle) < self._keep and connection.epoch == self._epoch:
+            connection.idle_since = clock.now()
+            self._idle.append(connection)
+        else:
+            self.terminate(connection)
+
+
+def _in_thread(work: Callable[[], PooledConnection]) -> concurrent.futures.Future[PooledConnection]:
+    future = concurrent.futures.Future[PooledConnection]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - whoever waits for it decides
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="dblock connect", daemon=True).start()
+    except RuntimeError:  # out of threads, or the interpreter is ending
+        run()
+    return future
+
+
+_pools: weakref.WeakSet[AutocommitPool] = weakref.WeakSet()
+_parents: list[Any] = []
+"""In a forked child: the parent's connections, kept so that nothing finalizes them."""
+
+
+def _after_fork_in_child() -> None:
+    for pool in list(_pools):
+        pool.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_wires.acquire, after_in_parent=_wires.release, after_in_child=_wires.release)
+    os.register_at_fork(after_in_child=_after_fork_in_child)

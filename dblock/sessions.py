@@ -1,0 +1,75 @@
+"""Setting up a session of the lock's own, for both faces and whatever driver: how long it waits, and what it sees.
+
+What is set lasts as long as the session, so it is set only where the connection is wired to one: PgBouncer and its like
+make up the process id that they greet clients with, so that it is not the one that the session itself tells. Statements
+that must not wait for another transaction's lock on their row say so themselves, which holds behind a pooler too; this
+is for locks on the whole table, and for whatever else makes a server slow. On PostgreSQL the level is READ COMMITTED,
+whatever the default: a renewal must not be among the conflicts of a guarded transaction that is SERIALIZABLE.
+
+Rule: one or two round trips, when the connection is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+from dblock.core.pool import PooledConnection
+from dblock.core.store import SQLITE_BUSY
+
+_POSTGRESQL = """
+SELECT CASE WHEN pg_backend_pid() = {process}
+            THEN set_config('lock_timeout', '20ms', false) || set_config('statement_timeout', '5s', false)
+                 || set_config('default_transaction_isolation', 'read committed', false) END
+"""
+# In whole seconds; MySQL knows no zero.
+_MYSQL = "SET SESSION innodb_lock_wait_timeout = 1, lock_wait_timeout = /*M! 0 */ /*!80017 1 */"
+
+
+def set_up(connection: PooledConnection, vendor: str, driver: Any) -> bool:
+    """Bound what the session waits for; is it wired to this connection?
+
+    `connection.raw` is the connection as DB-API knows it, `driver` as the driver made it.
+    """
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        connection.wire = os.dup(_fileno(driver))
+    if vendor == "postgresql":
+        process = _process(driver)
+        return process is not None and _ask(connection.raw, _POSTGRESQL.format(process=process)) is not None
+    if vendor == "sqlite":
+        if _ask(connection.raw, "PRAGMA journal_mode") == "wal":
+            _ = _ask(connection.raw, "PRAGMA synchronous = NORMAL")
+            connection.wal = True
+        _ = _ask(connection.raw, f"PRAGMA busy_timeout = {SQLITE_BUSY}")
+        connection.busy_timeout = SQLITE_BUSY
+        return True
+    _ = _ask(connection.raw, _MYSQL)
+    return True
+
+
+def _fileno(driver: Any) -> int:
+    if hasattr(driver, "fileno"):  # psycopg, psycopg2, mysqlclient
+        return int(driver.fileno())
+    transport = getattr(driver, "_transport", None)  # asyncpg, asyncmy
+    if transport is None and getattr(driver, "_writer", None) is not None:  # aiomysql
+        transport = driver._writer.transport
+    wire = driver._sock if transport is None else transport.get_extra_info("socket")  # PyMySQL
+    return int(wire.fileno())
+
+
+def _process(driver: Any) -> int | None:
+    """The server process that the driver believes to speak to."""
+    if hasattr(driver, "get_server_pid"):  # asyncpg
+        return int(driver.get_server_pid())
+    return int(driver.info.backend_pid) if hasattr(driver, "info") else None
+
+
+def _ask(raw: Any, sql: str) -> Any:
+    cursor = raw.cursor()
+    try:
+        cursor.execute(sql)
+        row = cursor.fetchone() if cursor.description else None
+        return row[0] if row else None
+    finally:
+        cursor.close()

@@ -1,0 +1,231 @@
+"""The connections of the lock in Django: its own, few, and the same table whatever becomes of the caller's session."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.core.signals import request_finished
+from django.db import DEFAULT_DB_ALIAS, connections, transaction
+from django.test import override_settings
+
+from dblock import db_lock
+from dblock.connections import MOST
+from dblock.core import clock
+from dblock.store import store_for
+from tests.conftest import ALIASES, INNODB, SERVERS, ready, run
+
+
+@pytest.fixture
+def alias(database: str) -> Iterator[str]:
+    """Each database's alias, with its connections closed afterwards."""
+    yield ALIASES[database]
+    connections[ALIASES[database]].close()
+
+
+def sessions(database: str) -> list[Any]:
+    """The server's sessions but for the one that asks."""
+    if database == "postgresql":
+        sql = "SELECT pid FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
+    else:
+        sql = "SELECT id FROM information_schema.processlist WHERE id <> connection_id() AND user = 'root'"
+    return [number for (number,) in run(database, sql)]
+
+
+@pytest.fixture
+def schemas(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The tables of the lock in a second schema of PostgreSQL, and a role that cannot see them."""
+    ready(request, "postgresql")
+    run("postgresql", "CREATE SCHEMA elsewhere")
+    for table in ("locks", "lock_waiters"):
+        run("postgresql", f"CREATE TABLE elsewhere.{table} (LIKE public.{table} INCLUDING ALL)")
+    run("postgresql", "CREATE ROLE nobody_much")
+    yield
+    connections["postgresql"].close()
+    run("postgresql", "DROP SCHEMA elsewhere CASCADE")
+    run("postgresql", "DROP ROLE nobody_much")
+
+
+STATES = {
+    "search_path": "SET search_path TO elsewhere, public",
+    "role": "SET ROLE nobody_much",
+    "time zone": "SET TIME ZONE 'Asia/Kathmandu'",
+    "transaction by hand": "BEGIN",
+    "read only": "SET default_transaction_read_only TO on",
+    "isolation": "SET default_transaction_isolation TO serializable",
+}
+
+
+@pytest.mark.direct
+@pytest.mark.usefixtures("schemas")
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES)
+def test_one_lock_whatever_the_callers_session(state: str) -> None:
+    """A rival in a transaction, the renewal and the release mean the table that the take meant."""
+    caller, found = connections["postgresql"], list[object]()
+
+    def rival() -> None:
+        with transaction.atomic("postgresql"):
+            found.append(db_lock("k", using="postgresql", timeout=0).acquire())
+        connections.close_all()
+
+    with caller.cursor() as cursor:
+        cursor.execute(state)
+    with db_lock("k", using="postgresql", ttl=30) as lock:
+        thread = threading.Thread(target=rival)
+        thread.start()
+        thread.join()
+        lock.extend(40)
+        assert lock.verify()
+        with caller.cursor() as cursor:  # and in the middle of a tenure
+            cursor.execute("RESET ALL")
+        assert lock.verify()
+    assert found == [False]
+    assert run("postgresql", "SELECT count(*) FROM elsewhere.locks") == [(0,)]
+    assert run("postgresql", "SELECT owner FROM public.locks") == [(None,)]
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("database", INNODB, indirect=True)
+@pytest.mark.parametrize(
+    "state", ["SET time_zone = '-08:00'", "BEGIN", "SET SESSION TRANSACTION READ ONLY", "USE mysql"]
+)
+def test_one_lock_whatever_the_callers_session_on_mysql(database: str, alias: str, state: str) -> None:
+    """A transaction begun by hand, which no driver need know of, another database, a read-only session."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute(state)
+    with db_lock("k", using=alias) as lock:
+        assert run(database, "SELECT owner IS NOT NULL FROM locks") == [(1,)]
+        lock.extend(40)
+        assert lock.remaining > 30
+
+
+class Fickle:
+    """A router that sends each question to another database."""
+
+    asked = 0
+
+    def db_for_write(self, model: object, **hints: object) -> str:
+        Fickle.asked += 1
+        return ("postgresql", DEFAULT_DB_ALIAS)[Fickle.asked % 2]
+
+
+def test_the_routers_are_asked_once(request: pytest.FixtureRequest) -> None:
+    """All locks of a process that name no database are in one, whatever the routers say of each."""
+    ready(request, "postgresql")
+    ready(request, "sqlite")
+    with override_settings(DATABASE_ROUTERS=["tests.django.test_connections.Fickle"]):
+        locks = [db_lock("k", timeout=0) for _ in range(4)]
+        assert len({lock.using for lock in locks}) == 1
+    assert db_lock("k").using == DEFAULT_DB_ALIAS
+
+
+@pytest.mark.direct
+def test_a_full_psycopg_pool_keeps_nobody_from_the_lock(request: pytest.FixtureRequest) -> None:
+    """Two views in transactions have all there is in Django's own pool: they lock, renew and release all the same."""
+    ready(request, "postgresql")
+    settings = {**connections.settings["postgresql"], "CONN_MAX_AGE": 0}
+    settings["OPTIONS"] = {"pool": {"min_size": 1, "max_size": 2, "timeout": 5}}
+    connections.settings["pooled"] = settings
+    inside, failures = threading.Barrier(2), list[BaseException]()
+
+    def view(number: int) -> None:
+        try:
+            with transaction.atomic("pooled"):
+                inside.wait(10)
+                with db_lock(f"k{number}", using="pooled", ttl=30) as lock:
+                    inside.wait(10)
+                    lock.extend(40)
+                    inside.wait(10)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            connections["pooled"].close()
+            del connections["pooled"]
+
+    threads = [threading.Thread(target=view, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    connections["pooled"].close_pool()  # type: ignore[attr-defined]
+    store_for("pooled")._source.close_all()  # type: ignore[attr-defined]
+    del connections["pooled"], connections.settings["pooled"]
+    assert failures == []
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_crowd_has_few_connections(database: str, alias: str) -> None:
+    """Forty threads inside transactions: at most MOST for taking and MOST for giving back, beside the callers' own."""
+    connections[alias].close()
+    before, start, most = len(sessions(database)), threading.Barrier(41), 0
+
+    def work(number: int) -> None:
+        start.wait(30)
+        for _ in range(5):
+            with db_lock(f"k{number}", using=alias):
+                pass
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(40)]
+    for thread in threads:
+        thread.start()
+    start.wait(30)
+    while any(thread.is_alive() for thread in threads):
+        most = max(most, len(sessions(database)) - before)
+    for thread in threads:
+        thread.join()
+    assert 0 < most <= 2 * MOST
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_connections_outlive_requests_but_not_a_close(database: str, alias: str) -> None:
+    """The end of a request with CONN_MAX_AGE 0 leaves the lock's connection; whoever closes by hand closes it too."""
+    for _ in range(2):
+        connections[alias].close()  # what an earlier test has left
+        connections[alias].ensure_connection()
+    connections[alias].close_at = 0.0  # as CONN_MAX_AGE = 0 has it
+    with db_lock("k", using=alias):
+        pass
+    connections[alias].close_if_unusable_or_obsolete()  # what Django does when request_finished is sent
+    assert request_finished.receivers
+    assert connections[alias].connection is None
+    [kept] = store_for(alias)._source._idle  # type: ignore[attr-defined]
+    connections[alias].ensure_connection()
+    connections[alias].close()
+    assert store_for(alias)._source._idle == []  # type: ignore[attr-defined]
+    assert kept.lent.connection is None
+
+
+@pytest.mark.direct
+def test_a_test_database_can_be_dropped(request: pytest.FixtureRequest) -> None:
+    """And a test runner that has turned an alias to another database finds the lock there."""
+    ready(request, "postgresql")
+    connection = connections["postgresql"]
+    with db_lock("k", using="postgresql"):
+        pass
+    name = connection.creation.create_test_db(verbosity=0, autoclobber=True, serialize=False)
+    try:
+        with db_lock("only here", using="postgresql"):
+            assert run("postgresql", "SELECT lock_key FROM locks") == [("k",)]
+    finally:
+        connection.creation.destroy_test_db("postgres", verbosity=0)
+    assert name not in [row[0] for row in run("postgresql", "SELECT datname FROM pg_database")]
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
+def test_statements_are_prepared_by_use(database: str, alias: str) -> None:
+    """Not by the setting: from the fifth use on a connection, also with CONN_MAX_AGE = 0."""
+    connections[alias].close()
+    for _ in range(6):  # the first of them creates the row
+        with db_lock("k", using=alias):
+            pass
+    source = store_for(alias)._source
+    connection = source.take(clock.now() + 10, keeps=False)
+    known = connection.prepared.__self__._known  # type: ignore[union-attr]
+    source.give(connection)
+    dialect = store_for(alias).database.dialect
+    assert {dialect.take.sql, dialect.release.sql} <= set(known)

@@ -1,0 +1,290 @@
+"""No statement takes longer than its caller has, whatever strangers and servers do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.engine import Connection
+
+from dblock import LockStoreError, LockTimeout
+from dblock.core import acquiring, lines, protocol
+from sqlalchemy_dblock import db_lock
+from sqlalchemy_dblock.store import store_for
+from tests.conftest import SERVERS, observer, ready, run, url
+from tests.contract.subjects import MATRIX, Actor, Subject
+from tests.faults.conftest import ALL_WIRES, Wire, name_of
+from tests.faults.lab import until
+from tests.proxy import Proxy
+from tests.servers import free_port
+
+pytestmark = pytest.mark.exact
+
+TRY = 0.3
+"""Seconds in which a try is to be answered."""
+EXACT = 0.05
+"""Seconds by which a timeout may be exceeded."""
+
+
+@pytest.fixture(params=MATRIX, ids=str)
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """Each cell of the matrix, with empty tables."""
+    subject: Subject = request.param
+    ready(request, subject.database)
+    return subject
+
+
+@pytest.fixture
+def actor(subject: Subject) -> Iterator[Actor]:
+    actor = Actor(subject)
+    yield actor
+    actor.close()
+
+
+@contextlib.contextmanager
+def strangers(database: str, sql: dict[str, str], after: dict[str, str] | None = None) -> Iterator[Connection]:
+    """Somebody's transaction that has run a statement, for as long as the block lasts."""
+    with observer(database).connect() as connection:
+        connection.exec_driver_sql(sql[database])
+        try:
+            yield connection
+        finally:
+            if after and database in after:
+                connection.exec_driver_sql(after[database])
+            connection.rollback()
+
+
+FOR_UPDATE = "SELECT * FROM locks FOR UPDATE"
+LOCK_TABLES = "LOCK TABLES locks WRITE, lock_waiters WRITE"
+ROW = {"postgresql": FOR_UPDATE, "mariadb": FOR_UPDATE, "mysql": FOR_UPDATE, "sqlite": "BEGIN IMMEDIATE"}
+TABLE = {
+    "postgresql": "LOCK TABLE locks, lock_waiters IN ACCESS EXCLUSIVE MODE",
+    "mariadb": LOCK_TABLES,
+    "mysql": LOCK_TABLES,
+    "sqlite": "BEGIN EXCLUSIVE",
+}
+UNLOCK = {"mariadb": "UNLOCK TABLES", "mysql": "UNLOCK TABLES"}
+
+
+def takes_at_most(seconds: float, attempt: Callable[[], bool], chances: int = 20) -> bool:
+    """Does it when nothing else happens on the machine: is one of a few attempts as short, and as it should be?"""
+    for _ in range(chances):
+        start = time.monotonic()
+        if attempt() and time.monotonic() - start < seconds:
+            return True
+    return False
+
+
+def refused(actor: Actor, lock: Any, **options: Any) -> Callable[[], bool]:
+    """An acquire that must not succeed, and says so if it can: is that what it says?
+
+    MySQL's shortest wait for a table's lock is a second, so that it may not say; nor may a machine that is busy.
+    """
+
+    def attempt() -> bool:
+        try:
+            assert actor.call(lock, "acquire", **options) is False
+        except LockStoreError:
+            return actor.subject.database == "mysql"
+        return True
+
+    return attempt
+
+
+@pytest.mark.parametrize("lock", [ROW, TABLE], ids=["row", "table"])
+def test_a_strangers_lock(subject: Subject, actor: Actor, lock: dict[str, str]) -> None:
+    """Of the row, the table or the whole database: a try answers at once, a timeout is exact, and both say no."""
+    wanted = subject.lock("k", ttl=2)  # MySQL may carry out a take that nobody waits for any more
+    actor.within(wanted)  # connected, and there is a row
+    with strangers(subject.database, lock, UNLOCK):
+        assert takes_at_most(TRY, refused(actor, wanted, blocking=False))
+        assert takes_at_most(0.4 + EXACT, refused(actor, wanted, timeout=0.4))
+        if lock is TABLE:
+            assert takes_at_most(0.4 + EXACT, refused(actor, subject.lock("new"), timeout=0.4))
+    assert actor.call(wanted, "acquire", timeout=20) is True
+    actor.call(wanted, "release")
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgresql", "mariadb"])
+def test_why_the_time_was_up(request: pytest.FixtureRequest, database: str) -> None:
+    """LockTimeout says that somebody else's transaction was in the way, and is caused by what the driver said."""
+    ready(request, database)
+    engine = create_engine(url(database))
+    with db_lock(engine, "k"):
+        pass
+    with strangers(database, TABLE, UNLOCK), pytest.raises(LockTimeout, match=r"another transaction|locked") as caught:
+        with db_lock(engine, "k", timeout=0.1):
+            pytest.fail("unreachable")
+    assert isinstance(caught.value.__cause__, LockStoreError)
+    engine.dispose()
+
+
+HELD = {"release": (), "extend": (25,), "acquire": (), "detach": ()}
+
+
+@pytest.mark.parametrize("what", HELD)
+def test_a_strangers_lock_on_what_is_held(
+    subject: Subject, actor: Actor, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is waited for up to a bound, and an error of ours says so; afterwards the same works."""
+    lock = subject.lock("k", ttl=20)
+    actor.call(lock, "acquire")
+    with strangers(subject.database, ROW), monkeypatch.context() as patch:
+        patch.setattr(protocol, "PATIENCE", 0.4)
+        with pytest.raises(LockStoreError):
+            actor.call(lock, what, *HELD[what])
+    if what != "release":  # which has left it to its end
+        assert actor.call(lock, "verify") is True
+        actor.call(lock, what, *HELD[what])
+        if what == "acquire":
+            actor.call(lock, "release")
+        if what != "detach":
+            actor.call(lock, "release")
+            assert subject.row("k")["owner"] is None
+
+
+@pytest.mark.parametrize("wire", ALL_WIRES, indirect=True, ids=name_of)
+def test_a_server_that_does_not_answer(wire: Wire) -> None:
+    """Nobody is held for longer than asked for: neither over a connection that was good, nor over a new one."""
+    lock, held = wire.subject.lock("k"), wire.subject.lock("held", ttl=20)
+    wire.actor.within(lock)
+    wire.actor.call(held, "acquire")
+
+    def failing(**options: Any) -> Callable[[], bool]:
+        def attempt() -> bool:
+            with pytest.raises(LockStoreError):
+                wire.actor.call(lock, "acquire", **options)
+            return True
+
+        return attempt
+
+    wire.proxy.black_hole = True
+    start = time.monotonic()
+    _ = failing(blocking=False)()
+    assert time.monotonic() - start < 2
+    assert takes_at_most(TRY, failing(blocking=False))
+    assert takes_at_most(0.5 + EXACT, failing(timeout=0.5))
+    wire.proxy.black_hole = False
+    wire.proxy.cut()
+    assert until(lambda: wire.actor.call(lock, "acquire", timeout=20), 20)
+    wire.actor.call(lock, "release")
+    wire.actor.call(held, "release")
+
+
+@pytest.mark.direct
+def test_a_server_that_never_answered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that has not connected yet: a try tells within its time, and threads do not pile up.
+
+    Nor does a connection that hangs for ever keep others from being opened, when the server answers again.
+    """
+    ready(request, "postgresql")
+    monkeypatch.setattr("dblock.core.pool.HOPE", 1.0)
+    with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
+        proxy.black_hole = True
+        port = os.environ["DBLOCK_TEST_POSTGRESQL_PORT"]
+        engine = create_engine(url("postgresql").replace(f":{port}/", f":{proxy.port}/"), pool_size=1, max_overflow=0)
+
+        def attempt() -> bool:
+            with pytest.raises(LockStoreError, match="no connection"):
+                db_lock(engine, "k").acquire(blocking=False)
+            return True
+
+        assert takes_at_most(TRY, attempt)
+        connecting = [thread for thread in threading.enumerate() if thread.name == "dblock connect"]
+        assert len(connecting) <= 2
+        proxy.black_hole = False
+        with db_lock(engine, "k", timeout=20):
+            assert any(thread.is_alive() for thread in connecting)
+        engine.dispose()
+        proxy.cut()
+        assert until(lambda: not any(thread.is_alive() for thread in connecting), 20)
+
+
+@pytest.mark.direct
+def test_a_stuck_take_keeps_no_renewal_and_no_release(request: pytest.FixtureRequest) -> None:
+    """An engine with one connection, which a take keeps busy: what is held is renewed and given back all the same."""
+    ready(request, "postgresql")
+    with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
+        port = os.environ["DBLOCK_TEST_POSTGRESQL_PORT"]
+        engine = create_engine(url("postgresql").replace(f":{port}/", f":{proxy.port}/"), pool_size=1, max_overflow=0)
+        held = db_lock(engine, "held", ttl=1.5)
+        held.acquire()
+        source = store_for(engine)._source
+        stuck = source.take(time.monotonic() + 1e9, keeps=False)  # as a statement that is not answered
+        time.sleep(3)
+        assert held.state == "held"
+        with pytest.raises(LockStoreError, match="in use"):
+            db_lock(engine, "k").acquire(blocking=False)
+        held.release()
+        source.give(stuck)
+        engine.dispose()
+    assert run("postgresql", "SELECT owner FROM locks WHERE lock_key = 'held'") == [(None,)]
+
+
+READ_ONLY = {
+    "postgresql": ("ALTER SYSTEM SET default_transaction_read_only = {}", "SELECT pg_reload_conf()"),
+    "mariadb": ("SET GLOBAL read_only = {}",),
+    "mysql": ("SET GLOBAL super_read_only = {}", "SET GLOBAL read_only = {}"),
+}
+
+
+@pytest.fixture
+def read_only(database: str) -> Iterator[Callable[[bool], None]]:
+    """Turns a server into one that takes no writes, as around a promotion."""
+    if database == "mariadb":  # whose root may write all the same
+        run(database, "CREATE USER IF NOT EXISTS app@'%'")
+        run(database, "GRANT ALL ON *.* TO app@'%'")
+        run(database, "REVOKE READ ONLY ADMIN, SUPER ON *.* FROM app@'%'")
+
+    def switch(on: bool) -> None:
+        with observer(database).connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            for sql in READ_ONLY[database]:
+                connection.execute(text(sql.format("ON" if on else "OFF")))
+        if database == "postgresql":  # which reads its files when it comes to it
+            shown = [("on" if on else "off",)]
+            assert until(lambda: run(database, "SHOW default_transaction_read_only") == shown)
+            time.sleep(0.2)
+
+    yield switch
+    switch(False)
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_server_that_takes_no_writes_for_a_moment(database: str, read_only: Callable[[bool], None]) -> None:
+    """Waiters wait on, holders keep what they have by their own clock, and are renewed when it is over."""
+    engine = create_engine(url(database).replace("root@", "app@") if database == "mariadb" else url(database))
+    subject = Subject("sqlalchemy", "sync", database)
+    holder, waiter, taker = (Actor(subject) for _ in range(3))
+    held, wanted = db_lock(engine, "held", ttl=6), db_lock(engine, "held", timeout=30)
+    other = db_lock(engine, "free", timeout=30)
+    holder.do(held.acquire)
+    waiting = waiter.start(wanted.acquire)
+    assert until(lambda: lines.busy(store_for(engine).database, "held"))
+    read_only(True)
+    taking = taker.start(other.acquire)
+    time.sleep(3)
+    assert not taking.done()
+    assert not waiting.done()
+    assert holder.get(held, "state") in {"held", "at_risk"}
+    read_only(False)
+    assert taking.result(30) is True
+    assert until(lambda: holder.get(held, "state") == "held", 5)
+    holder.do(held.release)
+    assert waiting.result(30) is True
+    waiter.do(wanted.release)
+    taker.do(other.release)
+    for actor in (holder, waiter, taker):
+        actor.close()
+    engine.dispose()
+
+
+def test_a_try_is_short() -> None:
+    """Its bound leaves room for what the caller's own thread does."""
+    assert acquiring.TRY < TRY

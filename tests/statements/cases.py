@@ -1,0 +1,209 @@
+"""The words in which the cases of a statement are written.
+
+A case is what is in the tables before, what is asked, what another session does meanwhile, and what is answered and in
+the tables afterwards. Whatever it does not name is as it was: every other column and every other row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final, NamedTuple
+
+from dblock.core.statements.base import Failure
+from tests.conftest import DATABASES
+
+SERVERS: Final = tuple(database for database in DATABASES if database != "sqlite")
+MYSQL: Final = tuple(database for database in SERVERS if database != "postgresql")
+
+
+class At(NamedTuple):
+    """A time so many seconds from now: before, the moment of set-up; afterwards, the one of the statement."""
+
+    seconds: float
+
+
+class Left(NamedTuple):
+    """So many seconds at the moment of set-up, and less by what has passed since; or the time that this was until."""
+
+    seconds: float
+
+
+class Ago(NamedTuple):
+    """So many seconds at the moment of set-up, and more by what has passed since."""
+
+    seconds: float
+
+
+class Answer(Enum):
+    """What else a statement may come to."""
+
+    NOTHING = "zero, or a little less"
+    CLOCK = "the database's clock in microseconds, at the moment of the statement"
+    REFUSED = "no row, or none because of somebody else's lock, which means the same to a caller"
+    HINDERED = "nothing, as long as the other session's transaction lasts, be it said at once or not"
+    WAITS = "nothing, as long as the other session's transaction lasts"
+
+
+NOW: Final = At(0)
+NOTHING: Final = Answer.NOTHING
+CLOCK: Final = Answer.CLOCK
+REFUSED: Final = Answer.REFUSED
+HINDERED: Final = Answer.HINDERED
+BUSY: Final = Failure.BUSY
+LEVELS: Final = {
+    "READ COMMITTED": "TRANSACTION ISOLATION LEVEL READ COMMITTED",
+    "REPEATABLE READ": "TRANSACTION ISOLATION LEVEL REPEATABLE READ",
+    "SERIALIZABLE": "TRANSACTION ISOLATION LEVEL SERIALIZABLE",
+}
+AHEAD: Final = 2**61
+"""A number beyond every clock."""
+
+Record = Mapping[str, Any]
+Reply = Sequence[tuple[Any, ...]] | Failure | Answer
+DONE: Final = [()]
+"""One row was changed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Do:
+    """Another session's statement: one of the lock's, or plain SQL."""
+
+    statement: str
+    given: Record = field(default_factory=dict)
+    reply: Reply | None = None
+    """What it must be answered; None: anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing that a statement does, or must not do."""
+
+    statement: str
+    behaviour: str
+    keys: Sequence[Record] = ()
+    """The rows of `locks` before."""
+    places: Sequence[Record] = ()
+    """The rows of `lock_waiters` before."""
+    given: Record = field(default_factory=dict)
+    """Parameters, where they are not the `WISH`."""
+    reply: Reply | None = ()
+    """Rows; `...` stands for any value and, at the end of a row, for any number of them. None: any reply."""
+    after: Mapping[str, Record | None] = field(default_factory=dict)
+    """What has changed, by `lock_key` or the place's `owner`: columns, or None for a row that is gone."""
+    beside: Sequence[Do] = ()
+    """What another session has done in a transaction that is open while the statement runs."""
+    commits: bool = False
+    """Does that transaction commit as soon as the statement waits for it, or has been refused because of it (it is
+    then sent again)? Else it is rolled back once the statement has been answered."""
+    since: Sequence[Do] = ()
+    """What another session has done since the statement's own transaction read for the first time."""
+    then: Sequence[Do] = ()
+    """What another session does while the statement's own transaction is left open; both are rolled back."""
+    can: str = ""
+    """SQL that succeeds in the other session's transaction at any moment while the statement is tried and refused."""
+    session: str = ""
+    """What the statement's session has set before, as `SET SESSION` takes it."""
+    durable: bool | None = None
+    """Is the statement's commit on disk before it answers? (PostgreSQL, where a session may choose.)"""
+    shows: Mapping[str, str] = field(default_factory=dict)
+    """PostgreSQL's settings as they are for the rest of the statement's transaction."""
+    on: Sequence[str] = DATABASES
+
+    def __str__(self) -> str:
+        return f"{self.statement}: {self.behaviour}"
+
+
+OLD: Final[Record] = {
+    "label": "old label",
+    "host": "old host",
+    "pid": 1,
+    "thread": "old thread",
+    "program": "old program",
+    "celery_task_id": "old task",
+}
+NEW: Final[Record] = {
+    "label": "new label",
+    "host": "new host",
+    "pid": 2,
+    "thread": "new thread",
+    "program": "new program",
+    "celery_task_id": "new task",
+}
+WHO: Final[Record] = {name: value for name, value in NEW.items() if name != "label"}
+"""The columns that say who holds the key."""
+
+WISH: Final[Record] = {
+    **NEW,
+    "task": NEW["celery_task_id"],
+    "key": "k",
+    "owner": "me",
+    "fence": 7,
+    "heir": "heir",
+    "ttl": 60.0,
+    "life": 61.0,
+    "count": 1,
+    "fair": 1,
+    "turns": 0,
+    "min_hold": 0.0,
+    "retention": 3600.0,
+    "place": 5.0,
+    "ticket": 12,
+    "first": 11,
+    "last": 12,
+    "channel": "new channel",
+    "here": "",
+}
+"""The parameters of a statement, where a case does not say otherwise."""
+
+
+def held(key: str = "k", **differently: Any) -> Record:
+    """The row of a key that `me` holds, for twenty seconds more."""
+    return {
+        **OLD,
+        "lock_key": key,
+        "owner": "me",
+        "fence": 7,
+        "count": 1,
+        "ttl": 30.0,
+        "acquired_at": At(-10),
+        "expires_at": At(20),
+        "last_ticket": 10,
+        "served_ticket": 10,
+        **differently,
+    }
+
+
+def free(key: str = "k", **differently: Any) -> Record:
+    """The row of a key that was given back five seconds ago."""
+    return held(key, **{"owner": None, "count": 0, "expires_at": At(-5), **differently})
+
+
+def waiter(owner: str, ticket: int, **differently: Any) -> Record:
+    """A place in the queue of `k`, for four seconds more."""
+    names = {name: value.replace("old", owner) for name, value in OLD.items() if isinstance(value, str)}
+    return {
+        **names,
+        "pid": ticket % 1000,
+        "owner": owner,
+        "lock_key": "k",
+        "ticket": ticket,
+        "ttl": 90.0,
+        "channel": "",
+        "joined_at": At(-1),
+        "expires_at": At(4),
+        **differently,
+    }
+
+
+def leases(*due: tuple[str, str, int], life: float = 61.0) -> Record:
+    """The parameters that name many tenures."""
+    named = [{"key": key, "owner": owner, "fence": fence, "life": life} for key, owner, fence in due]
+    return {"leases": json.dumps(named)}
+
+
+def owners(*names: str) -> Record:
+    """The parameters that name many places."""
+    return {"owners": json.dumps(names)}

@@ -1,0 +1,109 @@
+"""All cases: those of each statement, and what is the same for many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+from tests.conftest import DATABASES
+from tests.statements import keys, waiters
+from tests.statements.cases import BUSY, MYSQL, SERVERS, Case, Do, held, waiter
+
+_OF_EACH: Final = (*keys.CASES, *waiters.CASES)
+
+DURABLE: Final = ("take", "create", "reenter", "extend", "renew", "attach", "detach", "accept", "relay")
+"""What is relied on: it may not be lost in a crash, even if the session has synchronous_commit = off."""
+FAST: Final = ("release", "leave", "reap", "join", "announce", "grant", "quit", "beat", "clear", "forget")
+"""What may be lost, and so does not wait for the disk."""
+
+_ROW: Final = Do("SELECT 1 FROM locks WHERE lock_key = 'k' FOR UPDATE")
+_PLACE: Final = Do("SELECT 1 FROM lock_waiters WHERE owner IN ('me', 'w') FOR UPDATE")
+_TABLES: Final = Do("LOCK TABLES locks WRITE, lock_waiters WRITE")
+_CREATION: Final = Do(
+    "INSERT INTO locks (lock_key, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program,"
+    " celery_task_id) VALUES ('k', 1, 0, 1, '2026-01-01', '2026-01-01', '', '', 1, '', '', '')"
+)
+_LATER: Final = ("renew", "join", "announce", "grant", "accept", "relay", "clear")
+"""What is tried again."""
+BOUNDED: Final = {
+    "postgresql": {
+        _ROW: ("take", "reenter", "extend", *_LATER, "attach", "detach", "release", "leave", "reap"),
+        _PLACE: ("grant", "quit", "beat", "forget"),
+        _CREATION: ("create",),
+    },
+    "mariadb": {
+        _ROW: ("take", *_LATER, "reap"),
+        _PLACE: ("grant", "quit", "beat", "forget"),
+        _CREATION: ("create",),
+        _TABLES: ("take", "create", *_LATER, "reap", "quit", "beat", "forget"),
+    },
+    "mysql": {
+        _ROW: ("take", *_LATER, "reap"),
+        _PLACE: ("grant",),
+    },
+}
+"""Who does not wait for what a stranger has locked, and has not been granted: the protocol tries again."""
+
+
+UNPINNED: Final = [
+    *("reenter", "extend", "renew", "attach", "detach", "release", "leave", "join", "announce", "accept", "clear"),
+]
+"""What goes on while a transaction pins the key."""
+WRITING: Final = (*DURABLE, *FAST)
+_NEIGHBOUR: Final[dict[str, Any]] = {
+    "keys": [held("a", owner="stranger")],
+    "places": [waiter("stranger", 11, lock_key="a")],
+    "beside": [
+        Do("SELECT 1 FROM locks WHERE lock_key = 'a' FOR UPDATE"),
+        Do("SELECT 1 FROM lock_waiters WHERE owner = 'stranger' FOR UPDATE"),
+    ],
+}
+"""A key before ours: InnoDB may lock the first row behind those that it looks for."""
+_SCANNING: Final = {database: frozenset({"reap", "clear"}) for database in MYSQL}
+"""They may read all waiters where there are few, and InnoDB locks what they read: they are tried again, or later."""
+
+
+def _plain(statement: str, database: str) -> Case:
+    """The first case of a statement: it does what it is for."""
+    return next(case for case in _OF_EACH if case.statement == statement and database in case.on)
+
+
+def _families() -> Iterator[Case]:
+    for statement in DURABLE:
+        case = replace(_plain(statement, "postgresql"), on=("postgresql",))
+        behaviour = "it is on disk before it answers, though the session would not wait"
+        yield replace(case, behaviour=behaviour, session="synchronous_commit = off", durable=True)
+        behaviour = "a stronger setting of the session's is left alone"
+        stronger = {"synchronous_commit": "remote_apply"}
+        session = "synchronous_commit = remote_apply"
+        yield replace(case, behaviour=behaviour, session=session, shows=stronger, after={})
+    for statement in FAST:
+        behaviour = "it does not wait for the disk"
+        yield replace(_plain(statement, "postgresql"), on=("postgresql",), behaviour=behaviour, durable=False)
+    for database in SERVERS:
+        for statement in UNPINNED:
+            case = replace(_plain(statement, database), on=(database,), beside=[Do("pin")])
+            yield replace(case, behaviour="a pin is no obstacle")
+        for statement in sorted({*WRITING} - _SCANNING.get(database, frozenset())):
+            case = _plain(statement, database)
+            rows: dict[str, Any] = {
+                "keys": [*case.keys, *_NEIGHBOUR["keys"]],
+                "places": [*case.places, *_NEIGHBOUR["places"]],
+            }
+            behaviour = "what a stranger has locked of other keys is no obstacle"
+            yield replace(case, on=(database,), behaviour=behaviour, beside=_NEIGHBOUR["beside"], **rows)
+    for database, locks in BOUNDED.items():
+        for lock, names in locks.items() if database in DATABASES else ():
+            for statement in names:
+                behaviour = f"it does not wait for a stranger: {lock.statement}"
+                case = replace(_plain(statement, database), on=(database,), behaviour=behaviour)
+                yield replace(case, beside=[lock], reply=BUSY, after={})
+
+
+CASES: Final = (*_OF_EACH, *_families())
+
+
+def cases_of(statement: str, database: str) -> list[Case]:
+    """The cases of one statement on one database."""
+    return [case for case in CASES if case.statement == statement and database in case.on]

@@ -1,0 +1,572 @@
+"""The cases of the statements on a key's row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from tests.conftest import DATABASES
+from tests.statements.cases import (
+    AHEAD,
+    CLOCK,
+    DONE,
+    LEVELS,
+    MYSQL,
+    NEW,
+    NOW,
+    OLD,
+    REFUSED,
+    SERVERS,
+    WHO,
+    Ago,
+    At,
+    Case,
+    Do,
+    Left,
+    Record,
+    Reply,
+    free,
+    held,
+    leases,
+    waiter,
+)
+
+BEGUN: Final = {
+    **NEW,
+    "owner": "me",
+    "fence": CLOCK,
+    "count": 1,
+    "ttl": 60.0,
+    "acquired_at": NOW,
+    "expires_at": At(61),
+}
+"""What a new tenure of `me` changes in a row."""
+LONG_AGO: Final = At(-7200)
+_AS_WISHED: Final[Record] = {}
+
+
+def _tenure(
+    statement: str, *, fence: bool = True, lease: bool = True, given: Record = _AS_WISHED, on: Any = DATABASES
+) -> Iterator[Case]:
+    """The statement acts on exactly the tenure that it names."""
+
+    def case(behaviour: str, row: Record, **differently: Any) -> Case:
+        return Case(statement, behaviour, keys=[row], given={**given, **differently}, on=on)
+
+    yield case("not another key's tenure", held(), key="j")
+    yield case("not that of a free key", free())
+    if fence:
+        yield case("not an earlier tenure of the same owner", held(fence=6))
+        yield case("not a later tenure of the same owner", held(fence=8))
+    if lease:
+        yield case("not one whose lease has ended", held(expires_at=At(-0.5)))
+    if statement != "pin":  # that one does not know the owner
+        yield case("not another owner's tenure", held(), owner="other")
+
+
+def _lasts(statement: str, reply: Reply, changes: Record, given: Record = _AS_WISHED) -> Iterator[Case]:
+    """The statement lets the lease last at least one life more."""
+    yield Case(
+        statement,
+        "a lease that lasts for longer is not shortened",
+        keys=[held(expires_at=At(100))],
+        given=given,
+        reply=reply,
+        after={"k": changes},
+    )
+
+
+_TAKE: Final = (
+    Case("take", "a free key is taken", keys=[free(), free("j")], reply=[(CLOCK,)], after={"k": BEGUN}),
+    Case(
+        "take",
+        "a key whose lease has ended is taken",
+        keys=[held(owner="other", count=2, expires_at=At(-0.5))],
+        reply=[(CLOCK,)],
+        after={"k": BEGUN},
+    ),
+    Case(
+        "take",
+        "a free key is taken although the clock was set back after its release",
+        keys=[free(expires_at=At(100))],
+        reply=[(CLOCK,)],
+        after={"k": BEGUN},
+    ),
+    Case("take", "a held key is not, by nobody", keys=[held(), held("j", owner="other")], given={"key": "j"}),
+    Case("take", "a key without a row is not", keys=[free("j")]),
+    Case(
+        "take",
+        "the fence exceeds the one before where that is ahead of the clock",
+        keys=[free(fence=AHEAD)],
+        reply=[(AHEAD + 1,)],
+        after={"k": {**BEGUN, "fence": AHEAD + 1}},
+    ),
+    Case("take", "a free key that somebody may wait for is not taken", keys=[free(last_ticket=11)]),
+    Case(
+        "take",
+        "it is, by who does not care",
+        keys=[free(last_ticket=11)],
+        given={"fair": 0},
+        reply=[(CLOCK,)],
+        after={"k": BEGUN},
+    ),
+    Case("take", "who does not care takes no held key", keys=[held(owner="other")], given={"fair": 0}),
+    Case("take", "a pinned key is not taken", keys=[free(), free("j")], beside=[Do("pin")], reply=REFUSED),
+    Case(
+        "take",
+        "nor one that was pinned in time and whose lease has ended",
+        keys=[held(expires_at=At(-0.5))],
+        given={"owner": "other"},
+        beside=[Do("pin")],
+        reply=REFUSED,
+    ),
+    Case(
+        "take",
+        "another key's pin is no obstacle",
+        keys=[free(), held("j")],
+        beside=[Do("pin", {"key": "j"})],
+        reply=[(CLOCK,)],
+        after={"k": BEGUN},
+        on=SERVERS,
+    ),
+    Case(
+        "take",
+        "a key that somebody else is taking is not taken once that has happened",
+        keys=[free()],
+        beside=[Do("take", {"owner": "other"}, [(...,)])],
+        commits=True,
+        after={"k": {**BEGUN, "owner": "other", "fence": ...}},
+        on=SERVERS,
+    ),
+)
+
+_CREATED: Final = {**BEGUN, "lock_key": "k", "last_ticket": 0, "served_ticket": 0}
+
+_CREATE: Final = (
+    Case(
+        "create",
+        "a key without a row is taken",
+        keys=[free("j")],
+        reply=[(CLOCK,)],
+        after={"k": _CREATED},
+    ),
+    Case("create", "a key with a row is not, even if it is free", keys=[free()]),
+    Case("create", "nor a held one", keys=[held(owner="other")]),
+    Case(
+        "create",
+        "of two that create it one has it",
+        beside=[Do("create", {"owner": "other"}, [(...,)])],
+        commits=True,
+        after={"k": {**_CREATED, "owner": "other", "fence": ...}},
+        on=SERVERS,
+    ),
+    Case(
+        "create",
+        "a pin outlasts the row that it was for",
+        beside=[Do("pin")],
+        reply=REFUSED,
+        on=[database for database in SERVERS if database == "postgresql"],
+    ),
+)
+
+_INSPECT: Final = (
+    Case(
+        "inspect",
+        "the row of a key",
+        keys=[held(), held("j", owner="other")],
+        reply=[
+            ("me", 7, 1, 30.0, Ago(10), Left(20), "old label", "old host", 1, "old thread", "old program", "old task"),
+        ],
+    ),
+    Case("inspect", "none where there is none", keys=[held("j")]),
+    Case(
+        "inspect",
+        "nothing remains of a lease that has ended",
+        keys=[held(expires_at=At(-3))],
+        reply=[("me", 7, 1, 30.0, ..., 0.0, ...)],
+        on=["sqlite"],
+    ),
+)
+
+_REENTER: Final = (
+    Case(
+        "reenter",
+        "the count is one more than the flow's, and the lease lasts one life more",
+        keys=[held(count=1), held("j")],
+        given={"count": 3},
+        reply=DONE,
+        after={"k": {"count": 4, "expires_at": At(61)}},
+    ),
+    *_lasts("reenter", DONE, {"count": 2}),
+    *_tenure("reenter"),
+)
+
+_EXTEND: Final = (
+    Case(
+        "extend",
+        "the lease lasts one life from now",
+        keys=[held(), held("j")],
+        reply=DONE,
+        after={"k": {"ttl": 60.0, "expires_at": At(61)}},
+    ),
+    Case(
+        "extend",
+        "a lease that lasts for longer is shortened",
+        keys=[held(expires_at=At(100))],
+        reply=DONE,
+        after={"k": {"ttl": 60.0, "expires_at": At(61)}},
+    ),
+    *_tenure("extend"),
+)
+
+_OF_SOME: Final = [
+    held(),
+    held("j"),
+    held("i", owner="other"),
+    held("h", fence=8),
+    held("g", expires_at=At(-0.5)),
+    held("f", expires_at=At(100)),
+]
+_SOME: Final = [("k", "me", 7), ("i", "me", 7), ("h", "me", 7), ("g", "me", 7), ("e", "me", 7)]
+
+_RENEW: Final = (
+    Case(
+        "renew",
+        "a lease lasts one life more",
+        keys=[held()],
+        given=leases(("k", "me", 7)),
+        reply=DONE,
+        after={"k": {"expires_at": At(61)}},
+    ),
+    Case(
+        "renew",
+        "of many those are renewed that are alive",
+        keys=_OF_SOME,
+        given=leases(*_SOME),
+        reply=DONE,
+        after={"k": {"expires_at": At(61)}},
+    ),
+    Case(
+        "renew",
+        "all of many",
+        keys=[held(), held("j", owner="other", fence=9), held("i")],
+        given=leases(("k", "me", 7), ("j", "other", 9)),
+        reply=DONE * 2,
+        after={"k": {"expires_at": At(61)}, "j": {"expires_at": At(61)}},
+    ),
+    Case(
+        "renew",
+        "a lease that lasts for longer is not shortened",
+        keys=[held(expires_at=At(100))],
+        given=leases(("k", "me", 7)),
+        reply=DONE,
+    ),
+    Case("renew", "a lease that has ended is not revived", keys=[held(expires_at=At(-0.5))], given=leases(_SOME[0])),
+    Case("renew", "an owner's later tenure is not renewed", keys=[held(fence=8)], given=leases(_SOME[0])),
+    Case("renew", "another owner's is not", keys=[held(owner="other")], given=leases(_SOME[0])),
+    Case("renew", "another key's is not", keys=[held("j")], given=leases(_SOME[0])),
+    Case(
+        "renew",
+        "keys and owners that differ in case are others",
+        keys=[held("K"), held(owner="ME")],
+        given=leases(_SOME[0]),
+    ),
+)
+
+_ALIVE: Final = (
+    Case("alive", "those of many that are", keys=_OF_SOME, given=leases(*_SOME), reply=[("k", "me", 7)]),
+    Case(
+        "alive",
+        "keys and owners that differ in case are others",
+        keys=[held("K"), held(owner="ME")],
+        given=leases(_SOME[0]),
+    ),
+)
+
+_ATTACH: Final = (
+    Case(
+        "attach",
+        "the count is one more, the lease lasts one life more, and the row says who entered",
+        keys=[held(count=2), held("j")],
+        reply=[(3,)],
+        after={"k": {**WHO, "count": 3, "expires_at": At(61)}},
+    ),
+    Case(
+        "attach",
+        "a tenure that nobody is in is entered",
+        keys=[held(count=0)],
+        reply=[(1,)],
+        after={"k": {**WHO, "count": 1, "expires_at": At(61)}},
+    ),
+    *_lasts("attach", [(2,)], {**WHO, "count": 2}),
+    *_tenure("attach"),
+)
+
+_FLOW: Final = {name: OLD[name] for name in ("host", "pid", "thread")}
+"""The parameters that say who has counted so far."""
+_OTHERS: Final[Record] = {"host": "other", "pid": 77, "thread": "other"}
+_COUNTING: Final = {"count": 0}
+"""The parameters of who does not count alone."""
+
+_DETACH: Final = (
+    Case(
+        "detach",
+        "the count is one less, and the lease lasts one life more",
+        keys=[held(count=3), held("j", count=3)],
+        given=_COUNTING,
+        reply=DONE,
+        after={"k": {"count": 2, "expires_at": At(61)}},
+    ),
+    Case(
+        "detach",
+        "it is one less than its flow says",
+        keys=[held(count=2)],
+        given={**_FLOW, "count": 2},
+        reply=DONE,
+        after={"k": {"count": 1, "expires_at": At(61)}},
+    ),
+    Case(
+        "detach",
+        "once, however often that is said",
+        keys=[held(count=1)],
+        given={**_FLOW, "count": 2},
+        reply=DONE,
+        after={"k": {"expires_at": At(61)}},
+    ),
+    Case("detach", "its flow does not say so if there are more", keys=[held(count=3)], given={**_FLOW, "count": 2}),
+    *(
+        Case("detach", f"nor if somebody has attached: another {name}", keys=[held(**{name: other})], given=_FLOW)
+        for name, other in _OTHERS.items()
+    ),
+    *_lasts("detach", DONE, {"count": 0}, _COUNTING),
+    *_tenure("detach", given=_COUNTING),
+)
+
+_FREED: Final = {"owner": None, "count": 0, "expires_at": NOW}
+
+_RELEASE: Final = (
+    Case("release", "the key is free", keys=[held(), held("j")], reply=[(0,)], after={"k": _FREED}),
+    Case(
+        "release",
+        "those who may wait are told of, from the first one not served",
+        keys=[held(last_ticket=15)],
+        reply=[(11,)],
+        after={"k": _FREED},
+    ),
+    Case(
+        "release",
+        "a key that was entered twice stays held, and nobody is told of",
+        keys=[held(count=2, last_ticket=15)],
+        given={"count": 2},
+        reply=[(0,)],
+        after={"k": {"count": 1}},
+    ),
+    Case(
+        "release",
+        "the count is what its flow says",
+        keys=[held(count=5)],
+        given={"count": 3},
+        reply=[(0,)],
+        after={"k": {"count": 2}},
+    ),
+    Case(
+        "release",
+        "a tenure whose lease has ended can still be given back",
+        keys=[held(expires_at=At(-3))],
+        reply=[(0,)],
+        after={"k": _FREED},
+    ),
+    *_tenure("release", lease=False),
+)
+
+_LEAVE: Final = (
+    Case("leave", "who is alone frees the key", keys=[held(), held("j")], reply=[(0,)], after={"k": _FREED}),
+    Case(
+        "leave",
+        "those who may wait are told of, from the first one not served",
+        keys=[held(last_ticket=15)],
+        reply=[(11,)],
+        after={"k": _FREED},
+    ),
+    Case(
+        "leave",
+        "of two one stays, and nobody is told of",
+        keys=[held(count=2, last_ticket=15)],
+        given={"min_hold": 25.0},
+        reply=[(0,)],
+        after={"k": {"count": 1}},
+    ),
+    Case(
+        "leave",
+        "a tenure that nobody is in is ended",
+        keys=[held(count=0)],
+        reply=[(0,)],
+        after={"k": {"owner": None, "expires_at": NOW}},
+    ),
+    Case(
+        "leave",
+        "the key stays closed for the rest of the shortest hold, and is nobody's",
+        keys=[held()],
+        given={"min_hold": 25.0},
+        reply=[(0,)],
+        after={"k": {"owner": "", "count": 0, "expires_at": Left(15)}},
+    ),
+    *_tenure("leave", lease=False),
+)
+
+_SEEN: Final = [(1,)]
+"""The transaction sees the tenure."""
+_UNSEEN: Final = [(0,)]
+
+
+def _snapshots(level: str, reply: Reply, **where: Any) -> Case:
+    """A transaction that read before the tenure began; the tenure goes on, whatever it sees."""
+    return Case(
+        "pin",
+        f"by a transaction that read before the tenure began ({level})",
+        keys=[held(fence=6)],
+        session=LEVELS[level],
+        since=[Do("UPDATE locks SET fence = 7")],
+        reply=reply,
+        then=[Do("renew", leases(("k", "me", 7)), DONE), Do("release", {}, [(0,)])],
+        after={"k": {"fence": 7}},
+        **where,
+    )
+
+
+_PIN: Final = (
+    Case(
+        "pin",
+        "nobody begins a tenure while its transaction lasts",
+        keys=[free()],
+        reply=None,
+        then=[Do("take", {"owner": "other"}, REFUSED)],
+        on=SERVERS,
+    ),
+    Case(
+        "pin",
+        "nor by another way",
+        keys=[held(), held("j", owner="other")],
+        reply=_SEEN,
+        then=[
+            Do("extend", {"key": "j", "owner": "other"}, DONE),
+            Do("relay", {"heir": "other"}, REFUSED),
+        ],
+        on=SERVERS,
+    ),
+    Case(
+        "pin",
+        "the tenure goes on: it is renewed, entered and given back meanwhile",
+        keys=[held()],
+        reply=_SEEN,
+        then=[Do("renew", leases(("k", "me", 7)), DONE), Do("reenter", {}, DONE), Do("release", {}, [(0,)])],
+        on=SERVERS,
+    ),
+    Case(
+        "pin",
+        "other keys are taken, and created",
+        keys=[held(), free("j")],
+        reply=_SEEN,
+        then=[Do("take", {"key": "j"}, [(...,)]), Do("create", {"key": "z"}, [(...,)])],
+        on=SERVERS,
+    ),
+    Case("pin", "another tenure is not ours", keys=[held(fence=8), held("j")], reply=_UNSEEN, on=SERVERS),
+    _snapshots("READ COMMITTED", _SEEN, on=SERVERS),
+    _snapshots("REPEATABLE READ", _UNSEEN, on=SERVERS),
+    _snapshots("SERIALIZABLE", _SEEN, on=MYSQL),
+    _snapshots("SERIALIZABLE", _UNSEEN, on=("postgresql",)),
+    Case(
+        "pin",
+        "nobody else writes while its transaction lasts",
+        keys=[held()],
+        reply=_SEEN,
+        then=[Do("take", {"owner": "other"}, REFUSED), Do("extend", {}, REFUSED)],
+        on=["sqlite"],
+    ),
+    Case(
+        "pin",
+        "the lease lasts one life more, since nobody else can renew it",
+        keys=[held(), held("j")],
+        reply=_SEEN,
+        after={"k": {"expires_at": At(61)}},
+        on=["sqlite"],
+    ),
+    Case(
+        "pin",
+        "a lease that lasts for longer is not shortened",
+        keys=[held(expires_at=At(100))],
+        reply=_SEEN,
+        on=["sqlite"],
+    ),
+    Case("pin", "not one that has been given back", keys=[held(owner="", count=0)], on=["sqlite"]),
+    *_tenure("pin", on=["sqlite"]),
+)
+
+_LOCATE: Final = (Case("locate", "the table's full name, and no cluster", reply=[(..., 0)], on=SERVERS),)
+
+_STALE: Final = (
+    Case(
+        "stale",
+        "keys that have been free or expired for long, in order",
+        keys=[free("k", expires_at=LONG_AGO), held("j", expires_at=LONG_AGO), free("i"), held("h", expires_at=At(-9))],
+        reply=[("j",), ("k",)],
+    ),
+    Case(
+        "stale",
+        "a thousand at a time",
+        keys=[free(f"{n:04}", expires_at=LONG_AGO) for n in range(1001)],
+        reply=[(f"{n:04}",) for n in range(1000)],
+    ),
+)
+
+_REAP: Final = (
+    Case(
+        "reap",
+        "a row that has been free for long goes",
+        keys=[free(expires_at=LONG_AGO), free("j", expires_at=LONG_AGO)],
+        reply=DONE,
+        after={"k": None},
+    ),
+    Case("reap", "so does an expired one", keys=[held(expires_at=LONG_AGO)], reply=DONE, after={"k": None}),
+    Case("reap", "one that was taken or given back since stays", keys=[free(expires_at=At(-3000))]),
+    Case(
+        "reap",
+        "a row by which a transaction pins the key stays",
+        keys=[free(expires_at=LONG_AGO)],
+        beside=[Do("pin")],
+        reply=REFUSED,
+        on=MYSQL,
+    ),
+    Case(
+        "reap",
+        "one that somebody waits for stays",
+        keys=[free(expires_at=LONG_AGO)],
+        places=[waiter("w", 11)],
+    ),
+    Case(
+        "reap",
+        "the dead, and those who wait for other keys, are no reason to stay",
+        keys=[free(expires_at=LONG_AGO)],
+        places=[waiter("w", 11, expires_at=At(-0.5)), waiter("v", 11, lock_key="j")],
+        reply=DONE,
+        after={"k": None},
+    ),
+)
+
+CASES: Final = (
+    *_TAKE,
+    *_CREATE,
+    *_INSPECT,
+    *_REENTER,
+    *_EXTEND,
+    *_RENEW,
+    *_ALIVE,
+    *_ATTACH,
+    *_DETACH,
+    *_RELEASE,
+    *_LEAVE,
+    *_PIN,
+    *_LOCATE,
+    *_STALE,
+    *_REAP,
+)

@@ -1,0 +1,146 @@
+"""Does every condition of every statement make a difference to some case? Run by `make mutants`, not by `make test`.
+
+Each mutant (see `mutations`) is a test: it passes if some case of its statement fails on the database with the
+mutant in the statement's place. One that fails is a survivor: a condition that no case needs. Either a case is
+missing (`keys`, `waiters`, `families`), or the condition changes nothing that can be seen: then it stands in
+`EQUIVALENT`, with the reason.
+
+    make mutants                             all of them
+    make mutants ARGS="-k 'mysql and grant'"  some of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Final, NamedTuple
+
+import pytest
+
+from dblock.core.statements import DIALECTS
+from tests.conftest import DATABASES
+from tests.statements.families import cases_of
+from tests.statements.laboratory import Laboratory, named, statements
+from tests.statements.mutations import Mutant, effective, mutants
+
+pytestmark = pytest.mark.direct
+
+
+class Excuse(NamedTuple):
+    """Why a mutant changes nothing; `on`, `statement` and `change` are patterns as file names have them."""
+
+    on: str
+    statement: str
+    change: str
+    reason: str
+    sure: bool = True
+    """Does no case ever notice? Else it is the optimizer's choice of the moment."""
+
+
+EQUIVALENT: Final = (
+    Excuse(
+        *("*", "waits", "held.owner IS NOT NULL -> TRUE"),
+        "what follows, `held.owner <> waiter.owner`, is not true of NULL either",
+    ),
+    Excuse(
+        *("postgresql", "*", "MATERIALIZED -> nothing"),
+        "PostgreSQL never merges a query with FOR UPDATE into the one around it",
+    ),
+    Excuse(
+        *("postgresql", "*", 'COLLATE "C" -> nothing'),
+        "a database's default collation is deterministic, and the hash is then of the bytes alone",
+    ),
+    Excuse(
+        *("m*", "grant", "LOCK IN SHARE MODE -> nothing"),
+        "InnoDB locks what an UPDATE of several tables reads, at every isolation level",
+    ),
+    Excuse(
+        *("m*", "[cg]*", "ORDER BY ticket -> nothing"),
+        "the index that it is told to use has the tickets in order (the other order is noticed)",
+    ),
+    Excuse(
+        *("sqlite", "[cg]*", "ORDER BY ticket -> nothing"),
+        "the only index of use has the tickets in order (the other order is noticed)",
+    ),
+    Excuse(
+        *("m*", "[sd]*", "ORDER BY * -> nothing"),
+        "InnoDB keeps a table in the order of its primary key (the other order is noticed)",
+    ),
+    Excuse(
+        *("mysql", "*", "locks.lock_key = mine.name -> TRUE"),
+        "the WHERE names the key as well",
+    ),
+    Excuse(
+        *("mysql", "[!g]*", "lock_key = :key -> TRUE (2)"),
+        "the row is the one that was locked before, by the same name",
+    ),
+    Excuse(
+        *("mysql", "take", "FORCE -> IGNORE (2)"),
+        "the entry of `locks_pin` was locked before, by the reading that does not wait",
+    ),
+    Excuse(*("mysql", "relay", "FORCE -> IGNORE (2)"), "as for the take"),
+    Excuse(*("mysql", "reap", "FORCE -> IGNORE (2)"), "as for the take"),
+    Excuse(
+        *("mysql", "reap", "LIMIT 1 -> nothing"),
+        "one row has the key, and MySQL merges no derived table into a DELETE of the table that it reads",
+    ),
+    Excuse(*("mysql", "grant", "FORCE -> IGNORE (3)"), "as for the take"),
+    Excuse(
+        *("m*", "*", "STRAIGHT_JOIN -> JOIN*"),
+        "the optimizer may begin with what is to be first by itself, and mostly does",
+        sure=False,
+    ),
+    Excuse(*("sqlite", "alive", "CROSS -> nothing"), "it locks nothing: only the plan changes"),
+    Excuse(*("m*", "alive", "FORCE -> IGNORE"), "it locks nothing: only the plan changes"),
+    Excuse(*("m*", "channel", "FORCE -> IGNORE"), "it locks nothing: only the plan changes"),
+    Excuse(*("mysql", "locate", "variable_value = 'ON' -> TRUE"), "MySQL itself knows nothing of Galera"),
+    Excuse(
+        *("m*", "*", "COLLATE utf8mb4_* -> nothing*"),
+        "what is read from JSON is compared by the column's collation, which ends in _bin, unless its own does too:"
+        " MariaDB lets a session choose such a default from 11.2 on",
+    ),
+    Excuse(
+        *("sqlite", "*", "max(0.001, round(*)) -> (round(*))"),
+        "a lease that the lock wrote ends at a whole millisecond, and later than now: in a whole one at least",
+    ),
+)
+
+MUTANTS: Final = [
+    (database, name, mutant)
+    for database in DATABASES
+    for name, statement in statements(DIALECTS[database]).items()
+    for mutant in mutants(effective(statement.sql, database))
+]
+
+
+def excuses(database: str, name: str, mutant: Mutant) -> list[Excuse]:
+    """Those that speak of it."""
+    pairs = (database, name, mutant.change)
+    return [each for each in EQUIVALENT if all(map(fnmatchcase, pairs, each[:3]))]
+
+
+@pytest.mark.parametrize(
+    ("database", "name", "mutant"),
+    [pytest.param(*each, id=f"{each[0]}-{each[1]}: {each[2].change}") for each in MUTANTS],
+)
+def test_mutant(laboratory: Callable[[str], Laboratory], database: str, name: str, mutant: Mutant) -> None:
+    """Some case of the statement notices; none does if it is said to change nothing."""
+    bench = laboratory(database)
+    statement = replace(named(bench.dialect, name), sql=mutant.sql)
+    caught = any(bench.differences(case, statement) for case in cases_of(name, database))
+    assert bench.stillborn is None, "this mutant is no statement at all: see mutations"
+    if excused := excuses(database, name, mutant):
+        assert not (caught and all(each.sure for each in excused)), "a case notices: strike the excuse off"
+    else:
+        assert caught, f"survives: {statement.sql}"
+
+
+@pytest.mark.parametrize(
+    "excuse",
+    [each for each in EQUIVALENT if any(fnmatchcase(database, each.on) for database in DATABASES)],
+    ids=lambda excuse: " ".join(excuse[:3]),
+)
+def test_excuse(excuse: Excuse) -> None:
+    """Every excuse speaks of some mutant."""
+    assert any(excuse in excuses(*each) for each in MUTANTS)

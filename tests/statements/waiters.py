@@ -1,0 +1,601 @@
+"""The cases of the queue's statements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from tests.statements.cases import (
+    AHEAD,
+    BUSY,
+    CLOCK,
+    DONE,
+    HINDERED,
+    LEVELS,
+    MYSQL,
+    NEW,
+    NOTHING,
+    NOW,
+    REFUSED,
+    SERVERS,
+    At,
+    Case,
+    Do,
+    Left,
+    free,
+    held,
+    owners,
+    waiter,
+)
+
+POSTGRESQL: Final = ("postgresql",)
+NOT_POSTGRESQL: Final = ("sqlite", *MYSQL)
+
+JOINED: Final = {
+    **NEW,
+    "owner": "me",
+    "lock_key": "k",
+    "ticket": CLOCK,
+    "ttl": 60.0,
+    "channel": "new channel",
+    "joined_at": NOW,
+    "expires_at": At(5),
+}
+
+
+def _joins(
+    behaviour: str, *, remaining: Any = None, ticket: Any = CLOCK, ahead: int = 0, **case: Any
+) -> Iterator[Case]:
+    """Standing in the queue, by what it answers: on PostgreSQL the key's row says at once that somebody does."""
+    place = {**JOINED, "ticket": ticket}
+    after = {"me": place, "k": {"last_ticket": ticket}}
+    seen = Left(20) if remaining is None else remaining
+    yield Case("join", behaviour, **case, reply=[(ticket, seen, 11, ahead, ...)], after=after, on=POSTGRESQL)
+    yield Case("join", behaviour, **case, reply=[(ticket, ...)], after={"me": place}, on=NOT_POSTGRESQL)
+
+
+_JOIN: Final = (
+    *_joins("a ticket, and a place for it", keys=[held(owner="other"), held("j")]),
+    *_joins(
+        "behind those of its key who live and were not served",
+        keys=[held(owner="other", last_ticket=13)],
+        places=[
+            waiter("w", 11),
+            waiter("v", 12),
+            waiter("dead", 13, expires_at=At(-0.5)),
+            waiter("served", 10),
+            waiter("elsewhere", 12, lock_key="j"),
+        ],
+        ahead=2,
+    ),
+    *_joins(
+        "sixteen at most are counted",
+        keys=[held(owner="other", last_ticket=40)],
+        places=[waiter(f"w{n}", n) for n in range(11, 30)],
+        ahead=16,
+    ),
+    *_joins("a free key's holder has been gone since", keys=[free()], remaining=Left(-5)),
+    *_joins("if the clock was set back, just gone", keys=[free(expires_at=At(100))], remaining=NOTHING),
+    *_joins(
+        "tickets go up where they are ahead of the clock",
+        keys=[held(owner="other", last_ticket=AHEAD)],
+        ticket=AHEAD + 1,
+    ),
+    Case("join", "there is no place where there is no row", keys=[free("j")]),
+    Case(
+        "join",
+        "a ticket that was drawn, but not announced, is not drawn again",
+        keys=[held(owner="other")],
+        places=[waiter("w", AHEAD)],
+        reply=[(AHEAD + 1, ...)],
+        after={"me": {**JOINED, "ticket": AHEAD + 1}},
+        on=["sqlite"],
+    ),
+    Case(
+        "join",
+        "another key's tickets do not count",
+        keys=[held(owner="other")],
+        places=[waiter("w", AHEAD, lock_key="j")],
+        reply=[(CLOCK, ...)],
+        after={"me": JOINED},
+        on=["sqlite"],
+    ),
+    Case(
+        "join",
+        "of two that draw one ticket the later does not stand in the queue",
+        keys=[held(owner="other", last_ticket=AHEAD)],
+        places=[waiter("w", AHEAD + 1)],
+        on=MYSQL,
+    ),
+)
+
+_ANNOUNCE: Final = (
+    Case(
+        "announce",
+        "the row says that the ticket was given out",
+        keys=[held(), held("j")],
+        reply=DONE,
+        after={"k": {"last_ticket": 12}},
+    ),
+    Case("announce", "a later ticket stays the last", keys=[held(last_ticket=15)], reply=DONE),
+    Case("announce", "not one that has been passed over", keys=[held(last_ticket=15, served_ticket=12)]),
+    Case("announce", "nothing where there is no row", keys=[held("j")]),
+)
+
+_LOOK: Final = (
+    Case(
+        "look",
+        "a waiter that is not ahead, and not served",
+        keys=[held(owner="other", last_ticket=12), held("j", served_ticket=0)],
+        places=[waiter("w", 11), waiter("me", 12)],
+        reply=[(0, Left(20), 11, 12, 1, 1)],
+    ),
+    Case(
+        "look",
+        "one that was served",
+        keys=[held(last_ticket=12, served_ticket=12, expires_at=At(4))],
+        places=[waiter("me", 12)],
+        reply=[(1, Left(4), 13, 12, 0, 1)],
+    ),
+    Case(
+        "look",
+        "one whose place is gone, before a free key",
+        keys=[free(last_ticket=12)],
+        places=[waiter("w", 12)],
+        reply=[(0, Left(-5), 11, 12, 0, 0)],
+    ),
+    Case(
+        "look",
+        "nothing remains of a free key although the clock was set back after its release",
+        keys=[free(expires_at=At(100))],
+        reply=[(0, NOTHING, 11, 10, 0, 0)],
+    ),
+    Case(
+        "look",
+        "nothing remains of a lease that has ended",
+        keys=[held(owner="other", expires_at=At(-3))],
+        reply=[(0, Left(-3), 11, 10, 0, 0)],
+    ),
+    Case(
+        "look",
+        "before it are the living of its key only, who were not served and came earlier",
+        keys=[held(owner="other", last_ticket=16), held("j", served_ticket=0, last_ticket=12)],
+        places=[
+            waiter("served", 10),
+            waiter("dead", 11, expires_at=At(-0.5)),
+            waiter("elsewhere", 12, lock_key="j"),
+            waiter("w", 13),
+            waiter("v", 14),
+            waiter("me", 15),
+            waiter("later", 16),
+        ],
+        given={"ticket": 15},
+        reply=[(0, Left(20), 11, 16, 2, 1)],
+    ),
+    Case(
+        "look",
+        "sixteen at most are counted",
+        keys=[held(owner="other", last_ticket=40)],
+        places=[waiter(f"w{n}", n) for n in range(11, 30)],
+        given={"ticket": 40},
+        reply=[(0, Left(20), 11, 40, 16, 0)],
+    ),
+    Case("look", "nothing where there is no row", keys=[held("j")], places=[waiter("me", 12)]),
+)
+
+_TWO: Final = (waiter("v", 12), waiter("w", 11))
+"""Who came later stands first in the table."""
+_WAITED: Final = free(last_ticket=12)
+
+
+def _granted(name: str = "w", ticket: int = 11, **more: Any) -> Mapping[str, Any]:
+    """What changes in a row when a waiter is served."""
+    place = waiter(name, ticket)
+    return {
+        **{column: place[column] for column in ("owner", "ttl", *NEW)},
+        "fence": CLOCK,
+        "count": 1,
+        "acquired_at": NOW,
+        "expires_at": Left(4),
+        "served_ticket": ticket,
+        **more,
+    }
+
+
+def _grants(behaviour: str, *, keys: Any = (_WAITED,), places: Any = _TWO, ticket: int = 11, **case: Any) -> Case:
+    name = {11: "w", 12: "v"}[ticket]
+    changes = _granted(name, ticket, **case.pop("changes", {}))
+    return Case("grant", behaviour, keys=keys, places=places, reply=[(ticket, ...)], after={"k": changes}, **case)
+
+
+def _grants_past_leavers(isolation: str) -> Iterator[Case]:
+    """A waiter's row is locked before it is served, at any level: one that is leaving is not."""
+    session = LEVELS[isolation]
+    leaver: dict[str, Any] = {"keys": [_WAITED], "places": _TWO, "on": SERVERS}
+    leaving = [Do("quit", {"owner": "w"}, DONE)]
+    yield Case(
+        "grant",
+        f"a waiter that is leaving is not served ({isolation})",
+        **leaver,
+        session=session,
+        beside=leaving,
+        reply=REFUSED,
+    )
+    yield Case(
+        "grant",
+        f"when it has left, the next one is ({isolation})",
+        **leaver,
+        session=session,
+        beside=leaving,
+        commits=True,
+        reply=[(12, ...)],
+        after={"w": None, "k": _granted("v", 12)},
+    )
+    yield _grants(
+        f"a later one that is leaving is no obstacle ({isolation})",
+        session=session,
+        beside=[Do("quit", {"owner": "v"}, DONE)],
+        on=SERVERS,
+    )
+
+
+_NOBODYS: Final = {"owner": "", "fence": 0}
+"""The parameters of a grant of a key that nobody holds."""
+
+_GRANT: Final = (
+    _grants("the first waiter has the key, for as long as its place", given=_NOBODYS),
+    _grants("so it has if the index is not what finds it", session="enable_indexscan = off", on=POSTGRESQL),
+    _grants("one key's only", keys=[_WAITED, free("j")], given=_NOBODYS),
+    _grants(
+        "one key's waiter",
+        places=[*_TWO, waiter("x", 11, lock_key="j"), waiter("y", 11, lock_key="a")],
+        given=_NOBODYS,
+    ),
+    Case(
+        "grant",
+        "for no longer than it asked for",
+        keys=[_WAITED],
+        places=[waiter("w", 11, ttl=2.0)],
+        reply=[(11, ...)],
+        after={"k": {**_granted(), "ttl": 2.0, "expires_at": At(2)}},
+    ),
+    Case("grant", "not another key's waiter", keys=[_WAITED], places=[waiter("x", 11, lock_key="j")], given=_NOBODYS),
+    Case("grant", "not another key", keys=[_WAITED], places=[waiter("x", 11, lock_key="j")], given={"key": "j"}),
+    _grants("the dead are passed over", places=[waiter("w", 11, expires_at=At(-0.5)), _TWO[0]], ticket=12),
+    Case("grant", "nobody is served if all are dead", keys=[_WAITED], places=[waiter("w", 11, expires_at=At(-0.5))]),
+    _grants("those with earlier tickets than the first are passed over", given={"first": 12}, ticket=12),
+    _grants(
+        "the last ticket catches up with one that was not announced",
+        keys=[free()],
+        changes={"last_ticket": 11},
+    ),
+    _grants(
+        "a key whose lease has ended is granted",
+        keys=[held(owner="other", count=3, last_ticket=12, expires_at=At(-0.5))],
+    ),
+    _grants(
+        "a free key is granted although the clock was set back after its release",
+        keys=[free(last_ticket=12, expires_at=At(100))],
+    ),
+    _grants("a holder hands over what it holds", keys=[held(last_ticket=12)]),
+    Case("grant", "not another owner's tenure", keys=[held(owner="other", last_ticket=12)], places=_TWO),
+    Case("grant", "not the owner's later tenure", keys=[held(fence=8, last_ticket=12)], places=_TWO),
+    Case("grant", "a waiter is served once", keys=[free(last_ticket=12, served_ticket=11)], places=[_TWO[1]]),
+    Case("grant", "nor passed over twice", keys=[free(last_ticket=12, served_ticket=12)], places=_TWO),
+    _grants(
+        "the fence exceeds the one before where that is ahead of the clock",
+        keys=[free(fence=AHEAD, last_ticket=12)],
+        changes={"fence": AHEAD + 1},
+    ),
+    Case("grant", "a pinned key is not granted", keys=[_WAITED], places=_TWO, beside=[Do("pin")], reply=REFUSED),
+    Case(
+        "grant",
+        "not even by its holder",
+        keys=[held(last_ticket=12)],
+        places=_TWO,
+        beside=[Do("pin")],
+        reply=REFUSED,
+    ),
+    _grants(
+        "another key's pin is no obstacle", keys=[_WAITED, free("j")], beside=[Do("pin", {"key": "j"})], on=SERVERS
+    ),
+    *_grants_past_leavers("REPEATABLE READ"),
+    *_grants_past_leavers("READ COMMITTED"),
+    Case(
+        "grant",
+        "a waiter that is being served cannot leave before it is",
+        keys=[_WAITED],
+        places=_TWO,
+        reply=[(11, ...)],
+        then=[Do("quit", {"owner": "v"}, DONE), Do("quit", {"owner": "w"}, HINDERED)],
+        on=SERVERS,
+    ),
+    Case(
+        "grant",
+        "no call for who does not listen",
+        keys=[_WAITED],
+        places=_TWO,
+        given={"here": "here:"},
+        reply=[(11, "", None, ...)],
+        after={"k": _granted()},
+        on=POSTGRESQL,
+    ),
+    Case(
+        "grant",
+        "nor for who listens in the neighbourhood",
+        keys=[_WAITED],
+        places=[waiter("w", 11, channel="here:5")],
+        given={"here": "here:"},
+        reply=[(11, "here:5", None, ...)],
+        after={"k": _granted()},
+        on=POSTGRESQL,
+    ),
+    Case(
+        "grant",
+        "who listens elsewhere is called",
+        keys=[_WAITED],
+        places=[waiter("w", 11, channel="there:5")],
+        given={"here": "here:"},
+        reply=[(11, "there:5", "", ...)],
+        after={"k": _granted()},
+        on=POSTGRESQL,
+    ),
+    Case(
+        "grant",
+        "the channel of who was served is known",
+        keys=[_WAITED],
+        places=[waiter("v", 12, channel="wrong"), waiter("w", 11, channel="right")],
+        reply=[(11, "right", ...)],
+        after={"k": _granted()},
+        on=("sqlite", *POSTGRESQL),
+    ),
+)
+
+_LISTENING: Final = [
+    waiter("v", 13, channel="later"),
+    waiter("w", 12, channel="right"),
+    waiter("u", 11, channel="dead", expires_at=At(-0.5)),
+    waiter("t", 10, channel="earlier"),
+    waiter("x", 11, lock_key="j", channel="elsewhere"),
+]
+
+_CHANNEL: Final = (
+    Case(
+        "channel",
+        "the one of the first live waiter from a ticket on",
+        places=_LISTENING,
+        given={"ticket": 11},
+        reply=[(12, "right")],
+    ),
+    Case(
+        "channel",
+        "so it is if the index is not what finds it",
+        places=_LISTENING,
+        given={"ticket": 11},
+        reply=[(12, "right")],
+        session="enable_indexscan = off",
+        on=POSTGRESQL,
+    ),
+    Case("channel", "nobody's", places=_LISTENING, given={"ticket": 14}),
+)
+
+_CALL: Final = (Case("call", "is sent", given={"channel": "there:5"}, reply=[(...,)], on=POSTGRESQL),)
+
+_ACCEPT: Final = (
+    Case(
+        "accept",
+        "the lease lasts a whole life",
+        keys=[held(expires_at=At(3)), held("j", expires_at=At(3))],
+        reply=[(7,)],
+        after={"k": {"expires_at": At(61)}},
+    ),
+    Case(
+        "accept",
+        "a lease that lasts for longer is not shortened",
+        keys=[held(expires_at=At(100))],
+        reply=[(7,)],
+    ),
+    Case("accept", "one that has ended is not revived", keys=[held(expires_at=At(-0.5))], places=[waiter("me", 12)]),
+    Case("accept", "not another owner's", keys=[held(owner="other")], places=[waiter("me", 12)]),
+    Case("accept", "not another key's", keys=[held("j")], places=[waiter("me", 12)]),
+    Case("accept", "not that of a free key", keys=[free()], places=[waiter("me", 12)]),
+    Case(
+        "accept",
+        "who was served leaves the queue",
+        keys=[held(expires_at=At(3), last_ticket=13, served_ticket=12)],
+        places=[waiter("me", 12), waiter("w", 13)],
+        reply=[(7,)],
+        after={"k": {"expires_at": At(61)}, "me": None},
+        on=POSTGRESQL,
+    ),
+    Case(
+        "accept",
+        "others that are leaving are no obstacle",
+        keys=[held(expires_at=At(3))],
+        places=[waiter("me", 12), waiter("w", 13)],
+        beside=[Do("quit", {"owner": "w"}, DONE)],
+        reply=[(7,)],
+        after={"k": {"expires_at": At(61)}, "me": None},
+        on=POSTGRESQL,
+    ),
+    Case(
+        "accept",
+        "it keeps no key locked while it waits for the place, as a grant keeps the place while it waits for the key",
+        keys=[held(expires_at=At(3))],
+        places=[waiter("me", 12)],
+        beside=[Do("SELECT 1 FROM lock_waiters WHERE owner = 'me' FOR UPDATE")],
+        can="SELECT 1 FROM locks WHERE lock_key = 'k' FOR UPDATE NOWAIT",
+        reply=BUSY,
+        on=POSTGRESQL,
+    ),
+)
+
+_RELAYED: Final = {**NEW, "owner": "heir", "fence": CLOCK, "ttl": 60.0, "acquired_at": NOW, "expires_at": At(61)}
+
+_RELAY: Final = (
+    Case("relay", "the next tenure begins", keys=[held(), held("j")], reply=[(CLOCK,)], after={"k": _RELAYED}),
+    Case(
+        "relay",
+        "the fence exceeds the one before where that is ahead of the clock",
+        keys=[held(fence=AHEAD)],
+        given={"fence": AHEAD},
+        reply=[(AHEAD + 1,)],
+        after={"k": {**_RELAYED, "fence": AHEAD + 1}},
+    ),
+    Case("relay", "not another key's tenure", keys=[held()], given={"key": "j"}),
+    Case("relay", "not another owner's", keys=[held(owner="other")]),
+    Case("relay", "not a later one of the same owner", keys=[held(fence=8)]),
+    Case("relay", "not one whose lease has ended", keys=[held(expires_at=At(-0.5))]),
+    Case("relay", "not one that was entered twice", keys=[held(count=2)]),
+    Case("relay", "not if somebody may wait in the queue", keys=[held(last_ticket=11)]),
+    Case(
+        "relay",
+        "if a turn is left, then too",
+        keys=[held(last_ticket=11)],
+        given={"turns": 1},
+        reply=[(CLOCK,)],
+        after={"k": _RELAYED},
+    ),
+    Case("relay", "a turn that is left makes no tenure", keys=[held(owner="other")], given={"turns": 1}),
+    Case("relay", "not while the key is pinned", keys=[held()], beside=[Do("pin")], reply=REFUSED),
+    Case(
+        "relay",
+        "another key's pin is no obstacle",
+        keys=[held(), held("j")],
+        beside=[Do("pin", {"key": "j"})],
+        reply=[(CLOCK,)],
+        after={"k": _RELAYED},
+        on=SERVERS,
+    ),
+)
+
+_QUIT: Final = (
+    Case("quit", "one's own place", places=[waiter("me", 11), waiter("w", 12)], reply=DONE, after={"me": None}),
+    Case("quit", "none where there is none", places=[waiter("w", 12)]),
+)
+
+_BEAT: Final = (
+    Case(
+        "beat",
+        "places last for longer",
+        places=[waiter("me", 11), waiter("w", 12), waiter("v", 13)],
+        given={**owners("me", "v"), "place": 9.0},
+        reply=DONE * 2,
+        after={"me": {"expires_at": At(9)}, "v": {"expires_at": At(9)}},
+    ),
+    Case(
+        "beat",
+        "not for shorter",
+        places=[waiter("me", 11, expires_at=At(100))],
+        given=owners("me"),
+        reply=DONE,
+    ),
+    Case("beat", "others' do not", places=[waiter("ME", 11), waiter("w", 12)], given={**owners("me"), "place": 9.0}),
+)
+
+
+def _waits(behaviour: str, holder: Any = None, **place: Any) -> Case:
+    """Nobody waits for anybody."""
+    return Case("waits", behaviour, keys=[holder or held(owner="other")], places=[waiter("w", 11, **place)])
+
+
+_WAITS: Final = (
+    Case(
+        "waits",
+        "who waits for what, and who holds that",
+        keys=[held(owner="other"), held("j", owner="nobody's")],
+        places=[waiter("w", 11)],
+        reply=[("w", "k", 11, "w host", 11, "w thread", "other", "old host", 1, "old thread")],
+    ),
+    _waits("not the dead", expires_at=At(-0.5)),
+    _waits("not for a lease that has ended", held(owner="other", expires_at=At(-0.5))),
+    _waits("not for a free key", free(expires_at=At(100), count=1)),
+    _waits("not who was served", held(owner="w")),
+    _waits("not for one that waits for whoever has its token", held(owner="other", count=0)),
+    _waits("not for another key", lock_key="j"),
+)
+
+_CLEAR: Final = (
+    Case(
+        "clear",
+        "a queue of nobody",
+        keys=[free(last_ticket=12), free("j", last_ticket=12)],
+        reply=DONE,
+        after={"k": {"served_ticket": 12}},
+    ),
+    Case(
+        "clear",
+        "a queue of the dead, of those who were served, and of another key's",
+        keys=[free(last_ticket=12)],
+        places=[
+            waiter("w", 12, expires_at=At(-0.5)),
+            waiter("v", 10),
+            waiter("x", 12, lock_key="j"),
+        ],
+        reply=DONE,
+        after={"k": {"served_ticket": 12}},
+    ),
+    Case("clear", "not if somebody is alive", keys=[free(last_ticket=12)], places=[waiter("w", 12)]),
+    Case("clear", "not if somebody came since", keys=[free(last_ticket=13)]),
+    Case("clear", "nothing to be done where all are served", keys=[free(last_ticket=12, served_ticket=12)]),
+    Case(
+        "clear",
+        "not if somebody comes meanwhile",
+        keys=[free(last_ticket=12)],
+        beside=[Do("join", {}, [(...,)]), Do("announce", {"ticket": 13}, DONE)],
+        commits=True,
+        after={"k": {"last_ticket": ...}, "me": {**JOINED, "ticket": ...}},
+        on=SERVERS,
+    ),
+)
+
+_LONG_AGO: Final = At(-7200)
+
+_DEAD: Final = (
+    Case(
+        "dead",
+        "who has been dead for long, in order",
+        places=[
+            waiter("w", 11, expires_at=_LONG_AGO),
+            waiter("v", 12, expires_at=_LONG_AGO),
+            waiter("u", 13, expires_at=At(-9)),
+            waiter("t", 14),
+        ],
+        reply=[("v",), ("w",)],
+    ),
+    Case(
+        "dead",
+        "a thousand at a time",
+        places=[waiter(f"{n:04}", n, expires_at=_LONG_AGO) for n in range(1001)],
+        reply=[(f"{n:04}",) for n in range(1000)],
+    ),
+)
+
+_FORGET: Final = (
+    Case(
+        "forget",
+        "a place that ended long ago",
+        places=[waiter("me", 11, expires_at=_LONG_AGO), waiter("w", 12, expires_at=_LONG_AGO)],
+        reply=DONE,
+        after={"me": None},
+    ),
+    Case("forget", "not one that ended just now", places=[waiter("me", 11, expires_at=At(-3000))]),
+    Case("forget", "none where there is none", places=[waiter("w", 12, expires_at=_LONG_AGO)]),
+)
+
+CASES: Final = (
+    *_JOIN,
+    *_ANNOUNCE,
+    *_LOOK,
+    *_GRANT,
+    *_CHANNEL,
+    *_CALL,
+    *_ACCEPT,
+    *_RELAY,
+    *_QUIT,
+    *_BEAT,
+    *_WAITS,
+    *_CLEAR,
+    *_DEAD,
+    *_FORGET,
+)
