@@ -27,6 +27,8 @@ class Proxy:
         self.round_trips = 0
         self.asked: list[float] = []
         """The local times at which the round trips began."""
+        self.heard: list[bytes] = []
+        """What the client said first in each."""
         self.cut_replies = 0
         self.cut_requests = 0
         self.delay = 0.0
@@ -84,6 +86,7 @@ class Proxy:
                 if asks and speaker[0] is not source:
                     self.round_trips += 1
                     self.asked.append(clock.now())
+                    self.heard.append(data[:200])
                 speaker[0] = source
                 if self.black_hole:
                     continue

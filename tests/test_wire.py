@@ -56,7 +56,7 @@ def test_two_round_trips(server: str, proxy: Proxy, lock: Any) -> None:
     before = proxy.round_trips
     with lock:
         pass
-    assert proxy.round_trips - before == 2
+    assert proxy.round_trips - before == 2, proxy.heard[before:]
     for _ in range(4):
         with lock:
             pass
@@ -64,7 +64,7 @@ def test_two_round_trips(server: str, proxy: Proxy, lock: Any) -> None:
     for _ in range(20):
         with lock:
             pass
-    assert proxy.round_trips - before == 40
+    assert proxy.round_trips - before == 40, proxy.heard[before:]
 
 
 def test_a_failed_try_reads_once_and_changes_nothing(server: str, proxy: Proxy, lock: Any) -> None:
@@ -75,7 +75,7 @@ def test_a_failed_try_reads_once_and_changes_nothing(server: str, proxy: Proxy, 
     before = proxy.round_trips
     for _ in range(10):
         assert lock.acquire(blocking=False) is False
-    assert proxy.round_trips - before == 20
+    assert proxy.round_trips - before == 20, proxy.heard[before:]
 
 
 def test_lost_answers_are_resolved(server: str, proxy: Proxy, lock: Any) -> None:

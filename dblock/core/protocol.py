@@ -329,6 +329,8 @@ def send(
     """
     growing: Iterator[float] | None = None
     failure: LockStoreError | None = None
+    told: LockStoreError | None = None
+    """The last failure of which the driver said something."""
     while True:
         sent = database.now()
         try:
@@ -351,8 +353,12 @@ def send(
             latest = unanswered
         if not isinstance(failure, StoreBusy):  # which explains why the last one may have come too late
             failure = latest
+        if latest.__cause__ is not None:
+            told = latest
         left = until - database.now() - WORTH
         if left <= 0:
+            if failure.__cause__ is None and told is not None:
+                raise type(failure)(f"{failure}; before that: {told}", key=failure.key) from told.__cause__
             raise failure
         growing = growing or pauses()
         yield from sleep(min(next(growing), left))

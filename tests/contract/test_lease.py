@@ -198,7 +198,7 @@ def test_every_loss_has_its_reason(subject: Subject, actor: Actor, caplog: pytes
     once, off the holder's thread, with a lock that can still be asked."""
     options: dict[str, dict[str, Any]] = {
         "ends": {"ttl": 0.3, "renew": False},
-        "capped": {"ttl": 0.3, "max_hold": 0.35},
+        "capped": {"ttl": 0.6, "max_hold": 0.7},
         "taken": {"ttl": 0.6},
         "freed": {"ttl": 0.6},
         "gone": {"ttl": 0.6},
@@ -232,7 +232,7 @@ def test_every_loss_has_its_reason(subject: Subject, actor: Actor, caplog: pytes
             time.sleep(0.01)
         until(lambda: all(witness.seen for witness in witnesses.values()))
     assert ended["ends"] >= 0.2
-    assert ended["capped"] >= 0.36  # renewed at least once
+    assert ended["capped"] >= 0.68  # renewed at least once
     for key, lock in locks.items():
         before = subject.run("SELECT * FROM locks WHERE lock_key = :key", key=key)
         for act in (partial(actor.do, lock.check), partial(actor.call, lock, "release")):

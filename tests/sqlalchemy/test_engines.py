@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from sqlalchemy import NullPool, StaticPool, create_engine, event, text
+from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 
@@ -258,6 +259,19 @@ def test_an_unreachable_server_is_a_typed_error() -> None:
     with pytest.raises(LockStoreError, match="cannot connect") as caught:
         db_lock(engine, "k").acquire(blocking=False)
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_database_that_does_not_exist(request: pytest.FixtureRequest, name: str) -> None:
+    """The driver's own words are told, though the last of the tries may have ended with the time."""
+    ready(request, name)
+    engine = create_engine(make_url(url(name)).set(database="nowhere"))
+    for timeout in (0, 0.4) * 3:
+        with pytest.raises(LockStoreError, match="does not exist|Unknown database") as caught:
+            db_lock(engine, "k").acquire(timeout=timeout)
+        assert isinstance(caught.value.__cause__, engine.dialect.loaded_dbapi.Error)
+    engine.dispose()
 
 
 def test_a_foreign_writer_on_sqlite_is_part_of_the_wait(tmp_path: Path) -> None:
