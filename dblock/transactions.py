@@ -22,7 +22,6 @@ from django.db.backends.signals import connection_created
 
 from dblock.core.drivers import drive
 from dblock.core.errors import LockError
-from dblock.core.flows import Flow, current_flow
 from dblock.core.holds import Hold
 from dblock.core.operations import finish, look_after
 
@@ -52,7 +51,7 @@ connection_created.connect(_created, dispatch_uid="dblock.transactions")
 
 _joined: weakref.WeakKeyDictionary[BaseDatabaseWrapper, list[Hold]] = weakref.WeakKeyDictionary()
 """Holds that were taken as part of a transaction, which a rollback takes away."""
-_waiting: weakref.WeakKeyDictionary[BaseDatabaseWrapper, list[tuple[Flow, Hold]]] = weakref.WeakKeyDictionary()
+_waiting: weakref.WeakKeyDictionary[BaseDatabaseWrapper, list[Hold]] = weakref.WeakKeyDictionary()
 
 log = logging.getLogger("dblock")
 
@@ -78,8 +77,8 @@ def keep_until_end(hold: Hold) -> bool:
     if not hold.deferred:
         connection = still[0]
         waiting = _waiting.setdefault(connection, [])
-        if all(each is not hold for _, each in waiting):  # we may have been interrupted here before
-            waiting.append((current_flow(), hold))
+        if all(each is not hold for each in waiting):  # we may have been interrupted here before
+            waiting.append(hold)
         _watch(connection)
         hold.deferred = True
     return True
@@ -142,16 +141,16 @@ def _give_back(connection: BaseDatabaseWrapper) -> None:
     holds = _waiting.pop(connection, [])
     try:
         while holds:
-            flow, hold = holds[0]
+            hold = holds[0]
             hold.deferred = False
             if not keep_until_end(hold):  # else a transaction on another database is still open
                 try:
-                    drive(finish(flow, hold), hold.store)
+                    drive(finish(hold), hold.store)
                 except LockError as error:
                     log.warning("could not give %r back when the transaction ended: %s", hold.tenure.key, error)
             del holds[0]
     finally:
-        for _, hold in holds:  # interrupted: they end with their leases
+        for hold in holds:  # interrupted: they end with their leases
             hold.deferred = False
 
 

@@ -17,7 +17,6 @@ from sqlalchemy.util import await_only
 
 from dblock.core.drivers import adrive, drive
 from dblock.core.errors import LockError
-from dblock.core.flows import Flow, current_flow
 from dblock.core.holds import Hold
 from dblock.core.operations import finish
 from dblock.core.steps import Execute, Rows
@@ -25,7 +24,7 @@ from sqlalchemy_dblock.store import EngineStore
 
 log = logging.getLogger("dblock")
 
-_waiting: weakref.WeakKeyDictionary[Any, list[tuple[Flow, Hold]]] = weakref.WeakKeyDictionary()
+_waiting: weakref.WeakKeyDictionary[Any, list[Hold]] = weakref.WeakKeyDictionary()
 
 
 def valid_session(session: Any, *, asynchronous: bool) -> Any:
@@ -51,15 +50,15 @@ def keep_until_end(hold: Hold, session: Any) -> bool:
             waiting = _waiting[sync_session] = []
             _ = weakref.finalize(sync_session, _dropped, waiting)
             event.listen(sync_session, "after_transaction_end", _ended)
-        if all(each is not hold for _, each in waiting):  # we may have been interrupted here before
-            waiting.append((current_flow(), hold))
+        if all(each is not hold for each in waiting):  # we may have been interrupted here before
+            waiting.append(hold)
         hold.deferred = True
     return True
 
 
-def _dropped(waiting: list[tuple[Flow, Hold]]) -> None:
+def _dropped(waiting: list[Hold]) -> None:
     """A session was thrown away in the middle of its transaction: nobody is left to give back what it kept."""
-    for _, hold in waiting:
+    for hold in waiting:
         hold.renewing = False
 
 
@@ -70,8 +69,8 @@ def _ended(session: Any, transaction: Any) -> None:
     holds, waiting[:] = list(waiting), []
     try:
         while holds:
-            flow, hold = holds[0]
-            steps = finish(flow, hold)
+            hold = holds[0]
+            steps = finish(hold)
             try:
                 if hold.store.asynchronous:
                     await_only(adrive(steps, hold.store))
@@ -81,7 +80,7 @@ def _ended(session: Any, transaction: Any) -> None:
                 log.warning("could not give %r back when the transaction ended: %s", hold.tenure.key, error)
             del holds[0]
     finally:
-        for _, hold in holds:  # interrupted: they end with their leases
+        for hold in holds:  # interrupted: they end with their leases
             hold.deferred = False
 
 

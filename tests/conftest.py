@@ -19,7 +19,7 @@ from django.db import connections
 from sqlalchemy import create_engine, event, text
 from sqlalchemy.engine import Dialect, Engine, make_url
 
-from dblock.core import bells, lines
+from dblock.core import acquiring, bells, lines, waiting
 from dblock.core.flows import current_flow
 from dblock.core.keeper import keeper
 from tests.proxy import Proxy
@@ -58,7 +58,8 @@ def url(database: str, driver: str = "") -> str:
         return f"postgresql+{driver or 'psycopg'}://dblock@127.0.0.1:{port}/postgres"
     login = os.environ["DBLOCK_TEST_MYSQL_LOGIN"] if database == "mysql" else "root"
     port = os.environ[f"DBLOCK_TEST_{database.upper()}_PORT"]
-    return f"mysql+{driver or 'pymysql'}://{login}@127.0.0.1:{port}/dblock_tests{_worker}"
+    plain = "" if driver or (MYSQL_URL and database == "mysql") else "?ssl_disabled=true"  # see tests/settings.py
+    return f"mysql+{driver or 'pymysql'}://{login}@127.0.0.1:{port}/dblock_tests{_worker}{plain}"
 
 
 def _prepare_nothing(dialect: Dialect, record: object, positional: object, options: dict[str, Any]) -> None:
@@ -89,17 +90,21 @@ def pytest_configure() -> None:
 
 
 PATIENT = 3.0
-"""Seconds for a try in tests of other things, for which a busy machine may be slow to open a connection."""
+"""Seconds for a try in tests of other things, for which a busy machine may be slow to open a connection, and for
+leaving the queue in order."""
 
 
 @pytest.fixture(autouse=True)
 def _patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only tests that are marked `exact` measure how long a try may take.
+    """Only tests that are marked `exact` measure how long a try may take, and by how much a timeout is exceeded.
 
     SQLite opens connections at once, and a try beside a writer, of whom tests have many there, takes all of its time.
     """
-    if request.node.get_closest_marker("exact") is None and "sqlite" not in request.node.name:
-        monkeypatch.setattr("dblock.core.acquiring.TRY", PATIENT)
+    if request.node.get_closest_marker("exact") is None:
+        if "sqlite" not in request.node.name:
+            monkeypatch.setattr("dblock.core.acquiring.TRY", PATIENT)
+        for module in (acquiring, waiting):
+            monkeypatch.setattr(module, "HASTE", PATIENT)
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +124,6 @@ def _process_state() -> Iterator[None]:
         each.clear()
     flow = current_flow()
     flow.holds.clear()  # those that are left are lost
-    flow.detached.clear()
     for connection in connections.all(initialized_only=True):
         connection.close()
     assert not left, f"the test has left behind {left}"

@@ -164,6 +164,10 @@ class PostgreSQL(Server):
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         # SIGTERM waits for clients to leave; SIGINT is PostgreSQL's own "fast" shutdown.
         super().stop(signal.SIGINT if how == signal.SIGTERM else how)
+        # The sessions of a server that was killed notice it in a moment; until then it cannot be started again.
+        deadline = time.monotonic() + 10
+        while _in_use(self.directory) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 class PgBouncer(Server):
@@ -231,7 +235,7 @@ class MariaDB(Server):
         import pymysql
 
         with contextlib.suppress(pymysql.MySQLError):
-            pymysql.connect(host="127.0.0.1", port=self.port, user="root").close()
+            pymysql.connect(host="127.0.0.1", port=self.port, user="root", ssl_disabled=True).close()
             return True
         return False
 
@@ -239,7 +243,7 @@ class MariaDB(Server):
         """An empty database in the running server."""
         import pymysql
 
-        connection = pymysql.connect(host="127.0.0.1", port=self.port, user="root")
+        connection = pymysql.connect(host="127.0.0.1", port=self.port, user="root", ssl_disabled=True)
         connection.cursor().execute(f"CREATE DATABASE {name}")
         connection.close()
 
@@ -304,6 +308,15 @@ class MySQL(MariaDB):
 class Redis(Server):
     def command(self) -> list[str]:
         return [find_program("redis-server"), "--bind", "127.0.0.1", "--port", str(self.port), "--save", ""]
+
+
+def _in_use(directory: Path) -> bool:
+    """Does a process work there?"""
+    for process in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            if process.readlink().is_relative_to(directory):
+                return True
+    return False
 
 
 def remove_leftovers(directory: str) -> None:

@@ -20,7 +20,7 @@ import dblock.transactions
 import sqlalchemy_dblock
 import sqlalchemy_dblock.transactions
 from dblock.core.errors import LockNotHeld
-from tests.conftest import url
+from tests.conftest import ready, url
 from tests.contract.subjects import MATRIX, Subject
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -148,8 +148,11 @@ def test_a_child_ends_its_parents_atomic_block(request: pytest.FixtureRequest, d
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_child_gives_back_nothing_that_its_parents_transaction_keeps(sqlite: Path, tmp_path: Path) -> None:
+def test_a_child_gives_back_nothing_that_its_parents_transaction_keeps(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """Django's and SQLAlchemy's lists of locks that wait for the end of a transaction are the parent's alone."""
+    ready(request, "sqlite")
     engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
     sqlalchemy_dblock.metadata.create_all(engine)
     waiting = (dblock.transactions._waiting, sqlalchemy_dblock.transactions._waiting)

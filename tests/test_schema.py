@@ -52,7 +52,7 @@ def _describe(engine: Engine, database: str, table: str) -> Any:
         "postgresql": [
             "SELECT ordinal_position, column_name, data_type, character_maximum_length, collation_name, is_nullable,"
             " column_default, datetime_precision FROM information_schema.columns"
-            f" WHERE table_name = '{table}' ORDER BY 1",
+            f" WHERE table_name = '{table}' AND table_schema = current_schema() ORDER BY 1",
             f"SELECT reloptions FROM pg_class WHERE oid = '{table}'::regclass",
             "SELECT indisprimary, indisunique, indkey::text, indcollation::text FROM pg_index"
             f" WHERE indrelid = '{table}'::regclass ORDER BY 1, 2",

@@ -16,7 +16,8 @@ from typing import Any, Self, TypeVar
 from dblock.core.drivers import Store, adrive
 from dblock.core.errors import LockLost, LockNotHeld, LockTimeout, Reason, StoreBusy
 from dblock.core.flows import current_flow
-from dblock.core.holds import Hold, Loss
+from dblock.core.holds import Block, Hold, Loss
+from dblock.core.identity import process_identity
 from dblock.core.keeper import keeper
 from dblock.core.options import PLAIN, Options, valid_options
 from dblock.core.steps import Steps
@@ -60,6 +61,8 @@ class BaseLock:
         self._given_ttl = None if ttl is None else valid_ttl(ttl)
         self._given_timeout = timeout if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
         self.options: Options = valid_options(**options) if options else PLAIN
+        self._blocks: list[Block] = []
+        """The `with`s of this very object that are open, in the order in which they were entered."""
 
     # -- what a face provides
 
@@ -186,6 +189,18 @@ class BaseLock:
     # -- helpers
 
     def _hold(self) -> Hold | None:
+        """What this flow holds, else what the one open `with` of this object does, wherever that was entered."""
+        hold = self._hold_here()
+        if hold is None and self._blocks and len(blocks := self._open_blocks()) == 1 and not blocks[0].entry.detached:
+            hold = blocks[0].hold
+        return hold
+
+    def _open_blocks(self) -> list[Block]:
+        """Those of this process that have not been left by hand."""
+        mine = [block for block in self._blocks if block.hold.who["pid"] == process_identity()["pid"]]
+        return [block for block in mine if block.entry.detached or block.entry in block.hold.entries]
+
+    def _hold_here(self) -> Hold | None:
         holds = current_flow().holds
         hold = holds.get((self._store(), self._key)) if holds else None
         if hold is not None and hold.outer is not None and not hold.entered_by(self):
@@ -195,7 +210,7 @@ class BaseLock:
 
     def _own_hold(self, verb: str) -> Hold:
         """The hold that this flow is about to change."""
-        hold = self._hold()
+        hold = self._hold_here()
         if hold is None or hold.view:
             raise self._not_held(verb)
         return hold
@@ -207,7 +222,14 @@ class BaseLock:
             key=self._key,
         )
 
-    def _not_held(self, verb: str) -> LockNotHeld:
+    def _not_held(self, verb: str, of: int = 0) -> LockNotHeld:
+        if of:
+            return LockNotHeld(
+                f"cannot {verb} {self._key!r}: {of} blocks of this lock object are open in other threads or tasks, and "
+                "which of them ends here cannot be told: where a pool of threads runs a block's beginning and its end "
+                "(FastAPI's dependencies, AnyIO, sync_to_async), make a db_lock(...) for each block",
+                key=self._key,
+            )
         return LockNotHeld(
             f"cannot {verb} {self._key!r}: this thread or task does not hold it, or has released it already; a lock is"
             " released where it was acquired (asyncio.wait_for and create_task acquire in a task of their own)",
@@ -248,5 +270,5 @@ class BaseLock:
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A lock of its own for one call of a decorated function."""
         lock = copy.copy(self)
-        lock._key = template.key(args, kwargs)
+        lock._key, lock._blocks = template.key(args, kwargs), []
         return lock

@@ -1,8 +1,11 @@
 """Flows of control, and what each of them holds.
 
-A flow is a thread, or an asyncio task where one is running. Two flows that can run at the same time are never one
-owner: a task is looked up by its own identity, because a child task inherits its parent's context variables and all
-tasks of a loop share one thread. (Under gevent and eventlet `threading.local` is per greenlet, as it should be.)
+A flow is an asyncio task where one is running, else a thread in the context (`contextvars`) that it runs in. Two flows
+that can run at the same time are never one owner: a task is looked up by its own identity, because a child task
+inherits its parent's context variables and all tasks of a loop share one thread. Nor is a thread of a pool one owner
+for all who run something in it: asyncio.to_thread, AnyIO and asgiref run each call in a copy of its caller's context,
+so that two requests that happen to meet the same thread are two flows. (Under gevent and eventlet `threading.local` is
+per greenlet, as it should be.)
 
 Rule: the state of a hold lives here, with the flow that has it, never on a lock object, which flows may share. Only its
 own flow changes it. After a fork the child is a new flow with nothing: the parent's holds stay the parent's.
@@ -19,12 +22,13 @@ import threading
 import weakref
 from collections.abc import Generator, MutableMapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 from dblock.core.identity import process_identity, storable
 
 if TYPE_CHECKING:
-    from dblock.core.holds import Entry, Hold
+    from dblock.core.holds import Hold
 
 
 FLOW: Final = 16
@@ -51,36 +55,45 @@ def _process() -> str:
 class Flow:
     """What one flow holds, found by the store of its row and its key; and who it is."""
 
-    __slots__ = ("__weakref__", "_task", "detached", "holds", "name", "ref", "who")
+    __slots__ = ("__weakref__", "_is_task", "_life", "holds", "name", "ref", "who")
 
-    def __init__(self, name: str, task: Any = None) -> None:
+    def __init__(self, name: str, life: Any, *, is_task: bool = False) -> None:
+        """`life` is the asyncio task, or lives as long as the thread."""
         self.name = f"{_process()}{next(_numbers) & 0xFFFFFFFF:08x}"
         self.holds: dict[tuple[object, str], Hold] = {}
-        self.detached: list[Entry] = []
-        """Entries whose `with` is still open, but whose hold was handed over."""
         self.who = process_identity() | {"thread": storable(name)}
         self.ref = weakref.ref(self)
-        self._task = None if task is None else weakref.ref(task)
+        self._life = weakref.ref(life)
+        self._is_task = is_task
 
     @property
     def task(self) -> Any:
         """The asyncio task that it is, if it is one and lives."""
-        return None if self._task is None else self._task()
+        return self._life() if self._is_task else None
 
     def ended(self) -> bool:
-        """Is there nobody left to give back what it holds? A thread's flow ends by being collected."""
-        if self._task is None:
-            return False
-        task = self._task()
-        return task is None or bool(task.done())
+        """Is there nobody left to give back what it holds? A flow of a context also ends by being collected with it."""
+        life = self._life()
+        return life is None or (self._is_task and bool(life.done()))
+
+    def lives_as(self, life: object) -> bool:
+        """Is it of this very thread?"""
+        return self._life() is life
 
 
-class _Local(threading.local):
+class _Life:
+    """Dies with its thread."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Thread(threading.local):
     def __init__(self) -> None:
-        self.flow = Flow(threading.current_thread().name)
+        self.life = _Life()
 
 
-_local = _Local()
+_thread = _Thread()
+_of_context: ContextVar[Flow | None] = ContextVar("dblock flow", default=None)
 _tasks: MutableMapping[Any, Flow] = weakref.WeakKeyDictionary()
 
 
@@ -88,23 +101,27 @@ def current_flow() -> Flow:
     """The flow of control that is running now."""
     task = current_task()
     if task is None:
-        return _local.flow
+        flow, life = _of_context.get(), _thread.life
+        if flow is None or not flow.lives_as(life):  # of another thread, whose context ours was copied from
+            flow = Flow(threading.current_thread().name, life)
+            _ = _of_context.set(flow)
+        return flow
     flow = _tasks.get(task)
     if flow is None:
-        flow = _tasks[task] = Flow(f"task {task.get_name()}", task)
+        flow = _tasks[task] = Flow(f"task {task.get_name()}", task, is_task=True)
     return flow
 
 
 @contextmanager
 def flow_again(snapshot: Hold) -> Generator[None, None, None]:
     """Let this thread see the hold as its flow saw it, without being able to change anything there."""
-    mine = _local.flow
-    _local.flow = Flow(threading.current_thread().name)
-    _local.flow.holds = {(snapshot.store, snapshot.tenure.key): snapshot}
+    flow = Flow(threading.current_thread().name, _thread.life)
+    flow.holds = {(snapshot.store, snapshot.tenure.key): snapshot}
+    mine = _of_context.set(flow)
     try:
         yield
     finally:
-        _local.flow = mine
+        _of_context.reset(mine)
 
 
 def current_task() -> Any:
@@ -116,15 +133,17 @@ def current_task() -> Any:
 
 
 def _after_fork_in_child() -> None:
-    global _local, _tasks
+    global _thread, _tasks
     parent = os.getppid()
-    for flow in (_local.flow, *_tasks.values()):
+    for flow in (_of_context.get(), *_tasks.values()):
+        if flow is None:
+            continue
         for hold in flow.holds.values():
             for lock in hold.locks():
                 lock.forked_from = parent
     process_identity.cache_clear()
     _process.cache_clear()
-    _local, _tasks = _Local(), weakref.WeakKeyDictionary()
+    _thread, _tasks = _Thread(), weakref.WeakKeyDictionary()
 
 
 if hasattr(os, "register_at_fork"):

@@ -10,7 +10,6 @@ instructions; a look at the state takes it only when there is something to decid
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import threading
 import weakref
@@ -36,15 +35,15 @@ class Loss(NamedTuple):
 class Entry:
     """One entering of a hold."""
 
-    __slots__ = ("_lock", "kind", "number")
+    __slots__ = ("_lock", "detached", "kind")
 
-    def __init__(self, lock: BaseLock, kind: str, number: int) -> None:
+    def __init__(self, lock: BaseLock, kind: str) -> None:
         # Nobody but its own block can leave a `with`, and that refers to the lock for as long as it is open.
         self._lock: Callable[[], BaseLock | None] = weakref.ref(lock) if kind == "with" else lambda: lock
         self.kind = kind
         """`acquire`, `with`, or `attach`, which a `with` may still take over."""
-        self.number = number
-        """Later ones have greater numbers, whatever hold they are of."""
+        self.detached = False
+        """Was its hold handed over? A `with` that is left afterwards releases nothing."""
 
     @property
     def lock(self) -> BaseLock | None:
@@ -56,7 +55,11 @@ class Entry:
         return self.kind == "with" and self._lock() is lock
 
 
-entry_numbers = itertools.count(1)
+class Block(NamedTuple):
+    """A `with` that is open, and what it holds."""
+
+    entry: Entry
+    hold: Hold
 
 
 class Lease(NamedTuple):
@@ -104,13 +107,16 @@ class Hold:
         "turns",
         "view",
         "warned",
+        "who",
     )
 
-    def __init__(self, store: Store, flow: weakref.ref[Flow], grant: Grant, entry: Entry, outer: Hold | None) -> None:
+    def __init__(self, store: Store, flow: Flow, grant: Grant, entry: Entry, outer: Hold | None) -> None:
         lock = cast("BaseLock", entry.lock)  # in the hands of whoever takes it
         self.turn = threading.RLock()  # a signal handler may run between any two lines
         self.store = store
-        self.flow = flow
+        self.flow = flow.ref
+        """The flow that has it, for as long as that lives; the block of a `with` may outlive it."""
+        self.who = flow.who
         self.tenure = grant.tenure
         self.ticket = grant.ticket
         self.turns = grant.turn
@@ -174,7 +180,7 @@ class Hold:
         """A copy that changes no more when its flow enters and leaves."""
         twin = copy.copy(self)
         twin.view, twin.turn, twin.outer = True, threading.RLock(), None
-        twin.entries = [*self.entries, Entry(self.left, "acquire", 0)] if self.left else list(self.entries)
+        twin.entries = [*self.entries, Entry(self.left, "acquire")] if self.left else list(self.entries)
         return twin
 
     def entered_by(self, lock: BaseLock) -> bool:
@@ -191,6 +197,13 @@ class Hold:
         A block that was interrupted on its way in or out leaves one that nobody can.
         """
         return [entry for entry in self.entries if entry is not but and entry.lock is not None]
+
+    @property
+    def adrift(self) -> bool:
+        """Has its flow ended without leaving it? A `with` belongs to its lock object, and may be left elsewhere."""
+        flow = self.flow()
+        ended = flow is None or flow.ended()
+        return ended and not any(entry.kind == "with" and entry.lock is not None for entry in self.entries)
 
     @property
     def wanted(self) -> bool:

@@ -246,12 +246,12 @@ class Keeper:
         stores = set()
         for hold in list(self._holds):
             stores.add(hold.store)
-            left, flow = hold.remaining(), hold.flow()
+            left = hold.remaining()
             if left <= 0:
                 self.discard(hold)
                 self.announce(hold)
                 continue
-            if hold.renewing and (flow is None or flow.ended()):
+            if hold.renewing and hold.adrift:
                 warn("%r was never given back by a thread or task that has ended", hold.tenure.key)
                 hold.renewing = False
             now = hold.now()
@@ -275,7 +275,6 @@ class Keeper:
                     seen = hold.snapshot()
                     _tell([call for lock in seen.locks() for call in lock._who_hears_of_risk()], seen)
             soonest = min(soonest, left)
-            del flow
         for (store, loop), holds in due.items():
             self._gather(store, loop, holds)
             self._send(Batch(self, store, holds), loop)

@@ -13,7 +13,7 @@ from dblock.core import acquiring, lines, protocol, queue
 from dblock.core.base import BaseLock
 from dblock.core.errors import LockError, LockStoreError, Reason, StaleSnapshot, StoreBusy
 from dblock.core.flows import Flow, current_flow
-from dblock.core.holds import Entry, Hold, Loss, entry_numbers
+from dblock.core.holds import Block, Entry, Hold, Loss
 from dblock.core.identity import celery_task_id
 from dblock.core.keeper import keeper
 from dblock.core.protocol import Database
@@ -30,7 +30,7 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
     if lock.forked_from is not None:
         raise lock._forked()
     store, flow, ttl = lock._store(), current_flow(), lock._ttl
-    database, place, entry = store.database, (store, lock._key), Entry(lock, kind, next(entry_numbers))
+    database, place, entry = store.database, (store, lock._key), Entry(lock, kind)
     hold = flow.holds.get(place)
     if hold is not None and hold.view:
         hold = None  # a callback that looks at its lock's hold is a flow of its own
@@ -73,63 +73,96 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
 def enter(lock: BaseLock) -> Steps[None]:
     hold = lock._hold()
     if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:
-        hold.entries[-1] = Entry(lock, "with", next(entry_numbers))
-        return
-    acquired = yield from acquire(lock, lock._timeout, "with")
-    if not isinstance(acquired, bool):
-        raise lock._timed_out(acquired) from (acquired if isinstance(acquired, StoreBusy) else None)
+        hold.entries[-1] = Entry(lock, "with")
+    else:
+        acquired = yield from acquire(lock, lock._timeout, "with")
+        if not isinstance(acquired, bool):
+            raise lock._timed_out(acquired) from (acquired if isinstance(acquired, StoreBusy) else None)
+        hold = cast("Hold", lock._hold_here())
+    lock._blocks.append(Block(hold.entries[-1], hold))
 
 
 def leave_block(lock: BaseLock) -> Steps[None]:
-    """Leave the innermost `with` of this very lock, whatever has become of its hold."""
-    entry = None
+    """Leave the innermost `with` of this very lock, whatever has become of its hold.
+
+    It belongs to the lock object: where the flow that leaves holds nothing, it is the only one that is open, wherever
+    that was entered (a pool of threads may run the end of a block elsewhere than its beginning).
+    """
+    if lock.forked_from is not None:
+        raise lock._forked()
+    block = _innermost(lock)
     try:
-        flow = current_flow()
-        entry = _innermost(lock, flow)
-        if entry in flow.detached:  # its hold was handed over
-            flow.detached = [each for each in flow.detached if each is not entry]
-            return
-        hold = lock._hold()
-        if entry is not None and hold is not None and entry not in hold.entries:
-            _leave_lost(lock, hold, entry)
-        yield from release(lock, entry)
+        yield from release(lock) if block is None else _leave_block(lock, block)
     except (GeneratorExit, LockError):
         raise
     except BaseException:  # interrupted: a block is left once
-        flow, hold = current_flow(), lock._hold()
-        entry = entry or _innermost(lock, flow)
-        flow.detached = [each for each in flow.detached if each is not entry]
-        if entry is not None and hold is not None and entry in hold.entries:
-            yield from release(lock, entry)
+        if block is not None and block.entry in block.hold.entries:
+            yield from _release(lock, block.hold, block.entry)
         raise
+    finally:
+        if block is not None:
+            lock._blocks = [each for each in lock._blocks if each is not block]
 
 
-def release(lock: BaseLock, entry: Entry | None = None) -> Steps[None]:
-    """Leave the hold by that entry; by default by the last one that is not a `with`, if there is such."""
+def _innermost(lock: BaseLock) -> Block | None:
+    """The `with` of this very lock that ends now; None if it has none, or has left it otherwise."""
+    flow = current_flow()
+    here = [block for block in lock._blocks if block.hold.flow() is flow]
+    if here or lock._hold_here() is not None:
+        return here[-1] if here else None
+    blocks = lock._open_blocks()
+    if len(blocks) > 1:
+        for block in blocks:  # somebody's cannot be left any more: it ends with its lease
+            block.hold.renewing = False
+        raise lock._not_held("leave", of=len(blocks))
+    return blocks[0] if blocks else None
+
+
+def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:
+    entry, hold = block
+    if entry.detached:
+        return
+    if entry not in hold.entries:  # it was released by hand
+        yield from release(lock)
+        return
+    flow = hold.flow()
+    if flow is not None and flow.holds.get((hold.store, hold.tenure.key)) is not hold:
+        # Its tenure had ended, and another one has begun since.
+        hold.entries = [each for each in hold.entries if each is not entry]
+        raise lock._lost(hold)
+    yield from _release(lock, hold, entry)
+
+
+def release(lock: BaseLock) -> Steps[None]:
+    """Leave the hold of this flow by the last entry that is not a `with`, if there is such."""
     if lock.forked_from is not None:
         raise lock._forked()
-    flow, hold = current_flow(), lock._own_hold("release")
+    hold = lock._own_hold("release")
+    last = next((each for each in reversed(hold.entries) if each.kind != "with"), hold.entries[-1])
+    yield from _release(lock, hold, last)
+
+
+def _release(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
     in_time = hold.remaining() > 0
     if not in_time:
         keeper.announce(hold)
-    left = entry or next((each for each in reversed(hold.entries) if each.kind != "with"), hold.entries[-1])
     kept, through = hold.open_entries(but=left), left.lock or lock
     if not kept and in_time and through._defers(hold):
         hold.left, hold.entries = through, kept
         return
     try:
         if not kept:
-            _forget(flow, hold)
+            _forget(hold)
         hold.left, hold.entries = through, kept
         if not in_time and hold.grace:  # freeing the row would open the key before its time
             released = False
         else:
-            released = yield from _leave(flow, hold)
+            released = yield from _leave(hold)
     except (GeneratorExit, LockError):
         raise
     except BaseException:
         hold.entries = kept
-        yield from _leave_after_all(flow, hold)
+        yield from _leave_after_all(hold)
         raise
     if not (released and in_time):
         if not released:
@@ -205,19 +238,18 @@ def guarded(lock: BaseLock, hold: Hold, pinned: Rows) -> Steps[None]:
 def detach(lock: BaseLock) -> Steps[str]:
     if lock.forked_from is not None:
         raise lock._forked()
-    flow, hold = current_flow(), lock._own_hold("detach")
+    hold = lock._own_hold("detach")
     lock.check()
     database, count = hold.store.database, len(hold.entries) if hold.others is None else 0
-    if not (yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace, count=count, who=flow.who)):
+    if not (yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace, count=count, who=hold.who)):
         yield from _find_out(hold)
         raise lock._lost(hold)
     entry, kept = hold.entries[-1], hold.entries[:-1]
     hold.others = hold.others or 0
     hold.tokens += bool(kept)
-    if entry.kind == "with":
-        flow.detached = [*(each for each in flow.detached if each.lock is not None), entry]
+    entry.detached = True
     if not kept:
-        _forget(flow, hold)
+        _forget(hold)
     hold.entries = kept
     if not kept:
         _ = lines.freed(database, hold.tenure.key)
@@ -226,7 +258,7 @@ def detach(lock: BaseLock) -> Steps[str]:
 
 def attach(lock: L, token: Token) -> Steps[L]:
     store, flow, tenure = lock._store(), current_flow(), token.tenure
-    database, entry = store.database, Entry(lock, "attach", next(entry_numbers))
+    database, entry = store.database, Entry(lock, "attach")
     attached = yield from protocol.attach(database, tenure, _who_we_are(), token.ttl, token.grace)
     if attached is None:
         loss = Loss(*(yield from protocol.why_lost(database, tenure)))
@@ -243,9 +275,9 @@ def attach(lock: L, token: Token) -> Steps[L]:
     if hold.remaining() <= 0:  # the answer came too late to be of use
         kept = hold.entries[:-1]
         if not kept:
-            _forget(flow, hold)
+            _forget(hold)
         hold.entries = kept
-        _ = yield from _leave(flow, hold)
+        _ = yield from _leave(hold)
         raise lock._lost(hold)
     return lock
 
@@ -284,17 +316,17 @@ def look_after(hold: Hold) -> Steps[None]:
         yield from _find_out(hold)
 
 
-def finish(flow: Flow, hold: Hold) -> Steps[None]:
+def finish(hold: Hold) -> Steps[None]:
     """The transaction that kept a hold has ended: give it back, unless its flow has entered it again."""
     hold.deferred = False
     if not hold.entries:
         try:
-            _forget(flow, hold)
-            released = yield from _leave(flow, hold)
+            _forget(hold)
+            released = yield from _leave(hold)
         except (GeneratorExit, LockError):
             raise
         except BaseException:
-            yield from _leave_after_all(flow, hold)
+            yield from _leave_after_all(hold)
             raise
         # In SQLite a rollback takes back a take that was part of the transaction: nothing was lost.
         if not released and hold.store.database.dialect.name != "sqlite":
@@ -306,7 +338,7 @@ def _begin(
 ) -> Hold:
     """The flow holds a tenure from now on."""
     store = lock._store()
-    hold = Hold(store, flow.ref, grant, entry, outer if outer and outer.open_entries() else None)
+    hold = Hold(store, flow, grant, entry, outer if outer and outer.open_entries() else None)
     hold.others = others
     if store.asynchronous:
         hold.loop = sys.modules["asyncio"].get_running_loop()
@@ -314,7 +346,7 @@ def _begin(
         hold.renewing = False
     for over in list(flow.holds.values()) if flow.holds else ():
         if over.loss is not None and not over.wanted:  # nobody has left it, and nobody will
-            _forget(flow, over)
+            _forget(over)
     try:
         lock._opened(hold)
         keeper.add(hold)
@@ -356,41 +388,41 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
     return False
 
 
-def _leave(flow: Flow, hold: Hold) -> Steps[bool]:
+def _leave(hold: Hold) -> Steps[bool]:
     """Tell the database that an entry was left; False if the tenure was over before.
 
     The last one's hold has been forgotten: whatever becomes of the statement, this flow holds the key no more. Whoever
     begins to wait from now on is not left waiting for us; whoever did before, we see.
     """
     if hold.entries:
-        return (yield from _lower(flow, hold))
+        return (yield from _lower(hold))
     database, tenure = hold.store.database, hold.tenure
     if hold.others is None and not hold.min_hold:
         return (yield from queue.pass_on(database, tenure, hold.ticket, hold.turns))
     try:
-        return (yield from _lower(flow, hold))
+        return (yield from _lower(hold))
     finally:
         _ = lines.freed(database, tenure.key)
 
 
-def _lower(flow: Flow, hold: Hold) -> Steps[bool]:
+def _lower(hold: Hold) -> Steps[bool]:
     """Lower the count in the row by one; False if the tenure was over before."""
     database, entered = hold.store.database, len(hold.entries)
-    if hold.tokens and not entered and (yield from _unused(flow, hold)):
+    if hold.tokens and not entered and (yield from _unused(hold)):
         # It is left to the bearer of a token, who has one more ttl.
         count = 0 if hold.others else 1
-        return (yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace, count=count, who=flow.who))
+        return (yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace, count=count, who=hold.who))
     alone = hold.others is None
     if not alone or (hold.min_hold and not entered):
         return (yield from queue.leave(database, hold.tenure, hold.min_hold, alone=alone))
     return (yield from queue.release(database, hold.tenure, entered + 1, hold.ticket))
 
 
-def _leave_after_all(flow: Flow, hold: Hold) -> Steps[None]:
+def _leave_after_all(hold: Hold) -> Steps[None]:
     """Interrupted while an entry was being left: it is left, where sending that twice is harmless."""
     database, entered = hold.store.database, len(hold.entries)
     if not entered:
-        _forget(flow, hold)
+        _forget(hold)
     if hold.others is not None or (hold.grace and hold.remaining() <= 0):
         return  # it ends with its lease
     if hold.min_hold and not entered:
@@ -410,41 +442,19 @@ def _find_out(hold: Hold) -> Steps[None]:
     keeper.announce(hold)
 
 
-def _unused(flow: Flow, hold: Hold) -> Steps[bool]:
+def _unused(hold: Hold) -> Steps[bool]:
     """Has nobody come yet with a token of this tenure? Whoever attaches writes into the row who that is."""
     info = yield from protocol.inspect(hold.store.database, hold.tenure.key)
     if info is None:
         return False
     who = info.identity
-    return (who.host, who.pid, who.thread) == (flow.who["host"], flow.who["pid"], flow.who["thread"])
+    return (who.host, who.pid, who.thread) == (hold.who["host"], hold.who["pid"], hold.who["thread"])
 
 
-def _leave_lost(lock: BaseLock, hold: Hold, entry: Entry) -> None:
-    """The block's tenure ended, and another one began since: raise LockLost."""
-    for outer in hold.outers():
-        if entry in outer.entries:
-            outer.entries = [each for each in outer.entries if each is not entry]
-            raise lock._lost(outer)
-
-
-def _innermost(lock: BaseLock, flow: Flow) -> Entry | None:
-    """The `with` of this very lock that was entered last."""
-    found, hold = None, lock._hold()
-    while hold is not None:
-        for entry in hold.entries:
-            if entry.is_block(lock) and (found is None or entry.number > found.number):
-                found = entry
-        hold = hold.outer
-    for entry in flow.detached:
-        if entry.is_block(lock) and (found is None or entry.number > found.number):
-            found = entry
-    return found
-
-
-def _forget(flow: Flow, hold: Hold) -> None:
+def _forget(hold: Hold) -> None:
     keeper.discard(hold)
-    place = (hold.store, hold.tenure.key)
-    if flow.holds.get(place) is hold:
+    flow, place = hold.flow(), (hold.store, hold.tenure.key)
+    if flow is not None and flow.holds.get(place) is hold:
         outer = next((each for each in hold.outers() if each.open_entries()), None)
         if outer is None:
             _ = flow.holds.pop(place, None)

@@ -353,15 +353,21 @@ def send(
             latest = unanswered
         if not isinstance(failure, StoreBusy):  # which explains why the last one may have come too late
             failure = latest
-        if latest.__cause__ is not None:
-            told = latest
+        told = latest if latest.__cause__ else told
         left = until - database.now() - WORTH
         if left <= 0:
-            if failure.__cause__ is None and told is not None:
-                raise type(failure)(f"{failure}; before that: {told}", key=failure.key) from told.__cause__
-            raise failure
+            raise _explained(failure, told)
         growing = growing or pauses()
         yield from sleep(min(next(growing), left))
+
+
+def _explained(failure: LockStoreError, told: LockStoreError | None) -> LockStoreError:
+    """Where the last try was cut short by the time, what the driver said before is the reason."""
+    if failure.__cause__ is not None or told is None:
+        return failure
+    explained = type(failure)(f"{failure}; before that: {told}", key=failure.key)
+    explained.__cause__ = told.__cause__
+    return explained
 
 
 def _shows(info: LockInfo | None, tenure: Tenure) -> bool:

@@ -304,7 +304,7 @@ class Waiter:
 
         `view` is how we stand if that is known; `alone`: nobody else keeps the place.
         """
-        database, key, owner, now = self.database, self.wish["key"], self.wish["owner"], self.database.now
+        database, key, now = self.database, self.wish["key"], self.database.now
         growing = pauses(longest=UNPINNED)
         first, since = 0, now()
         self.beat = now() + queue.BEAT
@@ -314,9 +314,10 @@ class Waiter:
                 if grant is not None:
                     return grant
             if view is None:
-                view = yield from queue.look(database, key, self.until, owner, ticket)
-            if view is None:
-                return Outcome.GONE
+                found = yield from self._look(ticket)
+                if not isinstance(found, View):
+                    return found
+                view = found
             if view.mine and view.remaining > 0:
                 self.bell.ring()
                 view = None
@@ -343,6 +344,16 @@ class Waiter:
             pause = min(pause, soonest)
             yield from wait(min(pause, left), self.bell)  # not at all if the key has just been handed to us
             view = None
+
+    def _look(self, ticket: int) -> Steps[View | Outcome | None]:
+        """How we stand; GONE; or None if the database did not say it before the time was up."""
+        database, wish = self.database, self.wish
+        try:
+            return (yield from queue.look(database, wish["key"], self.until, wish["owner"], ticket)) or Outcome.GONE
+        except (StoreConflict, StoreUnanswered):
+            if database.now() < self.deadline:
+                raise
+            return None
 
     def _duties(self, *, alone: bool) -> Steps[float]:
         """What is due now; seconds until something else is."""

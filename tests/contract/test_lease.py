@@ -619,6 +619,7 @@ def test_the_token_of_an_ended_tenure_is_refused(subject: Subject, actor: Actor,
     token = actor.call(lock, "detach")
     time.sleep(0.25)
     refused(subject, other, token, Reason.EXPIRED)
+    lock = subject.lock("k", ttl=60)  # which is not renewed while we look
     actor.call(lock, "acquire")
     refused(subject, other, token, Reason.TAKEN_OVER)
     token = actor.call(lock, "detach")

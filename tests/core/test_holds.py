@@ -100,7 +100,7 @@ def local() -> Clock:
 def hold_of(local: Clock, **options: Any) -> Hold:
     lock = BaseLock("k", ttl=30, **options)
     grant = Grant(TENURE, local.time, 30.0)
-    return Hold(FakeStore(local), current_flow().ref, grant, Entry(lock, "acquire", 1), None)
+    return Hold(FakeStore(local), current_flow(), grant, Entry(lock, "acquire"), None)
 
 
 def test_held_then_at_risk_then_lost(local: Clock) -> None:
@@ -323,13 +323,13 @@ def test_adding_never_misses_the_watch(store: FakeStore) -> None:
     watch = Keeper()
     for _ in range(300):
         lock = FakeLock(store, ttl=0.3, renew=False)
-        hold = Hold(store, current_flow().ref, Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire", 1), None)
+        hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), None)
         watch.add(hold)
         assert watch._thread is not None
         watch.discard(hold)
         watch._added = False
         watch.look()
-    hold = Hold(store, current_flow().ref, Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire", 1), None)
+    hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), None)
     watch.add(hold)
     wait_until(lambda: hold.told)
 
@@ -352,7 +352,7 @@ def test_at_exit_only_what_nobody_uses_is_given_back(store: FakeStore) -> None:
     def keep(name: str) -> Hold:
         lock = FakeLock(store, name)
         grant = Grant(Tenure(name, "secret", 7), clock.now(), 30.0)
-        hold = Hold(store, current_flow().ref, grant, Entry(lock, "acquire", 1), None)
+        hold = Hold(store, current_flow(), grant, Entry(lock, "acquire"), None)
         watch._holds[hold] = None
         return hold
 
@@ -479,7 +479,7 @@ def test_the_longest_life_of_one_tenure_counts(store: FakeStore) -> None:
 
     store.answers["renew"] = renew
     grant = Grant(TENURE, clock.now(), 30.0)
-    long, short = (Hold(store, current_flow().ref, grant, Entry(FakeLock(store), "acquire", 1), None) for _ in range(2))
+    long, short = (Hold(store, current_flow(), grant, Entry(FakeLock(store), "acquire"), None) for _ in range(2))
     short.reset(2.0, clock.now() + 1.8)
     drive(Batch(keeper, store, [long, short]).steps(), store)
     assert [[lease["life"] for lease in leases] for leases in written] == [[30.0]]

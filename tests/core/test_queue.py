@@ -15,11 +15,11 @@ import pytest
 
 from dblock.core import acquiring, bells, loopback, protocol, queue, waiting
 from dblock.core.bells import Bell
-from dblock.core.errors import StoreBusy, StoreUnanswered
+from dblock.core.errors import StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.flows import current_flow
 from dblock.core.statements import DIALECTS
 from dblock.core.steps import Execute, Rows, Sleep, Steps, Wait
-from dblock.core.values import Grant, Tenure
+from dblock.core.values import Grant, LockInfo, Tenure
 from tests.core.test_protocol import World, lost_after, play, raising
 
 KINDS = ("postgresql", "mysql")
@@ -301,6 +301,18 @@ def test_a_short_turn_is_not_slept_through() -> None:
     grant = play(world, waits, {("join", number): served for number in range(9)})
     assert isinstance(grant, Grant)
     assert len(joined) == 1
+
+
+def test_a_last_look_that_is_not_answered() -> None:
+    """The time is up all the same: the waiter is told who had the key, and has left the queue."""
+    for error in (StoreUnanswered, StoreConflict):
+        world = World()
+        tenure = held_by(world, ttl=60.0)
+        silent = {(name, n): raising(error("late")) for name in ("look", "inspect") for n in range(1, 200)}
+        found = play(world, waiter(world, timeout=0.5), silent)
+        assert isinstance(found, LockInfo)
+        assert found.owner == tenure.owner
+        assert not world.waiters
 
 
 def test_what_was_accepted_in_an_outage_is_given_back() -> None:

@@ -184,13 +184,13 @@ def test_a_broken_connection_is_replaced(database: str, alias: str) -> None:
     lock = db_lock("k", using=alias)
     with lock:
         pass
+    source = store_for(alias)._source
+    own = source.take(clock.now() + 10, keeps=False)
     if database == "postgresql":
-        kill = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
-        run(database, kill + " AND backend_type = 'client backend' AND application_name = ''")
+        run(database, f"SELECT pg_terminate_backend({own.raw.info.backend_pid})")
     elif database in INNODB:
-        sessions = "SELECT id FROM information_schema.processlist WHERE db = database() AND id <> connection_id()"
-        for (number,) in run(database, sessions):
-            run(database, f"KILL {number}")
+        run(database, f"KILL {own.raw.thread_id()}")
+    source.give(own)
     with lock:
         assert lock.verify()
 

@@ -15,14 +15,14 @@ from sqlalchemy.engine import Connection
 
 from dblock import LockStoreError, LockTimeout
 from dblock.core import acquiring, lines, protocol
-from sqlalchemy_dblock import db_lock
+from sqlalchemy_dblock import db_lock, metadata
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import SERVERS, observer, ready, run, url
 from tests.contract.subjects import MATRIX, Actor, Subject
 from tests.faults.conftest import ALL_WIRES, Wire, name_of
 from tests.faults.lab import until
 from tests.proxy import Proxy
-from tests.servers import free_port
+from tests.servers import MySQL, free_port, running
 
 pytestmark = pytest.mark.exact
 
@@ -175,6 +175,32 @@ def test_a_server_that_does_not_answer(wire: Wire) -> None:
     assert until(lambda: wire.actor.call(lock, "acquire", timeout=20), 20)
     wire.actor.call(lock, "release")
     wire.actor.call(held, "release")
+
+
+class Encrypted(MySQL):
+    """With a certificate of its own making."""
+
+    def command(self) -> list[str]:
+        return [each for each in super().command() if each != "--tls-version="]
+
+
+@pytest.mark.skipif(not MySQL.installed(), reason="make mysql")
+def test_a_server_that_does_not_answer_over_tls() -> None:
+    """A socket inside another one is cut in time too."""
+    with running(Encrypted) as server, Proxy(free_port(), server.port) as proxy:
+        engine = create_engine(f"mysql+pymysql://root@127.0.0.1:{proxy.port}/mysql")
+        with engine.connect() as connection:
+            assert connection.execute(text("SHOW STATUS LIKE 'Ssl_cipher'")).one()[1]
+        metadata.create_all(engine)
+        with db_lock(engine, "k"):
+            proxy.black_hole = True
+            start = time.monotonic()
+            with pytest.raises(LockStoreError):
+                db_lock(engine, "other").acquire(timeout=0.5)
+            assert time.monotonic() - start < 1
+            proxy.black_hole = False
+            proxy.cut()
+        engine.dispose()
 
 
 @pytest.mark.direct

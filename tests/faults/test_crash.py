@@ -19,8 +19,8 @@ SERVERS: dict[str, tuple[Callable[[], Server], str]] = {
         lambda: PostgreSQL(options=("synchronous_commit=off", "wal_writer_delay=10s")),
         "postgresql+psycopg://dblock@127.0.0.1:{}/postgres",
     ),
-    "mariadb": (MariaDB, "mysql+pymysql://root@127.0.0.1:{}/mysql"),
-} | ({"mysql": (MySQL, "mysql+pymysql://root@127.0.0.1:{}/mysql")} if MySQL.installed() else {})
+    "mariadb": (MariaDB, "mysql+pymysql://root@127.0.0.1:{}/mysql?ssl_disabled=true"),
+} | ({"mysql": (MySQL, "mysql+pymysql://root@127.0.0.1:{}/mysql?ssl_disabled=true")} if MySQL.installed() else {})
 
 
 @pytest.mark.parametrize("name", SERVERS)

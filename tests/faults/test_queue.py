@@ -174,7 +174,7 @@ def test_waits_go_on_when_the_database_restarts(server: Server) -> None:
     """During a hold with its renewals and two waits: the holder keeps its lock, the waiters get it then."""
     if isinstance(server, MariaDB):
         server.create_database("dblock")
-        place = f"mysql+pymysql://root@127.0.0.1:{server.port}/dblock"
+        place = f"mysql+pymysql://root@127.0.0.1:{server.port}/dblock?ssl_disabled=true"
     else:
         place = f"postgresql+psycopg://dblock@127.0.0.1:{server.port}/postgres"
     engine = create_engine(place)

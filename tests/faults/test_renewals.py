@@ -88,7 +88,7 @@ def test_ten_thousand_leases_are_renewed_by_one_statement(
     for n in range(1, count + 1):
         lock: Any = sqlalchemy_dblock.db_lock(engine, f"lease {n}", ttl=ttl)
         grant = Grant(Tenure(lock.key, f"owner {n}", n), began - 5, ttl)
-        holds.append(Hold(store, flow.ref, grant, Entry(lock, "acquire", 1), None))
+        holds.append(Hold(store, flow, grant, Entry(lock, "acquire"), None))
     for hold in holds:
         hold.due = 0.0
     keeper._holds.update(dict.fromkeys(holds))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, create_engine, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 
@@ -228,7 +228,7 @@ def test_an_engine_is_not_kept_alive(tmp_path: Path) -> None:
 @pytest.mark.parametrize("database", INNODB, indirect=True)
 def test_a_character_set_that_lacks_the_key(database: str) -> None:
     """A typed error without the statement, whose parameters are nobody's business."""
-    engine = create_engine(url(database) + "?charset=latin1")
+    engine = create_engine(make_url(url(database)).update_query_dict({"charset": "latin1"}))
     with pytest.raises(LockStoreError, match="character set") as caught:
         db_lock(engine, "🔒").acquire()
     assert caught.value.__cause__ is None

@@ -1,0 +1,145 @@
+"""The block of a `with` belongs to the lock object that entered it, wherever its end runs.
+
+And a thread of a pool is not one owner for all who run something in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Any
+
+import pytest
+from asgiref.sync import sync_to_async
+
+from dblock import LockLost, LockNotHeld
+from tests.contract.subjects import MATRIX, Actor, Subject
+
+SYNC = [subject for subject in MATRIX if subject.face == "sync"]
+
+
+def enter(subject: Subject, lock: Any) -> Callable[[], Any]:
+    return lock.__enter__ if subject.face == "sync" else lock.__aenter__  # type: ignore[no-any-return]
+
+
+def leave(subject: Subject, lock: Any) -> Callable[[], Any]:
+    end = lock.__exit__ if subject.face == "sync" else lock.__aexit__
+    return lambda: end(None, None, None)
+
+
+def test_a_block_may_end_elsewhere(
+    subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In another thread or task, though the one that entered it has ended: renewed until then, and given back."""
+    lock = subject.lock("k", ttl=0.6)
+    actor.do(enter(subject, lock))
+    fence = actor.get(lock, "fence")
+    actor.close()
+    time.sleep(1.0)
+    assert (other.get(lock, "state"), other.get(lock, "fence"), other.get(lock, "count")) == ("held", fence, 1)
+    other.do(lock.check)
+    assert other.call(lock, "verify") is True
+    assert other.get(subject.lock("k"), "state") is None, "of another object"
+    assert other.call(subject.lock("k"), "acquire", blocking=False) is False, "re-entry stays with the flow"
+    other.do(leave(subject, lock))
+    assert subject.row("k")["owner"] is None
+    assert other.get(lock, "state") is None
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_its_other_entries_stay_where_they_are(subject: Subject, actor: Actor, other: Actor) -> None:
+    """The flow that entered the block has entered the same key outside of it, too."""
+    outer, inner = subject.lock("k", ttl=30), subject.lock("k", ttl=30)
+    actor.call(outer, "acquire")
+    actor.do(enter(subject, inner))
+    other.do(leave(subject, inner))
+    assert subject.row("k")["count"] == 1
+    assert actor.get(outer, "state") == "held"
+    actor.call(outer, "release")
+    assert subject.row("k")["owner"] is None
+
+
+def test_its_loss_is_told_elsewhere(subject: Subject, actor: Actor, other: Actor) -> None:
+    """By the object, and by its end."""
+    lock = subject.lock("k", ttl=0.6)
+    actor.do(enter(subject, lock))
+    subject.run("DELETE FROM locks")
+    deadline = time.monotonic() + 5
+    while other.get(lock, "state") != "lost" and time.monotonic() < deadline:
+        time.sleep(0.02)
+    with pytest.raises(LockLost):
+        other.do(lock.check)
+    with pytest.raises(LockLost):
+        other.do(leave(subject, lock))
+    assert other.get(lock, "state") is None
+
+
+def test_what_was_handed_over_is_left_elsewhere_without_a_word(subject: Subject, actor: Actor, other: Actor) -> None:
+    """As in its own flow."""
+    lock = subject.lock("k", ttl=30)
+    actor.do(enter(subject, lock))
+    actor.call(lock, "detach")
+    other.do(leave(subject, lock))
+    assert subject.row("k")["owner"] is not None
+
+
+def test_two_blocks_of_one_object_cannot_be_told_apart(subject: Subject, actor: Actor, other: Actor) -> None:
+    """An error that names thread pools; neither is renewed any more."""
+    lock = subject.lock("k", ttl=0.6)
+    actor.do(enter(subject, lock))
+    actor.do(enter(subject, lock))
+    with pytest.raises(LockNotHeld, match="pool of threads"):
+        other.do(leave(subject, lock))
+    assert other.call(subject.lock("k"), "acquire", timeout=5) is True
+    other.call(subject.lock("k"), "release")
+    for _ in range(2):
+        with pytest.raises(LockLost):
+            actor.do(leave(subject, lock))
+
+
+def test_a_block_that_was_left_by_hand_is_not_left_twice(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Neither here nor elsewhere."""
+    for last in (actor, other):
+        lock = subject.lock("k")
+        actor.do(enter(subject, lock))
+        actor.call(lock, "release")
+        with pytest.raises(LockNotHeld):
+            last.do(leave(subject, lock))
+
+
+@pytest.mark.parametrize("subject", SYNC, ids=str, indirect=True)
+def test_a_thread_of_a_pool_is_not_one_owner(subject: Subject) -> None:
+    """Each call in a copy of its caller's context, as AnyIO and asyncio.to_thread have it: one gets the key."""
+    with ThreadPoolExecutor(1) as pool:
+        lock, other = subject.lock("k"), subject.lock("k")
+        mine, theirs = copy_context(), copy_context()
+        assert pool.submit(mine.run, lock.acquire).result() is True
+        assert pool.submit(theirs.run, other.acquire, blocking=False).result() is False
+        assert pool.submit(theirs.run, lambda: other.state).result() is None
+        assert pool.submit(mine.run, other.acquire).result() is True, "the same caller enters once more"
+        for _ in range(2):
+            pool.submit(mine.run, lock.release).result()
+        assert subject.row("k")["owner"] is None
+
+
+@pytest.mark.parametrize("subject", SYNC, ids=str, indirect=True)
+def test_tasks_that_share_a_thread_are_not_one_owner(subject: Subject) -> None:
+    """By sync_to_async: the first has the key until it gives it back there, and the others have not."""
+
+    async def task() -> bool:
+        lock = subject.lock("k")
+        if not await sync_to_async(lock.acquire)(blocking=False):
+            return False
+        await asyncio.sleep(0.3)
+        await sync_to_async(lock.release)()
+        return True
+
+    async def crowd() -> list[bool]:
+        return await asyncio.gather(task(), task(), task())
+
+    assert sorted(asyncio.run(crowd())) == [False, False, True]
+    assert subject.row("k")["owner"] is None
