@@ -20,7 +20,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 from django.db import connections
@@ -28,6 +28,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
 from dblock.core.pool import AutocommitPool, PooledConnection
+from dblock.core.store import SQLITE_BUSY
 from dblock.sessions import set_up
 
 MOST: Final = 5
@@ -46,9 +47,19 @@ class DjangoPool(AutocommitPool):
         self.alias = alias
         self._vendor = connections[alias].vendor
         self._name = ""
+        self._lanes = _executors()
         _pools.append(self)
         for known in connections.all(initialized_only=True):
             _follow(known)
+
+    def executor(self, *, keeps: bool) -> ThreadPoolExecutor:
+        """Threads for the statements of asynchronous code, as many as connections: the application's may be busy."""
+        return self._lanes[keeps]
+
+    def forget(self) -> None:
+        """In a forked child, which has none of the threads."""
+        super().forget()
+        self._lanes = _executors()
 
     def take(self, until: float, *, keeps: bool) -> PooledConnection:
         """As ever; a test runner may have turned to another database."""
@@ -97,6 +108,11 @@ class DjangoPool(AutocommitPool):
     def rest(self, seconds: float) -> None:
         """Sleep."""
         time.sleep(seconds)
+
+
+def _executors() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+    taking, keeping = (ThreadPoolExecutor(MOST, f"dblock-{lane}") for lane in ("take", "keep"))
+    return taking, keeping
 
 
 class DjangoSQLite:
@@ -150,6 +166,8 @@ def own_wrapper(alias: str) -> BaseDatabaseWrapper:
     """A connection from the same settings, which is nobody else's."""
     wrapper = connections.create_connection(alias)
     options = {name: value for name, value in wrapper.settings_dict["OPTIONS"].items() if name != "pool"}
+    if wrapper.vendor == "sqlite":
+        options["timeout"] = SQLITE_BUSY / 1000  # for what `init_command` does
     wrapper.settings_dict = {**wrapper.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
     wrapper.inc_thread_sharing()
     vars(wrapper)["_dblock"] = "own"

@@ -23,8 +23,11 @@ SELECT CASE WHEN pg_backend_pid() = {process}
             THEN set_config('lock_timeout', '20ms', false) || set_config('statement_timeout', '5s', false)
                  || set_config('default_transaction_isolation', 'read committed', false) END
 """
-# In whole seconds; MySQL knows no zero.
-_MYSQL = "SET SESSION innodb_lock_wait_timeout = 1, lock_wait_timeout = /*M! 0 */ /*!80017 1 */"
+# In whole seconds; MySQL knows no zero. Nor do the caller's modes change what a statement means.
+_MYSQL = (
+    "SET SESSION innodb_lock_wait_timeout = 1, lock_wait_timeout = /*M! 0 */ /*!80017 1 */,"
+    " sql_mode = 'STRICT_ALL_TABLES', sql_safe_updates = 0"
+)
 
 
 def set_up(connection: PooledConnection, vendor: str, driver: Any) -> bool:
@@ -38,11 +41,11 @@ def set_up(connection: PooledConnection, vendor: str, driver: Any) -> bool:
         process = _process(driver)
         return process is not None and _ask(connection.raw, _POSTGRESQL.format(process=process)) is not None
     if vendor == "sqlite":
+        connection.busy_timeout = SQLITE_BUSY // 2  # a try is to see here too that it is busy
+        _ = _ask(connection.raw, f"PRAGMA busy_timeout = {connection.busy_timeout}")
         if _ask(connection.raw, "PRAGMA journal_mode") == "wal":
             _ = _ask(connection.raw, "PRAGMA synchronous = NORMAL")
             connection.wal = True
-        _ = _ask(connection.raw, f"PRAGMA busy_timeout = {SQLITE_BUSY}")
-        connection.busy_timeout = SQLITE_BUSY
         return True
     _ = _ask(connection.raw, _MYSQL)
     return True

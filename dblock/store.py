@@ -52,9 +52,10 @@ class DjangoStore(BaseStore):
         self._alias = alias
         self._place = f"database {alias!r}"
         self._create_table = f"add 'dblock' to INSTALLED_APPS and run `manage.py migrate dblock --database {alias}`"
-        self._source = DjangoPool(alias)
+        pool = DjangoPool(alias)
+        self._source: DjangoPool | DjangoSQLite = pool
         if vendor == "sqlite":
-            self._source, self._paramstyle = DjangoSQLite(alias, self._source), "named"
+            self._source, self._paramstyle = DjangoSQLite(alias, pool), "named"
         self._errors = (connection.Database.Error, OSError)  # type: ignore[attr-defined]
         self._connect_errors = (DatabaseError, InterfaceError, *self._errors)
 
@@ -109,7 +110,10 @@ class DjangoStore(BaseStore):
 
     async def aexecute(self, step: Execute) -> Rows:
         """Run the statement in a thread; in the one that Django's async code shares where it may join a transaction."""
-        return await sync_to_async(self.execute, thread_sensitive=self._paramstyle == "named")(step)
+        if isinstance(self._source, DjangoSQLite):
+            return await sync_to_async(self.execute)(step)
+        lane = self._source.executor(keeps=step.statement.keeps)
+        return await sync_to_async(self.execute, thread_sensitive=False, executor=lane)(step)
 
 
 def pin(store: DjangoStore, alias: str, step: Execute) -> Rows:

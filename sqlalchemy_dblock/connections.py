@@ -87,23 +87,31 @@ class EnginePool(AutocommitPool):
             connection.prepared = None if prepared is None else prepared.execute
 
     def close(self, connection: PooledConnection) -> None:
-        """In order."""
-        self._dialect.do_close(connection.raw)
+        """In order; but for asyncpg, which would wait until the server has hung up."""
+        if self._dialect.driver == "asyncpg":
+            connection.cut()
+            self.terminate(connection)
+        else:
+            self._dialect.do_close(connection.raw)
 
     def terminate(self, connection: PooledConnection) -> None:
         """Without asking the server."""
         self._dialect.do_terminate(connection.raw)
 
     def abandon(self, connection: PooledConnection) -> None:
-        """Close the socket without asking the event loop that it belongs to."""
+        """Close the socket without asking the event loop that it belongs to; where that still runs, in it."""
         driver = connection.raw.driver_connection
+        loop: Any = connection.loop
         with contextlib.suppress(Exception):
-            if hasattr(driver, "pgconn"):  # psycopg
-                driver.pgconn.finish()
-            elif hasattr(driver, "stop"):  # aiosqlite: its thread answers to the loop that runs now
+            if hasattr(driver, "stop"):  # aiosqlite: its thread answers to the loop that runs now
                 await_only(driver.stop())
-            else:  # asyncpg, aiomysql and asyncmy
-                getattr(driver, "terminate", driver.close)()
+                return
+            # psycopg; asyncpg, aiomysql and asyncmy
+            close = driver.pgconn.finish if hasattr(driver, "pgconn") else getattr(driver, "terminate", driver.close)
+            if self.is_over(loop):
+                close()
+            else:
+                loop.call_soon_threadsafe(close)
 
     def loop(self) -> object:
         """The running one, for asynchronous drivers."""
@@ -125,6 +133,16 @@ class EnginePool(AutocommitPool):
         if isinstance(future, Future):
             return super().await_background(future, seconds)
         return bool(await_only(asyncio.wait({future}, timeout=seconds))[0])
+
+    def break_off(self, future: Any, seconds: float) -> None:
+        """A task can be cancelled, so that it keeps no other from being the first."""
+        if not isinstance(future, Future):
+            _ = future.get_loop().call_later(seconds, future.cancel)
+
+    def forget(self) -> None:
+        """In a forked child, whose parent may be opening its first one."""
+        super().forget()
+        self._first = threading.Lock()
 
     def rest(self, seconds: float) -> None:
         """Sleep there."""

@@ -47,7 +47,7 @@ class EngineStore(BaseStore):
             raise TypeError(f"the execution option dblock_listen is True or False, not {self._listens!r}")
         self._tasks: set[asyncio.Task[None]] = set()
         self._paramstyle = "named" if name == "sqlite" else _paramstyle(engine.dialect.paramstyle)
-        self._errors = (engine.dialect.loaded_dbapi.Error, OSError)
+        self._errors = (engine.dialect.loaded_dbapi.Error, OSError, *_untranslated(engine.dialect.driver))
         # An engine that two event loops use for the first time at once says that a lock is bound to one of them.
         self._connect_errors = (*self._errors, SQLAlchemyError, *([RuntimeError] if self.asynchronous else ()))
 
@@ -112,6 +112,15 @@ def store_for(engine: Engine) -> EngineStore:
     kept = vars(engine)
     store: EngineStore = kept.get("_dblock_store") or kept.setdefault("_dblock_store", EngineStore(engine))
     return store
+
+
+def _untranslated(driver: str) -> tuple[type[BaseException], ...]:
+    """Errors of a driver that SQLAlchemy's adapter, by its version, may let pass as they are."""
+    if driver != "asyncpg":
+        return ()
+    from asyncpg import InterfaceError, InternalClientError, PostgresError  # noqa: PLC0415 - only where it is in use
+
+    return InterfaceError, InternalClientError, PostgresError
 
 
 def _paramstyle(style: str) -> str:

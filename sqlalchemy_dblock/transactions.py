@@ -101,12 +101,22 @@ def pin(store: EngineStore, engine: Engine, connection: Connection, step: Execut
     """Run the statement `pin` in the transaction of `connection`."""
     if connection.engine is not engine and _place(connection.engine) != _place(engine):
         raise ValueError("guard(): the lock lives in another database, which this connection cannot keep")
-    if connection.get_execution_options().get("isolation_level", _default_level(connection)) == "AUTOCOMMIT":
+    level = connection.get_execution_options().get("isolation_level", _default_level(connection))
+    if level == "AUTOCOMMIT" or _driver_commits(connection.connection.driver_connection):
         raise ValueError("guard() keeps the lock until the transaction ends, and in autocommit mode there is none")
     try:
         return connection.execute(text(step.statement.sql), step.parameters).all()
     except DBAPIError as error:
         raise store.error(error.orig or error, step) from error.orig
+
+
+def _driver_commits(driver: Any) -> bool:
+    """Is the driver itself in autocommit mode, by `connect_args` or a listener of the user's?"""
+    if hasattr(driver, "get_autocommit"):  # PyMySQL and its kin
+        return bool(driver.get_autocommit())
+    if hasattr(driver, "in_transaction"):  # sqlite3, where a listener may send BEGIN
+        return driver.isolation_level is None and not driver.in_transaction
+    return getattr(driver, "autocommit", False) is True
 
 
 def _default_level(connection: Connection) -> str | None:

@@ -90,8 +90,9 @@ def pytest_configure() -> None:
 
 
 PATIENT = 3.0
-"""Seconds for a try in tests of other things, for which a busy machine may be slow to open a connection, and for
-leaving the queue in order."""
+"""Seconds for a try in tests of other things, for which a busy machine may be slow to open a connection."""
+UNHURRIED = 1.0
+"""Seconds for leaving the queue in order when the time is up."""
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +105,7 @@ def _patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         if "sqlite" not in request.node.name:
             monkeypatch.setattr("dblock.core.acquiring.TRY", PATIENT)
         for module in (acquiring, waiting):
-            monkeypatch.setattr(module, "HASTE", PATIENT)
+            monkeypatch.setattr(module, "HASTE", UNHURRIED)
 
 
 @pytest.fixture(autouse=True)

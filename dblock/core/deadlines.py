@@ -52,7 +52,7 @@ class Deadlines:
     def _look(self) -> None:
         self._bell.put(None)
         with self._lock:  # a thread that is about to end decides so under it
-            if self._thread is not None:
+            if self._thread is not None and (self._thread.ident is None or self._thread.is_alive()):
                 return
             self._thread = threading.Thread(target=self._watch, name="dblock deadlines", daemon=True)
             try:

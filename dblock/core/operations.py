@@ -5,6 +5,7 @@ Rule: a function here acts for the flow that runs it, on that flow's hold and on
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from typing import Any, TypeVar, cast
@@ -65,7 +66,8 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
         known = flow.holds.get(place)
         # Interrupted when it was granted, and not held yet?
         if isinstance(found, Grant) and (known is None or known.tenure != found.tenure):
-            yield from queue.give_back(database, lock._key, found.tenure.owner)
+            with contextlib.suppress(LockError):
+                yield from queue.give_back(database, lock._key, found.tenure.owner)
         raise
     return found
 
@@ -97,7 +99,8 @@ def leave_block(lock: BaseLock) -> Steps[None]:
         raise
     except BaseException:  # interrupted: a block is left once
         if block is not None and block.entry in block.hold.entries:
-            yield from _release(lock, block.hold, block.entry)
+            with contextlib.suppress(LockError):
+                yield from _release(lock, block.hold, block.entry)
         raise
     finally:
         if block is not None:
@@ -382,7 +385,8 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
         raise
     except BaseException:  # interrupted: the row's count goes back to ours
         if kept:  # an open transaction that keeps it counts as one, before and after
-            _ = yield from queue.release(database, hold.tenure, len(kept) + 1)
+            with contextlib.suppress(LockError):
+                _ = yield from queue.release(database, hold.tenure, len(kept) + 1)
         raise
     _ = yield from queue.release(database, hold.tenure, len(kept) + 1)  # the answer came too late to be of use
     return False
@@ -425,10 +429,11 @@ def _leave_after_all(hold: Hold) -> Steps[None]:
         _forget(hold)
     if hold.others is not None or (hold.grace and hold.remaining() <= 0):
         return  # it ends with its lease
-    if hold.min_hold and not entered:
-        _ = yield from queue.leave(database, hold.tenure, hold.min_hold, alone=True)
-    else:
-        _ = yield from queue.release(database, hold.tenure, entered + 1)
+    with contextlib.suppress(LockError):  # nothing replaces the interrupt
+        if hold.min_hold and not entered:
+            _ = yield from queue.leave(database, hold.tenure, hold.min_hold, alone=True)
+        else:
+            _ = yield from queue.release(database, hold.tenure, entered + 1)
 
 
 def _find_out(hold: Hold) -> Steps[None]:

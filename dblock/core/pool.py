@@ -25,7 +25,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -73,17 +73,21 @@ class PooledConnection:
     def cut(self) -> None:
         """End whatever waits for an answer on it."""
         self.overdue = True
-        with _wires:
+        with _wires, contextlib.suppress(OSError):  # somebody may have closed every descriptor that there was
             if self.wire >= 0:
                 handle = socket.socket(fileno=self.wire)
-                with contextlib.suppress(OSError):
+                try:
                     handle.shutdown(socket.SHUT_RDWR)
-                _ = handle.detach()
+                finally:
+                    _ = handle.detach()
 
     def __del__(self, lock: Any = _wires, close: Callable[[int], None] = os.close) -> None:
         with lock:  # by default values, which are still there when the interpreter ends
             if self.wire >= 0:
-                close(self.wire)
+                try:  # noqa: SIM105 - contextlib may be gone
+                    close(self.wire)
+                except OSError:
+                    pass
 
 
 class AutocommitPool:
@@ -97,6 +101,7 @@ class AutocommitPool:
         self._late: dict[object, tuple[Any, float]] = {}
         """For each event loop, a connection that somebody has given up waiting for, and until when it may come."""
         self._epoch = 0
+        self._turn = threading.RLock()  # a signal handler may send a statement
         _pools.add(self)
 
     # -- what a face provides
@@ -117,6 +122,10 @@ class AutocommitPool:
         """Close one of an event loop that does not run here."""
         raise NotImplementedError
 
+    def is_over(self, loop: Any) -> bool:
+        """Will that event loop never run again?"""
+        return loop is not None and bool(loop.is_closed())
+
     def loop(self) -> object:
         """The running event loop, for asynchronous drivers."""
         return None
@@ -128,6 +137,9 @@ class AutocommitPool:
     def await_background(self, future: Any, seconds: float) -> bool:
         """Wait for such a Future, no longer than so many seconds; is it done?"""
         return bool(concurrent.futures.wait([future], timeout=seconds).done)
+
+    def break_off(self, future: Any, seconds: float) -> None:
+        """Give it up if it is not done in so many seconds, where that is possible."""
 
     def rest(self, seconds: float) -> None:
         """Sleep."""
@@ -142,34 +154,37 @@ class AutocommitPool:
         """
         loop, out, most = self.loop(), self._out[keeps], self._most[keeps]
         pause = 0.001
-        while len(out) >= most:
+        while (connection := self._enter(loop, out, most)) is None:
             if clock.now() + pause > until:
                 raise StoreConflict(f"all {most:g} connections of the lock are in use")
             self.rest(pause)
             pause = min(pause * 2, 0.02)
-        while True:
-            while (connection := self._pop()) is not None:
-                if connection.loop is loop:
-                    out.add(connection)
-                    return connection
-                self.abandon(connection)
-            if not self._expect_late(loop, until):
-                return self._open_in_time(loop, out, until)
+        if connection.raw is not None:
+            return connection
+        try:
+            while self._expect_late(loop, until):
+                if (idle := self._idle_for(loop)) is not None:
+                    out.add(idle)
+                    out.discard(connection)
+                    return idle
+            return self._open_in_time(connection, until)
+        except BaseException:
+            out.discard(connection)
+            raise
 
     def give(self, connection: PooledConnection) -> None:
         """Keep it for the next statement."""
         self._out[0].discard(connection)
         self._out[1].discard(connection)
         connection.idle_since = now = clock.now()
-        if len(self._idle) >= self._keep or connection.epoch != self._epoch:
-            self._dismiss(connection)
-            return
-        self._idle.append(connection)
-        if connection.epoch != self._epoch:  # closed in between
-            self._close_idle()
-        while len(self._idle) > 1 and self._idle[0].idle_since < now - IDLE:
-            with contextlib.suppress(IndexError):  # another thread was faster
-                self._dismiss(self._idle.pop(0))
+        surplus: list[PooledConnection] = []
+        with self._turn:
+            full = len(self._idle) >= self._keep or connection.epoch != self._epoch
+            (surplus if full else self._idle).append(connection)
+            while len(self._idle) > 1 and self._idle[0].idle_since < now - IDLE:
+                surplus.append(self._idle.pop(0))
+        for each in surplus:
+            self._dismiss(each)
 
     give_after_error = give
     """A statement that was refused in autocommit mode leaves nothing behind."""
@@ -178,37 +193,52 @@ class AutocommitPool:
         """Close one in an unknown state, and those that wait: they broke with it."""
         self._out[0].discard(connection)
         self._out[1].discard(connection)
-        for each in (connection, *self._emptied()):
+        loop = self.loop()
+        for each in (connection, *self._all_idle()):
+            each.cut()  # so that whatever a driver does to close it waits for nobody
             with contextlib.suppress(Exception):
-                self.terminate(each)
+                (self.terminate if each.loop is loop else self.abandon)(each)
 
     def close_all(self) -> None:
         """Close those that are idle, and those that are not when they are given back."""
-        self._epoch += 1
-        self._close_idle()
+        for connection in self._all_idle(close=True):
+            self._dismiss(connection)
 
     def forget(self) -> None:
         """In a forked child: leave everything to the parent."""
         _parents.append((self._idle, self._late, *map(list, self._out)))
         self._idle, self._late = [], {}
         self._out = (weakref.WeakSet(), weakref.WeakSet())
+        self._turn = threading.RLock()
 
     # -- helpers
 
-    def _pop(self) -> PooledConnection | None:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return None
+    def _enter(self, loop: object, out: weakref.WeakSet[PooledConnection], most: float) -> PooledConnection | None:
+        """One that is idle, or a new one that is yet to be opened; None if too many are in use."""
+        with self._turn:
+            if len(out) >= most:
+                return None
+            connection = self._idle_for(loop) or PooledConnection(loop=loop, epoch=self._epoch)
+            out.add(connection)
+            return connection
 
-    def _emptied(self) -> Iterator[PooledConnection]:
-        """What waits, one by one: another thread may be putting more there."""
-        while (connection := self._pop()) is not None:
-            yield connection
+    def _idle_for(self, loop: object) -> PooledConnection | None:
+        over: list[PooledConnection] = []
+        with self._turn:
+            while self._idle and self.is_over(self._idle[-1].loop):
+                over.append(self._idle.pop())
+            here = [connection for connection in self._idle if connection.loop is loop]
+            if here:
+                self._idle.remove(here[-1])
+        for each in over:
+            self.abandon(each)
+        return here[-1] if here else None
 
-    def _close_idle(self) -> None:
-        for connection in self._emptied():
-            self._dismiss(connection)
+    def _all_idle(self, *, close: bool = False) -> list[PooledConnection]:
+        with self._turn:
+            self._epoch += close
+            idle, self._idle = self._idle, []
+        return idle
 
     def _dismiss(self, connection: PooledConnection) -> None:
         with contextlib.suppress(Exception):  # it was broken
@@ -224,13 +254,14 @@ class AutocommitPool:
             return False
         if not self.await_background(future, max(until - clock.now(), 0.0)):
             raise StoreConflict("no connection could be opened in time")
-        _ = self._late.pop(loop, None)
+        self._no_longer_late(future)
         return True
 
-    def _open_in_time(self, loop: object, out: weakref.WeakSet[PooledConnection], until: float) -> PooledConnection:
-        new = PooledConnection(loop=loop, epoch=self._epoch)
-        out.add(new)  # before it is open, so that no more than these are opened at once
+    def _no_longer_late(self, future: Any) -> None:
+        with self._turn:
+            self._late = {loop: late for loop, late in self._late.items() if late[0] is not future}
 
+    def _open_in_time(self, new: PooledConnection, until: float) -> PooledConnection:
         def work() -> PooledConnection:
             self.open(new)
             return new
@@ -241,24 +272,28 @@ class AutocommitPool:
                 opened: PooledConnection = future.result()
                 return opened
         except BaseException:
-            out.discard(new)
             future.add_done_callback(self._arrived)
             raise
-        out.discard(new)
+        with self._turn:
+            now = clock.now()
+            self._late = {home: late for home, late in self._late.items() if late[1] > now}
+            self._late[new.loop] = (future, now + HOPE)
+        self.break_off(future, HOPE)
         future.add_done_callback(self._arrived)
-        now = clock.now()
-        self._late = {home: late for home, late in self._late.items() if late[1] > now} | {loop: (future, now + HOPE)}
         raise StoreConflict("no connection could be opened in time")
 
     def _arrived(self, future: Any) -> None:
         """A connection that nobody waits for any more is open, or has failed."""
+        self._no_longer_late(future)
         if future.cancelled() or future.exception() is not None:
             return
         connection = future.result()
-        if len(self._idle) < self._keep and connection.epoch == self._epoch:
-            connection.idle_since = clock.now()
-            self._idle.append(connection)
-        else:
+        with self._turn:
+            kept = len(self._idle) < self._keep and connection.epoch == self._epoch
+            if kept:
+                connection.idle_since = clock.now()
+                self._idle.append(connection)
+        if not kept:
             self.terminate(connection)
 
 

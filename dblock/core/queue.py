@@ -290,9 +290,10 @@ def pass_on(database: Database, tenure: Tenure, ticket: int, turn: int) -> Steps
     except GeneratorExit:
         raise
     except BaseException as error:
-        # Interrupted: sending it twice is harmless.
-        if not (passed or isinstance(error, LockStoreError) or (yield from release(database, tenure, 1))):
-            yield from _remind(database, tenure.key)
+        # Interrupted: sending it twice is harmless. Nothing replaces the interrupt.
+        with contextlib.suppress(LockStoreError):
+            if not (passed or isinstance(error, LockStoreError) or (yield from release(database, tenure, 1))):
+                yield from _remind(database, tenure.key)
         if orphan:
             yield from give_back(database, tenure.key, orphan, HURRY)
         raise

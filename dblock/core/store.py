@@ -84,7 +84,10 @@ class BaseStore:
         except StoreConflict as error:
             raise StoreConflict(f"{self._place}: {error}", key=_key(step)) from None
         except self._connect_errors as error:
-            raise unreachable(error, place=self._place) from (error.__cause__ or error)
+            cause = error.__cause__ or error
+            if self.database.dialect.classify(cause) is Failure.LOCKED:
+                raise self.error(cause, step) from cause
+            raise unreachable(error, place=self._place) from cause
         answered = self._watch(connection, until)
         try:
             if connection.busy_timeout:

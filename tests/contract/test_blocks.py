@@ -139,7 +139,7 @@ def test_tasks_that_share_a_thread_are_not_one_owner(subject: Subject) -> None:
         return True
 
     async def crowd() -> list[bool]:
-        return await asyncio.gather(task(), task(), task())
+        return list(await asyncio.gather(task(), task(), task()))
 
     assert sorted(asyncio.run(crowd())) == [False, False, True]
     assert subject.row("k")["owner"] is None

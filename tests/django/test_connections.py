@@ -150,7 +150,7 @@ def test_a_full_psycopg_pool_keeps_nobody_from_the_lock(request: pytest.FixtureR
     for thread in threads:
         thread.join()
     connections["pooled"].close_pool()  # type: ignore[attr-defined]
-    store_for("pooled")._source.close_all()  # type: ignore[attr-defined]
+    store_for("pooled")._source.close_all()  # type: ignore[union-attr]
     del connections["pooled"], connections.settings["pooled"]
     assert failures == []
 
@@ -192,10 +192,10 @@ def test_connections_outlive_requests_but_not_a_close(database: str, alias: str)
     connections[alias].close_if_unusable_or_obsolete()  # what Django does when request_finished is sent
     assert request_finished.receivers
     assert connections[alias].connection is None
-    [kept] = store_for(alias)._source._idle  # type: ignore[attr-defined]
+    [kept] = store_for(alias)._source._idle  # type: ignore[union-attr]
     connections[alias].ensure_connection()
     connections[alias].close()
-    assert store_for(alias)._source._idle == []  # type: ignore[attr-defined]
+    assert store_for(alias)._source._idle == []  # type: ignore[union-attr]
     assert kept.lent.connection is None
 
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, text
-from sqlalchemy.engine import Connection
+from sqlalchemy.engine import Connection, make_url
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.util import greenlet_spawn
 
 from dblock import LockStoreError, LockTimeout
+from dblock import db_lock as django_lock
 from dblock.core import acquiring, lines, protocol
 from sqlalchemy_dblock import db_lock, metadata
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import SERVERS, observer, ready, run, url
+from tests.conftest import INNODB, SERVERS, observer, ready, run, url
 from tests.contract.subjects import MATRIX, Actor, Subject
 from tests.faults.conftest import ALL_WIRES, Wire, name_of
 from tests.faults.lab import until
@@ -230,6 +238,108 @@ def test_a_server_that_never_answered(request: pytest.FixtureRequest, monkeypatc
         engine.dispose()
         proxy.cut()
         assert until(lambda: not any(thread.is_alive() for thread in connecting), 20)
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+def test_a_first_connection_that_hangs(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, driver: str
+) -> None:
+    """An AsyncEngine that meets the server alone at first: it does not keep everybody out for as long as it hangs."""
+    ready(request, "postgresql")
+    monkeypatch.setattr("dblock.core.pool.HOPE", 1.0)
+    with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
+        proxy.black_hole = True
+        engine = create_async_engine(make_url(url("postgresql", driver)).set(port=proxy.port))
+
+        async def main() -> None:
+            with pytest.raises(LockStoreError, match="no connection"):
+                await db_lock(engine, "k").acquire(blocking=False)
+            proxy.black_hole = False
+            start = time.monotonic()
+            async with db_lock(engine, "k", timeout=20):
+                assert time.monotonic() - start < 4
+            await engine.dispose()
+
+        asyncio.run(main())
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+def test_closing_what_is_silent(request: pytest.FixtureRequest, driver: str) -> None:
+    """Idle connections whose server is silent: closing them, in order or not, waits for nobody."""
+    ready(request, "postgresql")
+    with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
+        engine = create_async_engine(make_url(url("postgresql", driver)).set(port=proxy.port))
+
+        async def hold(key: str) -> None:
+            async with db_lock(engine, key):
+                await asyncio.sleep(0.3)
+
+        async def main() -> None:
+            pool: Any = store_for(engine.sync_engine)._source
+            for end in (pool.close_all, lambda: pool.drop(pool.take(math.inf, keeps=False))):
+                await asyncio.gather(*map(hold, "abcde"))
+                assert len(pool._idle) > 2
+                proxy.black_hole = True
+                start = time.monotonic()
+                await greenlet_spawn(end)
+                assert time.monotonic() - start < 1
+                proxy.black_hole = False
+                proxy.cut()
+            await engine.dispose()
+
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize("database", INNODB)
+def test_a_server_that_is_careful(request: pytest.FixtureRequest, database: str) -> None:
+    """Modes of the session do not change what the lock's statements mean."""
+    ready(request, database)
+    modes = "SET SESSION sql_safe_updates = 1, sql_mode = 'ANSI_QUOTES,NO_BACKSLASH_ESCAPES'"
+    engine = create_engine(url(database), connect_args={"init_command": modes})
+    with db_lock(engine, 'it\'s "a" key\\', ttl=0.6, min_hold=0.1) as lock:
+        time.sleep(1.0)
+        lock.check()
+    assert run(database, "SELECT owner FROM locks") == [(None,)]
+    engine.dispose()
+
+
+def test_an_exclusive_writer_on_a_new_connection(tmp_path: Path) -> None:
+    """A rollback journal, and a process that has not connected yet: a try has its answer in time, and it is False."""
+    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+    metadata.create_all(engine)
+    engine.dispose()
+    with contextlib.closing(sqlite3.connect(tmp_path / "locks.sqlite3", isolation_level=None)) as stranger:
+        stranger.execute("BEGIN EXCLUSIVE")
+        for timeout, most in ((0, TRY), (0.5, 0.5 + EXACT)):
+
+            def attempt(timeout: float = timeout) -> bool:
+                fresh = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+                got = db_lock(fresh, "k").acquire(timeout=timeout)
+                fresh.dispose()
+                return got is False
+
+            assert takes_at_most(most, attempt)
+
+
+def test_asynchronous_code_beside_a_busy_executor(request: pytest.FixtureRequest) -> None:
+    """The application's jobs fill the loop's own threads: the statements of the lock have theirs."""
+    ready(request, "postgresql")
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        stop = threading.Event()
+        job = loop.run_in_executor(None, stop.wait, 20)
+        try:
+            async with django_lock("k", using="postgresql", timeout=1):
+                assert not job.done()
+        finally:
+            stop.set()
+            await job
+
+    asyncio.run(main())
 
 
 @pytest.mark.direct

@@ -304,6 +304,7 @@ def test_a_shared_tenure_cut_off_as_it_is_handed_over(
     assert (wire.direct.row("k")["owner"] is None) == (count == 1)
 
 
+@pytest.mark.exact
 def test_a_take_that_cannot_be_resolved_leaves_nothing(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer of a take is lost, and so is the network: a typed error, no handle, and free after one ttl."""
     monkeypatch.setattr("dblock.core.acquiring.TRY", 0.2)

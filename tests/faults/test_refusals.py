@@ -12,6 +12,7 @@ from typing import Any
 import psycopg.errors
 import pymysql
 import pytest
+from asyncpg import InternalClientError
 
 from dblock.core import protocol, queue
 from dblock.core.drivers import drive
@@ -55,6 +56,7 @@ MEANINGS: list[tuple[str, Failure, tuple[Exception, ...]]] = [
     ("postgresql", Failure.BUSY, (Driver("55P03"),)),
     ("postgresql", Failure.CONFLICT, tuple(map(Driver, ("40001", "40P01", "57014")))),
     ("postgresql", Failure.LOST, tuple(map(Driver, ("57P01", "57P03", "08006", "25P03", "25P04")))),
+    ("postgresql", Failure.LOST, (InternalClientError("cannot switch to state 11"),)),
     ("postgresql", Failure.OTHER, (Driver("42601"), Driver("25P02"))),
     ("mysql", Failure.READ_ONLY, tuple(map(pymysql.OperationalError, (1290, 1792, 1836, 1047)))),
     ("mysql", Failure.BUSY, tuple(map(pymysql.OperationalError, (1205, 3572)))),

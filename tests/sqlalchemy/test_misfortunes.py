@@ -156,6 +156,29 @@ def test_an_interrupted_release_is_sent_again(engine: Engine, trap: Callable[...
     assert row(engine) == (None, 0)
 
 
+def test_an_interrupted_release_that_cannot_be_sent_again(engine: Engine, trap: Callable[..., None]) -> None:
+    """Nothing replaces the interrupt: not a database that fails meanwhile."""
+    lock = db_lock(engine, "k", ttl=0.5)
+    for leave in (lock.release, lambda: lock.__exit__(None, None, None)):
+        assert lock.acquire() if leave == lock.release else lock.__enter__()
+        trap("release", interrupt, instead=True)
+        trap("release", refuse, instead=True, times=9)
+        with pytest.raises(KeyboardInterrupt):
+            leave()
+        trap.clear()  # type: ignore[attr-defined]
+        assert lock.state is None
+    with lock:
+        trap("reenter", interrupt)
+        trap("release", refuse, instead=True)
+        with pytest.raises(KeyboardInterrupt):
+            lock.acquire()
+        trap.clear()  # type: ignore[attr-defined]
+
+
+def refuse() -> None:
+    raise LockStoreError("no")
+
+
 def test_a_cancelled_body_stays_cancelled(database: str) -> None:
     """Losing the lock meanwhile is noted on the cancellation, not put in its place."""
     engine = create_engine(url(database))

@@ -316,7 +316,9 @@ _MEANINGS: Final = {
 }
 # Connection exceptions; the server ends sessions, one that is idle or one that takes long.
 _LOST = ("08", "57P", "25P03", "25P04")
-_CLIENT_LOST = frozenset({"OperationalError", "InterfaceError", "DatabaseError", "InternalError"})
+_CLIENT_LOST = frozenset(
+    {"OperationalError", "InterfaceError", "DatabaseError", "InternalError", "InternalClientError"}
+)
 
 
 def classify(error: BaseException) -> Failure:

@@ -1,0 +1,137 @@
+"""Connections under a driver that does as it is told: how many there are, and what becomes of the late ones."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+
+from dblock.core import clock
+from dblock.core.deadlines import Deadlines
+from dblock.core.errors import StoreConflict
+from dblock.core.pool import AutocommitPool, PooledConnection
+from tests.faults.lab import until
+
+
+class Pool(AutocommitPool):
+    """Opens when it may."""
+
+    def __init__(self, most: float) -> None:
+        super().__init__(most)
+        self.may = threading.Event()
+        self.home: Any = None
+        self.opened = self.open_now = self.most_open = 0
+        self.told = list[str]()
+
+    def open(self, connection: PooledConnection) -> None:
+        self.may.wait(10)
+        connection.raw = object()
+        self.opened += 1
+
+    def close(self, connection: PooledConnection) -> None:
+        self.told.append("close")
+
+    def terminate(self, connection: PooledConnection) -> None:
+        self.told.append("terminate after a cut" if connection.overdue else "terminate")
+
+    def abandon(self, connection: PooledConnection) -> None:
+        self.told.append("abandon")
+
+    def loop(self) -> Any:
+        return self.home
+
+    def rest(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class Loop:
+    closed = False
+
+    def is_closed(self) -> bool:
+        return self.closed
+
+
+def soon(seconds: float = 0.05) -> float:
+    return clock.now() + seconds
+
+
+def test_whoever_is_interrupted_with_a_late_connection_uses_up_no_slot() -> None:
+    """It came late, the next one took it and was interrupted before its statement: the slot is free again."""
+    pool = Pool(most=1)
+    with pytest.raises(StoreConflict, match="in time"):
+        pool.take(soon(), keeps=False)
+    pool.may.set()
+    assert until(lambda: pool._idle)
+    pool.take(soon(), keeps=False)  # and nobody refers to it
+    pool.give(pool.take(soon(), keeps=False))
+
+
+def test_a_crowd_behind_a_late_connection_opens_no_more_than_it_may() -> None:
+    """All of them wait for it; when it has come, as many go on as there may be connections."""
+    pool, out, most = Pool(most=3), list[PooledConnection](), list[int]()
+    with pytest.raises(StoreConflict):
+        pool.take(soon(), keeps=False)
+
+    def work() -> None:
+        connection = pool.take(soon(10), keeps=False)
+        out.append(connection)
+        most.append(len(out))
+        time.sleep(0.01)
+        out.remove(connection)
+        pool.give(connection)
+
+    crowd = [threading.Thread(target=work) for _ in range(30)]
+    for thread in crowd:
+        thread.start()
+    time.sleep(0.1)
+    pool.may.set()
+    for thread in crowd:
+        thread.join(20)
+    assert len(most) == 30
+    assert max(most) <= 3
+    assert pool.opened <= 4
+
+
+def test_what_breaks_is_cut_before_it_is_closed() -> None:
+    """So that nothing that a driver does to end a connection waits for a server that is silent."""
+    pool = Pool(most=3)
+    pool.may.set()
+    first, second = (pool.take(soon(), keeps=False) for _ in range(2))
+    pool.give(first)
+    pool.drop(second)
+    assert pool.told == ["terminate after a cut"] * 2
+    assert not pool._idle
+
+
+def test_each_event_loop_has_its_own() -> None:
+    """Those of another one stay where they are while it lives, and are abandoned once it is over."""
+    pool = Pool(most=3)
+    pool.may.set()
+    one, other = Loop(), Loop()
+    pool.home = one
+    pool.give(ours := pool.take(soon(), keeps=False))
+    pool.home = other
+    pool.give(pool.take(soon(), keeps=False))
+    pool.home = one
+    assert pool.take(soon(), keeps=False) is ours
+    assert pool.told == []
+    other.closed = True
+    pool.give(pool.take(soon(), keeps=False))
+    assert pool.told == ["abandon"]
+
+
+def test_a_descriptor_that_somebody_has_closed() -> None:
+    """What cannot be cut does not end the watch over all others."""
+    deadlines = Deadlines()
+    reader, writer = os.pipe()
+    os.close(writer)
+    broken, sound = PooledConnection(wire=writer), PooledConnection(wire=reader)
+    for connection in (broken, sound):
+        deadlines.watch(connection, soon(0.01))
+        assert until(partial(getattr, connection, "overdue"))
+        assert not deadlines.answered(connection)
+    broken.wire = -1
