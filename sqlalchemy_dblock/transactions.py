@@ -101,13 +101,16 @@ def pin(store: EngineStore, engine: Engine, connection: Connection, step: Execut
     """Run the statement `pin` in the transaction of `connection`."""
     if connection.engine is not engine and _place(connection.engine) != _place(engine):
         raise ValueError("guard(): the lock lives in another database, which this connection cannot keep")
-    level = connection.get_execution_options().get("isolation_level", _default_level(connection))
-    if level == "AUTOCOMMIT" or _driver_commits(connection.connection.driver_connection):
-        raise ValueError("guard() keeps the lock until the transaction ends, and in autocommit mode there is none")
+    autocommit = ValueError("guard() keeps the lock until the transaction ends, and in autocommit mode there is none")
+    if connection.get_execution_options().get("isolation_level", _default_level(connection)) == "AUTOCOMMIT":
+        raise autocommit
     try:
-        return connection.execute(text(step.statement.sql), step.parameters).all()
+        rows = connection.execute(text(step.statement.sql), step.parameters).all()
     except DBAPIError as error:
         raise store.error(error.orig or error, step) from error.orig
+    if _driver_commits(connection.connection.driver_connection):
+        raise autocommit
+    return list(rows)
 
 
 def _driver_commits(driver: Any) -> bool:

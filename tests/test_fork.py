@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from django.db import connections, transaction
 from sqlalchemy import create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import dblock
@@ -20,6 +22,7 @@ import dblock.transactions
 import sqlalchemy_dblock
 import sqlalchemy_dblock.transactions
 from dblock.core.errors import LockNotHeld
+from sqlalchemy_dblock.store import store_for
 from tests.conftest import ready, url
 from tests.contract.subjects import MATRIX, Subject
 
@@ -166,3 +169,19 @@ def test_a_child_gives_back_nothing_that_its_parents_transaction_keeps(
         assert in_child(lambda: [len(each) for each in waiting]) == [0, 0]
         assert [len(each) for each in waiting] == [1, 1]
     engine.dispose()
+
+
+def test_a_child_whose_parent_is_opening_its_first_connection(tmp_path: Path) -> None:
+    """The turn of being the first is the parent's; in the child everybody begins anew."""
+    plain = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+    sqlalchemy_dblock.metadata.create_all(plain)
+    plain.dispose()
+    engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/locks.sqlite3")
+    pool: Any = store_for(engine.sync_engine)._source
+
+    async def main() -> bool:
+        async with sqlalchemy_dblock.db_lock(engine, "k", timeout=5) as lock:
+            return bool(lock.fence)
+
+    with pool._first:
+        assert in_child(lambda: asyncio.run(main())) is True

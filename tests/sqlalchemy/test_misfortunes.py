@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import gc
 import itertools
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, make_url, text
+from sqlalchemy import Engine, create_engine, event, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 
@@ -402,6 +403,20 @@ def test_each_with_leaves_what_it_entered(engine: Engine) -> None:
         assert not lock.locked()
     assert lock.acquire(blocking=False)
     lock.release()
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_driver_that_commits_each_statement(database: str, begins: bool) -> None:
+    """By connect_args, which SQLAlchemy does not know of: guard() sees that there is no transaction to keep it."""
+    args = {"isolation_level": None} if database == "sqlite" else {"autocommit": not begins}
+    engine = create_engine(url(database), connect_args=args)
+    if begins and database == "sqlite":  # as SQLAlchemy's documentation has it
+        event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+    with db_lock(engine, "k") as lock, engine.connect() as connection:
+        with contextlib.nullcontext() if begins else pytest.raises(ValueError, match="autocommit"):
+            lock.guard(connection)
+        connection.rollback()
+    engine.dispose()
 
 
 def test_a_session_thrown_away_in_mid_transaction(engine: Engine) -> None:
