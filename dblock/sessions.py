@@ -23,11 +23,8 @@ SELECT CASE WHEN pg_backend_pid() = {process}
             THEN set_config('lock_timeout', '20ms', false) || set_config('statement_timeout', '5s', false)
                  || set_config('default_transaction_isolation', 'read committed', false) END
 """
-# In whole seconds; MySQL knows no zero. Nor do the caller's modes change what a statement means.
-_MYSQL = (
-    "SET SESSION innodb_lock_wait_timeout = 1, lock_wait_timeout = /*M! 0 */ /*!80017 1 */,"
-    " sql_mode = 'STRICT_ALL_TABLES', sql_safe_updates = 0"
-)
+# In whole seconds; MySQL knows no zero.
+_MYSQL = "SET SESSION innodb_lock_wait_timeout = 1, lock_wait_timeout = /*M! 0 */ /*!80017 1 */, sql_safe_updates = 0"
 
 
 def set_up(connection: PooledConnection, vendor: str, driver: Any) -> bool:

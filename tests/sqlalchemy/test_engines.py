@@ -31,6 +31,7 @@ from sqlalchemy_dblock import (
 from sqlalchemy_dblock.connections import EnginePool
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, SERVERS, ready, run, url
+from tests.faults.lab import until
 from tests.servers import free_port
 
 
@@ -175,13 +176,9 @@ def test_no_connection_outlives_the_engine(request: pytest.FixtureRequest, pool:
     with db_lock(engine, "k"):
         pass
     counted = f"SELECT count(*) FROM pg_stat_activity WHERE application_name = '{name}'"
-    assert run("postgresql", counted) == [(0 if pool else 1,)]
+    assert until(lambda: run("postgresql", counted) == [(0 if pool else 1,)])
     engine.dispose()
-    for _ in range(50):
-        if run("postgresql", counted) == [(0,)]:
-            break
-        threading.Event().wait(0.05)
-    assert run("postgresql", counted) == [(0,)]
+    assert until(lambda: run("postgresql", counted) == [(0,)])
     with db_lock(engine, "k"):  # and it can be used again
         pass
     engine.dispose()
