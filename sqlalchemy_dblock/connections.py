@@ -15,14 +15,17 @@ import contextlib
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from sqlalchemy import Engine, NullPool, QueuePool, StaticPool, event
+from sqlalchemy import Dialect, Engine, NullPool, QueuePool, StaticPool, event
 from sqlalchemy.pool import PoolProxiedConnection
 from sqlalchemy.util import await_only, greenlet_spawn
 
+from dblock.core import clock
+from dblock.core.errors import StoreConflict
 from dblock.core.flows import current_task
 from dblock.core.pool import KEPT, AutocommitPool, PooledConnection
 from dblock.sessions import set_up
@@ -146,10 +149,7 @@ class EnginePool(AutocommitPool):
 
     def rest(self, seconds: float) -> None:
         """Sleep there."""
-        if self._dialect.is_async:
-            await_only(asyncio.sleep(seconds))
-        else:
-            time.sleep(seconds)
+        rest(seconds, self._dialect)
 
     def open_apart(self) -> PooledConnection:
         """A connection that is never given back."""
@@ -164,37 +164,62 @@ class InMemory:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._static: PoolProxiedConnection | None = None
+        self._out = weakref.WeakSet[PooledConnection]()
+        self._turn = threading.RLock()
         event.listen(engine, "engine_disposed", self._forget)
 
     def take(self, until: float, *, keeps: bool) -> PooledConnection:
-        """The connection that the caller in this thread uses too."""
-        if isinstance(self._engine.pool, StaticPool):
-            # There is one connection for all: it is never checked in from here, since that would roll back for all.
-            lent = None
+        """The connection that the caller in this thread uses too; one statement of the lock at a time on it."""
+        connection = PooledConnection()
+        if not isinstance(self._engine.pool, StaticPool):
+            fairy = connection.lent = self._engine.raw_connection()
+        else:  # there is one connection for all: it is never checked in from here, since that would roll back for all
+            while not self._enter(connection):
+                if clock.now() > until:
+                    raise StoreConflict("the one connection to the database in memory is in use")
+                rest(0.001, self._engine.dialect)
             fairy = self._static = self._static or self._engine.raw_connection()
-        else:
-            lent = fairy = self._engine.raw_connection()
         driver: Any = fairy.driver_connection
-        return PooledConnection(fairy.dbapi_connection, joined=driver.in_transaction, lent=lent)
+        connection.raw, connection.joined = fairy.dbapi_connection, driver.in_transaction
+        return connection
 
     def give(self, connection: PooledConnection) -> None:
         """Commit, unless that is the caller's to do."""
         if not connection.joined:
             connection.raw.commit()
-        if connection.lent is not None:
-            connection.lent.close()
+        self._leave(connection)
 
     def give_after_error(self, connection: PooledConnection) -> None:
         """Undo, unless that is the caller's to do."""
-        if not connection.joined:
-            connection.raw.rollback()
-        if connection.lent is not None:
-            connection.lent.close()
+        try:
+            if not connection.joined:
+                connection.raw.rollback()
+        finally:
+            self._leave(connection)
 
     drop = give_after_error
 
+    def _enter(self, connection: PooledConnection) -> bool:
+        with self._turn:
+            if free := not self._out:
+                self._out.add(connection)
+        return free
+
+    def _leave(self, connection: PooledConnection) -> None:
+        self._out.discard(connection)
+        if connection.lent is not None:
+            connection.lent.close()
+
     def _forget(self, _: Engine) -> None:
         self._static = None
+
+
+def rest(seconds: float, dialect: Dialect) -> None:
+    """Sleep in this thread, or in this task."""
+    if dialect.is_async:
+        await_only(asyncio.sleep(seconds))
+    else:
+        time.sleep(seconds)
 
 
 def _most(engine: Engine) -> float:

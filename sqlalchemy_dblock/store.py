@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.util import await_only, greenlet_spawn
+from sqlalchemy.util import greenlet_spawn
 
 from dblock.core import loopback
 from dblock.core.errors import UnsupportedDatabase
@@ -23,7 +22,7 @@ from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS
 from dblock.core.steps import Execute, Rows
 from dblock.core.store import BaseStore
-from sqlalchemy_dblock.connections import EnginePool, InMemory, is_in_memory
+from sqlalchemy_dblock.connections import EnginePool, InMemory, is_in_memory, rest
 from sqlalchemy_dblock.listening import EARS, neighbours
 
 
@@ -41,7 +40,7 @@ class EngineStore(BaseStore):
         self.asynchronous: bool = engine.dialect.is_async
         self.renewable = isinstance(self._source, EnginePool)
         self._place = str(engine.url.render_as_string(hide_password=True))
-        self._driver = engine.dialect.driver
+        self._dialect, self._driver = engine.dialect, engine.dialect.driver
         self._listens = engine.get_execution_options().get("dblock_listen", True)
         if not isinstance(self._listens, bool):
             raise TypeError(f"the execution option dblock_listen is True or False, not {self._listens!r}")
@@ -93,10 +92,7 @@ class EngineStore(BaseStore):
 
     def rest(self, seconds: float) -> None:
         """Sleep there."""
-        if self.asynchronous:
-            await_only(asyncio.sleep(seconds))
-        else:
-            time.sleep(seconds)
+        rest(seconds, self._dialect)
 
     def before_waiting(self) -> None:
         """Waiting is never pointless: no statement is part of a transaction that keeps others from writing."""

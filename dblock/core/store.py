@@ -110,10 +110,14 @@ class BaseStore:
             _ = answered()
             self._source.drop(connection)
             raise
-        if answered():
-            self._source.give(connection)
-        else:
+        if not answered():
             self._source.drop(connection)
+            return rows
+        try:
+            self._source.give(connection)
+        except self._errors as error:  # in memory this is what commits
+            self._source.give_after_error(connection)
+            raise self.error(error, step) from error
         return rows
 
     def error(self, error: BaseException, step: Execute) -> LockError:

@@ -239,6 +239,58 @@ def test_event_loops_come_and_go(request: pytest.FixtureRequest, driver: str) ->
     asyncio.run(engine.dispose())
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_tasks_that_share_one_database_in_memory(reads: bool) -> None:
+    """One connection for all: they take turns, one statement at a time, beside whoever reads there."""
+
+    async def main() -> None:
+        engine = create_async_engine("sqlite+aiosqlite://")
+        async with engine.begin() as connection:
+            await connection.run_sync(metadata.create_all)
+        inside, fences = list[int](), list[int]()
+
+        async def work(number: int) -> None:
+            async with db_lock(engine, "k", timeout=20) as lock:
+                inside.append(number)
+                if reads:
+                    async with engine.connect() as connection:
+                        await connection.execute(text("SELECT * FROM locks"))
+                await asyncio.sleep(0.005)
+                assert inside == [number]
+                inside.clear()
+                fences.append(lock.fence or 0)
+
+        await asyncio.gather(*(work(number) for number in range(12)))
+        assert len(set(fences)) == 12
+        assert await db_lock(engine, "k").locked() is False
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+def test_threads_that_share_one_database_in_memory() -> None:
+    """With a StaticPool, as SQLAlchemy's documentation has it."""
+    engine = create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
+    metadata.create_all(engine)
+    inside, done = list[int](), list[int]()
+
+    def work(number: int) -> None:
+        for _ in range(5):
+            with db_lock(engine, "k", timeout=30):
+                inside.append(number)
+                assert inside == [number]
+                inside.clear()
+                done.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    assert len(done) == 30
+    engine.dispose()
+
+
 def test_a_missing_table_names_its_cure(tmp_path: Path) -> None:
     """`metadata.create_all`, with the driver's error as the cause."""
     import sqlite3
