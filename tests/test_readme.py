@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+SETTINGS, USE, SQLALCHEMY, _ALEMBIC, LEASE = BLOCKS  # Alembic's is in tests/sqlalchemy/test_alembic.py
 
 DJANGO = """
 import django
@@ -47,21 +48,19 @@ def run(code: str, directory: Path) -> None:
 
 def test_django(tmp_path: Path) -> None:
     """Settings and use."""
-    settings, example, _, _ = BLOCKS
     checks = 'assert sell("42") == "sold 1 of 42"\nassert not lock.locked()'
-    run(DJANGO.format(settings=settings, example=example, checks=checks, model=""), tmp_path)
+    run(DJANGO.format(settings=SETTINGS, example=USE, checks=checks, model=""), tmp_path)
 
 
 def test_the_lease(tmp_path: Path) -> None:
     """Guard, fences, sequencer and hand-over."""
-    settings, _, _, example = BLOCKS
     checks = "assert not same.locked() and Stock.objects.get().left == 6 and same.state is None"
-    run(DJANGO.format(settings=settings, example=example, checks=checks, model=MODEL), tmp_path)
+    run(DJANGO.format(settings=SETTINGS, example=LEASE, checks=checks, model=MODEL), tmp_path)
 
 
 def test_sqlalchemy(tmp_path: Path) -> None:
     """From an engine to a lock."""
-    run(BLOCKS[2] + "\nassert not lock.locked()", tmp_path)
+    run(SQLALCHEMY + "\nassert not lock.locked()", tmp_path)
 
 
 def test_the_documented_settings_are_the_defaults() -> None:

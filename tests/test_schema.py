@@ -1,21 +1,24 @@
-"""Three ways to make the table, one table; and Alembic agrees."""
+"""Four ways to make the table, one table; and Alembic agrees."""
 
 from __future__ import annotations
 
-import sqlite3
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Engine, create_engine, make_url, text
+from django.core.management import call_command
+from django.db.migrations.loader import MigrationLoader
+from sqlalchemy import Engine, create_engine, inspect, make_url, text
 
 from sqlalchemy_dblock import metadata
-from tests.conftest import INNODB, observer, url
+from tests.conftest import ALIASES, INNODB, observer, url
 
 
 def plain_ddl(database: str) -> str:
@@ -39,6 +42,21 @@ def scratch(database: str, tmp_path: Path) -> Iterator[Engine]:
         engine = create_engine(make_url(url(database)).set(database=name))
     yield engine
     engine.dispose()
+
+
+def apply(engine: Engine, sql: str) -> None:
+    """Run a script, as its user would by hand."""
+    connection: Any = engine.raw_connection()
+    if engine.dialect.name == "sqlite":
+        connection.driver_connection.executescript(sql)
+    else:
+        cursor = connection.cursor()
+        for statement in sql.split(";\n"):
+            if re.sub(r"^--.*$", "", statement, flags=re.MULTILINE).strip():
+                cursor.execute(statement)
+        cursor.close()
+        connection.commit()
+    connection.close()
 
 
 def describe(engine: Engine, database: str) -> Any:
@@ -81,16 +99,27 @@ def test_three_ways_make_one_table(database: str, scratch: Engine) -> None:
     metadata.create_all(scratch)
     assert describe(scratch, database) == by_django
     metadata.drop_all(scratch)
-    if database == "sqlite":
-        connection: Any = scratch.raw_connection()
-        assert isinstance(connection.driver_connection, sqlite3.Connection)
-        connection.driver_connection.executescript(plain_ddl(database))
-        connection.close()
-    else:
-        with scratch.begin() as transaction:
-            for statement in plain_ddl(database).split(";\n")[:-1]:
-                transaction.execute(text(statement))
+    apply(scratch, plain_ddl(database))
     assert describe(scratch, database) == by_django
+
+
+def sqlmigrate(database: str, *options: str) -> str:
+    """What Django's command prints of all migrations."""
+    names = [name for app, name in MigrationLoader(None).disk_migrations if app == "dblock"]
+    printed = StringIO()
+    for name in sorted(names, reverse="--backwards" in options):
+        call_command("sqlmigrate", "dblock", name, *options, database=ALIASES[database], stdout=printed)
+    return printed.getvalue()
+
+
+@pytest.mark.direct
+def test_sqlmigrate_prints_all_of_it(database: str, scratch: Engine) -> None:
+    """Applied by hand it makes the table that `migrate` makes; and backwards none."""
+    assert "CANNOT BE WRITTEN" not in sqlmigrate(database)
+    apply(scratch, sqlmigrate(database))
+    assert describe(scratch, database) == describe(observer(database), database)
+    apply(scratch, sqlmigrate(database, "--backwards"))
+    assert inspect(scratch).get_table_names() == []
 
 
 @pytest.mark.direct

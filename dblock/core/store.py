@@ -156,6 +156,9 @@ def _always() -> bool:
     return True
 
 
+_INDEXES: Final = ("locks_pin ON locks (lock_key)", "lock_waiters_queue ON lock_waiters (lock_key, ticket)")
+"""Those that statements name."""
+
 _SPENT: Final = frozenset({Failure.LOST, Failure.READ_ONLY})
 """After these the connection is of no more use: the server is gone, or another one takes the writes now."""
 
@@ -183,6 +186,10 @@ def store_error(failure: Failure, error: BaseException, step: Execute, *, create
         case Failure.STALE:
             hint = "the transaction has read what others have changed since: take the lock, and then begin it"
             kind, text = StaleSnapshot, f"{place} refused to {what}: {detail}; {hint}"
+        case Failure.NO_INDEX:
+            make = next((f": CREATE UNIQUE INDEX {each}" for each in _INDEXES if each.partition(" ")[0] in detail), "")
+            hint = f"run the migration to its end, or make the index that somebody has dropped{make}"
+            kind, text = LockStoreError, f"{place} refused to {what}: {detail}; {hint}"
         case Failure.LOST:
             kind, text = StoreUnanswered, f"{place} did not answer when asked to {what}: {detail}"
         case _:

@@ -22,6 +22,15 @@ def suit_the_database(apps: Any, schema_editor: BaseDatabaseSchemaEditor) -> Non
     schema_editor.execute("CREATE UNIQUE INDEX lock_waiters_queue ON lock_waiters (lock_key, ticket)")
 
 
+class RunThroughTheEditor(migrations.RunPython):
+    """All that the function does goes through the schema editor, so that `sqlmigrate` can print it."""
+
+    reduces_to_sql = True
+
+    def describe(self) -> str:
+        return str(self.code.__doc__).partition("\n")[0]
+
+
 class Migration(migrations.Migration):
     initial = True
 
@@ -78,5 +87,5 @@ class Migration(migrations.Migration):
                 "db_table": "lock_waiters",
             },
         ),
-        migrations.RunPython(suit_the_database, migrations.RunPython.noop, atomic=False),
+        RunThroughTheEditor(suit_the_database, migrations.RunPython.noop, atomic=False),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from dblock.core.errors import InvalidKey, LockError, LockLost, LockNotHeld, LockTimeout
+from dblock.core.errors import InvalidKey, LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout
 from dblock.core.values import TTL_MIN
+from tests.conftest import INNODB
 from tests.contract.subjects import Actor, Subject
 
 
@@ -565,6 +567,25 @@ def vars_of(info: Any) -> str:
     from dataclasses import astuple
 
     return str(astuple(info))
+
+
+def test_a_missing_index_is_named(subject: Subject, actor: Actor) -> None:
+    """Where statements name it, the error says how to make it."""
+    if subject.database not in INNODB:
+        pytest.skip("no statement names an index")
+    lock = subject.lock("k", timeout=5)
+    actor.call(lock, "acquire")
+    actor.call(lock, "release")
+    subject.run("ALTER TABLE locks DROP INDEX locks_pin")
+    make = "CREATE UNIQUE INDEX locks_pin ON locks (lock_key)"
+    try:
+        with pytest.raises(LockStoreError, match=re.escape(make)) as caught:
+            actor.call(lock, "acquire")
+        assert caught.value.__cause__ is not None
+    finally:
+        subject.run(make)
+    assert actor.call(lock, "acquire")
+    actor.call(lock, "release")
 
 
 def _moment(value: Any) -> datetime:

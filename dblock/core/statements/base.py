@@ -32,6 +32,7 @@ class Failure(Enum):
     STALE = "the transaction has read what others have changed since: it can never write"
     LOST = "the connection broke, the outcome is unknown"
     NO_TABLE = "the table is missing"
+    NO_INDEX = "an index that the statement names is missing"
     OTHER = "anything else; nothing happened"
 
 

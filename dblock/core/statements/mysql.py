@@ -325,6 +325,7 @@ _MEANINGS: Final = {
     **dict.fromkeys((1158, 1159, 1160, 1161, 1927, 3169, 4031, 0), Failure.LOST),
     1062: Failure.DUPLICATE,
     1146: Failure.NO_TABLE,
+    1176: Failure.NO_INDEX,
 }
 
 
