@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         LockTimeout,
         Reason,
         StaleSnapshot,
+        SynchronousOnlyOperation,
         UnsupportedDatabase,
     )
     from dblock.core.tokens import Sequencer
@@ -45,6 +46,7 @@ __all__ = [
     "Reason",
     "Sequencer",
     "StaleSnapshot",
+    "SynchronousOnlyOperation",
     "UnsupportedDatabase",
     "acheck_sequencer",
     "afenced_update",

@@ -18,6 +18,7 @@ from dblock.core.errors import (
     LockTimeout,
     Reason,
     StaleSnapshot,
+    SynchronousOnlyOperation,
     UnsupportedDatabase,
 )
 from dblock.core.tokens import Sequencer
@@ -44,6 +45,7 @@ __all__ = [
     "Reason",
     "Sequencer",
     "StaleSnapshot",
+    "SynchronousOnlyOperation",
     "UnsupportedDatabase",
     "attach",
     "check_sequencer",

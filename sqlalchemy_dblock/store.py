@@ -30,6 +30,7 @@ class EngineStore(BaseStore):
     """The database of one engine."""
 
     _create_table = "create it with sqlalchemy_dblock.metadata.create_all(engine), or with Alembic"
+    instead = "use the lock of an AsyncEngine, or a thread (asyncio.to_thread)"
 
     def __init__(self, engine: Engine) -> None:
         name = engine.dialect.name
@@ -93,9 +94,6 @@ class EngineStore(BaseStore):
     def rest(self, seconds: float) -> None:
         """Sleep there."""
         rest(seconds, self._dialect)
-
-    def before_waiting(self) -> None:
-        """Waiting is never pointless: no statement is part of a transaction that keeps others from writing."""
 
     async def aexecute(self, step: Execute) -> Rows:
         """Run the statement on the running event loop."""

@@ -6,6 +6,7 @@
     |- LockLost                                the lease ended before the work did; `reason` says how
     |- LockNotHeld            (RuntimeError)   released, extended or used by a flow that does not hold it
     |- StaleSnapshot          (RuntimeError)   the transaction reads as of a moment before the lock was taken
+    |- SynchronousOnlyOperation (RuntimeError) a wait that would block the event loop
     |- InvalidKey             (ValueError)     refused before any I/O
     |- InvalidToken           (ValueError)     not a token of detach() nor a sequencer; refused before any I/O
     |- UnsupportedDatabase                     not PostgreSQL, MySQL, MariaDB or SQLite, or too old a one
@@ -106,6 +107,13 @@ class StaleSnapshot(LockError, RuntimeError):
     """The transaction that guard() was called in reads as of a moment before the lock was taken.
 
     It does not see what earlier holders wrote, and would overwrite it. The lock itself is held as before.
+    """
+
+
+class SynchronousOnlyOperation(LockError, RuntimeError):
+    """A synchronous lock that is held by somebody was to be waited for on the thread of a running event loop.
+
+    That would keep every task from running, the holder perhaps among them. Named as Django names the same mistake.
     """
 
 
