@@ -18,6 +18,10 @@ from dblock.core.errors import (
     LockTimeout,
     Reason,
     StaleSnapshot,
+    StoreBusy,
+    StoreConflict,
+    StoreLocked,
+    StoreUnanswered,
     UnsupportedDatabase,
 )
 from dblock.core.tokens import Sequencer
@@ -44,6 +48,10 @@ __all__ = [
     "Reason",
     "Sequencer",
     "StaleSnapshot",
+    "StoreBusy",
+    "StoreConflict",
+    "StoreLocked",
+    "StoreUnanswered",
     "UnsupportedDatabase",
     "attach",
     "check_sequencer",

@@ -138,7 +138,7 @@ def test_tasks_that_share_a_thread_are_not_one_owner(subject: Subject) -> None:
         await sync_to_async(lock.release)()
         return True
 
-    async def crowd() -> list[bool]:
+    async def crowd() -> tuple[bool, ...]:
         return await asyncio.gather(task(), task(), task())
 
     assert sorted(asyncio.run(crowd())) == [False, False, True]
