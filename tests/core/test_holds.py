@@ -151,7 +151,7 @@ def test_the_first_reason_counts(local: Clock) -> None:
     assert hold.loss == Loss(Reason.GONE)
     hold = hold_of(local)
     assert not hold.lose()  # trust has not run out
-    hold.failure = True
+    hold.failure = Reason.UNREACHABLE
     local.time += 29
     assert hold.lose()
     assert hold.loss == Loss(Reason.UNREACHABLE)
