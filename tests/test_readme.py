@@ -48,7 +48,7 @@ def run(code: str, directory: Path) -> None:
 def test_django(tmp_path: Path) -> None:
     """Settings and use."""
     settings, example, _, _ = BLOCKS
-    checks = 'assert sell("42") == "sold 1 of 42"\nassert not lock.locked()'
+    checks = 'assert sell("42") == "sold 1 of 42"\nassert rebuild() == "rebuilt"\nassert not lock.locked()'
     run(DJANGO.format(settings=settings, example=example, checks=checks, model=""), tmp_path)
 
 
@@ -61,7 +61,7 @@ def test_the_lease(tmp_path: Path) -> None:
 
 def test_sqlalchemy(tmp_path: Path) -> None:
     """From an engine to a lock."""
-    run(BLOCKS[2] + "\nassert not lock.locked()", tmp_path)
+    run(BLOCKS[2] + '\nassert rebuild() == "rebuilt"\nassert not lock.locked()', tmp_path)
 
 
 def test_the_documented_settings_are_the_defaults() -> None:
