@@ -20,6 +20,10 @@ if TYPE_CHECKING:
         LockTimeout,
         Reason,
         StaleSnapshot,
+        StoreBusy,
+        StoreConflict,
+        StoreLocked,
+        StoreUnanswered,
         SynchronousOnlyOperation,
         UnsupportedDatabase,
     )
@@ -46,6 +50,10 @@ __all__ = [
     "Reason",
     "Sequencer",
     "StaleSnapshot",
+    "StoreBusy",
+    "StoreConflict",
+    "StoreLocked",
+    "StoreUnanswered",
     "SynchronousOnlyOperation",
     "UnsupportedDatabase",
     "acheck_sequencer",
@@ -73,7 +81,14 @@ if not TYPE_CHECKING:  # a type checker is to know every name
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(_HOMES.get(name, "dblock.core.errors")), name)
+        try:
+            home = importlib.import_module(_HOMES.get(name, "dblock.core.errors"))
+        except ModuleNotFoundError as error:
+            if str(error.name).partition(".")[0] not in {"django", "asgiref"}:
+                raise
+            hint = f"dblock.{name} is for Django, which is not installed; for SQLAlchemy there is sqlalchemy_dblock"
+            raise ModuleNotFoundError(hint, name=error.name) from error
+        value = getattr(home, name)
         globals()[name] = value
         return value
 

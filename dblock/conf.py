@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from django.conf import settings as django_settings
+from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
 from dblock.core.values import Seconds
@@ -37,7 +38,12 @@ NAMES = frozenset(field.name for field in fields(Settings))
 
 def given() -> dict[str, Any]:
     """`settings.DBLOCK` as the user wrote it."""
-    found: dict[str, Any] = getattr(django_settings, "DBLOCK", {})
+    try:
+        found: dict[str, Any] = getattr(django_settings, "DBLOCK", {})
+    except ImproperlyConfigured as error:
+        if not django_settings.configured:
+            error.add_note("dblock.db_lock is for Django; for SQLAlchemy there is sqlalchemy_dblock.db_lock")
+        raise
     return found
 
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from types import EllipsisType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack, overload
 
 from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
@@ -19,11 +19,12 @@ from dblock import conf, signals
 from dblock.core import operations, protocol
 from dblock.core.drivers import adrive, drive
 from dblock.core.errors import Reason
-from dblock.core.faces import AsyncLock, SyncLock, enter
+from dblock.core.faces import AsyncLock, Attaching, SyncLock, enter
 from dblock.core.flows import current_task
 from dblock.core.holds import Hold
-from dblock.core.options import PLAIN, Callback
+from dblock.core.options import Given
 from dblock.core.steps import Steps
+from dblock.core.templates import NoKey
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.values import Seconds, valid_retention, valid_timeout, valid_ttl
 from dblock.store import DjangoStore, pin, store_for
@@ -40,13 +41,15 @@ class Lock(SyncLock):
     has an asynchronous twin that begins with an `a`.
     """
 
+    _place_options = ("using",)
+
     def __init__(
         self,
         key: str,
         *,
-        ttl: Seconds | None,
-        timeout: Seconds | EllipsisType | None,
-        using: str | None,
+        ttl: Seconds | None = None,
+        timeout: Seconds | EllipsisType | None = ...,
+        using: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(key, ttl=ttl, timeout=timeout, **options)
@@ -142,36 +145,35 @@ class Lock(SyncLock):
         return super().__call__(function)
 
 
+class Options(Given, total=False):
+    """The keyword arguments of `db_lock`, which says what they mean."""
+
+    using: str | None
+
+
 class DbLock:
     """The type of `db_lock`."""
 
-    def __call__(
-        self,
-        key: str,
-        *,
-        ttl: Seconds | None = None,
-        timeout: Seconds | EllipsisType | None = ...,
-        renew: bool = True,
-        using: str | None = None,
-        label: str = "",
-        on_lost: Callback | None = None,
-        on_at_risk: Callable[[Any], object] | None = None,
-        release: str = "auto",
-        grace: Seconds = 0.0,
-        min_hold: Seconds = 0.0,
-        max_hold: Seconds | None = None,
-        interrupt: bool = False,
-        fair: bool = True,
-    ) -> Lock:
+    @overload
+    def __call__(self, key: str, **options: Unpack[Options]) -> Lock: ...
+    @overload
+    def __call__(self, **options: Unpack[Options]) -> NoKey: ...
+    @overload
+    def __call__(self, key: F, /) -> F: ...
+    def __call__(self, key: Any = ..., **options: Any) -> Any:  # noqa: D417 - they are there
         """A lock on `key`, not yet taken.
 
         Args:
             key: 1 to 255 characters, compared code point by code point. As a decorator's, a format string over the
-                arguments of the call.
+                arguments of the call; without one, as `@db_lock` or `@db_lock(timeout=5)`, the module and the
+                qualified name of the function.
+
+        Keyword Args:
             ttl: life of the lease in seconds or as a timedelta; DBLOCK["TTL"] (30) by default. Never the wait.
-            timeout: longest wait in seconds, 0 to try once, None for ever; DBLOCK["TIMEOUT"] (10) by default. Never
-                the life.
-            renew: renew the lease from a third of the ttl on, until release; False: the lease simply ends.
+            timeout: longest wait in seconds, 0 to try once, -1 or None for ever; DBLOCK["TIMEOUT"] (10) by default.
+                Never the life.
+            renew: renew the lease from a third of the ttl on, until release (the default); False: the lease simply
+                ends.
             using: database alias; by default DBLOCK["USING"], else where the database routers write `dblock.Lock`.
             label: free text of up to 255 characters for whoever inspects the lock.
             on_lost: called once, in a thread of its own, with the lock and a `Reason` when the lock is lost.
@@ -193,45 +195,32 @@ class DbLock:
             UnsupportedDatabase: the alias does not exist or is not PostgreSQL, MySQL, MariaDB or SQLite.
             TypeError, ValueError: any other argument makes no sense.
         """
-        return Lock(
-            key,
-            ttl=ttl,
-            timeout=timeout,
-            using=using,
-            **_given(
-                renew=renew,
-                label=label,
-                on_lost=on_lost,
-                on_at_risk=on_at_risk,
-                release=release,
-                grace=grace,
-                min_hold=min_hold,
-                max_hold=max_hold,
-                interrupt=interrupt,
-                fair=fair,
-            ),
-        )
+        if key is ...:
+            return NoKey(lambda name: Lock(name, **options))
+        if callable(key) or hasattr(key, "__get__"):  # @db_lock, above what may be no plain function
+            return NoKey(lambda name: Lock(name, **options))(key)
+        return Lock(key, **options)
 
-    def attach(self, token: str, *, using: str | None = None, **options: Any) -> Lock:
+    def attach(self, token: str, **options: Unpack[Options]) -> Lock:
         """The lock of a token that `detach()` gave, held by this flow: same tenure, same fence, renewed from here.
 
         Leave it with `release()`, or use it in a `with`. While others hold the same tenure, its `count` goes up.
-        `options` are those of `db_lock` that are about the lease.
+        `options` are those of `db_lock`.
 
         Raises InvalidToken for what is no token, LockLost if the tenure is over.
         """
-        lock, steps = self._attaching(token, using, options)
+        lock, steps = self._attaching(token, options)
         return lock._drive(steps)
 
-    async def aattach(self, token: str, *, using: str | None = None, **options: Any) -> Lock:
-        """The asynchronous twin of `attach`."""
-        lock, steps = self._attaching(token, using, options)
-        return await lock._adrive(steps)
+    def aattach(self, token: str, **options: Unpack[Options]) -> Attaching[Lock]:
+        """The asynchronous twin of `attach`: `await` it, or use it in an `async with`."""
+        lock, steps = self._attaching(token, options)
+        return Attaching(lock, lock._adrive(steps))
 
-    def _attaching(self, text: str, using: str | None, options: dict[str, Any]) -> tuple[Lock, Steps[Lock]]:
+    def _attaching(self, text: str, options: Options) -> tuple[Lock, Steps[Lock]]:
         token = valid_token(text)
-        options = {"ttl": token.ttl, "grace": token.grace, "min_hold": token.min_hold, **options}
-        lock = self(token.tenure.key, using=using, **options)
+        merged: Options = {"ttl": token.ttl, "grace": token.grace, "min_hold": token.min_hold, **options}
+        lock = self(token.tenure.key, **merged)
         return lock, operations.attach(lock, token)
 
 
@@ -258,14 +247,6 @@ def _checking(text: str, using: str | None) -> tuple[Lock, Steps[Sequencer]]:
     key, _, fence = valid_sequencer(text)
     lock = db_lock(key, using=using)
     return lock, operations.check_sequencer(lock, fence)
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """The options that are not as most are."""
-    return {} if options == _USUAL else options
-
-
-_USUAL = {**PLAIN._asdict(), "max_hold": None}
 
 
 def reap(*, retention: Seconds | None = None, using: str | None = None) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Coroutine
-from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from sqlalchemy import Engine
 from sqlalchemy.util import greenlet_spawn
@@ -14,9 +13,10 @@ from dblock.core import operations, protocol
 from dblock.core.base import BaseLock
 from dblock.core.drivers import adrive, drive
 from dblock.core.faces import AsyncLock as CoreAsyncLock
-from dblock.core.faces import SyncLock
+from dblock.core.faces import Attaching, SyncLock
 from dblock.core.holds import Hold
-from dblock.core.options import Callback
+from dblock.core.options import Given
+from dblock.core.templates import NoKey
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.values import Seconds, valid_retention
 from sqlalchemy_dblock.store import EngineStore, store_for
@@ -28,22 +28,10 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 
-class Options(TypedDict, total=False):
+class Options(Given, total=False):
     """The keyword arguments of `db_lock`, which says what they mean."""
 
-    ttl: Seconds | None
-    timeout: Seconds | EllipsisType | None
-    renew: bool
-    label: str
-    on_lost: Callback | None
-    on_at_risk: Callable[[Any], object] | None
-    release: Literal["auto", "now"]
     session: Any
-    grace: Seconds
-    min_hold: Seconds
-    max_hold: Seconds | None
-    interrupt: bool
-    fair: bool
 
 
 def _no_session() -> None:
@@ -52,6 +40,8 @@ def _no_session() -> None:
 
 class _EngineLock(BaseLock):
     """What both kinds of lock over an engine have in common."""
+
+    _place_options = ("session",)
 
     def __init__(self, engine: Engine, key: str, *, session: Any = None, **options: Any) -> None:
         super().__init__(key, **options)
@@ -124,18 +114,21 @@ class AsyncLock(_EngineLock, CoreAsyncLock):
 def db_lock(engine: Engine, key: str, **options: Unpack[Options]) -> Lock: ...
 @overload
 def db_lock(engine: AsyncEngine, key: str, **options: Unpack[Options]) -> AsyncLock: ...
-def db_lock(engine: Engine | AsyncEngine, key: str, **options: Unpack[Options]) -> Lock | AsyncLock:
+@overload
+def db_lock(engine: Engine | AsyncEngine, **options: Unpack[Options]) -> NoKey: ...
+def db_lock(engine: Any = None, key: Any = ..., **options: Any) -> Lock | AsyncLock | NoKey:  # noqa: D417 - they are
     """A lock on `key` in the database of `engine`, not yet taken; its methods are coroutines for an AsyncEngine.
 
     Args:
         engine: an Engine or an AsyncEngine of PostgreSQL, MySQL, MariaDB or SQLite. The lock opens connections of its
             own, in the way that the engine does.
         key: 1 to 255 characters, compared code point by code point. As a decorator's, a format string over the
-            arguments of the call.
+            arguments of the call; without one, as `@db_lock(engine)`, the module and the qualified name of the
+            function.
 
     Keyword Args:
         ttl: life of the lease in seconds or as a timedelta; 30 by default. Never the wait.
-        timeout: longest wait in seconds, 0 to try once, None for ever; 10 by default. Never the life.
+        timeout: longest wait in seconds, 0 to try once, -1 or None for ever; 10 by default. Never the life.
         renew: renew the lease from a third of the ttl on, until release (the default); False: the lease simply ends.
         label: free text of up to 255 characters for whoever inspects the lock.
         on_lost: called once, in a thread of its own, with the lock and a `Reason` when the lock is lost.
@@ -156,22 +149,20 @@ def db_lock(engine: Engine | AsyncEngine, key: str, **options: Unpack[Options]) 
         UnsupportedDatabase: the engine's is another database.
         TypeError, ValueError: any other argument makes no sense.
     """
-    if isinstance(engine, Engine):
-        return Lock(engine, key, **options)
-    return AsyncLock(_sync_engine(engine), key, **options)
+    inner = _sync_engine(engine)
+    kind = Lock if inner is engine else AsyncLock
+    return NoKey(lambda name: kind(inner, name, **options)) if key is ... else kind(inner, key, **options)
 
 
 @overload
 def attach(engine: Engine, token: str, **options: Unpack[Options]) -> Lock: ...
 @overload
-def attach(engine: AsyncEngine, token: str, **options: Unpack[Options]) -> Coroutine[Any, Any, AsyncLock]: ...
-def attach(
-    engine: Engine | AsyncEngine, token: str, **options: Unpack[Options]
-) -> Lock | Coroutine[Any, Any, AsyncLock]:
+def attach(engine: AsyncEngine, token: str, **options: Unpack[Options]) -> Attaching[AsyncLock]: ...
+def attach(engine: Engine | AsyncEngine, token: str, **options: Unpack[Options]) -> Lock | Attaching[AsyncLock]:
     """The lock of a token that `detach()` gave, held by this flow: same tenure, same fence, renewed from here.
 
-    To be awaited for an AsyncEngine. Leave it with `release()`, or use it in a `with`. While others hold the same
-    tenure, its `count` goes up. `options` are those of `db_lock`.
+    Leave it with `release()`, or use it in a `with`; for an AsyncEngine `await` it, or use it in an `async with`. While
+    others hold the same tenure, its `count` goes up. `options` are those of `db_lock`.
 
     Raises InvalidToken for what is no token, LockLost if the tenure is over.
     """
@@ -180,7 +171,7 @@ def attach(
     lock = db_lock(engine, known.tenure.key, **merged)
     if isinstance(lock, Lock):
         return lock._drive(operations.attach(lock, known))
-    return lock._adrive(operations.attach(lock, known))
+    return Attaching(lock, lock._adrive(operations.attach(lock, known)))
 
 
 @overload
@@ -215,6 +206,8 @@ def reap(engine: Engine | AsyncEngine, *, retention: Seconds = 3600.0) -> int | 
 
 def _sync_engine(engine: Engine | AsyncEngine) -> Engine:
     inner = getattr(engine, "sync_engine", engine)
-    if not isinstance(inner, Engine):
-        raise TypeError(f"db_lock takes an Engine or an AsyncEngine, not {type(engine).__name__}")
+    if not isinstance(inner, Engine) or hasattr(engine, "sync_connection"):
+        hint = ": its `.engine`, since the lock has connections of its own" if hasattr(engine, "in_transaction") else ""
+        kind = type(engine).__name__  # and no more: a URL may have a password
+        raise TypeError(f"an Engine or an AsyncEngine comes first, as in db_lock(engine, key), not {kind}{hint}")
     return inner

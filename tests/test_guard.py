@@ -21,7 +21,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, Reason, StaleSnapshot
+from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout, Reason, StaleSnapshot
 from dblock.core.steps import Execute, Rows
 from sqlalchemy_dblock import attach, reap
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
@@ -317,6 +317,10 @@ def test_a_lease_that_runs_out_under_guard(
     time.sleep(0.4)
     assert holder.actor.get(lock, "state") == "lost"
     assert not rival.gets_in()
+    with pytest.raises(LockTimeout) as caught, sqlalchemy_lock(rival.engine, "k", timeout=0.1):
+        pytest.fail("unreachable")
+    assert caught.value.holder is None  # its tenure has ended
+    assert "its holder" not in str(caught.value)
     holder.end("commit")
     assert notes(database) == 1
     theirs = sqlalchemy_lock(rival.engine, "k")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -45,6 +46,20 @@ import dblock, dblock.core.faces, dblock.core.drivers, dblock.cli
 print(dblock.LockTimeout.__mro__[1].__name__)
 """
     assert python(code) == "LockError"
+
+
+def test_without_django_it_points_to_the_other_face() -> None:
+    """`from dblock import db_lock` says what is missing, and what there is instead."""
+    code = """
+import sys
+for name in ("django", "asgiref"):
+    sys.modules[name] = None
+try:
+    from dblock import db_lock
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    assert "Django, which is not installed; for SQLAlchemy there is sqlalchemy_dblock" in python(code)
 
 
 def test_imports_are_cheap() -> None:
@@ -91,6 +106,10 @@ def test_public_names() -> None:
         "Reason",
         "Sequencer",
         "StaleSnapshot",
+        "StoreBusy",
+        "StoreConflict",
+        "StoreLocked",
+        "StoreUnanswered",
         "UnsupportedDatabase",
         "check_sequencer",
         "fenced_update",
@@ -124,6 +143,38 @@ def test_public_names() -> None:
     assert dblock.LockTimeout is sqlalchemy_dblock.LockTimeout
     with pytest.raises(AttributeError, match="nonsense"):
         dblock.nonsense  # type: ignore[attr-defined]  # noqa: B018
+
+
+def errors_of(root: type[Exception]) -> set[str]:
+    """The names of a class and of all that derive from it."""
+    return {root.__name__}.union(*map(errors_of, root.__subclasses__()))
+
+
+def test_every_error_is_public() -> None:
+    """Both faces export what a user can see, and the README has it in its table, with what else it is."""
+    import dblock
+    import sqlalchemy_dblock
+
+    errors = errors_of(dblock.LockError) - {"Unresolved"}  # which becomes a StoreUnanswered before a user sees it
+    assert errors <= set(dblock.__all__) & set(sqlalchemy_dblock.__all__)
+    rows = re.findall(r"^\| `([A-Z]\w+)` \|(?: `(\w+)`)? \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in rows].count("LockError") == 0
+    assert {name for name, _ in rows} | {"LockError"} == errors
+    for name, parent in rows:
+        assert getattr(dblock, name).__bases__[-1].__name__ == (parent or "LockError")
+
+
+def test_the_metadata_says_what_was_tested() -> None:
+    """Each Python and Django of the matrix is a classifier, each database a keyword; there are no URLs yet."""
+    given = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = given["project"]
+    matrix = re.findall(r"py3(\d+)-django(\d)(\d)", " ".join(given["tool"]["tox"]["env_list"]))
+    assert matrix
+    for python, major, minor in matrix:
+        assert f"Programming Language :: Python :: 3.{python}" in project["classifiers"]
+        assert f"Framework :: Django :: {major}.{minor}" in project["classifiers"]
+    assert {"postgresql", "mysql", "mariadb", "sqlite", "django", "sqlalchemy", "celery"} <= set(project["keywords"])
+    assert "urls" not in project
 
 
 def test_the_wheel_has_all_it_needs(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def run(code: str, directory: Path) -> None:
 
 def test_django(tmp_path: Path) -> None:
     """Settings and use."""
-    checks = 'assert sell("42") == "sold 1 of 42"\nassert not lock.locked()'
+    checks = 'assert sell("42") == "sold 1 of 42"\nassert rebuild() == "rebuilt"\nassert not lock.locked()'
     run(DJANGO.format(settings=SETTINGS, example=USE, checks=checks, model=""), tmp_path)
 
 
@@ -60,7 +60,7 @@ def test_the_lease(tmp_path: Path) -> None:
 
 def test_sqlalchemy(tmp_path: Path) -> None:
     """From an engine to a lock."""
-    run(SQLALCHEMY + "\nassert not lock.locked()", tmp_path)
+    run(SQLALCHEMY + '\nassert rebuild() == "rebuilt"\nassert not lock.locked()', tmp_path)
 
 
 def test_the_documented_settings_are_the_defaults() -> None:

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Final, Literal
 
 from dblock.core import bells, lines, queue
-from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy, StoreLocked
+from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy, StoreLocked, StoreUnanswered
 from dblock.core.flows import new_owner
 from dblock.core.lines import Trial
 from dblock.core.protocol import WORTH, Database, Unresolved, begin, inspect, pauses
@@ -143,10 +143,12 @@ def _attempt(
     wish["owner"] = new_owner()
     try:
         grant = yield from begin(database, statement, wish, until)
-    except (StoreLocked, Unresolved):  # the key can be looked at meanwhile
-        if until - database.now() < WORTH:
-            raise
-        return _REFUSED
+    except (StoreLocked, Unresolved) as error:  # the key can be looked at meanwhile
+        if until - database.now() >= WORTH:
+            return _REFUSED
+        if isinstance(error, Unresolved):
+            raise StoreUnanswered(str(error), key=error.key) from error.__cause__
+        raise
     if grant is None:
         wish["owner"] = ""
     if grant is None or database.now() < grant.trusted_until:

@@ -19,7 +19,7 @@ from dblock.core.flows import current_flow
 from dblock.core.holds import Block, Hold, Loss
 from dblock.core.identity import process_identity
 from dblock.core.keeper import keeper
-from dblock.core.options import PLAIN, Options, valid_options
+from dblock.core.options import PLAIN, Options, unknown_options, valid_options
 from dblock.core.steps import Steps
 from dblock.core.templates import Template
 from dblock.core.tokens import Sequencer
@@ -34,18 +34,12 @@ from dblock.core.values import (
 
 T = TypeVar("T")
 
-_WHAT_HAPPENED = {
-    Reason.EXPIRED: "the lease ended before the work did; use a longer ttl, or let it be renewed (for longer)",
-    Reason.TAKEN_OVER: "the lease ended, and it was taken over",
-    Reason.FREED: "it was given back, or somebody freed it",
-    Reason.GONE: "its row is gone",
-    Reason.UNREACHABLE: "the database did not answer in time to renew the lease",
-}
-
 
 class BaseLock:
     """What a lock is apart from who runs its statements."""
 
+    _place_options: tuple[str, ...] = ()
+    """The options of `db_lock` that only this face has."""
     forked_from: int | None = None
     """The process that held this very object when it forked us, if so."""
 
@@ -60,6 +54,8 @@ class BaseLock:
         self._key = valid_key(key)
         self._given_ttl = None if ttl is None else valid_ttl(ttl)
         self._given_timeout = timeout if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
+        if unknown := options.keys() - set(Options._fields):
+            raise unknown_options(sorted(unknown), ("ttl", "timeout", *Options._fields, *self._place_options))
         self.options: Options = valid_options(**options) if options else PLAIN
         self._blocks: list[Block] = []
         """The `with`s of this very object that are open, in the order in which they were entered."""
@@ -177,7 +173,8 @@ class BaseLock:
         """Raise LockLost unless this flow surely holds the lock at this moment; no I/O."""
         hold = self._hold()
         if hold is None:
-            raise LockLost(f"{self._key!r} is not held by this thread or task", key=self._key)
+            never = "is not held by this thread or task, which has not acquired it or has released it already"
+            raise LockLost(f"{self._key!r} {never}", key=self._key)
         if hold.remaining() <= 0:
             raise self._lost(hold)
 
@@ -238,12 +235,14 @@ class BaseLock:
 
     def _lost(self, hold: Hold) -> LockLost:
         keeper.announce(hold)
-        return self._lost_tenure(hold.tenure.fence, hold.loss or Loss(Reason.EXPIRED))
+        loss = hold.loss or Loss(Reason.EXPIRED)
+        return self._lost_tenure(hold.tenure.fence, loss, str(loss))
 
-    def _lost_tenure(self, fence: int, loss: Loss) -> LockLost:
-        by = f" by {loss.holder}" if loss.holder else ""
+    def _lost_tenure(self, fence: int, loss: Loss, why: str = "") -> LockLost:
+        if not why:  # a tenure that somebody named
+            why = "it was given back, or freed by somebody" if loss.reason is Reason.FREED else str(loss)
         return LockLost(
-            f"{self._key!r} (fence {fence}) is lost: {_WHAT_HAPPENED[loss.reason]}{by}",
+            f"{self._key!r} (fence {fence}) is lost: {why}",
             key=self._key,
             reason=loss.reason,
             holder=loss.holder,
@@ -253,16 +252,19 @@ class BaseLock:
         waited = "at one try" if not self._timeout else f"within {self._timeout:g} s"
         if isinstance(found, StoreBusy):
             return LockTimeout(f"could not acquire {self._key!r} {waited}: {found}", key=self._key)
+        holder = found if found is not None and found.state == "held" else None
         if found is None:
             who = "others were faster each time it was free"
-        elif found.state == "held":
-            who = f"it is held by {found}"
-        else:
+        elif holder is None:
             who = "nobody holds it, but somebody's transaction guards it or has locked its row"
+        elif holder.owner == "":
+            who = f"it was held by {holder}"
+        else:
+            who = f"it is held by {holder}"
         return LockTimeout(
             f"could not acquire {self._key!r} {waited}: {who}; wait longer with timeout=, or see to the holder",
             key=self._key,
-            holder=None if found is None else found.masked(),
+            holder=None if holder is None else holder.masked(),
         )
 
     # -- decoration

@@ -33,15 +33,17 @@ class Reason(StrEnum):
     """Why a lock was lost."""
 
     EXPIRED = "expired"
-    """The lease ended and was not renewed: `renew=False`, `max_hold`, a process that was paused, a blocked loop."""
+    """The lease ended and was not renewed: `renew=False`, `max_hold`, a process that was paused."""
     TAKEN_OVER = "taken over"
-    """The lease ended, and somebody else has or had the key since."""
+    """Somebody else has or had the key since: the lease had ended, or somebody had freed the key."""
     FREED = "freed"
     """Somebody freed the key, an administrator for example."""
     GONE = "row gone"
     """The row was deleted, or the database is another one, such as a replica that lacked it."""
     UNREACHABLE = "database unreachable"
     """No renewal was answered in time."""
+    BLOCKED = "event loop blocked"
+    """The event loop on which the renewal was to run did not get to it in time."""
 
 
 class LockError(Exception):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import inspect as python
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from types import EllipsisType, TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from dblock.core import operations
 from dblock.core.base import BaseLock
@@ -67,6 +67,36 @@ async def enter(lock: L) -> L:
     if lock.options.interrupt and (hold := lock._hold()) is not None:
         hold.cancelling = current_task().cancelling()
     return lock
+
+
+async def leave(lock: BaseLock, error: BaseException | None) -> None:
+    """The end of `async with`, by the body's error if it raised one."""
+    hold = lock._hold()
+    try:
+        await lock._adrive(operations.leave_block(lock))
+    except LockError as late:
+        if hold is not None and _was_ours(hold, error):
+            raise late from error
+        if not _gives_way(late, error):
+            raise
+
+
+class Attaching(Generic[L]):
+    """A lock that is about to be attached to: `await` it, or enter it with `async with`."""
+
+    def __init__(self, lock: L, attaching: Coroutine[Any, Any, L]) -> None:
+        self._lock, self._attaching = lock, attaching
+
+    def __await__(self) -> Generator[Any, Any, L]:
+        return self._attaching.__await__()
+
+    async def __aenter__(self) -> L:
+        return await enter(await self)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await leave(self._lock, error)
 
 
 class SyncLock(BaseLock):
@@ -139,6 +169,13 @@ class SyncLock(BaseLock):
             if not _gives_way(late, error):
                 raise
 
+    if not TYPE_CHECKING:  # a type checker is to find that there is none
+
+        def __aenter__(self) -> None:
+            raise TypeError("this lock blocks its thread: use `with`, or the lock of an AsyncEngine")
+
+        __aexit__ = __aenter__
+
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
         if python.iscoroutinefunction(function):
@@ -201,14 +238,14 @@ class AsyncLock(BaseLock):
     async def __aexit__(
         self: BaseLock, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        hold = self._hold()
-        try:
-            await self._adrive(operations.leave_block(self))
-        except LockError as late:
-            if hold is not None and _was_ours(hold, error):
-                raise late from error
-            if not _gives_way(late, error):
-                raise
+        await leave(self, error)
+
+    if not TYPE_CHECKING:  # a type checker is to find that there is none
+
+        def __enter__(self) -> None:
+            raise TypeError("this is the lock of an event loop: use `async with`")
+
+        __exit__ = __enter__
 
     def __call__(self: BaseLock, function: AF) -> AF:
         """Decorate a coroutine function: each call holds the lock; the key is formatted with the call's arguments."""

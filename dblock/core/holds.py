@@ -25,11 +25,31 @@ if TYPE_CHECKING:
     from dblock.core.flows import Flow
 
 
+_WHAT_HAPPENED = {
+    Reason.EXPIRED: "the lease ended before the work did; use a longer ttl, or let it be renewed (for longer)",
+    Reason.TAKEN_OVER: "the lease ended, and it was taken over",
+    Reason.FREED: "it was freed by somebody",
+    Reason.GONE: "its row is gone",
+    Reason.UNREACHABLE: "the database did not answer in time to renew the lease",
+    Reason.BLOCKED: "its event loop was blocked for so long that no renewal of the lease could run there",
+}
+
+
 class Loss(NamedTuple):
     """Why a hold was lost, and who took the key over, if somebody did."""
 
     reason: Reason
     holder: LockInfo | None = None
+    early: bool = False
+    """Did somebody take it over while the lease was good?"""
+
+    def __str__(self) -> str:
+        early = "it was freed by somebody (or the database's clock set forward) before its lease ended, and taken over"
+        what = early if self.early else _WHAT_HAPPENED[self.reason]
+        if self.holder is None:
+            return what
+        then = "" if self.reason is Reason.TAKEN_OVER else "; it was taken over"
+        return f"{what}{then} by {self.holder}"
 
 
 class Entry:
@@ -140,8 +160,8 @@ class Hold:
         self.tokens = 0
         """How many tokens were handed out from inside of it, and may not have been used yet."""
         self.loss: Loss | None = None
-        self.failure = False
-        """Has the last renewal failed, or not been answered yet?"""
+        self.failure: Reason | None = None
+        """What it is to be lost of if the renewal that is due does not succeed any more; None while none is due."""
         self.warned = False
         """Has somebody been told that a renewal is late?"""
         self.told = False
@@ -248,7 +268,7 @@ class Hold:
                 if grant.sent > self.renewed:
                     self.renewed = grant.sent
                     self.due = grant.sent + self.ttl / 3 if self.renewing else self.trusted_until
-                    self.failure = False
+                    self.failure = None
             return True
 
     def reset(self, ttl: float, until: float) -> None:
@@ -264,6 +284,15 @@ class Hold:
         with self.turn:
             if self.loss is not None or (loss is None and self.now() < self.trusted_until):
                 return False
-            self.loss = loss or Loss(Reason.UNREACHABLE if self.failure else Reason.EXPIRED)
+            loss = loss or Loss(self.failure or Reason.EXPIRED)
+            self.loss = loss._replace(early=loss.holder is not None and self.now() < self.trusted_until)
             self.trusted_until = -math.inf
             return True
+
+    def explain(self, loss: Loss) -> None:
+        """It is lost, says the database, and why. We may know better: of a blocked loop, or that the lease was good."""
+        with self.turn:
+            if not self.lose(loss):
+                before = self.loss or loss
+                known = before.early or before.reason is Reason.BLOCKED
+                self.loss = before._replace(holder=loss.holder) if known else loss

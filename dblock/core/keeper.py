@@ -32,6 +32,7 @@ from typing import Any, Final
 from dblock.core import clock, lines, queue
 from dblock.core.bells import Bell
 from dblock.core.drivers import Store, adrive
+from dblock.core.errors import Reason
 from dblock.core.exits import give_all_back
 from dblock.core.flows import current_flow, flow_again
 from dblock.core.holds import Hold
@@ -181,7 +182,7 @@ class Keeper:
             seen = hold.snapshot()
         if told:
             return
-        warn("lost the lease on %r (fence %d): %s", hold.tenure.key, hold.tenure.fence, loss.reason)
+        warn("lost the lease on %r (fence %d): %s", hold.tenure.key, hold.tenure.fence, loss)
         for lock in seen.locks():
             lock._interrupt_body(hold)
         _tell([call for lock in seen.locks() for call in lock._who_hears_of_loss(loss.reason)], seen)
@@ -327,6 +328,9 @@ class Keeper:
 
     def _send_to_loop(self, batch: Batch | Places, loop: Any) -> None:
         steps = batch.steps()
+        if isinstance(batch, Batch):
+            for lease in batch.leases:
+                lease.hold.failure = Reason.BLOCKED  # until it has begun
 
         def begin() -> None:
             task = loop.create_task(quietly(adrive(steps, batch.store)))

@@ -442,8 +442,7 @@ def _find_out(hold: Hold) -> Steps[None]:
         loss = Loss(*(yield from protocol.why_lost(hold.store.database, hold.tenure)))
     except LockError:
         loss = Loss(Reason.EXPIRED)
-    if not hold.lose(loss):
-        hold.loss = loss  # now we know better
+    hold.explain(loss)
     keeper.announce(hold)
 
 

@@ -49,7 +49,7 @@ class Batch:
     def steps(self) -> Steps[None]:
         """Renew, and let every hold know."""
         for lease in self.leases:
-            lease.hold.failure = True  # until it has succeeded: it may never be answered
+            lease.hold.failure = Reason.UNREACHABLE  # until it has succeeded: it may never be answered
         patience = min(lease.ttl for lease in self.leases) / 20
         for start in range(0, len(self.leases), BATCH):
             yield from self._renew(self.leases[start : start + BATCH], patience)
@@ -58,7 +58,7 @@ class Batch:
     def give_up(self) -> None:
         """Nobody can run this."""
         for lease in self.leases:
-            lease.hold.renewing = False
+            lease.hold.renewing, lease.hold.failure = False, None
 
     def _renew(self, leases: Sequence[Lease], patience: float) -> Steps[None]:
         database = self.store.database

@@ -10,10 +10,13 @@ import contextlib
 import inspect as python
 import string
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dblock.core.errors import InvalidKey
 from dblock.core.values import valid_key
+
+_NO_KEY = "without a key db_lock makes a decorator and no lock: give it one"
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Template:
@@ -59,6 +62,37 @@ class Template:
         raise TypeError(
             f"{self._function!r} does not take these arguments, so there is no key {self._format!r} for them"
         )
+
+
+class NoKey:
+    """What `db_lock` makes without a key: a decorator, whose lock is named after the function.
+
+    The key is the function's module and qualified name, so that it is one lock wherever that is imported as the same
+    module, and another one for each function.
+    """
+
+    def __init__(self, make: Callable[[str], Callable[[Any], Any]]) -> None:
+        self._make = make
+        _ = make("any")  # bad options are refused here
+
+    def __call__(self, function: F) -> F:
+        """Decorate `function`, sync or async as the lock is."""
+        _refuse_unguardable(function)
+        name = getattr(function, "__qualname__", ">")
+        if name.endswith(">"):  # <lambda>, as all others of the module
+            raise InvalidKey(f"{function!r} has no name to call the lock by: give it a key")
+        decorated: F = self._make(f"{function.__module__}.{name}")(function)
+        return decorated
+
+    if not TYPE_CHECKING:  # a type checker is to find that it is no lock
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(f"{name}: {_NO_KEY}")
+
+        def __enter__(self) -> None:
+            raise TypeError(_NO_KEY)
+
+        __aenter__ = __exit__ = __aexit__ = __enter__
 
 
 def _refuse_unguardable(function: Callable[..., Any]) -> None:

@@ -68,12 +68,14 @@ def valid_span(seconds: object, what: str, meaning: str) -> float:
 
 
 def valid_timeout(timeout: object, what: str = "timeout") -> float | None:
-    """The longest wait in seconds, None for ever; TypeError or ValueError otherwise."""
+    """The longest wait in seconds, None for ever, which -1 means too; TypeError or ValueError otherwise."""
     if timeout is None:
         return None
     seconds = _seconds(timeout, what)
+    if seconds == -1:
+        return None
     if seconds < 0:
-        raise ValueError(f"{what} is the longest wait in seconds, 0 or more or None for ever, not {seconds:g}")
+        raise ValueError(f"{what} is the longest wait in seconds, 0 or more, or -1 or None for ever, not {seconds:g}")
     return seconds
 
 
@@ -197,9 +199,23 @@ class LockInfo:
             return "free"
         return "held" if self.remaining > 0 else "expired"
 
+    @property
+    def renewed(self) -> float | None:
+        """Seconds since the lease was last renewed, for a lock with `grace` less that; None if it never was."""
+        ago = self.ttl - self.remaining
+        return ago if self.state == "held" and 0 <= ago < self.age - TTL_MIN / 2 else None
+
     def __str__(self) -> str:
-        label = f' "{self.label}"' if self.label else ""
-        return f"{self.identity}{label}, for {self.age:.1f} s, at most {max(self.remaining, 0):.1f} s more"
+        who = f'{self.identity} "{self.label}"' if self.label else str(self.identity)
+        if self.state == "free":
+            return f"{who}, who does not hold it any more"
+        if self.state == "expired":
+            return f"{who}, whose lease ended {-self.remaining:.1f} s ago"
+        if self.owner == "":
+            return f"{who}, who has given it back; its min_hold ends {self.remaining:.1f} s from now"
+        renewed = "" if self.renewed is None else f", renewed {self.renewed:.1f} s ago"
+        end = f"free {self.remaining:.1f} s from now at the earliest if its holder has died"
+        return f"{who}, for {self.age:.1f} s{renewed}; {end}"
 
 
 def _seconds(value: object, what: str) -> float:

@@ -354,7 +354,7 @@ def test_bad_keys_are_refused_before_any_io(subject: Subject, key: Any) -> None:
         ({"ttl": timedelta(days=-1)}, ValueError),
         ({"ttl": "30"}, TypeError),
         ({"ttl": True}, TypeError),
-        ({"timeout": -1}, ValueError),
+        ({"timeout": -2}, ValueError),
         ({"timeout": float("inf")}, ValueError),
         ({"timeout": float("nan")}, ValueError),
         ({"timeout": "10"}, TypeError),

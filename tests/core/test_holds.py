@@ -16,7 +16,7 @@ from dblock.core import clock
 from dblock.core.base import BaseLock
 from dblock.core.bells import Bell
 from dblock.core.drivers import drive
-from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, Reason, StoreConflict
+from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, Reason, StoreConflict, StoreUnanswered
 from dblock.core.faces import SyncLock
 from dblock.core.flows import current_flow
 from dblock.core.holds import Entry, Hold, Loss
@@ -26,13 +26,16 @@ from dblock.core.renewals import Batch, Place
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
 from dblock.core.steps import Execute, Rows
-from dblock.core.values import Grant, Tenure
+from dblock.core.values import Grant, Identity, LockInfo, Tenure
 
 TENURE = Tenure("k", "secret", 7)
+INFO = LockInfo("k", "***", 8, 1, 30.0, 1.0, 29.0, "", Identity("elsewhere", 1, "main", "program", ""))
 
 
 class FakeStore:
     """One row that is always ours, unless a test says otherwise."""
+
+    instead = ""
 
     asynchronous = False
     renewable = True
@@ -151,10 +154,38 @@ def test_the_first_reason_counts(local: Clock) -> None:
     assert hold.loss == Loss(Reason.GONE)
     hold = hold_of(local)
     assert not hold.lose()  # trust has not run out
-    hold.failure = True
+    hold.failure = Reason.UNREACHABLE
     local.time += 29
     assert hold.lose()
     assert hold.loss == Loss(Reason.UNREACHABLE)
+
+
+def test_a_blocked_loop_stays_the_reason(local: Clock) -> None:
+    """Whoever has taken the key meanwhile; and what was taken from a good lease did not end by itself."""
+    hold = hold_of(local)
+    hold.failure = Reason.BLOCKED
+    local.time += 29
+    assert hold.state == "lost"
+    hold.explain(Loss(Reason.TAKEN_OVER, INFO))
+    assert hold.loss == Loss(Reason.BLOCKED, INFO)
+    hold = hold_of(local)
+    hold.explain(Loss(Reason.TAKEN_OVER, INFO))
+    assert hold.loss == Loss(Reason.TAKEN_OVER, INFO, early=True)
+    hold.explain(Loss(Reason.TAKEN_OVER, INFO))
+    assert hold.loss == Loss(Reason.TAKEN_OVER, INFO, early=True)
+
+
+def test_a_take_without_an_answer(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is a StoreUnanswered to whoever asked, and nothing that only the protocol knows."""
+
+    def cut(step: Execute) -> Rows:
+        raise StoreUnanswered("cut")
+
+    monkeypatch.setattr("dblock.core.acquiring.TRY", 0.02)
+    store.answers["take"] = cut
+    with pytest.raises(StoreUnanswered, match="cut") as caught:
+        FakeLock(store).acquire(blocking=False)
+    assert type(caught.value) is StoreUnanswered
 
 
 def test_a_new_ttl_makes_older_answers_void(local: Clock) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -26,6 +27,49 @@ from dblock.store import store_for
 from tests.conftest import ALIASES, DATABASES, ready, run
 
 ROOT = Path(__file__).parent.parent.parent
+
+
+@db_lock
+def rebuild(n: int = 2) -> tuple[int, list[str]]:
+    """A function of this module."""
+    return n, [str(row[0]) for row in run("sqlite", "SELECT lock_key FROM locks WHERE owner IS NOT NULL")]
+
+
+@db_lock
+async def arebuild() -> list[str]:
+    """A coroutine function of this module."""
+    return rebuild.__wrapped__()[1]  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_bare_decorator(sqlite: Path) -> None:
+    """Locks a key that is the function's module and qualified name, whether it is a coroutine function or not."""
+    run("sqlite", "DELETE FROM locks")
+    name = "tests.django.test_app."
+    assert rebuild() == (2, [name + "rebuild"])
+    assert rebuild(3) == (3, [name + "rebuild"])
+    assert asyncio.run(arebuild()) == [name + "arebuild"]
+    assert run("sqlite", "SELECT count(*) FROM locks WHERE owner IS NOT NULL") == [(0,)]
+
+    class Shop:
+        @staticmethod
+        @db_lock
+        def sell() -> list[str]:
+            return rebuild.__wrapped__()[1]  # type: ignore[attr-defined,no-any-return]
+
+    assert Shop.sell() == [name + "test_a_bare_decorator.<locals>.Shop.sell"]
+    for kind in (staticmethod, classmethod):
+        wrong: Any = kind(len)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=f"put @{kind.__name__} above @db_lock"):
+            db_lock(wrong)
+
+
+def test_without_settings_it_points_to_the_other_face() -> None:
+    """In a process that has Django and no settings, at the first use."""
+    code = "from dblock import db_lock\ntry:\n with db_lock('a'): pass\nexcept Exception as e: print(e, e.__notes__)"
+    env = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=env)
+    assert "settings are not configured" in done.stdout
+    assert "for SQLAlchemy there is sqlalchemy_dblock.db_lock" in done.stdout
 
 
 def ids(**options: Any) -> list[str]:

@@ -39,8 +39,56 @@ def test_the_kind_of_engine_decides_the_kind_of_lock() -> None:
     """And what is no engine is refused."""
     assert type(db_lock(create_engine("sqlite://"), "k")) is Lock
     assert type(db_lock(create_async_engine("sqlite+aiosqlite://"), "k")) is AsyncLock
-    with pytest.raises(TypeError, match="Engine"):
-        db_lock("sqlite://", "k")  # type: ignore[call-overload]
+    wrong: Any = db_lock
+    for given in (("postgresql://me:secret@host/db", "k"), ("a",), (), (None, "k")):
+        with pytest.raises(
+            TypeError, match=r"an Engine or an AsyncEngine comes first, as in db_lock\(engine, key\)"
+        ) as caught:
+            wrong(*given)
+        assert "secret" not in str(caught.value)
+
+
+def test_a_connection_is_no_engine() -> None:
+    """Sync or async, a session neither: the lock has connections of its own."""
+    message = "comes first, as in .*, not {}: its `.engine`"
+    with (
+        create_engine("sqlite://").connect() as connection,
+        pytest.raises(TypeError, match=message.format("Connection")),
+    ):
+        db_lock(connection, "k")  # type: ignore[call-overload]
+
+    async def main() -> None:
+        engine = create_async_engine("sqlite+aiosqlite://")
+        async with engine.connect() as connection:
+            with pytest.raises(TypeError, match=message.format("AsyncConnection")):
+                db_lock(connection, "k")  # type: ignore[call-overload]
+            with pytest.raises(TypeError, match=message.format("AsyncConnection")):
+                reap(connection)  # type: ignore[call-overload]
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+def test_a_decorator_names_its_engine() -> None:
+    """A bare one cannot know it; with it, the key may be left out."""
+
+    def function() -> bool:
+        return held.locked()
+
+    wrong: Any = db_lock
+    with pytest.raises(TypeError, match="comes first"):
+        wrong(function)
+    engine = create_engine("sqlite://", poolclass=StaticPool)
+    metadata.create_all(engine)
+    held = db_lock(engine, f"{__name__}.{function.__qualname__}")
+    assert db_lock(engine)(function)() is True
+    assert not held.locked()
+
+    async def coroutine() -> None: ...
+
+    with pytest.raises(TypeError, match="async engine"):
+        db_lock(engine)(coroutine)
+    engine.dispose()
 
 
 @pytest.mark.filterwarnings("ignore:No driver name specified:sqlalchemy.exc.SAWarning")

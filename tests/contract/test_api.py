@@ -1,0 +1,295 @@
+"""The contract of the way in: options, decorators, `with`, and what the texts of errors say."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+
+from dblock.core.errors import InvalidKey, LockLost, LockTimeout, Reason
+from tests.conftest import ALIASES
+from tests.contract.subjects import MATRIX, Actor, Subject
+from tests.contract.test_lease import FREE, STEAL, attach, until
+
+ASYNCHRONOUS = [subject for subject in MATRIX if subject.face == "async"]
+LOOPS = [subject for subject in ASYNCHRONOUS if subject.variant == "sqlalchemy"]
+
+
+def without_key(subject: Subject, **options: Any) -> Any:
+    """What `db_lock` makes when the key is left out."""
+    if subject.variant == "django":
+        from dblock import db_lock as django_lock
+
+        return django_lock(using=ALIASES[subject.database], **options)
+    from sqlalchemy_dblock import db_lock as sqlalchemy_lock
+
+    return sqlalchemy_lock(subject.engine, **options)
+
+
+# -- options
+
+
+@pytest.mark.parametrize("timeout", [-1, -1.0, timedelta(seconds=-1), None])
+def test_minus_one_waits_for_ever(subject: Subject, actor: Actor, other: Actor, timeout: Any) -> None:
+    """Said to `db_lock` as to `acquire`."""
+    mine = subject.lock("k")
+    actor.call(mine, "acquire")
+    lock = subject.lock("k", timeout=timeout)
+    assert lock._timeout is None
+    waiting = other.start(getattr(lock, subject.method("acquire")))
+    again = subject.lock("k", timeout=0)
+    time.sleep(0.1)
+    assert not waiting.done()
+    actor.call(mine, "release")
+    assert waiting.result(30) is True
+    other.call(lock, "release")
+    assert other.call(again, "acquire", timeout=timeout) is True
+    other.call(again, "release")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("wait", "timeout (the longest wait"),
+        ("blocking_timeout", "timeout (the longest wait"),
+        ("max_wait", "timeout (the longest wait"),
+        ("expire", "ttl (the life of the lease"),
+        ("lease", "ttl (the life of the lease"),
+        ("lock_timeout", "timeout (the longest wait in seconds, 0 to try once) or ttl (the life"),
+        ("auto_renewal", "renew ("),
+        ("time_out", "timeout ("),
+        ("on_loss", "on_lost ("),
+        ("name", "key ("),
+        ("zzz", ""),
+    ],
+)
+def test_unknown_options_are_answered(subject: Subject, name: str, hint: str) -> None:
+    """With the nearest of ours, whatever library it comes from, and with all of them; no private name is in it."""
+    with pytest.raises(TypeError) as caught:
+        subject.lock("k", **{name: 5})
+    message = str(caught.value)
+    assert message.startswith(f"db_lock has no option {name!r}")
+    assert (f"(did you mean {hint}" in message) if hint else "did you mean" not in message
+    assert "; its options are ttl, timeout, renew, " in message
+    assert ("using" if subject.variant == "django" else "session") in message
+    assert ("session" if subject.variant == "django" else "using") not in message
+    assert "()" not in message
+    assert "__" not in message
+
+
+def test_the_other_faces_options(subject: Subject) -> None:
+    """Are answered with what does the same here."""
+    if subject.variant == "django":
+        expected = {"session": "release (whether", "engine": "using (the database alias"}
+    else:
+        expected = {"using": "engine (which comes first"}
+    for name, hint in expected.items():
+        with pytest.raises(TypeError) as caught:
+            subject.lock("k", **{name: object()})
+        assert f"(did you mean {hint}" in str(caught.value)
+
+
+def test_contradictions_are_refused(subject: Subject) -> None:
+    """An end of a renewal that there is not."""
+    with pytest.raises(ValueError, match="max_hold says when renewal ends, and with renew=False there is none"):
+        subject.lock("k", renew=False, max_hold=3)
+    subject.lock("k", renew=False, max_hold=None)
+
+
+# -- decorators
+
+
+def test_a_decorator_without_a_key(subject: Subject, actor: Actor) -> None:
+    """Is named after the function's module and qualified name, options or not."""
+
+    def sell(n: int = 3) -> Any:
+        return n, subject.run("SELECT lock_key, ttl FROM locks WHERE owner IS NOT NULL")
+
+    name = f"{__name__}.test_a_decorator_without_a_key.<locals>.sell"
+    assert actor.decorate(without_key(subject), sell)() == (3, [(name, 30)])
+    assert actor.decorate(without_key(subject, ttl=40), sell)(n=4) == (4, [(name, 40)])
+    assert subject.row(name)["owner"] is None
+
+
+def test_without_a_key_there_is_no_lock(subject: Subject, actor: Actor) -> None:
+    """What has no name of its own is refused, and what is no decorator is told to have a key."""
+    decorator = without_key(subject)
+    with pytest.raises(InvalidKey, match="give it a key"):
+        decorator(lambda: None)
+    with pytest.raises(TypeError, match="decorates functions"):
+        decorator(7)
+    with pytest.raises(TypeError, match="without a key db_lock makes a decorator"):
+        actor.within(decorator)
+    with pytest.raises(AttributeError, match="without a key db_lock makes a decorator"):
+        actor.call(decorator, "acquire")
+    with pytest.raises(TypeError, match="no option 'wait'"):
+        without_key(subject, wait=5)
+
+
+# -- blocks
+
+
+def test_the_wrong_kind_of_with(subject: Subject) -> None:
+    """Says which one is right. (Django's locks have both.)"""
+    if subject.variant == "django":
+        pytest.skip("Django's locks have both")
+    lock = subject.lock("k")
+    if subject.face == "async":
+        with pytest.raises(TypeError, match="use `async with`"), lock:
+            pytest.fail("unreachable")
+        return
+
+    async def main() -> None:
+        async with lock:
+            pytest.fail("unreachable")
+
+    with pytest.raises(TypeError, match="use `with`, or the lock of an AsyncEngine"):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize("subject", ASYNCHRONOUS, ids=str, indirect=True)
+def test_attaching_with_or_without_await(subject: Subject, actor: Actor) -> None:
+    """`async with attach(...)`, `async with await attach(...)` and `await attach(...)` are all good."""
+    lock = subject.lock("k")
+
+    async def directly() -> Any:
+        async with attach(subject, token) as same:
+            assert len(same._blocks) == 1  # which may end elsewhere, as others
+            return same.fence, subject.row("k")["owner"] is not None
+
+    async def awaited() -> Any:
+        async with await attach(subject, token) as same:
+            return same.fence, subject.row("k")["owner"] is not None
+
+    async def by_hand() -> Any:
+        same = await attach(subject, token)
+        found = same.fence, subject.row("k")["owner"] is not None
+        await getattr(same, subject.method("release"))()
+        return found
+
+    for way in (directly, awaited, by_hand):
+        actor.call(lock, "acquire")
+        fence = actor.get(lock, "fence")
+        token = actor.call(lock, "detach")
+        assert actor.do(way) == (fence, True)
+        assert subject.row("k")["owner"] is None
+        with pytest.raises(LockLost):
+            actor.do(way)
+
+
+# -- what is said
+
+
+def test_a_flow_that_never_held(subject: Subject, actor: Actor, other: Actor) -> None:
+    """`check()` and `verify()` raise LockLost and say so, `owned()` is False; somebody else's hold changes nothing."""
+    lock = subject.lock("k")
+    for _ in range(2):
+        with pytest.raises(LockLost, match="not held by this thread or task, which has not acquired it"):
+            actor.do(lock.check)
+        with pytest.raises(LockLost, match="not held by this thread or task, which has not acquired it"):
+            actor.call(lock, "verify")
+        assert actor.call(lock, "owned") is False
+        assert (actor.get(lock, "state"), actor.get(lock, "remaining")) == (None, 0.0)
+        if not subject.run("SELECT 1 FROM locks"):
+            other.call(lock, "acquire")
+    other.call(lock, "release")
+
+
+def test_a_holder_that_renews_is_said_to(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Since when it has the key, when it was heard of last, and when the key is free if it is never again."""
+    lock = subject.lock("k", ttl=1.5)
+    actor.call(lock, "acquire")
+    first = actor.call(lock, "inspect")
+    assert first.renewed is None
+    assert "renewed" not in str(first)
+    until(lambda: actor.call(lock, "inspect").age > 1.6)
+    with pytest.raises(LockTimeout) as caught:
+        other.within(subject.lock("k", timeout=0))
+    holder = caught.value.holder
+    assert holder is not None
+    assert holder.renewed is not None
+    assert 0 <= holder.renewed < 1.5
+    assert holder.renewed + holder.remaining == pytest.approx(1.5)
+    end = f"free {holder.remaining:.1f} s from now at the earliest if its holder has died"
+    assert f"for {holder.age:.1f} s, renewed {holder.renewed:.1f} s ago; {end}" in str(caught.value)
+    assert "at most" not in str(caught.value)
+    actor.call(lock, "release")
+    free = actor.call(lock, "inspect")
+    assert free.renewed is None
+    assert "does not hold it any more" in str(free)
+
+
+def test_a_min_hold_is_said_to_be_one(subject: Subject, actor: Actor, other: Actor) -> None:
+    """It is no holder who could die."""
+    actor.within(subject.lock("k", min_hold=20))
+    with pytest.raises(LockTimeout, match=r"who has given it back; its min_hold ends \d+\.\d s from now"):
+        other.within(subject.lock("k", timeout=0))
+
+
+def test_who_freed_it(subject: Subject, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
+    """Freed by hand, it is lost for that reason; taken over meanwhile, it did not end by itself either."""
+    for key, sql, reason in (("freed", FREE, Reason.FREED), ("taken", STEAL, Reason.TAKEN_OVER)):
+        lock = subject.lock(key, ttl=30)
+        actor.call(lock, "acquire")
+        subject.run(sql, key=key)
+        with pytest.raises(LockLost, match="it was freed by somebody") as caught:
+            actor.call(lock, "verify")
+        assert caught.value.reason is reason
+        assert "the lease ended" not in str(caught.value)
+        with pytest.raises(LockLost, match="it was freed by somebody"):
+            actor.call(lock, "release")
+    assert "and taken over by elsewhere" in str(caught.value)
+    assert caplog.text.count("it was freed by somebody") == 2
+    lock = subject.lock("ended", ttl=0.1, renew=False)
+    actor.call(lock, "acquire")
+    time.sleep(0.15)
+    subject.run(STEAL, key="ended")
+    with pytest.raises(LockLost, match="the lease ended, and it was taken over by elsewhere") as caught:
+        actor.call(lock, "release")
+    assert "at most" not in str(caught.value)
+
+
+@pytest.mark.parametrize("subject", LOOPS, ids=str, indirect=True)
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_blocked_loop_is_named(subject: Subject, actor: Actor, taken: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """In the log, in the reason that callbacks hear, and in what the block raises, whoever has the key by then."""
+    heard: list[Any] = []
+    lock = subject.lock("k", ttl=0.6, on_lost=lambda _, reason: heard.append(reason))
+
+    def block() -> None:
+        with caplog.at_level(logging.WARNING, logger="dblock"):
+            time.sleep(0.9)  # as a coroutine that forgets to await
+        if taken:
+            subject.run(STEAL, key="k")
+
+    with pytest.raises(LockLost, match="its event loop was blocked") as caught:
+        actor.within(lock, block)
+    assert caught.value.reason is Reason.BLOCKED
+    assert (caught.value.holder is not None) == taken
+    assert ("it was taken over by elsewhere" in str(caught.value)) == taken
+    until(lambda: heard)
+    assert heard == [Reason.BLOCKED]
+    assert "its event loop was blocked" in caplog.text
+
+
+def _is_lost(actor: Actor, lock: Any) -> bool:
+    return bool(actor.get(lock, "state") == "lost")
+
+
+@pytest.mark.parametrize("subject", ASYNCHRONOUS, ids=str, indirect=True)
+def test_a_busy_loop_is_not_blamed(subject: Subject, actor: Actor) -> None:
+    """A lease that was capped, or not renewed, ended by itself."""
+    for options in ({"renew": False}, {"max_hold": 0.35}):
+        lock = subject.lock("k", ttl=0.3, **options)
+        actor.call(lock, "acquire")
+        until(partial(_is_lost, actor, lock))
+        with pytest.raises(LockLost) as caught:
+            actor.call(lock, "release")
+        assert caught.value.reason is Reason.EXPIRED
+        assert "blocked" not in "".join(traceback.format_exception(caught.value))
