@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         StoreConflict,
         StoreLocked,
         StoreUnanswered,
-        SynchronousOnlyOperation,
         UnsupportedDatabase,
     )
     from dblock.core.tokens import Sequencer
@@ -54,7 +53,6 @@ __all__ = [
     "StoreConflict",
     "StoreLocked",
     "StoreUnanswered",
-    "SynchronousOnlyOperation",
     "UnsupportedDatabase",
     "acheck_sequencer",
     "afenced_update",

@@ -6,7 +6,6 @@ Statements of the lock are therefore not in `connection.queries`.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 class DjangoStore(BaseStore):
     """The database of one alias."""
 
-    instead = "use `async with`, `await lock.aacquire()`, a thread or sync_to_async"
     _paramstyle = "pyformat"
 
     def __init__(self, alias: str) -> None:
@@ -102,9 +100,7 @@ class DjangoStore(BaseStore):
         time.sleep(seconds)
 
     def before_waiting(self) -> None:
-        """Refuse to wait on an event loop, unless Django is told to allow it, and inside a SQLite transaction."""
-        if not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
-            super().before_waiting()
+        """Refuse to wait inside a SQLite transaction."""
         caller = connections[self._alias]
         if caller.vendor == "sqlite" and in_sqlite_transaction(caller):
             raise LockTimeout(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from sqlalchemy import Engine
 from sqlalchemy.util import greenlet_spawn
@@ -14,18 +15,22 @@ from dblock.core.base import BaseLock
 from dblock.core.drivers import adrive, drive
 from dblock.core.faces import AsyncLock as CoreAsyncLock
 from dblock.core.faces import Attaching, SyncLock
+from dblock.core.flows import current_task
 from dblock.core.holds import Hold
 from dblock.core.options import Given
+from dblock.core.steps import Steps
 from dblock.core.templates import NoKey
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.values import Seconds, valid_retention
-from sqlalchemy_dblock.store import EngineStore, store_for
+from sqlalchemy_dblock.store import INSTEAD, EngineStore, store_for
 from sqlalchemy_dblock.transactions import connection_of, keep_until_end, pin, valid_session
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
     from sqlalchemy.orm import Session
+
+T = TypeVar("T")
 
 
 class Options(Given, total=False):
@@ -79,6 +84,12 @@ class Lock(_EngineLock, SyncLock):
         super().__init__(engine, key, **options)
         if self.options.interrupt:
             raise TypeError("interrupt=True cancels asyncio tasks; the lock of an Engine runs in threads")
+
+    def _drive(self, steps: Steps[T]) -> T:
+        if current_task() is not None:
+            text = f"the lock of an Engine blocks the event loop while the database answers: {INSTEAD}"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)  # which Python shows once
+        return super()._drive(steps)
 
     def guard(self, session_or_connection: Session | Connection | None = None) -> None:
         """Keep the lock, come what may, until the open transaction ends: nobody else's tenure begins before.

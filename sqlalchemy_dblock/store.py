@@ -15,7 +15,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.util import greenlet_spawn
 
 from dblock.core import loopback
-from dblock.core.errors import UnsupportedDatabase
+from dblock.core.errors import SynchronousOnlyOperation, UnsupportedDatabase
+from dblock.core.flows import current_task
 from dblock.core.listener import Ear
 from dblock.core.pool import PooledConnection
 from dblock.core.protocol import Database
@@ -25,12 +26,13 @@ from dblock.core.store import BaseStore
 from sqlalchemy_dblock.connections import EnginePool, InMemory, is_in_memory, rest
 from sqlalchemy_dblock.listening import EARS, neighbours
 
+INSTEAD = "use the lock of an AsyncEngine, or a thread (asyncio.to_thread)"
+
 
 class EngineStore(BaseStore):
     """The database of one engine."""
 
     _create_table = "create it with sqlalchemy_dblock.metadata.create_all(engine), or with Alembic"
-    instead = "use the lock of an AsyncEngine, or a thread (asyncio.to_thread)"
 
     def __init__(self, engine: Engine) -> None:
         name = engine.dialect.name
@@ -94,6 +96,11 @@ class EngineStore(BaseStore):
     def rest(self, seconds: float) -> None:
         """Sleep there."""
         rest(seconds, self._dialect)
+
+    def before_waiting(self) -> None:
+        """Refuse to wait on the thread of a running event loop."""
+        if current_task() is not None:
+            raise SynchronousOnlyOperation(f"You cannot wait for a lock from an async context - {INSTEAD}.")
 
     async def aexecute(self, step: Execute) -> Rows:
         """Run the statement on the running event loop."""

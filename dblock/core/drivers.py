@@ -26,8 +26,6 @@ class Store(Hearing, Protocol):
         """The protocol's view of it."""
         ...
 
-    instead: str
-    """What to use on an event loop in place of a synchronous lock."""
     pin: Statement | None
     """The statement `pin` as sessions of the caller's are to run it, once somebody has asked for it."""
 

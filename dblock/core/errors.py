@@ -113,9 +113,10 @@ class StaleSnapshot(LockError, RuntimeError):
 
 
 class SynchronousOnlyOperation(LockError, RuntimeError):
-    """A synchronous lock that is held by somebody was to be waited for on the thread of a running event loop.
+    """The lock of an Engine, held by somebody, was to be waited for on the thread of a running event loop.
 
-    That would keep every task from running, the holder perhaps among them. Named as Django names the same mistake.
+    That would keep every task from running, the holder perhaps among them. Named as Django names the same mistake; the
+    Django app raises Django's own.
     """
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect as python
-import warnings
 from collections.abc import Callable, Coroutine, Generator
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
@@ -103,9 +102,6 @@ class SyncLock(BaseLock):
     """A lock whose methods block the calling thread."""
 
     def _drive(self, steps: Steps[T]) -> T:
-        if current_task() is not None:
-            text = f"a synchronous lock blocks the event loop while the database answers: {self._store().instead}"
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
         return drive(steps, self._store())
 
     def acquire(self, blocking: bool = True, timeout: Timeout = ...) -> bool:

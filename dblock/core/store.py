@@ -22,9 +22,7 @@ from dblock.core.errors import (
     StoreConflict,
     StoreLocked,
     StoreUnanswered,
-    SynchronousOnlyOperation,
 )
-from dblock.core.flows import current_task
 from dblock.core.pool import PooledConnection
 from dblock.core.protocol import Database
 from dblock.core.statements.base import Failure, Statement, perform
@@ -72,8 +70,6 @@ class BaseStore:
     """Which database it is, for people."""
     _create_table: str
     """What makes the table."""
-    instead: str
-    """What to use on an event loop."""
     _paramstyle: str
     _errors: tuple[type[BaseException], ...]
     """The driver's."""
@@ -123,11 +119,6 @@ class BaseStore:
             self._source.give_after_error(connection)
             raise self.error(error, step) from error
         return rows
-
-    def before_waiting(self) -> None:
-        """Refuse to wait on the thread of a running event loop."""
-        if current_task() is not None:
-            raise SynchronousOnlyOperation(f"You cannot wait for a lock from an async context - {self.instead}.")
 
     def error(self, error: BaseException, step: Execute) -> LockError:
         """What a driver's error means."""
