@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         StoreConflict,
         StoreLocked,
         StoreUnanswered,
+        SynchronousOnlyOperation,
         UnsupportedDatabase,
     )
     from dblock.core.tokens import Sequencer
@@ -53,6 +54,7 @@ __all__ = [
     "StoreConflict",
     "StoreLocked",
     "StoreUnanswered",
+    "SynchronousOnlyOperation",
     "UnsupportedDatabase",
     "acheck_sequencer",
     "afenced_update",

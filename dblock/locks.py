@@ -11,12 +11,12 @@ from types import EllipsisType
 from typing import Any, Self, TypeVar, Unpack, overload
 
 from asgiref.sync import sync_to_async
-from django.core.exceptions import SynchronousOnlyOperation
+from django.core import exceptions
 from django.core.signals import setting_changed
 from django.db import connections, router
 
 from dblock import conf, signals
-from dblock.core import operations, protocol
+from dblock.core import errors, operations, protocol
 from dblock.core.drivers import adrive, drive
 from dblock.core.errors import Reason
 from dblock.core.faces import AsyncLock, Attaching, SyncLock, enter
@@ -32,6 +32,10 @@ from dblock.transactions import follow_rollbacks, keep_until_end, open_blocks
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class SynchronousOnlyOperation(errors.SynchronousOnlyOperation, exceptions.SynchronousOnlyOperation):
+    """Django's own, and one of ours."""
 
 
 class Lock(SyncLock):
@@ -72,7 +76,8 @@ class Lock(SyncLock):
         # As django.utils.asyncio.async_unsafe, without the exception that it raises and catches each time.
         if current_task() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
             raise SynchronousOnlyOperation(
-                "A lock cannot block an event loop: use `async with` and the methods that begin with an `a`."
+                "You cannot use a synchronous lock from an async context - use `async with` and the methods that begin "
+                "with an `a`, a thread or sync_to_async."
             )
         return drive(steps, self._store())
 

@@ -110,6 +110,7 @@ def test_public_names() -> None:
         "StoreConflict",
         "StoreLocked",
         "StoreUnanswered",
+        "SynchronousOnlyOperation",
         "UnsupportedDatabase",
         "check_sequencer",
         "fenced_update",

@@ -21,6 +21,10 @@ def missing() -> bool:
         return True
 
 
+FEW = "postgresql and not django-async and not async-postgresql-psycopg"
+"""The drivers' own threads and tasks are no business of a pooler's."""
+
+
 @pytest.mark.skipif(POOLER, reason="this is it")
 @pytest.mark.skipif(missing(), reason=HINTS["pgbouncer"])
 @pytest.mark.timeout(300)
@@ -28,7 +32,7 @@ def missing() -> bool:
 def test_the_short_form_of_make_pooler(part: str) -> None:
     """What the lock, its queue and its guard promise holds there too."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", "postgresql", part],
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", FEW, part],
         env={name: value for name, value in os.environ.items() if not name.startswith(("DBLOCK_TEST", "PYTEST"))}
         | {"DBLOCK_POOLER": "1"},
         capture_output=True,

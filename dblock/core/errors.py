@@ -115,8 +115,8 @@ class StaleSnapshot(LockError, RuntimeError):
 class SynchronousOnlyOperation(LockError, RuntimeError):
     """The lock of an Engine, held by somebody, was to be waited for on the thread of a running event loop.
 
-    That would keep every task from running, the holder perhaps among them. Named as Django names the same mistake; the
-    Django app raises Django's own.
+    That would keep every task from running, the holder perhaps among them. Named as Django names the same mistake; what
+    the Django app raises, at any use there, is both.
     """
 
 

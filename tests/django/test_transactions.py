@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 from django.db import DatabaseError, connections, transaction
 
+import dblock
 from dblock import LockError, LockLost, db_lock
 from dblock.core import clock
 from dblock.store import store_for
@@ -239,8 +240,9 @@ def test_an_event_loop_is_not_blocked(database: str, alias: str) -> None:
         with db_lock("k", using=alias):
             pass
 
-    with pytest.raises(SynchronousOnlyOperation, match="async with"):
+    with pytest.raises(SynchronousOnlyOperation, match="async with") as caught:
         asyncio.run(main())
+    assert isinstance(caught.value, dblock.SynchronousOnlyOperation)
 
 
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
