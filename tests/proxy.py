@@ -27,6 +27,8 @@ class Proxy:
         self.round_trips = 0
         self.asked: list[float] = []
         """The local times at which the round trips began."""
+        self.counting_new = True
+        """Are round trips of connections that are yet to come counted? A listener of an earlier test may come back."""
         self.heard: list[bytes] = []
         """What the client said first in each."""
         self.cut_replies = 0
@@ -74,16 +76,20 @@ class Proxy:
             for each in (client, server):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._sockets.add(each)
-            speaker = [server]
+            speaker, counts = [server], self.counting_new
             for source, sink in ((client, server), (server, client)):
                 threading.Thread(
-                    target=self._forward, args=(source, sink, speaker, source is client), daemon=True
+                    target=self._forward,
+                    args=(source, sink, speaker, source is client, counts and source is client),
+                    daemon=True,
                 ).start()
 
-    def _forward(self, source: socket.socket, sink: socket.socket, speaker: list[socket.socket], asks: bool) -> None:
+    def _forward(
+        self, source: socket.socket, sink: socket.socket, speaker: list[socket.socket], asks: bool, counts: bool
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                if asks and speaker[0] is not source:
+                if counts and speaker[0] is not source:
                     self.round_trips += 1
                     self.asked.append(clock.now())
                     self.heard.append(data[:200])

@@ -178,7 +178,6 @@ def test_a_passing_refusal_is_not_noticed(subject: Subject, refusals: Refusals) 
         assert subject.run("SELECT count(*) FROM locks") == [(0,)]
 
 
-@pytest.mark.exact
 def test_a_lasting_refusal_ends_in_an_error_of_ours(subject: Subject, refusals: Refusals) -> None:
     """Each error for good, for each statement: few sendings, a typed error, local state as the row's."""
     for make in ERRORS[subject.protocol.dialect.name]:
