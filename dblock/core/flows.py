@@ -55,7 +55,7 @@ def _process() -> str:
 class Flow:
     """What one flow holds, found by the store of its row and its key; and who it is."""
 
-    __slots__ = ("__weakref__", "_is_task", "_life", "holds", "name", "ref", "who")
+    __slots__ = ("__weakref__", "_is_task", "holds", "life", "name", "ref", "who")
 
     def __init__(self, name: str, life: Any, *, is_task: bool = False) -> None:
         """`life` is the asyncio task, or lives as long as the thread."""
@@ -63,22 +63,19 @@ class Flow:
         self.holds: dict[tuple[object, str], Hold] = {}
         self.who = process_identity() | {"thread": storable(name)}
         self.ref = weakref.ref(self)
-        self._life = weakref.ref(life)
+        self.life = weakref.ref(life)
+        """The asyncio task, or what dies with the thread."""
         self._is_task = is_task
 
     @property
     def task(self) -> Any:
         """The asyncio task that it is, if it is one and lives."""
-        return self._life() if self._is_task else None
+        return self.life() if self._is_task else None
 
     def ended(self) -> bool:
         """Is there nobody left to give back what it holds? A flow of a context also ends by being collected with it."""
-        life = self._life()
+        life = self.life()
         return life is None or (self._is_task and bool(life.done()))
-
-    def lives_as(self, life: object) -> bool:
-        """Is it of this very thread?"""
-        return self._life() is life
 
 
 class _Life:
@@ -102,7 +99,7 @@ def current_flow() -> Flow:
     task = current_task()
     if task is None:
         flow, life = _of_context.get(), _thread.life
-        if flow is None or not flow.lives_as(life):  # of another thread, whose context ours was copied from
+        if flow is None or flow.life() is not life:  # of another thread, whose context ours was copied from
             flow = Flow(threading.current_thread().name, life)
             _ = _of_context.set(flow)
         return flow

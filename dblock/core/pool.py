@@ -177,13 +177,16 @@ class AutocommitPool:
         self._out[0].discard(connection)
         self._out[1].discard(connection)
         connection.idle_since = now = clock.now()
-        surplus: list[PooledConnection] = []
+        surplus: list[PooledConnection] | None = None
         with self._turn:
-            full = len(self._idle) >= self._keep or connection.epoch != self._epoch
-            (surplus if full else self._idle).append(connection)
-            while len(self._idle) > 1 and self._idle[0].idle_since < now - IDLE:
-                surplus.append(self._idle.pop(0))
-        for each in surplus:
+            idle = self._idle
+            if len(idle) < self._keep and connection.epoch == self._epoch:
+                idle.append(connection)
+            else:
+                surplus = [connection]
+            while len(idle) > 1 and idle[0].idle_since < now - IDLE:
+                surplus = [*(surplus or ()), idle.pop(0)]
+        for each in surplus or ():
             self._dismiss(each)
 
     give_after_error = give
@@ -218,7 +221,11 @@ class AutocommitPool:
         with self._turn:
             if len(out) >= most:
                 return None
-            connection = self._idle_for(loop) or PooledConnection(loop=loop, epoch=self._epoch)
+            idle = self._idle
+            if idle and idle[-1].loop is loop:
+                connection = idle.pop()
+            else:
+                connection = self._idle_for(loop) or PooledConnection(loop=loop, epoch=self._epoch)
             out.add(connection)
             return connection
 
