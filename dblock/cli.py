@@ -7,7 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from dblock import __version__
-from dblock.core.statements import DIALECTS
+from dblock.core.errors import UnsupportedDatabase
+from dblock.core.statements import DIALECTS, dialect_for
+from dblock.core.values import valid_tables
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,8 +19,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     schema = commands.add_parser("schema", help="print the tables as plain SQL")
     schema.add_argument("database", choices=sorted(DIALECTS), help="the kind of database")
+    schema.add_argument("--prefix", default="", help="stands before the names of the tables")
+    schema.add_argument("--schema", default="", help="the schema of the tables (in MySQL: the database)")
     options = parser.parse_args(arguments)
-    sys.stdout.write(DIALECTS[options.database].ddl)
+    try:
+        dialect = dialect_for(options.database, valid_tables(options.prefix, options.schema))
+    except (ValueError, UnsupportedDatabase) as error:
+        parser.error(str(error))
+    sys.stdout.write(dialect.ddl)
     return 0
 
 

@@ -14,7 +14,8 @@ from django.conf import settings as django_settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
-from dblock.core.values import Seconds
+from dblock.core.statements.base import Tables
+from dblock.core.values import Seconds, valid_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,10 @@ class Settings:
     """Seconds for which the reaper leaves free and expired rows."""
     LISTEN: bool = True
     """May PostgreSQL call waiters with NOTIFY? It takes one connection for each process in which somebody waits."""
+    TABLE_PREFIX: str = ""
+    """Stands before the tables' names, `locks` and `lock_waiters`. Read when Django starts, as models are."""
+    SCHEMA: str | None = None
+    """The schema (in MySQL's words: the database) of the tables, None for where their sessions look first."""
 
 
 NAMES = frozenset(field.name for field in fields(Settings))
@@ -51,6 +56,14 @@ def given() -> dict[str, Any]:
 def settings() -> Settings:
     """`settings.DBLOCK` with the defaults filled in."""
     return Settings(**{name: value for name, value in given().items() if name in NAMES})
+
+
+def tables() -> Tables:
+    """What the tables are called."""
+    try:
+        return valid_tables(settings().TABLE_PREFIX, settings().SCHEMA)
+    except (TypeError, ValueError) as error:
+        raise ImproperlyConfigured(f"DBLOCK['TABLE_PREFIX'], DBLOCK['SCHEMA']: {error}") from None
 
 
 def _changed(*, setting: str, **_: object) -> None:

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from django.db import models
+from django.db import DEFAULT_DB_ALIAS, connections, models
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.translation import gettext_lazy as _
 
+from dblock import conf
 from dblock.core.statements.mysql import COLLATIONS
 
 if TYPE_CHECKING:
     _CharField = models.CharField[str, str]
 else:
     _CharField = models.CharField
+
+
+def table(name: str) -> str:
+    """The name of `locks` or `lock_waiters` as Django is to know it.
+
+    With a schema it is quoted, which Django leaves as it is. It is quoted as the database of `USING` does it: a model
+    has one name, whatever the alias.
+    """
+    tables = conf.tables()
+    if not tables.schema:
+        return tables.prefix + name
+    quoted: str = connections[conf.settings().USING or DEFAULT_DB_ALIAS].ops.quote_name("name")
+    return tables.name(name, quoted[0])
 
 
 class ExactCharField(_CharField):
@@ -91,7 +105,7 @@ class Lock(_Row):
     served_ticket = models.BigIntegerField(_("last ticket served"), db_default=0)
 
     class Meta:
-        db_table = "locks"
+        db_table = table("locks")
         verbose_name = _("lock")
         verbose_name_plural = _("locks")
 
@@ -120,7 +134,7 @@ class Waiter(_Row):
     expires_at = models.DateTimeField(_("expires at"))
 
     class Meta:
-        db_table = "lock_waiters"
+        db_table = table("lock_waiters")
         verbose_name = _("waiter")
         verbose_name_plural = _("waiters")
 

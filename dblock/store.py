@@ -17,12 +17,12 @@ from django.db.transaction import TransactionManagementError
 from django.db.utils import InterfaceError
 from django.utils.connection import ConnectionDoesNotExist
 
-from dblock.conf import settings
+from dblock import conf
 from dblock.connections import DjangoPool, DjangoSQLite, in_sqlite_transaction, own_wrapper
 from dblock.core import loopback
 from dblock.core.errors import LockTimeout, UnsupportedDatabase
 from dblock.core.protocol import Database
-from dblock.core.statements import DIALECTS
+from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Cursor, perform
 from dblock.core.steps import Execute, Rows
 from dblock.core.store import BaseStore
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 class DjangoStore(BaseStore):
     """The database of one alias."""
 
+    _rename_tables = "give dblock's other names, with DBLOCK['TABLE_PREFIX'] or DBLOCK['SCHEMA']"
     _paramstyle = "pyformat"
 
     def __init__(self, alias: str) -> None:
@@ -48,7 +49,7 @@ class DjangoStore(BaseStore):
             raise UnsupportedDatabase(
                 f"database {alias!r} is {vendor}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite"
             )
-        self.database = Database(DIALECTS[vendor])
+        self.database = Database(dialect_for(vendor, conf.tables()))
         self._alias = alias
         self._place = f"database {alias!r}"
         self._create_table = f"add 'dblock' to INSTALLED_APPS and run `manage.py migrate dblock --database {alias}`"
@@ -72,7 +73,7 @@ class DjangoStore(BaseStore):
 
     def hear(self, channel: str) -> Ear | None:
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
-        if not settings().LISTEN:
+        if not conf.settings().LISTEN:
             return None
         connection = own_wrapper(self._alias)
         try:

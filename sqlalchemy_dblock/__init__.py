@@ -31,7 +31,7 @@ from sqlalchemy_dblock.locks import AsyncLock, Lock, attach, check_sequencer, db
 
 if TYPE_CHECKING:
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
-    from sqlalchemy_dblock.table import locks, metadata
+    from sqlalchemy_dblock.table import lock_waiters, locks, metadata, metadata_for
 
 __all__ = [
     "AsyncLock",
@@ -59,8 +59,10 @@ __all__ = [
     "check_sequencer",
     "db_lock",
     "fenced_update",
+    "lock_waiters",
     "locks",
     "metadata",
+    "metadata_for",
     "reap",
 ]
 
@@ -69,7 +71,7 @@ if not TYPE_CHECKING:  # a type checker is to know every name
 
     def __getattr__(name: str) -> Any:
         """What loads much of SQLAlchemy, when asked for: the dialects of three databases, or the ORM."""
-        if name in {"locks", "metadata"}:
+        if name in {"lock_waiters", "locks", "metadata", "metadata_for"}:
             from sqlalchemy_dblock import table as home  # noqa: PLC0415
         elif name in {"FencedMixin", "fenced_update"}:
             from sqlalchemy_dblock import fences as home  # noqa: PLC0415

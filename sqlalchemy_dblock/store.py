@@ -20,9 +20,10 @@ from dblock.core.flows import current_task
 from dblock.core.listener import Ear
 from dblock.core.pool import PooledConnection
 from dblock.core.protocol import Database
-from dblock.core.statements import DIALECTS
+from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.steps import Execute, Rows
 from dblock.core.store import BaseStore
+from dblock.core.values import valid_tables
 from sqlalchemy_dblock.connections import EnginePool, InMemory, is_in_memory, rest
 from sqlalchemy_dblock.listening import EARS, neighbours
 
@@ -33,18 +34,24 @@ class EngineStore(BaseStore):
     """The database of one engine."""
 
     _create_table = "create it with sqlalchemy_dblock.metadata.create_all(engine), or with Alembic"
+    _rename_tables = (
+        "give dblock's other names, with metadata_for(prefix=, schema=) and the execution options dblock_prefix and "
+        "dblock_schema of the engine"
+    )
 
     def __init__(self, engine: Engine) -> None:
         name = engine.dialect.name
         if name not in DIALECTS:
             raise UnsupportedDatabase(f"the engine speaks {name}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
-        self.database = Database(DIALECTS[name])
+        options = engine.get_execution_options()
+        tables = valid_tables(options.get("dblock_prefix", ""), options.get("dblock_schema"))
+        self.database = Database(dialect_for(name, tables))
         self._source = InMemory(engine) if is_in_memory(engine) else EnginePool(engine)
         self.asynchronous: bool = engine.dialect.is_async
         self.renewable = isinstance(self._source, EnginePool)
         self._place = str(engine.url.render_as_string(hide_password=True))
         self._dialect, self._driver = engine.dialect, engine.dialect.driver
-        self._listens = engine.get_execution_options().get("dblock_listen", True)
+        self._listens = options.get("dblock_listen", True)
         if not isinstance(self._listens, bool):
             raise TypeError(f"the execution option dblock_listen is True or False, not {self._listens!r}")
         self._tasks: set[asyncio.Task[None]] = set()

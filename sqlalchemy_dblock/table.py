@@ -14,6 +14,7 @@ from sqlalchemy.dialects.postgresql.base import PGDialect
 from sqlalchemy.types import TypeEngine
 
 from dblock.core.statements.mysql import COLLATIONS
+from dblock.core.values import valid_tables
 
 
 def _exact(length: int) -> TypeEngine[str]:
@@ -40,57 +41,78 @@ _KNOWN = {name for kind, names in PGDialect.construct_arguments or () if kind is
 _WAYS: dict[str, Any] = {"with": {"fillfactor": 50}, "using": "heap WITH (fillfactor = 50)"}
 _ROOM: dict[str, Any] = next(({f"postgresql_{name}": way} for name, way in _WAYS.items() if name in _KNOWN), {})
 
-metadata = MetaData()
+
+def metadata_for(prefix: str = "", schema: str | None = None) -> MetaData:
+    """Both tables under names of your own: `prefix` stands before theirs and their indexes', `schema` is their place.
+
+    The engines whose locks live there say so too: `create_engine(..., execution_options={"dblock_prefix": prefix,
+    "dblock_schema": schema})`. The schema (in MySQL's words: the database) is there already. Raises TypeError or
+    ValueError for what is no plain name.
+    """
+    tables = valid_tables(prefix, schema)
+    made = MetaData(schema=tables.schema or None)
+    _add_locks(made, prefix)
+    _add_lock_waiters(made, prefix)
+    if not _ROOM:
+        for table in made.tables.values():
+            make_room = DDL("ALTER TABLE %(fullname)s SET (fillfactor = 50)").execute_if(dialect="postgresql")  # type: ignore[no-untyped-call]
+            event.listen(table, "after_create", make_room)
+    return made
+
+
+def _add_locks(made: MetaData, prefix: str) -> None:
+    _ = Table(
+        f"{prefix}locks",
+        made,
+        Column("lock_key", _exact(255), primary_key=True),
+        Column("owner", _exact(64), nullable=True),
+        Column("fence", BigInteger, nullable=False),
+        Column("count", Integer, nullable=False),
+        Column("ttl", _seconds, nullable=False),
+        Column("acquired_at", _moment, nullable=False),
+        Column("expires_at", _moment, nullable=False),
+        Column("label", _exact(255), nullable=False),
+        Column("host", _exact(255), nullable=False),
+        Column("pid", Integer, nullable=False),
+        Column("thread", _exact(255), nullable=False),
+        Column("program", _exact(255), nullable=False),
+        Column("celery_task_id", _exact(255), nullable=False),
+        Column("last_ticket", BigInteger, nullable=False, server_default=text("0")),
+        Column("served_ticket", BigInteger, nullable=False, server_default=text("0")),
+        # In MySQL `lock.guard()` locks its entries; the others have it too, so that Alembic sees one table everywhere.
+        Index(f"{prefix}locks_pin", "lock_key", unique=True),
+        **_INNODB,
+        **_ROOM,
+    )
+
+
+def _add_lock_waiters(made: MetaData, prefix: str) -> None:
+    _ = Table(
+        f"{prefix}lock_waiters",
+        made,
+        Column("owner", _exact(64), primary_key=True),
+        Column("lock_key", _exact(255), nullable=False),
+        Column("ticket", BigInteger, nullable=False),
+        Column("ttl", _seconds, nullable=False),
+        Column("label", _exact(255), nullable=False),
+        Column("host", _exact(255), nullable=False),
+        Column("pid", Integer, nullable=False),
+        Column("thread", _exact(255), nullable=False),
+        Column("program", _exact(255), nullable=False),
+        Column("celery_task_id", _exact(255), nullable=False),
+        Column("channel", _exact(63), nullable=False),
+        Column("joined_at", _moment, nullable=False),
+        Column("expires_at", _moment, nullable=False),
+        Index(f"{prefix}lock_waiters_queue", "lock_key", "ticket", unique=True),
+        **_INNODB,
+        **_ROOM,
+    )
+
+
+metadata = metadata_for()
 """For `metadata.create_all(engine)`, or in Alembic's `target_metadata`."""
 
-locks = Table(
-    "locks",
-    metadata,
-    Column("lock_key", _exact(255), primary_key=True),
-    Column("owner", _exact(64), nullable=True),
-    Column("fence", BigInteger, nullable=False),
-    Column("count", Integer, nullable=False),
-    Column("ttl", _seconds, nullable=False),
-    Column("acquired_at", _moment, nullable=False),
-    Column("expires_at", _moment, nullable=False),
-    Column("label", _exact(255), nullable=False),
-    Column("host", _exact(255), nullable=False),
-    Column("pid", Integer, nullable=False),
-    Column("thread", _exact(255), nullable=False),
-    Column("program", _exact(255), nullable=False),
-    Column("celery_task_id", _exact(255), nullable=False),
-    Column("last_ticket", BigInteger, nullable=False, server_default=text("0")),
-    Column("served_ticket", BigInteger, nullable=False, server_default=text("0")),
-    # In MySQL `lock.guard()` locks its entries; the others have it too, so that Alembic sees one table everywhere.
-    Index("locks_pin", "lock_key", unique=True),
-    **_INNODB,
-    **_ROOM,
-)
+locks = metadata.tables["locks"]
 """A key's row; read it with SQLAlchemy, but leave writing to the protocol."""
-
-lock_waiters = Table(
-    "lock_waiters",
-    metadata,
-    Column("owner", _exact(64), primary_key=True),
-    Column("lock_key", _exact(255), nullable=False),
-    Column("ticket", BigInteger, nullable=False),
-    Column("ttl", _seconds, nullable=False),
-    Column("label", _exact(255), nullable=False),
-    Column("host", _exact(255), nullable=False),
-    Column("pid", Integer, nullable=False),
-    Column("thread", _exact(255), nullable=False),
-    Column("program", _exact(255), nullable=False),
-    Column("celery_task_id", _exact(255), nullable=False),
-    Column("channel", _exact(63), nullable=False),
-    Column("joined_at", _moment, nullable=False),
-    Column("expires_at", _moment, nullable=False),
-    Index("lock_waiters_queue", "lock_key", "ticket", unique=True),
-    **_INNODB,
-    **_ROOM,
-)
+lock_waiters = metadata.tables["lock_waiters"]
 """A place in the queue of a key."""
-
-if not _ROOM:
-    for _table in (locks, lock_waiters):
-        _make_room = DDL("ALTER TABLE %(table)s SET (fillfactor = 50)").execute_if(dialect="postgresql")  # type: ignore[no-untyped-call]
-        event.listen(_table, "after_create", _make_room)

@@ -21,12 +21,10 @@ from sqlalchemy_dblock import metadata
 from tests.conftest import ALIASES, INNODB, observer, url
 
 
-def plain_ddl(database: str) -> str:
+def plain_ddl(database: str, *options: str) -> str:
     """What the command `dblock schema` prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "dblock.cli", "schema", database], capture_output=True, text=True, check=True
-    )
-    return done.stdout
+    command = [sys.executable, "-m", "dblock.cli", "schema", database, *options]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.fixture
@@ -59,29 +57,31 @@ def apply(engine: Engine, sql: str) -> None:
     connection.close()
 
 
-def describe(engine: Engine, database: str) -> Any:
+def describe(engine: Engine, database: str, prefix: str = "", schema: str | None = None) -> Any:
     """The tables as the database's own catalogue has them."""
-    return [_describe(engine, database, table) for table in ("locks", "lock_waiters")]
+    return [_describe(engine, database, prefix + table, schema) for table in ("locks", "lock_waiters")]
 
 
-def _describe(engine: Engine, database: str, table: str) -> Any:
+def _describe(engine: Engine, database: str, table: str, schema: str | None) -> Any:
+    there = f"'{schema}'" if schema else "current_schema()" if database == "postgresql" else "database()"
+    oid = f"""'{f'"{schema}".' if schema else ""}"{table}"'::regclass"""
     queries = {
-        "sqlite": [f"PRAGMA table_info({table})", f"SELECT count(*) FROM sqlite_master WHERE tbl_name = '{table}'"],
+        "sqlite": [f"PRAGMA table_info('{table}')", f"SELECT count(*) FROM sqlite_master WHERE tbl_name = '{table}'"],
         "postgresql": [
             "SELECT ordinal_position, column_name, data_type, character_maximum_length, collation_name, is_nullable,"
             " column_default, datetime_precision FROM information_schema.columns"
-            f" WHERE table_name = '{table}' AND table_schema = current_schema() ORDER BY 1",
-            f"SELECT reloptions FROM pg_class WHERE oid = '{table}'::regclass",
+            f" WHERE table_name = '{table}' AND table_schema = {there} ORDER BY 1",
+            f"SELECT reloptions FROM pg_class WHERE oid = {oid}",
             "SELECT indisprimary, indisunique, indkey::text, indcollation::text FROM pg_index"
-            f" WHERE indrelid = '{table}'::regclass ORDER BY 1, 2",
-            f"SELECT contype, pg_get_constraintdef(oid) FROM pg_constraint WHERE conrelid = '{table}'::regclass",
+            f" WHERE indrelid = {oid} ORDER BY 1, 2",
+            f"SELECT contype, pg_get_constraintdef(oid) FROM pg_constraint WHERE conrelid = {oid}",
         ],
         "mysql": [
             "SELECT ordinal_position, column_name, column_type, collation_name, is_nullable, column_default, column_key"
-            f" FROM information_schema.columns WHERE table_name = '{table}' AND table_schema = database() ORDER BY 1",
-            f"SELECT engine FROM information_schema.tables WHERE table_name = '{table}' AND table_schema = database()",
+            f" FROM information_schema.columns WHERE table_name = '{table}' AND table_schema = {there} ORDER BY 1",
+            f"SELECT engine FROM information_schema.tables WHERE table_name = '{table}' AND table_schema = {there}",
             "SELECT index_name, column_name FROM information_schema.statistics"
-            f" WHERE table_name = '{table}' AND table_schema = database() ORDER BY 1, 2",
+            f" WHERE table_name = '{table}' AND table_schema = {there} ORDER BY 1, 2",
         ],
     }["mysql" if database in INNODB else database]
     with engine.connect() as connection:

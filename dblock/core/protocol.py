@@ -152,14 +152,14 @@ def verify(database: Database, tenure: Tenure) -> Steps[bool]:
 
 def pin(database: Database) -> Steps[Statement]:
     """The statement `pin` as sessions of the caller's are to run it, whatever table they mean by `locks`."""
-    statement, locate = database.dialect.pin, database.dialect.locate
-    if locate is None:
-        return statement
-    _, rows = yield from send(database, locate, {}, database.now() + PATIENCE, resend=True)
-    table, galera = rows[0]
-    if galera:
-        warn("this is a Galera cluster, and guard() holds on one node only: let one node take all guarded writes")
-    return replace(statement, sql=statement.sql.format(locks=table))
+    dialect, tables = database.dialect, database.dialect.tables
+    if dialect.locate is not None:
+        _, rows = yield from send(database, dialect.locate, {}, database.now() + PATIENCE, resend=True)
+        schema, galera = rows[0]
+        if galera:
+            warn("this is a Galera cluster, and guard() holds on one node only: let one node take all guarded writes")
+        tables = replace(tables, schema=tables.schema or str(schema))
+    return dialect.pin.over(tables, dialect.quote)
 
 
 def extend(database: Database, tenure: Tenure, ttl: float, grace: float = 0.0) -> Steps[Grant | None]:

@@ -70,6 +70,8 @@ class BaseStore:
     """Which database it is, for people."""
     _create_table: str
     """What makes the table."""
+    _rename_tables: str
+    """What gives the tables other names."""
     _paramstyle: str
     _errors: tuple[type[BaseException], ...]
     """The driver's."""
@@ -123,7 +125,9 @@ class BaseStore:
     def error(self, error: BaseException, step: Execute) -> LockError:
         """What a driver's error means."""
         failure = self.database.dialect.classify(error)
-        return store_error(failure, error, step, create_table=self._create_table, place=self._place)
+        if failure in _SCHEMA:
+            return schema_error(failure, error, step, self)
+        return store_error(failure, error, step, place=self._place)
 
     def _watch(self, connection: PooledConnection, until: float) -> Callable[[], bool]:
         """Cut the connection at that local time, unless the function that this returns has been called: False then."""
@@ -159,20 +163,33 @@ def _always() -> bool:
 _INDEXES: Final = ("locks_pin ON locks (lock_key)", "lock_waiters_queue ON lock_waiters (lock_key, ticket)")
 """Those that statements name."""
 
+_SCHEMA: Final = frozenset({Failure.NO_TABLE, Failure.OTHER_TABLE})
+"""These tell of the tables, not of the statement."""
+
 _SPENT: Final = frozenset({Failure.LOST, Failure.READ_ONLY})
 """After these the connection is of no more use: the server is gone, or another one takes the writes now."""
 
 
-def store_error(failure: Failure, error: BaseException, step: Execute, *, create_table: str, place: str) -> LockError:
-    """The error to raise from the driver's `error` of `step`, which means `failure`.
-
-    `create_table` says what makes the missing table, `place` which database it is.
-    """
-    key = _key(step)
+def schema_error(failure: Failure, error: BaseException, step: Execute, store: BaseStore) -> LockStoreError:
+    """The error to raise from the driver's `error` of `step`: the tables are not as they should be."""
+    dialect, place = store.database.dialect, store._place
+    names = [f"`{dialect.tables.name(each, '')}`" for each in ("locks", "lock_waiters") if each in step.statement.sql]
     if failure is Failure.NO_TABLE:
-        tables = "`locks` or no table `lock_waiters`" if "lock_waiters" in step.statement.sql else "`locks`"
-        return LockStoreError(f"{place} has no table {tables}: {create_table}", key=key)
-    what = _what(step)
+        text = f"{place} has no table {' or no table '.join(names)}: {store._create_table}"
+        return LockStoreError(text, key=_key(step))
+    detail = str(error).strip().partition("\n")[0]
+    missing = next((index for index in _INDEXES if index.partition(" ")[0] in detail), "")
+    make = f" ({dialect.tables.named(f'CREATE UNIQUE INDEX {missing}', dialect.quote)})" if missing else ""
+    return LockStoreError(
+        f"{' or '.join(names)} in {place} is not as dblock made it: {type(error).__name__}: {detail}. If it is "
+        f"dblock's, run its migrations to their end{make}; if it is another application's, {store._rename_tables}",
+        key=_key(step),
+    )
+
+
+def store_error(failure: Failure, error: BaseException, step: Execute, *, place: str) -> LockError:
+    """The error to raise from the driver's `error` of `step`, which means `failure`; `place` is the database."""
+    key, what = _key(step), _what(step)
     detail = f"{type(error).__name__}: {str(error).strip()}"
     kind: type[LockError]
     match failure:
@@ -186,10 +203,6 @@ def store_error(failure: Failure, error: BaseException, step: Execute, *, create
         case Failure.STALE:
             hint = "the transaction has read what others have changed since: take the lock, and then begin it"
             kind, text = StaleSnapshot, f"{place} refused to {what}: {detail}; {hint}"
-        case Failure.NO_INDEX:
-            make = next((f": CREATE UNIQUE INDEX {each}" for each in _INDEXES if each.partition(" ")[0] in detail), "")
-            hint = f"run the migration to its end, or make the index that somebody has dropped{make}"
-            kind, text = LockStoreError, f"{place} refused to {what}: {detail}; {hint}"
         case Failure.LOST:
             kind, text = StoreUnanswered, f"{place} did not answer when asked to {what}: {detail}"
         case _:

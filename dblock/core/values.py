@@ -6,15 +6,20 @@ Rule: every check here happens before any I/O, so that bad input changes nothing
 from __future__ import annotations
 
 import math
+import re
 import threading
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Final, Literal, NamedTuple
 
 from dblock.core.errors import InvalidKey
+from dblock.core.statements.base import Tables
 
 KEY_LENGTH: Final = 255
 TEXT_LENGTH: Final = 255
+SCHEMA_LENGTH: Final = 63
+"""PostgreSQL cuts longer names, MySQL refuses them from 65 on."""
+PREFIX_LENGTH: Final = SCHEMA_LENGTH - len("lock_waiters_queue")
 
 TTL_MIN: Final = 0.02
 """Seconds: SQLite cuts the present to a millisecond and rounds the ttl to one, so that a lease may end 1.5 ms early,
@@ -85,6 +90,17 @@ def valid_retention(retention: object) -> float:
     if not 0 <= seconds <= TTL_MAX:
         raise ValueError(f"retention is 0 to {TTL_MAX:g} seconds, not {seconds:g}")
     return seconds
+
+
+def valid_tables(prefix: object, schema: object) -> Tables:
+    """What the tables are called: plain names, which need no care wherever they are quoted; TypeError or ValueError."""
+    schema = "" if schema is None else schema
+    for what, name, longest in (("a prefix of tables", prefix, PREFIX_LENGTH), ("a schema", schema, SCHEMA_LENGTH)):
+        if not isinstance(name, str):
+            raise TypeError(f"{what} is text, not {type(name).__name__}: {_short(name)}")
+        if len(name) > longest or not re.fullmatch(r"[A-Za-z0-9_-]*", name):
+            raise ValueError(f"{what} has at most {longest} of the characters A-Z, a-z, 0-9, _ and -: {_short(name)}")
+    return Tables(str(prefix), str(schema))
 
 
 def acquire_timeout(blocking: object, timeout: object, own: float | None) -> float | None:

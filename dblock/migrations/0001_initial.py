@@ -6,6 +6,7 @@ from django.db import migrations, models
 from django.db.backends.base.schema import BaseDatabaseSchemaEditor
 
 import dblock.models
+from dblock import conf
 
 
 def suit_the_database(apps: Any, schema_editor: BaseDatabaseSchemaEditor) -> None:
@@ -15,11 +16,15 @@ def suit_the_database(apps: Any, schema_editor: BaseDatabaseSchemaEditor) -> Non
     `lock.guard()` locks the entries of a second index; the others have it too, so that there is one table for all. And an
     index, where Django would make a constraint.
     """
+    quote: str = schema_editor.connection.ops.quote_name("name")[0]
+    statements = [
+        "CREATE UNIQUE INDEX locks_pin ON locks (lock_key)",
+        "CREATE UNIQUE INDEX lock_waiters_queue ON lock_waiters (lock_key, ticket)",
+    ]
     if schema_editor.connection.vendor == "postgresql":
-        schema_editor.execute("ALTER TABLE locks SET (fillfactor = 50)")
-        schema_editor.execute("ALTER TABLE lock_waiters SET (fillfactor = 50)")
-    schema_editor.execute("CREATE UNIQUE INDEX locks_pin ON locks (lock_key)")
-    schema_editor.execute("CREATE UNIQUE INDEX lock_waiters_queue ON lock_waiters (lock_key, ticket)")
+        statements += [f"ALTER TABLE {table} SET (fillfactor = 50)" for table in ("locks", "lock_waiters")]
+    for statement in statements:
+        schema_editor.execute(conf.tables().named(statement, quote))
 
 
 class RunThroughTheEditor(migrations.RunPython):
@@ -57,7 +62,7 @@ class Migration(migrations.Migration):
                 ("last_ticket", models.BigIntegerField(db_default=0, verbose_name="last ticket")),
                 ("served_ticket", models.BigIntegerField(db_default=0, verbose_name="last ticket served")),
             ],
-            options={"verbose_name": "lock", "verbose_name_plural": "locks", "db_table": "locks"},
+            options={"verbose_name": "lock", "verbose_name_plural": "locks", "db_table": dblock.models.table("locks")},
         ),
         migrations.CreateModel(
             name="Waiter",
@@ -84,7 +89,7 @@ class Migration(migrations.Migration):
             options={
                 "verbose_name": "waiter",
                 "verbose_name_plural": "waiters",
-                "db_table": "lock_waiters",
+                "db_table": dblock.models.table("lock_waiters"),
             },
         ),
         RunThroughTheEditor(suit_the_database, migrations.RunPython.noop, atomic=False),

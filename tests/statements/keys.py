@@ -502,7 +502,7 @@ _PIN: Final = (
     *_tenure("pin", on=["sqlite"]),
 )
 
-_LOCATE: Final = (Case("locate", "the table's full name, and no cluster", reply=[(..., 0)], on=SERVERS),)
+_LOCATE: Final = (Case("locate", "the table's schema, and no cluster", reply=[(..., 0)], on=SERVERS),)
 
 _STALE: Final = (
     Case(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as Unfinished
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from functools import partial
@@ -91,7 +91,7 @@ class Session:
     def send(self, statement: Statement, given: Record) -> Any:
         """The statement's rows, or how it failed."""
         try:
-            return self._perform(replace(statement, sql=statement.sql.replace("{locks}", "locks")), {**WISH, **given})
+            return self._perform(statement, {**WISH, **given})
         except Exception as error:
             self.error = error
             failure = self._dialect.classify(error)

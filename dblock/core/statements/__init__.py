@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from dblock.core.errors import UnsupportedDatabase
 from dblock.core.statements import mysql, postgresql, sqlite
-from dblock.core.statements.base import Dialect
+from dblock.core.statements.base import Dialect, Tables
 
 DIALECTS: Final[dict[str, Dialect]] = {
     "postgresql": postgresql.DIALECT,
@@ -14,3 +15,10 @@ DIALECTS: Final[dict[str, Dialect]] = {
     "sqlite": sqlite.DIALECT,
 }
 """By the vendor names that Django and SQLAlchemy use."""
+
+
+def dialect_for(vendor: str, tables: Tables) -> Dialect:
+    """The statements for a database, over these tables."""
+    if vendor == "sqlite" and tables.schema:
+        raise UnsupportedDatabase(f"SQLite has no schemas, such as {tables.schema!r}: choose a prefix for the tables")
+    return DIALECTS[vendor].over(tables)

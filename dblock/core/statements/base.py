@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 
 class Reply(Enum):
@@ -32,8 +32,34 @@ class Failure(Enum):
     STALE = "the transaction has read what others have changed since: it can never write"
     LOST = "the connection broke, the outcome is unknown"
     NO_TABLE = "the table is missing"
-    NO_INDEX = "an index that the statement names is missing"
+    OTHER_TABLE = "the table lacks a column or an index that the statement names"
     OTHER = "anything else; nothing happened"
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What the tables are called, and where they are: `prefix` stands before their names and their indexes'."""
+
+    prefix: str = ""
+    schema: str = ""
+    """In MySQL's words a database; where sessions look for tables that name none, if empty."""
+
+    def name(self, table: str, quote: str) -> str:
+        """The full name of `locks` or `lock_waiters`, as SQL that quotes names with `quote`."""
+        parts = [self.schema, self.prefix + table] if self.schema else [self.prefix + table]
+        return ".".join(quote + part.replace(quote, quote * 2) + quote for part in parts)
+
+    def named(self, sql: str, quote: str) -> str:
+        """`sql` over these tables instead of `locks` and `lock_waiters`."""
+
+        def name(found: re.Match[str]) -> str:
+            table, index = found[1], found[2]
+            return Tables(self.prefix).name(table + index, quote) if index else self.name(table, quote)
+
+        return sql if self == Tables() else _TABLE.sub(name, sql)
+
+
+_TABLE: Final = re.compile(r"\b(locks|lock_waiters)(_pin|_queue|)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +71,10 @@ class Statement:
     reply: Reply
     keeps: bool = False
     """Does it keep or give back what is held? Such statements never wait for those that take."""
+
+    def over(self, tables: Tables, quote: str) -> Statement:
+        """The same over these tables."""
+        return replace(self, sql=tables.named(self.sql, quote))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +108,10 @@ class Dialect:
     pin: Statement
     """In the caller's transaction: keep everybody from beginning a new tenure until it ends -> does it see ours?
 
-    Given as a template over `locks`, where sessions may mean different tables by that name.
+    Always over `locks`: sessions may mean different tables by a name, so `protocol.pin` says which.
     """
     locate: Statement | None
-    """What the lock's own sessions mean by `locks` -> its full name, and something on a node of a Galera cluster."""
+    """Where the lock's own sessions find `locks` -> its schema, and something on a node of a Galera cluster."""
     stale: Statement
     """Keys whose rows have been free or expired for longer than `retention`."""
     reap: Statement
@@ -94,6 +124,16 @@ class Dialect:
     """The tables, in plain SQL."""
     queue: Queue
     """The statements of those who wait."""
+    quote: str = '"'
+    """What names are quoted with."""
+    tables: Tables = Tables()
+
+    def over(self, tables: Tables) -> Dialect:
+        """The same over these tables."""
+        queue = replace(self.queue, **_over(self.queue, tables, self.quote))
+        ddl = tables.named(self.ddl, self.quote)
+        statements = _over(self, tables, self.quote) | {"pin": self.pin}
+        return replace(self, **statements, tables=tables, queue=queue, ddl=ddl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +176,12 @@ class Queue:
     """Delete one such row."""
     ddl: str
     """Their table, in plain SQL."""
+
+
+def _over(statements: Dialect | Queue, tables: Tables, quote: str) -> dict[str, Any]:
+    """Each of the statements over these tables, by the name of its field."""
+    each = {field.name: getattr(statements, field.name) for field in fields(statements)}
+    return {name: it.over(tables, quote) for name, it in each.items() if isinstance(it, Statement)}
 
 
 class Cursor(Protocol):

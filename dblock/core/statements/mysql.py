@@ -242,9 +242,9 @@ PIN: Final = Statement(
     "pin",
     """
 SELECT /*M! @@tx_isolation */ /*!80017 @@transaction_isolation */ = 'SERIALIZABLE' OR EXISTS (
-    SELECT 1 FROM {locks} AS seen WHERE seen.lock_key = :key AND seen.fence = :fence
+    SELECT 1 FROM locks AS seen WHERE seen.lock_key = :key AND seen.fence = :fence
         AND /*M! @@tx_isolation */ /*!80017 @@transaction_isolation */ <> 'SERIALIZABLE')
-FROM {locks} FORCE INDEX (locks_pin) WHERE lock_key = :key LOCK IN SHARE MODE
+FROM locks FORCE INDEX (locks_pin) WHERE lock_key = :key LOCK IN SHARE MODE
 """,
     Reply.ROWS,
 )
@@ -253,7 +253,7 @@ FROM {locks} FORCE INDEX (locks_pin) WHERE lock_key = :key LOCK IN SHARE MODE
 LOCATE: Final = Statement(
     "locate",
     """
-SELECT CONCAT('`', REPLACE(DATABASE(), '`', '``'), '`.locks'),
+SELECT DATABASE(),
        (SELECT COUNT(*) FROM /*M! information_schema */ /*!80017 performance_schema */ .global_variables
         WHERE variable_name = 'wsrep_on' AND variable_value = 'ON')
 """,
@@ -325,7 +325,7 @@ _MEANINGS: Final = {
     **dict.fromkeys((1158, 1159, 1160, 1161, 1927, 3169, 4031, 0), Failure.LOST),
     1062: Failure.DUPLICATE,
     1146: Failure.NO_TABLE,
-    1176: Failure.NO_INDEX,
+    **dict.fromkeys((1054, 1176), Failure.OTHER_TABLE),
 }
 
 
@@ -360,5 +360,6 @@ DIALECT: Final = Dialect(
     classify=classify,
     ddl=(_DDL + QUEUE.ddl).format(collation=COLLATIONS["mysql"]),
     queue=QUEUE,
+    quote="`",
 )
 MARIADB: Final = replace(DIALECT, ddl=(_DDL + QUEUE.ddl).format(collation=COLLATIONS["mariadb"]))

@@ -18,8 +18,8 @@ No SET touches an indexed column, so all updates are heap-only while the page ha
 
 A pin is a shared advisory lock of the guarded transaction, which ends with it and, unlike a lock on the row, neither
 blocks a renewal nor minds that the row has been renewed since the transaction's snapshot. A take needs the same lock
-exclusively, and does not wait for it. Its number is a 64 bit hash of the key: a collision makes a key look busy for as
-long as the other one is pinned.
+exclusively, and does not wait for it. Its number is a 64 bit hash of the key and the table: a collision makes a key
+look busy for as long as the other one is pinned.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ UPDATE locks SET
     celery_task_id = :task
 WHERE lock_key = :key
   AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp()
-           THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, 7234)) ELSE false END
+           THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(tableoid AS bigint))) ELSE false END
   AND (last_ticket = served_ticket OR CAST(:fair AS integer) = 0)
   AND set_config('lock_timeout', '20ms', true) IS NOT NULL
   AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
@@ -73,7 +73,8 @@ SELECT CAST(:key AS text), :owner, CAST(extract(epoch FROM clock_timestamp()) * 
        :label, :host, CAST(:pid AS integer), :thread, :program, :task
 WHERE set_config('lock_timeout', '20ms', true) IS NOT NULL
   AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
-  AND pg_try_advisory_xact_lock(hashtextextended(CAST(:key AS text) COLLATE "C", 7234))
+  AND pg_try_advisory_xact_lock(hashtextextended(CAST(:key AS text) COLLATE "C",
+                                                 CAST(CAST('locks' AS regclass) AS bigint)))
 ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence
 """,
@@ -242,8 +243,9 @@ RETURNING CASE WHEN owner IS NULL AND last_ticket > served_ticket THEN served_ti
 PIN: Final = Statement(
     "pin",
     """
-SELECT EXISTS (SELECT 1 FROM {locks} WHERE lock_key = :key AND fence = :fence)
-FROM pg_advisory_xact_lock_shared(hashtextextended(CAST(:key AS text) COLLATE "C", 7234))
+SELECT EXISTS (SELECT 1 FROM locks WHERE lock_key = :key AND fence = :fence)
+FROM pg_advisory_xact_lock_shared(hashtextextended(CAST(:key AS text) COLLATE "C",
+                                                   CAST(CAST('locks' AS regclass) AS bigint)))
 """,
     Reply.ROWS,
 )
@@ -252,7 +254,7 @@ FROM pg_advisory_xact_lock_shared(hashtextextended(CAST(:key AS text) COLLATE "C
 LOCATE: Final = Statement(
     "locate",
     """
-SELECT quote_ident(nspname) || '.' || quote_ident(relname), 0
+SELECT nspname, 0
 FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
 WHERE pg_class.oid = CAST('locks' AS regclass)
 """,
@@ -313,6 +315,7 @@ _MEANINGS: Final = {
     "55P03": Failure.BUSY,  # lock_timeout
     "25006": Failure.READ_ONLY,
     "42P01": Failure.NO_TABLE,
+    "42703": Failure.OTHER_TABLE,
 }
 # Connection exceptions; the server ends sessions, one that is idle or one that takes long.
 _LOST = ("08", "57P", "25P03", "25P04")

@@ -274,6 +274,8 @@ def classify(error: BaseException) -> Failure:
         return Failure.STALE
     if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) or "is locked" in text:
         return Failure.LOCKED
+    if "no such column" in text or "has no column named" in text:
+        return Failure.OTHER_TABLE
     return Failure.NO_TABLE if "no such table" in text else Failure.OTHER
 
 

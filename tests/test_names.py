@@ -1,0 +1,294 @@
+"""Tables of other names, in other schemas; and tables of the usual names that are another application's."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+from django.core.checks import run_checks
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management import call_command
+from django.core.management.base import SystemCheckError
+from django.db import connections
+from django.test import override_settings
+from sqlalchemy import Engine, create_engine, inspect, make_url, text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from dblock.core.errors import LockStoreError, UnsupportedDatabase
+from dblock.core.statements import DIALECTS, dialect_for
+from dblock.core.statements.base import Statement, Tables
+from dblock.core.values import valid_tables
+from dblock.models import table
+from sqlalchemy_dblock import attach, db_lock, metadata_for, reap
+from tests.conftest import INNODB, observer, url
+from tests.statements.laboratory import Session
+from tests.test_schema import apply, describe, plain_ddl
+
+pytestmark = pytest.mark.direct
+
+ROOT = Path(__file__).parent.parent
+PREFIX = "App-1_"
+STRANGERS = "CREATE TABLE {} (id integer PRIMARY KEY, door integer NOT NULL)"
+ASYNC = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "mariadb": "aiomysql", "mysql": "asyncmy"}
+
+
+class Place:
+    """A database in which another application has the usual names, and ours have others."""
+
+    def __init__(self, database: str, tmp_path: Path) -> None:
+        self.database = database
+        self.url = make_url(url(database))
+        self.schema = {"sqlite": None, "postgresql": "Ops"}.get(database, f"{self.url.database}_ops")
+        if database == "sqlite":
+            self.url = self.url.set(database=f"{tmp_path}/names.sqlite3")
+        else:
+            name = f"{self.url.database}_names"
+            force = " WITH (FORCE)" if database == "postgresql" else ""
+            self.sql(f"DROP DATABASE IF EXISTS {name}{force}", f"CREATE DATABASE {name}")
+            self.url = self.url.set(database=name)
+        self.engine = create_engine(self.url, execution_options={"dblock_prefix": PREFIX, "dblock_schema": self.schema})
+        self.clean()
+        self.sql(STRANGERS.format("locks"), STRANGERS.format("lock_waiters"), engine=self.engine)
+
+    def sql(self, *statements: str, engine: Engine | None = None) -> None:
+        with (engine or observer(self.database)).connect() as connection:
+            apart = connection.execution_options(isolation_level="AUTOCOMMIT")
+            for statement in statements:
+                apart.execute(text(statement))
+
+    def clean(self) -> None:
+        """Have an empty schema."""
+        if self.database == "postgresql":
+            self.sql('DROP SCHEMA IF EXISTS "Ops" CASCADE', 'CREATE SCHEMA "Ops"', engine=self.engine)
+        elif self.database in INNODB:
+            self.sql(f"DROP DATABASE IF EXISTS {self.schema}", f"CREATE DATABASE {self.schema}")
+
+    def asynchronous(self) -> Any:
+        options = self.engine.get_execution_options()
+        driver = self.url.set(drivername=f"{self.url.get_backend_name()}+{ASYNC[self.database]}", query={})
+        return create_async_engine(driver, execution_options=dict(options))
+
+    def looks(self) -> Any:
+        """Our tables, as the catalogue has them."""
+        named: Any = describe(self.engine, self.database, PREFIX, self.schema)
+        return named
+
+
+@pytest.fixture
+def place(database: str, tmp_path: Path) -> Iterator[Place]:
+    place = Place(database, tmp_path)
+    yield place
+    place.engine.dispose()
+    if place.database in INNODB:
+        place.sql(f"DROP DATABASE {place.schema}")
+
+
+def statements(dialect: Any) -> Iterator[Statement]:
+    for part in (dialect, dialect.queue):
+        for field in fields(part):
+            if isinstance(each := getattr(part, field.name), Statement):
+                yield each
+
+
+@pytest.mark.parametrize("vendor", DIALECTS)
+def test_no_statement_keeps_a_usual_name(vendor: str) -> None:
+    """All but the pin, which is named when it is known where the lock's own sessions look."""
+    schema = "" if vendor == "sqlite" else "ops"
+    dialect = dialect_for(vendor, Tables("my_", schema))
+    for statement in statements(dialect):
+        usual = re.findall(r"\b(?:locks|lock_waiters)(?:_pin|_queue)?\b", statement.sql)
+        assert bool(usual) == (statement.name == "pin"), statement.name
+    assert "my_locks_pin" in dialect.ddl
+    assert not re.search(r"\b(locks|lock_waiters)", dialect.ddl)
+    assert dialect_for(vendor, Tables()) == DIALECTS[vendor]
+
+
+def test_plain_names_only() -> None:
+    """What would have to be escaped somewhere is refused at the door; and SQLite has no schemas."""
+    for bad in ('a"b', "a`b", "a b", "a.b", "ä", "a%b", "a:key", "x" * 46):
+        with pytest.raises(ValueError, match="prefix of tables"):
+            valid_tables(bad, None)
+    with pytest.raises(TypeError, match="a schema is text"):
+        valid_tables("", 1)
+    with pytest.raises(ValueError, match="prefix"):
+        metadata_for(prefix="x;")
+    engine = create_engine("sqlite://", execution_options={"dblock_schema": "ops"})
+    with pytest.raises(UnsupportedDatabase, match="SQLite has no schemas, such as 'ops'"):
+        db_lock(engine, "k")
+
+
+def test_two_ways_make_them(place: Place) -> None:
+    """`metadata_for` and `dblock schema`, and `create_all` leaves the other application's tables alone."""
+    made = metadata_for(prefix=PREFIX, schema=place.schema)
+    made.create_all(place.engine)
+    by_metadata = place.looks()
+    assert [len(table[0]) for table in by_metadata] == [15, 13]
+    made.drop_all(place.engine)
+    assert set(inspect(place.engine).get_table_names()) == {"locks", "lock_waiters"}
+    options = ["--prefix", PREFIX, *(["--schema", place.schema] if place.schema else [])]
+    apply(place.engine, plain_ddl(place.database, *options))
+    assert place.looks() == by_metadata
+
+
+def test_every_statement_is_about_them(place: Place) -> None:
+    """The server accepts each, beside tables of the usual names that have none of its columns."""
+    metadata_for(prefix=PREFIX, schema=place.schema).create_all(place.engine)
+    dialect = dialect_for(place.database, valid_tables(PREFIX, place.schema))
+    session = Session(place.database, place.url.render_as_string(hide_password=False))
+    for statement in statements(dialect):
+        named = statement.over(dialect.tables, dialect.quote) if statement is dialect.pin else statement
+        session.send(named, {"leases": "[]", "owners": "[]"})
+        assert session.error is None, (statement.name, session.error)
+    session.close()
+
+
+def wait_for_it(engine: Engine, turns: list[int | None]) -> None:
+    with db_lock(engine, "k", timeout=20) as mine:
+        turns.append(mine.fence)
+
+
+def assert_free(place: Place, key: str) -> None:
+    """In tables of yet another name the same key is another lock: a guard of the one does not keep the other."""
+    metadata_for(prefix="more").create_all(place.engine)
+    more = create_engine(place.url, execution_options={"dblock_prefix": "more"})
+    with db_lock(more, key, timeout=1):
+        pass
+    more.dispose()
+
+
+def test_locks_live_there(place: Place) -> None:
+    """Held, renewed, entered again, guarded, handed over, waited for and reaped, with nothing in the usual tables."""
+    metadata_for(prefix=PREFIX, schema=place.schema).create_all(place.engine)
+    engine, turns = place.engine, list[int | None]()
+    waiters = [threading.Thread(target=wait_for_it, args=(engine, turns)) for _ in range(2)]
+    with db_lock(engine, "k", ttl=0.8, timeout=5) as lock:
+        turns.append(lock.fence)
+        for each in waiters:
+            each.start()
+        with db_lock(engine, "k", ttl=0.8):
+            assert lock.verify()
+        time.sleep(1)
+        with engine.connect() as connection, connection.begin():
+            lock.guard(connection)
+            if place.database != "sqlite":  # where it would be the second writer
+                assert_free(place, "k")
+        token = lock.detach()
+    with attach(engine, token) as same:
+        assert same.fence == turns[0]
+    for each in waiters:
+        each.join()
+    assert sorted(turns, key=str) == turns
+    assert len(turns) == 3
+    assert reap(engine, retention=0) == 1
+
+
+def test_an_asynchronous_engine_and_django_know_them_too(place: Place) -> None:
+    """`migrate` makes them where the setting says, as `metadata_for` does; each face sees what the other holds."""
+    command = [sys.executable, "-c", SITE, place.database, str(place.url.database), PREFIX, place.schema or ""]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as site:
+        assert site.stdin is not None
+        assert site.stdout is not None
+        assert site.stdout.readline() == "migrated\n"
+        by_django = place.looks()
+
+        async def hold(stdin: IO[str], stdout: IO[str]) -> None:
+            engine = place.asynchronous()
+            async with db_lock(engine, "k", ttl=60) as lock:
+                stdin.write(f"{lock.fence}\n")
+                stdin.flush()
+                assert await asyncio.to_thread(stdout.readline) == "seen\n"
+            await engine.dispose()
+
+        asyncio.run(hold(site.stdin, site.stdout))
+        assert site.stdout.readline() == "taken\n"
+    assert site.returncode == 0
+    made = metadata_for(prefix=PREFIX, schema=place.schema)
+    made.drop_all(place.engine)
+    made.create_all(place.engine)
+    assert place.looks() == by_django
+
+
+SITE = """
+import sys
+from django.conf import settings
+from tests import settings as ours
+database, name, prefix, schema = sys.argv[1:]
+known = {name: value for name, value in vars(ours).items() if name.isupper()}
+known["DATABASES"] = {"default": {**ours.DATABASES["default" if database == "sqlite" else database], "NAME": name}}
+known["DBLOCK"] = {"TABLE_PREFIX": prefix, "SCHEMA": schema or None}
+settings.configure(**known)
+import django
+django.setup()
+from django.contrib.auth.models import User
+from django.core.management import call_command
+from django.db import transaction
+from django.test import Client
+from dblock import db_lock
+from dblock.models import Lock
+
+call_command("migrate", verbosity=0)
+call_command("makemigrations", "dblock", check=True, verbosity=0)
+call_command("check", databases=["default"], stdout=sys.stderr)
+print("migrated", flush=True)
+fence = int(input())
+lock = db_lock("k", timeout=20)
+assert not lock.acquire(timeout=1)
+assert Lock.objects.get(lock_key="k").fence == fence
+settings.ALLOWED_HOSTS = ["*"]
+browser = Client()
+browser.force_login(User.objects.create_superuser("root"))
+page = browser.get("/admin/dblock/lock/")
+assert page.status_code == 200 and ">k<" in page.content.decode(), page
+print("seen", flush=True)
+with lock:
+    assert lock.fence > fence
+    with transaction.atomic():
+        lock.guard()
+print("taken", flush=True)
+"""
+
+
+def test_tables_of_another_application(place: Place) -> None:
+    """They are called that, with what to do."""
+    engine = create_engine(place.url)
+    with pytest.raises(LockStoreError, match=r"`locks` in .* is not as dblock made it: .*metadata_for\(prefix="):
+        db_lock(engine, "k").acquire()
+    engine.dispose()
+
+
+def test_django_names_them_before_it_migrates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E005, and not the database's words for it; none for our own tables, nor without any."""
+    path = tmp_path / "other.sqlite3"
+    monkeypatch.setitem(connections.settings, "other", {**connections.settings["default"], "NAME": str(path)})
+    with override_settings(DBLOCK={"USING": "other"}):
+        assert [each.id for each in run_checks(tags=["dblock"], databases=["other"])] == []
+        with sqlite3.connect(path) as database:
+            database.execute(STRANGERS.format("lock_waiters"))
+        with pytest.raises(SystemCheckError, match="`lock_waiters` in database 'other' is another application's"):
+            call_command("migrate", database="other", verbosity=0, skip_checks=False)
+        with sqlite3.connect(path) as database:
+            database.execute("DROP TABLE lock_waiters")
+        call_command("migrate", database="other", verbosity=0, skip_checks=False)
+        assert [each.id for each in run_checks(tags=["dblock"], databases=["other"])] == []
+    connections["other"].close()
+    del connections["other"]
+
+
+def test_settings_that_make_no_name() -> None:
+    """They end Django's start in its own error; a schema with SQLite is a check's business."""
+    with override_settings(DBLOCK={"TABLE_PREFIX": "a b"}), pytest.raises(ImproperlyConfigured, match="TABLE_PREFIX"):
+        table("locks")
+    with override_settings(DBLOCK={"SCHEMA": "ops"}):
+        assert [each.id for each in run_checks(tags=["dblock"])] == ["dblock.E006"]
+    with override_settings(DBLOCK={"SCHEMA": "ops", "USING": "postgresql", "TABLE_PREFIX": "my_"}):
+        assert table("locks") == '"ops"."my_locks"'
