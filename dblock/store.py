@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from asgiref.sync import sync_to_async
 from django.db import DatabaseError, connections
@@ -53,6 +53,8 @@ class DjangoStore(BaseStore):
         self._alias = alias
         self._place = f"database {alias!r}"
         self._create_table = f"add 'dblock' to INSTALLED_APPS and run `manage.py migrate dblock --database {alias}`"
+        if vendor == "sqlite" and connection.settings_dict["NAME"] == ":memory:":
+            self._create_table += "; each thread has a database in memory of its own"
         pool = DjangoPool(alias)
         self._source: DjangoPool | DjangoSQLite = pool
         if vendor == "sqlite":
@@ -109,6 +111,14 @@ class DjangoStore(BaseStore):
                 "holder: take the lock before the transaction begins"
             )
 
+    def _why_locked(self, error: BaseException) -> str:
+        if "table is locked" not in str(error):
+            return super()._why_locked(error)
+        return (
+            "another thread has an open transaction on this database in memory: in a test that uses the lock in more "
+            "than one thread use TransactionTestCase, with pytest-django @pytest.mark.django_db(transaction=True)"
+        )
+
     async def aexecute(self, step: Execute) -> Rows:
         """Run the statement in a thread; in the one that Django's async code shares where it may join a transaction."""
         if isinstance(self._source, DjangoSQLite):
@@ -118,12 +128,19 @@ class DjangoStore(BaseStore):
 
 
 def pin(store: DjangoStore, alias: str, step: Execute) -> Rows:
-    """Run the statement `pin` in the transaction that is open on `alias`."""
+    """Run the statement `pin` in the transaction that is open on `alias`.
+
+    Not in the transaction that Django's TestCase keeps open around a test: nothing in it is ever committed, so that no
+    tenure of the key need wait for its end, the test's own next one least of all.
+    """
     connection = connections[alias]
-    if not connection.in_atomic_block:
+    blocks: list[Any] = connection.atomic_blocks
+    if all(block._from_testcase for block in blocks):
         raise TransactionManagementError("guard() keeps the lock until the transaction ends: call it inside atomic()")
     if not store.same_database(alias):
         raise ValueError(f"guard(using={alias!r}): the lock lives in another database, which this one cannot keep")
+    if blocks[0]._from_testcase:
+        return [(True,)]
     try:
         with connection.cursor() as cursor:
             return perform(cast("Cursor", cursor), step.statement, step.parameters, "pyformat")

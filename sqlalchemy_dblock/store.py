@@ -12,6 +12,7 @@ from functools import partial
 
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.pool import SingletonThreadPool
 from sqlalchemy.util import greenlet_spawn
 
 from dblock.core import loopback
@@ -47,6 +48,11 @@ class EngineStore(BaseStore):
         tables = valid_tables(options.get("dblock_prefix", ""), options.get("dblock_schema"))
         self.database = Database(dialect_for(name, tables))
         self._source = InMemory(engine) if is_in_memory(engine) else EnginePool(engine)
+        if isinstance(engine.pool, SingletonThreadPool):
+            self._create_table += (
+                "; each thread has a database in memory of its own, unless the engine is made with "
+                'poolclass=StaticPool and connect_args={"check_same_thread": False}'
+            )
         self.asynchronous: bool = engine.dialect.is_async
         self.renewable = isinstance(self._source, EnginePool)
         self._place = str(engine.url.render_as_string(hide_password=True))

@@ -127,7 +127,11 @@ class BaseStore:
         failure = self.database.dialect.classify(error)
         if failure in _SCHEMA:
             return schema_error(failure, error, step, self)
-        return store_error(failure, error, step, place=self._place)
+        return store_error(failure, error, step, self)
+
+    def _why_locked(self, error: BaseException) -> str:
+        """What may have locked the whole database."""
+        return "somebody's transaction, your own perhaps, has been writing all the time"
 
     def _watch(self, connection: PooledConnection, until: float) -> Callable[[], bool]:
         """Cut the connection at that local time, unless the function that this returns has been called: False then."""
@@ -187,17 +191,16 @@ def schema_error(failure: Failure, error: BaseException, step: Execute, store: B
     )
 
 
-def store_error(failure: Failure, error: BaseException, step: Execute, *, place: str) -> LockError:
-    """The error to raise from the driver's `error` of `step`, which means `failure`; `place` is the database."""
-    key, what = _key(step), _what(step)
+def store_error(failure: Failure, error: BaseException, step: Execute, store: BaseStore) -> LockError:
+    """The error to raise from the driver's `error` of `step`, which means `failure`."""
+    key, what, place = _key(step), _what(step), store._place
     detail = f"{type(error).__name__}: {str(error).strip()}"
     kind: type[LockError]
     match failure:
         case Failure.CONFLICT | Failure.READ_ONLY:
             kind, text = StoreConflict, f"{place} kept refusing to {what}: {detail}"
         case Failure.LOCKED:
-            hint = "somebody's transaction, your own perhaps, has been writing all the time"
-            kind, text = StoreLocked, f"{place} kept refusing to {what}: {detail}; {hint}"
+            kind, text = StoreLocked, f"{place} kept refusing to {what}: {detail}; {store._why_locked(error)}"
         case Failure.BUSY:
             kind, text = StoreBusy, f"another transaction keeps {place} from {what}: {detail}"
         case Failure.STALE:

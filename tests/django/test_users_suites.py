@@ -1,0 +1,111 @@
+"""What the tests of a project that uses the lock meet: under TestCase, TransactionTestCase and pytest-django."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ALIASES
+
+ROOT = Path(__file__).parent.parent.parent
+
+SETTINGS = """
+from tests.settings import *
+alias = {alias!r}
+DATABASES = {{"default": {{**DATABASES[alias], "TEST": {{"NAME": {name!r}}}}}}}
+"""
+
+TESTS = """
+import asyncio
+import threading
+import unittest
+import pytest
+from django.contrib.auth.models import Group
+from django.db import connection, transaction
+from django.test import TestCase, TransactionTestCase
+from dblock import LockTimeout, db_lock
+
+def rename(group, to):
+    "What an application does: lock, begin, guard, write."
+    with db_lock("group:1", timeout=1) as lock, transaction.atomic():
+        lock.guard()
+        group.refresh_from_db()
+        group.name += to
+        group.save()
+        return lock.fence
+
+def in_a_thread(function):
+    found = []
+    def run():
+        try:
+            found.append(function())
+        except Exception as error:
+            found.append(error)
+        connection.close()
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+class Both:
+    def test_guarded_again_and_again(self):
+        group = Group.objects.create(name="a")
+        fences = [rename(group, "b") for _ in range(3)]
+        assert fences == sorted(set(fences)) and Group.objects.get().name == "abbb"
+
+    def test_a_guard_needs_a_transaction_of_the_applications_own(self):
+        with db_lock("k") as lock:
+            with self.assertRaisesMessage(transaction.TransactionManagementError, "call it inside atomic()"):
+                lock.guard()
+
+    async def test_on_an_event_loop(self):
+        async with db_lock("k") as lock:
+            assert await lock.averify()
+        async with db_lock("k"):
+            pass
+
+class InOneTransaction(Both, TestCase):
+    @unittest.skipUnless(connection.vendor == "sqlite", "servers have room for two")
+    def test_a_second_thread(self):
+        with db_lock("k"):
+            error = in_a_thread(db_lock("other", timeout=0.3).__enter__)
+        assert isinstance(error, LockTimeout) and "use TransactionTestCase" in str(error), error
+
+class InMany(Both, TransactionTestCase):
+    def test_a_second_thread(self):
+        with db_lock("k"):
+            assert isinstance(in_a_thread(db_lock("k", timeout=0.3).__enter__), LockTimeout)
+            lock = db_lock("other", timeout=5)
+            assert in_a_thread(lambda: lock.acquire() and lock.release()) is None
+
+@pytest.mark.django_db
+def test_with_the_fixture():
+    group = Group.objects.create(name="a")
+    assert rename(group, "b") < rename(group, "c")
+
+@pytest.mark.django_db(transaction=True)
+def test_with_transactions():
+    group = Group.objects.create(name="a")
+    assert rename(group, "b") < rename(group, "c")
+"""
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("runner", ["django", "pytest"])
+def test_a_projects_suite(database: str, runner: str, tmp_path: Path) -> None:
+    """Guards work again and again inside the test's own transaction; a second thread is told what to use."""
+    name = ":memory:" if database == "sqlite" else f"test_users_{os.environ['DBLOCK_TEST_WORKER']}"
+    (tmp_path / "site_settings.py").write_text(SETTINGS.format(alias=ALIASES[database], name=name))
+    (tmp_path / "test_site.py").write_text(TESTS)
+    arguments = ["django", "test", "--noinput"] if runner == "django" else ["pytest", "-q", "-p", "no:randomly"]
+    python = os.pathsep.join([str(tmp_path), str(ROOT)])
+    env = {**os.environ, "DJANGO_SETTINGS_MODULE": "site_settings", "PYTHONPATH": python}
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = done.stderr if runner == "django" else done.stdout
+    assert ("Ran 8 tests" if runner == "django" else "10 passed" if database == "sqlite" else "9 passed") in told, told
