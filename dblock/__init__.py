@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dblock.core.tokens import Sequencer
     from dblock.core.values import LockInfo
     from dblock.fences import FencedModel, afenced_update, fenced_update
-    from dblock.locks import Lock, acheck_sequencer, areap, check_sequencer, db_lock, reap
+    from dblock.locks import Lock, acheck_sequencer, areap, arelease_all, check_sequencer, db_lock, reap, release_all
     from dblock.signals import lock_at_risk, lock_lost
 
 __version__ = "0.1.0"
@@ -59,16 +59,19 @@ __all__ = [
     "acheck_sequencer",
     "afenced_update",
     "areap",
+    "arelease_all",
     "check_sequencer",
     "db_lock",
     "fenced_update",
     "lock_at_risk",
     "lock_lost",
     "reap",
+    "release_all",
 ]
 
 _HOMES = {
-    **dict.fromkeys(("Lock", "acheck_sequencer", "areap", "check_sequencer", "db_lock", "reap"), "dblock.locks"),
+    **dict.fromkeys(("Lock", "acheck_sequencer", "areap", "arelease_all", "check_sequencer"), "dblock.locks"),
+    **dict.fromkeys(("db_lock", "reap", "release_all"), "dblock.locks"),
     **dict.fromkeys(("FencedModel", "afenced_update", "fenced_update"), "dblock.fences"),
     **dict.fromkeys(("lock_at_risk", "lock_lost"), "dblock.signals"),
     "LockInfo": "dblock.core.values",

@@ -27,7 +27,7 @@ from dblock.core.steps import Steps
 from dblock.core.templates import NoKey
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.values import Seconds, valid_retention, valid_timeout, valid_ttl
-from dblock.store import DjangoStore, pin, store_for
+from dblock.store import DjangoStore, known_stores, pin, store_for
 from dblock.transactions import follow_rollbacks, keep_until_end, open_blocks
 
 T = TypeVar("T")
@@ -252,6 +252,25 @@ def _checking(text: str, using: str | None) -> tuple[Lock, Steps[Sequencer]]:
     key, _, fence = valid_sequencer(text)
     lock = db_lock(key, using=using)
     return lock, operations.check_sequencer(lock, fence)
+
+
+def release_all(*, using: str | None = None) -> int:
+    """Give back all locks that this process holds, whichever thread or task took them; how many there were.
+
+    For the end of a process whose work is done, in the hooks of its server: whoever still works under one of them has
+    lost it (`Reason.RELEASED`), before anybody else can have it. `using`: those of one database alias only. Raises no
+    error of the database: what could not be given back within some seconds ends with its lease.
+    """
+    return sum(drive(operations.release_all(store), store) for store in _stores(using))
+
+
+async def arelease_all(*, using: str | None = None) -> int:
+    """The asynchronous twin of `release_all`."""
+    return sum([await adrive(operations.release_all(store), store) for store in _stores(using)])
+
+
+def _stores(using: str | None) -> list[DjangoStore]:
+    return known_stores() if using is None else [store_for(using)]
 
 
 def reap(*, retention: Seconds | None = None, using: str | None = None) -> int:

@@ -149,6 +149,11 @@ def pin(store: DjangoStore, alias: str, step: Execute) -> Rows:
         raise store.error(cause, step) from cause
 
 
+def known_stores() -> list[DjangoStore]:
+    """Those that have been asked for."""
+    return list(_stores.values())
+
+
 def store_for(alias: str) -> DjangoStore:
     """The one store of an alias, whoever asks first."""
     return _stores.get(alias) or _stores.setdefault(alias, DjangoStore(alias))

@@ -27,7 +27,7 @@ from dblock.core.errors import (
 )
 from dblock.core.tokens import Sequencer
 from dblock.core.values import LockInfo
-from sqlalchemy_dblock.locks import AsyncLock, Lock, attach, check_sequencer, db_lock, reap
+from sqlalchemy_dblock.locks import AsyncLock, Lock, attach, check_sequencer, db_lock, reap, release_all
 
 if TYPE_CHECKING:
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
@@ -64,6 +64,7 @@ __all__ = [
     "metadata",
     "metadata_for",
     "reap",
+    "release_all",
 ]
 
 

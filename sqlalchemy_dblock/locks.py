@@ -215,6 +215,22 @@ def reap(engine: Engine | AsyncEngine, *, retention: Seconds = 3600.0) -> int | 
     return drive(steps, store) if isinstance(engine, Engine) else adrive(steps, store)
 
 
+@overload
+def release_all(engine: Engine) -> int: ...
+@overload
+def release_all(engine: AsyncEngine) -> Coroutine[Any, Any, int]: ...
+def release_all(engine: Engine | AsyncEngine) -> int | Coroutine[Any, Any, int]:
+    """Give back all locks that this process holds through the engine, whichever thread or task took them; how many.
+
+    For the end of a process whose work is done, in the hooks of its server and before `engine.dispose()`: whoever still
+    works under one of them has lost it (`Reason.RELEASED`), before anybody else can have it. To be awaited for an
+    AsyncEngine. Raises no error of the database: what could not be given back within some seconds ends with its lease.
+    """
+    store = store_for(_sync_engine(engine))
+    steps = operations.release_all(store)
+    return drive(steps, store) if isinstance(engine, Engine) else adrive(steps, store)
+
+
 def _sync_engine(engine: Engine | AsyncEngine) -> Engine:
     inner = getattr(engine, "sync_engine", engine)
     if not isinstance(inner, Engine) or hasattr(engine, "sync_connection"):

@@ -114,6 +114,7 @@ def test_public_names() -> None:
         "UnsupportedDatabase",
         "check_sequencer",
         "fenced_update",
+        "release_all",
     }
     assert set(dblock.__all__) == errors | {
         "FencedModel",
@@ -122,6 +123,7 @@ def test_public_names() -> None:
         "acheck_sequencer",
         "afenced_update",
         "areap",
+        "arelease_all",
         "db_lock",
         "lock_at_risk",
         "lock_lost",
@@ -134,8 +136,10 @@ def test_public_names() -> None:
         "LockInfo",
         "attach",
         "db_lock",
+        "lock_waiters",
         "locks",
         "metadata",
+        "metadata_for",
         "reap",
     }
     for module in (dblock, sqlalchemy_dblock):

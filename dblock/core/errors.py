@@ -42,6 +42,8 @@ class Reason(StrEnum):
     """The row was deleted, or the database is another one, such as a replica that lacked it."""
     UNREACHABLE = "database unreachable"
     """No renewal was answered in time."""
+    RELEASED = "released with all others"
+    """This process has given back all its locks, with `release_all()`."""
     BLOCKED = "event loop blocked"
     """The event loop on which the renewal was to run did not get to it in time."""
 

@@ -28,7 +28,7 @@ def give_all_back(holds: Sequence[Hold]) -> None:
 
 
 def _finish(hold: Hold) -> None:
-    steps = _leave_for_good(hold)
+    steps = leave_for_good(hold)
     if hold.store.asynchronous:
         import asyncio  # noqa: PLC0415 - only where it is in use
 
@@ -37,7 +37,8 @@ def _finish(hold: Hold) -> None:
         drive(steps, hold.store)
 
 
-def _leave_for_good(hold: Hold) -> Steps[None]:
+def leave_for_good(hold: Hold) -> Steps[None]:
+    """Give it back, however often it was entered."""
     database, alone = hold.store.database, hold.others is None
     if alone and not hold.min_hold:
         _ = yield from queue.release(database, hold.tenure, 1, hold.ticket)

@@ -31,6 +31,7 @@ _WHAT_HAPPENED = {
     Reason.FREED: "it was freed by somebody",
     Reason.GONE: "its row is gone",
     Reason.UNREACHABLE: "the database did not answer in time to renew the lease",
+    Reason.RELEASED: "its process has given all its locks back, with release_all()",
     Reason.BLOCKED: "its event loop was blocked for so long that no renewal of the lease could run there",
 }
 
@@ -290,9 +291,9 @@ class Hold:
             return True
 
     def explain(self, loss: Loss) -> None:
-        """It is lost, says the database, and why. We may know better: of a blocked loop, or that the lease was good."""
+        """It is lost, says the database, and why. We may know better: what this process did, or that it was good."""
         with self.turn:
             if not self.lose(loss):
                 before = self.loss or loss
-                known = before.early or before.reason is Reason.BLOCKED
+                known = before.early or before.reason in {Reason.BLOCKED, Reason.RELEASED}
                 self.loss = before._replace(holder=loss.holder) if known else loss

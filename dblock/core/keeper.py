@@ -35,7 +35,7 @@ from dblock.core.drivers import Store, adrive
 from dblock.core.errors import Reason
 from dblock.core.exits import give_all_back
 from dblock.core.flows import current_flow, flow_again
-from dblock.core.holds import Hold
+from dblock.core.holds import Hold, Loss
 from dblock.core.journal import warn
 from dblock.core.lines import Line, Member, Trial
 from dblock.core.listener import Listener
@@ -186,6 +186,15 @@ class Keeper:
         for lock in seen.locks():
             lock._interrupt_body(hold)
         _tell([call for lock in seen.locks() for call in lock._who_hears_of_loss(loss.reason)], seen)
+
+    def give_up(self, store: Store) -> list[Hold]:
+        """All that this process holds in a database is lost, from now on; the last one taken comes first."""
+        holds = [hold for hold in reversed(list(self._holds)) if hold.store is store]
+        given_up = [hold for hold in holds if hold.lose(Loss(Reason.RELEASED))]
+        for hold in holds:
+            self.discard(hold)
+            self.announce(hold)
+        return given_up
 
     # -- the watching thread
 

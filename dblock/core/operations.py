@@ -12,10 +12,13 @@ from typing import Any, TypeVar, cast
 
 from dblock.core import acquiring, lines, protocol, queue
 from dblock.core.base import BaseLock
+from dblock.core.drivers import Store
 from dblock.core.errors import LockError, LockStoreError, Reason, StaleSnapshot, StoreBusy
+from dblock.core.exits import leave_for_good
 from dblock.core.flows import Flow, current_flow
 from dblock.core.holds import Block, Entry, Hold, Loss
 from dblock.core.identity import celery_task_id
+from dblock.core.journal import warn
 from dblock.core.keeper import keeper
 from dblock.core.protocol import Database
 from dblock.core.statements.base import Values
@@ -317,6 +320,25 @@ def look_after(hold: Hold) -> Steps[None]:
     """A transaction that the tenure was part of may have taken it away."""
     if not (yield from protocol.verify(hold.store.database, hold.tenure)):
         yield from _find_out(hold)
+
+
+def release_all(store: Store) -> Steps[int]:
+    """Give back all that this process holds in one database; how many.
+
+    Whoever still works under one of them has lost it before anybody else can have it. A database that fails once is not
+    asked again: what is left then ends with its lease, which nobody renews.
+    """
+    given = 0
+    for hold in keeper.give_up(store):
+        try:
+            yield from leave_for_good(hold)
+        except LockStoreError as error:
+            warn("could not give %r back: %s", hold.tenure.key, error)
+            break
+        finally:
+            _ = lines.freed(store.database, hold.tenure.key)
+        given += 1
+    return given
 
 
 def finish(hold: Hold) -> Steps[None]:

@@ -1,0 +1,97 @@
+"""`release_all()`: what a process still holds when its work is done is free at once, and known to be lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import dblock
+import sqlalchemy_dblock
+from dblock import LockLost, Reason
+from dblock.core.errors import StoreConflict
+from dblock.core.keeper import keeper
+from dblock.core.steps import Execute
+from dblock.core.store import BaseStore
+from tests.conftest import ALIASES
+from tests.contract.subjects import Actor, Subject, twin
+from tests.faults.lab import until
+
+
+def release_all(subject: Subject) -> Any:
+    """To be awaited on an asynchronous face."""
+    if subject.variant == "sqlalchemy":
+        return sqlalchemy_dblock.release_all(subject.engine)
+    return getattr(dblock, subject.method("release_all"))(using=ALIASES[subject.database])
+
+
+def test_it_gives_back_what_any_flow_holds(
+    subject: Subject, actors: Callable[[int], list[Actor]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Entered twice, with `min_hold`, by another flow: the count, the rows, and what their flows are told."""
+    mine, theirs, end = actors(3)
+    told: list[Reason] = []
+    twice, other = subject.lock("twice", ttl=60, on_lost=lambda _, reason: told.append(reason)), subject.lock("other")
+    assert [mine.call(twice, "acquire") for _ in range(2)] == [True, True]
+    assert theirs.call(other, "acquire")
+    assert mine.call(subject.lock("short", min_hold=0.05), "acquire")
+    assert end.do(lambda: release_all(subject)) == 3
+    assert end.do(lambda: release_all(subject)) == 0
+    assert subject.row("twice")["owner"] is None
+    assert subject.row("other")["owner"] is None
+    assert (mine.get(twice, "state"), theirs.get(other, "state"), mine.get(twice, "remaining")) == ("lost", "lost", 0)
+    for actor, lock in ((mine, twice), (theirs, other)):
+        with pytest.raises(LockLost, match="given all its locks back") as caught:
+            actor.call(lock, "release")
+        assert caught.value.reason is Reason.RELEASED
+    assert until(lambda: told == [Reason.RELEASED], 5)
+    assert theirs.call(subject.lock("twice"), "acquire"), "and it can be taken again"
+    theirs.call(subject.lock("twice"), "release")
+    assert not [record for record in caplog.records if record.levelno > logging.WARNING]
+
+
+def test_who_waits_gets_the_key(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
+    """In this process and behind another engine or alias; the others of the process wait on."""
+    holder, near, far, end = actors(4)
+    lock, elsewhere = subject.lock("k", timeout=20), twin(subject).lock("k", timeout=20)
+    holder.call(lock, "acquire")
+    waiting = near.start(getattr(lock, subject.method("acquire")))
+    assert until(lambda: subject.run("SELECT count(*) FROM lock_waiters") == [(1,)], 5)
+    beyond = far.start(getattr(elsewhere, subject.method("acquire")))
+    assert until(lambda: subject.run("SELECT count(*) FROM lock_waiters") == [(2,)], 5)
+    assert end.do(lambda: release_all(subject)) == 1
+    assert waiting.result(5) is True
+    near.call(lock, "release")
+    assert beyond.result(5) is True
+    far.call(elsewhere, "release")
+    with pytest.raises(LockLost):
+        holder.call(lock, "release")
+
+
+def test_a_database_that_fails_is_asked_once(
+    subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it keeps ends with its lease: no renewal follows, and no error."""
+    locks = [subject.lock(key, ttl=0.6) for key in "abc"]
+    for lock in locks:
+        actor.call(lock, "acquire")
+    execute, asked = BaseStore.execute, []
+
+    def refuse(store: BaseStore, step: Execute) -> Any:
+        if step.statement.name == "release":
+            asked.append(step.parameters["key"])
+            raise StoreConflict("down")
+        return execute(store, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dblock.core.protocol.PATIENCE", 0.1)
+        patch.setattr("dblock.core.queue.PATIENCE", 0.1)
+        patch.setattr(BaseStore, "execute", refuse)
+        assert other.do(lambda: release_all(subject)) == 0
+    assert set(asked) == {"c"}, "the last one taken comes first"
+    assert "could not give 'c' back: down" in caplog.text
+    assert not keeper._holds
+    assert other.call(subject.lock("a", timeout=5), "acquire"), "within its ttl"
+    other.call(subject.lock("a"), "release")
