@@ -156,13 +156,13 @@ def errors_of(root: type[Exception]) -> set[str]:
 
 
 def test_every_error_is_public() -> None:
-    """Both faces export what a user can see, and the README has it in its table, with what else it is."""
+    """Both faces export what a user can see, and docs/reference.md has it in its table, with what else it is."""
     import dblock
     import sqlalchemy_dblock
 
     errors = errors_of(dblock.LockError) - {"Unresolved"}  # which becomes a StoreUnanswered before a user sees it
     assert errors <= set(dblock.__all__) & set(sqlalchemy_dblock.__all__)
-    rows = re.findall(r"^\| `([A-Z]\w+)` \|(?: `(\w+)`)? \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([A-Z]\w+)` \|(?: `(\w+)`)? \|", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
     assert [name for name, _ in rows].count("LockError") == 0
     assert {name for name, _ in rows} | {"LockError"} == errors
     for name, parent in rows:

@@ -1,4 +1,4 @@
-"""Alembic as the README has it, in a project of its own: nothing that it generates is edited by hand."""
+"""Alembic as docs/databases.md has it, in a project of its own: nothing that it generates is edited by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import Engine, inspect
 
 from tests.conftest import observer
-from tests.test_readme import BLOCKS
+from tests.pages import block
 from tests.test_schema import apply, describe, scratch
 
 __all__ = ["scratch"]
@@ -25,8 +25,7 @@ class Project:
     def __init__(self, directory: Path, url: str, template: str = "generic") -> None:
         self.directory = directory
         self.run(f"init -t {template} migrations")
-        [readme] = [block for block in BLOCKS if "target_metadata" in block]
-        self._edit("migrations/env.py", "target_metadata = None\n", readme)
+        self._edit("migrations/env.py", "target_metadata = None\n", block("docs/databases.md", "alembic"))
         self.point(url, "driver://user:pass@localhost/dbname")
 
     def point(self, url: str, old: str) -> None:

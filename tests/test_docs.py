@@ -1,0 +1,191 @@
+"""What the README and the pages of `docs` say: every example runs as it stands, every link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import dblock
+import sqlalchemy_dblock
+from dblock import Reason
+from dblock.conf import Settings
+from dblock.core.options import Options
+from dblock.core.values import valid_tables
+from tests import conftest
+from tests.contract.subjects import Actor, Subject
+from tests.faults.lab import FEW
+from tests.pages import PAGES, ROOT, block, blocks, text
+
+DJANGO = """
+import django
+from django.conf import settings
+{settings}
+INSTALLED_APPS.remove(...)
+settings.configure(
+    INSTALLED_APPS=INSTALLED_APPS,
+    DATABASES={{"default": {{"ENGINE": "django.db.backends.sqlite3", "NAME": "django.sqlite3"}}}},
+)
+django.setup()
+from django.core.management import call_command
+from django.db import connection, models
+from dblock import FencedModel
+class Stock(FencedModel):
+    sku = models.CharField(max_length=9)
+    left = models.IntegerField()
+    class Meta:
+        app_label = "dblock"
+call_command("migrate", verbosity=0)
+with connection.schema_editor() as editor:
+    editor.create_model(Stock)
+Stock.objects.create(sku="42", left=8)
+{example}
+from dblock.models import Lock
+assert not Lock.objects.filter(owner__isnull=False)
+"""
+SQLALCHEMY = """
+from sqlalchemy import create_engine, text
+from sqlalchemy_dblock import metadata
+engine = create_engine("sqlite:///engine.sqlite3")
+metadata.create_all(engine)
+{example}
+with engine.connect() as connection:
+    assert not list(connection.execute(text("SELECT * FROM locks WHERE owner IS NOT NULL")))
+"""
+CELERY = """
+from celery import Celery
+app = Celery(set_as_current=True)
+app.conf.task_always_eager = True
+{example}
+"""
+CHECKS = {
+    "README.md django": """
+assert sell("42") == "sold 1 of 42" and not lock.locked()
+import threading
+key, waiting = threading.Event(), threading.Event()
+holder = threading.Thread(target=lambda: db_lock("stock:43")(lambda: (key.set(), waiting.wait()))())
+holder.start()
+key.wait()
+sell = db_lock("stock:{sku}", timeout=0.1)(lambda sku: None)
+assert (view(None, "42").status_code, view(None, "43").status_code) == (200, 503)
+waiting.set()
+holder.join()
+""",
+    "README.md sqlalchemy": 'assert rebuild() == "rebuilt" and not lock.locked()',
+    "README.md celery": """
+import threading
+assert restock.delay("42", 3).get() == "3 more of 42"
+with db_lock("stock:42"):
+    found = []
+    def call():
+        try:
+            restock("42", 3)
+        except LockTimeout as error:
+            found.append(error)
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+assert found
+""",
+    "docs/fences.md django": "assert not same.locked() and Stock.objects.get().left == 6 and same.state is None",
+    "docs/transactions.md django": 'sell(None, "42")\nassert Stock.objects.get().left == 7',
+    "docs/transactions.md sqlalchemy": "assert lock.state is None",
+}
+RUN = [(page, name) for page in PAGES for name in dict(blocks(page)) if name in {"django", "sqlalchemy"}]
+ELSEWHERE = {"alembic", "defaults", "fastapi", "fastapi-dependency", "free", "gunicorn", "celery-shutdown", "settings"}
+
+
+def run(code: str, directory: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", code], cwd=directory, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("page", "name"), RUN)
+def test_examples(page: str, name: str, tmp_path: Path) -> None:
+    """Those of Django and SQLAlchemy, in a fresh project; none leaves a lock behind."""
+    example = block(page, name) + CHECKS.get(f"{page} {name}", "")
+    template = {"django": DJANGO, "sqlalchemy": SQLALCHEMY}[name]
+    run(template.format(example=example, settings=block("README.md", "settings")), tmp_path)
+
+
+def test_the_task_of_the_readme(tmp_path: Path) -> None:
+    """It runs; busy, it asks to be tried again, which outside of a worker is the error itself."""
+    example = CELERY.format(example=block("README.md", "celery") + CHECKS["README.md celery"])
+    run(DJANGO.format(example=example, settings=block("README.md", "settings")), tmp_path)
+
+
+@pytest.mark.parametrize(("page", "name"), [("docs/testing.md", "memory"), ("docs/databases.md", "names")])
+def test_programs(page: str, name: str, tmp_path: Path) -> None:
+    """Whole by themselves."""
+    run(block(page, name), tmp_path)
+
+
+def test_every_example_is_tried() -> None:
+    """Here, or elsewhere under its name."""
+    known = {"django", "sqlalchemy", "celery", "memory", "names", "names-settings"} | ELSEWHERE
+    named = [name for page in PAGES for name, _ in blocks(page)]
+    assert set(named) == known
+    fences = sum(len(re.findall(r"^```\w+$", text(page), re.MULTILINE)) for page in PAGES)
+    assert fences == len(named)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """Each to a page of ours; the README knows them all."""
+    links = re.findall(r"\]\(([^)]+)\)", text(page))
+    for link in links:
+        assert ((ROOT / page).parent / link).resolve().is_file(), link
+    if page == "README.md":
+        assert {link for link in links if link.startswith("docs/")} == set(PAGES[1:])
+
+
+def test_every_public_name_is_explained() -> None:
+    """Names, options, settings and reasons: in the reference, or on the page that they belong to."""
+    everything = "\n".join(text(page) for page in PAGES)
+    names = {*dblock.__all__, *sqlalchemy_dblock.__all__}
+    unnamed = {name for name in names if not re.search(rf"\b{name}\b", everything)}
+    assert not unnamed
+    reference = text("docs/reference.md")
+    for option in (*Options._fields, "key", "ttl", "timeout", "using", "session"):
+        assert re.search(rf"`{option}\b", reference), option
+    methods = {name for name in vars(dblock.Lock) if name.startswith("a") and not name.startswith("a_")}
+    assert {name for name in methods if f"`{name}`" not in reference} == set()
+
+
+def test_the_documented_settings_are_the_defaults() -> None:
+    """DBLOCK is what an empty one means; and the other names are valid ones."""
+    space: dict[str, dict[str, object]] = {}
+    exec(block("docs/reference.md", "defaults"), space)
+    assert Settings(**space["DBLOCK"]) == Settings()  # type: ignore[arg-type]
+    assert set(space["DBLOCK"]) == set(Settings.__dataclass_fields__)
+    exec(block("docs/databases.md", "names-settings"), space)
+    names = space["DBLOCK"]
+    assert valid_tables(names["TABLE_PREFIX"], names["SCHEMA"]).name("locks", '"') == '"ops"."dblock_locks"'
+
+
+@pytest.mark.parametrize("subject", FEW, ids=str)
+def test_freeing_by_hand(request: pytest.FixtureRequest, subject: Subject) -> None:
+    """The first in the queue gets the key within some seconds, the holder learns of it at its next renewal."""
+    conftest.ready(request, subject.database)
+    holder, waiter = Actor(subject), Actor(subject)
+    lock, theirs = subject.lock("stock:42", ttl=3), subject.lock("stock:42", timeout=20)
+    holder.call(lock, "acquire")
+    waiting = waiter.start(getattr(theirs, subject.method("acquire")))
+    time.sleep(0.5)
+    subject.run(block("docs/operating.md", "free"))
+    freed = time.monotonic()
+    assert waiting.result(20) is True
+    assert time.monotonic() - freed < 5
+    while holder.get(lock, "state") != "lost":
+        assert time.monotonic() - freed < 2.5, "a third of the ttl, and a renewal's way"
+        time.sleep(0.02)
+    with pytest.raises(dblock.LockLost) as caught:
+        holder.call(lock, "release")
+    assert caught.value.reason in {Reason.FREED, Reason.TAKEN_OVER}
+    waiter.call(theirs, "release")
+    for actor in (holder, waiter):
+        actor.close()

@@ -1,0 +1,228 @@
+"""The recipes of the README and of docs/deployment.md under the servers that they are for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from dblock.core.statements import DIALECTS
+from sqlalchemy_dblock import db_lock
+from tests.conftest import DATABASES, ready, url
+from tests.faults.lab import until
+from tests.pages import ROOT, block
+from tests.servers import Redis, free_port, running
+
+ASYNC = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "mariadb": "aiomysql", "mysql": "aiomysql"}
+
+
+@contextmanager
+def serving(command: list[str], directory: Path, port: int, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A server that answers on that port; it is told to stop in the end, and must do so in order."""
+    python = os.pathsep.join([str(directory), str(ROOT)])
+    with open(directory / "log", "wb") as log:
+        known = {**os.environ, "PYTHONPATH": python, **environment}
+        whole = [sys.executable, "-m", *command]
+        server = subprocess.Popen(whole, cwd=directory, env=known, stdout=log, stderr=log)
+        try:
+            assert until(lambda: server.poll() is not None or ask(port, "/")[0], 30)
+            yield server
+            server.send_signal(signal.SIGTERM)
+            server.wait(20)
+        finally:
+            server.kill()
+            server.wait()
+            sys.stderr.write((directory / "log").read_text())
+
+
+def ask(port: int, path: str, method: str = "GET") -> tuple[int, Any]:
+    """The status of an answer, 0 without one, and the answer."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers.get("Retry-After")
+    except OSError:
+        return 0, None
+
+
+def all_at_once(port: int, path: str, times: int = 20) -> list[tuple[int, Any]]:
+    with ThreadPoolExecutor(times) as pool:
+        return list(pool.map(lambda _: ask(port, path, "POST"), range(times)))
+
+
+def held(address: str) -> list[str]:
+    """The keys that somebody holds."""
+    engine = create_engine(address)
+    with engine.connect() as connection:
+        found = [str(key) for (key,) in connection.execute(text("SELECT lock_key FROM locks WHERE owner IS NOT NULL"))]
+    engine.dispose()
+    return found
+
+
+HOLD = """
+import asyncio
+
+@app.get("/")
+async def root():
+    return {}
+
+@app.post("/hold")
+async def hold():
+    taken = asyncio.Event()
+    async def forever():
+        async with db_lock(engine, "for ever", ttl=600):
+            taken.set()
+            await asyncio.sleep(600)
+    app.state.task = asyncio.create_task(forever())
+    await taken.wait()
+    return {}
+"""
+
+
+@pytest.mark.parametrize("database", DATABASES)
+def test_fastapi(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> None:
+    """Requests for one key take turns, a busy one is answered 503, and a stopped server leaves nothing held."""
+    ready(request, database)
+    example, port, address = block("README.md", "fastapi"), free_port(), url(database)
+    example = example.replace("sqlite+aiosqlite:///locks.sqlite3", url(database, ASYNC[database]))
+    (tmp_path / "shop.py").write_text(example.replace("timeout=5", "timeout=2") + HOLD)
+    with serving(["uvicorn", "shop:app", "--port", str(port), "--timeout-graceful-shutdown", "1"], tmp_path, port):
+        answers = all_at_once(port, "/sell/42")
+        assert [status for status, _ in answers] == [200] * 20
+        assert len({answer["fence"] for _, answer in answers}) == 20
+        engine = create_engine(address)
+        with db_lock(engine, "stock:43", timeout=5):
+            assert ask(port, "/sell/43", "POST") == (503, "1")
+        engine.dispose()
+        assert ask(port, "/hold", "POST")[0] == 200
+        assert held(address) == ["for ever"]
+    assert held(address) == []
+
+
+@pytest.mark.parametrize("database", DATABASES)
+def test_a_synchronous_dependency(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> None:
+    """Entered in one thread of the pool and left in another; the endpoint sees the hold."""
+    ready(request, database)
+    example, port = block("docs/deployment.md", "fastapi-dependency"), free_port()
+    root = "\n@app.get('/')\ndef root():\n    return {}\n"
+    (tmp_path / "shop.py").write_text(example.replace("sqlite:///locks.sqlite3", url(database)) + root)
+    with serving(["uvicorn", "shop:app", "--port", str(port)], tmp_path, port):
+        answers = all_at_once(port, "/count/42")
+        assert [(status, answer["state"]) for status, answer in answers] == [(200, "held")] * 20
+        assert len({answer["fence"] for _, answer in answers}) == 20
+        assert held(url(database)) == []
+
+
+SITE = """
+import json
+import os
+import threading
+import django
+from django.conf import settings
+settings.configure(
+    INSTALLED_APPS=["dblock"],
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": os.environ["SITE_DATABASE"]}},
+)
+django.setup()
+from dblock import db_lock
+
+def hold(taken):
+    with db_lock("for ever", ttl=600):
+        taken.set()
+        threading.Event().wait()
+
+def application(environ, start_response):
+    if environ["PATH_INFO"] == "/hold":
+        taken = threading.Event()
+        threading.Thread(target=hold, args=[taken], daemon=True).start()
+        taken.wait()
+    start_response("200 OK", [("Content-Type", "application/json")])
+    return [b"{}"]
+"""
+
+
+def migrated(tmp_path: Path) -> str:
+    """A SQLite file with the tables."""
+    path = str(tmp_path / "site.sqlite3")
+    engine = create_engine(f"sqlite:///{path}")
+    raw: Any = engine.raw_connection()
+    raw.driver_connection.executescript(DIALECTS["sqlite"].ddl)
+    raw.close()
+    engine.dispose()
+    return path
+
+
+@pytest.mark.parametrize(("workers", "hook"), [("sync", True), ("gthread", True), ("gthread", False)])
+def test_gunicorn(tmp_path: Path, workers: str, hook: bool) -> None:
+    """A thread that never ends holds a lock: with the hook it is free at once, without it one ttl later."""
+    path, port = migrated(tmp_path), free_port()
+    (tmp_path / "site_wsgi.py").write_text(SITE)
+    (tmp_path / "gunicorn.conf.py").write_text(block("docs/deployment.md", "gunicorn") if hook else "")
+    command = ["gunicorn", "--bind", f"127.0.0.1:{port}", "--worker-class", workers, "--threads", "2", "site_wsgi"]
+    with serving(command, tmp_path, port, SITE_DATABASE=path):
+        assert ask(port, "/hold")[0] == 200
+        assert held(f"sqlite:///{path}") == ["for ever"]
+    assert held(f"sqlite:///{path}") == ([] if hook else ["for ever"])
+
+
+TASKS = """
+import os
+import threading
+import django
+from celery import Celery
+from django.conf import settings
+settings.configure(
+    INSTALLED_APPS=["dblock"],
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": os.environ["SITE_DATABASE"]}},
+)
+django.setup()
+from dblock import db_lock
+app = Celery(broker=os.environ["BROKER"])
+app.conf.worker_prefetch_multiplier = 1
+
+@app.task
+def keep():
+    db_lock("for ever", ttl=600).acquire()
+"""
+
+
+@pytest.mark.parametrize("hook", [True, False])
+def test_celery(tmp_path: Path, hook: bool) -> None:
+    """What a child of the prefork pool holds when it is told to stop: with the hook it is free at once."""
+    path = migrated(tmp_path)
+    (tmp_path / "tasks.py").write_text(TASKS + (block("docs/deployment.md", "celery-shutdown") if hook else ""))
+    with running(Redis) as broker, open(tmp_path / "log", "wb") as log:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+            "SITE_DATABASE": path,
+            "BROKER": f"redis://127.0.0.1:{broker.port}/0",
+        }
+        code = "from tasks import keep; keep.delay()"
+        subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
+        command = [sys.executable, "-m", "celery", "-A", "tasks", "worker", "--concurrency=1"]
+        worker = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log)
+        try:
+            assert until(lambda: held(f"sqlite:///{path}") == ["for ever"], 30), (tmp_path / "log").read_text()
+            time.sleep(0.2)
+            worker.send_signal(signal.SIGTERM)
+            worker.wait(20)
+        finally:
+            worker.kill()
+            worker.wait()
+    assert held(f"sqlite:///{path}") == ([] if hook else ["for ever"])
