@@ -99,6 +99,10 @@ class Lock(SyncLock):
             hold.transactions = open_blocks()  # the release would be part of it, and a rollback undo it
         return bool(hold.transactions) and keep_until_end(hold)
 
+    def _who_began(self) -> str:
+        requests = connections[self.using].settings_dict["ATOMIC_REQUESTS"]
+        return " (ATOMIC_REQUESTS began it before the view: @transaction.non_atomic_requests)" if requests else ""
+
     def _who_hears_of_loss(self, reason: Reason) -> list[Callable[[], object]]:
         calls = super()._who_hears_of_loss(reason)
         if signals.lock_lost.has_listeners(type(self)):

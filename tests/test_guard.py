@@ -490,11 +490,17 @@ def sees_the_past(database: str, level: str) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("database", "level"), STRICT, indirect=["database"])
 def test_a_transaction_that_is_older_than_the_tenure_is_refused(
-    database: str, rival: Rival, client: Callable[..., Client], kind: str, level: str
+    database: str,
+    rival: Rival,
+    client: Callable[..., Client],
+    kind: str,
+    level: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """StaleSnapshot where it would not see what was written until then; the lock stays ours, and a new one will do."""
     if level == "IMMEDIATE":
         return  # nobody else can hold the key once the transaction has begun
+    monkeypatch.setitem(connections.settings[ALIASES[database]], "ATOMIC_REQUESTS", True)
     holder = client(kind, level)
     lock = holder.lock(ttl=30)
     holder.begin()
@@ -509,6 +515,7 @@ def test_a_transaction_that_is_older_than_the_tenure_is_refused(
         with pytest.raises(StaleSnapshot, match="take the lock,? and then begin") as caught:
             holder.guard(lock)
         assert caught.value.key == "k"
+        assert ("@transaction.non_atomic_requests" in str(caught.value)) == holder.django
         again = pickle.loads(pickle.dumps(caught.value))
         assert (type(again), str(again), again.key) == (StaleSnapshot, str(caught.value), "k")
         holder.end("rollback")

@@ -72,6 +72,10 @@ class BaseLock:
         """Is the lock to be kept until a transaction of the caller's ends? If so, see to it that it is given back."""
         return False
 
+    def _who_began(self) -> str:
+        """What may have begun a transaction of the caller's without being asked to, as the end of a sentence."""
+        return ""
+
     def _who_hears_of_loss(self, reason: Reason) -> list[Callable[[], object]]:
         return [functools.partial(self.options.on_lost, self, reason)] if self.options.on_lost else []
 

@@ -236,7 +236,7 @@ def guarded(lock: BaseLock, hold: Hold, pinned: Rows) -> Steps[None]:
         raise StaleSnapshot(
             f"this transaction began to read before {lock._key!r} (fence {hold.tenure.fence}) was taken, so that it "
             "does not see what was written until then: take the lock and then begin the transaction, or call guard() "
-            "before anything else in it, or use READ COMMITTED",
+            f"before anything else in it, or use READ COMMITTED{lock._who_began()}",
             key=lock._key,
         )
 

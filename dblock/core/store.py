@@ -202,7 +202,7 @@ def store_error(failure: Failure, error: BaseException, step: Execute, store: Ba
         case Failure.LOCKED:
             kind, text = StoreLocked, f"{place} kept refusing to {what}: {detail}; {store._why_locked(error)}"
         case Failure.BUSY:
-            kind, text = StoreBusy, f"another transaction keeps {place} from {what}: {detail}"
+            kind, text = StoreBusy, f"{place} could not {what}, because another transaction has locked it: {detail}"
         case Failure.STALE:
             hint = "the transaction has read what others have changed since: take the lock, and then begin it"
             kind, text = StaleSnapshot, f"{place} refused to {what}: {detail}; {hint}"
