@@ -495,6 +495,7 @@ def test_a_transaction_that_is_older_than_the_tenure_is_refused(
     client: Callable[..., Client],
     kind: str,
     level: str,
+    *,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """StaleSnapshot where it would not see what was written until then; the lock stays ours, and a new one will do."""
