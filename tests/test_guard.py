@@ -22,6 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout, Reason, StaleSnapshot
+from dblock.core.statements.base import Reply, Statement
 from dblock.core.steps import Execute, Rows
 from sqlalchemy_dblock import attach, reap
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
@@ -485,6 +486,25 @@ def sees_the_past(database: str, level: str) -> bool:
     if database in INNODB:  # where SERIALIZABLE locks what it reads
         return level == "REPEATABLE READ"
     return level in {"REPEATABLE READ", "SERIALIZABLE", "DEFERRED"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrong", ["SELEC 1", "SELECT * FROM nowhere", "SELECT nothing FROM locks"])
+def test_a_pin_that_the_database_refuses(
+    database: str, client: Callable[..., Client], kind: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs on the caller's connection; the error is one of ours, as for the lock's own statements."""
+    holder = client(kind)
+    lock = holder.lock(ttl=30)
+    assert holder.call(lock, "acquire")
+    monkeypatch.setattr(lock._store(), "pin", Statement("pin", wrong, Reply.ROWS))
+    holder.begin(read=False)
+    with pytest.raises(LockStoreError) as caught:
+        holder.guard(lock)
+    assert caught.value.__cause__ is not None
+    assert not type(caught.value.__cause__).__module__.startswith("django")
+    holder.end("rollback")
+    holder.call(lock, "release")
 
 
 @pytest.mark.parametrize("kind", KINDS)
