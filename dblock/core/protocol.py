@@ -69,6 +69,7 @@ Rule of this module: pure generators and functions; no I/O, no sleeping, no cloc
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -331,21 +332,15 @@ def send(
     failure: LockStoreError | None = None
     told: LockStoreError | None = None
     """The last failure of which the driver said something."""
+    quiet_until = 0.0
+    """The local time from which somebody should know that we wait for the database."""
     while True:
         sent = database.now()
         try:
             return sent, (yield from execute(statement, parameters, until if answer is None else answer))
         except StoreConflict as conflict:
-            dialect, queue = database.dialect, database.dialect.queue
-            skipped = (dialect.take, dialect.create, dialect.reap, queue.grant, queue.relay, queue.forget)
-            if isinstance(conflict, StoreLocked):
-                if statement is dialect.take:
-                    raise  # the caller looks first whether the key is held, which is possible meanwhile
-            elif isinstance(conflict, StoreBusy):
-                if statement is dialect.renew:
-                    raise  # the caller tries without the row that is locked
-                if statement in skipped:
-                    return sent, []  # somebody is taking it, or pins it
+            if _skips(database.dialect, statement, conflict):
+                return sent, []
             latest: LockStoreError = conflict
         except StoreUnanswered as unanswered:
             if not resend:
@@ -354,11 +349,30 @@ def send(
         if not isinstance(failure, StoreBusy):  # which explains why the last one may have come too late
             failure = latest
         told = latest if latest.__cause__ else told
-        left = until - database.now() - WORTH
+        now = database.now()
+        left = until - now - WORTH
         if left <= 0:
             raise _explained(failure, told)
-        growing = growing or pauses()
+        if growing is None:
+            growing, quiet_until = pauses(), now + PATIENCE
+        elif now > quiet_until:
+            warn("still trying to %s %r: %s", statement.name, parameters.get("key", ""), _explained(failure, told))
+            quiet_until = math.inf  # said once
         yield from sleep(min(next(growing), left))
+
+
+def _skips(dialect: Dialect, statement: Statement, conflict: StoreConflict) -> bool:
+    """Is a row that another transaction has locked passed over? Raises where the caller can do something about it."""
+    if isinstance(conflict, StoreLocked):
+        if statement is dialect.take:
+            raise conflict  # it looks first whether the key is held, which is possible meanwhile
+        return False
+    if not isinstance(conflict, StoreBusy):
+        return False
+    if statement is dialect.renew:
+        raise conflict  # it tries without the row that is locked
+    queue = dialect.queue  # somebody is taking the key, or pins it
+    return statement in {dialect.take, dialect.create, dialect.reap, queue.grant, queue.relay, queue.forget}
 
 
 def _explained(failure: LockStoreError, told: LockStoreError | None) -> LockStoreError:

@@ -582,6 +582,17 @@ def test_an_outage_while_waiting_is_part_of_the_wait() -> None:
     assert isinstance(play(world, acquire(world, 60.0), faults), Grant)
 
 
+def test_a_long_outage_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """To whoever reads the log, where the caller waits for ever; a short one is not."""
+    for times, told in ((5, 0), (3000, 1)):
+        world = World()
+        faults = {("take", number): raising(StoreConflict("no route to host")) for number in range(times)}
+        play(world, acquire(world, None), faults)
+        assert [record.getMessage() for record in caplog.records] == [
+            "still trying to take 'k': no route to host"
+        ] * told
+
+
 def test_the_owner_token_is_shown_by_nothing() -> None:
     """It is a secret: with it one could pose as the holder."""
     tenure = Tenure("k", "s3cret", 7)
