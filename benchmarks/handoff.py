@@ -88,20 +88,22 @@ def main() -> int:
 def bare(url: str) -> Lock:
     """The writes and the call of a hand-over to another process, and nothing else; the parent is the one that gives."""
     given, parent = "gives", multiprocessing.parent_process() is None
-    connection, ear = (psycopg.connect(url.replace("+psycopg", ""), autocommit=True, prepare_threshold=0) for _ in "ab")
+    connection, subscription = (
+        psycopg.connect(url.replace("+psycopg", ""), autocommit=True, prepare_threshold=0) for _ in "ab"
+    )
     if parent:
         connection.execute("CREATE TABLE IF NOT EXISTS bare (n int) WITH (fillfactor = 50)")
         connection.execute("TRUNCATE bare")
         connection.execute("INSERT INTO bare VALUES (0)")
         connection.execute("SET synchronous_commit = off")
     else:
-        ear.execute(f"LISTEN {given}")
+        subscription.execute(f"LISTEN {given}")
 
     def take() -> None:
         if not parent:
-            _ = select.select([ear], [], [])
-            ear.pgconn.consume_input()
-            _ = ear.pgconn.notifies()
+            _ = select.select([subscription], [], [])
+            subscription.pgconn.consume_input()
+            _ = subscription.pgconn.notifies()
             connection.execute("UPDATE bare SET n = n + 1")
 
     def give() -> None:

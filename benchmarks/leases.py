@@ -1,6 +1,6 @@
 """The watchdog's cost: what it adds to a short hold, and what it takes to renew 10,000 leases.
 
-Run as part of `make bench`. The first is a ratio of interleaved rounds with and without the keeper; the second is one
+Run as part of `make bench`. The first is a ratio of interleaved rounds with and without the watchdog; the second is one
 statement, timed and counted on the server, against a tenth of the ttl of 30 s.
 """
 
@@ -18,9 +18,9 @@ from sqlalchemy import create_engine
 from benchmarks.places import places
 from benchmarks.uncontended import ROUNDS, Candidate, measure
 from dblock.core import protocol
-from dblock.core.drivers import drive
+from dblock.core.drive import drive
 from dblock.core.flows import current_flow
-from dblock.core.keeper import keeper
+from dblock.core.watchdog import watchdog
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def share(url: str) -> float:
-    """What the keeper adds to a cycle of take and release."""
+    """What the watchdog adds to a cycle of take and release."""
     engine = create_engine(url)
     lock = db_lock(engine, "bench")
 
@@ -65,7 +65,7 @@ def share(url: str) -> float:
                 pass
 
     def unkept(count: int) -> None:
-        with mock.patch.multiple(keeper, add=_nothing, discard=_nothing):
+        with mock.patch.multiple(watchdog, add=_nothing, discard=_nothing):
             kept(count)
 
     rates = measure([Candidate("unkept", unkept), Candidate("kept", kept)], ROUNDS)

@@ -77,12 +77,12 @@ class DjangoPool(AutocommitPool):
             connection.raw = raw = wrapper.connection
             wired = set_up(connection, self._vendor, raw)
             if self._vendor == "mysql":
-                from dblock.prepared import mariadb  # noqa: PLC0415 - only where it is in use
+                from dblock.drivers import mariadb  # noqa: PLC0415 - only where it is in use
 
                 runner = mariadb.prepared_for(raw)
                 connection.prepared = None if runner is None else runner.execute
             elif hasattr(raw, "pgconn"):
-                from dblock.prepared import psycopg  # noqa: PLC0415 - imports the driver, only where it is in use
+                from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, only where it is in use
 
                 # Behind a pooler too, where nothing may be prepared: Django's cursor would interpolate parameters.
                 prepared = psycopg.prepared_for(raw, prepare=wired)

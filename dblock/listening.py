@@ -6,7 +6,7 @@ import selectors
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dblock.core.loopback import mailbox
+from dblock.core.wakeup.local_socket import mailbox
 
 
 class PsycopgEar:
@@ -27,7 +27,7 @@ class PsycopgEar:
             self._selector.register(neighbours, selectors.EVENT_READ)
 
     def listen(self, seconds: float) -> Sequence[str]:
-        """The messages that come within so many seconds, as soon as there is one or a neighbour has rung."""
+        """The messages that come within so many seconds, as soon as there is one or a neighbour calls."""
         heard = self._heard()  # what came with an answer
         if not heard:
             for key, _ in self._selector.select(seconds):
@@ -50,7 +50,7 @@ class PsycopgEar:
         _ = self._close()
 
 
-def psycopg_ear(connection: Any, channel: str, close: Callable[[], object]) -> PsycopgEar | None:
+def psycopg_subscription(connection: Any, channel: str, close: Callable[[], object]) -> PsycopgEar | None:
     """Listen on a psycopg Connection; None, and it is closed, behind a pooler.
 
     PgBouncer makes up the process id that it greets with: messages would go to another session.

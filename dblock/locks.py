@@ -17,14 +17,14 @@ from django.db import connections, router
 
 from dblock import conf, signals
 from dblock.core import errors, operations, protocol
-from dblock.core.drivers import adrive, drive
+from dblock.core.drive import adrive, drive
 from dblock.core.errors import Reason
 from dblock.core.faces import AsyncLock, Attaching, SyncLock, enter
 from dblock.core.flows import current_task
 from dblock.core.holds import Hold
+from dblock.core.key_template import NoKey
 from dblock.core.options import Given
 from dblock.core.steps import Steps
-from dblock.core.templates import NoKey
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.values import Seconds, valid_retention, valid_timeout, valid_ttl
 from dblock.store import DjangoStore, known_stores, pin, store_for

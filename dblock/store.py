@@ -19,17 +19,17 @@ from django.utils.connection import ConnectionDoesNotExist
 
 from dblock import conf
 from dblock.connections import DjangoPool, DjangoSQLite, in_sqlite_transaction, own_wrapper
-from dblock.core import loopback
 from dblock.core.errors import LockTimeout, UnsupportedDatabase
 from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Cursor, perform
 from dblock.core.steps import Execute, Rows
 from dblock.core.store import BaseStore
-from dblock.listening import psycopg_ear
+from dblock.core.wakeup import local_socket
+from dblock.listening import psycopg_subscription
 
 if TYPE_CHECKING:
-    from dblock.core.listener import Ear
+    from dblock.core.wakeup.listener import Subscription
 
 
 class DjangoStore(BaseStore):
@@ -73,7 +73,7 @@ class DjangoStore(BaseStore):
         connection = connections[self._alias]
         return connection.vendor != "sqlite" or not connection.is_in_memory_db()  # type: ignore[attr-defined]
 
-    def hear(self, channel: str) -> Ear | None:
+    def subscribe(self, channel: str) -> Subscription | None:
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
         if not conf.settings().LISTEN:
             return None
@@ -83,14 +83,14 @@ class DjangoStore(BaseStore):
             if not hasattr(connection.connection, "pgconn"):  # psycopg 2
                 connection.close()
                 return None
-            return psycopg_ear(connection.connection, channel, connection.close)
+            return psycopg_subscription(connection.connection, channel, connection.close)
         except BaseException:
             connection.close()
             raise
 
-    def hear_neighbours(self) -> Ear | None:
+    def subscribe_to_neighbours(self) -> Subscription | None:
         """Listen to the processes of this machine."""
-        return loopback.ear()
+        return local_socket.subscription()
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run it in a thread."""

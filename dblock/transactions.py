@@ -20,7 +20,7 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
-from dblock.core.drivers import drive
+from dblock.core.drive import drive
 from dblock.core.errors import LockError
 from dblock.core.holds import Hold
 from dblock.core.operations import finish, look_after

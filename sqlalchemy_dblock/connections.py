@@ -75,7 +75,7 @@ class EnginePool(AutocommitPool):
     def _prepare(self, connection: PooledConnection, driver: Any, *, wired: bool) -> None:
         kind = self._dialect.driver
         if kind in {"psycopg", "psycopg_async"}:
-            from dblock.prepared import psycopg  # noqa: PLC0415 - imports the driver, which need not be installed
+            from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, which need not be installed
 
             runner = psycopg.prepared_for(driver, prepare=wired and driver.prepare_threshold is not None)
             if not wired:
@@ -84,7 +84,7 @@ class EnginePool(AutocommitPool):
                 asynchronous, run = self._dialect.is_async, runner
                 connection.prepared = (lambda step: await_only(run.aexecute(step))) if asynchronous else run.execute
         elif kind in {"pymysql", "mysqldb"}:
-            from dblock.prepared import mariadb  # noqa: PLC0415 - only where it is in use
+            from dblock.drivers import mariadb  # noqa: PLC0415 - only where it is in use
 
             prepared = mariadb.prepared_for(driver)
             connection.prepared = None if prepared is None else prepared.execute

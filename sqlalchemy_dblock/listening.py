@@ -8,9 +8,9 @@ from typing import Any
 
 from sqlalchemy.util import await_only
 
-from dblock.core.listener import Ear
-from dblock.core.loopback import mailbox
-from dblock.listening import psycopg_ear
+from dblock.core.wakeup.listener import Subscription
+from dblock.core.wakeup.local_socket import mailbox
+from dblock.listening import psycopg_subscription
 
 
 class Neighbours:
@@ -19,12 +19,12 @@ class Neighbours:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         own = mailbox().socket
-        self._socket = None if own is None else own.dup()  # another ear of the loop may have one too
+        self._socket = None if own is None else own.dup()  # another subscription of the loop may have one too
         if self._socket is not None:
             self._loop.add_reader(self._socket, mailbox().ring_heard)
 
     def listen(self, seconds: float) -> Sequence[str]:
-        """Nothing; bells ring meanwhile."""
+        """Nothing; flows are woken meanwhile."""
         await_only(asyncio.sleep(seconds))
         return ()
 
@@ -100,7 +100,7 @@ def neighbours() -> Neighbours | None:
     return None if mailbox().socket is None else Neighbours()
 
 
-def _async_psycopg_ear(connection: Any, channel: str, close: Callable[[], object]) -> Ear | None:
+def _async_psycopg_subscription(connection: Any, channel: str, close: Callable[[], object]) -> Subscription | None:
     cursor = await_only(connection.execute("SELECT pg_backend_pid()"))
     if await_only(cursor.fetchone())[0] == connection.info.backend_pid:
         return AsyncPsycopgEar(connection, channel, close)
@@ -108,16 +108,16 @@ def _async_psycopg_ear(connection: Any, channel: str, close: Callable[[], object
     return None
 
 
-def _asyncpg_ear(connection: Any, channel: str, close: Callable[[], object]) -> Ear | None:
+def _asyncpg_ear(connection: Any, channel: str, close: Callable[[], object]) -> Subscription | None:
     if await_only(connection.fetchval("SELECT pg_backend_pid()")) == connection.get_server_pid():
         return AsyncpgEar(connection, channel, close)
     _ = close()
     return None
 
 
-EARS: dict[tuple[str, bool], Callable[[Any, str, Callable[[], object]], Ear | None]] = {
-    ("psycopg", False): psycopg_ear,
-    ("psycopg", True): _async_psycopg_ear,
+SUBSCRIPTIONS: dict[tuple[str, bool], Callable[[Any, str, Callable[[], object]], Subscription | None]] = {
+    ("psycopg", False): psycopg_subscription,
+    ("psycopg", True): _async_psycopg_subscription,
     ("asyncpg", True): _asyncpg_ear,
 }
 """How to listen, by the name of SQLAlchemy's driver and whether it is asynchronous."""

@@ -12,14 +12,14 @@ from sqlalchemy.util import greenlet_spawn
 
 from dblock.core import operations, protocol
 from dblock.core.base import BaseLock
-from dblock.core.drivers import adrive, drive
+from dblock.core.drive import adrive, drive
 from dblock.core.faces import AsyncLock as CoreAsyncLock
 from dblock.core.faces import Attaching, SyncLock
 from dblock.core.flows import current_task
 from dblock.core.holds import Hold
+from dblock.core.key_template import NoKey
 from dblock.core.options import Given
 from dblock.core.steps import Steps
-from dblock.core.templates import NoKey
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.values import Seconds, valid_retention
 from sqlalchemy_dblock.store import INSTEAD, EngineStore, store_for

@@ -15,18 +15,18 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import SingletonThreadPool
 from sqlalchemy.util import greenlet_spawn
 
-from dblock.core import loopback
 from dblock.core.errors import SynchronousOnlyOperation, UnsupportedDatabase
 from dblock.core.flows import current_task
-from dblock.core.listener import Ear
 from dblock.core.pool import PooledConnection
 from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.steps import Execute, Rows
 from dblock.core.store import BaseStore
 from dblock.core.values import valid_tables
+from dblock.core.wakeup import local_socket
+from dblock.core.wakeup.listener import Subscription
 from sqlalchemy_dblock.connections import EnginePool, InMemory, is_in_memory, rest
-from sqlalchemy_dblock.listening import EARS, neighbours
+from sqlalchemy_dblock.listening import SUBSCRIPTIONS, neighbours
 
 INSTEAD = "use the lock of an AsyncEngine, or a thread (asyncio.to_thread)"
 
@@ -77,9 +77,9 @@ class EngineStore(BaseStore):
 
         return answered
 
-    def hear(self, channel: str) -> Ear | None:
+    def subscribe(self, channel: str) -> Subscription | None:
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
-        make = EARS.get((self._driver, self.asynchronous))
+        make = SUBSCRIPTIONS.get((self._driver, self.asynchronous))
         if make is None or not self._listens or not isinstance(self._source, EnginePool):
             return None
         connection = self._source.open_apart()
@@ -90,9 +90,9 @@ class EngineStore(BaseStore):
             close()
             raise
 
-    def hear_neighbours(self) -> Ear | None:
+    def subscribe_to_neighbours(self) -> Subscription | None:
         """Listen to the processes of this machine."""
-        return neighbours() if self.asynchronous else loopback.ear()
+        return neighbours() if self.asynchronous else local_socket.subscription()
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run it in a thread, or in a task of the running event loop."""

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.exc import DBAPIError, MissingGreenlet
 from sqlalchemy.util import await_only
 
-from dblock.core.drivers import adrive, drive
+from dblock.core.drive import adrive, drive
 from dblock.core.errors import LockError
 from dblock.core.holds import Hold
 from dblock.core.operations import finish

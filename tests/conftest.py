@@ -19,9 +19,10 @@ from django.db import connections
 from sqlalchemy import create_engine, event, text
 from sqlalchemy.engine import Dialect, Engine, make_url
 
-from dblock.core import acquiring, bells, lines, waiting
+from dblock.core import acquiring, local_queue, waiting
 from dblock.core.flows import current_flow
-from dblock.core.keeper import keeper
+from dblock.core.wakeup import registry
+from dblock.core.watchdog import watchdog
 from tests.proxy import Proxy
 from tests.servers import MariaDB, MySQL, PgBouncer, PostgreSQL, Server, free_port, remove_leftovers
 
@@ -105,7 +106,7 @@ def _patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         if "sqlite" not in request.node.name:
             monkeypatch.setattr("dblock.core.acquiring.TRY", PATIENT)
         for module in (acquiring, waiting):
-            monkeypatch.setattr(module, "HASTE", UNHURRIED)
+            monkeypatch.setattr(module, "LEAVE_TIMEOUT", UNHURRIED)
 
 
 @pytest.fixture(autouse=True)
@@ -118,10 +119,15 @@ def _process_state() -> Iterator[None]:
         gc.collect()  # what is suspended, and dropped
         time.sleep(0.01)
         left = _left_behind()
-    for hold in list(keeper._holds):
-        keeper.discard(hold)
-    state: tuple[MutableMapping[Any, Any], ...] = (keeper._places, lines._lines, lines._trials, bells._bells)
-    for each in (*state, bells._crowds, bells._unheard, *_kept()):
+    for hold in list(watchdog._holds):
+        watchdog.discard(hold)
+    state: tuple[MutableMapping[Any, Any], ...] = (
+        watchdog._places,
+        local_queue._lines,
+        local_queue._trials,
+        registry._wakeups,
+    )
+    for each in (*state, registry._contended, registry._unclaimed, *_kept()):
         each.clear()
     flow = current_flow()
     flow.holds.clear()  # those that are left are lost
@@ -139,11 +145,11 @@ def _kept() -> tuple[MutableMapping[Any, list[Any]], ...]:
 
 def _left_behind() -> dict[str, list[Any]]:
     everything: dict[str, Collection[Any]] = {
-        "holds": [hold for hold in keeper._holds if (flow := hold.flow()) is not None and not flow.ended()],
-        "places in queues": keeper._places,
-        "lines": lines._lines,
-        "tries": lines._trials,
-        "bells": bells._bells,
+        "holds": [hold for hold in watchdog._holds if (flow := hold.flow()) is not None and not flow.ended()],
+        "places in queues": watchdog._places,
+        "lines": local_queue._lines,
+        "tries": local_queue._trials,
+        "wake-ups": registry._wakeups,
         "locks kept by transactions": [kept for each in _kept() for kept in each.values() if kept],
     }
     return {name: list(each) for name, each in everything.items() if each}

@@ -12,7 +12,7 @@ from django.test import override_settings
 from sqlalchemy import create_engine
 
 from dblock.core import waiting
-from dblock.core.loopback import mailbox
+from dblock.core.wakeup.local_socket import mailbox
 from dblock.listening import PsycopgEar
 from dblock.store import store_for
 from sqlalchemy_dblock import db_lock
@@ -36,14 +36,14 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 @pytest.fixture
 def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who will be called does not look for an hour."""
-    monkeypatch.setattr(waiting, "FALLBACK", 3600.0)
+    monkeypatch.setattr(waiting, "POLL_NOTIFIED", 3600.0)
 
 
 ELSEWHERE = (
     "(setattr(mailbox(), 'neighbourhood', 'dblock_elsewhere_'),"
     " object.__setattr__(subject.protocol.dialect.queue, 'call', None))"  # the grant itself is to call
 )
-FULL = "setattr(mailbox(), 'ring', lambda *_: False)"
+FULL = "setattr(mailbox(), 'notify', lambda *_: False)"
 
 
 @pytest.mark.usefixtures("deaf")
@@ -60,7 +60,7 @@ def test_a_neighbour_rings(request: pytest.FixtureRequest, subject: Subject, mon
     """A release in another process of this machine wakes the waiter, on every database; PostgreSQL calls nobody."""
     ready(request, subject.database)
     monkeypatch.setattr(waiting, "_often", lambda *_: 3600.0)
-    monkeypatch.setattr(waiting, "SELDOM", 3600.0)
+    monkeypatch.setattr(waiting, "POLL_MAX", 3600.0)
     hand_overs(subject)
 
 
@@ -85,10 +85,10 @@ def test_a_listener_takes_no_place_in_a_pool(request: pytest.FixtureRequest, mon
     options = {**connections.settings["postgresql"]["OPTIONS"], "pool": {"min_size": 1, "max_size": 1}}
     monkeypatch.setitem(connections.settings["postgresql"], "OPTIONS", options)
     monkeypatch.setitem(connections.settings["postgresql"], "CONN_MAX_AGE", 0)
-    ear = store_for("postgresql").hear("dblock_test")
-    assert isinstance(ear, PsycopgEar)
-    assert not hasattr(ear._connection, "_pool")
-    ear.close()
+    subscription = store_for("postgresql").subscribe("dblock_test")
+    assert isinstance(subscription, PsycopgEar)
+    assert not hasattr(subscription._connection, "_pool")
+    subscription.close()
 
 
 def test_whether_to_listen_is_yes_or_no() -> None:

@@ -42,7 +42,7 @@ def test_the_core_runs_without_any_framework() -> None:
 import sys
 for name in ("django", "sqlalchemy", "celery", "asgiref", "psycopg"):
     sys.modules[name] = None
-import dblock, dblock.core.faces, dblock.core.drivers, dblock.cli
+import dblock, dblock.core.faces, dblock.core.drive, dblock.cli
 print(dblock.LockTimeout.__mro__[1].__name__)
 """
     assert python(code) == "LockError"

@@ -138,10 +138,10 @@ def test_statements_for_a_hand_over(server: str, proxy: Proxy, size: int, monkey
     """Six at most on PostgreSQL, however many wait. Each has an engine of its own, as processes have.
 
     On MySQL and MariaDB joining and leaving take two statements each. How often those who wait look on their own is a
-    matter of time, not of hand-overs: here they look when they are rung.
+    matter of time, not of hand-overs: here they look when they are called.
     """
     monkeypatch.setattr(waiting, "_often", lambda *_: 3600.0)
-    monkeypatch.setattr(waiting, "SELDOM", 3600.0)
+    monkeypatch.setattr(waiting, "POLL_MAX", 3600.0)
     address = url(server).replace(os.environ[f"DBLOCK_TEST_{server.upper()}_PORT"], str(proxy.port))
     engines = [create_engine(address) for _ in range(size)]
     locks = [sqlalchemy_dblock.db_lock(engine, "k", timeout=60) for engine in engines]

@@ -11,16 +11,17 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Final, Literal
 
-from dblock.core import bells, lines, queue
+from dblock.core import local_queue, queue
 from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy, StoreLocked, StoreUnanswered
 from dblock.core.flows import new_owner
-from dblock.core.lines import Trial
+from dblock.core.local_queue import TakeAttempt
 from dblock.core.protocol import WORTH, Database, Unresolved, begin, inspect, pauses
 from dblock.core.queue import give_back
 from dblock.core.statements.base import Statement
 from dblock.core.steps import Steps, sleep
 from dblock.core.values import Grant, LockInfo
-from dblock.core.waiting import HASTE, Attendant, Nobody, Outcome, Waiter
+from dblock.core.waiting import LEAVE_TIMEOUT, Outcome, PollingOnly, Waiter, WaiterServices
+from dblock.core.wakeup import registry
 
 TRY: Final = 0.25
 """Seconds within which even a try without waiting has its answer, whatever the database says or does not say."""
@@ -35,83 +36,92 @@ _REFUSED: Final = _Attempt.REFUSED
 
 def acquire(
     database: Database,
-    wish: dict[str, Any],
+    request: dict[str, Any],
     timeout: float | None,
-    attendant: Callable[[], Attendant] = Nobody,
+    services: Callable[[], WaiterServices] = PollingOnly,
     *,
-    ours: bool = False,
-    entangled: bool = False,
+    held_in_process: bool = False,
+    holds_other_keys: bool = False,
 ) -> Steps[Grant | LockInfo | StoreBusy | None]:
     """A grant, or whoever held the key when `timeout` seconds (None: for ever) were over.
 
-    `wish` is what the row is to say, but for the owner's token: it comes to have the last one under which the key may
-    be ours. StoreBusy is returned if a stranger's transaction had locked what we need until then; None means that the
-    key was free at the last look, but others were faster each time. Outages of the database are part of the wait.
-    `ours` says that another flow of this process is thought to have the key, so that there is no use in trying to take
-    it; `entangled` that the flow holds other keys, so that its wait may close a circle: raises LockDeadlock.
+    `request` is what the row is to say, but for the owner's token: it comes to have the last one under which the key
+    may be ours. StoreBusy is returned if a stranger's transaction had locked what we need until then; None means that
+    the key was free at the last look, but others were faster each time. Outages of the database are part of the wait.
+    `held_in_process`: another flow of this process is thought to have the key, so that there is no use in trying to
+    take it. `holds_other_keys`: so that the wait may close a circle, which raises LockDeadlock.
     """
     start = database.now()
     deadline = math.inf if timeout is None else start + timeout
-    until = deadline + HASTE if timeout != 0 else start + TRY
+    until = deadline + LEAVE_TIMEOUT if timeout != 0 else start + TRY
     try:
-        return (yield from _acquire(database, wish, (deadline, until), attendant, ours=ours, entangled=entangled))
+        return (
+            yield from _acquire(
+                database,
+                request,
+                (deadline, until),
+                services,
+                held_in_process=held_in_process,
+                holds_other_keys=holds_other_keys,
+            )
+        )
     except StoreBusy as busy:
         return busy
 
 
 def _acquire(
     database: Database,
-    wish: dict[str, Any],
+    request: dict[str, Any],
     limits: tuple[float, float],
-    attendant: Callable[[], Attendant],
+    services: Callable[[], WaiterServices],
     *,
-    ours: bool,
-    entangled: bool,
+    held_in_process: bool,
+    holds_other_keys: bool,
 ) -> Steps[Grant | LockInfo | None]:
     """As `acquire`. `limits`: the local times of our deadline, and after which no statement is of use."""
     deadline, until = limits
     now = database.now
 
     def waiter() -> Waiter:
-        return Waiter(database, wish, deadline, until, attendant(), entangled)
+        return Waiter(database, request, deadline, until, services(), holds_other_keys)
 
-    key, wish["owner"] = wish["key"], ""
-    trial = Trial(database, key)
+    key, request["owner"] = request["key"], ""
+    trial = TakeAttempt(database, key)
     try:
-        crowded = ours or lines.busy(database, key) or bells.is_crowded(database, key)
-        if crowded and wish["fair"] and now() < deadline:
+        crowded = held_in_process or local_queue.busy(database, key) or registry.is_contended(database, key)
+        if crowded and request["fair"] and now() < deadline:
             with contextlib.suppress(LockTimeout):  # refused: it may be free, though
                 waited = yield from waiter().wait(None, None)
                 if waited is not Outcome.GONE:
                     return waited
         trial.begin()
-        found = yield from _take(database, wish, (deadline, until), waiter, trial)
+        found = yield from _take(database, request, (deadline, until), waiter, trial)
         trial.end(got=isinstance(found, Grant))
     except BaseException as error:
         trial.end(got=False)
         # Interrupted: what we may have taken is given back. Else nobody drives us any more, or the database has said,
         # as far as it can, what became of it.
-        if wish["owner"] and not isinstance(error, (GeneratorExit, LockStoreError)):
-            yield from give_back(database, key, wish["owner"])
+        if request["owner"] and not isinstance(error, (GeneratorExit, LockStoreError)):
+            yield from give_back(database, key, request["owner"])
         raise
     return found
 
 
 def _take(
     database: Database,
-    wish: dict[str, Any],
+    request: dict[str, Any],
     limits: tuple[float, float],
     waiter: Callable[[], Waiter],
-    trial: Trial,
+    trial: TakeAttempt,
 ) -> Steps[Grant | LockInfo | None]:
     """Take the key, or wait for it; as `_acquire`."""
     deadline, until = limits
-    now, dialect, key = database.now, database.dialect, wish["key"]
+    now, dialect, key = database.now, database.dialect, request["key"]
     statement = dialect.take
     growing = pauses()
     tries = 0
     while True:
-        grant = yield from _attempt(database, statement, wish, until)
+        grant = yield from _attempt(database, statement, request, until)
         if isinstance(grant, Grant):
             return grant
         holder = yield from inspect(database, key, until)
@@ -137,12 +147,12 @@ def _take(
 
 
 def _attempt(
-    database: Database, statement: Statement, wish: dict[str, Any], until: float
+    database: Database, statement: Statement, request: dict[str, Any], until: float
 ) -> Steps[Grant | Literal[_Attempt.REFUSED] | None]:
     """A grant that is of use; None if the key was not free; REFUSED if that is not known."""
-    wish["owner"] = new_owner()
+    request["owner"] = new_owner()
     try:
-        grant = yield from begin(database, statement, wish, until)
+        grant = yield from begin(database, statement, request, until)
     except (StoreLocked, Unresolved) as error:  # the key can be looked at meanwhile
         if until - database.now() >= WORTH:
             return _REFUSED
@@ -150,7 +160,7 @@ def _attempt(
             raise StoreUnanswered(str(error), key=error.key) from error.__cause__
         raise
     if grant is None:
-        wish["owner"] = ""
+        request["owner"] = ""
     if grant is None or database.now() < grant.trusted_until:
         return grant
     _ = yield from queue.release(database, grant.tenure, 1)  # granted too late

@@ -13,15 +13,14 @@ from collections.abc import Callable, Coroutine
 from types import EllipsisType
 from typing import Any, Self, TypeVar
 
-from dblock.core.drivers import Store, adrive
+from dblock.core.drive import Store, adrive
 from dblock.core.errors import LockLost, LockNotHeld, LockTimeout, Reason, StoreBusy
 from dblock.core.flows import current_flow
 from dblock.core.holds import Block, Hold, Loss
 from dblock.core.identity import process_identity
-from dblock.core.keeper import keeper
+from dblock.core.key_template import Template
 from dblock.core.options import PLAIN, Options, unknown_options, valid_options
 from dblock.core.steps import Steps
-from dblock.core.templates import Template
 from dblock.core.tokens import Sequencer
 from dblock.core.values import (
     LockInfo,
@@ -31,6 +30,7 @@ from dblock.core.values import (
     valid_timeout,
     valid_ttl,
 )
+from dblock.core.watchdog import watchdog
 
 T = TypeVar("T")
 
@@ -212,7 +212,7 @@ class BaseLock:
     def _own_hold(self, verb: str) -> Hold:
         """The hold that this flow is about to change."""
         hold = self._hold_here()
-        if hold is None or hold.view:
+        if hold is None or hold.is_snapshot:
             raise self._not_held(verb)
         return hold
 
@@ -238,7 +238,7 @@ class BaseLock:
         )
 
     def _lost(self, hold: Hold) -> LockLost:
-        keeper.announce(hold)
+        watchdog.announce(hold)
         loss = hold.loss or Loss(Reason.EXPIRED)
         return self._lost_tenure(hold.tenure.fence, loss, str(loss))
 

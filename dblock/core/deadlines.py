@@ -2,7 +2,7 @@
 
 Their connection is cut, so that whatever call of whatever driver waits for the answer ends with an error. One thread
 for the process; on an event loop its timers do the same. A statement that is answered costs an entry in a dictionary:
-the thread sleeps until the earliest moment that it knows, and is only rung for an earlier one.
+the thread sleeps until the earliest moment that it knows, and is only woken for an earlier one.
 
 Rule: whoever takes an entry out of the dictionary, the thread or the statement itself, decides: a connection that was
 cut is never used again.
@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 from dblock.core import clock
-from dblock.core.journal import warn
+from dblock.core.log import warn
 
 if TYPE_CHECKING:
     from dblock.core.pool import PooledConnection

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from dblock.core import operations
 from dblock.core.base import BaseLock
-from dblock.core.drivers import drive
+from dblock.core.drive import drive
 from dblock.core.errors import LockError, LockLost, LockTimeout
 from dblock.core.flows import current_task
 from dblock.core.holds import Hold
+from dblock.core.key_template import Template
 from dblock.core.steps import Steps
-from dblock.core.templates import Template
 from dblock.core.values import (
     LockInfo,
     Seconds,

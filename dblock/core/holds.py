@@ -3,7 +3,7 @@
 Rule: a hold is trusted until a moment of the local clock, which only a statement that succeeded in time moves later.
 Once somebody has seen that moment pass, it is lost for good: an answer that comes afterwards does not revive it.
 
-The flow that took the key enters and leaves; the keeper renews. Both meet here, under a lock that is held for a few
+The flow that took the key enters and leaves; the watchdog renews. Both meet here, under a lock that is held for a few
 instructions; a look at the state takes it only when there is something to decide.
 """
 
@@ -21,7 +21,7 @@ from dblock.core.values import Grant, LockInfo, State
 
 if TYPE_CHECKING:
     from dblock.core.base import BaseLock
-    from dblock.core.drivers import Store
+    from dblock.core.drive import Store
     from dblock.core.flows import Flow
 
 
@@ -97,6 +97,7 @@ class Hold:
 
     __slots__ = (
         "__weakref__",
+        "_mutex",
         "acquired",
         "cancelling",
         "deferred",
@@ -106,41 +107,40 @@ class Hold:
         "failure",
         "flow",
         "grace",
+        "handovers",
         "interrupted",
-        "left",
+        "is_snapshot",
+        "leaving",
         "loop",
         "loss",
+        "loss_reported",
         "max_hold",
         "min_hold",
-        "others",
         "outer",
         "renewed",
         "renewing",
+        "risk_reported",
+        "shared_entries",
         "store",
         "tenure",
         "ticket",
-        "tokens",
-        "told",
         "transactions",
         "trusted_until",
         "ttl",
-        "turn",
-        "turns",
-        "view",
-        "warned",
+        "unused_tokens",
         "who",
     )
 
     def __init__(self, store: Store, flow: Flow, grant: Grant, entry: Entry, outer: Hold | None) -> None:
         lock = cast("BaseLock", entry.lock)  # in the hands of whoever takes it
-        self.turn = threading.RLock()  # a signal handler may run between any two lines
+        self._mutex = threading.RLock()  # a signal handler may run between any two lines
         self.store = store
         self.flow = flow.ref
         """The flow that has it, for as long as that lives; the block of a `with` may outlive it."""
         self.who = flow.who
         self.tenure = grant.tenure
         self.ticket = grant.ticket
-        self.turns = grant.turn
+        self.handovers = grant.turn
         self.ttl = grant.ttl
         self.grace: float = lock.options.grace
         self.min_hold: float = lock.options.min_hold
@@ -150,22 +150,22 @@ class Hold:
         self.trusted_until = grant.trusted_until
         self.entries = [entry]
         """How it was entered, outermost first; empty when only an open transaction keeps it."""
-        self.left: BaseLock | None = None
+        self.leaving: BaseLock | None = None
         """The lock object through which it is being left, or whose leaving an open transaction puts off."""
-        self.view = False
+        self.is_snapshot = False
         """Is this a copy for looking only?"""
         self.outer = outer
         """A lost hold of the same key, further out in the same flow, which has yet to be told so."""
-        self.others: int | None = None
+        self.shared_entries: int | None = None
         """How many entries of others the row counts, as far as we know; None while no token has been handed out."""
-        self.tokens = 0
+        self.unused_tokens = 0
         """How many tokens were handed out from inside of it, and may not have been used yet."""
         self.loss: Loss | None = None
         self.failure: Reason | None = None
         """What it is to be lost of if the renewal that is due does not succeed any more; None while none is due."""
-        self.warned = False
+        self.risk_reported = False
         """Has somebody been told that a renewal is late?"""
-        self.told = False
+        self.loss_reported = False
         """Have those who want to know been told that it is lost?"""
         self.epoch = 0
         """How often the ttl was set: the answer to a renewal sent before does not count."""
@@ -180,11 +180,11 @@ class Hold:
         self.loop: Any = None
         """The event loop that its statements run on, where they do."""
         self.due = grant.sent + grant.ttl / 3 if self.renewing else grant.trusted_until
-        """The local time at which the keeper has to do something about it."""
+        """The local time at which the watchdog has to do something about it."""
 
     @property
     def count(self) -> int:
-        return len(self.entries) + (self.others or 0)
+        return len(self.entries) + (self.shared_entries or 0)
 
     @property
     def life(self) -> float:
@@ -200,8 +200,8 @@ class Hold:
     def snapshot(self) -> Hold:
         """A copy that changes no more when its flow enters and leaves."""
         twin = copy.copy(self)
-        twin.view, twin.turn, twin.outer = True, threading.RLock(), None
-        twin.entries = [*self.entries, Entry(self.left, "acquire")] if self.left else list(self.entries)
+        twin.is_snapshot, twin._mutex, twin.outer = True, threading.RLock(), None
+        twin.entries = [*self.entries, Entry(self.leaving, "acquire")] if self.leaving else list(self.entries)
         return twin
 
     def entered_by(self, lock: BaseLock) -> bool:
@@ -233,7 +233,7 @@ class Hold:
 
     def lease(self) -> Lease:
         """What a renewal is to say, and what its answer will be worth."""
-        with self.turn:
+        with self._mutex:
             return Lease(self, self.ttl, self.life, self.epoch)
 
     def now(self) -> float:
@@ -261,7 +261,7 @@ class Hold:
 
     def lengthen(self, grant: Grant, epoch: int | None = None) -> bool:
         """Trust it for longer; False if it is lost, or was before the answer came."""
-        with self.turn:
+        with self._mutex:
             if self.loss is not None or self.now() >= self.trusted_until:
                 return False
             if epoch is None or epoch == self.epoch:
@@ -274,7 +274,7 @@ class Hold:
 
     def reset(self, ttl: float, until: float) -> None:
         """A new ttl is on its way: trust no more than it gives, and no answer to a renewal with the old one."""
-        with self.turn:
+        with self._mutex:
             self.epoch += 1
             self.ttl = ttl
             self.trusted_until = min(self.trusted_until, until)
@@ -282,7 +282,7 @@ class Hold:
 
     def lose(self, loss: Loss | None = None) -> bool:
         """It is lost, for good; False if it was before. Without a loss: because trust has run out."""
-        with self.turn:
+        with self._mutex:
             if self.loss is not None or (loss is None and self.now() < self.trusted_until):
                 return False
             loss = loss or Loss(self.failure or Reason.EXPIRED)
@@ -292,7 +292,7 @@ class Hold:
 
     def explain(self, loss: Loss) -> None:
         """It is lost, says the database, and why. We may know better: what this process did, or that it was good."""
-        with self.turn:
+        with self._mutex:
             if not self.lose(loss):
                 before = self.loss or loss
                 known = before.early or before.reason in {Reason.BLOCKED, Reason.RELEASED}

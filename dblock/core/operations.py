@@ -10,21 +10,21 @@ import functools
 import sys
 from typing import Any, TypeVar, cast
 
-from dblock.core import acquiring, lines, protocol, queue
+from dblock.core import acquiring, local_queue, protocol, queue
 from dblock.core.base import BaseLock
-from dblock.core.drivers import Store
+from dblock.core.drive import Store
 from dblock.core.errors import LockError, LockStoreError, Reason, StaleSnapshot, StoreBusy
-from dblock.core.exits import leave_for_good
 from dblock.core.flows import Flow, current_flow
 from dblock.core.holds import Block, Entry, Hold, Loss
 from dblock.core.identity import celery_task_id
-from dblock.core.journal import warn
-from dblock.core.keeper import keeper
+from dblock.core.log import warn
 from dblock.core.protocol import Database
+from dblock.core.shutdown import leave_for_good
 from dblock.core.statements.base import Values
 from dblock.core.steps import Execute, Rows, Steps
 from dblock.core.tokens import Sequencer, Token, token_text
 from dblock.core.values import Grant, LockInfo, margin
+from dblock.core.watchdog import watchdog
 
 L = TypeVar("L", bound=BaseLock)
 
@@ -36,14 +36,14 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
     store, flow, ttl = lock._store(), current_flow(), lock._ttl
     database, place, entry = store.database, (store, lock._key), Entry(lock, kind)
     hold = flow.holds.get(place)
-    if hold is not None and hold.view:
+    if hold is not None and hold.is_snapshot:
         hold = None  # a callback that looks at its lock's hold is a flow of its own
     if hold is not None:
         if (yield from _reenter(lock, database, hold, ttl, entry)):
             return True
         _ = hold.lose(Loss(Reason.EXPIRED))  # a new tenure follows; whoever entered before has lost this one
-        keeper.announce(hold)
-    wish = {
+        watchdog.announce(hold)
+    request = {
         **flow.who,
         "key": lock._key,
         "ttl": ttl,
@@ -56,11 +56,11 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
     try:
         found = yield from acquiring.acquire(
             database,
-            wish,
+            request,
             timeout,
-            functools.partial(keeper.attendant, store),
-            ours=keeper.holds(store, lock._key),
-            entangled=any(other.loss is None for other in flow.holds.values()),
+            functools.partial(watchdog.services, store),
+            held_in_process=watchdog.holds(store, lock._key),
+            holds_other_keys=any(other.loss is None for other in flow.holds.values()),
         )
         if isinstance(found, Grant):
             _ = _begin(lock, flow, found, entry, hold)
@@ -151,15 +151,15 @@ def release(lock: BaseLock) -> Steps[None]:
 def _release(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
     in_time = hold.remaining() > 0
     if not in_time:
-        keeper.announce(hold)
+        watchdog.announce(hold)
     kept, through = hold.open_entries(but=left), left.lock or lock
     if not kept and in_time and through._defers(hold):
-        hold.left, hold.entries = through, kept
+        hold.leaving, hold.entries = through, kept
         return
     try:
         if not kept:
             _forget(hold)
-        hold.left, hold.entries = through, kept
+        hold.leaving, hold.entries = through, kept
         if not in_time and hold.grace:  # freeing the row would open the key before its time
             released = False
         else:
@@ -174,7 +174,7 @@ def _release(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
         if not released:
             yield from _find_out(hold)
         raise lock._lost(hold)
-    hold.left = None
+    hold.leaving = None
 
 
 def extend(lock: BaseLock, ttl: float) -> Steps[None]:
@@ -186,7 +186,7 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
     # It may take effect and its answer never come: from now on no more is trusted than the new lease gives.
     hold.reset(ttl, database.now() + ttl - margin(ttl))
     try:
-        if hold.others is None:
+        if hold.shared_entries is None:
             grant = yield from protocol.extend(database, hold.tenure, ttl, hold.grace)
         else:  # others may rely on a longer lease than ours
             sent, alive = yield from protocol.renew(
@@ -195,7 +195,7 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
             grant = Grant(hold.tenure, sent, ttl) if alive is None else None
     except BaseException as error:
         hold.reset(min(before, ttl), hold.trusted_until)
-        keeper.look()
+        watchdog.look()
         if isinstance(error, LockStoreError) and hold.remaining() <= 0:
             raise lock._lost(hold) from error
         raise
@@ -203,7 +203,7 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
         yield from _find_out(hold)
     if grant is None or not hold.lengthen(grant):
         raise lock._lost(hold)
-    keeper.add(hold)  # it may be due earlier now
+    watchdog.add(hold)  # it may be due earlier now
 
 
 def verify(lock: BaseLock) -> Steps[bool]:
@@ -246,19 +246,19 @@ def detach(lock: BaseLock) -> Steps[str]:
         raise lock._forked()
     hold = lock._own_hold("detach")
     lock.check()
-    database, count = hold.store.database, len(hold.entries) if hold.others is None else 0
+    database, count = hold.store.database, len(hold.entries) if hold.shared_entries is None else 0
     if not (yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace, count=count, who=hold.who)):
         yield from _find_out(hold)
         raise lock._lost(hold)
     entry, kept = hold.entries[-1], hold.entries[:-1]
-    hold.others = hold.others or 0
-    hold.tokens += bool(kept)
+    hold.shared_entries = hold.shared_entries or 0
+    hold.unused_tokens += bool(kept)
     entry.detached = True
     if not kept:
         _forget(hold)
     hold.entries = kept
     if not kept:
-        _ = lines.freed(database, hold.tenure.key)
+        _ = local_queue.freed(database, hold.tenure.key)
     return token_text(Token(hold.tenure, hold.ttl, hold.grace, hold.min_hold))
 
 
@@ -272,7 +272,7 @@ def attach(lock: L, token: Token) -> Steps[L]:
     grant, count = attached
     hold = flow.holds.get((store, lock._key))
     if hold is not None and hold.tenure == tenure and hold.lengthen(grant):
-        hold.others = count - len(hold.entries) - 1
+        hold.shared_entries = count - len(hold.entries) - 1
         hold.entries = [*hold.entries, entry]
     else:
         if hold is not None:
@@ -329,14 +329,14 @@ def release_all(store: Store) -> Steps[int]:
     asked again: what is left then ends with its lease, which nobody renews.
     """
     given = 0
-    for hold in keeper.give_up(store):
+    for hold in watchdog.give_up(store):
         try:
             yield from leave_for_good(hold)
         except LockStoreError as error:
             warn("could not give %r back: %s", hold.tenure.key, error)
             break
         finally:
-            _ = lines.freed(store.database, hold.tenure.key)
+            _ = local_queue.freed(store.database, hold.tenure.key)
         given += 1
     return given
 
@@ -364,7 +364,7 @@ def _begin(
     """The flow holds a tenure from now on."""
     store = lock._store()
     hold = Hold(store, flow, grant, entry, outer if outer and outer.open_entries() else None)
-    hold.others = others
+    hold.shared_entries = others
     if store.asynchronous:
         hold.loop = sys.modules["asyncio"].get_running_loop()
     if not store.renewable:
@@ -374,10 +374,10 @@ def _begin(
             _forget(over)
     try:
         lock._opened(hold)
-        keeper.add(hold)
+        watchdog.add(hold)
         flow.holds[store, lock._key] = hold  # last: no signal handler runs between this and our return
     except BaseException:
-        keeper.discard(hold)
+        watchdog.discard(hold)
         hold.entries = []
         raise
     return hold
@@ -387,11 +387,11 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
     """Enter a hold of this flow once more; False if it is over."""
     if hold.remaining() <= 0:
         return False
-    if hold.others is not None:
+    if hold.shared_entries is not None:
         attached = yield from protocol.attach(database, hold.tenure, _who_we_are(), ttl, hold.grace)
         if attached is None or not hold.lengthen(attached[0]):
             return False
-        hold.others = attached[1] - len(hold.entries) - 1
+        hold.shared_entries = attached[1] - len(hold.entries) - 1
         hold.entries = [*hold.entries, entry]
         return True
     kept = hold.open_entries()
@@ -400,7 +400,7 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
         if grant is None:
             return False
         if hold.lengthen(grant):
-            keeper.add(hold)  # it may have been given up
+            watchdog.add(hold)  # it may have been given up
             hold.entries = [*kept, entry]  # no signal handler runs between this and our return
             return True
     except (GeneratorExit, LockError):
@@ -423,22 +423,22 @@ def _leave(hold: Hold) -> Steps[bool]:
     if hold.entries:
         return (yield from _lower(hold))
     database, tenure = hold.store.database, hold.tenure
-    if hold.others is None and not hold.min_hold:
-        return (yield from queue.pass_on(database, tenure, hold.ticket, hold.turns))
+    if hold.shared_entries is None and not hold.min_hold:
+        return (yield from queue.pass_on(database, tenure, hold.ticket, hold.handovers))
     try:
         return (yield from _lower(hold))
     finally:
-        _ = lines.freed(database, tenure.key)
+        _ = local_queue.freed(database, tenure.key)
 
 
 def _lower(hold: Hold) -> Steps[bool]:
     """Lower the count in the row by one; False if the tenure was over before."""
     database, entered = hold.store.database, len(hold.entries)
-    if hold.tokens and not entered and (yield from _unused(hold)):
+    if hold.unused_tokens and not entered and (yield from _unused(hold)):
         # It is left to the bearer of a token, who has one more ttl.
-        count = 0 if hold.others else 1
+        count = 0 if hold.shared_entries else 1
         return (yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace, count=count, who=hold.who))
-    alone = hold.others is None
+    alone = hold.shared_entries is None
     if not alone or (hold.min_hold and not entered):
         return (yield from queue.leave(database, hold.tenure, hold.min_hold, alone=alone))
     return (yield from queue.release(database, hold.tenure, entered + 1, hold.ticket))
@@ -449,7 +449,7 @@ def _leave_after_all(hold: Hold) -> Steps[None]:
     database, entered = hold.store.database, len(hold.entries)
     if not entered:
         _forget(hold)
-    if hold.others is not None or (hold.grace and hold.remaining() <= 0):
+    if hold.shared_entries is not None or (hold.grace and hold.remaining() <= 0):
         return  # it ends with its lease
     with contextlib.suppress(LockError):  # nothing replaces the interrupt
         if hold.min_hold and not entered:
@@ -465,7 +465,7 @@ def _find_out(hold: Hold) -> Steps[None]:
     except LockError:
         loss = Loss(Reason.EXPIRED)
     hold.explain(loss)
-    keeper.announce(hold)
+    watchdog.announce(hold)
 
 
 def _unused(hold: Hold) -> Steps[bool]:
@@ -478,7 +478,7 @@ def _unused(hold: Hold) -> Steps[bool]:
 
 
 def _forget(hold: Hold) -> None:
-    keeper.discard(hold)
+    watchdog.discard(hold)
     flow, place = hold.flow(), (hold.store, hold.tenure.key)
     if flow is not None and flow.holds.get(place) is hold:
         outer = next((each for each in hold.outers() if each.open_entries()), None)

@@ -77,7 +77,7 @@ from typing import Final
 
 from dblock.core import clock
 from dblock.core.errors import LockStoreError, Reason, StoreBusy, StoreConflict, StoreLocked, StoreUnanswered
-from dblock.core.journal import warn
+from dblock.core.log import warn
 from dblock.core.statements.base import Dialect, Statement
 from dblock.core.steps import Parameters, Rows, Steps, execute, sleep
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
@@ -110,20 +110,20 @@ def pauses(first: float = 0.005, longest: float = 0.25) -> Iterator[float]:
         pause = min(pause * 1.6, longest)
 
 
-def begin(database: Database, statement: Statement, wish: Parameters, until: float) -> Steps[Grant | None]:
+def begin(database: Database, statement: Statement, request: Parameters, until: float) -> Steps[Grant | None]:
     """Begin a tenure with the statement `take` (a row that nobody holds) or `create` (a key without a row).
 
-    `wish` has all that the row is to say: key, owner, ttl, life (ttl + grace), label and who we are; the owner token is
-    of this attempt alone. None if the statement found the key held or pinned, or no row to take, or one where it was to
-    create it. `until` is the local time after which conflicts are not tried again. Raises Unresolved when the answer
+    `request` has all that the row is to say: key, owner, ttl, life (ttl + grace), label and who we are; the owner token
+    is of this attempt alone. None if the statement found the key held or pinned, or no row to take, or one where it was
+    to create it. `until` is the local time after which conflicts are not tried again. Raises Unresolved when the answer
     was lost for good.
     """
     if statement is database.dialect.create and database.dialect.tick:
         yield from sleep(database.dialect.tick)
-    key, owner, ttl = str(wish["key"]), str(wish["owner"]), float(wish["ttl"])
+    key, owner, ttl = str(request["key"]), str(request["owner"]), float(request["ttl"])
     sent = database.now()
     try:
-        sent, rows = yield from send(database, statement, wish, until)
+        sent, rows = yield from send(database, statement, request, until)
     except StoreUnanswered as error:
         info = yield from inspect(database, key, until)
         if info is None or info.owner != owner:
@@ -209,13 +209,13 @@ def why_lost(database: Database, tenure: Tenure) -> Steps[tuple[Reason, LockInfo
 
 
 def attach(
-    database: Database, tenure: Tenure, wish: Parameters, ttl: float, grace: float
+    database: Database, tenure: Tenure, request: Parameters, ttl: float, grace: float
 ) -> Steps[tuple[Grant, int] | None]:
     """Enter a tenure by its token, with the lease and the count that gives; None if the tenure is over.
 
-    `wish` says who we are.
+    `request` says who we are.
     """
-    parameters: Parameters = {**wish, **tenure._asdict(), "life": ttl + grace}
+    parameters: Parameters = {**request, **tenure._asdict(), "life": ttl + grace}
     until = database.now() + min(PATIENCE, ttl)
     sent, rows = yield from send(database, database.dialect.attach, parameters, until, resend=True)
     return (Grant(tenure, sent, ttl), int(rows[0][0])) if rows else None

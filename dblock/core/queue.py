@@ -28,12 +28,12 @@ with its place at the latest, because until it accepts the tenure's lease ends w
 together.
 
 A waiter that was passed over (its process was frozen, its place ended) finds `served_ticket` at or above its ticket, or
-its row gone, and joins anew. A message or a bell only says "look": whatever it says, the waiter asks the database, and
-it also looks on its own: the head of the queue often where not everybody can ring it, the others the less often the
+its row gone, and joins anew. A message or a wake-up only says "look": whatever it says, the waiter asks the database,
+and it also looks on its own: the head of the queue often where not everybody can call it, the others the less often the
 further back they stand.
 
-The flows of one process that want a key stand behind one place of this queue, see `dblock.core.lines`, and the key goes
-from one to the next without it:
+The flows of one process that want a key stand behind one place of this queue, see `dblock.core.local_queue`, and the
+key goes from one to the next without it:
 
     relay                 ends the tenure of a flow and begins one of the next in its process
 
@@ -53,21 +53,22 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from dblock.core import bells, lines, protocol
-from dblock.core.bells import Bell
+from dblock.core import local_queue, protocol
 from dblock.core.errors import LockDeadlock, LockStoreError, LockTimeout, StoreUnanswered
 from dblock.core.flows import FLOW, current_flow
-from dblock.core.lines import Line, Member, Offer
-from dblock.core.loopback import mailbox
+from dblock.core.local_queue import HandoverOffer, LocalQueue, LocalWaiter
 from dblock.core.protocol import PATIENCE, Database
 from dblock.core.steps import Parameters, Steps, sleep, wait
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
+from dblock.core.wakeup import registry
+from dblock.core.wakeup.local_socket import mailbox
+from dblock.core.wakeup.registry import Wakeup
 
-PLACE: Final = 5.0
+WAITER_TTL: Final = 5.0
 """Seconds for which a place in the queue lasts without a beat."""
-BEAT: Final = PLACE / 3
+HEARTBEAT_INTERVAL: Final = WAITER_TTL / 3
 """Seconds between two beats."""
-HURRY: Final = 0.25
+HANDOVER_RETRY: Final = 0.25
 """Seconds for which a hand-over is tried again after conflicts; then it is left to whoever looks next."""
 _EVERYBODY: Final = 2**63 - 1
 
@@ -89,20 +90,20 @@ class View(NamedTuple):
     """Is it in the queue?"""
 
 
-def join(database: Database, wish: Parameters, until: float) -> Steps[tuple[int, View | None] | None]:
+def join(database: Database, request: Parameters, until: float) -> Steps[tuple[int, View | None] | None]:
     """Stand in the queue of a key with the owner token of this attempt; the ticket, and how it stands if that is known.
 
     None if that is to be tried anew: the key has no row, or somebody else has just drawn the same ticket.
     """
     queue = database.dialect.queue
-    _, rows = yield from protocol.send(database, queue.join, {**wish, "place": PLACE}, until)
+    _, rows = yield from protocol.send(database, queue.join, {**request, "place": WAITER_TTL}, until)
     if not rows:
         return None
     ticket, *seen = rows[0]
     if seen:
         remaining, first, ahead = seen
         return ticket, View(False, remaining, first, ticket, ahead, True)
-    yield from announce(database, str(wish["key"]), ticket, until)
+    yield from announce(database, str(request["key"]), ticket, until)
     return ticket, None
 
 
@@ -134,10 +135,10 @@ def grant(database: Database, key: str, first: int, tenure: Tenure | None = None
         "fence": 0 if tenure is None else tenure.fence,
         "here": mailbox().neighbourhood,
     }
-    until = database.now() + HURRY
+    until = database.now() + HANDOVER_RETRY
     _, rows = yield from protocol.send(database, database.dialect.queue.grant, parameters, until, resend=tenure is None)
     if rows:
-        bells.crowded(database, key)
+        registry.note_contention(database, key)
         yield from _call(database, key, *rows[0])
     return bool(rows)
 
@@ -145,36 +146,38 @@ def grant(database: Database, key: str, first: int, tenure: Tenure | None = None
 def _call(database: Database, key: str, ticket: int, channel: str | None = None, called: object = None) -> Steps[None]:
     """Tell the waiter with that ticket, or else the next one, to look, if the database has not called its process."""
     queue = database.dialect.queue
-    if called is not None or bells.ring(key, ticket):
+    if called is not None or registry.notify(key, ticket):
         return
     with contextlib.suppress(LockStoreError):  # it looks for itself
         if channel is None:
             asked: Parameters = {"key": key, "ticket": ticket}
-            _, rows = yield from protocol.send(database, queue.channel, asked, database.now() + HURRY, resend=True)
+            _, rows = yield from protocol.send(
+                database, queue.channel, asked, database.now() + HANDOVER_RETRY, resend=True
+            )
             ticket, channel = rows[0] if rows else (ticket, "")
-        if bells.ring(key, ticket) or not channel or mailbox().ring(channel, key, ticket):
+        if registry.notify(key, ticket) or not channel or mailbox().notify(channel, key, ticket):
             return
         if queue.call is not None:
             parameters: Parameters = {"key": key, "ticket": ticket, "channel": channel}
-            _ = yield from protocol.send(database, queue.call, parameters, database.now() + HURRY, resend=True)
+            _ = yield from protocol.send(database, queue.call, parameters, database.now() + HANDOVER_RETRY, resend=True)
 
 
 def _remind(database: Database, key: str) -> Steps[None]:
     """Call whoever was granted the key last: those who granted it may not have come so far."""
     with contextlib.suppress(LockStoreError):
-        view = yield from look(database, key, database.now() + HURRY)
+        view = yield from look(database, key, database.now() + HANDOVER_RETRY)
         if view is not None and view.remaining > 0:
             yield from _call(database, key, view.first - 1)
 
 
-def accept(database: Database, wish: Parameters, ticket: int, until: float) -> Steps[Grant | None]:
+def accept(database: Database, request: Parameters, ticket: int, until: float) -> Steps[Grant | None]:
     """The tenure that a waiter was granted, now with a whole lease, and the waiter out of the queue; None without."""
-    queue, key, owner, ttl = database.dialect.queue, str(wish["key"]), str(wish["owner"]), float(wish["ttl"])
-    sent, rows = yield from protocol.send(database, queue.accept, wish, until, resend=True)
+    queue, key, owner, ttl = database.dialect.queue, str(request["key"]), str(request["owner"]), float(request["ttl"])
+    sent, rows = yield from protocol.send(database, queue.accept, request, until, resend=True)
     if not rows:
         return None
     if not queue.leaves:  # the ticket is served: its row does no harm until the place ends
-        yield from quit_queue(database, owner, HURRY / 10)
+        yield from quit_queue(database, owner, HANDOVER_RETRY / 10)
     return Grant(Tenure(key, owner, int(rows[0][0])), sent, ttl, ticket)
 
 
@@ -218,7 +221,7 @@ def quit_queue(database: Database, owner: str, patience: float = PATIENCE) -> St
 
 def beat(database: Database, owners: Sequence[str], until: float) -> Steps[None]:
     """Let many waiters keep their places."""
-    parameters: Parameters = {"owners": json.dumps(owners), "place": PLACE}
+    parameters: Parameters = {"owners": json.dumps(owners), "place": WAITER_TTL}
     _ = yield from protocol.send(database, database.dialect.queue.beat, parameters, until, resend=True)
 
 
@@ -232,13 +235,13 @@ def hand_over(database: Database, key: str, first: int = 0) -> Steps[bool]:
         for _ in range(2):  # somebody may leave, and somebody come, between two statements
             if first and (yield from grant(database, key, first)):
                 return True
-            view = yield from look(database, key, database.now() + HURRY)
+            view = yield from look(database, key, database.now() + HANDOVER_RETRY)
             if view is None or view.first > view.last:
                 return False
             if view.remaining > 0:
                 return True
             if not view.ahead:
-                until = database.now() + HURRY
+                until = database.now() + HANDOVER_RETRY
                 parameters: Parameters = {"key": key, "last": view.last}
                 _ = yield from protocol.send(database, database.dialect.queue.clear, parameters, until, resend=True)
                 return False
@@ -277,7 +280,7 @@ def pass_on(database: Database, tenure: Tenure, ticket: int, turn: int) -> Steps
     offer, orphan = None, ""
     try:
         try:
-            line = lines.line_for(database, tenure.key)
+            line = local_queue.line_for(database, tenure.key)
             offer = None if line is None else line.choose(tenure)
             if line is not None and offer is not None:
                 passed = None
@@ -286,7 +289,7 @@ def pass_on(database: Database, tenure: Tenure, ticket: int, turn: int) -> Steps
             ended = passed or (yield from release(database, tenure, 1, ticket)) or passed is None
         finally:  # only now: whoever was chosen may look whether it has the key, or never will
             if not passed:
-                orphan = lines.freed(database, tenure.key, offer, known=passed is not None)
+                orphan = local_queue.freed(database, tenure.key, offer, known=passed is not None)
     except GeneratorExit:
         raise
     except BaseException as error:
@@ -295,7 +298,7 @@ def pass_on(database: Database, tenure: Tenure, ticket: int, turn: int) -> Steps
             if not (passed or isinstance(error, LockStoreError) or (yield from release(database, tenure, 1))):
                 yield from _remind(database, tenure.key)
         if orphan:
-            yield from give_back(database, tenure.key, orphan, HURRY)
+            yield from give_back(database, tenure.key, orphan, HANDOVER_RETRY)
         raise
     if orphan:
         yield from give_back(database, tenure.key, orphan)
@@ -339,25 +342,25 @@ def _grant_ours(database: Database, tenure: Tenure, first: int) -> Steps[bool | 
         return False  # the release has the last word
 
 
-def _relay(database: Database, line: Line, offer: Offer, ticket: int, turn: int) -> Steps[bool | None]:
+def _relay(database: Database, line: LocalQueue, offer: HandoverOffer, ticket: int, turn: int) -> Steps[bool | None]:
     """Hand the key to the flow of this process that it was offered to; None if it is not known what became of that."""
     (heir, token, tenure, _), statement = offer, database.dialect.queue.relay
     try:
-        yield from wait(0.0, Bell())
+        yield from wait(0.0, Wakeup())
     except LockTimeout:  # inside a transaction that may take it all back
         return False
     parameters: Parameters = {
-        **heir.wish,
+        **heir.request,
         **tenure._asdict(),
         "heir": token,
-        "turns": max(lines.TURNS - turn, 0),
+        "turns": max(local_queue.MAX_LOCAL_HANDOVERS - turn, 0),
     }
     sent = database.now()
     try:
-        sent, rows = yield from protocol.send(database, statement, parameters, sent + HURRY)
+        sent, rows = yield from protocol.send(database, statement, parameters, sent + HANDOVER_RETRY)
     except StoreUnanswered:
         try:
-            info = yield from protocol.inspect(database, tenure.key, database.now() + HURRY)
+            info = yield from protocol.inspect(database, tenure.key, database.now() + HANDOVER_RETRY)
         except LockStoreError:
             return None
         if info is None or info.owner not in {token, tenure.owner}:
@@ -367,7 +370,7 @@ def _relay(database: Database, line: Line, offer: Offer, ticket: int, turn: int)
         return False
     if not rows:
         return False
-    grant = Grant(Tenure(tenure.key, token, int(rows[0][0])), sent, float(heir.wish["ttl"]), ticket, turn + 1)
+    grant = Grant(Tenure(tenure.key, token, int(rows[0][0])), sent, float(heir.request["ttl"]), ticket, turn + 1)
     line.holder = _about(heir, grant)
     if not line.tell(offer, grant):  # it has gone in the meantime
         with contextlib.suppress(LockStoreError):
@@ -375,9 +378,9 @@ def _relay(database: Database, line: Line, offer: Offer, ticket: int, turn: int)
     return True
 
 
-def _about(heir: Member, grant: Grant) -> LockInfo:
+def _about(heir: LocalWaiter, grant: Grant) -> LockInfo:
     """The row of a tenure that has just begun."""
-    wish: Any = heir.wish
-    who = Identity(wish["host"], wish["pid"], wish["thread"], wish["program"], wish["task"])
+    request: Any = heir.request
+    who = Identity(request["host"], request["pid"], request["thread"], request["program"], request["task"])
     (key, owner, fence), ttl = grant.tenure, grant.ttl
-    return LockInfo(key, owner, fence, 1, ttl, 0.0, wish["life"], wish["label"], who)
+    return LockInfo(key, owner, fence, 1, ttl, 0.0, request["life"], request["label"], who)

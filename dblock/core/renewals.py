@@ -1,6 +1,6 @@
-"""What the keeper lets others run: renewals of leases, and of places in queues, one statement for all that are due.
+"""What the watchdog lets others run: renewals of leases, and of places in queues, one statement for all that are due.
 
-Rule: it fails softly. What could not be renewed is tried again, by the keeper's clock.
+Rule: it fails softly. What could not be renewed is tried again, by the watchdog's clock.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
 from dblock.core import protocol, queue
-from dblock.core.bells import Bell
-from dblock.core.drivers import Store, drive
+from dblock.core.drive import Store, drive
 from dblock.core.errors import LockError, Reason, StoreBusy
 from dblock.core.holds import Hold, Lease, Loss
-from dblock.core.journal import warn
+from dblock.core.log import warn
 from dblock.core.values import Grant, Tenure
+from dblock.core.wakeup.registry import Wakeup
 
 if TYPE_CHECKING:
-    from dblock.core.keeper import Keeper
     from dblock.core.steps import Steps
+    from dblock.core.watchdog import Watchdog
 
 BATCH: Final = 10_000
 """Leases in one statement, at most."""
@@ -33,7 +33,7 @@ class Place:
 
     store: Store
     loop: Any
-    bell: Bell
+    wakeup: Wakeup
     """Of the flow that waits there."""
     due: float
 
@@ -41,8 +41,8 @@ class Place:
 class Batch:
     """Leases of one database that are to be renewed by one statement."""
 
-    def __init__(self, keeper: Keeper, store: Store, holds: Sequence[Hold]) -> None:
-        self.keeper = keeper
+    def __init__(self, watchdog: Watchdog, store: Store, holds: Sequence[Hold]) -> None:
+        self.watchdog = watchdog
         self.store = store
         self.leases = [hold.lease() for hold in holds]
 
@@ -53,7 +53,7 @@ class Batch:
         patience = min(lease.ttl for lease in self.leases) / 20
         for start in range(0, len(self.leases), BATCH):
             yield from self._renew(self.leases[start : start + BATCH], patience)
-        self.keeper.look()
+        self.watchdog.look()
 
     def give_up(self) -> None:
         """Nobody can run this."""
@@ -85,20 +85,20 @@ class Batch:
             else:
                 over.append(hold)
         for hold in over:
-            if self.keeper.keeps(hold):
+            if self.watchdog.keeps(hold):
                 try:
                     loss = Loss(*(yield from protocol.why_lost(database, hold.tenure)))
                 except LockError:
                     loss = Loss(Reason.EXPIRED)
-                if self.keeper.keeps(hold):  # not given back meanwhile
+                if self.watchdog.keeps(hold):  # not given back meanwhile
                     _ = hold.lose(loss)
 
 
 class Places:
     """Places in the queues of one database that are to be kept by one statement."""
 
-    def __init__(self, keeper: Keeper, store: Store, owners: Sequence[str]) -> None:
-        self.keeper = keeper
+    def __init__(self, watchdog: Watchdog, store: Store, owners: Sequence[str]) -> None:
+        self.watchdog = watchdog
         self.store = store
         self.leases = list(owners)
         self.answered = False
@@ -106,7 +106,9 @@ class Places:
     def steps(self) -> Steps[None]:
         """Keep them."""
         try:
-            yield from queue.beat(self.store.database, self.leases, self.store.database.now() + queue.BEAT / 2)
+            yield from queue.beat(
+                self.store.database, self.leases, self.store.database.now() + queue.HEARTBEAT_INTERVAL / 2
+            )
         except LockError as error:
             warn("could not keep %d places in queues, trying again: %s", len(self.leases), error)
         finally:
@@ -116,7 +118,7 @@ class Places:
         """Nobody can run this."""
         self.answered = True
         for owner in self.leases:
-            self.keeper.leave(owner)
+            self.watchdog.leave(owner)
 
 
 class Renewer(threading.Thread):

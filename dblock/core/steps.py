@@ -1,7 +1,7 @@
 """The few things that the lock's algorithm can ask of the world.
 
 Rule: generators of this package use `yield from` on the functions below and never a bare `yield`; everything that
-neither waits nor does I/O is a plain function. `dblock.core.drivers` runs the steps.
+neither waits nor does I/O is a plain function. `dblock.core.drive` runs the steps.
 
 Steps and the values that live for one operation are named tuples: they are made on every take, and a frozen
 dataclass costs several times as much to make.
@@ -13,8 +13,8 @@ import math
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from dblock.core.bells import Bell
 from dblock.core.statements.base import Statement
+from dblock.core.wakeup.registry import Wakeup
 
 T = TypeVar("T")
 Parameters = Mapping[str, "str | int | float"]
@@ -37,10 +37,10 @@ class Sleep(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Pause because somebody else holds the key, or until the bell rings; refused where it could not end well."""
+    """Pause because somebody else holds the key, or until it is notified; refused where it could not end well."""
 
     seconds: float
-    bell: Bell
+    wakeup: Wakeup
 
 
 Step = Execute | Sleep | Wait
@@ -58,6 +58,6 @@ def sleep(seconds: float) -> Steps[None]:
     yield Sleep(seconds)
 
 
-def wait(seconds: float, bell: Bell) -> Steps[None]:
-    """Return after `seconds`, or when the bell rings; raises LockTimeout where waiting is pointless."""
-    yield Wait(seconds, bell)
+def wait(seconds: float, wakeup: Wakeup) -> Steps[None]:
+    """Return after `seconds`, or when it is notified; raises LockTimeout where waiting is pointless."""
+    yield Wait(seconds, wakeup)

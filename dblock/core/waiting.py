@@ -13,41 +13,42 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Literal, Protocol
 
-from dblock.core import bells, lines, queue
-from dblock.core.bells import Bell
+from dblock.core import local_queue, queue
 from dblock.core.errors import LockStoreError, StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.flows import new_owner
-from dblock.core.lines import DOUBT, Line, Member, Offer, Trial
+from dblock.core.local_queue import OFFER_TIMEOUT, HandoverOffer, LocalQueue, LocalWaiter, TakeAttempt
 from dblock.core.protocol import PATIENCE, WORTH, Database, extend, inspect, pauses
 from dblock.core.queue import View, give_back
 from dblock.core.steps import Steps, sleep, wait
 from dblock.core.values import Grant, LockInfo, Tenure
+from dblock.core.wakeup import registry
+from dblock.core.wakeup.registry import Wakeup
 
-OFTEN: Final = 0.003
-"""Seconds between two looks of the head of the queue, at least, where nobody can ring."""
-SELDOM: Final = 1.0
+POLL_MIN: Final = 0.003
+"""Seconds between two looks of the head of the queue, at least, where nobody can call it."""
+POLL_MAX: Final = 1.0
 """Seconds between two looks of any waiter that nobody can call, at most."""
-FALLBACK: Final = 2.0
+POLL_NOTIFIED: Final = 2.0
 """Seconds between two looks of a waiter that will be called."""
 APART: Final = 0.02
 """Seconds between two neighbours' looks when a holder's lease has ended: the first of them sees to it for all."""
-UNPINNED: Final = 0.1
+GRANT_RETRY: Final = 0.1
 """Seconds between two tries to have a free key granted, at most."""
-HOPE: Final = 0.1
+LOCAL_HANDOVER_WAIT: Final = 0.1
 """Seconds for which the first of a line waits to be handed the key before it stands in the queue."""
-SUSPICION: Final = 0.5
+DEADLOCK_CHECK: Final = 0.5
 """Seconds between two looks for a deadlock, of a waiter that holds other keys."""
-HASTE: Final = WORTH
+LEAVE_TIMEOUT: Final = WORTH
 """Seconds after its time is up for which a waiter tries to leave in order; its place ends by itself."""
 
 
-class Attendant(Protocol):
+class WaiterServices(Protocol):
     """What the process of a waiter does for it."""
 
-    def keep(self, owner: str, bell: Bell, /) -> bool:
+    def keep(self, owner: str, wakeup: Wakeup, /) -> bool:
         """See to it that a place in the queue, named by its owner token, is kept; False if the waiter has to.
 
-        `bell` is the waiter's, and tells whether it can still answer.
+        `wakeup` is the waiter's, and tells whether it can still answer.
         """
         ...
 
@@ -55,7 +56,7 @@ class Attendant(Protocol):
         """The place is needed no more."""
         ...
 
-    def enter(self, key: str, member: Member, trial: Trial | None, /) -> Line | None:
+    def enter(self, key: str, member: LocalWaiter, trial: TakeAttempt | None, /) -> LocalQueue | None:
         """Wait with those of this process who want the key too; None where everybody waits alone."""
         ...
 
@@ -74,19 +75,19 @@ class Attendant(Protocol):
         ...
 
 
-class Nobody:
+class PollingOnly:
     """Nobody attends to the waiter: it keeps its place and looks for itself."""
 
     channel = ""
     called = False
 
-    def keep(self, owner: str, bell: Bell) -> bool:
+    def keep(self, owner: str, wakeup: Wakeup) -> bool:
         return False
 
     def leave(self, owner: str) -> None:
         pass
 
-    def enter(self, key: str, member: Member, trial: Trial | None) -> None:
+    def enter(self, key: str, member: LocalWaiter, trial: TakeAttempt | None) -> None:
         pass
 
     def listen(self) -> None:
@@ -105,29 +106,32 @@ class Waiter:
     """A flow that stands in the queue of a key, if need be in one place after the other."""
 
     database: Database
-    wish: dict[str, Any]
+    request: dict[str, Any]
     deadline: float
     until: float
     """The local time after which no statement is of use."""
-    attendant: Attendant
-    entangled: bool
+    services: WaiterServices
+    holds_other_keys: bool
     beat: float = 0.0
     """The local time from which the place is to be kept, if nobody else does it."""
     suspect: float = 0.0
     """The local time from which to look for a deadlock."""
-    bell: Bell = field(default_factory=Bell)
-    member: Member | None = None
+    wakeup: Wakeup = field(default_factory=Wakeup)
+    member: LocalWaiter | None = None
     """What it is in the line of its process."""
     holder: LockInfo | None = None
     """Whom it found holding the key before it began to wait."""
 
-    def wait(self, holder: LockInfo | None, trial: Trial | None) -> Steps[Grant | LockInfo | Literal[Outcome.GONE]]:
+    def wait(
+        self, holder: LockInfo | None, trial: TakeAttempt | None
+    ) -> Steps[Grant | LockInfo | Literal[Outcome.GONE]]:
         """A grant, or the row as it was at the deadline; or GONE. `holder` is whom we saw when our trial had failed."""
-        yield from wait(0.0, self.bell)  # refused where it could not end well, before anybody counts on us
-        database, key, member = self.database, self.wish["key"], Member(self.wish, self.bell)
+        yield from wait(0.0, self.wakeup)  # refused where it could not end well, before anybody counts on us
+        database, key, member = self.database, self.request["key"], LocalWaiter(self.request, self.wakeup)
         self.holder = holder
         try:
-            line = self.attendant.enter(key, member, trial) if self.wish["fair"] and not self.entangled else None
+            together = self.request["fair"] and not self.holds_other_keys
+            line = self.services.enter(key, member, trial) if together else None
             if line is None:
                 if trial is not None:
                     trial.end(got=False)
@@ -142,7 +146,7 @@ class Waiter:
             if not isinstance(found, Grant):  # from now on nobody grants us anything
                 found = (yield from self._late(member)) or found
             if isinstance(found, Grant):
-                self.wish["owner"] = found.tenure.owner
+                self.request["owner"] = found.tenure.owner
         except BaseException as error:
             if member.line is not None:
                 member.line.leave(member, got=False)
@@ -152,15 +156,17 @@ class Waiter:
             raise
         return found
 
-    def _behind(self, member: Member) -> Steps[Grant | LockInfo | Literal[Outcome.GONE] | None]:
+    def _behind(self, member: LocalWaiter) -> Steps[Grant | LockInfo | Literal[Outcome.GONE] | None]:
         """Wait in a line to be handed the key; None when it is for us to stand in the queue."""
         database, now = self.database, self.database.now
         hope = math.inf
         doubt = 0.0
         while True:
-            line = lines.standing(database, self.wish["key"], member)
-            if (offer := member.offer) is not None and (not member.chosen or now() >= max(doubt, offer.time + DOUBT)):
-                doubt = now() + DOUBT
+            line = local_queue.standing(database, self.request["key"], member)
+            if (offer := member.offer) is not None and (
+                not member.chosen or now() >= max(doubt, offer.time + OFFER_TIMEOUT)
+            ):
+                doubt = now() + OFFER_TIMEOUT
                 member.grant = yield from self._adopt(member, offer)
             if (grant := member.grant) is not None:
                 if now() < grant.trusted_until:
@@ -170,24 +176,24 @@ class Waiter:
             left = self.deadline - now()
             if left <= 0:
                 return (yield from self._holder(line)) or Outcome.GONE
-            pause = FALLBACK
+            pause = POLL_NOTIFIED
             if line.is_first(member):
-                hope = min(hope, now() + HOPE)
-                if (not line.ours or now() >= hope) and line.withdraw(member):
+                hope = min(hope, now() + LOCAL_HANDOVER_WAIT)
+                if (not line.held_in_process or now() >= hope) and line.withdraw(member):
                     if member.offer is not None:
                         member.grant = yield from self._adopt(member, member.offer)
                     if member.grant is None:
                         return None
                     continue
-                pause = hope - now() if now() < hope else HOPE
+                pause = hope - now() if now() < hope else LOCAL_HANDOVER_WAIT
             member.content = True
-            yield from wait(min(pause, left), self.bell)  # not at all if something has been said already
-            _ = self.bell.answered()
+            yield from wait(min(pause, left), self.wakeup)  # not at all if something has been said already
+            _ = self.wakeup.consume()
 
-    def _holder(self, line: Line) -> Steps[LockInfo | None]:
+    def _holder(self, line: LocalQueue) -> Steps[LockInfo | None]:
         """Whom to name when the time is up; one of a line asks for all whose time is."""
         if line.holder is None and line.asking:
-            yield from wait(HASTE / 2, Bell())
+            yield from wait(LEAVE_TIMEOUT / 2, Wakeup())
         if line.holder is None:
             line.asking = True
             try:
@@ -196,20 +202,20 @@ class Waiter:
                 line.asking = False
         return line.holder
 
-    def _adopt(self, member: Member, offer: Offer) -> Steps[Grant | None]:
+    def _adopt(self, member: LocalWaiter, offer: HandoverOffer) -> Steps[Grant | None]:
         """The tenure that we were offered, if it has come about and nobody has told us."""
-        database, key, ttl = self.database, self.wish["key"], self.wish["ttl"]
+        database, key, ttl = self.database, self.request["key"], self.request["ttl"]
         info = yield from inspect(database, key, self.until)
         if info is not None and info.owner == offer.token:
             tenure = Tenure(key, offer.token, info.fence)
-            grant = yield from extend(database, tenure, ttl, self.wish["life"] - ttl)
+            grant = yield from extend(database, tenure, ttl, self.request["life"] - ttl)
             member.settle(offer)
             return grant
         if not member.chosen or info is None or info.remaining <= 0 or info.owner != offer.tenure.owner:
             member.settle(offer)  # it will not come about any more
         return member.grant
 
-    def _late(self, member: Member) -> Steps[Grant | None]:
+    def _late(self, member: LocalWaiter) -> Steps[Grant | None]:
         """What we were granted as we were leaving, if it is still of use."""
         grant = member.grant
         with contextlib.suppress(LockStoreError):
@@ -224,7 +230,7 @@ class Waiter:
         """Stand in the queue of the database; returns as `wait`."""
         growing = pauses()
         while True:
-            self.wish |= {"owner": new_owner(), "channel": self.attendant.channel}
+            self.request |= {"owner": new_owner(), "channel": self.services.channel}
             try:
                 found = yield from self._keep_place()
             except StoreBusy:  # a stranger's transaction has locked what we need to write; reading is possible
@@ -241,15 +247,15 @@ class Waiter:
 
     def _keep_place(self) -> Steps[Grant | LockInfo | Outcome]:
         """One place, from joining the queue to leaving it, whatever happens."""
-        database, key, owner = self.database, self.wish["key"], self.wish["owner"]
+        database, key, owner = self.database, self.request["key"], self.request["owner"]
         ticket = 0
         try:
-            joined = yield from queue.join(database, self.wish, self.until)
+            joined = yield from queue.join(database, self.request, self.until)
             if joined is None:
                 return Outcome.GONE
             ticket, view = joined
-            bells.hang(key, ticket, self.bell)
-            found = yield from self._await_turn(ticket, view, alone=not self.attendant.keep(owner, self.bell))
+            registry.register(key, ticket, self.wakeup)
+            found = yield from self._await_turn(ticket, view, alone=not self.services.keep(owner, self.wakeup))
             if not isinstance(found, Grant):
                 yield from queue.quit_queue(database, owner, self._left())
                 if found is not None:
@@ -258,7 +264,7 @@ class Waiter:
                 if info is None or info.owner != owner:
                     return info or Outcome.GONE
                 # our turn came as we were leaving
-                found = yield from queue.accept(database, self.wish, ticket, self.until)
+                found = yield from queue.accept(database, self.request, ticket, self.until)
                 if found is None:
                     return info
             if database.now() < found.trusted_until:
@@ -283,13 +289,13 @@ class Waiter:
                 raise
 
     def _wait_no_more(self, ticket: int) -> None:
-        bells.take_down(self.wish["key"], ticket, self.bell)
-        self.attendant.leave(self.wish["owner"])
+        registry.unregister(self.request["key"], ticket, self.wakeup)
+        self.services.leave(self.request["owner"])
 
     def _last_look(self) -> Steps[LockInfo | None]:
         """The row when our time is up, or as we saw it last; StoreBusy if the database has never said it."""
         try:
-            return (yield from inspect(self.database, self.wish["key"], self.until))
+            return (yield from inspect(self.database, self.request["key"], self.until))
         except (StoreConflict, StoreUnanswered) as error:
             if self.holder is not None:
                 return self.holder
@@ -297,20 +303,20 @@ class Waiter:
 
     def _left(self) -> float:
         """Seconds for leaving in order."""
-        return min(queue.HURRY, max(self.until - self.database.now(), 0.0))
+        return min(queue.HANDOVER_RETRY, max(self.until - self.database.now(), 0.0))
 
     def _await_turn(self, ticket: int, view: View | None, *, alone: bool) -> Steps[Grant | Outcome | None]:
         """A grant; LOST or GONE; or None when the time is up.
 
         `view` is how we stand if that is known; `alone`: nobody else keeps the place.
         """
-        database, key, now = self.database, self.wish["key"], self.database.now
-        growing = pauses(longest=UNPINNED)
+        database, key, now = self.database, self.request["key"], self.database.now
+        growing = pauses(longest=GRANT_RETRY)
         first, since = 0, now()
-        self.beat = now() + queue.BEAT
+        self.beat = now() + queue.HEARTBEAT_INTERVAL
         while True:
-            if self.bell.answered():
-                grant = yield from queue.accept(database, self.wish, ticket, self.until)
+            if self.wakeup.consume():
+                grant = yield from queue.accept(database, self.request, ticket, self.until)
                 if grant is not None:
                     return grant
             if view is None:
@@ -319,7 +325,7 @@ class Waiter:
                     return found
                 view = found
             if view.mine and view.remaining > 0:
-                self.bell.ring()
+                self.wakeup.notify()
                 view = None
                 continue
             if ticket < view.first or not view.present:
@@ -328,12 +334,12 @@ class Waiter:
                 first, since = view.first, now()
             if view.last < ticket:  # the row is another one
                 yield from queue.announce(database, key, ticket, self.until)
-            self.attendant.listen()
-            called = self.attendant.called and self.attendant.channel == self.wish["channel"]
-            pause = _until_next_look(view, FALLBACK if called else min(_often(view, now() - since), SELDOM))
-            pause = min(pause, self.wish["ttl"] / 2)  # what we are granted lasts no longer before we accept it
+            self.services.listen()
+            called = self.services.called and self.services.channel == self.request["channel"]
+            pause = _until_next_look(view, POLL_NOTIFIED if called else min(_often(view, now() - since), POLL_MAX))
+            pause = min(pause, self.request["ttl"] / 2)  # what we are granted lasts no longer before we accept it
             if _due(view) > 0:
-                growing = pauses(longest=UNPINNED)
+                growing = pauses(longest=GRANT_RETRY)
             else:  # if nobody gets it, a transaction pins it, and that may last
                 _ = yield from queue.grant(database, key, view.first)
                 pause = next(growing)
@@ -342,14 +348,16 @@ class Waiter:
             if left <= 0:
                 return None
             pause = min(pause, soonest)
-            yield from wait(min(pause, left), self.bell)  # not at all if the key has just been handed to us
+            yield from wait(min(pause, left), self.wakeup)  # not at all if the key has just been handed to us
             view = None
 
     def _look(self, ticket: int) -> Steps[View | Outcome | None]:
         """How we stand; GONE; or None if the database did not say it before the time was up."""
-        database, wish = self.database, self.wish
+        database, request = self.database, self.request
         try:
-            return (yield from queue.look(database, wish["key"], self.until, wish["owner"], ticket)) or Outcome.GONE
+            return (
+                yield from queue.look(database, request["key"], self.until, request["owner"], ticket)
+            ) or Outcome.GONE
         except (StoreConflict, StoreUnanswered):
             if database.now() < self.deadline:
                 raise
@@ -357,21 +365,21 @@ class Waiter:
 
     def _duties(self, *, alone: bool) -> Steps[float]:
         """What is due now; seconds until something else is."""
-        database, owner, now = self.database, self.wish["owner"], self.database.now
+        database, owner, now = self.database, self.request["owner"], self.database.now
         soonest = math.inf
         if self.member is not None:
             self.member.seen = now()
         if alone:
             if now() >= self.beat:
                 yield from queue.beat(database, [owner], self.until)
-                self.beat = now() + queue.BEAT
+                self.beat = now() + queue.HEARTBEAT_INTERVAL
             soonest = self.beat - now()
-        if self.entangled:
+        if self.holds_other_keys:
             if now() >= self.suspect:
                 error = yield from queue.deadlock(database, owner, self.until)
                 if error is not None:
                     raise error
-                self.suspect = now() + SUSPICION
+                self.suspect = now() + DEADLOCK_CHECK
             soonest = min(soonest, self.suspect - now())
         return max(soonest, 0.0)
 
@@ -382,7 +390,7 @@ def _often(view: View, unchanged: float) -> float:
     A twentieth of the time that the holder has had so far: a look in time costs the next holder little of what it waits
     anyway, and all waiters together look about as often as a few would.
     """
-    return min(max(unchanged / 20, OFTEN), SELDOM / 10) * (view.ahead + 1)
+    return min(max(unchanged / 20, POLL_MIN), POLL_MAX / 10) * (view.ahead + 1)
 
 
 def _due(view: View) -> float:

@@ -549,7 +549,7 @@ def test_a_bearer_is_counted_by_whoever_hands_over(subject: Subject, actor: Acto
             actor.call(lock, "acquire")
         hold = actor.do(lambda: current_flow().holds[lock._store(), "k"])
         bearers = [other.do(partial(attach, subject, token_text(Token(hold.tenure, 30, 0, 0)))) for _ in range(2)]
-        assert hold.others is None
+        assert hold.shared_entries is None
         assert subject.row("k")["count"] == entered + 2
         _ = actor.call(lock, "detach")
         assert subject.row("k")["count"] == entered + 1

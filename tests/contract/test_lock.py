@@ -268,7 +268,7 @@ def test_fences_increase(subject: Subject, actor: Actor) -> None:
 def test_other_tenures_are_out_of_reach(subject: Subject, actor: Actor) -> None:
     """A statement that names another key, owner or fence changes nothing."""
     from dblock.core import protocol
-    from dblock.core.drivers import adrive, drive
+    from dblock.core.drive import adrive, drive
     from dblock.core.values import Tenure
 
     lock = subject.lock("k")

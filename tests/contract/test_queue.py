@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from dblock.core import bells, lines, queue, waiting
+from dblock.core import local_queue, queue, waiting
 from dblock.core.errors import LockDeadlock, LockLost
 from dblock.core.steps import Execute, Rows
+from dblock.core.wakeup import registry
 from tests.contract.subjects import Actor, Subject, twin
 from tests.contract.test_lease import attach
 from tests.faults.lab import remaining, until
@@ -37,7 +38,7 @@ def wait_for(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Futur
 
 def lined_up(subject: Subject) -> int:
     """How many flows of this process stand in the line for the key."""
-    line = lines.line_for(subject.lock("k")._store().database, "k")
+    line = local_queue.line_for(subject.lock("k")._store().database, "k")
     return 0 if line is None else len(line._members)
 
 
@@ -143,8 +144,8 @@ def test_who_gives_up_leaves_nothing(subject: Subject, actor: Actor, other: Acto
 
 def test_a_place_is_kept(subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: the watchdog sees to it, and nobody who comes later is served before."""
-    monkeypatch.setattr(queue, "PLACE", 0.6)
-    monkeypatch.setattr(queue, "BEAT", 0.2)
+    monkeypatch.setattr(queue, "WAITER_TTL", 0.6)
+    monkeypatch.setattr(queue, "HEARTBEAT_INTERVAL", 0.2)
     holder = subject.lock("k")
     actor.call(holder, "acquire")
     lock, waiting = wait_for(subject, other)
@@ -187,7 +188,7 @@ def test_a_lease_is_no_longer_than_was_asked_for(subject: Subject, actor: Actor,
 
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks by himself, unless a lease ends."""
-    for name in ("FALLBACK", "SELDOM"):
+    for name in ("POLL_NOTIFIED", "POLL_MAX"):
         monkeypatch.setattr(waiting, name, 3600.0)
     monkeypatch.setattr(waiting, "_often", lambda *_: 3600.0)
 
@@ -205,7 +206,7 @@ def test_no_herd_when_a_lease_ends(
     queued = [owner for (owner,) in subject.run("SELECT owner FROM lock_waiters ORDER BY ticket")]
     sent = listen_in(subject, monkeypatch)
     subject.run(f"UPDATE locks SET expires_at = {LATER[subject.database]}", seconds=2.5)
-    bells.ring_all()
+    registry.notify_all()
     assert until(lambda: {owner for name, owner in sent if name == "look"} == set(queued))
     time.sleep(0.5)  # somebody was called twice, and looks once more
     assert not any(got.done() for _, _, got in waits)

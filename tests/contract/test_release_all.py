@@ -12,9 +12,9 @@ import dblock
 import sqlalchemy_dblock
 from dblock import LockLost, Reason
 from dblock.core.errors import StoreConflict
-from dblock.core.keeper import keeper
 from dblock.core.steps import Execute
 from dblock.core.store import BaseStore
+from dblock.core.watchdog import watchdog
 from tests.conftest import ALIASES
 from tests.contract.subjects import Actor, Subject, twin
 from tests.faults.lab import until
@@ -92,6 +92,6 @@ def test_a_database_that_fails_is_asked_once(
         assert other.do(lambda: release_all(subject)) == 0
     assert set(asked) == {"c"}, "the last one taken comes first"
     assert "could not give 'c' back: down" in caplog.text
-    assert not keeper._holds
+    assert not watchdog._holds
     assert other.call(subject.lock("a", timeout=5), "acquire"), "within its ttl"
     other.call(subject.lock("a"), "release")

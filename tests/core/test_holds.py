@@ -1,4 +1,4 @@
-"""What a holder may believe, by a clock that the test moves; and the keeper over a store that does as it is told."""
+"""What a holder may believe, by a clock that the test moves; and the watchdog over a store that does as it is told."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import pytest
 
 from dblock.core import clock
 from dblock.core.base import BaseLock
-from dblock.core.bells import Bell
-from dblock.core.drivers import drive
+from dblock.core.drive import drive
 from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, Reason, StoreConflict, StoreUnanswered
 from dblock.core.faces import SyncLock
 from dblock.core.flows import current_flow
 from dblock.core.holds import Entry, Hold, Loss
-from dblock.core.keeper import Keeper, keeper
 from dblock.core.protocol import Database
 from dblock.core.renewals import Batch, Place
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
 from dblock.core.steps import Execute, Rows
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
+from dblock.core.wakeup.registry import Wakeup
+from dblock.core.watchdog import Watchdog, watchdog
 
 TENURE = Tenure("k", "secret", 7)
 INFO = LockInfo("k", "***", 8, 1, 30.0, 1.0, 29.0, "", Identity("elsewhere", 1, "main", "program", ""))
@@ -60,10 +60,10 @@ class FakeStore:
     def before_waiting(self) -> None:
         pass
 
-    def hear(self, channel: str) -> None:
+    def subscribe(self, channel: str) -> None:
         return None
 
-    def hear_neighbours(self) -> None:
+    def subscribe_to_neighbours(self) -> None:
         return None
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
@@ -220,15 +220,15 @@ def test_a_short_hold_costs_no_renewal(store: FakeStore) -> None:
 
 def test_short_holds_do_not_disturb_the_watch(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is started once, and looks now and then, not at each of them."""
-    wait_until(lambda: keeper._thread is None)
+    wait_until(lambda: watchdog._thread is None)
     looks: list[int] = []
-    look = keeper._look_at_all
+    look = watchdog._look_at_all
 
     def counted() -> float:
         looks.append(threading.get_ident())
         return look()
 
-    monkeypatch.setattr(keeper, "_look_at_all", counted)
+    monkeypatch.setattr(watchdog, "_look_at_all", counted)
 
     def slowly(step: Execute) -> Rows:
         time.sleep(0.0002)
@@ -302,7 +302,7 @@ def test_a_hanging_renewal_delays_no_signal(store: FakeStore) -> None:
 
 
 def test_callbacks_may_fail_and_hang(store: FakeStore, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither the keeper nor other locks' callbacks notice."""
+    """Neither the watchdog nor other locks' callbacks notice."""
     store.answers["renew"] = lambda _: []  # all leases are over
     store.answers["alive"] = lambda _: []
     go, told = threading.Event(), threading.Event()
@@ -343,13 +343,13 @@ def test_the_keeper_ends_when_idle(store: FakeStore) -> None:
         with FakeLock(store, ttl=0.6):
             wait_until(lambda: "renew" in store.sent)
         wait_until(lambda: not renewals())
-        wait_until(lambda: keeper._thread is None)
+        wait_until(lambda: watchdog._thread is None)
         store.sent.clear()
 
 
 def test_adding_never_misses_the_watch(store: FakeStore) -> None:
     """However the adding thread and a watch that is about to end interleave, somebody watches afterwards."""
-    watch = Keeper()
+    watch = Watchdog()
     for _ in range(300):
         lock = FakeLock(store, ttl=0.3, renew=False)
         hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), None)
@@ -360,15 +360,15 @@ def test_adding_never_misses_the_watch(store: FakeStore) -> None:
         watch.look()
     hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), None)
     watch.add(hold)
-    wait_until(lambda: hold.told)
+    wait_until(lambda: hold.loss_reported)
 
 
 def test_the_place_of_a_flow_whose_event_loop_is_closed_is_not_kept(store: FakeStore) -> None:
     """Nobody would ever answer there."""
-    watch, bell = Keeper(), Bell()
-    watch.keep("living", Place(store, None, Bell(), clock.now() + 60))
-    watch.keep("dead", Place(store, None, bell, clock.now() + 60))
-    bell._loop = SimpleNamespace(is_closed=lambda: True)
+    watch, wakeup = Watchdog(), Wakeup()
+    watch.keep("living", Place(store, None, Wakeup(), clock.now() + 60))
+    watch.keep("dead", Place(store, None, wakeup, clock.now() + 60))
+    wakeup._loop = SimpleNamespace(is_closed=lambda: True)
     watch.look()
     wait_until(lambda: list(watch._places) == ["living"])
     watch.leave("living")
@@ -376,7 +376,7 @@ def test_the_place_of_a_flow_whose_event_loop_is_closed_is_not_kept(store: FakeS
 
 def test_at_exit_only_what_nobody_uses_is_given_back(store: FakeStore) -> None:
     """Locks of the exiting flow and of ended ones; not those of a daemon thread, which may still be at work."""
-    watch, go = Keeper(), threading.Event()
+    watch, go = Watchdog(), threading.Event()
 
     def keep(name: str) -> Hold:
         lock = FakeLock(store, name)
@@ -483,7 +483,7 @@ def test_the_keeper_survives_what_logging_raises(store: FakeStore) -> None:
 
 def test_a_keeper_that_cannot_start_is_tried_again(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of threads: the lock is held all the same, and the next one starts the watch for both."""
-    wait_until(lambda: keeper._thread is None)
+    wait_until(lambda: watchdog._thread is None)
 
     def fails(_: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -492,7 +492,7 @@ def test_a_keeper_that_cannot_start_is_tried_again(store: FakeStore, monkeypatch
         patched.setattr(threading.Thread, "start", fails)
         first = FakeLock(store, "a", ttl=2.0)
         assert first.acquire()
-    assert keeper._thread is None
+    assert watchdog._thread is None
     with FakeLock(store, "b", ttl=2.0):
         wait_until(lambda: "renew" in store.sent)
     first.release()
@@ -510,7 +510,7 @@ def test_the_longest_life_of_one_tenure_counts(store: FakeStore) -> None:
     grant = Grant(TENURE, clock.now(), 30.0)
     long, short = (Hold(store, current_flow(), grant, Entry(FakeLock(store), "acquire"), None) for _ in range(2))
     short.reset(2.0, clock.now() + 1.8)
-    drive(Batch(keeper, store, [long, short]).steps(), store)
+    drive(Batch(watchdog, store, [long, short]).steps(), store)
     assert [[lease["life"] for lease in leases] for leases in written] == [[30.0]]
 
 
@@ -535,7 +535,7 @@ def test_an_extension_that_fails_leaves_no_answer_valid(store: FakeStore) -> Non
     batches: list[Batch] = []
 
     def cut(step: Execute) -> Rows:
-        batches.append(Batch(keeper, store, [hold]))
+        batches.append(Batch(watchdog, store, [hold]))
         raise LockStoreError("refused")
 
     store.answers["extend"] = cut
@@ -555,8 +555,8 @@ def test_at_exit_every_entry_is_left(store: FakeStore) -> None:
     store.answers["attach"] = lambda _: [(2,)]
     _ = lock.detach()
     [hold] = current_flow().holds.values()
-    watch = Keeper()
+    watch = Watchdog()
     watch._holds[hold] = None
     watch.close()
     assert store.sent[-2:] == ["leave", "detach"]  # the token may yet be used
-    keeper.discard(hold)
+    watchdog.discard(hold)

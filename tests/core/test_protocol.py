@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from dblock.core import acquiring, protocol, queue, values, waiting
-from dblock.core.bells import Bell
 from dblock.core.errors import LockError, LockStoreError, StoreConflict, StoreUnanswered
 from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Dialect
 from dblock.core.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.values import Grant, Tenure, margin
+from dblock.core.wakeup.registry import Wakeup
 
 
 @dataclass
@@ -271,17 +271,17 @@ class Worker:
     """Statements that were sent on a broken connection and may yet arrive."""
     under_way: tuple[Execute, set[str]] | None = None
     """A statement that waits for a row, and the waiters that it sees."""
-    bell: Bell | None = None
+    wakeup: Wakeup | None = None
 
     def ready(self) -> bool:
-        return self.wakes <= self.world.time or (self.bell is not None and self.bell._event.is_set())
+        return self.wakes <= self.world.time or (self.wakeup is not None and self.wakeup._event.is_set())
 
     def life(self) -> Steps[None]:
         database = self.world.database()
         while True:
             key, ttl = self.chance.choice("ab"), self.chance.choice((0.5, 2.0, 10.0))
-            wish = {"key": key, "ttl": ttl, "life": ttl, "fair": int(self.chance.random() < 0.9)}
-            found = yield from acquiring.acquire(database, wish, self.chance.choice((0.0, 1.0, 5.0)))
+            request = {"key": key, "ttl": ttl, "life": ttl, "fair": int(self.chance.random() < 0.9)}
+            found = yield from acquiring.acquire(database, request, self.chance.choice((0.0, 1.0, 5.0)))
             if not isinstance(found, Grant):
                 continue
             self.believes = found
@@ -322,7 +322,7 @@ class Worker:
         fate = self.chance.random()
         if not isinstance(step, Execute):
             self.wakes = self.world.time + step.seconds
-            self.bell = step.bell if isinstance(step, Wait) else None
+            self.wakeup = step.wakeup if isinstance(step, Wait) else None
             if fate < 0.05:
                 self.error = Interrupted()
         elif fate < 0.04:

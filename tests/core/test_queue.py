@@ -1,4 +1,4 @@
-"""The queue as data: random schedules in which nobody looks unless rung, and the order of service.
+"""The queue as data: random schedules in which nobody looks unless called, and the order of service.
 
 In `World` a statement may begin, see the waiters of that moment, and get at the key's row only after others have
 changed it, as under READ COMMITTED: that is how a releaser misses a waiter.
@@ -13,23 +13,24 @@ from typing import Any
 
 import pytest
 
-from dblock.core import acquiring, bells, loopback, protocol, queue, waiting
-from dblock.core.bells import Bell
+from dblock.core import acquiring, protocol, queue, waiting
 from dblock.core.errors import StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.flows import current_flow
 from dblock.core.statements import DIALECTS
 from dblock.core.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.values import Grant, LockInfo, Tenure
+from dblock.core.wakeup import local_socket, registry
+from dblock.core.wakeup.registry import Wakeup
 from tests.core.test_protocol import World, lost_after, play, raising
 
 KINDS = ("postgresql", "mysql")
 HOUR = 3600.0
 
 
-class Kept(waiting.Nobody):
+class Kept(waiting.PollingOnly):
     """Places last as long as they are needed."""
 
-    def keep(self, owner: str, bell: Bell) -> bool:
+    def keep(self, owner: str, wakeup: Wakeup) -> bool:
         return True
 
 
@@ -41,7 +42,7 @@ class Called(Kept):
 
 @dataclass
 class Flow:
-    """One flow that takes the key some times; it may die anywhere, and wait for an hour unless it is rung."""
+    """One flow that takes the key some times; it may die anywhere, and wait for an hour unless it is called."""
 
     world: World
     chance: random.Random
@@ -50,7 +51,7 @@ class Flow:
     steps: Steps[Any] | None = None
     reply: Any = None
     wakes: float = 0.0
-    bell: Bell | None = None
+    wakeup: Wakeup | None = None
     under_way: tuple[Execute, set[str]] | None = None
     holding: bool = False
     done: bool = False
@@ -58,8 +59,8 @@ class Flow:
     def life(self, log: list[tuple[int, int]]) -> Steps[None]:
         database = self.world.database()
         for _ in range(self.cycles):
-            wish = {"key": "k", "ttl": 2 * HOUR, "life": 2 * HOUR, "fair": 1, "flow": self.name}
-            grant = yield from acquiring.acquire(database, wish, None, Kept)
+            request = {"key": "k", "ttl": 2 * HOUR, "life": 2 * HOUR, "fair": 1, "flow": self.name}
+            grant = yield from acquiring.acquire(database, request, None, Kept)
             assert isinstance(grant, Grant)
             self.holding = True
             log.append((self.name, grant.ticket))
@@ -72,7 +73,7 @@ class Flow:
 
     def ready(self) -> bool:
         return not self.done and (
-            self.wakes <= self.world.time or (self.bell is not None and self.bell._event.is_set())
+            self.wakes <= self.world.time or (self.wakeup is not None and self.wakeup._event.is_set())
         )
 
     def run(self) -> None:
@@ -87,12 +88,12 @@ class Flow:
         except StopIteration:
             self.done = True
             return
-        self.reply, self.bell = None, None
+        self.reply, self.wakeup = None, None
         if isinstance(found, Execute):
             self.under_way = found, self.world.snapshot()
         else:
             self.wakes = self.world.time + found.seconds
-            self.bell = found.bell if isinstance(found, Wait) else None
+            self.wakeup = found.wakeup if isinstance(found, Wait) else None
 
 
 def schedule(seed: int, kind: str, flows: int = 4, cycles: int = 5) -> tuple[World, list[tuple[int, int]]]:
@@ -117,13 +118,13 @@ def schedule(seed: int, kind: str, flows: int = 4, cycles: int = 5) -> tuple[Wor
 def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks by himself but after an hour; and places last for longer."""
     monkeypatch.setattr(waiting, "_until_next_look", lambda *_: HOUR)
-    monkeypatch.setattr(queue, "PLACE", 10 * HOUR)
+    monkeypatch.setattr(queue, "WAITER_TTL", 10 * HOUR)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("deaf")
 def test_no_wake_up_is_lost(kind: str) -> None:
-    """Whatever the order of statements, whoever waits is rung, or sees the key free when it looks after joining."""
+    """Whatever the order of statements, whoever waits is called, or sees the key free when it looks after joining."""
     waited = 0
     for seed in range(400):
         world, log = schedule(seed, kind)
@@ -182,7 +183,7 @@ def test_the_schedules_catch_a_broken_queue(broken: str, monkeypatch: pytest.Mon
     elif broken == "order":
         monkeypatch.setattr(World, "_queue", lambda *args: list(reversed(seen(*args))))
     else:
-        monkeypatch.setattr(bells, "ring", lambda *_: None)
+        monkeypatch.setattr(registry, "notify", lambda *_: None)
     with pytest.raises(AssertionError):
         for kind in KINDS:
             for seed in range(300):
@@ -244,8 +245,8 @@ def held_by(world: World, owner: str = "rival", ttl: float = 5.0) -> Tenure:
 
 def waiter(world: World, timeout: float | None = None, ttl: float = 30.0) -> Steps[Any]:
     """A flow that wants the key."""
-    wish = {"key": "k", "ttl": ttl, "life": ttl, "fair": 1}
-    return acquiring.acquire(world.database(), wish, timeout, Kept)
+    request = {"key": "k", "ttl": ttl, "life": ttl, "fair": 1}
+    return acquiring.acquire(world.database(), request, timeout, Kept)
 
 
 def joining(world: World, owner: str) -> int:
@@ -296,8 +297,8 @@ def test_a_short_turn_is_not_slept_through() -> None:
         _ = world.execute(Execute(world.dialect.queue.grant, {**tenure._asdict(), "first": 1}))
         return joined[-1]
 
-    wish = {"key": "k", "ttl": 1.0, "life": 1.0, "fair": 1}
-    waits = acquiring.acquire(world.database(), wish, None, Called)
+    request = {"key": "k", "ttl": 1.0, "life": 1.0, "fair": 1}
+    waits = acquiring.acquire(world.database(), request, None, Called)
     grant = play(world, waits, {("join", number): served for number in range(9)})
     assert isinstance(grant, Grant)
     assert len(joined) == 1
@@ -331,14 +332,14 @@ def test_a_release_whose_pass_on_was_not_answered() -> None:
     world = World()
     tenure = held_by(world)
     ticket = joining(world, "heir")
-    bell = Bell()
-    bells.hang("k", ticket, bell)
+    wakeup = Wakeup()
+    registry.register("k", ticket, wakeup)
     try:
         released = queue.release(world.database(), tenure, 1, ticket - 1)
         assert play(world, released, {("grant", 0): lost_after(world)}) is True
-        assert bell.answered()
+        assert wakeup.consume()
     finally:
-        bells.take_down("k", ticket, bell)
+        registry.unregister("k", ticket, wakeup)
     assert world.rows["k"]["owner"] == "heir"
 
 
@@ -347,13 +348,13 @@ def test_a_release_that_is_broken_off_when_it_has_handed_over(kind: str, monkeyp
     """Whoever has the key is told all the same: one of this process, or of another one."""
     world = World(dialect=DIALECTS[kind])
     tenure, calls = held_by(world), list[str]()
-    ticket, bell = joining(world, "heir"), Bell()
+    ticket, wakeup = joining(world, "heir"), Wakeup()
 
-    def ring(mailbox: loopback.Mailbox, channel: str, *_: object) -> bool:
+    def notify(mailbox: local_socket.LocalSocket, channel: str, *_: object) -> bool:
         calls.append(channel)
         return True
 
-    monkeypatch.setattr(loopback.Mailbox, "ring", ring)
+    monkeypatch.setattr(local_socket.LocalSocket, "notify", notify)
 
     def interrupted(step: Execute) -> Rows:
         _ = world.execute(step)
@@ -365,12 +366,12 @@ def test_a_release_that_is_broken_off_when_it_has_handed_over(kind: str, monkeyp
     assert calls == ["elsewhere"]
     tenure = Tenure("k", "heir", world.rows["k"]["fence"])
     ticket = joining(world, "next")
-    bells.hang("k", ticket, bell)
+    registry.register("k", ticket, wakeup)
     with pytest.raises(KeyboardInterrupt):
         play(world, queue.pass_on(world.database(), tenure, ticket - 1, 0), {("grant", 0): interrupted})
-    bells.take_down("k", ticket, bell)
+    registry.unregister("k", ticket, wakeup)
     assert world.rows["k"]["owner"] == "next"
-    assert bell.answered()
+    assert wakeup.consume()
     assert calls == ["elsewhere"]
 
 
@@ -378,38 +379,38 @@ def test_a_release_that_is_broken_off_when_it_has_handed_over(kind: str, monkeyp
 def test_a_hand_over_that_finds_a_row_locked_calls_the_first(kind: str) -> None:
     """It goes on trying, and need not find out by itself that the key was given back."""
     world = World(dialect=DIALECTS[kind])
-    tenure, bell = held_by(world), Bell()
+    tenure, wakeup = held_by(world), Wakeup()
     tickets = list[int]()
     for owner in ("dead", "first", "second"):
         tickets.append(joining(world, owner))
         _ = world._announce({"key": "k", "ticket": tickets[-1]})
     world.waiters["dead"]["expires_at"] = world.time
-    bells.hang("k", tickets[1], bell)
+    registry.register("k", tickets[1], wakeup)
     busy = {("grant", number): raising(StoreBusy("a stranger's")) for number in range(9)}
     assert play(world, queue.release(world.database(), tenure, 1), busy) is True
     assert world.rows["k"]["owner"] is None
-    assert bell.answered()
-    bells.take_down("k", tickets[1], bell)
+    assert wakeup.consume()
+    registry.unregister("k", tickets[1], wakeup)
 
 
 def test_two_bells_with_one_ticket() -> None:
-    """Of two databases, or of two engines: both ring, and one that is taken down leaves the other."""
-    one, other = Bell(), Bell()
-    bells.hang("k", 5, one)
-    bells.hang("k", 5, other)
-    assert bells.ring("k", 5)
-    assert [one.answered(), other.answered()] == [True, True]
-    bells.take_down("k", 5, one)
-    assert bells.ring("k", 5)
-    assert [one.answered(), other.answered()] == [False, True]
-    bells.take_down("k", 5, other)
-    assert not bells.anybody()
+    """Of two databases, or of two engines: both are woken, and one that is unregistered leaves the other."""
+    one, other = Wakeup(), Wakeup()
+    registry.register("k", 5, one)
+    registry.register("k", 5, other)
+    assert registry.notify("k", 5)
+    assert [one.consume(), other.consume()] == [True, True]
+    registry.unregister("k", 5, one)
+    assert registry.notify("k", 5)
+    assert [one.consume(), other.consume()] == [False, True]
+    registry.unregister("k", 5, other)
+    assert not registry.anybody_waits()
 
 
 def test_a_bell_that_is_rung_before_it_hangs() -> None:
     """The key may be handed over before the waiter has its ticket."""
-    bell = Bell()
-    assert not bells.ring("k", 12345)
-    bells.hang("k", 12345, bell)
-    assert bell.answered()
-    bells.take_down("k", 12345, bell)
+    wakeup = Wakeup()
+    assert not registry.notify("k", 12345)
+    registry.register("k", 12345, wakeup)
+    assert wakeup.consume()
+    registry.unregister("k", 12345, wakeup)

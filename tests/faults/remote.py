@@ -46,7 +46,7 @@ if SHIFT:
 from sqlalchemy import text  # noqa: E402
 
 from dblock.core import acquiring, waiting  # noqa: E402
-from dblock.core.loopback import mailbox  # noqa: E402, F401 - for the commands
+from dblock.core.wakeup.local_socket import mailbox  # noqa: E402, F401 - for the commands
 from tests.conftest import ALIASES, PATIENT  # noqa: E402
 from tests.contract.subjects import Subject  # noqa: E402
 
@@ -103,7 +103,7 @@ def guarded_write(subject: Subject, lock: Any, number: int) -> None:
 
 def contend(subject: Subject, seed: int, count: int) -> int:
     """Take and give back two keys from three threads, and never look for oneself; how many hand-overs there were."""
-    waiting.FALLBACK = waiting.SELDOM = 3600.0  # type: ignore[misc]
+    waiting.POLL_NOTIFIED = waiting.POLL_MAX = 3600.0  # type: ignore[misc]
     waiting._often = lambda *_: 3600.0
 
     def flow(number: int) -> int:

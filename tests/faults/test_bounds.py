@@ -22,7 +22,7 @@ from sqlalchemy.util import greenlet_spawn
 
 from dblock import LockStoreError, LockTimeout
 from dblock import db_lock as django_lock
-from dblock.core import acquiring, lines, protocol
+from dblock.core import acquiring, local_queue, protocol
 from sqlalchemy_dblock import db_lock, metadata
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, SERVERS, observer, ready, run, url
@@ -402,7 +402,7 @@ def test_a_server_that_takes_no_writes_for_a_moment(database: str, read_only: Ca
     other = db_lock(engine, "free", timeout=30)
     holder.do(held.acquire)
     waiting = waiter.start(wanted.acquire)
-    assert until(lambda: lines.busy(store_for(engine).database, "held"))
+    assert until(lambda: local_queue.busy(store_for(engine).database, "held"))
     read_only(True)
     taking = taker.start(other.acquire)
     time.sleep(3)

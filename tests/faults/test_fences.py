@@ -16,7 +16,7 @@ from sqlalchemy import create_engine, text
 import sqlalchemy_dblock
 from dblock.core import protocol
 from dblock.core.clock import now
-from dblock.core.drivers import Store, drive
+from dblock.core.drive import Store, drive
 from dblock.core.errors import LockLost
 from dblock.core.holds import Hold
 from dblock.core.values import Tenure
@@ -104,15 +104,15 @@ def test_fences_increase_through_crashes_of_the_server(name: str) -> None:
 def attempts(store: Store, tenure: Tenure) -> dict[str, Any]:
     """Everything that the holder of a tenure can say, said in its name; and what it must answer."""
     database = store.database
-    wish: dict[str, Any] = {"host": "h", "pid": 1, "thread": "t", "program": "p", "task": ""}
+    request: dict[str, Any] = {"host": "h", "pid": 1, "thread": "t", "program": "p", "task": ""}
     until = now() + 5
     steps: dict[str, Any] = {
         "renew": lambda: protocol.renew(database, [(tenure, 900.0)], until),
         "extend": lambda: protocol.extend(database, tenure, 900.0),
         "reenter": lambda: protocol.reenter(database, tenure, 1, 900.0),
-        "attach": lambda: protocol.attach(database, tenure, wish, 900.0, 0.0),
+        "attach": lambda: protocol.attach(database, tenure, request, 900.0, 0.0),
         "detach": lambda: protocol.detach(database, tenure, 900.0, 0.0),
-        "first detach": lambda: protocol.detach(database, tenure, 900.0, 0.0, count=1, who=wish),
+        "first detach": lambda: protocol.detach(database, tenure, 900.0, 0.0, count=1, who=request),
         "release": lambda: protocol.release(database, tenure, 1),
         "inner release": lambda: protocol.release(database, tenure, 2),
         "leave": lambda: protocol.leave(database, tenure, 0.0, alone=True),

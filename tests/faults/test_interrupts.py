@@ -28,10 +28,11 @@ from typing import Any, Self
 
 import pytest
 
-from dblock.core import bells, lines
+from dblock.core import local_queue
 from dblock.core.errors import LockLost
 from dblock.core.flows import current_flow
-from dblock.core.keeper import keeper
+from dblock.core.wakeup import registry
+from dblock.core.watchdog import watchdog
 from tests.conftest import ready
 from tests.contract.subjects import MATRIX, Actor, Subject
 from tests.faults.lab import LONG, SYNC, alive, close_django, threads, times, until
@@ -265,8 +266,8 @@ async def leave_for_one_of_ours(stage: Stage, key: str, strike: Strike, *, forei
         await stage.within(stage.lock(key, foreign=foreign, timeout=TTL + 1), nothing)
 
     def waits() -> bool:
-        line = lines.line_for(stage.lock(key)._store().database, key)
-        return any(waiting == key for waiting, _ in bells._bells) or (
+        line = local_queue.line_for(stage.lock(key)._store().database, key)
+        return any(waiting == key for waiting, _ in registry._wakeups) or (
             line is not None and any(member.content for member in line._members)
         )
 
@@ -317,8 +318,8 @@ def settled(subject: Subject, keys: list[str]) -> None:
     """Every key is free, nothing is renewed, and nothing of this process makes a free key slow."""
     gc.collect()
     assert until(lambda: not alive(subject), TTL + 1), [key for key in keys if alive(subject, key)]
-    assert (list(keeper._holds), keeper._places) == ([], {})
-    assert (lines._lines, lines._trials, bells._bells) == ({}, {}, {})
+    assert (list(watchdog._holds), watchdog._places) == ([], {})
+    assert (local_queue._lines, local_queue._trials, registry._wakeups) == ({}, {}, {})
     assert until(lambda: not threads(), 5), threads()
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from dblock.core import clock
 from dblock.core.errors import LockLost, LockStoreError, Reason
-from dblock.core.keeper import keeper
 from dblock.core.steps import Execute, Rows
 from dblock.core.values import margin
+from dblock.core.watchdog import watchdog
 from tests.contract.test_lease import attach
 from tests.contract.test_queue import LATER
 from tests.faults.conftest import ALL_WIRES, Wire, name_of
@@ -53,7 +53,7 @@ def test_a_black_hole_ends_trust_in_time(wire: Wire) -> None:
     assert last_held < deadline + 0.05
     assert [reason for _, reason in heard] == [Reason.UNREACHABLE]
     assert deadline <= heard[0][0] < deadline + 0.2
-    assert hold not in keeper._holds
+    assert hold not in watchdog._holds
     with pytest.raises(LockLost):
         wire.actor.do(lock.check)
     wire.proxy.black_hole = False

@@ -16,8 +16,9 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from dblock.core import bells, queue, waiting
-from dblock.core.keeper import keeper
+from dblock.core import queue, waiting
+from dblock.core.wakeup import registry
+from dblock.core.watchdog import watchdog
 from sqlalchemy_dblock import LockTimeout, db_lock, metadata
 from tests.conftest import DATABASES, INNODB, observer, ready, run, url
 from tests.contract.subjects import Actor, Subject
@@ -56,11 +57,11 @@ def test_dead_waiters_are_passed_over_together(
 
     Also if their holder dies with them, whose lease ends before their places do.
     """
-    monkeypatch.setattr(queue, "PLACE", 3.0)
+    monkeypatch.setattr(queue, "WAITER_TTL", 3.0)
     k = times(5, 19)
     holder = subject.lock("k", ttl=60)
     with Remote(subject) as remote:  # whoever is not fair stands alone, as if it were a process of its own
-        remote.do("setattr(__import__('dblock.core.queue', fromlist=['queue']), 'PLACE', 3.0)")
+        remote.do("setattr(__import__('dblock.core.queue', fromlist=['queue']), 'WAITER_TTL', 3.0)")
         if with_holder:
             remote.do("(lock := subject.lock('k', ttl=1.5)).acquire()")
         else:
@@ -93,10 +94,10 @@ def test_a_hand_over_that_meets_a_strangers_lock(subject: Subject, monkeypatch: 
     assert holder.acquire()
     sent = listen_in(subject, monkeypatch)
     lock, waiting_ = wait_for(subject, actor, fair=False)  # as if in another process
-    attendant = keeper.attendant(lock._store())
-    assert until(lambda: attendant._listener and attendant._listener.ready)  # and everybody looks once
+    services = watchdog.services(lock._store())
+    assert until(lambda: services._listener and services._listener.ready)  # and everybody looks once
     sent.clear()
-    bells.ring_all()
+    registry.notify_all()
     assert until(lambda: "look" in dict(sent))
     with observer(subject.database).begin() as stranger:
         stranger.execute(text("SELECT owner FROM lock_waiters FOR UPDATE"))
@@ -155,7 +156,7 @@ def test_a_crowd_takes_a_missing_row(request: pytest.FixtureRequest, database: s
     assert got == sorted(set(got))
     # A join whose answer came too late leaves a place that ends by its time.
     places = f"SELECT count(*) FROM lock_waiters WHERE expires_at > {LATER[database]}"
-    assert until(lambda: run(database, places, seconds=0) == [(0,)], queue.PLACE)
+    assert until(lambda: run(database, places, seconds=0) == [(0,)], queue.WAITER_TTL)
 
 
 @pytest.fixture(params=[PostgreSQL, MariaDB, *([MySQL] if MySQL.installed() else [])])
@@ -225,7 +226,7 @@ def test_a_listener_that_is_killed_again_and_again(
 ) -> None:
     """Each hand-over between processes arrives within the interval at which waiters look anyway."""
     ready(request, "postgresql")
-    monkeypatch.setattr(waiting, "FALLBACK", 1.0)
+    monkeypatch.setattr(waiting, "POLL_NOTIFIED", 1.0)
     subject = Subject("sqlalchemy", "sync", "postgresql")
     stop = threading.Event()
 

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core.errors import LockError, LockLost, LockStoreError
 from dblock.core.flows import current_flow
-from dblock.core.keeper import keeper
+from dblock.core.watchdog import watchdog
 from sqlalchemy_dblock import db_lock
 from tests.conftest import ready, run, url
 from tests.contract.subjects import MATRIX, Subject
@@ -43,8 +43,8 @@ class Interrupted(BaseException):
 
 
 def kept() -> list[str]:
-    """The keys that the keeper of this process renews."""
-    return [hold.tenure.key for hold in list(keeper._holds)]
+    """The keys that the watchdog of this process renews."""
+    return [hold.tenure.key for hold in list(watchdog._holds)]
 
 
 def idle() -> bool:
@@ -203,14 +203,14 @@ def test_a_release_against_a_renewal_wins(subject: Subject) -> None:
         assert lock.acquire()
         hold = hold_of(lock)
         hold.due = 0.0
-        keeper.look()
+        watchdog.look()
         time.sleep(chance.uniform(0, 0.003))
         lock.release()
-        assert not keeper.keeps(hold)
+        assert not watchdog.keeps(hold)
         if n >= count - 20:
             rows[lock.key] = subject.row(lock.key)
             assert rows[lock.key]["owner"] is None
-    assert until(lambda: all(each.given == each.done for each in keeper._renewers.values()), 2)
+    assert until(lambda: all(each.given == each.done for each in watchdog._renewers.values()), 2)
     for key, row in rows.items():
         assert subject.row(key) == row
     assert alive(subject) == 0
@@ -227,7 +227,7 @@ def test_a_successor_is_not_renewed_by_its_predecessor(subject: Subject) -> None
         lock = subject.lock("k", ttl=30)
         assert lock.acquire()
         hold_of(lock).due = 0.0
-        keeper.look()
+        watchdog.look()
         time.sleep(chance.uniform(0, 0.003))
         lock.release()
         assert stranger.acquire()
@@ -251,13 +251,13 @@ def test_an_async_release_against_a_renewal_wins(request: pytest.FixtureRequest,
             assert await lock.acquire()
             hold = hold_of(lock)
             hold.due = 0.0
-            keeper.look()
+            watchdog.look()
             await asyncio.sleep(chance.uniform(0, 0.003))
             await lock.release()
-            assert not keeper.keeps(hold)
+            assert not watchdog.keeps(hold)
         rows = run(database, "SELECT * FROM locks ORDER BY lock_key")
         await asyncio.sleep(0.2)
-        assert not keeper._tasks
+        assert not watchdog._tasks
         assert run(database, "SELECT * FROM locks ORDER BY lock_key") == rows
         await engine.dispose()
 
@@ -277,7 +277,7 @@ def test_a_watchdog_that_could_not_start_starts_later(
     start: Callable[[threading.Thread], None] = threading.Thread.start
 
     def fail(thread: threading.Thread) -> None:
-        if thread.name == "dblock keeper":
+        if thread.name == "dblock watchdog":
             raise RuntimeError("can't start new thread")
         start(thread)
 
@@ -294,7 +294,7 @@ def test_a_watchdog_that_could_not_start_starts_later(
         assert subject.lock("other").state == "held"
         subject.lock("other").release()
     finally:
-        if keeper._thread is not None and not keeper._thread.is_alive():
-            keeper._thread = None  # or the tests that follow would fail too
+        if watchdog._thread is not None and not watchdog._thread.is_alive():
+            watchdog._thread = None  # or the tests that follow would fail too
     assert until(idle, 20)
     subject.engine.dispose()

@@ -15,14 +15,14 @@ import pytest
 from asyncpg import InternalClientError
 
 from dblock.core import protocol, queue
-from dblock.core.drivers import drive
+from dblock.core.drive import drive
 from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, StoreConflict
 from dblock.core.flows import current_flow, new_owner
-from dblock.core.keeper import keeper
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Failure
 from dblock.core.steps import Execute, Rows, Steps
 from dblock.core.store import BaseStore
+from dblock.core.watchdog import watchdog
 from tests.contract.subjects import Subject
 from tests.faults.lab import alive, expire, hold_of, remaining, until
 
@@ -123,7 +123,7 @@ HELD = ["reenter", "extend", "renew", "inspect", "alive", "attach", "detach", "l
 
 
 def held(make: Callable[[], Exception]) -> list[str]:
-    """The statements of a holder; a renewal that finds a row locked is not sent again whole, see the keeper's tests."""
+    """The statements of a holder; a renewal that finds a row locked is not sent again whole, see test_watchdog."""
     return [name for name in HELD if name != "renew" or 1205 not in make().args]
 
 
@@ -192,7 +192,7 @@ def test_a_lasting_refusal_ends_in_an_error_of_ours(subject: Subject, refusals: 
             assert len(refusals.sent) < 60
             assert isinstance(caught.value, LockTimeout) or isinstance(caught.value.__cause__, type(make()))
             assert lock.state is None
-            assert not keeper._holds
+            assert not watchdog._holds
             assert alive(subject) == 0
             assert lock.acquire(), "the failure left something behind"
             lock.release()
@@ -207,7 +207,7 @@ def test_a_lasting_refusal_ends_in_an_error_of_ours(subject: Subject, refusals: 
             assert isinstance(error.value.__cause__, type(make()))
             if name == "release":  # given up here; the row keeps the key until the lease ends, and nobody renews it
                 assert lock.state is None
-                assert not keeper._holds
+                assert not watchdog._holds
                 expire(subject)
             else:
                 agrees(subject, lock)

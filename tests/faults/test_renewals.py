@@ -14,9 +14,9 @@ import sqlalchemy_dblock.store
 from dblock.core import clock
 from dblock.core.flows import current_flow
 from dblock.core.holds import Entry, Hold
-from dblock.core.keeper import keeper
 from dblock.core.steps import Execute, Rows
 from dblock.core.values import Grant, Tenure
+from dblock.core.watchdog import watchdog
 from tests.conftest import ready, run, url
 from tests.faults.lab import times, until
 
@@ -59,7 +59,7 @@ def test_renewals_are_heap_only_and_the_table_stays_as_it_is(request: pytest.Fix
     assert heap_only / total >= 0.95
     assert large[0] <= small[0] * 1.1
     assert oldest < 0.3, "a transaction outlived its statement"
-    assert until(lambda: not keeper._holds, 1)
+    assert until(lambda: not watchdog._holds, 1)
 
 
 def test_ten_thousand_leases_are_renewed_by_one_statement(
@@ -91,15 +91,15 @@ def test_ten_thousand_leases_are_renewed_by_one_statement(
         holds.append(Hold(store, flow, grant, Entry(lock, "acquire"), None))
     for hold in holds:
         hold.due = 0.0
-    keeper._holds.update(dict.fromkeys(holds))
+    watchdog._holds.update(dict.fromkeys(holds))
     start = time.monotonic()
-    keeper.look()
+    watchdog.look()
     try:
         assert until(lambda: all(hold.renewed > began for hold in holds), 10)
         took = time.monotonic() - start
     finally:
         for hold in holds:
-            keeper.discard(hold)
+            watchdog.discard(hold)
     assert [name for name, _ in sent] == ["renew"]
     assert took < 3
     assert run("postgresql", "SELECT count(*) FROM locks WHERE expires_at > now() + interval '26 s'") == [(count,)]

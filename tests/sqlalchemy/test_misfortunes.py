@@ -274,12 +274,12 @@ def test_behind_a_pooler_nothing_is_prepared(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, database: str, count: str
 ) -> None:
     """Neither by us nor by psycopg on its own, once the session is not who it says it is."""
-    import dblock.prepared.mariadb
+    import dblock.drivers.mariadb
     import dblock.sessions
 
     ready(request, database)
     monkeypatch.setattr(dblock.sessions, "_process", lambda _: -1)
-    monkeypatch.setattr(dblock.prepared.mariadb, "_is_direct", lambda *_: False)
+    monkeypatch.setattr(dblock.drivers.mariadb, "_is_direct", lambda *_: False)
     engine = create_engine(url(database))
     for _ in range(8):
         with db_lock(engine, "k"):

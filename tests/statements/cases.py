@@ -88,7 +88,7 @@ class Case:
     places: Sequence[Record] = ()
     """The rows of `lock_waiters` before."""
     given: Record = field(default_factory=dict)
-    """Parameters, where they are not the `WISH`."""
+    """Parameters, where they are not the `REQUEST`."""
     reply: Reply | None = ()
     """Rows; `...` stands for any value and, at the end of a row, for any number of them. None: any reply."""
     after: Mapping[str, Record | None] = field(default_factory=dict)
@@ -135,7 +135,7 @@ NEW: Final[Record] = {
 WHO: Final[Record] = {name: value for name, value in NEW.items() if name != "label"}
 """The columns that say who holds the key."""
 
-WISH: Final[Record] = {
+REQUEST: Final[Record] = {
     **NEW,
     "task": NEW["celery_task_id"],
     "key": "k",

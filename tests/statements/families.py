@@ -46,7 +46,7 @@ BOUNDED: Final = {
 """Who does not wait for what a stranger has locked, and has not been granted: the protocol tries again."""
 
 
-UNPINNED: Final = [
+GRANT_RETRY: Final = [
     *("reenter", "extend", "renew", "attach", "detach", "release", "leave", "join", "announce", "accept", "clear"),
 ]
 """What goes on while a transaction pins the key."""
@@ -82,7 +82,7 @@ def _families() -> Iterator[Case]:
         behaviour = "it does not wait for the disk"
         yield replace(_plain(statement, "postgresql"), on=("postgresql",), behaviour=behaviour, durable=False)
     for database in SERVERS:
-        for statement in UNPINNED:
+        for statement in GRANT_RETRY:
             case = replace(_plain(statement, database), on=(database,), beside=[Do("pin")])
             yield replace(case, behaviour="a pin is no obstacle")
         for statement in sorted({*WRITING} - _SCANNING.get(database, frozenset())):

@@ -22,7 +22,7 @@ from sqlalchemy.pool import NullPool
 
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Dialect, Failure, Queue, Reply, Statement, perform
-from tests.statements.cases import LEVELS, MYSQL, WISH, Ago, Answer, At, Case, Do, Left, Record
+from tests.statements.cases import LEVELS, MYSQL, REQUEST, Ago, Answer, At, Case, Do, Left, Record
 
 PATIENCE: Final = 2.0
 """Seconds after which a statement that has not answered waits for another session."""
@@ -91,7 +91,7 @@ class Session:
     def send(self, statement: Statement, given: Record) -> Any:
         """The statement's rows, or how it failed."""
         try:
-            return self._perform(statement, {**WISH, **given})
+            return self._perform(statement, {**REQUEST, **given})
         except Exception as error:
             self.error = error
             failure = self._dialect.classify(error)

@@ -1,4 +1,4 @@
-"""How processes of one machine ring each other past the database: a datagram to a socket that is named as the channel.
+"""How processes of one machine call each other past the database: a datagram to a socket that is named as the channel.
 
 On PostgreSQL a notification wakes every session of the database that listens to anything, one after the other, before
 the one that it is for can do much; and the other databases have none. So a releaser rings a neighbour itself. Abstract
@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from dblock.core import bells
+from dblock.core.wakeup import registry
 
 _LONGEST: Final = 2048
 """Bytes; a key has 255 characters at most, a ticket 19 digits."""
 
 
-class Mailbox:
+class LocalSocket:
     """Where this process is called: by neighbours in a socket, by the database under the same name."""
 
     def __init__(self) -> None:
@@ -43,16 +43,16 @@ class Mailbox:
             self.neighbourhood = self.channel
 
     def ring_heard(self) -> None:
-        """Ring the bells that neighbours asked for."""
+        """Wake whom neighbours call."""
         while self.socket is not None:
             try:
-                bells.hear(self.socket.recv(_LONGEST).decode())
+                registry.on_message(self.socket.recv(_LONGEST).decode())
             except UnicodeError:  # not one of ours
                 continue
             except OSError:  # that was all
                 return
 
-    def ring(self, channel: str, key: str, ticket: int) -> bool:
+    def notify(self, channel: str, key: str, ticket: int) -> bool:
         """Ring the waiter of a neighbour; False if that did not work."""
         if self.socket is None or not channel.startswith(self.neighbourhood):
             return False
@@ -63,7 +63,7 @@ class Mailbox:
         return True
 
 
-class Ear:
+class Subscription:
     """Hears neighbours only."""
 
     def __init__(self, socket: socket.socket) -> None:
@@ -71,7 +71,7 @@ class Ear:
         _ = self._selector.register(socket, selectors.EVENT_READ)
 
     def listen(self, seconds: float) -> Sequence[str]:
-        """Nothing, after so many seconds or when a neighbour has rung."""
+        """Nothing, after so many seconds or when a neighbour calls."""
         if self._selector.select(seconds):
             mailbox().ring_heard()
         return ()
@@ -81,19 +81,19 @@ class Ear:
         self._selector.close()
 
 
-def mailbox() -> Mailbox:
+def mailbox() -> LocalSocket:
     """That of this process."""
     if not _mailboxes:
         with _lock[0]:
             if not _mailboxes:
-                _mailboxes.append(Mailbox())
+                _mailboxes.append(LocalSocket())
     return _mailboxes[0]
 
 
-def ear() -> Ear | None:
+def subscription() -> Subscription | None:
     """Listen to neighbours, in a thread; None where there are none."""
     socket = mailbox().socket
-    return None if socket is None else Ear(socket)
+    return None if socket is None else Subscription(socket)
 
 
 def _machine() -> str:
@@ -121,7 +121,7 @@ def _bound(name: str) -> socket.socket | None:
     return box
 
 
-_mailboxes: list[Mailbox] = []
+_mailboxes: list[LocalSocket] = []
 _lock = [threading.RLock()]  # a signal handler may take a lock
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dblock.core import protocol, queue
-from dblock.core.drivers import Store, adrive, drive
+from dblock.core.drive import Store, adrive, drive
 from dblock.core.holds import Hold
-from dblock.core.journal import warn
+from dblock.core.log import warn
 
 if TYPE_CHECKING:
     from dblock.core.steps import Steps
@@ -39,11 +39,11 @@ def _finish(hold: Hold) -> None:
 
 def leave_for_good(hold: Hold) -> Steps[None]:
     """Give it back, however often it was entered."""
-    database, alone = hold.store.database, hold.others is None
+    database, alone = hold.store.database, hold.shared_entries is None
     if alone and not hold.min_hold:
         _ = yield from queue.release(database, hold.tenure, 1, hold.ticket)
         return
-    for _ in range(max(1, len(hold.entries)) - bool(hold.tokens)):  # each entry counts in the row
+    for _ in range(max(1, len(hold.entries)) - bool(hold.unused_tokens)):  # each entry counts in the row
         _ = yield from queue.leave(database, hold.tenure, hold.min_hold, alone=alone)
-    if hold.tokens:
+    if hold.unused_tokens:
         _ = yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace)

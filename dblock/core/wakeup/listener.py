@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from dblock.core import bells, clock
-from dblock.core.journal import warn
-from dblock.core.loopback import mailbox
+from dblock.core import clock
+from dblock.core.log import warn
+from dblock.core.wakeup import registry
+from dblock.core.wakeup.local_socket import mailbox
 
 LINGER: Final = 2.0
 """Seconds for which it goes on when nobody waits any more."""
@@ -24,7 +25,7 @@ ATTENTION: Final = 1.0
 """Seconds of silence after which it sees whether it is still wanted."""
 
 
-class Ear(Protocol):
+class Subscription(Protocol):
     """A connection that listens."""
 
     def listen(self, seconds: float, /) -> Sequence[str]:
@@ -34,14 +35,14 @@ class Ear(Protocol):
     def close(self) -> None: ...
 
 
-class Hearing(Protocol):
+class NotificationSource(Protocol):
     """The part of a store that can listen."""
 
-    def hear(self, channel: str, /) -> Ear | None:
+    def subscribe(self, channel: str, /) -> Subscription | None:
         """Begin to listen to the database, and to neighbours; None where that does not work."""
         ...
 
-    def hear_neighbours(self) -> Ear | None:
+    def subscribe_to_neighbours(self) -> Subscription | None:
         """Begin to listen to the processes of this machine; None where that does not work."""
         ...
 
@@ -57,14 +58,14 @@ class Hearing(Protocol):
 class Listener:
     """Listens for the waiters of one database."""
 
-    def __init__(self, store: Hearing, *, called: bool) -> None:
+    def __init__(self, store: NotificationSource, *, called: bool) -> None:
         self._store = store
         self.called = called
         """Does, as far as is known, the database call this process?"""
         self._wanted_at = 0.0
         self._lock = threading.Lock()
         self._runs: Callable[[], bool] = bool
-        self.deaf = False
+        self.unavailable = False
         """Has it turned out that nobody can be heard?"""
         self.ready = False
         """Does it listen?"""
@@ -72,7 +73,7 @@ class Listener:
     def want(self) -> None:
         """Somebody waits."""
         self._wanted_at = clock.now()
-        if self.deaf or self._runs() or not self._lock.acquire(blocking=False):
+        if self.unavailable or self._runs() or not self._lock.acquire(blocking=False):
             return
         try:
             if not self._runs():
@@ -83,11 +84,11 @@ class Listener:
             self._lock.release()
 
     def _wanted(self) -> bool:
-        return clock.now() < self._wanted_at + LINGER or bells.anybody()
+        return clock.now() < self._wanted_at + LINGER or registry.anybody_waits()
 
     def _run(self) -> None:
         try:
-            while self._wanted() and not self.deaf:
+            while self._wanted() and not self.unavailable:
                 try:
                     self._listen()
                 except Exception as error:  # noqa: BLE001 - whatever happens to it, waiters get on without it
@@ -98,25 +99,25 @@ class Listener:
             self._tell_all(ready=False)
 
     def _listen(self) -> None:
-        ear = self._store.hear(mailbox().channel) if self.called else None
-        if ear is None:
+        subscription = self._store.subscribe(mailbox().channel) if self.called else None
+        if subscription is None:
             if self.called:
                 self.called = False
                 why = "a pooler, the driver, or as told"
                 warn("the database cannot call this process (%s): waiters look more often", why)
-            ear = self._store.hear_neighbours()
-        if ear is None:
-            self.deaf = True
+            subscription = self._store.subscribe_to_neighbours()
+        if subscription is None:
+            self.unavailable = True
             return
         try:
             self._tell_all(ready=True)  # whatever was said before
             while self._wanted():
-                for message in ear.listen(ATTENTION):
-                    bells.hear(message)
+                for message in subscription.listen(ATTENTION):
+                    registry.on_message(message)
         finally:
             with contextlib.suppress(Exception):
-                ear.close()
+                subscription.close()
 
     def _tell_all(self, *, ready: bool) -> None:
         self.ready = ready
-        bells.ring_all()
+        registry.notify_all()

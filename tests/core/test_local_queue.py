@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from dblock.core import acquiring, lines, queue, waiting
-from dblock.core.bells import Bell
+from dblock.core import acquiring, local_queue, queue, waiting
 from dblock.core.errors import LockStoreError, StoreUnanswered
-from dblock.core.lines import Line, Member, Trial
+from dblock.core.local_queue import LocalQueue, LocalWaiter, TakeAttempt
 from dblock.core.protocol import Database
 from dblock.core.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.values import Grant, Tenure
+from dblock.core.wakeup.registry import Wakeup
 from tests.core.test_protocol import Interrupted, World, lost_after, play, raising
 from tests.core.test_queue import HOUR, Kept
 
@@ -26,12 +26,12 @@ WHO = {"host": "h", "pid": 1, "thread": "t", "program": "p", "task": "", "label"
 
 def nobody() -> bool:
     """Is nobody in a line, or about to be?"""
-    return not (lines._lines or lines._trials)
+    return not (local_queue._lines or local_queue._trials)
 
 
 @dataclass
 class Process(Kept):
-    """Flows that share a line; the holds that the keeper would know."""
+    """Flows that share a line; the holds that the watchdog would know."""
 
     world: World
     holding: set[int] = field(default_factory=set)
@@ -40,13 +40,13 @@ class Process(Kept):
     def __post_init__(self) -> None:
         self.database = self.world.database()
 
-    def enter(self, key: str, member: Member, trial: Trial | None) -> Line:  # type: ignore[override]
+    def enter(self, key: str, member: LocalWaiter, trial: TakeAttempt | None) -> LocalQueue:  # type: ignore[override]
         line = None if trial is None else trial.wait(member)
         new = line is not None
         if line is None:
-            line, new = lines.enter(self.database, key, member)
+            line, new = local_queue.enter(self.database, key, member)
         if new:
-            line.ours = bool(self.holding)
+            line.held_in_process = bool(self.holding)
         return line
 
 
@@ -65,7 +65,7 @@ class Flow:
     steps: Steps[Any] | None = None
     reply: Any = None
     wakes: float = 0.0
-    bell: Bell | None = None
+    wakeup: Wakeup | None = None
     under_way: tuple[Execute, set[str]] | None = None
     broken: BaseException | None = None
     interruptible: bool = False
@@ -75,12 +75,12 @@ class Flow:
         database, holding, chance = self.process.database, self.process.holding, self.chance
         for _ in range(self.cycles):
             fair = int(chance.random() >= self.barging)
-            wish = {"key": "k", "ttl": 2 * HOUR, "life": 2 * HOUR, "fair": fair, "flow": self.name, **WHO}
+            request = {"key": "k", "ttl": 2 * HOUR, "life": 2 * HOUR, "fair": fair, "flow": self.name, **WHO}
             timeout = chance.choice((None, 0.0, 0.02, 1.0)) if self.faults else None
             self.interruptible = self.faults
             try:
                 found = yield from acquiring.acquire(
-                    database, wish, timeout, lambda: self.process, ours=bool(self.process.holding)
+                    database, request, timeout, lambda: self.process, held_in_process=bool(self.process.holding)
                 )
             except (Interrupted, LockStoreError):
                 continue
@@ -104,8 +104,8 @@ class Flow:
                 yield Sleep(chance.choice((0.001, 0.1)))
 
     def ready(self) -> bool:
-        rung = self.bell is not None and self.bell._event.is_set()
-        return not self.done and (self.wakes <= self.process.world.time or rung)
+        notified = self.wakeup is not None and self.wakeup._event.is_set()
+        return not self.done and (self.wakes <= self.process.world.time or notified)
 
     def run(self) -> None:
         """One step further: a statement begins, takes effect, is answered or broken off, or its answer is lost."""
@@ -130,12 +130,12 @@ class Flow:
         except StopIteration:
             self.done = True
             return
-        self.reply, self.bell = None, None
+        self.reply, self.wakeup = None, None
         if isinstance(found, Execute):
             self.under_way = found, world.snapshot()
         else:
             self.wakes = world.time + found.seconds
-            self.bell = found.bell if isinstance(found, Wait) else None
+            self.wakeup = found.wakeup if isinstance(found, Wait) else None
 
 
 def schedule(
@@ -172,10 +172,10 @@ def schedule(
 @pytest.fixture
 def deaf(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nobody looks by himself but after an hour; and places last for longer."""
-    for name in ("HOPE", "FALLBACK"):
+    for name in ("LOCAL_HANDOVER_WAIT", "POLL_NOTIFIED"):
         monkeypatch.setattr(waiting, name, HOUR)
     monkeypatch.setattr(waiting, "_until_next_look", lambda *_: HOUR)
-    monkeypatch.setattr(queue, "PLACE", 10 * HOUR)
+    monkeypatch.setattr(queue, "WAITER_TTL", 10 * HOUR)
     yield
     assert nobody(), "somebody is still in a line"
 
@@ -184,7 +184,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_nobody_in_a_line_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes with several flows each: all are served, most by a hand-over inside the process."""
     turns, overtaken = 0, list[int]()
-    monkeypatch.setattr(lines, "TURNS", 3)
+    monkeypatch.setattr(local_queue, "MAX_LOCAL_HANDOVERS", 3)
     for seed in range(300):
         world, log = schedule(seed)
         assert len(log) == 25
@@ -216,7 +216,7 @@ def test_whatever_goes_wrong_nothing_is_left() -> None:
     for seed in range(600):
         world, _ = schedule(seed, faults=True, barging=0.0 if seed % 2 else 0.3)
         row = world.rows["k"]
-        assert row["owner"] is None or row["expires_at"] <= world.time + queue.PLACE, seed
+        assert row["owner"] is None or row["expires_at"] <= world.time + queue.WAITER_TTL, seed
         assert nobody(), seed
         free += row["owner"] is None
     assert free > 540
@@ -226,11 +226,11 @@ def test_whoever_comes_during_a_try_stands_behind_it() -> None:
     """Neither overtakes the other: the one that tried first is first in line when the try fails."""
     world = World()
     process = Process(world)
-    wish = {"key": "k", "ttl": 30.0, "life": 30.0, "fair": 1, **WHO}
-    _ = world._begin(None, {**wish, "owner": "rival"})
-    first = acquiring.acquire(process.database, dict(wish), 9.0, lambda: process)
+    request = {"key": "k", "ttl": 30.0, "life": 30.0, "fair": 1, **WHO}
+    _ = world._begin(None, {**request, "owner": "rival"})
+    first = acquiring.acquire(process.database, dict(request), 9.0, lambda: process)
     take = begun(world, first, "take")
-    second = acquiring.acquire(process.database, dict(wish), 9.0, lambda: process)
+    second = acquiring.acquire(process.database, dict(request), 9.0, lambda: process)
     begun(world, second, "wait")
     found = first.send(world.execute(take))
     assert isinstance(found, Execute)
@@ -238,9 +238,9 @@ def test_whoever_comes_during_a_try_stands_behind_it() -> None:
     assert isinstance(found, Wait)
     joining = begun(world, first, "join")
     assert joining.statement.name == "join"
-    [line] = lines._lines.values()
+    [line] = local_queue._lines.values()
     assert len(line._members) == 2
-    assert line._members[0].bell is found.bell
+    assert line._members[0].wakeup is found.wakeup
     for steps in (first, second):
         steps.close()
     assert nobody()
@@ -260,10 +260,10 @@ def holder_and_heir(timeout: float = 0.05) -> tuple[World, Process, Tenure, Step
     """A flow that holds the key, and another one of its process that waits for it for a while."""
     world = World()
     process = Process(world)
-    wish = {"key": "k", "owner": "o", "ttl": 30.0, "life": 30.0, "fair": 1, **WHO}
-    fence = world._begin(None, wish)[0][0]
+    request = {"key": "k", "owner": "o", "ttl": 30.0, "life": 30.0, "fair": 1, **WHO}
+    fence = world._begin(None, request)[0][0]
     process.holding.add(0)
-    heir = acquiring.acquire(process.database, dict(wish), timeout, lambda: process, ours=True)
+    heir = acquiring.acquire(process.database, dict(request), timeout, lambda: process, held_in_process=True)
     begun(world, heir, "wait")
     return world, process, Tenure("k", "o", fence), heir
 
@@ -356,7 +356,7 @@ def test_a_holder_that_hangs_keeps_its_line_no_longer_than_its_lease() -> None:
     relay = begun(world, holder, "relay")
     grant = play(world, heir, {})
     assert isinstance(grant, Grant)
-    assert 30 < world.time - 1000 < 30 + 2 * lines.DOUBT
+    assert 30 < world.time - 1000 < 30 + 2 * local_queue.OFFER_TIMEOUT
     process.holding.clear()
     assert play(world, holder, {}, world.execute(relay)) is False
     assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
@@ -370,7 +370,7 @@ def test_a_holder_that_hangs_after_all_went_well() -> None:
     answer = world.execute(begun(world, holder, "relay"))
     grant = play(world, heir, {})
     assert isinstance(grant, Grant)
-    assert world.time < 1000 + 2 * lines.DOUBT
+    assert world.time < 1000 + 2 * local_queue.OFFER_TIMEOUT
     assert play(world, holder, {}, answer) is True
     assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
     assert nobody()
@@ -404,10 +404,10 @@ def test_what_comes_too_late_is_given_back() -> None:
 def test_the_last_one_leaves_while_the_key_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the holder's look at the line and its choice."""
     world, process, tenure, heir = holder_and_heir()
-    line = lines.line_for(process.database, "k")
+    line = local_queue.line_for(process.database, "k")
     assert line is not None
     heir.close()
-    monkeypatch.setattr(lines, "line_for", lambda *_: line)
+    monkeypatch.setattr(local_queue, "line_for", lambda *_: line)
     assert line.choose(tenure) is None
     monkeypatch.undo()
     assert play(world, queue.pass_on(process.database, tenure, 0, 0), {}) is True
@@ -418,41 +418,41 @@ def test_whoever_is_not_seen_is_put_out(how: str) -> None:
     """A first one that is stuck, or whose event loop is closed or stands still: it is not handed the key, and keeps
     nobody waiting; when it comes again it stands last."""
     world = World()
-    stuck, alive = (Member({}, Bell(), content=True) for _ in range(2))
+    stuck, alive = (LocalWaiter({}, Wakeup(), content=True) for _ in range(2))
     place = world.database()
-    [line, _], *_ = [lines.enter(place, "k", member) for member in (stuck, alive)]
-    line.ours = True
+    [line, _], *_ = [local_queue.enter(place, "k", member) for member in (stuck, alive)]
+    line.held_in_process = True
     assert not line.is_first(alive)
     if how == "unseen":
-        stuck.seen = world.time - lines.ABSENCE - 1
+        stuck.seen = world.time - local_queue.UNRESPONSIVE_AFTER - 1
     else:
-        stuck.bell._loop = SimpleNamespace(is_closed=lambda: how == "closed", is_running=lambda: False)
+        stuck.wakeup._loop = SimpleNamespace(is_closed=lambda: how == "closed", is_running=lambda: False)
     assert line.is_first(alive)
-    assert not line.ours, "what the others knew is not known any more"
+    assert not line.held_in_process, "what the others knew is not known any more"
     offer = line.choose(Tenure("k", "o", 1))
     assert offer is not None
     assert offer.heir is alive
-    stuck.bell._loop = None
-    assert lines.standing(place, "k", stuck) is line
+    stuck.wakeup._loop = None
+    assert local_queue.standing(place, "k", stuck) is line
     assert not line.is_first(stuck)
     line.leave(alive, got=False)
     assert line.is_first(stuck)
-    assert stuck.bell.answered()
+    assert stuck.wakeup.consume()
     line.leave(stuck, got=False)
     assert nobody()
 
 
 def test_a_holder_takes_back_its_own_choice_only() -> None:
     """An older holder of the process, which has just released, knows nothing of what a newer one has begun."""
-    place, member = World().database(), Member({}, Bell(), content=True)
-    line, _ = lines.enter(place, "k", member)
+    place, member = World().database(), LocalWaiter({}, Wakeup(), content=True)
+    line, _ = local_queue.enter(place, "k", member)
     offer = line.choose(Tenure("k", "o", 2))
     assert offer is not None
-    assert not lines.freed(place, "k")
+    assert not local_queue.freed(place, "k")
     assert (member.offer, member.chosen) == (offer, True)
-    assert not lines.freed(place, "k", offer._replace(token="older"))
+    assert not local_queue.freed(place, "k", offer._replace(token="older"))
     assert (member.offer, member.chosen) == (offer, True)
-    assert not lines.freed(place, "k", offer, known=False)
+    assert not local_queue.freed(place, "k", offer, known=False)
     assert (member.offer, member.chosen) == (offer, False)
     line.leave(member, got=False)
 
@@ -460,10 +460,10 @@ def test_a_holder_takes_back_its_own_choice_only() -> None:
 @pytest.mark.parametrize("time", [0.0, 1e9])
 def test_a_line_goes_by_the_clock_of_its_database(time: float) -> None:
     """However far that is from any other clock of the process: how long the machine has run must not matter."""
-    world, member = World(time=time), Member({}, Bell())
-    line, _ = lines.enter(world.database(), "k", member)
+    world, member = World(time=time), LocalWaiter({}, Wakeup())
+    line, _ = local_queue.enter(world.database(), "k", member)
     assert line.is_first(member)
-    world.time += lines.ABSENCE
+    world.time += local_queue.UNRESPONSIVE_AFTER
     assert not line.is_first(member)
     assert nobody()
 
@@ -471,16 +471,16 @@ def test_a_line_goes_by_the_clock_of_its_database(time: float) -> None:
 def test_a_line_that_everybody_was_put_out_of() -> None:
     """Nobody is left there; whoever comes again founds another one, which all find."""
     world = World()
-    one, other = (Member({}, Bell()) for _ in range(2))
+    one, other = (LocalWaiter({}, Wakeup()) for _ in range(2))
     place = world.database()
-    line, _ = lines.enter(place, "k", one)
-    _ = lines.enter(place, "k", other)
-    world.time += lines.ABSENCE + 1
+    line, _ = local_queue.enter(place, "k", one)
+    _ = local_queue.enter(place, "k", other)
+    world.time += local_queue.UNRESPONSIVE_AFTER + 1
     assert line.choose(Tenure("k", "o", 1)) is None
     assert nobody()
-    again = lines.standing(place, "k", other)
-    assert lines.standing(place, "k", one) is again
-    assert lines.line_for(place, "k") is again
+    again = local_queue.standing(place, "k", other)
+    assert local_queue.standing(place, "k", one) is again
+    assert local_queue.line_for(place, "k") is again
     assert [again.is_first(other), again.is_first(one)] == [True, False]
     line.leave(one, got=False)
     again.leave(other, got=False)
@@ -493,12 +493,12 @@ def test_an_interrupt_on_the_way_in_leaves_nobody_behind() -> None:
     world, process, _, heir = holder_and_heir()
 
     class Breaking(Process):
-        def enter(self, key: str, member: Member, trial: Trial | None) -> Line:  # type: ignore[override]
+        def enter(self, key: str, member: LocalWaiter, trial: TakeAttempt | None) -> LocalQueue:  # type: ignore[override]
             _ = super().enter(key, member, trial)
             raise KeyboardInterrupt
 
-    wish = {"key": "k", "ttl": 30.0, "life": 30.0, "fair": 1, **WHO}
-    broken = acquiring.acquire(process.database, wish, 9.0, lambda: Breaking(world), ours=True)
+    request = {"key": "k", "ttl": 30.0, "life": 30.0, "fair": 1, **WHO}
+    broken = acquiring.acquire(process.database, request, 9.0, lambda: Breaking(world), held_in_process=True)
     with pytest.raises(KeyboardInterrupt):
         play(world, broken, {})
     heir.close()

@@ -10,15 +10,15 @@ import time
 from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Protocol, TypeVar
 
-from dblock.core.listener import Hearing
 from dblock.core.protocol import Database
 from dblock.core.statements.base import Statement
 from dblock.core.steps import Execute, Rows, Steps, Wait
+from dblock.core.wakeup.listener import NotificationSource
 
 T = TypeVar("T")
 
 
-class Store(Hearing, Protocol):
+class Store(NotificationSource, Protocol):
     """A database, and who runs statements on it; a lock's row is found by its store and its key."""
 
     @property
@@ -64,7 +64,7 @@ def drive(steps: Steps[T], store: Store, error: BaseException | None = None) -> 
                     reply = store.execute(step)
                 elif isinstance(step, Wait):
                     store.before_waiting()
-                    step.bell.rest(step.seconds)
+                    step.wakeup.wait(step.seconds)
                 else:
                     time.sleep(step.seconds)
             except StopIteration as done:
@@ -95,7 +95,7 @@ async def adrive(steps: Steps[T], store: Store, error: BaseException | None = No
                 if isinstance(step, Execute):
                     reply = await store.aexecute(step)
                 elif isinstance(step, Wait):
-                    await step.bell.arest(step.seconds)
+                    await step.wakeup.wait_async(step.seconds)
                 else:
                     await asyncio.sleep(step.seconds)
             except StopIteration as done:

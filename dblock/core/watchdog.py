@@ -10,10 +10,10 @@ A renewal is due a third of the ttl after the last one; it fails softly and is t
 that does not answer at all is given up after a sixth of the ttl, and the next goes over another connection; if its
 answer comes later it still counts, from the time of sending.
 
-Taking a lock costs the keeper an entry in a dictionary: the watching thread looks once a second anyway while it lives,
-ends when it finds nothing to do, and is started again when needed.
+Taking a lock costs the watchdog an entry in a dictionary: the watching thread looks once a second anyway while it
+lives, ends when it finds nothing to do, and is started again when needed.
 
-Rule: nothing here decides who holds a key. The keeper moves the moment until which a hold is trusted (see
+Rule: nothing here decides who holds a key. The watchdog moves the moment until which a hold is trusted (see
 `dblock.core.holds`) and tells.
 """
 
@@ -29,18 +29,18 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
-from dblock.core import clock, lines, queue
-from dblock.core.bells import Bell
-from dblock.core.drivers import Store, adrive
+from dblock.core import clock, local_queue, queue
+from dblock.core.drive import Store, adrive
 from dblock.core.errors import Reason
-from dblock.core.exits import give_all_back
 from dblock.core.flows import current_flow, flow_again
 from dblock.core.holds import Hold, Loss
-from dblock.core.journal import warn
-from dblock.core.lines import Line, Member, Trial
-from dblock.core.listener import Listener
-from dblock.core.loopback import mailbox
+from dblock.core.local_queue import LocalQueue, LocalWaiter, TakeAttempt
+from dblock.core.log import warn
 from dblock.core.renewals import Batch, Place, Places, Renewer, quietly
+from dblock.core.shutdown import give_all_back
+from dblock.core.wakeup.listener import Listener
+from dblock.core.wakeup.local_socket import mailbox
+from dblock.core.wakeup.registry import Wakeup
 
 LOOK: Final = 1.0
 """Seconds between two looks of the watching thread, at most."""
@@ -48,36 +48,36 @@ PATIENCE: Final = 2.0
 """Seconds for which the end of a process waits for its locks to be given back."""
 
 
-class Attendant:
+class WaiterServices:
     """Attends to the waiters of one database, in threads or on one event loop."""
 
-    def __init__(self, keeper: Keeper, store: Store, loop: Any) -> None:
-        self._keeper, self._store, self._loop = keeper, store, loop
-        self.keeper_of = os.getpid()
+    def __init__(self, watchdog: Watchdog, store: Store, loop: Any) -> None:
+        self._watchdog, self._store, self._loop = watchdog, store, loop
+        self.process = os.getpid()
         self._listener: Listener | None = None
         if store.renewable:
             self._listener = Listener(store, called=store.database.dialect.queue.call is not None)
 
-    def keep(self, owner: str, bell: Bell) -> bool:
+    def keep(self, owner: str, wakeup: Wakeup) -> bool:
         """Keep a place in a queue; False where only its flow can."""
         if self._store.renewable:
-            self._keeper.keep(owner, Place(self._store, self._loop, bell, clock.now() + queue.BEAT))
+            self._watchdog.keep(owner, Place(self._store, self._loop, wakeup, clock.now() + queue.HEARTBEAT_INTERVAL))
         return self._store.renewable
 
     def leave(self, owner: str) -> None:
         """Keep that place no more."""
-        self._keeper.leave(owner)
+        self._watchdog.leave(owner)
 
-    def enter(self, key: str, member: Member, trial: Trial | None) -> Line | None:
+    def enter(self, key: str, member: LocalWaiter, trial: TakeAttempt | None) -> LocalQueue | None:
         """Wait with those of this process who want the key too; None where everybody waits alone."""
         if not self._store.renewable:
             return None
         line = None if trial is None else trial.wait(member)
         new = line is not None
         if line is None:
-            line, new = lines.enter(self._store.database, key, member)
+            line, new = local_queue.enter(self._store.database, key, member)
         if new:
-            line.ours = self._keeper.holds(self._store, key)
+            line.held_in_process = self._watchdog.holds(self._store, key)
         return line
 
     def listen(self) -> None:
@@ -88,7 +88,7 @@ class Attendant:
     @property
     def channel(self) -> str:
         """Where this process listens, or soon will; when it begins, every waiter looks once."""
-        return "" if self._listener is None or self._listener.deaf else mailbox().channel
+        return "" if self._listener is None or self._listener.unavailable else mailbox().channel
 
     @property
     def called(self) -> bool:
@@ -96,7 +96,7 @@ class Attendant:
         return self._listener is not None and self._listener.ready and self._listener.called
 
 
-class Keeper:
+class Watchdog:
     """Knows all holds of this process."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Keeper:
         self._wake_at = math.inf
         # Both may be entered again by a signal handler that takes a lock.
         self._lock = threading.RLock()
-        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._look_again: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = False
         self._renewers: dict[Store, Renewer] = {}
@@ -142,16 +142,16 @@ class Keeper:
         hold = self._by_key.get((store, key))
         return hold is not None and hold.remaining() > 0
 
-    def attendant(self, store: Store) -> Attendant:
+    def services(self, store: Store) -> WaiterServices:
         """Who attends to the waiters of a database, in this thread or event loop."""
         loop = sys.modules["asyncio"].get_running_loop() if store.asynchronous else None
-        known: dict[Any, Attendant] = vars(store).setdefault("attendants", {})  # they live and die with the store
+        known: dict[Any, WaiterServices] = vars(store).setdefault("attendants", {})  # they live and die with the store
         with self._lock:
             for each in [each for each in known if each is not None and each.is_closed()]:
                 del known[each]
             found = known.get(loop)
-            if found is None or found.keeper_of != os.getpid():
-                found = known[loop] = Attendant(self, store, loop)
+            if found is None or found.process != os.getpid():
+                found = known[loop] = WaiterServices(self, store, loop)
         return found
 
     def keep(self, owner: str, place: Place) -> None:
@@ -167,7 +167,7 @@ class Keeper:
 
     def look(self) -> None:
         """Look again now: something is due earlier than we thought."""
-        self._bell.put(None)
+        self._look_again.put(None)
         with self._lock:  # a watch that is about to end decides so under it
             if not self._starting and (self._thread is None or not self._thread.is_alive()):
                 self._start()
@@ -175,10 +175,10 @@ class Keeper:
     def announce(self, hold: Hold) -> None:
         """Tell those who want to know, once, that a hold is lost; in a thread of its own."""
         loss = hold.loss
-        if loss is None or hold.view:
+        if loss is None or hold.is_snapshot:
             return
         with self._lock:  # whoever leaves a lost hold comes through here first
-            told, hold.told = hold.told, True
+            told, hold.loss_reported = hold.loss_reported, True
             seen = hold.snapshot()
         if told:
             return
@@ -205,7 +205,7 @@ class Keeper:
             util.Finalize(None, self.close, exitpriority=0)
         self._starting = True
         try:
-            self._thread = threading.Thread(target=self._watch, name="dblock keeper", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="dblock watchdog", daemon=True)
             self._thread.start()
         except BaseException as error:
             self._thread = None  # the next lock tries again
@@ -226,7 +226,7 @@ class Keeper:
             try:
                 wait = self._look_at_all()
             except Exception as error:  # noqa: BLE001 - must go on: leases depend on it
-                warn("the keeper stumbled: %r", error)
+                warn("the watchdog stumbled: %r", error)
                 wait = LOOK
             with self._lock:
                 if self._thread is not threading.current_thread():
@@ -239,14 +239,14 @@ class Keeper:
             idle = self._rest(wait)
 
     def _rest(self, seconds: float) -> bool:
-        """Wait for the bell; True if it did not ring."""
+        """Wait until told to look again; True if nobody did."""
         try:
-            self._bell.get(timeout=seconds)
+            self._look_again.get(timeout=seconds)
         except Empty:
             return True
         with contextlib.suppress(Empty):
             while True:
-                self._bell.get_nowait()
+                self._look_again.get_nowait()
         return False
 
     def _look_at_all(self) -> float:
@@ -268,9 +268,9 @@ class Keeper:
             if hold.renewing and now >= hold.acquired + hold.max_hold:
                 hold.renewing = False
             if hold.renewing and not hold.wanted:
-                if not hold.warned:
+                if not hold.risk_reported:
                     warn("a `with` on %r was interrupted before it was left: it ends with its lease", hold.tenure.key)
-                hold.warned, hold.due = True, math.inf  # unless its flow enters it again
+                hold.risk_reported, hold.due = True, math.inf  # unless its flow enters it again
             elif hold.renewing:
                 if hold.due <= now:
                     due.setdefault((hold.store, hold.loop), []).append(hold)
@@ -278,10 +278,10 @@ class Keeper:
                 soonest = min(soonest, hold.due - now)
                 late = hold.late_from - now
                 if late > 0:
-                    hold.warned = False
+                    hold.risk_reported = False
                     soonest = min(soonest, late)
-                elif not hold.warned:
-                    hold.warned = True
+                elif not hold.risk_reported:
+                    hold.risk_reported = True
                     seen = hold.snapshot()
                     _tell([call for lock in seen.locks() for call in lock._who_hears_of_risk()], seen)
             soonest = min(soonest, left)
@@ -295,14 +295,14 @@ class Keeper:
 
     def _keep_places(self, stores: set[Store]) -> float:
         """Keep the places that are due, and with them all others of the same database; seconds until the next are."""
-        for owner in [owner for owner, place in list(self._places.items()) if place.bell.deaf()]:
+        for owner in [owner for owner, place in list(self._places.items()) if place.wakeup.closed()]:
             self.leave(owner)  # of a flow that has ended with its event loop
         places, now = list(self._places.items()), clock.now()
         stores.update(place.store for _, place in places)
         for store, loop in {(place.store, place.loop) for _, place in places if place.due <= now}:
             mine = {owner: place for owner, place in places if (place.store, place.loop) == (store, loop)}
             for place in mine.values():
-                place.due = now + queue.BEAT
+                place.due = now + queue.HEARTBEAT_INTERVAL
             last = self._beats.get((store, loop))
             if last is None or last.answered:  # a database that hangs is not asked again and again
                 beats = self._beats[store, loop] = Places(self, store, list(mine))
@@ -392,16 +392,16 @@ def _call(calls: list[Callable[[], object]], hold: Hold) -> None:
                 warn("a callback of the lock on %r failed: %r", hold.tenure.key, error, exc_info=True)
 
 
-keeper = Keeper()
-"""The keeper of this process."""
+watchdog = Watchdog()
+"""The watchdog of this process."""
 
 
 def _after_fork_in_child() -> None:
-    keeper.__init__()  # type: ignore[misc]
+    watchdog.__init__()  # type: ignore[misc]
 
 
 def _at_exit() -> None:
-    keeper.close()
+    watchdog.close()
 
 
 _ = atexit.register(_at_exit)

@@ -1,4 +1,4 @@
-"""The keeper on real servers: what strangers do to rows must not cost others their leases."""
+"""The watchdog on real servers: what strangers do to rows must not cost others their leases."""
 
 from __future__ import annotations
 

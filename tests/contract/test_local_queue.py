@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dblock.core import lines
+from dblock.core import local_queue
 from dblock.core.store import BaseStore
 from tests.contract.subjects import Actor, Subject
 from tests.contract.test_queue import LATER, lined_up, stranger, waiters
@@ -16,7 +16,7 @@ from tests.faults.lab import until
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of the statements that are sent, but for those of the keeper."""
+    """The names of the statements that are sent, but for those of the watchdog."""
     names: list[str] = []
 
     def recording(perform: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +33,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.fixture
 def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of a line waits for a local hand-over for as long as it takes."""
-    monkeypatch.setattr("dblock.core.waiting.HOPE", 60.0)
+    monkeypatch.setattr("dblock.core.waiting.LOCAL_HANDOVER_WAIT", 60.0)
 
 
 def start(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Any]:
@@ -46,8 +46,8 @@ def start(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Any]:
     return lock, waiting
 
 
-def line(subject: Subject) -> lines.Line:
-    found = lines.line_for(subject.lock("k")._store().database, "k")
+def line(subject: Subject) -> local_queue.LocalQueue:
+    found = local_queue.line_for(subject.lock("k")._store().database, "k")
     assert found is not None
     return found
 
@@ -97,7 +97,7 @@ def test_others_have_their_turn(
     subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While somebody of another process waits, the key stays in this one for a bounded number of tenures only."""
-    monkeypatch.setattr(lines, "TURNS", 2)
+    monkeypatch.setattr(local_queue, "MAX_LOCAL_HANDOVERS", 2)
     holder = subject.lock("k")
     actor.call(holder, "acquire")
     stranger(subject, 7, 600)
@@ -127,7 +127,7 @@ def test_whoever_gives_up_is_passed_over(subject: Subject, actor: Actor, actors:
     assert waits.result(30) is True
     patient.call(lock, "release")
     assert subject.row("k")["owner"] is None
-    assert not lines._lines
+    assert not local_queue._lines
 
 
 @pytest.mark.usefixtures("hopeful")
