@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import sqlite3
 import threading
 import time
 import weakref
@@ -178,15 +179,25 @@ class InMemory:
                 if clock.now() > until:
                     raise StoreConflict("the one connection to the database in memory is in use")
                 rest(0.001, self._engine.dialect)
-            fairy = self._static = self._static or self._engine.raw_connection()
+            try:
+                fairy = self._static = self._static or self._engine.raw_connection()
+            except BaseException:
+                self._leave(connection)
+                raise
         driver: Any = fairy.driver_connection
         connection.raw, connection.joined = fairy.dbapi_connection, driver.in_transaction
         return connection
 
     def give(self, connection: PooledConnection) -> None:
         """Commit, unless that is the caller's to do."""
-        if not connection.joined:
-            connection.raw.commit()
+        try:
+            if not connection.joined:
+                connection.raw.commit()
+        except sqlite3.Error:
+            raise  # to be undone, which leaves as well
+        except BaseException:  # interrupted: done or not
+            self._leave(connection)
+            raise
         self._leave(connection)
 
     def give_after_error(self, connection: PooledConnection) -> None:

@@ -111,8 +111,8 @@ class BaseLock:
     def _timeout(self) -> float | None:
         return self._default_timeout() if isinstance(self._given_timeout, EllipsisType) else self._given_timeout
 
-    def _adrive(self, steps: Steps[T]) -> Coroutine[Any, Any, T]:
-        return adrive(steps, self._store())
+    def _adrive(self, steps: Steps[T], *, undisturbed: bool = False) -> Coroutine[Any, Any, T]:
+        return adrive(steps, self._store(), undisturbed=undisturbed)
 
     # -- what is known without I/O
 

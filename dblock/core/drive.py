@@ -7,8 +7,9 @@ further steps and is always driven to its end.
 from __future__ import annotations
 
 import time
+from collections.abc import Coroutine
 from inspect import GEN_CLOSED, getgeneratorstate
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from dblock.core.protocol import Database
 from dblock.core.statements.base import Statement
@@ -82,32 +83,55 @@ def drive(steps: Steps[T], store: Store, error: BaseException | None = None) -> 
         del error  # it refers to this frame
 
 
-async def adrive(steps: Steps[T], store: Store, error: BaseException | None = None) -> T:
-    """Drive `steps` to their end in this task and return their result."""
+async def adrive(steps: Steps[T], store: Store, error: BaseException | None = None, *, undisturbed: bool = False) -> T:
+    """Drive `steps` to their end in this task and return their result.
+
+    A cancellation is thrown into them once. What they do about it, or all that they do if `undisturbed`, goes on to its
+    end whatever cancellations come after it (anyio, and with it Starlette and FastAPI, cancels a task again and again
+    until it has ended); the last of these is raised then.
+    """
     import asyncio  # noqa: PLC0415 - a third of this package's import time, for those who do not use it
 
     reply: Rows | None = None
+    put_off: list[BaseException] = []
     try:
         while True:
             try:
                 step = steps.send(reply) if error is None else steps.throw(error)
-                reply = error = None
+                error = None
                 if isinstance(step, Execute):
-                    reply = await store.aexecute(step)
+                    work: Coroutine[Any, Any, Rows | None] = store.aexecute(step)
                 elif isinstance(step, Wait):
-                    await step.wakeup.wait_async(step.seconds)
+                    work = step.wakeup.wait_async(step.seconds)
                 else:
-                    await asyncio.sleep(step.seconds)
+                    work = asyncio.sleep(step.seconds)
+                reply = await (_to_its_end(work, put_off) if undisturbed else work)
             except StopIteration as done:
+                if put_off:
+                    raise put_off[-1] from None
                 result: T = done.value
                 return result
             except BaseException as raised:
                 if getgeneratorstate(steps) == GEN_CLOSED:
                     raise
                 error = raised  # the generator decides, cancellation included
+                undisturbed = undisturbed or isinstance(raised, asyncio.CancelledError)
     except BaseException as raised:
         if getgeneratorstate(steps) == GEN_CLOSED:
             raise
-        return await adrive(steps, store, raised)
+        return await adrive(steps, store, raised, undisturbed=undisturbed)
     finally:
         del error
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T], put_off: list[BaseException]) -> T:
+    """Await it in a task of its own, and put the cancellations of ours off."""
+    import asyncio  # noqa: PLC0415 - as above
+
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        try:
+            _ = await asyncio.wait([task])
+        except asyncio.CancelledError as cancelled:
+            put_off.append(cancelled)
+    return task.result()

@@ -325,19 +325,22 @@ def look_after(hold: Hold) -> Steps[None]:
 def release_all(store: Store) -> Steps[int]:
     """Give back all that this process holds in one database; how many.
 
-    Whoever still works under one of them has lost it before anybody else can have it. A database that fails once is not
-    asked again: what is left then ends with its lease, which nobody renews.
+    Whoever still works under one of them has lost it before anybody else can have it. A row that somebody has locked is
+    passed over after a while, and a database that fails is not asked again: what is left ends with its lease, which
+    nobody renews, if it is not given back by another call, or at the end of the process.
     """
     given = 0
     for hold in watchdog.give_up(store):
+        watchdog.giving_back(hold)
         try:
             yield from leave_for_good(hold)
-        except LockStoreError as error:
+            given += 1
+        except LockError as error:
             warn("could not give %r back: %s", hold.tenure.key, error)
-            break
+            if not isinstance(error, StoreBusy):
+                break
         finally:
             _ = local_queue.freed(store.database, hold.tenure.key)
-        given += 1
     return given
 
 
@@ -420,6 +423,8 @@ def _leave(hold: Hold) -> Steps[bool]:
     The last one's hold has been forgotten: whatever becomes of the statement, this flow holds the key no more. Whoever
     begins to wait from now on is not left waiting for us; whoever did before, we see.
     """
+    if hold.loss is not None and hold.loss.reason is Reason.RELEASED:
+        return False  # whoever gave it up gives it back, all of its entries
     if hold.entries:
         return (yield from _lower(hold))
     database, tenure = hold.store.database, hold.tenure

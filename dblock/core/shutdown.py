@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dblock.core import protocol, queue
 from dblock.core.drive import Store, adrive, drive
+from dblock.core.errors import StoreBusy
 from dblock.core.holds import Hold
 from dblock.core.log import warn
 
@@ -24,7 +25,8 @@ def give_all_back(holds: Sequence[Hold]) -> None:
             _finish(hold)
         except Exception as error:  # noqa: BLE001 - nothing may keep the others from being given back
             warn("could not give %r back at exit: %s", hold.tenure.key, error)
-            silent.add(hold.store)
+            if not isinstance(error, StoreBusy):
+                silent.add(hold.store)
 
 
 def _finish(hold: Hold) -> None:

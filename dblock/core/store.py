@@ -181,7 +181,7 @@ def schema_error(failure: Failure, error: BaseException, step: Execute, store: B
     if failure is Failure.NO_TABLE:
         text = f"{place} has no table {' or no table '.join(names)}: {store._create_table}"
         return LockStoreError(text, key=_key(step))
-    detail = str(error).strip().partition("\n")[0]
+    detail = _first_line(error)
     missing = next((index for index in _INDEXES if index.partition(" ")[0] in detail), "")
     make = f" ({dialect.tables.named(f'CREATE UNIQUE INDEX {missing}', dialect.quote)})" if missing else ""
     return LockStoreError(
@@ -194,7 +194,7 @@ def schema_error(failure: Failure, error: BaseException, step: Execute, store: B
 def store_error(failure: Failure, error: BaseException, step: Execute, store: BaseStore) -> LockError:
     """The error to raise from the driver's `error` of `step`, which means `failure`."""
     key, what, place = _key(step), _what(step), store._place
-    detail = f"{type(error).__name__}: {str(error).strip()}"
+    detail = f"{type(error).__name__}: {_first_line(error)}"
     kind: type[LockError]
     match failure:
         case Failure.CONFLICT | Failure.READ_ONLY:
@@ -228,6 +228,11 @@ def unstorable(*, place: str) -> LockStoreError:
 def unreachable(error: BaseException, *, place: str) -> StoreConflict:
     """The error for a connection that could not be opened: nothing was sent."""
     return StoreConflict(f"cannot connect to {place}: {type(error).__name__}: {str(error).strip()}")
+
+
+def _first_line(error: BaseException) -> str:
+    """What a driver says, without the statement that it may quote below."""
+    return str(error).strip().partition("\n")[0]
 
 
 def _key(step: Execute) -> str | None:

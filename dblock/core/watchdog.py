@@ -113,6 +113,8 @@ class Watchdog:
         self._renewers: dict[Store, Renewer] = {}
         self._tasks: set[Any] = set()
         self._added = self._finalized = False
+        self._given_up: list[Hold] = []
+        """Lost, because it was to be given back, and not given back yet."""
         self._ending: list[Hold] = []
         self._ended = threading.Event()
 
@@ -188,13 +190,17 @@ class Watchdog:
         _tell([call for lock in seen.locks() for call in lock._who_hears_of_loss(loss.reason)], seen)
 
     def give_up(self, store: Store) -> list[Hold]:
-        """All that this process holds in a database is lost, from now on; the last one taken comes first."""
+        """All that this process holds in a database is lost, from now on; those to be given back, last taken first."""
         holds = [hold for hold in reversed(list(self._holds)) if hold.store is store]
-        given_up = [hold for hold in holds if hold.lose(Loss(Reason.RELEASED))]
+        self._given_up += [hold for hold in holds if hold.lose(Loss(Reason.RELEASED))]
         for hold in holds:
             self.discard(hold)
             self.announce(hold)
-        return given_up
+        return [hold for hold in self._given_up if hold.store is store]
+
+    def giving_back(self, hold: Hold) -> None:
+        """It is about to be given back, once: a count that others lower too must not be lowered twice."""
+        self._given_up = [each for each in self._given_up if each is not hold]
 
     # -- the watching thread
 
@@ -358,7 +364,8 @@ class Watchdog:
 
         A thread that may still be at work keeps what it has: its lease is renewed until it ends, or ends by itself.
         """
-        mine, ending = current_flow(), list[Hold]()
+        mine, ending = current_flow(), self._given_up
+        self._given_up = []
         for hold in reversed(list(self._holds)):
             flow = hold.flow()
             if hold.loss is None and (flow is None or flow is mine or flow.ended()):

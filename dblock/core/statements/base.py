@@ -195,7 +195,7 @@ class Cursor(Protocol):
     def fetchall(self) -> Any: ...
 
 
-_NAME = re.compile(r":([a-z_]+)")
+_NAME = re.compile(r"(?<!\w):([a-z_]+)")
 
 
 class Values(dict[str, Any]):

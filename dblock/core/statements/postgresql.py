@@ -51,7 +51,8 @@ UPDATE locks SET
     celery_task_id = :task
 WHERE lock_key = :key
   AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp()
-           THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(tableoid AS bigint))) ELSE false END
+           THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint)))
+           ELSE false END
   AND (last_ticket = served_ticket OR CAST(:fair AS integer) = 0)
   AND set_config('lock_timeout', '20ms', true) IS NOT NULL
   AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)

@@ -112,7 +112,8 @@ WITH next AS MATERIALIZED (
     WHERE locks.lock_key = :key AND served_ticket < next.ticket
       AND CASE WHEN locks.owner IS NULL OR locks.expires_at <= clock_timestamp()
                     OR (locks.owner = :owner AND locks.fence = CAST(:fence AS bigint))
-               THEN pg_try_advisory_xact_lock(hashtextextended(locks.lock_key, CAST(locks.tableoid AS bigint)))
+               THEN pg_try_advisory_xact_lock(hashtextextended(locks.lock_key,
+                                                               CAST(CAST('locks' AS regclass) AS bigint)))
                ELSE false END
       AND set_config('synchronous_commit', 'off', true) IS NOT NULL
     RETURNING next.ticket, next.channel
@@ -185,7 +186,8 @@ UPDATE locks SET
     celery_task_id = :task
 WHERE lock_key = :key
   AND CASE WHEN owner = :owner AND fence = CAST(:fence AS bigint) AND count = 1 AND expires_at > clock_timestamp()
-           THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(tableoid AS bigint))) ELSE false END
+           THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint)))
+           ELSE false END
   AND (last_ticket = served_ticket OR CAST(:turns AS integer) > 0)
   AND set_config('lock_timeout', '20ms', true) IS NOT NULL
   AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)

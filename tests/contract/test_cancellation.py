@@ -1,0 +1,165 @@
+"""A task that is cancelled at every step of its loop until it has ended, as anyio (Starlette, FastAPI) does it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
+from typing import Any
+
+import pytest
+
+from sqlalchemy_dblock import attach
+from tests.conftest import ALIASES, ready
+from tests.contract.subjects import MATRIX, Actor, Subject
+
+ASYNC = [subject for subject in MATRIX if subject.face == "async"]
+
+
+@pytest.fixture(params=ASYNC, ids=str)
+def subject(request: pytest.FixtureRequest) -> Subject:
+    found: Subject = request.param
+    ready(request, found.database)
+    return found
+
+
+async def storm(work: Coroutine[Any, Any, Any], until: Callable[[], bool], after: float = 0.0) -> None:
+    """Start it, and once that is so cancel it again and again."""
+    task = asyncio.ensure_future(work)
+    while not until():  # noqa: ASYNC110 - it looks at the database
+        await asyncio.sleep(0.002)
+    await asyncio.sleep(after)
+    while not task.done():
+        task.cancel()
+        await asyncio.sleep(0)
+    assert task.cancelled(), task.exception()
+
+
+def is_held(subject: Subject) -> bool:
+    return bool(subject.run("SELECT 1 FROM locks WHERE owner IS NOT NULL"))
+
+
+def queued(subject: Subject) -> int:
+    [[count]] = subject.run("SELECT count(*) FROM lock_waiters")
+    return int(count)
+
+
+async def block(lock: Any) -> None:
+    async with lock:
+        await asyncio.sleep(60)
+
+
+async def twice(lock: Any) -> None:
+    async with lock:
+        await block(lock)
+
+
+async def by_hand(subject: Subject, lock: Any) -> None:
+    await getattr(lock, subject.method("acquire"))()
+    try:
+        await asyncio.sleep(60)
+    finally:
+        await getattr(lock, subject.method("release"))()
+
+
+async def of_a_generator(lock: Any) -> None:
+    """As a response that is streamed."""
+
+    async def stream() -> AsyncIterator[int]:
+        async with lock:
+            while True:
+                yield 1
+                await asyncio.sleep(0.01)
+
+    async for _ in stream():
+        pass
+
+
+@pytest.mark.parametrize("how", ["block", "twice", "by hand", "generator"])
+@pytest.mark.parametrize("option", [{}, {"min_hold": 0.02}])
+def test_whoever_holds_gives_back(subject: Subject, actor: Actor, how: str, option: dict[str, Any]) -> None:
+    """At once, and not with the lease."""
+    for number in range(3):
+        lock = subject.lock(f"k{number}", ttl=60, **option)
+        work = {"block": block, "twice": twice, "generator": of_a_generator}.get(how)
+        begun = by_hand(subject, lock) if work is None else work(lock)
+        actor.do(partial(storm, begun, partial(is_held, subject), 0.05))
+        assert not is_held(subject), number
+        assert actor.get(lock, "state") is None
+
+
+def test_whoever_is_attached_leaves(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Its entry alone: the count is lowered once."""
+    lock = subject.lock("k", ttl=60)
+    actor.call(lock, "acquire")
+    token = actor.call(lock, "detach")
+
+    def attached() -> Any:
+        if subject.variant == "django":
+            from dblock import db_lock
+
+            return db_lock.aattach(token, using=ALIASES[subject.database])
+        return attach(subject.engine, token)
+
+    async def keep() -> Any:
+        return await attached()
+
+    mine = actor.do(keep)
+    other.do(lambda: storm(block(attached()), lambda: subject.row("k")["count"] == 2, 0.02))
+    assert subject.row("k")["count"] == 1
+    actor.call(mine, "release")
+    assert subject.row("k")["owner"] is None
+
+
+def test_whoever_waits_leaves_the_queue(subject: Subject, actor: Actor, other: Actor) -> None:
+    """So that a key that is given back is free for the next one at once."""
+    lock = subject.lock("k", ttl=60, timeout=60)
+    actor.call(lock, "acquire")
+    other.do(lambda: storm(block(subject.lock("k", timeout=60)), lambda: queued(subject) == 1, 0.05))
+    assert queued(subject) == 0
+    actor.call(lock, "release")
+    assert other.call(lock, "acquire", timeout=1)
+    other.call(lock, "release")
+
+
+def test_whoever_takes_leaves_nothing(subject: Subject, actor: Actor) -> None:
+    """At whatever step of the loop the cancellations begin."""
+    lock = subject.lock("k", ttl=60, timeout=60)
+    actor.within(lock)
+
+    async def attempt(delay: int) -> None:
+        task = asyncio.ensure_future(block(lock))
+        for _ in range(delay):
+            await asyncio.sleep(0)
+        while not task.done():
+            task.cancel()
+            await asyncio.sleep(0)
+
+    for delay in range(40):
+        actor.do(partial(attempt, delay))
+        assert subject.row("k")["owner"] is None, delay
+
+
+def test_a_cancellation_that_comes_while_a_cancelled_task_gives_back(subject: Subject, actor: Actor) -> None:
+    """Is raised afterwards: nobody who swallowed an earlier one misses it."""
+
+    async def story() -> str:
+        me = asyncio.current_task()
+        assert me is not None
+        lock = subject.lock("k", ttl=60)
+        await getattr(lock, subject.method("acquire"))()
+        me.cancel()
+        with contextlib.suppress(asyncio.CancelledError):  # as code does that knows no better
+            await asyncio.sleep(1)
+        asyncio.get_running_loop().call_soon(me.cancel)
+        try:
+            await getattr(lock, subject.method("release"))()
+        except asyncio.CancelledError:
+            while me.uncancel():
+                pass
+            return "raised"
+        return "lost"
+
+    assert actor.do(story) == "raised"
+    assert subject.row("k")["owner"] is None
