@@ -121,6 +121,7 @@ def _process_state() -> Iterator[None]:
         left = _left_behind()
     for hold in list(watchdog._holds):
         watchdog.discard(hold)
+    watchdog._given_up.clear()
     state: tuple[MutableMapping[Any, Any], ...] = (
         watchdog._places,
         local_queue._lines,

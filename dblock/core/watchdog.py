@@ -196,6 +196,7 @@ class Watchdog:
         for hold in holds:
             self.discard(hold)
             self.announce(hold)
+        self._given_up = [hold for hold in self._given_up if hold.now() < hold.renewed + hold.life]  # the lease is good
         return [hold for hold in self._given_up if hold.store is store]
 
     def giving_back(self, hold: Hold) -> None:

@@ -11,7 +11,7 @@ import pytest
 import dblock
 import sqlalchemy_dblock
 from dblock import LockLost, Reason
-from dblock.core.errors import StoreConflict
+from dblock.core.errors import StoreBusy, StoreConflict
 from dblock.core.steps import Execute
 from dblock.core.store import BaseStore
 from dblock.core.watchdog import watchdog
@@ -95,3 +95,62 @@ def test_a_database_that_fails_is_asked_once(
     assert not watchdog._holds
     assert other.call(subject.lock("a", timeout=5), "acquire"), "within its ttl"
     other.call(subject.lock("a"), "release")
+
+
+def attached(subject: Subject, actor: Actor, token: str) -> Any:
+    """The lock of a token, held by that flow."""
+
+    async def attach() -> Any:
+        if subject.variant == "django":
+            return await dblock.db_lock.aattach(token, using=ALIASES[subject.database])
+        return await sqlalchemy_dblock.attach(subject.engine, token)
+
+    if subject.face == "async":
+        return actor.do(attach)
+    if subject.variant == "django":
+        return actor.do(lambda: dblock.db_lock.attach(token, using=ALIASES[subject.database]))
+    return actor.do(lambda: sqlalchemy_dblock.attach(subject.engine, token))
+
+
+def test_what_others_hold_too_stays_theirs(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
+    """A tenure that was handed over: our entries are taken off the count once, whatever their flows do afterwards."""
+    first, mine, end = actors(3)
+    lock = subject.lock("k", ttl=60)
+    first.call(lock, "acquire")
+    token = first.call(lock, "detach")
+    shared = attached(subject, mine, token)
+    subject.run("UPDATE locks SET count = count + 1")  # another process has attached
+    assert end.do(lambda: release_all(subject)) == 1
+    assert subject.row("k")["count"] == 1
+    with pytest.raises(LockLost):
+        mine.call(shared, "release")
+    assert (subject.row("k")["count"], subject.row("k")["owner"] is None) == (1, False)
+
+
+def test_a_row_that_is_locked_is_passed_over(
+    subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whomever: the others are given back; and a call that is broken off is gone on with."""
+    for key in "abc":
+        actor.call(subject.lock(key, ttl=60), "acquire")
+    execute, broken = BaseStore.execute, list[int]()
+
+    def refuse(store: BaseStore, step: Execute) -> Any:
+        if step.statement.name == "release" and step.parameters["key"] == "c":
+            raise StoreBusy("locked by a stranger")
+        if step.statement.name == "release" and step.parameters["key"] == "b" and not broken:
+            broken.append(1)
+            raise KeyboardInterrupt
+        return execute(store, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dblock.core.protocol.PATIENCE", 0.1)
+        patch.setattr(BaseStore, "execute", refuse)
+        if subject.face == "sync":
+            with pytest.raises(KeyboardInterrupt):
+                other.do(lambda: release_all(subject))
+        else:
+            broken.append(1)
+        other.do(lambda: release_all(subject))
+    assert subject.row("a")["owner"] is None
+    assert subject.row("c")["owner"] is not None
