@@ -8,7 +8,8 @@ from typing import Any
 from django.apps import AppConfig
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Warning, register
-from django.db import DEFAULT_DB_ALIAS, connections
+from django.core.exceptions import ImproperlyConfigured
+from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from dblock import conf
@@ -46,10 +47,25 @@ def check_settings(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Ch
     elif alias is not None and connections[alias].vendor not in DIALECTS:
         hint = "The lock needs PostgreSQL, MySQL, MariaDB or SQLite."
         found.append(Error(f"DBLOCK['USING'] is {connections[alias].display_name}.", hint=hint, id="dblock.E004"))
-    elif given.get("SCHEMA") and connections[alias or DEFAULT_DB_ALIAS].vendor == "sqlite":
-        hint = "Choose DBLOCK['TABLE_PREFIX'], or say in USING which database has the tables."
-        found.append(Error("DBLOCK['SCHEMA']: SQLite has no schemas.", hint=hint, id="dblock.E006"))
-    return found
+    return found + _check_names(given)
+
+
+def _check_names(given: dict[str, Any]) -> list[CheckMessage]:
+    """Of the tables."""
+    from dblock.locks import default_alias  # noqa: PLC0415 - needs the settings
+
+    try:
+        schema = conf.tables().schema
+    except ImproperlyConfigured as error:
+        return [Error(f"{error}.", hint="A plain name, such as 'dblock_'.", id="dblock.E002")]
+    if not schema or given.get("USING", DEFAULT_DB_ALIAS) not in connections:
+        return []
+    connection = connections[default_alias()]
+    if connection.vendor == "postgresql":
+        return []
+    hint = "Choose TABLE_PREFIX, or on MySQL an alias of its own (USING) with another NAME."
+    text = f"DBLOCK['SCHEMA'] is for PostgreSQL, and the locks' database is {connection.display_name}."
+    return [Error(text, hint=hint, id="dblock.E006")]
 
 
 @register("dblock")
@@ -82,6 +98,7 @@ def check_databases(
     """E005: tables of those names that are not ours.
 
     W001: a SQLite file without write-ahead log, where each commit waits for the disk and readers block writers.
+    W004: one where a transaction that has read may find that it cannot write any more.
     """
     from dblock.locks import default_alias  # noqa: PLC0415 - needs the settings
 
@@ -94,24 +111,31 @@ def check_databases(
     if alias not in (databases or ()):
         return []
     found = _strangers(connection)
-    if connection.vendor != "sqlite" or connection.is_in_memory_db():  # type: ignore[attr-defined]
-        return found
+    if connection.vendor == "sqlite" and not connection.is_in_memory_db():  # type: ignore[attr-defined]
+        found += _check_file(connection)
+    return found
+
+
+def _check_file(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
+    found: list[CheckMessage] = []
+    hint = "Add OPTIONS={'init_command': 'PRAGMA journal_mode=WAL', 'transaction_mode': 'IMMEDIATE'}."
     with connection.cursor() as cursor:
         cursor.execute("PRAGMA journal_mode")
-        if cursor.fetchone()[0] == "wal":
-            return found
-    return [
-        *found,
-        Warning(
-            f"The locks live in the SQLite database {alias!r}, which does not use a write-ahead log.",
-            hint="Add OPTIONS={'init_command': 'PRAGMA journal_mode=WAL', 'transaction_mode': 'IMMEDIATE'}.",
-            id="dblock.W001",
-        ),
-    ]
+        wal = cursor.fetchone()[0] == "wal"
+    if not wal:
+        text = f"The locks live in the SQLite database {connection.alias!r}, which does not use a write-ahead log."
+        found.append(Warning(text, hint=hint, id="dblock.W001"))
+    if str(connection.settings_dict["OPTIONS"].get("transaction_mode")).upper() not in {"IMMEDIATE", "EXCLUSIVE"}:
+        text = (
+            f"Transactions on the SQLite database {connection.alias!r}, in which the locks live, begin without the "
+            "right to write: one that reads first may find that others have written since, and fail."
+        )
+        found.append(Warning(text, hint=hint, id="dblock.W004"))
+    return found
 
 
 def _strangers(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
-    """Tables of our names that have no column `lock_key`; not in a schema of our own, where nobody else's are."""
+    """Tables of our names without our columns; not in a schema of our own, where nobody else's are."""
     from dblock.models import Lock, Waiter  # noqa: PLC0415 - needs the app registry
 
     found: list[CheckMessage] = []
@@ -120,8 +144,11 @@ def _strangers(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
         for table in (Lock._meta.db_table, Waiter._meta.db_table):
             if table not in there:
                 continue
-            columns = {column.name for column in connection.introspection.get_table_description(cursor, table)}
-            if "lock_key" not in columns:
+            try:
+                columns = {column.name for column in connection.introspection.get_table_description(cursor, table)}
+            except DatabaseError:  # it is not ours to read, whatever it is
+                columns = set()
+            if not {"lock_key", "owner", "expires_at"} <= columns:
                 text = f"The table `{table}` in database {connection.alias!r} is another application's."
                 hint = "Give dblock's tables other names with DBLOCK['TABLE_PREFIX'] or DBLOCK['SCHEMA']."
                 found.append(Error(text, hint=hint, id="dblock.E005"))

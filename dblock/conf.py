@@ -35,7 +35,7 @@ class Settings:
     TABLE_PREFIX: str = ""
     """Stands before the tables' names, `locks` and `lock_waiters`. Read when Django starts, as models are."""
     SCHEMA: str | None = None
-    """The schema (in MySQL's words: the database) of the tables, None for where their sessions look first."""
+    """The schema of the tables, in PostgreSQL; None for where their sessions look first."""
 
 
 NAMES = frozenset(field.name for field in fields(Settings))
@@ -55,11 +55,14 @@ def given() -> dict[str, Any]:
 @cache
 def settings() -> Settings:
     """`settings.DBLOCK` with the defaults filled in."""
-    return Settings(**{name: value for name, value in given().items() if name in NAMES})
+    found: Any = given()
+    if not isinstance(found, dict):  # which a system check tells
+        return Settings()
+    return Settings(**{name: value for name, value in found.items() if name in NAMES})
 
 
 def tables() -> Tables:
-    """What the tables are called."""
+    """What the tables are called. Raises ImproperlyConfigured for what is no name."""
     try:
         return valid_tables(settings().TABLE_PREFIX, settings().SCHEMA)
     except (TypeError, ValueError) as error:

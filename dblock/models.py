@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from django.db import DEFAULT_DB_ALIAS, connections, models
+from django.core.exceptions import ImproperlyConfigured
+from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.translation import gettext_lazy as _
 
@@ -18,16 +19,12 @@ else:
 
 
 def table(name: str) -> str:
-    """The name of `locks` or `lock_waiters` as Django is to know it.
-
-    With a schema it is quoted, which Django leaves as it is. It is quoted as the database of `USING` does it: a model
-    has one name, whatever the alias.
-    """
-    tables = conf.tables()
-    if not tables.schema:
-        return tables.prefix + name
-    quoted: str = connections[conf.settings().USING or DEFAULT_DB_ALIAS].ops.quote_name("name")
-    return tables.name(name, quoted[0])
+    """The name of `locks` or `lock_waiters` as Django is to know it; with a schema it is quoted, and left as it is."""
+    try:
+        tables = conf.tables()
+    except ImproperlyConfigured:  # which a system check tells, and whoever takes a lock
+        return name
+    return tables.name(name, '"') if tables.schema else tables.prefix + name
 
 
 class ExactCharField(_CharField):

@@ -12,17 +12,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from asgiref.sync import sync_to_async
-from django.db import DatabaseError, connections
+from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections
 from django.db.transaction import TransactionManagementError
 from django.db.utils import InterfaceError
 from django.utils.connection import ConnectionDoesNotExist
 
 from dblock import conf
 from dblock.connections import DjangoPool, DjangoSQLite, in_sqlite_transaction, own_wrapper
-from dblock.core.errors import LockTimeout, UnsupportedDatabase
+from dblock.core.errors import LockError, LockTimeout, StoreLocked, UnsupportedDatabase
 from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS, dialect_for
-from dblock.core.statements.base import Cursor, perform
+from dblock.core.statements.base import Cursor, Tables, perform
 from dblock.core.steps import Execute, Rows
 from dblock.core.store import BaseStore
 from dblock.core.wakeup import local_socket
@@ -49,10 +49,17 @@ class DjangoStore(BaseStore):
             raise UnsupportedDatabase(
                 f"database {alias!r} is {vendor}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite"
             )
-        self.database = Database(dialect_for(vendor, conf.tables()))
+        tables = conf.tables()
+        if tables.schema and vendor != "postgresql":
+            raise UnsupportedDatabase(
+                f"DBLOCK['SCHEMA'] is for PostgreSQL, and database {alias!r} is {connection.display_name}"
+            )
+        self.database = Database(dialect_for(vendor, tables))
         self._alias = alias
         self._place = f"database {alias!r}"
         self._create_table = f"add 'dblock' to INSTALLED_APPS and run `manage.py migrate dblock --database {alias}`"
+        if tables != Tables():
+            self._create_table += "; if that was done under other names (TABLE_PREFIX, SCHEMA), rename the tables"
         if vendor == "sqlite" and connection.settings_dict["NAME"] == ":memory:":
             self._create_table += "; each thread has a database in memory of its own"
         pool = DjangoPool(alias)
@@ -111,6 +118,19 @@ class DjangoStore(BaseStore):
                 "holder: take the lock before the transaction begins"
             )
 
+    def error(self, error: BaseException, step: Execute) -> LockError:
+        """What a driver's error means. Inside a SQLite transaction, whose reads may keep the writer, nobody waits."""
+        found = super().error(error, step)
+        caller = connections[self._alias]
+        if not isinstance(found, StoreLocked) or step.statement.keeps or not in_sqlite_transaction(caller):
+            return found
+        return LockTimeout(
+            f"{self._place} has another writer, and waiting for it inside a transaction that may have read would keep "
+            "it from ending: take the lock before the transaction begins, or let transactions begin with the right to "
+            "write (OPTIONS = {'transaction_mode': 'IMMEDIATE'})",
+            key=found.key,
+        )
+
     def _why_locked(self, error: BaseException) -> str:
         if "table is locked" not in str(error):
             return super()._why_locked(error)
@@ -136,7 +156,10 @@ def pin(store: DjangoStore, alias: str, step: Execute) -> Rows:
     connection = connections[alias]
     blocks: list[Any] = connection.atomic_blocks
     if all(block._from_testcase for block in blocks):
-        raise TransactionManagementError("guard() keeps the lock until the transaction ends: call it inside atomic()")
+        where = "" if alias == DEFAULT_DB_ALIAS else f"using={alias!r}"
+        raise TransactionManagementError(
+            f"guard() keeps the lock until the transaction ends: call it inside atomic({where})"
+        )
     if not store.same_database(alias):
         raise ValueError(f"guard(using={alias!r}): the lock lives in another database, which this one cannot keep")
     if blocks[0]._from_testcase:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 
 from sqlalchemy import Engine
@@ -20,6 +21,7 @@ from dblock.core.flows import current_task
 from dblock.core.pool import PooledConnection
 from dblock.core.protocol import Database
 from dblock.core.statements import DIALECTS, dialect_for
+from dblock.core.statements.base import Tables
 from dblock.core.steps import Execute, Rows
 from dblock.core.store import BaseStore
 from dblock.core.values import valid_tables
@@ -47,6 +49,9 @@ class EngineStore(BaseStore):
         options = engine.get_execution_options()
         tables = valid_tables(options.get("dblock_prefix", ""), options.get("dblock_schema"))
         self.database = Database(dialect_for(name, tables))
+        if tables != Tables():
+            names = ", ".join(f"{option}={value!r}" for option, value in asdict(tables).items() if value)
+            self._create_table = f"create it with sqlalchemy_dblock.metadata_for({names}).create_all(engine)"
         self._source = InMemory(engine) if is_in_memory(engine) else EnginePool(engine)
         if isinstance(engine.pool, SingletonThreadPool):
             self._create_table += (

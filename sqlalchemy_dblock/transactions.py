@@ -130,7 +130,9 @@ def _default_level(connection: Connection) -> str | None:
 
 
 def _place(engine: Engine) -> tuple[Any, ...]:
-    return engine.dialect.name, engine.url.host, engine.url.port, engine.url.database
+    # A transaction on MySQL is the whole server's, and the statement names the table's database.
+    database = engine.url.database if engine.dialect.name in {"postgresql", "sqlite"} else None
+    return engine.dialect.name, engine.url.host, engine.url.port, database
 
 
 if hasattr(os, "register_at_fork"):

@@ -96,7 +96,8 @@ assert found
     "docs/transactions.md sqlalchemy": "assert lock.state is None",
 }
 RUN = [(page, name) for page in PAGES for name in dict(blocks(page)) if name in {"django", "sqlalchemy"}]
-ELSEWHERE = {"alembic", "defaults", "fastapi", "fastapi-dependency", "free", "gunicorn", "celery-shutdown", "settings"}
+SERVED = {"asgi", "celery-shutdown", "fastapi", "fastapi-dependency", "gunicorn"}  # in test_recipes
+ELSEWHERE = SERVED | {"alembic", "defaults", "free", "settings"}
 
 
 def run(code: str, directory: Path) -> None:

@@ -29,6 +29,7 @@ from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Statement, Tables
 from dblock.core.values import valid_tables
 from dblock.models import table
+from dblock.store import DjangoStore
 from sqlalchemy_dblock import attach, db_lock, metadata_for, reap
 from tests.conftest import INNODB, observer, url
 from tests.statements.laboratory import Session
@@ -48,6 +49,7 @@ class Place:
     def __init__(self, database: str, tmp_path: Path) -> None:
         self.database = database
         self.url = make_url(url(database))
+        self.home = self.url.database
         self.schema = {"sqlite": None, "postgresql": "Ops"}.get(database, f"{self.url.database}_ops")
         if database == "sqlite":
             self.url = self.url.set(database=f"{tmp_path}/names.sqlite3")
@@ -56,7 +58,7 @@ class Place:
             force = " WITH (FORCE)" if database == "postgresql" else ""
             self.sql(f"DROP DATABASE IF EXISTS {name}{force}", f"CREATE DATABASE {name}")
             self.url = self.url.set(database=name)
-        self.engine = create_engine(self.url, execution_options={"dblock_prefix": PREFIX, "dblock_schema": self.schema})
+        self.engine = self._engine()
         self.clean()
         self.sql(STRANGERS.format("locks"), STRANGERS.format("lock_waiters"), engine=self.engine)
 
@@ -65,6 +67,18 @@ class Place:
             apart = connection.execution_options(isolation_level="AUTOCOMMIT")
             for statement in statements:
                 apart.execute(text(statement))
+
+    def _engine(self) -> Engine:
+        return create_engine(self.url, execution_options={"dblock_prefix": PREFIX, "dblock_schema": self.schema})
+
+    def as_for_django(self) -> None:
+        """Where its migration makes the schema, or there can be none."""
+        if self.database == "postgresql":
+            self.sql('DROP SCHEMA "Ops"', engine=self.engine)
+        else:
+            self.schema = None
+            self.engine.dispose()
+            self.engine = self._engine()
 
     def clean(self) -> None:
         """Have an empty schema."""
@@ -90,7 +104,7 @@ def place(database: str, tmp_path: Path) -> Iterator[Place]:
     yield place
     place.engine.dispose()
     if place.database in INNODB:
-        place.sql(f"DROP DATABASE {place.schema}")
+        place.sql(f"DROP DATABASE {place.home}_ops")
 
 
 def statements(dialect: Any) -> Iterator[Statement]:
@@ -194,6 +208,7 @@ def test_locks_live_there(place: Place) -> None:
 
 def test_an_asynchronous_engine_and_django_know_them_too(place: Place) -> None:
     """`migrate` makes them where the setting says, as `metadata_for` does; each face sees what the other holds."""
+    place.as_for_django()
     command = [sys.executable, "-c", SITE, place.database, str(place.url.database), PREFIX, place.schema or ""]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as site:
         assert site.stdin is not None
@@ -285,10 +300,20 @@ def test_django_names_them_before_it_migrates(tmp_path: Path, monkeypatch: pytes
 
 
 def test_settings_that_make_no_name() -> None:
-    """They end Django's start in its own error; a schema with SQLite is a check's business."""
-    with override_settings(DBLOCK={"TABLE_PREFIX": "a b"}), pytest.raises(ImproperlyConfigured, match="TABLE_PREFIX"):
-        table("locks")
+    """Are a check's business, and that of whoever takes a lock."""
+    for wrong in ({"TABLE_PREFIX": "a b"}, {"SCHEMA": 1}):
+        with override_settings(DBLOCK=wrong):
+            assert [each.id for each in run_checks(tags=["dblock"])] == ["dblock.E002"]
+            assert table("locks") == "locks"
+            with pytest.raises(ImproperlyConfigured, match=r"DBLOCK\['TABLE_PREFIX'\]"):
+                DjangoStore("default")
     with override_settings(DBLOCK={"SCHEMA": "ops"}):
         assert [each.id for each in run_checks(tags=["dblock"])] == ["dblock.E006"]
+        with pytest.raises(UnsupportedDatabase, match="SCHEMA.* is for PostgreSQL"):
+            DjangoStore("default")
+    for nonsense in (list[str](), "x"):
+        with override_settings(DBLOCK=nonsense):
+            assert [each.id for each in run_checks(tags=["dblock"])] == ["dblock.E001"]
+            assert table("locks") == "locks"
     with override_settings(DBLOCK={"SCHEMA": "ops", "USING": "postgresql", "TABLE_PREFIX": "my_"}):
         assert table("locks") == '"ops"."my_locks"'

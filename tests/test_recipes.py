@@ -76,10 +76,20 @@ def held(address: str) -> list[str]:
 
 HOLD = """
 import asyncio
+from fastapi.responses import StreamingResponse
 
 @app.get("/")
 async def root():
     return {}
+
+@app.get("/stream")
+async def stream():
+    async def numbers():
+        async with db_lock(engine, "streamed", ttl=600):
+            while True:
+                yield b"1"
+                await asyncio.sleep(0.01)
+    return StreamingResponse(numbers())
 
 @app.post("/hold")
 async def hold():
@@ -109,6 +119,11 @@ def test_fastapi(request: pytest.FixtureRequest, database: str, tmp_path: Path) 
         with db_lock(engine, "stock:43", timeout=5):
             assert ask(port, "/sell/43", "POST") == (503, "1")
         engine.dispose()
+        for _ in range(3):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/stream", timeout=10) as answer:
+                assert answer.read(3) == b"111"
+                assert held(address) == ["streamed"]
+            assert until(lambda: held(address) == [], 3), "the client has gone"
         assert ask(port, "/hold", "POST")[0] == 200
         assert held(address) == ["for ever"]
     assert held(address) == []
@@ -226,3 +241,33 @@ def test_celery(tmp_path: Path, hook: bool) -> None:
             worker.kill()
             worker.wait()
     assert held(f"sqlite:///{path}") == ([] if hook else ["for ever"])
+
+
+def test_django_under_uvicorn(tmp_path: Path) -> None:
+    """A task that never ends holds a lock: with the lifespan it is free when the server has stopped."""
+    path, port = migrated(tmp_path), free_port()
+    urls = 'settings.ROOT_URLCONF = "asgi_site"\ndjango.setup()'
+    site = SITE.partition("def hold")[0].replace("django.setup()", urls)
+    views = """
+import asyncio
+from django.http import JsonResponse
+from django.urls import path
+
+async def hold(request):
+    taken = asyncio.Event()
+    async def forever():
+        async with db_lock("for ever", ttl=600):
+            taken.set()
+            await asyncio.sleep(600)
+    hold.task = asyncio.create_task(forever())
+    await taken.wait()
+    return JsonResponse({})
+
+urlpatterns = [path("hold", hold), path("", lambda request: JsonResponse({}))]
+"""
+    (tmp_path / "asgi_site.py").write_text(site + views + block("docs/deployment.md", "asgi"))
+    command = ["uvicorn", "asgi_site:application", "--port", str(port), "--timeout-graceful-shutdown", "1"]
+    with serving(command, tmp_path, port, SITE_DATABASE=path):
+        assert ask(port, "/hold")[0] == 200
+        assert held(f"sqlite:///{path}") == ["for ever"]
+    assert held(f"sqlite:///{path}") == []

@@ -40,7 +40,7 @@ class Template:
             if not name:
                 raise InvalidKey(f"name the argument in the key {key!r}, such as {{sku}}", key=key)
             if not (name.isdigit() or name in names or takes_any):
-                raise InvalidKey(f"the key {key!r} names {name!r}, which {function!r} does not take", key=key)
+                raise InvalidKey(f"the key {key!r} names {name!r}, which {_name(function)} does not take", key=key)
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The key of one call."""
@@ -50,7 +50,7 @@ class Template:
         try:
             return valid_key(self._format.format(*bound.args, **{**bound.kwargs, **bound.arguments}))
         except (LookupError, AttributeError, ValueError) as error:
-            message = f"the key {self._format!r} of {self._function!r} cannot be formed from this call: {error}"
+            message = f"the key {self._format!r} of {_name(self._function)} cannot be formed from this call: {error}"
             raise InvalidKey(message, key=self._format) from error
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> python.BoundArguments:
@@ -60,8 +60,13 @@ class Template:
                 bound.apply_defaults()
                 return bound
         raise TypeError(
-            f"{self._function!r} does not take these arguments, so there is no key {self._format!r} for them"
+            f"{_name(self._function)} does not take these arguments, so there is no key {self._format!r} for them"
         )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """For people: not the address in memory."""
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 class NoKey:

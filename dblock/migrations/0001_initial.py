@@ -7,6 +7,7 @@ from django.db.backends.base.schema import BaseDatabaseSchemaEditor
 
 import dblock.models
 from dblock import conf
+from dblock.core.errors import UnsupportedDatabase
 
 
 def suit_the_database(apps: Any, schema_editor: BaseDatabaseSchemaEditor) -> None:
@@ -27,6 +28,27 @@ def suit_the_database(apps: Any, schema_editor: BaseDatabaseSchemaEditor) -> Non
         schema_editor.execute(conf.tables().named(statement, quote))
 
 
+def make_the_schema(apps: Any, schema_editor: BaseDatabaseSchemaEditor) -> None:
+    """The schema, if the setting says one and there is none.
+
+    In a new database, a test's above all, nobody else makes it.
+    """
+    connection, schema = schema_editor.connection, conf.tables().schema
+    if not schema:
+        return
+    if connection.vendor != "postgresql":
+        raise UnsupportedDatabase(
+            f"DBLOCK['SCHEMA'] is for PostgreSQL, and database {connection.alias!r} is {connection.display_name}: let a "
+            "database router keep dblock out of it (allow_migrate), or choose TABLE_PREFIX"
+        )
+    if not schema_editor.collect_sql:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", [schema])
+            if cursor.fetchone():  # no right to make one is needed then
+                return
+    schema_editor.execute(f'CREATE SCHEMA IF NOT EXISTS "{schema}"')
+
+
 class RunThroughTheEditor(migrations.RunPython):
     """All that the function does goes through the schema editor, so that `sqlmigrate` can print it."""
 
@@ -40,6 +62,7 @@ class Migration(migrations.Migration):
     initial = True
 
     operations = [
+        RunThroughTheEditor(make_the_schema, migrations.RunPython.noop, atomic=False),
         migrations.CreateModel(
             name="Lock",
             fields=[

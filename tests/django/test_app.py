@@ -106,12 +106,15 @@ def test_an_unsupported_database_is_a_check(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_rollback_journal_is_a_warning(sqlite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """W001 for a SQLite file without a write-ahead log, when databases are checked."""
+    """W001 for a SQLite file without a write-ahead log, W004 where transactions begin deferred."""
     assert ids(databases=["default"]) == []
-    connections["default"].close()
-    changed = {**connections["default"].settings_dict, "NAME": tmp_path / "old.sqlite3", "OPTIONS": {}}
-    monkeypatch.setattr(connections["default"], "settings_dict", changed)
-    assert ids(databases=["default"]) == ["dblock.W001"]
+    wal = {"init_command": "PRAGMA journal_mode=WAL"}
+    for options, expected in (({}, ["dblock.W001", "dblock.W004"]), (wal, ["dblock.W004"])):
+        connections["default"].close()
+        name = tmp_path / f"{len(options)}.sqlite3"
+        changed = {**connections["default"].settings_dict, "NAME": name, "OPTIONS": options}
+        monkeypatch.setattr(connections["default"], "settings_dict", changed)
+        assert ids(databases=["default"]) == expected
     connections["default"].close()
 
 

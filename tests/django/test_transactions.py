@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from django.core.management import call_command
 from django.db import DatabaseError, connections, transaction
 
 import dblock
-from dblock import LockError, LockLost, db_lock
+from dblock import LockError, LockLost, LockTimeout, db_lock
 from dblock.core import clock
 from dblock.store import store_for
 from tests.conftest import ALIASES, INNODB, SERVERS, run
@@ -262,3 +264,40 @@ def test_an_interrupt_leaves_a_joined_transaction_alone(
             db_lock("k", using=alias).acquire()
         assert connections[alias].connection.in_transaction
         cursor.execute("ROLLBACK")
+
+
+def test_nobody_waits_inside_a_sqlite_transaction_that_has_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose own reads would keep the writer, who has the key, from its commit: it ends at once, the writer commits."""
+    settings = {**connections.settings["default"], "NAME": str(tmp_path / "plain.sqlite3"), "OPTIONS": {}}
+    monkeypatch.setitem(connections.settings, "plain", settings)
+    call_command("migrate", database="plain", verbosity=0)
+    taken, tried = threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def writer() -> None:
+        with transaction.atomic(using="plain"):
+            with db_lock("k", using="plain"):
+                taken.set()
+                tried.wait(10)
+        done.append("committed")
+        connections["plain"].close()
+
+    def other() -> None:
+        taken.wait(10)
+        begun = time.monotonic()
+        with transaction.atomic(using="plain"), pytest.raises(LockTimeout, match="another writer"):
+            with db_lock("k", using="plain", timeout=8):
+                pass
+        done.append("quick" if time.monotonic() - begun < 2 else "slow")
+        tried.set()
+        connections["plain"].close()
+
+    threads = [threading.Thread(target=each) for each in (writer, other)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    connections["plain"].close()
+    assert done == ["quick", "committed"]

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 SETTINGS = """
 from tests.settings import *
 alias = {alias!r}
+DBLOCK = {{"SCHEMA": "ops"}} if alias == "postgresql" else {{}}
 DATABASES = {{"default": {{**DATABASES[alias], "TEST": {{"NAME": {name!r}}}}}}}
 """
 

@@ -18,7 +18,7 @@ DIALECTS: Final[dict[str, Dialect]] = {
 
 
 def dialect_for(vendor: str, tables: Tables) -> Dialect:
-    """The statements for a database, over these tables."""
+    """The statements for a database, over these tables. Raises UnsupportedDatabase for a schema where there is none."""
     if vendor == "sqlite" and tables.schema:
         raise UnsupportedDatabase(f"SQLite has no schemas, such as {tables.schema!r}: choose a prefix for the tables")
     return DIALECTS[vendor].over(tables)
