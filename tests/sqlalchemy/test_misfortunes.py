@@ -7,6 +7,7 @@ import contextlib
 import enum
 import gc
 import itertools
+import random
 import threading
 import time
 import weakref
@@ -454,3 +455,29 @@ def test_an_interrupted_re_entry_of_a_lock_that_a_transaction_keeps(engine: Engi
     assert lock.locked()
     session.close()
     assert not lock.locked()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cancelled_task_leaves_the_one_connection_in_memory(seed: int) -> None:
+    """Wherever it is cancelled: the next task finds the database free."""
+    chance = random.Random(seed)
+
+    async def story() -> None:
+        engine = create_async_engine("sqlite+aiosqlite://")
+        async with engine.begin() as connection:
+            await connection.run_sync(metadata.create_all)
+
+        async def block() -> None:
+            async with db_lock(engine, "k", ttl=60, timeout=5):
+                await asyncio.sleep(0.01)
+
+        for _ in range(80):
+            task = asyncio.ensure_future(block())
+            await asyncio.sleep(chance.random() * 0.006)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            async with db_lock(engine, "k", timeout=5):
+                pass
+        await engine.dispose()
+
+    asyncio.run(story())
