@@ -87,6 +87,11 @@ EQUIVALENT: Final = (
     ),
     Excuse(*("mysql", "grant", "FORCE -> IGNORE (3)"), "as for the take"),
     Excuse(
+        *("mysql", "renew", "FORCE -> IGNORE (2)"),
+        "the optimizer may take `locks_pin`, which leads to the same rows, and sometimes does",
+        sure=False,
+    ),
+    Excuse(
         *("m*", "*", "STRAIGHT_JOIN -> JOIN*"),
         "the optimizer may begin with what is to be first by itself, and mostly does",
         sure=False,
