@@ -14,7 +14,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from dblock import conf
 from dblock.core.statements import DIALECTS
-from dblock.core.values import valid_retention, valid_timeout, valid_ttl
+from dblock.core.validation import valid_retention, valid_timeout, valid_ttl
 
 
 @register("dblock")

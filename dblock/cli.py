@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dblock import __version__
 from dblock.core.errors import UnsupportedDatabase
 from dblock.core.statements import DIALECTS, dialect_for
-from dblock.core.values import valid_tables
+from dblock.core.validation import valid_tables
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

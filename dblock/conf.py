@@ -15,7 +15,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
 from dblock.core.statements.base import Tables
-from dblock.core.values import Seconds, valid_tables
+from dblock.core.validation import valid_tables
+from dblock.core.values import Seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ from dblock.core.key_template import NoKey
 from dblock.core.options import Given
 from dblock.core.steps import Steps
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
-from dblock.core.values import Seconds, valid_retention, valid_timeout, valid_ttl
+from dblock.core.validation import valid_retention, valid_timeout, valid_ttl
+from dblock.core.values import Seconds
 from dblock.store import DjangoStore, known_stores, pin, store_for
 from dblock.transactions import follow_rollbacks, keep_until_end, open_blocks
 

@@ -21,7 +21,8 @@ from dblock.core.key_template import NoKey
 from dblock.core.options import Given
 from dblock.core.steps import Steps
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
-from dblock.core.values import Seconds, valid_retention
+from dblock.core.validation import valid_retention
+from dblock.core.values import Seconds
 from sqlalchemy_dblock.store import INSTEAD, EngineStore, store_for
 from sqlalchemy_dblock.transactions import connection_of, keep_until_end, pin, valid_session
 

@@ -24,7 +24,7 @@ from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Tables
 from dblock.core.steps import Execute, Rows
 from dblock.core.store import BaseStore
-from dblock.core.values import valid_tables
+from dblock.core.validation import valid_tables
 from dblock.core.wakeup import local_socket
 from dblock.core.wakeup.listener import Subscription
 from sqlalchemy_dblock.connections import EnginePool, InMemory, is_in_memory, rest

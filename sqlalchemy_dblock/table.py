@@ -14,7 +14,7 @@ from sqlalchemy.dialects.postgresql.base import PGDialect
 from sqlalchemy.types import TypeEngine
 
 from dblock.core.statements.mysql import COLLATIONS
-from dblock.core.values import valid_tables
+from dblock.core.validation import valid_tables
 
 
 def _exact(length: int) -> TypeEngine[str]:

@@ -15,7 +15,7 @@ import sqlalchemy_dblock
 from dblock import Reason
 from dblock.conf import Settings
 from dblock.core.options import Options
-from dblock.core.values import valid_tables
+from dblock.core.validation import valid_tables
 from tests import conftest
 from tests.contract.subjects import Actor, Subject
 from tests.faults.lab import FEW

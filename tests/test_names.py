@@ -27,7 +27,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from dblock.core.errors import LockStoreError, UnsupportedDatabase
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Statement, Tables
-from dblock.core.values import valid_tables
+from dblock.core.validation import valid_tables
 from dblock.models import table
 from dblock.store import DjangoStore
 from sqlalchemy_dblock import attach, db_lock, metadata_for, reap

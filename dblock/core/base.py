@@ -22,14 +22,8 @@ from dblock.core.key_template import Template
 from dblock.core.options import PLAIN, Options, unknown_options, valid_options
 from dblock.core.steps import Steps
 from dblock.core.tokens import Sequencer
-from dblock.core.values import (
-    LockInfo,
-    Seconds,
-    State,
-    valid_key,
-    valid_timeout,
-    valid_ttl,
-)
+from dblock.core.validation import valid_key, valid_timeout, valid_ttl
+from dblock.core.values import LockInfo, Seconds, State
 from dblock.core.watchdog import watchdog
 
 T = TypeVar("T")

@@ -19,12 +19,8 @@ from dblock.core.flows import current_task
 from dblock.core.holds import Hold
 from dblock.core.key_template import Template
 from dblock.core.steps import Steps
-from dblock.core.values import (
-    LockInfo,
-    Seconds,
-    acquire_timeout,
-    valid_ttl,
-)
+from dblock.core.validation import acquire_timeout, valid_ttl
+from dblock.core.values import LockInfo, Seconds
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
-from dblock.core.values import TEXT_LENGTH
+from dblock.core.validation import TEXT_LENGTH
 
 
 @lru_cache(maxsize=1)

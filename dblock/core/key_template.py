@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dblock.core.errors import InvalidKey
-from dblock.core.values import valid_key
+from dblock.core.validation import valid_key
 
 _NO_KEY = "without a key db_lock makes a decorator and no lock: give it one"
 F = TypeVar("F", bound=Callable[..., Any])

@@ -13,7 +13,8 @@ from types import EllipsisType
 from typing import Any, Final, Literal, NamedTuple, TypedDict
 
 from dblock.core.errors import Reason
-from dblock.core.values import Seconds, valid_span, valid_text, valid_ttl
+from dblock.core.validation import valid_span, valid_text, valid_ttl
+from dblock.core.values import Seconds
 
 Callback = Callable[[Any, Reason], object]
 """`on_lost(lock, reason)`; what it returns is ignored, what it raises is logged."""

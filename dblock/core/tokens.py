@@ -17,7 +17,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from dblock.core.errors import InvalidKey, InvalidToken
-from dblock.core.values import Tenure, valid_key, valid_span, valid_ttl
+from dblock.core.validation import valid_key, valid_span, valid_ttl
+from dblock.core.values import Tenure
 
 _TOKEN, _SEQUENCER = "dblock-token-1.", "dblock-seq-1."
 

@@ -1,0 +1,156 @@
+"""What a user gives, checked once at the door.
+
+Rule: every check here happens before any I/O, so that bad input changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from datetime import timedelta
+from typing import Final
+
+from dblock.core.errors import InvalidKey
+from dblock.core.statements.base import Tables
+from dblock.core.values import TTL_MIN
+
+KEY_LENGTH: Final = 255
+TEXT_LENGTH: Final = 255
+SCHEMA_LENGTH: Final = 63
+"""PostgreSQL cuts longer names, MySQL refuses them from 65 on."""
+PREFIX_LENGTH: Final = SCHEMA_LENGTH - len("lock_waiters_queue")
+
+TTL_MAX: Final = 10 * 366 * 86400.0
+"""Seconds (ten years), far from where any of the databases' timestamps overflow."""
+
+
+def valid_key(key: object) -> str:
+    """`key` if it is 1 to 255 characters of text that every database stores exactly; else InvalidKey."""
+    if not isinstance(key, str):
+        raise InvalidKey(f"a lock key is text, not {type(key).__name__}: {_short(key)}")
+    if not 1 <= len(key) <= KEY_LENGTH:
+        raise InvalidKey(
+            f"a lock key has 1 to {KEY_LENGTH} characters, not {len(key)}: {_short(key)}"
+            + ("; hash a longer name" if key else ""),
+            key=key,
+        )
+    if (problem := _unstorable(key)) is not None:
+        raise InvalidKey(f"a lock key cannot contain {problem}: {_short(key)}", key=key)
+    return key if type(key) is str else str.__str__(key)  # members of a text enum are their value
+
+
+def valid_text(value: object, what: str) -> str:
+    """`value` if it is at most 255 characters that every database stores; TypeError or ValueError otherwise."""
+    if value == "":
+        return ""
+    if not isinstance(value, str):
+        raise TypeError(f"{what} is text, not {type(value).__name__}: {_short(value)}")
+    if len(value) > TEXT_LENGTH:
+        raise ValueError(f"{what} has at most {TEXT_LENGTH} characters, not {len(value)}")
+    if (problem := _unstorable(value)) is not None:
+        raise ValueError(f"{what} cannot contain {problem}: {_short(value)}")
+    return value if type(value) is str else str.__str__(value)
+
+
+def valid_ttl(ttl: object, what: str = "ttl", meaning: str = "the life of the lease,") -> float:
+    """The life of a lease in seconds, from a number or a timedelta; TypeError or ValueError otherwise."""
+    seconds = _seconds(ttl, what)
+    if not TTL_MIN <= seconds <= TTL_MAX:
+        raise ValueError(f"{what} is {meaning} {TTL_MIN:g} to {TTL_MAX:g} seconds, not {seconds:g}")
+    return seconds
+
+
+def valid_span(seconds: object, what: str, meaning: str) -> float:
+    """A length of time like a ttl's, or 0 for none; TypeError or ValueError otherwise."""
+    return 0.0 if seconds == 0 and not isinstance(seconds, bool) else valid_ttl(seconds, what, f"{meaning}, 0 or")
+
+
+def valid_timeout(timeout: object, what: str = "timeout") -> float | None:
+    """The longest wait in seconds, None for ever, which -1 means too; TypeError or ValueError otherwise."""
+    if timeout is None:
+        return None
+    seconds = _seconds(timeout, what)
+    if seconds == -1:
+        return None
+    if seconds < 0:
+        raise ValueError(f"{what} is the longest wait in seconds, 0 or more, or -1 or None for ever, not {seconds:g}")
+    return seconds
+
+
+def valid_retention(retention: object) -> float:
+    """How long to keep rows that nobody holds, in seconds; TypeError or ValueError otherwise."""
+    seconds = _seconds(retention, "retention")
+    if not 0 <= seconds <= TTL_MAX:
+        raise ValueError(f"retention is 0 to {TTL_MAX:g} seconds, not {seconds:g}")
+    return seconds
+
+
+def valid_tables(prefix: object, schema: object) -> Tables:
+    """What the tables are called: plain names, which need no care wherever they are quoted; TypeError or ValueError."""
+    schema = "" if schema is None else schema
+    for what, name, longest in (("a prefix of tables", prefix, PREFIX_LENGTH), ("a schema", schema, SCHEMA_LENGTH)):
+        if not isinstance(name, str):
+            raise TypeError(f"{what} is text, not {type(name).__name__}: {_short(name)}")
+        if len(name) > longest or not re.fullmatch(r"[A-Za-z0-9_-]*", name):
+            raise ValueError(f"{what} has at most {longest} of the characters A-Z, a-z, 0-9, _ and -: {_short(name)}")
+    return Tables(str(prefix), str(schema))
+
+
+def acquire_timeout(blocking: object, timeout: object, own: float | None) -> float | None:
+    """The wait that `acquire(blocking, timeout)` asks for, with threading.RLock's rules and errors.
+
+    `timeout` is a number, a timedelta, -1 or None for ever, or Ellipsis for the lock's own.
+    """
+    if timeout is ...:
+        return own if blocking else 0.0
+    if timeout is None:
+        seconds = -1.0
+    elif isinstance(timeout, timedelta):
+        seconds = timeout.total_seconds()
+    elif isinstance(timeout, int | float):
+        seconds = float(timeout)
+    else:
+        raise TypeError(f"timeout is a number of seconds, not {type(timeout).__name__}")
+    if math.isnan(seconds):
+        raise ValueError("timeout is not a number (NaN)")
+    if not blocking:
+        if seconds != -1:
+            raise ValueError("can't specify a timeout for a non-blocking call")
+        return 0.0
+    if seconds == -1:
+        return None
+    if seconds < 0:
+        raise ValueError("timeout value must be a non-negative number")
+    if seconds > threading.TIMEOUT_MAX:
+        raise OverflowError("timeout value is too large")
+    return seconds
+
+
+def _seconds(value: object, what: str) -> float:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{what} is a number of seconds or a timedelta, not {type(value).__name__}: {_short(value)}")
+    try:
+        seconds = float(value)
+    except OverflowError:
+        raise ValueError(f"{what} is too large") from None
+    if not math.isfinite(seconds):
+        raise ValueError(f"{what} is a finite number of seconds, not {seconds}")
+    return seconds
+
+
+def _unstorable(text: str) -> str | None:
+    if "\0" in text:
+        return "NUL"
+    try:
+        _ = text.encode()
+    except UnicodeEncodeError:
+        return "half of a surrogate pair"
+    return None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
