@@ -372,7 +372,7 @@ def _skips(dialect: Dialect, statement: Statement, conflict: StoreConflict) -> b
     if statement is dialect.renew:
         raise conflict  # it tries without the row that is locked
     queue = dialect.queue  # somebody is taking the key, or pins it
-    return statement in {dialect.take, dialect.create, dialect.reap, queue.grant, queue.relay, queue.forget}
+    return statement in {dialect.take, dialect.create, dialect.reap, queue.grant, queue.hand_over_local, queue.forget}
 
 
 def _explained(failure: LockStoreError, told: LockStoreError | None) -> LockStoreError:

@@ -12,7 +12,8 @@ ticket. So uncontended use sees two equal numbers in a row that it reads anyway,
     grant                 a tenure for the first live waiter, and `served_ticket` is its ticket
     accept                the waiter makes its tenure's lease whole: from the sending of this it trusts the lock
     clear                 nobody in the queue is alive: `served_ticket` catches up
-    beat, quit            the place lasts longer; the waiter goes
+    heartbeat             the place lasts longer
+    leave_queue           the waiter goes
 
 Why no wake-up is lost: the number is on the row that the releaser changes. A release that saw equal numbers came before
 the announcement in the order of that row's versions; the waiter looks after announcing, so it finds the key free, and
@@ -35,7 +36,7 @@ further back they stand.
 The flows of one process that want a key stand behind one place of this queue, see `dblock.core.local_queue`, and the
 key goes from one to the next without it:
 
-    relay                 ends the tenure of a flow and begins one of the next in its process
+    hand_over_local       ends the tenure of a flow and begins one of the next in its process
 
 It acts only while nobody is in the queue, or a turn is left to the process, so that those who wait there are overtaken
 a bounded number of times only.
@@ -65,7 +66,7 @@ from dblock.core.wakeup.local_socket import mailbox
 from dblock.core.wakeup.registry import Wakeup
 
 WAITER_TTL: Final = 5.0
-"""Seconds for which a place in the queue lasts without a beat."""
+"""Seconds for which a place in the queue lasts without a heartbeat."""
 HEARTBEAT_INTERVAL: Final = WAITER_TTL / 3
 """Seconds between two beats."""
 HANDOVER_RETRY: Final = 0.25
@@ -113,10 +114,10 @@ def announce(database: Database, key: str, ticket: int, until: float) -> Steps[N
     _ = yield from protocol.send(database, database.dialect.queue.announce, parameters, until, resend=True)
 
 
-def look(database: Database, key: str, until: float, owner: str = "", ticket: int = _EVERYBODY) -> Steps[View | None]:
+def status(database: Database, key: str, until: float, owner: str = "", ticket: int = _EVERYBODY) -> Steps[View | None]:
     """How the queue of a key stands for a waiter; None if the key has no row."""
     parameters: Parameters = {"key": key, "owner": owner, "ticket": ticket}
-    _, rows = yield from protocol.send(database, database.dialect.queue.look, parameters, until, resend=True)
+    _, rows = yield from protocol.send(database, database.dialect.queue.queue_status, parameters, until, resend=True)
     if not rows:
         return None
     mine, remaining, first, last, ahead, present = rows[0]
@@ -165,7 +166,7 @@ def _call(database: Database, key: str, ticket: int, channel: str | None = None,
 def _remind(database: Database, key: str) -> Steps[None]:
     """Call whoever was granted the key last: those who granted it may not have come so far."""
     with contextlib.suppress(LockStoreError):
-        view = yield from look(database, key, database.now() + HANDOVER_RETRY)
+        view = yield from status(database, key, database.now() + HANDOVER_RETRY)
         if view is not None and view.remaining > 0:
             yield from _call(database, key, view.first - 1)
 
@@ -214,15 +215,15 @@ def quit_queue(database: Database, owner: str, patience: float = PATIENCE) -> St
     """Leave the queue; what cannot be deleted now is nobody's when the place ends."""
     try:
         until = database.now() + patience
-        _ = yield from protocol.send(database, database.dialect.queue.quit, {"owner": owner}, until, resend=True)
+        _ = yield from protocol.send(database, database.dialect.queue.leave_queue, {"owner": owner}, until, resend=True)
     except LockStoreError:
         return
 
 
-def beat(database: Database, owners: Sequence[str], until: float) -> Steps[None]:
+def heartbeat(database: Database, owners: Sequence[str], until: float) -> Steps[None]:
     """Let many waiters keep their places."""
     parameters: Parameters = {"owners": json.dumps(owners), "place": WAITER_TTL}
-    _ = yield from protocol.send(database, database.dialect.queue.beat, parameters, until, resend=True)
+    _ = yield from protocol.send(database, database.dialect.queue.heartbeat, parameters, until, resend=True)
 
 
 def hand_over(database: Database, key: str, first: int = 0) -> Steps[bool]:
@@ -235,7 +236,7 @@ def hand_over(database: Database, key: str, first: int = 0) -> Steps[bool]:
         for _ in range(2):  # somebody may leave, and somebody come, between two statements
             if first and (yield from grant(database, key, first)):
                 return True
-            view = yield from look(database, key, database.now() + HANDOVER_RETRY)
+            view = yield from status(database, key, database.now() + HANDOVER_RETRY)
             if view is None or view.first > view.last:
                 return False
             if view.remaining > 0:
@@ -284,7 +285,7 @@ def pass_on(database: Database, tenure: Tenure, ticket: int, turn: int) -> Steps
             offer = None if line is None else line.choose(tenure)
             if line is not None and offer is not None:
                 passed = None
-                passed = yield from _relay(database, line, offer, ticket, turn)
+                passed = yield from _hand_over_local(database, line, offer, ticket, turn)
             # What was handed over, though the answer was lost, is no more to be released.
             ended = passed or (yield from release(database, tenure, 1, ticket)) or passed is None
         finally:  # only now: whoever was chosen may look whether it has the key, or never will
@@ -342,9 +343,11 @@ def _grant_ours(database: Database, tenure: Tenure, first: int) -> Steps[bool | 
         return False  # the release has the last word
 
 
-def _relay(database: Database, line: LocalQueue, offer: HandoverOffer, ticket: int, turn: int) -> Steps[bool | None]:
+def _hand_over_local(
+    database: Database, line: LocalQueue, offer: HandoverOffer, ticket: int, turn: int
+) -> Steps[bool | None]:
     """Hand the key to the flow of this process that it was offered to; None if it is not known what became of that."""
-    (heir, token, tenure, _), statement = offer, database.dialect.queue.relay
+    (heir, token, tenure, _), statement = offer, database.dialect.queue.hand_over_local
     try:
         yield from wait(0.0, Wakeup())
     except LockTimeout:  # inside a transaction that may take it all back

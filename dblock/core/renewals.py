@@ -106,7 +106,7 @@ class Places:
     def steps(self) -> Steps[None]:
         """Keep them."""
         try:
-            yield from queue.beat(
+            yield from queue.heartbeat(
                 self.store.database, self.leases, self.store.database.now() + queue.HEARTBEAT_INTERVAL / 2
             )
         except LockError as error:

@@ -112,7 +112,7 @@ class Waiter:
     """The local time after which no statement is of use."""
     services: WaiterServices
     holds_other_keys: bool
-    beat: float = 0.0
+    heartbeat_due: float = 0.0
     """The local time from which the place is to be kept, if nobody else does it."""
     suspect: float = 0.0
     """The local time from which to look for a deadlock."""
@@ -313,7 +313,7 @@ class Waiter:
         database, key, now = self.database, self.request["key"], self.database.now
         growing = pauses(longest=GRANT_RETRY)
         first, since = 0, now()
-        self.beat = now() + queue.HEARTBEAT_INTERVAL
+        self.heartbeat_due = now() + queue.HEARTBEAT_INTERVAL
         while True:
             if self.wakeup.consume():
                 grant = yield from queue.accept(database, self.request, ticket, self.until)
@@ -356,7 +356,7 @@ class Waiter:
         database, request = self.database, self.request
         try:
             return (
-                yield from queue.look(database, request["key"], self.until, request["owner"], ticket)
+                yield from queue.status(database, request["key"], self.until, request["owner"], ticket)
             ) or Outcome.GONE
         except (StoreConflict, StoreUnanswered):
             if database.now() < self.deadline:
@@ -370,10 +370,10 @@ class Waiter:
         if self.member is not None:
             self.member.seen = now()
         if alone:
-            if now() >= self.beat:
-                yield from queue.beat(database, [owner], self.until)
-                self.beat = now() + queue.HEARTBEAT_INTERVAL
-            soonest = self.beat - now()
+            if now() >= self.heartbeat_due:
+                yield from queue.heartbeat(database, [owner], self.until)
+                self.heartbeat_due = now() + queue.HEARTBEAT_INTERVAL
+            soonest = self.heartbeat_due - now()
         if self.holds_other_keys:
             if now() >= self.suspect:
                 error = yield from queue.deadlock(database, owner, self.until)

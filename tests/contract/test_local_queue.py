@@ -63,7 +63,7 @@ def test_one_statement_hands_the_key_on(subject: Subject, actor: Actor, other: A
     sent.clear()
     actor.call(holder, "release")
     assert waiting.result(30) is True
-    assert sent == ["relay"]
+    assert sent == ["hand_over_local"]
     row = subject.row("k")
     assert (row["ttl"], row["label"], row["count"]) == (20, "second", 1)
     assert (row["owner"], row["fence"]) == (other.get(lock, "owner"), other.get(lock, "fence"))

@@ -207,16 +207,16 @@ def test_no_herd_when_a_lease_ends(
     sent = listen_in(subject, monkeypatch)
     subject.run(f"UPDATE locks SET expires_at = {LATER[subject.database]}", seconds=2.5)
     registry.notify_all()
-    assert until(lambda: {owner for name, owner in sent if name == "look"} == set(queued))
+    assert until(lambda: {owner for name, owner in sent if name == "queue_status"} == set(queued))
     time.sleep(0.5)  # somebody was called twice, and looks once more
     assert not any(got.done() for _, _, got in waits)
     sent.clear()
     assert waits[0][2].result(30) is True
-    assert until(lambda: {owner for name, owner in sent if name == "look"} == set(queued))
+    assert until(lambda: {owner for name, owner in sent if name == "queue_status"} == set(queued))
     names = [name for name, _ in sent]
-    assert list(dict.fromkeys(owner for name, owner in sent if name == "look")) == queued
+    assert list(dict.fromkeys(owner for name, owner in sent if name == "queue_status")) == queued
     assert names.count("grant") == 1
-    assert names.count("look") <= 2 * len(queued)  # a clock may be a millisecond fast
+    assert names.count("queue_status") <= 2 * len(queued)  # a clock may be a millisecond fast
     for other, lock, got in waits:
         assert got.result(30) is True
         other.call(lock, "release")

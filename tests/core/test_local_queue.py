@@ -272,7 +272,7 @@ def test_an_heir_that_has_given_up_meanwhile_leaves_nothing() -> None:
     """Its time was up while the key was being handed to it: whoever handed it over gives it back."""
     world, process, tenure, heir = holder_and_heir()
     holder = queue.pass_on(process.database, tenure, 0, 0)
-    relay = begun(world, holder, "relay")
+    relay = begun(world, holder, "hand_over_local")
     world.time += 0.5
     look = begun(world, heir, "inspect")
     with pytest.raises(StopIteration) as given_up:
@@ -302,11 +302,13 @@ def test_an_heir_that_is_told_at_the_last_moment_has_it() -> None:
     assert nobody()
 
 
-def test_a_relay_whose_answer_is_lost_is_found_out() -> None:
+def test_a_hand_over_whose_answer_is_lost_is_found_out() -> None:
     """It had taken effect: the heir has the tenure, trusted from the first sending."""
     world, process, tenure, heir = holder_and_heir()
     sent = world.time
-    assert play(world, queue.pass_on(process.database, tenure, 0, 0), {("relay", 0): lost_after(world)}) is True
+    assert (
+        play(world, queue.pass_on(process.database, tenure, 0, 0), {("hand_over_local", 0): lost_after(world)}) is True
+    )
     with pytest.raises(StopIteration) as done:
         heir.send(None)
     grant = done.value.value
@@ -318,7 +320,7 @@ class Away(dict[tuple[str, int], Callable[[Execute], Rows]]):
     """The server cannot be reached for so many seconds, from now on."""
 
     def __init__(self, world: World, seconds: float, *first: Callable[[Execute], Rows]) -> None:
-        super().__init__((("relay", 0), each) for each in first)
+        super().__init__((("hand_over_local", 0), each) for each in first)
         self.world, self.until = world, world.time + seconds
 
     def get(self, place: Any, default: Any = None) -> Any:
@@ -326,7 +328,7 @@ class Away(dict[tuple[str, int], Callable[[Execute], Rows]]):
         return found or (default if self.world.time > self.until else raising(StoreUnanswered("away")))
 
 
-def test_a_relay_of_which_nothing_is_known_was_none_of_a_loss() -> None:
+def test_a_hand_over_of_which_nothing_is_known_was_none_of_a_loss() -> None:
     """The answer is lost and the server is away for a moment: the holder is told of no loss, and the heir finds out."""
     world, process, tenure, heir = holder_and_heir(30)
     faults = Away(world, 0.5, lost_after(world))
@@ -341,7 +343,7 @@ def test_nor_is_it_anybodys_whose_heir_has_gone() -> None:
     """Its time was up before anybody knew: whoever offered the tenure looks, and gives it back."""
     world, process, tenure, heir = holder_and_heir()
     holder = queue.pass_on(process.database, tenure, 0, 0)
-    _ = world.execute(begun(world, holder, "relay"))
+    _ = world.execute(begun(world, holder, "hand_over_local"))
     world.time += 0.5
     assert not isinstance(play(world, heir, {}), Grant)
     assert play(world, holder, Away(world, 0.5), error=StoreUnanswered("cut")) is True
@@ -353,7 +355,7 @@ def test_a_holder_that_hangs_keeps_its_line_no_longer_than_its_lease() -> None:
     """Whoever was chosen and is told nothing looks, and asks for itself once the tenure it was offered is over."""
     world, process, tenure, heir = holder_and_heir(300)
     holder = queue.pass_on(process.database, tenure, 0, 0)
-    relay = begun(world, holder, "relay")
+    relay = begun(world, holder, "hand_over_local")
     grant = play(world, heir, {})
     assert isinstance(grant, Grant)
     assert 30 < world.time - 1000 < 30 + 2 * local_queue.OFFER_TIMEOUT
@@ -367,7 +369,7 @@ def test_a_holder_that_hangs_after_all_went_well() -> None:
     """The heir has looked, and has the key; it is not given back when the holder learns the same."""
     world, process, tenure, heir = holder_and_heir(300)
     holder = queue.pass_on(process.database, tenure, 0, 0)
-    answer = world.execute(begun(world, holder, "relay"))
+    answer = world.execute(begun(world, holder, "hand_over_local"))
     grant = play(world, heir, {})
     assert isinstance(grant, Grant)
     assert world.time < 1000 + 2 * local_queue.OFFER_TIMEOUT
@@ -380,7 +382,7 @@ def test_an_heir_that_is_interrupted_while_it_finds_out() -> None:
     """It has seen that the tenure is its own: it gives it back."""
     world, process, tenure, heir = holder_and_heir(300)
     holder = queue.pass_on(process.database, tenure, 0, 0)
-    answer = world.execute(begun(world, holder, "relay"))
+    answer = world.execute(begun(world, holder, "hand_over_local"))
     with pytest.raises(KeyboardInterrupt):
         play(world, heir, {("extend", 0): raising(KeyboardInterrupt())})
     assert world.rows["k"]["owner"] is None

@@ -104,7 +104,7 @@ class World:
         row["last"] = max(row["last"], p["ticket"])
         return [()]
 
-    def _look(self, p: dict[str, Any]) -> Rows:
+    def _queue_status(self, p: dict[str, Any]) -> Rows:
         row = self.rows.get(p["key"])
         if row is None:
             return []
@@ -143,7 +143,7 @@ class World:
             self.waiters.pop(p["owner"], None)
         return [(row["fence"],)]
 
-    def _relay(self, p: dict[str, Any]) -> Rows:
+    def _hand_over_local(self, p: dict[str, Any]) -> Rows:
         row = self._tenure(p)
         if row is None or row["count"] != 1 or row["expires_at"] <= self.time:
             return []
@@ -156,10 +156,10 @@ class World:
         self.overtaken = max(self.overtaken, streak)
         return rows
 
-    def _quit(self, p: dict[str, Any]) -> Rows:
+    def _leave_queue(self, p: dict[str, Any]) -> Rows:
         return [()] if self.waiters.pop(p["owner"], None) else []
 
-    def _beat(self, p: dict[str, Any]) -> Rows:
+    def _heartbeat(self, p: dict[str, Any]) -> Rows:
         waiters = [self.waiters[owner] for owner in json.loads(p["owners"]) if owner in self.waiters]
         for waiter in waiters:
             waiter["expires_at"] = max(waiter["expires_at"], self.time + p["place"])

@@ -144,7 +144,7 @@ def test_the_order_is_that_of_the_tickets(kind: str) -> None:
         in_order(world, log)
 
 
-@pytest.mark.parametrize("broken", ["announce", "look", "release", "barge", "ring", "order"])
+@pytest.mark.parametrize("broken", ["announce", "queue_status", "release", "barge", "ring", "order"])
 @pytest.mark.usefixtures("deaf")
 def test_the_schedules_catch_a_broken_queue(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one guard removed somebody is forgotten, or overtaken: the tests above can fail."""
@@ -160,13 +160,13 @@ def test_the_schedules_catch_a_broken_queue(broken: str, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(World, "_join", join_silently)
         monkeypatch.setattr(World, "_announce", lambda *_: [()])
-    elif broken == "look":  # a waiter does not look after joining
+    elif broken == "queue_status":  # a waiter does not look after joining
 
         def look(database: Any, key: str, until: float, owner: str = "", ticket: int = 0) -> Any:
             yield from ()
             return queue.View(False, HOUR, 1, ticket, 1, True)
 
-        monkeypatch.setattr(queue, "look", look)
+        monkeypatch.setattr(queue, "status", look)
     elif broken == "release":  # what a releaser sees of the queue is taken for the whole of it
 
         def release(database: Any, tenure: Any, count: int, ticket: int = 0) -> Any:
@@ -266,7 +266,7 @@ def test_who_waits_for_ever_is_not_sent_away_when_the_row_goes(kind: str) -> Non
         _ = held_by(world, "next", 3.0)
         return rows
 
-    grant = play(world, waiter(world), {("look", 1): gone})
+    grant = play(world, waiter(world), {("queue_status", 1): gone})
     assert isinstance(grant, Grant)
     assert not world.waiters
 
@@ -309,7 +309,7 @@ def test_a_last_look_that_is_not_answered() -> None:
     for error in (StoreUnanswered, StoreConflict):
         world = World()
         tenure = held_by(world, ttl=60.0)
-        silent = {(name, n): raising(error("late")) for name in ("look", "inspect") for n in range(1, 200)}
+        silent = {(name, n): raising(error("late")) for name in ("queue_status", "inspect") for n in range(1, 200)}
         found = play(world, waiter(world, timeout=0.5), silent)
         assert isinstance(found, LockInfo)
         assert found.owner == tenure.owner

@@ -98,7 +98,7 @@ def test_a_hand_over_that_meets_a_strangers_lock(subject: Subject, monkeypatch: 
     assert until(lambda: services._listener and services._listener.ready)  # and everybody looks once
     sent.clear()
     registry.notify_all()
-    assert until(lambda: "look" in dict(sent))
+    assert until(lambda: "queue_status" in dict(sent))
     with observer(subject.database).begin() as stranger:
         stranger.execute(text("SELECT owner FROM lock_waiters FOR UPDATE"))
         holder.release()

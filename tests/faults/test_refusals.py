@@ -220,7 +220,7 @@ def test_a_lasting_refusal_ends_in_an_error_of_ours(subject: Subject, refusals: 
             assert len(refusals.sent) < 60
 
 
-WAITING = ["join", "announce", "look", "grant", "accept", "quit", "beat", "clear"]
+WAITING = ["join", "announce", "queue_status", "grant", "accept", "leave_queue", "heartbeat", "clear"]
 
 
 def wait_for(subject: Subject, lock: Any, name: str) -> Any:
@@ -234,10 +234,10 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
         joined = yield from queue.join(database, wish, later)
         assert joined is not None
         ticket, _ = joined
-        view = yield from queue.look(database, "k", later, owner, ticket)
+        view = yield from queue.status(database, "k", later, owner, ticket)
         assert view is not None
         assert (view.mine, view.last, view.ahead, view.present) == (False, ticket, 0, True)
-        yield from queue.beat(database, [owner], later)
+        yield from queue.heartbeat(database, [owner], later)
         if name == "clear":
             yield from queue.quit_queue(database, owner, 0.15)
             assert (yield from queue.release(database, hold_of(lock).tenure, 1))

@@ -12,9 +12,9 @@ from tests.statements.cases import BUSY, MYSQL, SERVERS, Case, Do, held, waiter
 
 _OF_EACH: Final = (*keys.CASES, *waiters.CASES)
 
-DURABLE: Final = ("take", "create", "reenter", "extend", "renew", "attach", "detach", "accept", "relay")
+DURABLE: Final = ("take", "create", "reenter", "extend", "renew", "attach", "detach", "accept", "hand_over_local")
 """What is relied on: it may not be lost in a crash, even if the session has synchronous_commit = off."""
-FAST: Final = ("release", "leave", "reap", "join", "announce", "grant", "quit", "beat", "clear", "forget")
+FAST: Final = ("release", "leave", "reap", "join", "announce", "grant", "leave_queue", "heartbeat", "clear", "forget")
 """What may be lost, and so does not wait for the disk."""
 
 _ROW: Final = Do("SELECT 1 FROM locks WHERE lock_key = 'k' FOR UPDATE")
@@ -24,19 +24,19 @@ _CREATION: Final = Do(
     "INSERT INTO locks (lock_key, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program,"
     " celery_task_id) VALUES ('k', 1, 0, 1, '2026-01-01', '2026-01-01', '', '', 1, '', '', '')"
 )
-_LATER: Final = ("renew", "join", "announce", "grant", "accept", "relay", "clear")
+_LATER: Final = ("renew", "join", "announce", "grant", "accept", "hand_over_local", "clear")
 """What is tried again."""
 BOUNDED: Final = {
     "postgresql": {
         _ROW: ("take", "reenter", "extend", *_LATER, "attach", "detach", "release", "leave", "reap"),
-        _PLACE: ("grant", "quit", "beat", "forget"),
+        _PLACE: ("grant", "leave_queue", "heartbeat", "forget"),
         _CREATION: ("create",),
     },
     "mariadb": {
         _ROW: ("take", *_LATER, "reap"),
-        _PLACE: ("grant", "quit", "beat", "forget"),
+        _PLACE: ("grant", "leave_queue", "heartbeat", "forget"),
         _CREATION: ("create",),
-        _TABLES: ("take", "create", *_LATER, "reap", "quit", "beat", "forget"),
+        _TABLES: ("take", "create", *_LATER, "reap", "leave_queue", "heartbeat", "forget"),
     },
     "mysql": {
         _ROW: ("take", *_LATER, "reap"),

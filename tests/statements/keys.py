@@ -450,7 +450,7 @@ _PIN: Final = (
         reply=_SEEN,
         then=[
             Do("extend", {"key": "j", "owner": "other"}, DONE),
-            Do("relay", {"heir": "other"}, REFUSED),
+            Do("hand_over_local", {"heir": "other"}, REFUSED),
         ],
         on=SERVERS,
     ),

@@ -79,7 +79,7 @@ EQUIVALENT: Final = (
         *("mysql", "take", "FORCE -> IGNORE (2)"),
         "the entry of `locks_pin` was locked before, by the reading that does not wait",
     ),
-    Excuse(*("mysql", "relay", "FORCE -> IGNORE (2)"), "as for the take"),
+    Excuse(*("mysql", "hand_over_local", "FORCE -> IGNORE (2)"), "as for the take"),
     Excuse(*("mysql", "reap", "FORCE -> IGNORE (2)"), "as for the take"),
     Excuse(
         *("mysql", "reap", "LIMIT 1 -> nothing"),

@@ -124,40 +124,40 @@ _ANNOUNCE: Final = (
 
 _LOOK: Final = (
     Case(
-        "look",
+        "queue_status",
         "a waiter that is not ahead, and not served",
         keys=[held(owner="other", last_ticket=12), held("j", served_ticket=0)],
         places=[waiter("w", 11), waiter("me", 12)],
         reply=[(0, Left(20), 11, 12, 1, 1)],
     ),
     Case(
-        "look",
+        "queue_status",
         "one that was served",
         keys=[held(last_ticket=12, served_ticket=12, expires_at=At(4))],
         places=[waiter("me", 12)],
         reply=[(1, Left(4), 13, 12, 0, 1)],
     ),
     Case(
-        "look",
+        "queue_status",
         "one whose place is gone, before a free key",
         keys=[free(last_ticket=12)],
         places=[waiter("w", 12)],
         reply=[(0, Left(-5), 11, 12, 0, 0)],
     ),
     Case(
-        "look",
+        "queue_status",
         "nothing remains of a free key although the clock was set back after its release",
         keys=[free(expires_at=At(100))],
         reply=[(0, NOTHING, 11, 10, 0, 0)],
     ),
     Case(
-        "look",
+        "queue_status",
         "nothing remains of a lease that has ended",
         keys=[held(owner="other", expires_at=At(-3))],
         reply=[(0, Left(-3), 11, 10, 0, 0)],
     ),
     Case(
-        "look",
+        "queue_status",
         "before it are the living of its key only, who were not served and came earlier",
         keys=[held(owner="other", last_ticket=16), held("j", served_ticket=0, last_ticket=12)],
         places=[
@@ -173,14 +173,14 @@ _LOOK: Final = (
         reply=[(0, Left(20), 11, 16, 2, 1)],
     ),
     Case(
-        "look",
+        "queue_status",
         "sixteen at most are counted",
         keys=[held(owner="other", last_ticket=40)],
         places=[waiter(f"w{n}", n) for n in range(11, 30)],
         given={"ticket": 40},
         reply=[(0, Left(20), 11, 40, 16, 0)],
     ),
-    Case("look", "nothing where there is no row", keys=[held("j")], places=[waiter("me", 12)]),
+    Case("queue_status", "nothing where there is no row", keys=[held("j")], places=[waiter("me", 12)]),
 )
 
 _TWO: Final = (waiter("v", 12), waiter("w", 11))
@@ -212,7 +212,7 @@ def _grants_past_leavers(isolation: str) -> Iterator[Case]:
     """A waiter's row is locked before it is served, at any level: one that is leaving is not."""
     session = LEVELS[isolation]
     leaver: dict[str, Any] = {"keys": [_WAITED], "places": _TWO, "on": SERVERS}
-    leaving = [Do("quit", {"owner": "w"}, DONE)]
+    leaving = [Do("leave_queue", {"owner": "w"}, DONE)]
     yield Case(
         "grant",
         f"a waiter that is leaving is not served ({isolation})",
@@ -234,7 +234,7 @@ def _grants_past_leavers(isolation: str) -> Iterator[Case]:
     yield _grants(
         f"a later one that is leaving is no obstacle ({isolation})",
         session=session,
-        beside=[Do("quit", {"owner": "v"}, DONE)],
+        beside=[Do("leave_queue", {"owner": "v"}, DONE)],
         on=SERVERS,
     )
 
@@ -307,7 +307,7 @@ _GRANT: Final = (
         keys=[_WAITED],
         places=_TWO,
         reply=[(11, ...)],
-        then=[Do("quit", {"owner": "v"}, DONE), Do("quit", {"owner": "w"}, HINDERED)],
+        then=[Do("leave_queue", {"owner": "v"}, DONE), Do("leave_queue", {"owner": "w"}, HINDERED)],
         on=SERVERS,
     ),
     Case(
@@ -413,7 +413,7 @@ _ACCEPT: Final = (
         "others that are leaving are no obstacle",
         keys=[held(expires_at=At(3))],
         places=[waiter("me", 12), waiter("w", 13)],
-        beside=[Do("quit", {"owner": "w"}, DONE)],
+        beside=[Do("leave_queue", {"owner": "w"}, DONE)],
         reply=[(7,)],
         after={"k": {"expires_at": At(61)}, "me": None},
         on=POSTGRESQL,
@@ -433,33 +433,35 @@ _ACCEPT: Final = (
 _RELAYED: Final = {**NEW, "owner": "heir", "fence": CLOCK, "ttl": 60.0, "acquired_at": NOW, "expires_at": At(61)}
 
 _RELAY: Final = (
-    Case("relay", "the next tenure begins", keys=[held(), held("j")], reply=[(CLOCK,)], after={"k": _RELAYED}),
     Case(
-        "relay",
+        "hand_over_local", "the next tenure begins", keys=[held(), held("j")], reply=[(CLOCK,)], after={"k": _RELAYED}
+    ),
+    Case(
+        "hand_over_local",
         "the fence exceeds the one before where that is ahead of the clock",
         keys=[held(fence=AHEAD)],
         given={"fence": AHEAD},
         reply=[(AHEAD + 1,)],
         after={"k": {**_RELAYED, "fence": AHEAD + 1}},
     ),
-    Case("relay", "not another key's tenure", keys=[held()], given={"key": "j"}),
-    Case("relay", "not another owner's", keys=[held(owner="other")]),
-    Case("relay", "not a later one of the same owner", keys=[held(fence=8)]),
-    Case("relay", "not one whose lease has ended", keys=[held(expires_at=At(-0.5))]),
-    Case("relay", "not one that was entered twice", keys=[held(count=2)]),
-    Case("relay", "not if somebody may wait in the queue", keys=[held(last_ticket=11)]),
+    Case("hand_over_local", "not another key's tenure", keys=[held()], given={"key": "j"}),
+    Case("hand_over_local", "not another owner's", keys=[held(owner="other")]),
+    Case("hand_over_local", "not a later one of the same owner", keys=[held(fence=8)]),
+    Case("hand_over_local", "not one whose lease has ended", keys=[held(expires_at=At(-0.5))]),
+    Case("hand_over_local", "not one that was entered twice", keys=[held(count=2)]),
+    Case("hand_over_local", "not if somebody may wait in the queue", keys=[held(last_ticket=11)]),
     Case(
-        "relay",
+        "hand_over_local",
         "if a turn is left, then too",
         keys=[held(last_ticket=11)],
         given={"turns": 1},
         reply=[(CLOCK,)],
         after={"k": _RELAYED},
     ),
-    Case("relay", "a turn that is left makes no tenure", keys=[held(owner="other")], given={"turns": 1}),
-    Case("relay", "not while the key is pinned", keys=[held()], beside=[Do("pin")], reply=REFUSED),
+    Case("hand_over_local", "a turn that is left makes no tenure", keys=[held(owner="other")], given={"turns": 1}),
+    Case("hand_over_local", "not while the key is pinned", keys=[held()], beside=[Do("pin")], reply=REFUSED),
     Case(
-        "relay",
+        "hand_over_local",
         "another key's pin is no obstacle",
         keys=[held(), held("j")],
         beside=[Do("pin", {"key": "j"})],
@@ -470,13 +472,13 @@ _RELAY: Final = (
 )
 
 _QUIT: Final = (
-    Case("quit", "one's own place", places=[waiter("me", 11), waiter("w", 12)], reply=DONE, after={"me": None}),
-    Case("quit", "none where there is none", places=[waiter("w", 12)]),
+    Case("leave_queue", "one's own place", places=[waiter("me", 11), waiter("w", 12)], reply=DONE, after={"me": None}),
+    Case("leave_queue", "none where there is none", places=[waiter("w", 12)]),
 )
 
 _BEAT: Final = (
     Case(
-        "beat",
+        "heartbeat",
         "places last for longer",
         places=[waiter("me", 11), waiter("w", 12), waiter("v", 13)],
         given={**owners("me", "v"), "place": 9.0},
@@ -484,13 +486,15 @@ _BEAT: Final = (
         after={"me": {"expires_at": At(9)}, "v": {"expires_at": At(9)}},
     ),
     Case(
-        "beat",
+        "heartbeat",
         "not for shorter",
         places=[waiter("me", 11, expires_at=At(100))],
         given=owners("me"),
         reply=DONE,
     ),
-    Case("beat", "others' do not", places=[waiter("ME", 11), waiter("w", 12)], given={**owners("me"), "place": 9.0}),
+    Case(
+        "heartbeat", "others' do not", places=[waiter("ME", 11), waiter("w", 12)], given={**owners("me"), "place": 9.0}
+    ),
 )
 
 

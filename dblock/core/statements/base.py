@@ -142,11 +142,11 @@ class Queue:
 
     join: Statement
     """Stand in a key's queue -> ticket and, where it announces that too, seconds until the lease ends, first ticket not
-    served and waiters before it (as `look`); nothing if the key has no row, or somebody else has just drawn that
-    ticket."""
+    served and waiters before it (as `queue_status`); nothing if the key has no row, or somebody else has just drawn
+    that ticket."""
     announce: Statement
     """Let the key's row say that the ticket was given out, where `join` does not, or the row is another one since."""
-    look: Statement
+    queue_status: Statement
     """How a waiter stands: is the key its own, seconds until the lease ends (less than 0: since it ended, or the key
     was given back), first ticket not served, last ticket, live waiters before it (16 at most), is it in the queue."""
     grant: Statement
@@ -154,9 +154,9 @@ class Queue:
     channel unless `channel` tells, and something if its process has been called, which one not `here` is."""
     accept: Statement
     """Let the lease of a waiter's new tenure last a whole life -> fence."""
-    relay: Statement
+    hand_over_local: Statement
     """End a tenure and begin one of the owner `heir`, if nobody is in the queue or `turns` are left -> fence."""
-    quit: Statement
+    leave_queue: Statement
     """Leave the queue."""
     channel: Statement
     """The first live waiter from a ticket on: ticket and channel."""
@@ -164,7 +164,7 @@ class Queue:
     """Call the process that listens on a channel, where the database can."""
     leaves: bool
     """Does `accept` leave the queue as well?"""
-    beat: Statement
+    heartbeat: Statement
     """Let the places of many waiters last for longer."""
     waits: Statement
     """Who waits for what, and who holds that: owner, key, ticket, host, pid, thread; owner, host, pid, thread."""

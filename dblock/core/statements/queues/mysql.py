@@ -42,8 +42,8 @@ WHERE lock_key = :key AND served_ticket < :ticket
 )
 
 # Safe: reads only, without locks.
-LOOK: Final = Statement(
-    "look",
+QUEUE_STATUS: Final = Statement(
+    "queue_status",
     """
 SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END,
        TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6),
@@ -132,8 +132,8 @@ WHERE lock_key = :key AND owner = :owner AND expires_at > UTC_TIMESTAMP(6)
 
 # Safe: as a release and a take in one, which names the tenure that it ends, so it may arrive late, and begins one that
 # only this process can tell of. Not while a transaction pins the key. Durable: the lease is relied on.
-RELAY: Final = Statement(
-    "relay",
+HAND_OVER_LOCAL: Final = Statement(
+    "hand_over_local",
     """
 /*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
 UPDATE /*!80017 (SELECT lock_key AS name FROM locks FORCE INDEX (locks_pin) WHERE lock_key = :key LIMIT 1
@@ -158,8 +158,8 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence AND count = 1 AND ex
 )
 
 # Safe: one row, by primary key, which is the waiter's own. A grant that has locked it is waited for.
-QUIT: Final = Statement(
-    "quit",
+LEAVE_QUEUE: Final = Statement(
+    "leave_queue",
     """
 /*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
 DELETE FROM lock_waiters WHERE owner = :owner
@@ -169,8 +169,8 @@ DELETE FROM lock_waiters WHERE owner = :owner
 )
 
 # Safe: shortens nothing, so it may arrive late and twice. One row for each waiter, by primary key.
-BEAT: Final = Statement(
-    "beat",
+HEARTBEAT: Final = Statement(
+    "heartbeat",
     """
 /*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
 UPDATE JSON_TABLE(:owners, '$[*]' COLUMNS (
@@ -257,15 +257,15 @@ CREATE TABLE lock_waiters (
 QUEUE: Final = Queue(
     join=JOIN,
     announce=ANNOUNCE,
-    look=LOOK,
+    queue_status=QUEUE_STATUS,
     grant=GRANT,
     accept=ACCEPT,
-    relay=RELAY,
-    quit=QUIT,
+    hand_over_local=HAND_OVER_LOCAL,
+    leave_queue=LEAVE_QUEUE,
     channel=CHANNEL,
     call=None,
     leaves=False,
-    beat=BEAT,
+    heartbeat=HEARTBEAT,
     waits=WAITS,
     clear=CLEAR,
     dead=DEAD,

@@ -60,8 +60,8 @@ WHERE lock_key = :key AND served_ticket < CAST(:ticket AS bigint)
 )
 
 # Safe: reads only.
-LOOK: Final = Statement(
-    "look",
+QUEUE_STATUS: Final = Statement(
+    "queue_status",
     """
 SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END,
        CAST(extract(epoch FROM CASE WHEN locks.owner IS NULL THEN least(locks.expires_at, clock_timestamp())
@@ -169,8 +169,8 @@ SELECT fence FROM accepted
 
 # Safe: as a release and a take in one, which names the tenure that it ends, so it may arrive late, and begins one that
 # only this process can tell of. Not while a transaction pins the key. Durable: the lease is relied on.
-RELAY: Final = Statement(
-    "relay",
+HAND_OVER_LOCAL: Final = Statement(
+    "hand_over_local",
     """
 UPDATE locks SET
     owner = :heir,
@@ -198,8 +198,8 @@ RETURNING fence
 )
 
 # Safe: one row, by primary key, which is the waiter's own. A grant that has locked it is waited for.
-QUIT: Final = Statement(
-    "quit",
+LEAVE_QUEUE: Final = Statement(
+    "leave_queue",
     """
 DELETE FROM lock_waiters WHERE owner = :owner AND set_config('synchronous_commit', 'off', true) IS NOT NULL
   AND set_config('lock_timeout', '20ms', true) IS NOT NULL
@@ -209,8 +209,8 @@ DELETE FROM lock_waiters WHERE owner = :owner AND set_config('synchronous_commit
 )
 
 # Safe: shortens nothing, so it may arrive late and twice.
-BEAT: Final = Statement(
-    "beat",
+HEARTBEAT: Final = Statement(
+    "heartbeat",
     """
 UPDATE lock_waiters SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :place))
 FROM json_array_elements_text(CAST(:owners AS json)) AS due (holder)
@@ -295,15 +295,15 @@ CREATE UNIQUE INDEX lock_waiters_queue ON lock_waiters (lock_key, ticket);
 QUEUE: Final = Queue(
     join=JOIN,
     announce=ANNOUNCE,
-    look=LOOK,
+    queue_status=QUEUE_STATUS,
     grant=GRANT,
     accept=ACCEPT,
-    relay=RELAY,
-    quit=QUIT,
+    hand_over_local=HAND_OVER_LOCAL,
+    leave_queue=LEAVE_QUEUE,
     channel=CHANNEL,
     call=CALL,
     leaves=True,
-    beat=BEAT,
+    heartbeat=HEARTBEAT,
     waits=WAITS,
     clear=CLEAR,
     dead=DEAD,

@@ -38,8 +38,8 @@ UPDATE locks SET last_ticket = max(last_ticket, :ticket) WHERE lock_key = :key A
 )
 
 # Safe: reads only.
-LOOK: Final = Statement(
-    "look",
+QUEUE_STATUS: Final = Statement(
+    "queue_status",
     """
 SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END,
        CASE WHEN locks.owner IS NOT NULL AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
@@ -119,8 +119,8 @@ RETURNING fence
 
 # Safe: as a release and a take in one, which names the tenure that it ends, so it may arrive late, and begins one that
 # only this process can tell of. Durable: the lease is relied on.
-RELAY: Final = Statement(
-    "relay",
+HAND_OVER_LOCAL: Final = Statement(
+    "hand_over_local",
     """
 UPDATE locks SET
     owner = :heir,
@@ -145,11 +145,11 @@ RETURNING fence
 )
 
 # Safe: one row, by primary key, which is the waiter's own.
-QUIT: Final = Statement("quit", "DELETE FROM lock_waiters WHERE owner = :owner", Reply.COUNT, keeps=True)
+LEAVE_QUEUE: Final = Statement("leave_queue", "DELETE FROM lock_waiters WHERE owner = :owner", Reply.COUNT, keeps=True)
 
 # Safe: shortens nothing, so it may arrive late and twice.
-BEAT: Final = Statement(
-    "beat",
+HEARTBEAT: Final = Statement(
+    "heartbeat",
     """
 UPDATE lock_waiters SET
     expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :place)))
@@ -229,15 +229,15 @@ CREATE UNIQUE INDEX lock_waiters_queue ON lock_waiters (lock_key, ticket);
 QUEUE: Final = Queue(
     join=JOIN,
     announce=ANNOUNCE,
-    look=LOOK,
+    queue_status=QUEUE_STATUS,
     grant=GRANT,
     accept=ACCEPT,
-    relay=RELAY,
-    quit=QUIT,
+    hand_over_local=HAND_OVER_LOCAL,
+    leave_queue=LEAVE_QUEUE,
     channel=CHANNEL,
     call=None,
     leaves=False,
-    beat=BEAT,
+    heartbeat=HEARTBEAT,
     waits=WAITS,
     clear=CLEAR,
     dead=DEAD,
