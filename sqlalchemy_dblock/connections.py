@@ -99,8 +99,12 @@ class EnginePool(AutocommitPool):
             self._dialect.do_close(connection.raw)
 
     def terminate(self, connection: PooledConnection) -> None:
-        """Without asking the server."""
-        self._dialect.do_terminate(connection.raw)
+        """Without asking the server, and without waiting: a task that is cancelled again and again never gets there."""
+        driver = connection.raw.driver_connection if self._dialect.is_async else None
+        if driver is None or hasattr(driver, "stop"):  # aiosqlite has a thread, which is told and not waited for
+            self._dialect.do_terminate(connection.raw)
+        else:
+            _hang_up(driver)()
 
     def abandon(self, connection: PooledConnection) -> None:
         """Close the socket without asking the event loop that it belongs to; where that still runs, in it."""
@@ -110,12 +114,10 @@ class EnginePool(AutocommitPool):
             if hasattr(driver, "stop"):  # aiosqlite: its thread answers to the loop that runs now
                 await_only(driver.stop())
                 return
-            # psycopg; asyncpg, aiomysql and asyncmy
-            close = driver.pgconn.finish if hasattr(driver, "pgconn") else getattr(driver, "terminate", driver.close)
             if self.is_over(loop):
-                close()
+                _hang_up(driver)()
             else:
-                loop.call_soon_threadsafe(close)
+                loop.call_soon_threadsafe(_hang_up(driver))
 
     def loop(self) -> object:
         """The running one, for asynchronous drivers."""
@@ -157,6 +159,14 @@ class EnginePool(AutocommitPool):
         connection = PooledConnection(loop=self.loop())
         self.open(connection)
         return connection
+
+
+def _hang_up(driver: Any) -> Callable[[], object]:
+    """What closes an asynchronous connection to a server at once: psycopg's; asyncpg's, aiomysql's, asyncmy's."""
+    hang_up: Callable[[], object] = (
+        driver.pgconn.finish if hasattr(driver, "pgconn") else getattr(driver, "terminate", driver.close)
+    )
+    return hang_up
 
 
 class InMemory:
