@@ -248,6 +248,7 @@ def test_a_connection_that_is_in_use_at_disposal(request: pytest.FixtureRequest)
     engine.dispose()
 
 
+@pytest.mark.direct
 def test_many_threads_share_few_connections(request: pytest.FixtureRequest) -> None:
     """As many as statements at once, and at most five are kept."""
     ready(request, "postgresql")
@@ -358,6 +359,7 @@ def test_an_unreachable_server_is_a_typed_error() -> None:
     assert "s3cret" not in str(caught.value)
 
 
+@pytest.mark.direct
 @pytest.mark.exact
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_database_that_does_not_exist(request: pytest.FixtureRequest, name: str) -> None:
