@@ -276,7 +276,9 @@ def test_no_wake_up_is_lost(request: pytest.FixtureRequest, database: str) -> No
         for number, remote in enumerate(crowd):
             remote.send(f"contend(subject, {number}, {count})")
         assert [remote.answer(3600) for remote in crowd] == [3 * count] * 3
-    assert run(database, "SELECT count(*) FROM lock_waiters") == [(0,)]
+    # (On InnoDB a waiter deletes its row after it has the key, in a statement that does not wait for others.)
+    unserved = "lock_waiters.lock_key = locks.lock_key AND ticket > served_ticket"
+    assert run(database, f"SELECT count(*) FROM lock_waiters JOIN locks ON {unserved}") == [(0,)]
 
 
 @pytest.mark.direct
