@@ -104,7 +104,7 @@ class EnginePool(AutocommitPool):
         if driver is None or hasattr(driver, "stop"):  # aiosqlite has a thread, which is told and not waited for
             self._dialect.do_terminate(connection.raw)
         else:
-            _hang_up(driver)()
+            _ = _hang_up(driver)()
 
     def abandon(self, connection: PooledConnection) -> None:
         """Close the socket without asking the event loop that it belongs to; where that still runs, in it."""
@@ -115,7 +115,7 @@ class EnginePool(AutocommitPool):
                 await_only(driver.stop())
                 return
             if self.is_over(loop):
-                _hang_up(driver)()
+                _ = _hang_up(driver)()
             else:
                 loop.call_soon_threadsafe(_hang_up(driver))
 
