@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import sqlite3
 import subprocess
@@ -287,11 +288,11 @@ def test_django_names_them_before_it_migrates(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(connections.settings, "other", {**connections.settings["default"], "NAME": str(path)})
     with override_settings(DBLOCK={"USING": "other"}):
         assert [each.id for each in run_checks(tags=["dblock"], databases=["other"])] == []
-        with sqlite3.connect(path) as database:
+        with contextlib.closing(sqlite3.connect(path)) as database:
             database.execute(STRANGERS.format("lock_waiters"))
         with pytest.raises(SystemCheckError, match="`lock_waiters` in database 'other' is another application's"):
             call_command("migrate", database="other", verbosity=0, skip_checks=False)
-        with sqlite3.connect(path) as database:
+        with contextlib.closing(sqlite3.connect(path)) as database:
             database.execute("DROP TABLE lock_waiters")
         call_command("migrate", database="other", verbosity=0, skip_checks=False)
         assert [each.id for each in run_checks(tags=["dblock"], databases=["other"])] == []
