@@ -19,7 +19,7 @@ from dblock.core.validation import valid_retention, valid_timeout, valid_ttl
 
 @register("dblock")
 def check_settings(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
-    """E001 unknown name, E002 bad value, E003 no such alias, E004 unsupported database, E006 no such thing there."""
+    """E001 unknown name, E002 bad value, E003 no such alias, E004 unsupported database, E006 no schemas there."""
     if not isinstance(conf.given(), dict):
         return [Error("DBLOCK is not a dict.", hint="For example {'TTL': 30}.", id="dblock.E001")]
     given = conf.given()
@@ -58,7 +58,7 @@ def _check_names(given: dict[str, Any]) -> list[CheckMessage]:
         schema = conf.tables().schema
     except ImproperlyConfigured as error:
         return [Error(f"{error}.", hint="A plain name, such as 'dblock_'.", id="dblock.E002")]
-    if not schema or given.get("USING", DEFAULT_DB_ALIAS) not in connections:
+    if not schema or (given.get("USING") or DEFAULT_DB_ALIAS) not in connections:
         return []
     connection = connections[default_alias()]
     if connection.vendor == "postgresql":

@@ -119,10 +119,10 @@ class DjangoStore(BaseStore):
             )
 
     def error(self, error: BaseException, step: Execute) -> LockError:
-        """What a driver's error means. Inside a SQLite transaction, whose reads may keep the writer, nobody waits."""
-        found = super().error(error, step)
-        caller = connections[self._alias]
-        if not isinstance(found, StoreLocked) or step.statement.keeps or not in_sqlite_transaction(caller):
+        """What a driver's error means. Inside a SQLite transaction, whose reads may keep the writer, no take waits."""
+        found, dialect = super().error(error, step), self.database.dialect
+        takes = step.statement is dialect.take or step.statement is dialect.create
+        if not (isinstance(found, StoreLocked) and takes and in_sqlite_transaction(connections[self._alias])):
             return found
         return LockTimeout(
             f"{self._place} has another writer, and waiting for it inside a transaction that may have read would keep "

@@ -308,7 +308,7 @@ def test_settings_that_make_no_name() -> None:
             assert table("locks") == "locks"
             with pytest.raises(ImproperlyConfigured, match=r"DBLOCK\['TABLE_PREFIX'\]"):
                 DjangoStore("default")
-    with override_settings(DBLOCK={"SCHEMA": "ops"}):
+    with override_settings(DBLOCK={"SCHEMA": "ops", "USING": None}):
         assert [each.id for each in run_checks(tags=["dblock"])] == ["dblock.E006"]
         with pytest.raises(UnsupportedDatabase, match="SCHEMA.* is for PostgreSQL"):
             DjangoStore("default")

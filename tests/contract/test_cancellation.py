@@ -11,17 +11,12 @@ from typing import Any
 import pytest
 
 from sqlalchemy_dblock import attach
-from tests.conftest import ALIASES, ready
+from tests.conftest import ALIASES
 from tests.contract.subjects import MATRIX, Actor, Subject
 
-ASYNC = [subject for subject in MATRIX if subject.face == "async"]
-
-
-@pytest.fixture(params=ASYNC, ids=str)
-def subject(request: pytest.FixtureRequest) -> Subject:
-    found: Subject = request.param
-    ready(request, found.database)
-    return found
+pytestmark = pytest.mark.parametrize(
+    "subject", [each for each in MATRIX if each.face == "async"], indirect=True, ids=str
+)
 
 
 async def storm(work: Coroutine[Any, Any, Any], until: Callable[[], bool], after: float = 0.0) -> None:

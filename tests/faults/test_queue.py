@@ -17,6 +17,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core import queue, waiting
+from dblock.core.statements import DIALECTS
 from dblock.core.wakeup import registry
 from dblock.core.watchdog import watchdog
 from sqlalchemy_dblock import LockTimeout, db_lock, metadata
@@ -276,9 +277,10 @@ def test_no_wake_up_is_lost(request: pytest.FixtureRequest, database: str) -> No
         for number, remote in enumerate(crowd):
             remote.send(f"contend(subject, {number}, {count})")
         assert [remote.answer(3600) for remote in crowd] == [3 * count] * 3
-    # (On InnoDB a waiter deletes its row after it has the key, in a statement that does not wait for others.)
-    unserved = "lock_waiters.lock_key = locks.lock_key AND ticket > served_ticket"
-    assert run(database, f"SELECT count(*) FROM lock_waiters JOIN locks ON {unserved}") == [(0,)]
+    left = "SELECT count(*) FROM lock_waiters"
+    if not DIALECTS[database].queue.leaves:  # a row is deleted after the key was had, if nothing is in the way
+        left += " JOIN locks ON lock_waiters.lock_key = locks.lock_key AND ticket > served_ticket"
+    assert run(database, left) == [(0,)]
 
 
 @pytest.mark.direct
