@@ -1,0 +1,270 @@
+CREATE TABLE locks (
+    lock_key varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL PRIMARY KEY,
+    owner varchar(64) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin,
+    fence bigint NOT NULL,
+    count integer NOT NULL,
+    ttl double precision NOT NULL,
+    acquired_at datetime(6) NOT NULL,
+    expires_at datetime(6) NOT NULL,
+    label varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
+    host varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
+    pid integer NOT NULL,
+    thread varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
+    program varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
+    celery_task_id varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
+    last_ticket bigint DEFAULT 0 NOT NULL,
+    served_ticket bigint DEFAULT 0 NOT NULL,
+    UNIQUE KEY locks_pin (lock_key)
+) ENGINE = InnoDB;
+CREATE TABLE lock_waiters (
+    owner varchar(64) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL PRIMARY KEY,
+    lock_key varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
+    ticket bigint NOT NULL,
+    ttl double precision NOT NULL,
+    label varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
+    host varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
+    pid integer NOT NULL,
+    thread varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
+    program varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
+    celery_task_id varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
+    channel varchar(63) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
+    joined_at datetime(6) NOT NULL,
+    expires_at datetime(6) NOT NULL,
+    UNIQUE KEY lock_waiters_queue (lock_key, ticket)
+) ENGINE = InnoDB;
+
+-- take: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+UPDATE (SELECT lock_key AS name
+FROM locks FORCE INDEX (locks_pin)
+WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
+ON locks.lock_key = mine.name
+SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE lock_key = :key
+AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
+AND (last_ticket = served_ticket OR :fair = 0);
+
+-- create: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id)
+VALUES (:key, :owner, LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), 1, :ttl, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, :label, :host, :pid, :thread, :program, :task);
+
+-- inspect: the rows it returns
+SELECT owner, fence, count, ttl, TIMESTAMPDIFF(MICROSECOND, acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6, label, host, pid, thread, program, celery_task_id
+FROM locks
+WHERE lock_key = :key;
+
+-- reenter: one empty row for each row that it changed
+UPDATE locks FORCE INDEX (PRIMARY)
+SET count = :count + 1, expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND expires_at > UTC_TIMESTAMP(6);
+
+-- extend: one empty row for each row that it changed
+UPDATE locks FORCE INDEX (PRIMARY)
+SET ttl = :ttl, expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND expires_at > UTC_TIMESTAMP(6);
+
+-- renew: one empty row for each row that it changed
+UPDATE (SELECT due.name, holder, number, life FROM JSON_TABLE(:leases, '$[*]' COLUMNS ( name varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$.key', holder varchar(64) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$.owner', number bigint PATH '$.fence', life double PATH '$.life' )) AS due STRAIGHT_JOIN locks AS mine FORCE INDEX (PRIMARY)
+ON mine.lock_key = due.name LIMIT 18446744073709551615 FOR UPDATE OF mine NOWAIT) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
+ON lock_key = due.name
+AND owner = due.holder
+AND fence = due.number
+AND expires_at > UTC_TIMESTAMP(6)
+SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(due.life * 1000000) MICROSECOND);
+
+-- alive: the rows it returns
+SELECT lock_key, owner, fence FROM JSON_TABLE(:leases, '$[*]' COLUMNS ( name varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$.key', holder varchar(64) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$.owner', number bigint PATH '$.fence' )) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
+ON lock_key = due.name
+AND owner = due.holder
+AND fence = due.number
+AND expires_at > UTC_TIMESTAMP(6);
+
+-- attach: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+UPDATE locks FORCE INDEX (PRIMARY)
+SET count = LAST_INSERT_ID(count + 1), expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND expires_at > UTC_TIMESTAMP(6);
+
+-- detach: one empty row for each row that it changed
+UPDATE locks FORCE INDEX (PRIMARY)
+SET count = CASE WHEN :count > 0 THEN :count ELSE count END - 1, expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND expires_at > UTC_TIMESTAMP(6)
+AND (:count = 0 OR (count <= :count
+AND host = :host
+AND pid = :pid
+AND thread = :thread));
+
+-- release: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+UPDATE locks FORCE INDEX (PRIMARY)
+SET owner = CASE WHEN :count > 1 THEN owner END, expires_at = CASE WHEN :count > 1 THEN expires_at ELSE UTC_TIMESTAMP(6) END, count = :count - 1
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND LAST_INSERT_ID(CASE WHEN :count = 1
+AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0;
+
+-- leave: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+UPDATE locks FORCE INDEX (PRIMARY)
+SET owner = CASE WHEN count > 1 THEN owner WHEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND > UTC_TIMESTAMP(6) THEN '' END, expires_at = CASE WHEN count > 1 THEN expires_at ELSE GREATEST(UTC_TIMESTAMP(6), acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND) END, count = GREATEST(count - 1, 0)
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND LAST_INSERT_ID(CASE WHEN count <= 1
+AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0;
+
+-- pin: the rows it returns
+SELECT @@transaction_isolation = 'SERIALIZABLE' OR EXISTS (
+SELECT 1
+FROM locks AS seen
+WHERE seen.lock_key = :key
+AND seen.fence = :fence
+AND @@transaction_isolation <> 'SERIALIZABLE')
+FROM locks FORCE INDEX (locks_pin)
+WHERE lock_key = :key LOCK IN SHARE MODE;
+
+-- locate: the rows it returns
+SELECT DATABASE(), (SELECT COUNT(*) FROM performance_schema .global_variables
+WHERE variable_name = 'wsrep_on'
+AND variable_value = 'ON');
+
+-- stale: the rows it returns
+SELECT lock_key
+FROM locks
+WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND ORDER BY lock_key LIMIT 1000;
+
+-- reap: one empty row for each row that it changed
+DELETE locks FROM (SELECT lock_key AS name
+FROM locks FORCE INDEX (locks_pin)
+WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
+ON locks.lock_key = mine.name
+WHERE lock_key = :key
+AND expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND
+AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
+WHERE waiter.lock_key = :key
+AND waiter.expires_at > UTC_TIMESTAMP(6));
+
+-- join: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, joined_at, expires_at)
+SELECT :owner, lock_key, LAST_INSERT_ID(GREATEST(last_ticket + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), :ttl, :label, :host, :pid, :thread, :program, :task, :channel, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:place * 1000000) MICROSECOND
+FROM locks
+WHERE lock_key = :key FOR SHARE NOWAIT;
+
+-- announce: one empty row for each row that it changed
+UPDATE (SELECT lock_key AS name
+FROM locks FORCE INDEX (PRIMARY)
+WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
+ON locks.lock_key = mine.name
+SET last_ticket = GREATEST(last_ticket, :ticket)
+WHERE lock_key = :key
+AND served_ticket < :ticket;
+
+-- queue_status: the rows it returns
+SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), CASE WHEN locks.owner IS NULL THEN LEAST(locks.expires_at, UTC_TIMESTAMP(6)) ELSE locks.expires_at END) / 1e6, served_ticket + 1, last_ticket, (SELECT COUNT(*) FROM (
+SELECT 1 FROM lock_waiters AS other JOIN locks AS theirs
+ON theirs.lock_key = other.lock_key
+WHERE other.lock_key = :key
+AND other.ticket > theirs.served_ticket
+AND other.ticket < :ticket
+AND other.expires_at > UTC_TIMESTAMP(6) LIMIT 16) AS earlier), (SELECT COUNT(*) FROM lock_waiters AS me
+WHERE me.owner = :owner)
+FROM locks
+WHERE locks.lock_key = :key;
+
+-- grant: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+UPDATE (
+SELECT owner AS heir, ticket, ttl AS life, label AS note, host AS place, pid AS process, thread AS strand, program AS command, celery_task_id AS task, expires_at AS until FROM lock_waiters FORCE INDEX (lock_waiters_queue)
+WHERE lock_key = :key
+AND ticket >= :first
+AND expires_at > UTC_TIMESTAMP(6) ORDER BY ticket LIMIT 1 FOR SHARE NOWAIT ) AS next STRAIGHT_JOIN (SELECT lock_key AS name
+FROM locks FORCE INDEX (locks_pin)
+WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
+ON locks.lock_key = :key
+AND locks.served_ticket < next.ticket
+AND (locks.owner IS NULL OR locks.expires_at <= UTC_TIMESTAMP(6) OR (locks.owner = :owner
+AND locks.fence = :fence))
+SET locks.owner = next.heir, locks.fence = GREATEST(locks.fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), locks.count = 1, locks.ttl = next.life, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.until, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.life * 1000000) MICROSECOND), locks.label = next.note, locks.host = next.place, locks.pid = next.process, locks.thread = next.strand, locks.program = next.command, locks.celery_task_id = next.task, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = LAST_INSERT_ID(next.ticket);
+
+-- accept: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+UPDATE (SELECT lock_key AS name
+FROM locks FORCE INDEX (PRIMARY)
+WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
+ON locks.lock_key = mine.name
+SET fence = LAST_INSERT_ID(fence), expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
+WHERE lock_key = :key
+AND owner = :owner
+AND expires_at > UTC_TIMESTAMP(6);
+
+-- hand_over_local: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+UPDATE (SELECT lock_key AS name
+FROM locks FORCE INDEX (locks_pin)
+WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
+ON locks.lock_key = mine.name
+SET owner = :heir, fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND count = 1
+AND expires_at > UTC_TIMESTAMP(6)
+AND (last_ticket = served_ticket OR :turns > 0);
+
+-- leave_queue: one empty row for each row that it changed
+DELETE FROM lock_waiters
+WHERE owner = :owner;
+
+-- channel: the rows it returns
+SELECT ticket, channel FROM lock_waiters FORCE INDEX (lock_waiters_queue)
+WHERE lock_key = :key
+AND ticket >= :ticket
+AND expires_at > UTC_TIMESTAMP(6) ORDER BY ticket LIMIT 1;
+
+-- heartbeat: one empty row for each row that it changed
+UPDATE JSON_TABLE(:owners, '$[*]' COLUMNS ( holder varchar(64) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$' )) AS due STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY)
+ON owner = due.holder
+SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:place * 1000000) MICROSECOND);
+
+-- waits: the rows it returns
+SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread FROM lock_waiters AS waiter JOIN locks AS held
+ON held.lock_key = waiter.lock_key
+WHERE waiter.expires_at > UTC_TIMESTAMP(6)
+AND held.expires_at > UTC_TIMESTAMP(6)
+AND held.owner IS NOT NULL
+AND held.owner <> waiter.owner
+AND held.count > 0;
+
+-- clear: one empty row for each row that it changed
+UPDATE (SELECT lock_key AS name
+FROM locks FORCE INDEX (PRIMARY)
+WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
+ON locks.lock_key = mine.name
+SET served_ticket = last_ticket
+WHERE lock_key = :key
+AND last_ticket = :last
+AND served_ticket < last_ticket
+AND NOT EXISTS (SELECT 1 FROM lock_waiters AS other
+WHERE other.lock_key = :key
+AND other.ticket > served_ticket
+AND other.expires_at > UTC_TIMESTAMP(6));
+
+-- dead: the rows it returns
+SELECT owner FROM lock_waiters
+WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND ORDER BY owner LIMIT 1000;
+
+-- forget: one empty row for each row that it changed
+DELETE FROM lock_waiters
+WHERE owner = :owner
+AND expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND;

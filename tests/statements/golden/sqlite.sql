@@ -1,0 +1,249 @@
+CREATE TABLE locks (
+    lock_key varchar(255) NOT NULL PRIMARY KEY,
+    owner varchar(64),
+    fence bigint NOT NULL,
+    count integer NOT NULL,
+    ttl real NOT NULL,
+    acquired_at datetime NOT NULL,
+    expires_at datetime NOT NULL,
+    label varchar(255) NOT NULL,
+    host varchar(255) NOT NULL,
+    pid integer NOT NULL,
+    thread varchar(255) NOT NULL,
+    program varchar(255) NOT NULL,
+    celery_task_id varchar(255) NOT NULL,
+    last_ticket bigint DEFAULT 0 NOT NULL,
+    served_ticket bigint DEFAULT 0 NOT NULL
+);
+CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
+CREATE TABLE lock_waiters (
+    owner varchar(64) NOT NULL PRIMARY KEY,
+    lock_key varchar(255) NOT NULL,
+    ticket bigint NOT NULL,
+    ttl real NOT NULL,
+    label varchar(255) NOT NULL,
+    host varchar(255) NOT NULL,
+    pid integer NOT NULL,
+    thread varchar(255) NOT NULL,
+    program varchar(255) NOT NULL,
+    celery_task_id varchar(255) NOT NULL,
+    channel varchar(63) NOT NULL,
+    joined_at datetime NOT NULL,
+    expires_at datetime NOT NULL
+);
+CREATE UNIQUE INDEX lock_waiters_queue ON lock_waiters (lock_key, ticket);
+
+-- take: the rows it returns
+UPDATE locks
+SET owner = :owner, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE lock_key = :key
+AND (owner IS NULL OR expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'))
+AND (last_ticket = served_ticket OR :fair = 0)
+RETURNING fence;
+
+-- create: the rows it returns
+INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id)
+VALUES (:key, :owner, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000, 1, :ttl, strftime('%Y-%m-%d %H:%M:%f000', 'now'), strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), :label, :host, :pid, :thread, :program, :task)
+ON CONFLICT (lock_key) DO NOTHING
+RETURNING fence;
+
+-- inspect: the rows it returns
+SELECT owner, fence, count, ttl, round((julianday('now') - julianday(acquired_at)) * 86400.0, 3), CASE WHEN expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') THEN max(0.001, round((julianday(expires_at) - julianday('now')) * 86400.0, 3)) ELSE 0.0 END, label, host, pid, thread, program, celery_task_id
+FROM locks
+WHERE lock_key = :key;
+
+-- reenter: one empty row for each row that it changed
+UPDATE locks
+SET count = :count + 1, expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
+
+-- extend: one empty row for each row that it changed
+UPDATE locks
+SET ttl = :ttl, expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life))
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
+
+-- renew: one empty row for each row that it changed
+UPDATE locks
+SET expires_at = max( expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', json_extract(due.value, '$.life'))) ) FROM json_each(:leases) AS due
+WHERE lock_key = json_extract(due.value, '$.key')
+AND owner = json_extract(due.value, '$.owner')
+AND fence = json_extract(due.value, '$.fence')
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
+
+-- alive: the rows it returns
+SELECT lock_key, owner, fence FROM json_each(:leases) AS due CROSS JOIN locks
+WHERE lock_key = json_extract(due.value, '$.key')
+AND owner = json_extract(due.value, '$.owner')
+AND fence = json_extract(due.value, '$.fence')
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
+
+-- attach: the rows it returns
+UPDATE locks
+SET count = count + 1, expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life))), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+RETURNING count;
+
+-- detach: one empty row for each row that it changed
+UPDATE locks
+SET count = CASE WHEN :count > 0 THEN :count ELSE count END - 1, expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND (:count = 0 OR (count <= :count
+AND host = :host
+AND pid = :pid
+AND thread = :thread));
+
+-- release: the rows it returns
+UPDATE locks
+SET owner = CASE WHEN :count > 1 THEN owner END, expires_at = CASE WHEN :count > 1 THEN expires_at ELSE strftime('%Y-%m-%d %H:%M:%f000', 'now') END, count = :count - 1
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+RETURNING CASE WHEN count = 0
+AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
+
+-- leave: the rows it returns
+UPDATE locks
+SET owner = CASE WHEN count > 1 THEN owner WHEN strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold)) > strftime('%Y-%m-%d %H:%M:%f000', 'now') THEN '' END, expires_at = CASE WHEN count > 1 THEN expires_at ELSE max(strftime('%Y-%m-%d %H:%M:%f000', 'now'), strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold))) END, count = max(count - 1, 0)
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+RETURNING CASE WHEN count = 0
+AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
+
+-- pin: the rows it returns
+UPDATE locks
+SET expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
+WHERE lock_key = :key
+AND fence = :fence
+AND owner <> ''
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+RETURNING 1;
+
+-- stale: the rows it returns
+SELECT lock_key
+FROM locks
+WHERE expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention)) ORDER BY lock_key LIMIT 1000;
+
+-- reap: one empty row for each row that it changed
+DELETE
+FROM locks
+WHERE lock_key = :key
+AND expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention))
+AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
+WHERE waiter.lock_key = :key
+AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'));
+
+-- join: the rows it returns
+INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, joined_at, expires_at)
+SELECT :owner, lock_key, max(last_ticket + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000, (SELECT coalesce(max(ticket) + 1, 0) FROM lock_waiters
+WHERE lock_waiters.lock_key = :key)), :ttl, :label, :host, :pid, :thread, :program, :task, :channel, strftime('%Y-%m-%d %H:%M:%f000', 'now'), strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :place))
+FROM locks
+WHERE lock_key = :key
+RETURNING ticket;
+
+-- announce: one empty row for each row that it changed
+UPDATE locks
+SET last_ticket = max(last_ticket, :ticket)
+WHERE lock_key = :key
+AND served_ticket < :ticket;
+
+-- queue_status: the rows it returns
+SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, CASE WHEN locks.owner IS NOT NULL
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') THEN max(0.001, round((julianday(expires_at) - julianday('now')) * 86400.0, 3)) ELSE min(0.0, round((julianday(expires_at) - julianday('now')) * 86400.0, 3)) END, served_ticket + 1, last_ticket, (SELECT count(*) FROM (
+SELECT 1 FROM lock_waiters AS other
+WHERE other.lock_key = :key
+AND other.ticket > served_ticket
+AND other.ticket < :ticket
+AND other.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') LIMIT 16)), (SELECT count(*) FROM lock_waiters AS me
+WHERE me.owner = :owner)
+FROM locks
+WHERE lock_key = :key;
+
+-- grant: the rows it returns
+UPDATE locks
+SET owner = next.owner, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, ttl = next.ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = min(next.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', next.ttl))), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = max(last_ticket, next.ticket), served_ticket = next.ticket FROM (
+SELECT * FROM lock_waiters
+WHERE lock_key = :key
+AND ticket >= :first
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') ORDER BY ticket LIMIT 1 ) AS next
+WHERE locks.lock_key = :key
+AND served_ticket < next.ticket
+AND (locks.owner IS NULL OR locks.expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now') OR (locks.owner = :owner
+AND locks.fence = :fence))
+RETURNING served_ticket, (SELECT channel FROM lock_waiters
+WHERE lock_waiters.owner = locks.owner);
+
+-- accept: the rows it returns
+UPDATE locks
+SET expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
+WHERE lock_key = :key
+AND owner = :owner
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+RETURNING fence;
+
+-- hand_over_local: the rows it returns
+UPDATE locks
+SET owner = :heir, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND count = 1
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND (last_ticket = served_ticket OR :turns > 0)
+RETURNING fence;
+
+-- leave_queue: one empty row for each row that it changed
+DELETE FROM lock_waiters
+WHERE owner = :owner;
+
+-- channel: the rows it returns
+SELECT ticket, channel FROM lock_waiters
+WHERE lock_key = :key
+AND ticket >= :ticket
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') ORDER BY ticket LIMIT 1;
+
+-- heartbeat: one empty row for each row that it changed
+UPDATE lock_waiters
+SET expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :place)))
+WHERE owner IN (SELECT value FROM json_each(:owners));
+
+-- waits: the rows it returns
+SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread FROM lock_waiters AS waiter JOIN locks AS held
+ON held.lock_key = waiter.lock_key
+WHERE waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND held.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND held.owner IS NOT NULL
+AND held.owner <> waiter.owner
+AND held.count > 0;
+
+-- clear: one empty row for each row that it changed
+UPDATE locks
+SET served_ticket = last_ticket
+WHERE lock_key = :key
+AND last_ticket = :last
+AND served_ticket < last_ticket
+AND NOT EXISTS (SELECT 1 FROM lock_waiters AS other
+WHERE other.lock_key = :key
+AND other.ticket > served_ticket
+AND other.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'));
+
+-- dead: the rows it returns
+SELECT owner FROM lock_waiters
+WHERE expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention)) ORDER BY owner LIMIT 1000;
+
+-- forget: one empty row for each row that it changed
+DELETE FROM lock_waiters
+WHERE owner = :owner
+AND expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention));
