@@ -90,13 +90,13 @@ class Lock(SyncLock):
             return
         if self.options.release == "auto":
             hold.transactions = open_blocks()
-        if hold.store.database.dialect.name == "sqlite" and connections[self.using].in_atomic_block:
+        if hold.store.database.dialect.single_writer and connections[self.using].in_atomic_block:
             follow_rollbacks(hold, connections[self.using])
 
     def _defers(self, hold: Hold) -> bool:
         if self.options.release == "now" or current_task() is not None:
             return False
-        if not hold.transactions and hold.store.database.dialect.name == "sqlite":
+        if not hold.transactions and hold.store.database.dialect.single_writer:
             hold.transactions = open_blocks()  # the release would be part of it, and a rollback undo it
         return bool(hold.transactions) and keep_until_end(hold)
 

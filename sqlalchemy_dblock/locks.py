@@ -67,7 +67,7 @@ class _EngineLock(BaseLock):
 
     def _defers(self, hold: Hold) -> bool:
         session = self._session
-        if session is None and hold.transactions and self._engine_store.database.dialect.name == "sqlite":
+        if session is None and hold.transactions and self._engine_store.database.dialect.single_writer:
             session = hold.transactions[0]()  # a session that guards it: nobody else can write before it has ended
         return session is not None and self.options.release == "auto" and keep_until_end(hold, session)
 

@@ -357,7 +357,7 @@ def finish(hold: Hold) -> Steps[None]:
             yield from _leave_after_all(hold)
             raise
         # In SQLite a rollback takes back a take that was part of the transaction: nothing was lost.
-        if not released and hold.store.database.dialect.name != "sqlite":
+        if not (released or hold.store.database.dialect.single_writer):
             yield from _find_out(hold)
 
 

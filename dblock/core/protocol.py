@@ -78,7 +78,7 @@ from typing import Final
 from dblock.core import clock
 from dblock.core.errors import LockStoreError, Reason, StoreBusy, StoreConflict, StoreLocked, StoreUnanswered
 from dblock.core.log import warn
-from dblock.core.statements.base import Dialect, Statement
+from dblock.core.statements.base import Dialect, Statement, WhenLocked
 from dblock.core.steps import Parameters, Rows, Steps, execute, sleep
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
 
@@ -339,8 +339,11 @@ def send(
         try:
             return sent, (yield from execute(statement, parameters, until if answer is None else answer))
         except StoreConflict as conflict:
-            if _skips(database.dialect, statement, conflict):
-                return sent, []
+            match _policy(statement, conflict):
+                case WhenLocked.SKIP:
+                    return sent, []
+                case WhenLocked.RAISE:
+                    raise
             latest: LockStoreError = conflict
         except StoreUnanswered as unanswered:
             if not resend:
@@ -361,18 +364,10 @@ def send(
         yield from sleep(min(next(growing), left))
 
 
-def _skips(dialect: Dialect, statement: Statement, conflict: StoreConflict) -> bool:
-    """Is a row that another transaction has locked passed over? Raises where the caller can do something about it."""
+def _policy(statement: Statement, conflict: StoreConflict) -> WhenLocked:
     if isinstance(conflict, StoreLocked):
-        if statement is dialect.take:
-            raise conflict  # it looks first whether the key is held, which is possible meanwhile
-        return False
-    if not isinstance(conflict, StoreBusy):
-        return False
-    if statement is dialect.renew:
-        raise conflict  # it tries without the row that is locked
-    queue = dialect.queue  # somebody is taking the key, or pins it
-    return statement in {dialect.take, dialect.create, dialect.reap, queue.grant, queue.hand_over_local, queue.forget}
+        return statement.database_locked
+    return statement.row_locked if isinstance(conflict, StoreBusy) else WhenLocked.RETRY
 
 
 def _explained(failure: LockStoreError, told: LockStoreError | None) -> LockStoreError:

@@ -177,7 +177,7 @@ def accept(database: Database, request: Parameters, ticket: int, until: float) -
     sent, rows = yield from protocol.send(database, queue.accept, request, until, resend=True)
     if not rows:
         return None
-    if not queue.leaves:  # the ticket is served: its row does no harm until the place ends
+    if not queue.accept_leaves:  # the ticket is served: its row does no harm until the place ends
         yield from quit_queue(database, owner, HANDOVER_RETRY / 10)
     return Grant(Tenure(key, owner, int(rows[0][0])), sent, ttl, ticket)
 

@@ -139,7 +139,7 @@ class World:
         if row is None or row["owner"] != p["owner"] or row["expires_at"] <= self.time:
             return []
         row["expires_at"] = max(row["expires_at"], self.time + p["life"])
-        if self.dialect.queue.leaves:
+        if self.dialect.queue.accept_leaves:
             self.waiters.pop(p["owner"], None)
         return [(row["fence"],)]
 

@@ -181,10 +181,9 @@ _INSPECT: Final = (
     Case("inspect", "none where there is none", keys=[held("j")]),
     Case(
         "inspect",
-        "nothing remains of a lease that has ended",
+        "what remains of a lease that has ended says for how long it has",
         keys=[held(expires_at=At(-3))],
-        reply=[("me", 7, 1, 30.0, ..., 0.0, ...)],
-        on=["sqlite"],
+        reply=[("me", 7, 1, 30.0, ..., Left(-3), ...)],
     ),
 )
 

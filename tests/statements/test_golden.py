@@ -1,6 +1,6 @@
 """What each database is sent, as text: `golden/*.sql` shows every change of a statement as a diff.
 
-    python -m tests.statements.test_golden    writes the files anew
+python -m tests.statements.test_golden    writes the files anew
 """
 
 from __future__ import annotations

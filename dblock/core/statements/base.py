@@ -36,6 +36,14 @@ class Failure(Enum):
     OTHER = "anything else; nothing happened"
 
 
+class WhenLocked(Enum):
+    """What is done about a row, or a whole database, that another transaction has locked."""
+
+    RETRY = "the statement is sent again, as long as there is time"
+    SKIP = "it has found nothing: whoever is changing the row, or pins it, goes first"
+    RAISE = "whoever sent it does something else meanwhile"
+
+
 @dataclass(frozen=True, slots=True)
 class Tables:
     """What the tables are called, and where they are: `prefix` stands before their names and their indexes'."""
@@ -71,6 +79,8 @@ class Statement:
     reply: Reply
     keeps: bool = False
     """Does it keep or give back what is held? Such statements never wait for those that take."""
+    row_locked: WhenLocked = WhenLocked.RETRY
+    database_locked: WhenLocked = WhenLocked.RETRY
 
     def over(self, tables: Tables, quote: str) -> Statement:
         """The same over these tables."""
@@ -118,6 +128,8 @@ class Dialect:
     """Delete one such row."""
     tick: float
     """Seconds between two readings of the database's clock that are sure to differ; 0.0 if any two statements' do."""
+    single_writer: bool
+    """Does one transaction at a time write to the whole database, and keep all others from it?"""
     classify: Callable[[BaseException], Failure]
     """What a driver's error means."""
     ddl: str
@@ -141,17 +153,17 @@ class Queue:
     """The statements on `lock_waiters`, and on the two ticket numbers of a key's row."""
 
     join: Statement
-    """Stand in a key's queue -> ticket and, where it announces that too, seconds until the lease ends, first ticket not
-    served and waiters before it (as `queue_status`); nothing if the key has no row, or somebody else has just drawn
-    that ticket."""
+    """Stand in a key's queue -> ticket; and, if `join_answers`, seconds until the lease ends, first ticket not served
+    and waiters before it (as `queue_status`); nothing if the key has no row, or somebody else has just drawn that
+    ticket."""
     announce: Statement
     """Let the key's row say that the ticket was given out, where `join` does not, or the row is another one since."""
     queue_status: Statement
     """How a waiter stands: is the key its own, seconds until the lease ends (less than 0: since it ended, or the key
     was given back), first ticket not served, last ticket, live waiters before it (16 at most), is it in the queue."""
     grant: Statement
-    """Let the first live waiter from ticket `first` on begin a tenure, if nobody else holds the key -> its ticket, its
-    channel unless `channel` tells, and something if its process has been called, which one not `here` is."""
+    """Let the first live waiter from ticket `first` on begin a tenure, if nobody else holds the key -> its ticket; and,
+    if `grant_answers`, its channel, and something if it has called its process, which one not `here` is."""
     accept: Statement
     """Let the lease of a waiter's new tenure last a whole life -> fence."""
     hand_over_local: Statement
@@ -162,8 +174,6 @@ class Queue:
     """The first live waiter from a ticket on: ticket and channel."""
     call: Statement | None
     """Call the process that listens on a channel, where the database can."""
-    leaves: bool
-    """Does `accept` leave the queue as well?"""
     heartbeat: Statement
     """Let the places of many waiters last for longer."""
     waits: Statement
@@ -174,8 +184,12 @@ class Queue:
     """Owner tokens of waiters that have been dead for longer than `retention`."""
     forget: Statement
     """Delete one such row."""
-    ddl: str
-    """Their table, in plain SQL."""
+    join_answers: bool
+    """Does `join` announce the ticket as well, and answer how the waiter stands?"""
+    grant_answers: bool
+    """Does `grant` answer whom to call?"""
+    accept_leaves: bool
+    """Does `accept` leave the queue as well?"""
 
 
 def _over(statements: Dialect | Queue, tables: Tables, quote: str) -> dict[str, Any]:

@@ -25,6 +25,9 @@ its row in a derived table with FOR UPDATE NOWAIT, and changes what it has locke
 merging the two. The others wait for one second, by the session's settings (`dblock.sessions`).
 
 `/*M! */` is SQL for MariaDB and a comment for MySQL, `/*!80017 */` the other way round.
+
+Standing in the queue takes two statements, since none changes two tables here: the waiter's row first, then the number
+on the key's row, so that whoever sees the number sees the waiter. In between, the place may already be served.
 """
 
 from __future__ import annotations
@@ -32,36 +35,79 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from dblock.core.statements.base import Dialect, Failure, Reply, Statement
-from dblock.core.statements.queues.mysql import QUEUE
+from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
+from dblock.core.statements.common import TENURE, WAITER, Vocabulary, dialect, tables
 
-# Safe: one row, by unique key, and only if nobody's lease is alive on it and no transaction pins it. Somebody else's
-# lock on it, a concurrent take's or a pin, is not waited for and means "busy". Commits durably: whoever hears of the
-# grant relies on it. Waiters come first: the row says whether there may be some.
-TAKE: Final = Statement(
-    "take",
-    """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
-UPDATE /*!80017 (SELECT lock_key AS name FROM locks FORCE INDEX (locks_pin) WHERE lock_key = :key LIMIT 1
-                 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN */
-    locks FORCE INDEX (locks_pin) /*!80017 ON locks.lock_key = mine.name */ SET
-    owner = :owner,
-    fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))),
-    count = 1,
-    ttl = :ttl,
-    acquired_at = UTC_TIMESTAMP(6),
-    expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND,
-    label = :label,
-    host = :host,
-    pid = :pid,
-    thread = :thread,
-    program = :program,
-    celery_task_id = :task
-WHERE lock_key = :key AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
-  AND (last_ticket = served_ticket OR :fair = 0)
-""",
-    Reply.NUMBER,
-)
+COLLATIONS: Final = {"mysql": "utf8mb4_0900_bin", "mariadb": "utf8mb4_nopad_bin"}
+"""The collations that compare code point by code point, trailing blanks included."""
+_LOCKED: Final = """(SELECT lock_key AS name FROM locks{} WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine
+    STRAIGHT_JOIN"""
+"""The key's row, locked without waiting."""
+
+
+class MySQL(Vocabulary):
+    """The words of MySQL and MariaDB."""
+
+    now = "UTC_TIMESTAMP(6)"
+    micros = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
+    greatest = "GREATEST"
+    least = "LEAST"
+    numbers = Reply.NUMBER
+    by_key = by_owner = " FORCE INDEX (PRIMARY)"
+    by_pin = " FORCE INDEX (locks_pin)"
+    by_ticket = " FORCE INDEX (lock_waiters_queue)"
+    at_once = "/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */ "
+    time = "datetime(6)"
+    table_options = " ENGINE = InnoDB"
+
+    def __init__(self, collation: str) -> None:
+        self.text = f"varchar({{}}) CHARACTER SET utf8mb4 COLLATE {collation}"
+
+    def after(self, seconds: str, start: str = "") -> str:
+        return f"{start or self.now} + INTERVAL ROUND({seconds} * 1000000) MICROSECOND"
+
+    def before(self, seconds: str) -> str:
+        return f"{self.now} - INTERVAL ROUND({seconds} * 1000000) MICROSECOND"
+
+    def since(self, time: str) -> str:
+        return f"TIMESTAMPDIFF(MICROSECOND, {time}, {self.now}) / 1e6"
+
+    def until(self, time: str) -> str:
+        return f"TIMESTAMPDIFF(MICROSECOND, {self.now}, {time}) / 1e6"
+
+    def remember(self, number: str) -> str:
+        return f"LAST_INSERT_ID({number})"
+
+    def returning(self, column: str) -> str:
+        return ""
+
+    def unchanged(self, column: str) -> str:
+        return f"{column} = {self.remember(column)}, "
+
+    def first_unserved(self, free_before: str, free_after: str) -> str:
+        first = f"CASE WHEN {free_before} AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END"
+        return f"AND {self.remember(first)} >= 0"
+
+    def change_at_once(self, index: str) -> str:
+        locked = _LOCKED.format(index)
+        return f"{self.at_once}UPDATE /*!80017 {locked} */ locks{index} /*!80017 ON locks.lock_key = mine.name */ SET"
+
+    def delete_at_once(self) -> str:
+        locked = _LOCKED.format(self.by_pin)
+        return (
+            f"{self.at_once}DELETE /*!80017 locks FROM {locked} locks{self.by_key} ON locks.lock_key = mine.name */"
+            " /*M! FROM locks */"
+        )
+
+
+SQL: Final = MySQL(COLLATIONS["mysql"])
+_EXACT: Final = "CHARACTER SET utf8mb4 /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */"
+"""What text in JSON is compared as."""
+_DUE: Final = f"""name varchar(255) {_EXACT} PATH '$.key',
+    holder varchar(64) {_EXACT} PATH '$.owner',
+    number bigint PATH '$.fence'"""
+_OF_DUE: Final = f"""
+    ON lock_key = due.name AND owner = due.holder AND fence = due.number AND expires_at > {SQL.now}"""
 
 # Safe: the primary key admits one; a loser gets 1062, which means "somebody was faster". Not INSERT IGNORE (it hides
 # other errors too) and not ON DUPLICATE KEY UPDATE (it locks exclusively and its row count is ambiguous). The row is
@@ -69,56 +115,13 @@ WHERE lock_key = :key AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
 # waited for either: the gap that another transaction may have locked (a pin does, next to a row that was just deleted).
 CREATE: Final = Statement(
     "create",
-    """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
-INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at,
-                   label, host, pid, thread, program, celery_task_id)
-VALUES (:key, :owner, LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), 1, :ttl,
-        UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND,
+    f"""
+{SQL.at_once}INSERT INTO locks ({TENURE})
+VALUES (:key, :owner, {SQL.remember(SQL.micros)}, 1, :ttl, {SQL.now}, {SQL.after(":life")},
         :label, :host, :pid, :thread, :program, :task)
 """,
     Reply.NUMBER,
-)
-
-# Safe: reads only, without locks.
-INSPECT: Final = Statement(
-    "inspect",
-    """
-SELECT owner, fence, count, ttl,
-       TIMESTAMPDIFF(MICROSECOND, acquired_at, UTC_TIMESTAMP(6)) / 1e6,
-       TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6,
-       label, host, pid, thread, program, celery_task_id
-FROM locks WHERE lock_key = :key
-""",
-    Reply.ROWS,
-)
-
-# Safe: names the tenure and sets the count that its flow keeps, so sending it twice is harmless. Durable: the longer
-# lease is relied on.
-REENTER: Final = Statement(
-    "reenter",
-    """
-UPDATE locks FORCE INDEX (PRIMARY) SET
-    count = :count + 1,
-    expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
-WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > UTC_TIMESTAMP(6)
-""",
-    Reply.COUNT,
-    keeps=True,
-)
-
-# Safe: names the tenure; an ended lease is never revived, and sending it twice is harmless. Durable: the longer lease
-# is relied on.
-EXTEND: Final = Statement(
-    "extend",
-    """
-UPDATE locks FORCE INDEX (PRIMARY) SET
-    ttl = :ttl,
-    expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND
-WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > UTC_TIMESTAMP(6)
-""",
-    Reply.COUNT,
-    keeps=True,
+    row_locked=WhenLocked.SKIP,
 )
 
 # Safe: names the tenures, revives none and shortens none, so it may arrive late and twice. STRAIGHT_JOIN: it must look
@@ -127,108 +130,27 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > UTC
 # which is tried again). Durable: the longer leases are relied on.
 RENEW: Final = Statement(
     "renew",
-    """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
-UPDATE /*!80017 (SELECT due.name, holder, number, life FROM */ JSON_TABLE(:leases, '$[*]' COLUMNS (
-    name varchar(255) CHARACTER SET utf8mb4
-        /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */ PATH '$.key',
-    holder varchar(64) CHARACTER SET utf8mb4
-        /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */ PATH '$.owner',
-    number bigint PATH '$.fence',
+    f"""
+{SQL.at_once}UPDATE /*!80017 (SELECT due.name, holder, number, life FROM */ JSON_TABLE(:leases, '$[*]' COLUMNS (
+    {_DUE},
     life double PATH '$.life'
 )) AS due /*!80017 STRAIGHT_JOIN locks AS mine FORCE INDEX (PRIMARY) ON mine.lock_key = due.name
-    LIMIT 18446744073709551615 FOR UPDATE OF mine NOWAIT) AS due */ STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
-    ON lock_key = due.name AND owner = due.holder AND fence = due.number AND expires_at > UTC_TIMESTAMP(6)
-SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(due.life * 1000000) MICROSECOND)
+    LIMIT 18446744073709551615 FOR UPDATE OF mine NOWAIT) AS due */ STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) {_OF_DUE}
+SET expires_at = GREATEST(expires_at, {SQL.after("due.life")})
 """,
     Reply.COUNT,
     keeps=True,
+    row_locked=WhenLocked.RAISE,
 )
 
 # Safe: reads only, without locks.
 ALIVE: Final = Statement(
     "alive",
-    """
+    f"""
 SELECT lock_key, owner, fence
-FROM JSON_TABLE(:leases, '$[*]' COLUMNS (
-    name varchar(255) CHARACTER SET utf8mb4
-        /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */ PATH '$.key',
-    holder varchar(64) CHARACTER SET utf8mb4
-        /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */ PATH '$.owner',
-    number bigint PATH '$.fence'
-)) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
-    ON lock_key = due.name AND owner = due.holder AND fence = due.number AND expires_at > UTC_TIMESTAMP(6)
+FROM JSON_TABLE(:leases, '$[*]' COLUMNS ({_DUE})) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) {_OF_DUE}
 """,
     Reply.ROWS,
-    keeps=True,
-)
-
-# Safe: names the tenure and revives none. Counts from what the row says, so sending it twice may count twice: the key
-# is then free later, at the end of the lease. Durable: the longer lease is relied on.
-ATTACH: Final = Statement(
-    "attach",
-    """
-UPDATE locks FORCE INDEX (PRIMARY) SET
-    count = LAST_INSERT_ID(count + 1),
-    expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND),
-    host = :host,
-    pid = :pid,
-    thread = :thread,
-    program = :program,
-    celery_task_id = :task
-WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > UTC_TIMESTAMP(6)
-""",
-    Reply.NUMBER,
-)
-
-# Safe: names the tenure. Leaves it alive, at count 0 too: its token's bearer has until the end of the lease. With a
-# `count` it sets that, as the release does, and so may be sent twice, unless the row shows that somebody has attached
-# or that there are more. Without one it counts from what the row says, and is sent once.
-DETACH: Final = Statement(
-    "detach",
-    """
-UPDATE locks FORCE INDEX (PRIMARY) SET
-    count = CASE WHEN :count > 0 THEN :count ELSE count END - 1,
-    expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
-WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > UTC_TIMESTAMP(6)
-  AND (:count = 0 OR (count <= :count AND host = :host AND pid = :pid AND thread = :thread))
-""",
-    Reply.COUNT,
-    keeps=True,
-)
-
-# Safe: names the tenure and sets the count, so sending it twice is harmless. It would do to commit asynchronously, but
-# InnoDB's flush setting is the server's alone, so this one is as durable as the rest.
-RELEASE: Final = Statement(
-    "release",
-    """
-UPDATE locks FORCE INDEX (PRIMARY) SET
-    owner = CASE WHEN :count > 1 THEN owner END,
-    expires_at = CASE WHEN :count > 1 THEN expires_at ELSE UTC_TIMESTAMP(6) END,
-    count = :count - 1
-WHERE lock_key = :key AND owner = :owner AND fence = :fence
-  AND LAST_INSERT_ID(CASE WHEN :count = 1 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0
-""",
-    Reply.NUMBER,
-    keeps=True,
-)
-
-# Safe: names the tenure. Counts from what the row says, so it is sent twice only where nobody else counts. An owner
-# that is nobody's keeps the key closed for the rest of `min_hold`.
-LEAVE: Final = Statement(
-    "leave",
-    """
-UPDATE locks FORCE INDEX (PRIMARY) SET
-    owner = CASE WHEN count > 1 THEN owner
-                 WHEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND > UTC_TIMESTAMP(6) THEN '' END,
-    expires_at = CASE WHEN count > 1 THEN expires_at
-                      ELSE GREATEST(UTC_TIMESTAMP(6),
-                                    acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND) END,
-    count = GREATEST(count - 1, 0)
-WHERE lock_key = :key AND owner = :owner AND fence = :fence
-  AND LAST_INSERT_ID(CASE WHEN count <= 1 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0
-""",
-    Reply.NUMBER,
     keeps=True,
 )
 
@@ -260,56 +182,68 @@ SELECT DATABASE(),
     Reply.ROWS,
 )
 
-# Safe: reads only, without locks. `expires_at` of a free row is when it was released.
-STALE: Final = Statement(
-    "stale",
-    """
-SELECT lock_key FROM locks
-WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND
-ORDER BY lock_key LIMIT 1000
+# Safe: a row of its own. Two that join in the same microsecond may draw one ticket: the later gets 1062 and tries
+# anew.
+JOIN: Final = Statement(
+    "join",
+    f"""
+{SQL.at_once}INSERT INTO lock_waiters ({WAITER})
+SELECT :owner, lock_key, {SQL.remember(f"GREATEST(last_ticket + 1, {SQL.micros})")},
+       :ttl, :label, :host, :pid, :thread, :program, :task, :channel, {SQL.now}, {SQL.after(":place")}
+FROM locks WHERE lock_key = :key /*!80017 FOR SHARE NOWAIT */
 """,
-    Reply.ROWS,
+    Reply.NUMBER,
 )
 
-# Safe: one row, by primary key (a DELETE that scanned would lock all it passes), and only if it is still stale: a take
-# in between has moved expires_at.
-REAP: Final = Statement(
-    "reap",
-    """
-/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */
-DELETE /*!80017 locks FROM (SELECT lock_key AS name FROM locks FORCE INDEX (locks_pin) WHERE lock_key = :key LIMIT 1
-                            FOR UPDATE NOWAIT) AS mine
-STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) ON locks.lock_key = mine.name */ /*M! FROM locks */
-WHERE lock_key = :key AND expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND
-  AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
-                  WHERE waiter.lock_key = :key AND waiter.expires_at > UTC_TIMESTAMP(6))
+# Safe: as the take, for somebody else: only if nobody's lease is alive on the key but the one that is being given back,
+# and no transaction pins it. The waiter's row is locked first: one that is leaving is passed over, and one that wants
+# to leave waits and then finds its tenure. Nothing is waited for while that lock is held. The lease ends with the
+# waiter's place, and is no longer than the waiter asked for: `accept` makes it whole.
+GRANT: Final = Statement(
+    "grant",
+    f"""
+{SQL.at_once}UPDATE (
+    SELECT owner AS heir, ticket, ttl AS life, label AS note, host AS place, pid AS process, thread AS strand,
+           program AS command, celery_task_id AS task, expires_at AS until
+    FROM lock_waiters FORCE INDEX (lock_waiters_queue)
+    WHERE lock_key = :key AND ticket >= :first AND expires_at > {SQL.now}
+    ORDER BY ticket LIMIT 1 /*M! LOCK IN SHARE MODE */ /*!80017 FOR SHARE NOWAIT */
+) AS next
+STRAIGHT_JOIN /*!80017 {_LOCKED.format(SQL.by_pin)} */ locks FORCE INDEX (locks_pin)
+    ON locks.lock_key = :key AND locks.served_ticket < next.ticket
+       AND (locks.owner IS NULL OR locks.expires_at <= {SQL.now}
+            OR (locks.owner = :owner AND locks.fence = :fence))
+SET locks.owner = next.heir,
+    locks.fence = GREATEST(locks.fence + 1, {SQL.micros}),
+    locks.count = 1,
+    locks.ttl = next.life,
+    locks.acquired_at = {SQL.now},
+    locks.expires_at = LEAST(next.until, {SQL.after("next.life")}),
+    locks.label = next.note,
+    locks.host = next.place,
+    locks.pid = next.process,
+    locks.thread = next.strand,
+    locks.program = next.command,
+    locks.celery_task_id = next.task,
+    locks.last_ticket = GREATEST(locks.last_ticket, next.ticket),
+    locks.served_ticket = {SQL.remember("next.ticket")}
+""",
+    Reply.NUMBER,
+    keeps=True,
+    row_locked=WhenLocked.SKIP,
+)
+
+# Safe: shortens nothing, so it may arrive late and twice. One row for each waiter, by primary key.
+HEARTBEAT: Final = Statement(
+    "heartbeat",
+    f"""
+{SQL.at_once}UPDATE JSON_TABLE(:owners, '$[*]' COLUMNS (holder varchar(64) {_EXACT} PATH '$')) AS due
+    STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY) ON owner = due.holder
+SET expires_at = GREATEST(expires_at, {SQL.after(":place")})
 """,
     Reply.COUNT,
+    keeps=True,
 )
-
-COLLATIONS: Final = {"mysql": "utf8mb4_0900_bin", "mariadb": "utf8mb4_nopad_bin"}
-"""The collations that compare code point by code point, trailing blanks included."""
-
-_DDL: Final = """\
-CREATE TABLE locks (
-    lock_key varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL PRIMARY KEY,
-    owner varchar(64) CHARACTER SET utf8mb4 COLLATE {collation},
-    fence bigint NOT NULL,
-    count integer NOT NULL,
-    ttl double precision NOT NULL,
-    acquired_at datetime(6) NOT NULL,
-    expires_at datetime(6) NOT NULL,
-    label varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
-    host varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
-    pid integer NOT NULL,
-    thread varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
-    program varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
-    celery_task_id varchar(255) CHARACTER SET utf8mb4 COLLATE {collation} NOT NULL,
-    last_ticket bigint DEFAULT 0 NOT NULL,
-    served_ticket bigint DEFAULT 0 NOT NULL,
-    UNIQUE KEY locks_pin (lock_key)
-) ENGINE = InnoDB;
-"""
 
 _MEANINGS: Final = {
     # Deadlock; a record that changed (MariaDB's snapshot isolation); a prepared statement that a reset of the session
@@ -339,27 +273,18 @@ def classify(error: BaseException) -> Failure:
     return Failure.OTHER
 
 
-DIALECT: Final = Dialect(
+DIALECT: Final = dialect(
+    SQL,
     name="mysql",
-    take=TAKE,
+    classify=classify,
     create=CREATE,
-    inspect=INSPECT,
-    reenter=REENTER,
-    extend=EXTEND,
     renew=RENEW,
     alive=ALIVE,
-    attach=ATTACH,
-    detach=DETACH,
-    release=RELEASE,
-    leave=LEAVE,
     pin=PIN,
     locate=LOCATE,
-    stale=STALE,
-    reap=REAP,
-    tick=0.0,
-    classify=classify,
-    ddl=(_DDL + QUEUE.ddl).format(collation=COLLATIONS["mysql"]),
-    queue=QUEUE,
+    join=JOIN,
+    grant=GRANT,
+    heartbeat=HEARTBEAT,
     quote="`",
 )
-MARIADB: Final = replace(DIALECT, ddl=(_DDL + QUEUE.ddl).format(collation=COLLATIONS["mariadb"]))
+MARIADB: Final = replace(DIALECT, ddl=tables(MySQL(COLLATIONS["mariadb"])))

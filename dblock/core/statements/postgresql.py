@@ -20,45 +20,67 @@ A pin is a shared advisory lock of the guarded transaction, which ends with it a
 blocks a renewal nor minds that the row has been renewed since the transaction's snapshot. A take needs the same lock
 exclusively, and does not wait for it. Its number is a 64 bit hash of the key and the table: a collision makes a key
 look busy for as long as the other one is pinned.
+
+Row locks are taken in one order, so that no two statements can deadlock: a waiter's row first, then the key's row.
+(`join` inserts a row that nobody else sees yet.) Of the queue's statements none but `accept` has to be durable: a crash
+that loses another one loses a place in the queue, or leaves the key with its last holder until that one's lease ends.
+The flush of `accept` makes the grant before it durable too.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from dblock.core.statements.base import Dialect, Failure, Reply, Statement
-from dblock.core.statements.queues.postgresql import QUEUE
+from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
+from dblock.core.statements.common import TENURE, WAITER, WHO, Vocabulary, dialect
 
-# Safe: one row, by primary key, and only if nobody's lease is alive on it and no transaction pins it; a concurrent
-# change is waited for and the condition is checked again on the row that it left. A loser's WHERE is false, so it locks
-# and writes nothing (CASE, so that it does not even try the advisory lock). Commits durably: whoever hears of the grant
-# relies on it. Waiters come first: the row says whether there may be some.
-TAKE: Final = Statement(
-    "take",
-    """
-UPDATE locks SET
-    owner = :owner,
-    fence = greatest(fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)),
-    count = 1,
-    ttl = :ttl,
-    acquired_at = clock_timestamp(),
-    expires_at = clock_timestamp() + make_interval(secs => :life),
-    label = :label,
-    host = :host,
-    pid = :pid,
-    thread = :thread,
-    program = :program,
-    celery_task_id = :task
-WHERE lock_key = :key
-  AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp()
-           THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint)))
-           ELSE false END
-  AND (last_ticket = served_ticket OR CAST(:fair AS integer) = 0)
-  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-  AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
-RETURNING fence
-""",
-    Reply.ROWS,
+
+class PostgreSQL(Vocabulary):
+    """The words of PostgreSQL."""
+
+    now = "clock_timestamp()"
+    micros = "CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)"
+    bounded = "AND set_config('lock_timeout', '20ms', true) IS NOT NULL"
+    durable = (
+        f"{bounded} AND (current_setting('synchronous_commit') <> 'off'"
+        " OR set_config('synchronous_commit', 'on', true) IS NOT NULL)"
+    )
+    asynchronous = f"{bounded} AND set_config('synchronous_commit', 'off', true) IS NOT NULL"
+    text = 'varchar({}) COLLATE "C"'
+    time = "timestamp with time zone"
+    table_options = " WITH (fillfactor = 50)"
+
+    def after(self, seconds: str, start: str = "") -> str:
+        return f"{start or self.now} + make_interval(secs => {seconds})"
+
+    def before(self, seconds: str) -> str:
+        return f"{self.now} - make_interval(secs => {seconds})"
+
+    def since(self, time: str) -> str:
+        return f"CAST(extract(epoch FROM {self.now} - {time}) AS double precision)"
+
+    def until(self, time: str) -> str:
+        return f"CAST(extract(epoch FROM {time} - {self.now}) AS double precision)"
+
+    def integer(self, parameter: str) -> str:
+        return f"CAST({parameter} AS integer)"
+
+    def bigint(self, parameter: str) -> str:
+        return f"CAST({parameter} AS bigint)"
+
+    def pin(self, key: str) -> str:
+        """The number of a key's advisory lock."""
+        return f"hashtextextended({key}, CAST(CAST('locks' AS regclass) AS bigint))"
+
+    def unpinned(self, condition: str) -> str:
+        # CASE, so that only who may have the key tries the advisory lock.
+        return f"CASE WHEN {condition} THEN pg_try_advisory_xact_lock({self.pin('lock_key')}) ELSE false END"
+
+
+SQL: Final = PostgreSQL()
+_KEY: Final = 'CAST(:key AS text) COLLATE "C"'
+_DUE: Final = (
+    "json_to_recordset(CAST(:leases AS json)) AS due (key text, owner text, fence bigint, life double precision)"
 )
 
 # Safe: DO NOTHING neither locks nor writes when the key exists; and a pin outlasts the row that it was for. Durable, as
@@ -66,171 +88,43 @@ RETURNING fence
 # began before it was deleted.
 CREATE: Final = Statement(
     "create",
-    """
-INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at,
-                   label, host, pid, thread, program, celery_task_id)
-SELECT CAST(:key AS text), :owner, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint), 1, :ttl,
-       clock_timestamp(), clock_timestamp() + make_interval(secs => :life),
+    f"""
+INSERT INTO locks ({TENURE})
+SELECT CAST(:key AS text), :owner, {SQL.micros}, 1, :ttl, {SQL.now}, {SQL.after(":life")},
        :label, :host, CAST(:pid AS integer), :thread, :program, :task
-WHERE set_config('lock_timeout', '20ms', true) IS NOT NULL
-  AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
-  AND pg_try_advisory_xact_lock(hashtextextended(CAST(:key AS text) COLLATE "C",
-                                                 CAST(CAST('locks' AS regclass) AS bigint)))
+WHERE pg_try_advisory_xact_lock({SQL.pin(_KEY)})
+  {SQL.durable}
 ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence
 """,
     Reply.ROWS,
-)
-
-# Safe: reads only.
-INSPECT: Final = Statement(
-    "inspect",
-    """
-SELECT owner, fence, count, ttl,
-       CAST(extract(epoch FROM clock_timestamp() - acquired_at) AS double precision),
-       CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision),
-       label, host, pid, thread, program, celery_task_id
-FROM locks WHERE lock_key = :key
-""",
-    Reply.ROWS,
-)
-
-# Safe: names the tenure and sets the count that its flow keeps, so sending it twice is harmless. Durable: the longer
-# lease is relied on.
-REENTER: Final = Statement(
-    "reenter",
-    """
-UPDATE locks SET
-    count = CAST(:count AS integer) + 1,
-    expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
-WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > clock_timestamp()
-  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-  AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
-""",
-    Reply.COUNT,
-    keeps=True,
-)
-
-# Safe: names the tenure; an ended lease is never revived, and sending it twice is harmless. Durable: the longer lease
-# is relied on.
-EXTEND: Final = Statement(
-    "extend",
-    """
-UPDATE locks SET
-    ttl = :ttl,
-    expires_at = clock_timestamp() + make_interval(secs => :life)
-WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > clock_timestamp()
-  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-  AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
-""",
-    Reply.COUNT,
-    keeps=True,
+    row_locked=WhenLocked.SKIP,
 )
 
 # Safe: names the tenures, revives none and shortens none, so it may arrive late and twice. Its row locks last for the
 # statement; nobody else's statement locks two rows, save another process's renewal of a tenure that both hold (40P01,
-# which is tried again). Durable: the longer leases are
-# relied on.
+# which is tried again). Durable: the longer leases are relied on.
 RENEW: Final = Statement(
     "renew",
-    """
-UPDATE locks SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => due.life))
-FROM json_to_recordset(CAST(:leases AS json)) AS due (key text, owner text, fence bigint, life double precision)
-WHERE lock_key = due.key AND locks.owner = due.owner AND locks.fence = due.fence AND expires_at > clock_timestamp()
-  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-  AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
+    f"""
+UPDATE locks SET expires_at = greatest(expires_at, {SQL.after("due.life")})
+FROM {_DUE}
+WHERE lock_key = due.key AND locks.owner = due.owner AND locks.fence = due.fence AND expires_at > {SQL.now}
+  {SQL.durable}
 """,
     Reply.COUNT,
     keeps=True,
+    row_locked=WhenLocked.RAISE,
 )
 
 # Safe: reads only.
 ALIVE: Final = Statement(
     "alive",
-    """
+    f"""
 SELECT lock_key, locks.owner, locks.fence
-FROM json_to_recordset(CAST(:leases AS json)) AS due (key text, owner text, fence bigint, life double precision)
+FROM {_DUE}
 JOIN locks ON lock_key = due.key AND locks.owner = due.owner AND locks.fence = due.fence
-WHERE expires_at > clock_timestamp()
-""",
-    Reply.ROWS,
-    keeps=True,
-)
-
-# Safe: names the tenure and revives none. Counts from what the row says, so sending it twice may count twice: the key
-# is then free later, at the end of the lease. Durable: the longer lease is relied on.
-ATTACH: Final = Statement(
-    "attach",
-    """
-UPDATE locks SET
-    count = count + 1,
-    expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life)),
-    host = :host,
-    pid = :pid,
-    thread = :thread,
-    program = :program,
-    celery_task_id = :task
-WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > clock_timestamp()
-  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-  AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
-RETURNING count
-""",
-    Reply.ROWS,
-)
-
-# Safe: names the tenure. Leaves it alive, at count 0 too: its token's bearer has until the end of the lease. With a
-# `count` it sets that, as the release does, and so may be sent twice, unless the row shows that somebody has attached
-# or that there are more. Without one it counts from what the row says, and is sent once.
-DETACH: Final = Statement(
-    "detach",
-    """
-UPDATE locks SET
-    count = CASE WHEN CAST(:count AS integer) > 0 THEN CAST(:count AS integer) ELSE count END - 1,
-    expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
-WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > clock_timestamp()
-  AND (CAST(:count AS integer) = 0
-       OR (count <= CAST(:count AS integer) AND host = :host AND pid = :pid AND thread = :thread))
-  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-  AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
-""",
-    Reply.COUNT,
-    keeps=True,
-)
-
-# Safe: names the tenure and sets the count, so sending it twice is harmless. Commits asynchronously, for its own
-# transaction only (set_config's third argument): if a crash loses it the key stays taken until expires_at, which is
-# late, not wrong.
-RELEASE: Final = Statement(
-    "release",
-    """
-UPDATE locks SET
-    owner = CASE WHEN CAST(:count AS integer) > 1 THEN owner END,
-    expires_at = CASE WHEN CAST(:count AS integer) > 1 THEN expires_at ELSE clock_timestamp() END,
-    count = CAST(:count AS integer) - 1
-WHERE lock_key = :key AND owner = :owner AND fence = :fence
-  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-  AND set_config('synchronous_commit', 'off', true) IS NOT NULL
-RETURNING CASE WHEN owner IS NULL AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END
-""",
-    Reply.ROWS,
-    keeps=True,
-)
-
-# Safe: names the tenure. Counts from what the row says, so it is sent twice only where nobody else counts. An owner
-# that is nobody's keeps the key closed for the rest of `min_hold`. Asynchronous, as the release.
-LEAVE: Final = Statement(
-    "leave",
-    """
-UPDATE locks SET
-    owner = CASE WHEN count > 1 THEN owner
-                 WHEN acquired_at + make_interval(secs => :min_hold) > clock_timestamp() THEN '' END,
-    expires_at = CASE WHEN count > 1 THEN expires_at
-                      ELSE greatest(clock_timestamp(), acquired_at + make_interval(secs => :min_hold)) END,
-    count = greatest(count - 1, 0)
-WHERE lock_key = :key AND owner = :owner AND fence = :fence
-  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-  AND set_config('synchronous_commit', 'off', true) IS NOT NULL
-RETURNING CASE WHEN owner IS NULL AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END
+WHERE expires_at > {SQL.now}
 """,
     Reply.ROWS,
     keeps=True,
@@ -243,10 +137,9 @@ RETURNING CASE WHEN owner IS NULL AND last_ticket > served_ticket THEN served_ti
 # included, a renewal counts among the conflicts.)
 PIN: Final = Statement(
     "pin",
-    """
+    f"""
 SELECT EXISTS (SELECT 1 FROM locks WHERE lock_key = :key AND fence = :fence)
-FROM pg_advisory_xact_lock_shared(hashtextextended(CAST(:key AS text) COLLATE "C",
-                                                   CAST(CAST('locks' AS regclass) AS bigint)))
+FROM pg_advisory_xact_lock_shared({SQL.pin(_KEY)})
 """,
     Reply.ROWS,
 )
@@ -262,52 +155,123 @@ WHERE pg_class.oid = CAST('locks' AS regclass)
     Reply.ROWS,
 )
 
-# Safe: reads only. `expires_at` of a free row is when it was released.
-STALE: Final = Statement(
-    "stale",
-    """
-SELECT lock_key FROM locks
-WHERE expires_at < clock_timestamp() - make_interval(secs => :retention)
-ORDER BY lock_key LIMIT 1000
+# Safe: the ticket is drawn under the lock on the key's row, so a later ticket is a later place, and both become visible
+# at once. A release that was waiting for that lock sees the new `last_ticket`, though not yet the waiter, and looks
+# again. For the same reason the waiter need not look: if the key is held now, its release will see the ticket. (Those
+# before it are counted as of the beginning: some may be missed, and it looks sooner than need be.)
+JOIN: Final = Statement(
+    "join",
+    f"""
+WITH announced AS (
+    UPDATE locks SET last_ticket = greatest(last_ticket + 1, {SQL.micros})
+    WHERE lock_key = :key {SQL.asynchronous}
+    RETURNING last_ticket, served_ticket,
+              CASE WHEN owner IS NULL THEN least(expires_at, {SQL.now}) ELSE expires_at END AS held_until
+), joined AS (
+    INSERT INTO lock_waiters ({WAITER})
+    SELECT :owner, :key, last_ticket, :ttl, :label, :host, CAST(:pid AS integer), :thread, :program, :task, :channel,
+           {SQL.now}, {SQL.after(":place")}
+    FROM announced
+    RETURNING ticket
+)
+SELECT ticket, {SQL.until("held_until")}, served_ticket + 1,
+       (SELECT count(*) FROM (
+            SELECT 1 FROM lock_waiters AS other
+            WHERE other.lock_key = :key AND other.ticket > served_ticket AND other.expires_at > {SQL.now}
+            LIMIT 16) AS before)
+FROM joined, announced
 """,
     Reply.ROWS,
 )
 
-# Safe: one row, by primary key, and only if it is still stale: a take in between has moved expires_at. Asynchronous: a
-# lost deletion leaves a row for longer.
-REAP: Final = Statement(
-    "reap",
-    """
-DELETE FROM locks
-WHERE lock_key = :key AND expires_at < clock_timestamp() - make_interval(secs => :retention)
-  AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-  AND set_config('synchronous_commit', 'off', true) IS NOT NULL
-  AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
-                  WHERE waiter.lock_key = :key AND waiter.expires_at > clock_timestamp())
+# Safe: as the take, for somebody else: only if nobody's lease is alive on the key but the one that is being given back,
+# and no transaction pins it. The waiter's row is locked first: one that is leaving is passed over, and one that wants
+# to leave waits and then finds its tenure. The lease ends with the waiter's place, and is no longer than the waiter
+# asked for: `accept` makes it whole.
+_FREE: Final = SQL.unpinned(
+    f"locks.owner IS NULL OR locks.expires_at <= {SQL.now}"
+    " OR (locks.owner = :owner AND locks.fence = CAST(:fence AS bigint))"
+)
+GRANT: Final = Statement(
+    "grant",
+    f"""
+WITH next AS MATERIALIZED (
+    SELECT owner, ticket, ttl, {WHO}, channel, expires_at
+    FROM lock_waiters
+    WHERE lock_key = :key AND ticket >= CAST(:first AS bigint) AND expires_at > {SQL.now}
+      {SQL.bounded}
+    ORDER BY ticket LIMIT 1 FOR UPDATE
+), granted AS (
+    UPDATE locks SET
+        owner = next.owner,
+        fence = greatest(locks.fence + 1, {SQL.micros}),
+        count = 1,
+        ttl = next.ttl,
+        acquired_at = {SQL.now},
+        expires_at = least(next.expires_at, {SQL.after("next.ttl")}),
+        label = next.label,
+        host = next.host,
+        pid = next.pid,
+        thread = next.thread,
+        program = next.program,
+        celery_task_id = next.celery_task_id,
+        last_ticket = greatest(last_ticket, next.ticket),
+        served_ticket = next.ticket
+    FROM next
+    WHERE locks.lock_key = :key AND served_ticket < next.ticket
+      AND {_FREE}
+      AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+    RETURNING next.ticket, next.channel
+)
+SELECT ticket, channel, CASE WHEN channel <> '' AND left(channel, length(:here)) <> :here
+                             THEN CAST(pg_notify(channel, ticket || ' ' || CAST(:key AS text)) AS text) END
+FROM granted
 """,
-    Reply.COUNT,
+    Reply.ROWS,
+    keeps=True,
+    row_locked=WhenLocked.SKIP,
 )
 
-DDL: Final = """\
-CREATE TABLE locks (
-    lock_key varchar(255) COLLATE "C" NOT NULL PRIMARY KEY,
-    owner varchar(64) COLLATE "C",
-    fence bigint NOT NULL,
-    count integer NOT NULL,
-    ttl double precision NOT NULL,
-    acquired_at timestamp with time zone NOT NULL,
-    expires_at timestamp with time zone NOT NULL,
-    label varchar(255) COLLATE "C" NOT NULL,
-    host varchar(255) COLLATE "C" NOT NULL,
-    pid integer NOT NULL,
-    thread varchar(255) COLLATE "C" NOT NULL,
-    program varchar(255) COLLATE "C" NOT NULL,
-    celery_task_id varchar(255) COLLATE "C" NOT NULL,
-    last_ticket bigint DEFAULT 0 NOT NULL,
-    served_ticket bigint DEFAULT 0 NOT NULL
-) WITH (fillfactor = 50);
-CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
-"""
+# Safe: changes nothing.
+CALL: Final = Statement(
+    "call",
+    "SELECT CAST(pg_notify(:channel, CAST(:ticket AS text) || ' ' || CAST(:key AS text)) AS text)",
+    Reply.ROWS,
+)
+
+# Safe: names the owner, whose token is of this place in the queue alone, and shortens nothing, so it may arrive late.
+# Durable: the lease is relied on.
+ACCEPT: Final = Statement(
+    "accept",
+    f"""
+WITH mine AS MATERIALIZED (
+    SELECT owner FROM lock_waiters WHERE owner = :owner {SQL.bounded} FOR UPDATE
+), accepted AS (
+    UPDATE locks SET expires_at = greatest(expires_at, {SQL.after(":life")})
+    WHERE lock_key = :key AND owner = :owner AND expires_at > {SQL.now}
+      AND (SELECT count(*) FROM mine) >= 0
+      {SQL.durable}
+    RETURNING fence
+), gone AS (
+    DELETE FROM lock_waiters WHERE owner = :owner AND EXISTS (SELECT 1 FROM accepted)
+)
+SELECT fence FROM accepted
+""",
+    Reply.ROWS,
+    keeps=True,
+)
+
+# Safe: shortens nothing, so it may arrive late and twice.
+HEARTBEAT: Final = Statement(
+    "heartbeat",
+    f"""
+UPDATE lock_waiters SET expires_at = greatest(expires_at, {SQL.after(":place")})
+FROM json_array_elements_text(CAST(:owners AS json)) AS due (holder)
+WHERE owner = due.holder {SQL.asynchronous}
+""",
+    Reply.COUNT,
+    keeps=True,
+)
 
 _MEANINGS: Final = {
     # Serialization failure, deadlock; a prepared statement that a pooler gave to somebody else; cancelled, by
@@ -337,25 +301,21 @@ def classify(error: BaseException) -> Failure:
     return Failure.LOST if state.startswith(_LOST) else Failure.OTHER
 
 
-DIALECT: Final = Dialect(
+DIALECT: Final = dialect(
+    SQL,
     name="postgresql",
-    take=TAKE,
+    classify=classify,
     create=CREATE,
-    inspect=INSPECT,
-    reenter=REENTER,
-    extend=EXTEND,
     renew=RENEW,
     alive=ALIVE,
-    attach=ATTACH,
-    detach=DETACH,
-    release=RELEASE,
-    leave=LEAVE,
     pin=PIN,
     locate=LOCATE,
-    stale=STALE,
-    reap=REAP,
-    tick=0.0,
-    classify=classify,
-    ddl=DDL + QUEUE.ddl,
-    queue=QUEUE,
+    join=JOIN,
+    grant=GRANT,
+    heartbeat=HEARTBEAT,
+    accept=ACCEPT,
+    call=CALL,
+    join_answers=True,
+    grant_answers=True,
+    accept_leaves=True,
 )

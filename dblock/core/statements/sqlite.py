@@ -15,191 +15,73 @@ from __future__ import annotations
 
 from typing import Final
 
-from dblock.core.statements.base import Dialect, Failure, Reply, Statement
-from dblock.core.statements.queues.sqlite import QUEUE
+from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
+from dblock.core.statements.common import TENURE, WAITER, Vocabulary, dialect
 
-# Safe: an UPDATE holds the database's write lock from before it looks. A loser's WHERE is false: it writes nothing.
-# Waiters come first: the row says whether there may be some.
-TAKE: Final = Statement(
-    "take",
-    """
-UPDATE locks SET
-    owner = :owner,
-    fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000
-                           + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000),
-    count = 1,
-    ttl = :ttl,
-    acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'),
-    expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)),
-    label = :label,
-    host = :host,
-    pid = :pid,
-    thread = :thread,
-    program = :program,
-    celery_task_id = :task
-WHERE lock_key = :key AND (owner IS NULL OR expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'))
-  AND (last_ticket = served_ticket OR :fair = 0)
-RETURNING fence
-""",
-    Reply.ROWS,
-)
+
+class SQLite(Vocabulary):
+    """The words of SQLite."""
+
+    now = "strftime('%Y-%m-%d %H:%M:%f000', 'now')"
+    micros = (
+        "CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000"
+    )
+    greatest = "max"
+    least = "min"
+    seconds = "real"
+    time = "datetime"
+
+    def after(self, seconds: str, start: str = "'now'") -> str:
+        return f"strftime('%Y-%m-%d %H:%M:%f000', {start}, printf('+%.3f seconds', {seconds}))"
+
+    def before(self, seconds: str) -> str:
+        return f"strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', {seconds}))"
+
+    def since(self, time: str) -> str:
+        return f"round((julianday('now') - julianday({time})) * 86400.0, 3)"
+
+    def until(self, time: str) -> str:
+        # A Julian day is good for some 40 us: whether the time has come is for the texts to say.
+        left = f"round((julianday({time}) - julianday('now')) * 86400.0, 3)"
+        return f"CASE WHEN {time} > {self.now} THEN max(0.001, {left}) ELSE min(0.0, {left}) END"
+
+
+SQL: Final = SQLite()
+_TENURE_DUE: Final = f"""
+WHERE lock_key = json_extract(due.value, '$.key') AND owner = json_extract(due.value, '$.owner')
+  AND fence = json_extract(due.value, '$.fence') AND expires_at > {SQL.now}"""
 
 # Safe: DO NOTHING writes nothing when the key exists. The row is missing, so the fence starts at the clock; the
 # protocol lets one tick of that clock pass first, so that it exceeds the fence of a row deleted just now.
 CREATE: Final = Statement(
     "create",
-    """
-INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at,
-                   label, host, pid, thread, program, celery_task_id)
-VALUES (:key, :owner, CAST(strftime('%s', 'now') AS integer) * 1000000
-                      + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000, 1, :ttl,
-        strftime('%Y-%m-%d %H:%M:%f000', 'now'),
-        strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)),
+    f"""
+INSERT INTO locks ({TENURE})
+VALUES (:key, :owner, {SQL.micros}, 1, :ttl, {SQL.now}, {SQL.after(":life")},
         :label, :host, :pid, :thread, :program, :task)
 ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence
 """,
     Reply.ROWS,
-)
-
-# Safe: reads only; in WAL mode it waits for nobody.
-INSPECT: Final = Statement(
-    "inspect",
-    """
-SELECT owner, fence, count, ttl,
-       round((julianday('now') - julianday(acquired_at)) * 86400.0, 3),
-       CASE WHEN expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-            THEN max(0.001, round((julianday(expires_at) - julianday('now')) * 86400.0, 3)) ELSE 0.0 END,
-       label, host, pid, thread, program, celery_task_id
-FROM locks WHERE lock_key = :key
-""",
-    Reply.ROWS,
-)
-
-# Safe: names the tenure and sets the count that its one flow keeps, so sending it twice is harmless.
-REENTER: Final = Statement(
-    "reenter",
-    """
-UPDATE locks SET
-    count = :count + 1,
-    expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
-WHERE lock_key = :key AND owner = :owner AND fence = :fence
-  AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-""",
-    Reply.COUNT,
-    keeps=True,
-)
-
-# Safe: names the tenure; an ended lease is never revived, and sending it twice is harmless.
-EXTEND: Final = Statement(
-    "extend",
-    """
-UPDATE locks SET
-    ttl = :ttl,
-    expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life))
-WHERE lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-""",
-    Reply.COUNT,
-    keeps=True,
+    row_locked=WhenLocked.SKIP,
 )
 
 # Safe: names the tenures, revives none and shortens none, so it may arrive late and twice.
 RENEW: Final = Statement(
     "renew",
-    """
-UPDATE locks SET expires_at = max(
-    expires_at,
-    strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', json_extract(due.value, '$.life')))
-)
-FROM json_each(:leases) AS due
-WHERE lock_key = json_extract(due.value, '$.key') AND owner = json_extract(due.value, '$.owner')
-  AND fence = json_extract(due.value, '$.fence') AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+    f"""
+UPDATE locks SET expires_at = max(expires_at, {SQL.after("json_extract(due.value, '$.life')")})
+FROM json_each(:leases) AS due {_TENURE_DUE}
 """,
     Reply.COUNT,
     keeps=True,
+    row_locked=WhenLocked.RAISE,
 )
 
 # Safe: reads only.
 ALIVE: Final = Statement(
     "alive",
-    """
-SELECT lock_key, owner, fence FROM json_each(:leases) AS due CROSS JOIN locks
-WHERE lock_key = json_extract(due.value, '$.key') AND owner = json_extract(due.value, '$.owner')
-  AND fence = json_extract(due.value, '$.fence') AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-""",
-    Reply.ROWS,
-    keeps=True,
-)
-
-# Safe: names the tenure and revives none. Counts from what the row says, so sending it twice may count twice: the key
-# is then free later, at the end of the lease.
-ATTACH: Final = Statement(
-    "attach",
-    """
-UPDATE locks SET
-    count = count + 1,
-    expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life))),
-    host = :host,
-    pid = :pid,
-    thread = :thread,
-    program = :program,
-    celery_task_id = :task
-WHERE lock_key = :key AND owner = :owner AND fence = :fence
-  AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-RETURNING count
-""",
-    Reply.ROWS,
-)
-
-# Safe: names the tenure. Leaves it alive, at count 0 too: its token's bearer has until the end of the lease. With a
-# `count` it sets that, as the release does, and so may be sent twice, unless the row shows that somebody has attached
-# or that there are more. Without one it counts from what the row says, and is sent once.
-DETACH: Final = Statement(
-    "detach",
-    """
-UPDATE locks SET
-    count = CASE WHEN :count > 0 THEN :count ELSE count END - 1,
-    expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
-WHERE lock_key = :key AND owner = :owner AND fence = :fence
-  AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-  AND (:count = 0 OR (count <= :count AND host = :host AND pid = :pid AND thread = :thread))
-""",
-    Reply.COUNT,
-    keeps=True,
-)
-
-# Safe: names the tenure and sets the count, so sending it twice is harmless. (RETURNING must not ask for `owner IS
-# NULL`: SQLite 3.40 takes it for false because the WHERE says `owner = ...`.)
-RELEASE: Final = Statement(
-    "release",
-    """
-UPDATE locks SET
-    owner = CASE WHEN :count > 1 THEN owner END,
-    expires_at = CASE WHEN :count > 1 THEN expires_at ELSE strftime('%Y-%m-%d %H:%M:%f000', 'now') END,
-    count = :count - 1
-WHERE lock_key = :key AND owner = :owner AND fence = :fence
-RETURNING CASE WHEN count = 0 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END
-""",
-    Reply.ROWS,
-    keeps=True,
-)
-
-# Safe: names the tenure. Counts from what the row says, so it is sent twice only where nobody else counts. An owner
-# that is nobody's keeps the key closed for the rest of `min_hold`.
-LEAVE: Final = Statement(
-    "leave",
-    """
-UPDATE locks SET
-    owner = CASE WHEN count > 1 THEN owner
-                 WHEN strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold))
-                      > strftime('%Y-%m-%d %H:%M:%f000', 'now') THEN '' END,
-    expires_at = CASE WHEN count > 1 THEN expires_at
-                      ELSE max(strftime('%Y-%m-%d %H:%M:%f000', 'now'),
-                               strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold))) END,
-    count = max(count - 1, 0)
-WHERE lock_key = :key AND owner = :owner AND fence = :fence
-RETURNING CASE WHEN count = 0 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END
-""",
+    f"SELECT lock_key, owner, fence FROM json_each(:leases) AS due CROSS JOIN locks {_TENURE_DUE}",
     Reply.ROWS,
     keeps=True,
 )
@@ -210,60 +92,73 @@ RETURNING CASE WHEN count = 0 AND last_ticket > served_ticket THEN served_ticket
 # transaction is in the caller's logs. (An owner that is nobody's is that of a tenure given back.)
 PIN: Final = Statement(
     "pin",
-    """
-UPDATE locks SET
-    expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
-WHERE lock_key = :key AND fence = :fence AND owner <> ''
-  AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+    f"""
+UPDATE locks SET expires_at = max(expires_at, {SQL.after(":life")})
+WHERE lock_key = :key AND fence = :fence AND owner <> '' AND expires_at > {SQL.now}
 RETURNING 1
 """,
     Reply.ROWS,
 )
 
-# Safe: reads only. `expires_at` of a free row is when it was released.
-STALE: Final = Statement(
-    "stale",
-    """
-SELECT lock_key FROM locks
-WHERE expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention))
-ORDER BY lock_key LIMIT 1000
+# Safe: a row of its own.
+JOIN: Final = Statement(
+    "join",
+    f"""
+INSERT INTO lock_waiters ({WAITER})
+SELECT :owner, lock_key,
+       max(last_ticket + 1, {SQL.micros},
+           (SELECT coalesce(max(ticket) + 1, 0) FROM lock_waiters WHERE lock_waiters.lock_key = :key)),
+       :ttl, :label, :host, :pid, :thread, :program, :task, :channel, {SQL.now}, {SQL.after(":place")}
+FROM locks WHERE lock_key = :key
+RETURNING ticket
 """,
     Reply.ROWS,
 )
 
-# Safe: one row, by primary key, and only if it is still stale: a take in between has moved expires_at.
-REAP: Final = Statement(
-    "reap",
-    """
-DELETE FROM locks
-WHERE lock_key = :key
-  AND expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention))
-  AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
-                  WHERE waiter.lock_key = :key AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'))
+# Safe: as the take, for somebody else: only if nobody's lease is alive on the key but the one that is being given back.
+# The lease ends with the waiter's place, and is no longer than the waiter asked for: `accept` makes it whole.
+GRANT: Final = Statement(
+    "grant",
+    f"""
+UPDATE locks SET
+    owner = next.owner,
+    fence = max(fence + 1, {SQL.micros}),
+    count = 1,
+    ttl = next.ttl,
+    acquired_at = {SQL.now},
+    expires_at = min(next.expires_at, {SQL.after("next.ttl")}),
+    label = next.label,
+    host = next.host,
+    pid = next.pid,
+    thread = next.thread,
+    program = next.program,
+    celery_task_id = next.celery_task_id,
+    last_ticket = max(last_ticket, next.ticket),
+    served_ticket = next.ticket
+FROM (
+    SELECT * FROM lock_waiters
+    WHERE lock_key = :key AND ticket >= :first AND expires_at > {SQL.now}
+    ORDER BY ticket LIMIT 1
+) AS next
+WHERE locks.lock_key = :key AND served_ticket < next.ticket
+  AND (locks.owner IS NULL OR locks.expires_at <= {SQL.now} OR (locks.owner = :owner AND locks.fence = :fence))
+RETURNING served_ticket, (SELECT channel FROM lock_waiters WHERE lock_waiters.owner = locks.owner), NULL
 """,
-    Reply.COUNT,
+    Reply.ROWS,
+    keeps=True,
+    row_locked=WhenLocked.SKIP,
 )
 
-DDL: Final = """\
-CREATE TABLE locks (
-    lock_key varchar(255) NOT NULL PRIMARY KEY,
-    owner varchar(64),
-    fence bigint NOT NULL,
-    count integer NOT NULL,
-    ttl real NOT NULL,
-    acquired_at datetime NOT NULL,
-    expires_at datetime NOT NULL,
-    label varchar(255) NOT NULL,
-    host varchar(255) NOT NULL,
-    pid integer NOT NULL,
-    thread varchar(255) NOT NULL,
-    program varchar(255) NOT NULL,
-    celery_task_id varchar(255) NOT NULL,
-    last_ticket bigint DEFAULT 0 NOT NULL,
-    served_ticket bigint DEFAULT 0 NOT NULL
-);
-CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
-"""
+# Safe: shortens nothing, so it may arrive late and twice.
+HEARTBEAT: Final = Statement(
+    "heartbeat",
+    f"""
+UPDATE lock_waiters SET expires_at = max(expires_at, {SQL.after(":place")})
+WHERE owner IN (SELECT value FROM json_each(:owners))
+""",
+    Reply.COUNT,
+    keeps=True,
+)
 
 
 def classify(error: BaseException) -> Failure:
@@ -279,25 +174,19 @@ def classify(error: BaseException) -> Failure:
     return Failure.NO_TABLE if "no such table" in text else Failure.OTHER
 
 
-DIALECT: Final = Dialect(
+DIALECT: Final = dialect(
+    SQL,
     name="sqlite",
-    take=TAKE,
+    classify=classify,
     create=CREATE,
-    inspect=INSPECT,
-    reenter=REENTER,
-    extend=EXTEND,
     renew=RENEW,
     alive=ALIVE,
-    attach=ATTACH,
-    detach=DETACH,
-    release=RELEASE,
-    leave=LEAVE,
     pin=PIN,
     locate=None,
-    stale=STALE,
-    reap=REAP,
+    join=JOIN,
+    grant=GRANT,
+    heartbeat=HEARTBEAT,
+    grant_answers=True,
+    single_writer=True,
     tick=0.001,
-    classify=classify,
-    ddl=DDL + QUEUE.ddl,
-    queue=QUEUE,
 )

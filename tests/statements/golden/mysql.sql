@@ -13,9 +13,9 @@ CREATE TABLE locks (
     program varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
     celery_task_id varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
     last_ticket bigint DEFAULT 0 NOT NULL,
-    served_ticket bigint DEFAULT 0 NOT NULL,
-    UNIQUE KEY locks_pin (lock_key)
+    served_ticket bigint DEFAULT 0 NOT NULL
 ) ENGINE = InnoDB;
+CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 CREATE TABLE lock_waiters (
     owner varchar(64) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL PRIMARY KEY,
     lock_key varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
@@ -29,9 +29,9 @@ CREATE TABLE lock_waiters (
     celery_task_id varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
     channel varchar(63) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
     joined_at datetime(6) NOT NULL,
-    expires_at datetime(6) NOT NULL,
-    UNIQUE KEY lock_waiters_queue (lock_key, ticket)
+    expires_at datetime(6) NOT NULL
 ) ENGINE = InnoDB;
+CREATE UNIQUE INDEX lock_waiters_queue ON lock_waiters (lock_key, ticket);
 
 -- take: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
 UPDATE (SELECT lock_key AS name
@@ -80,9 +80,9 @@ AND expires_at > UTC_TIMESTAMP(6)
 SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(due.life * 1000000) MICROSECOND);
 
 -- alive: the rows it returns
-SELECT lock_key, owner, fence FROM JSON_TABLE(:leases, '$[*]' COLUMNS ( name varchar(255) CHARACTER
+SELECT lock_key, owner, fence FROM JSON_TABLE(:leases, '$[*]' COLUMNS (name varchar(255) CHARACTER
 SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$.key', holder varchar(64) CHARACTER
-SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$.owner', number bigint PATH '$.fence' )) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
+SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$.owner', number bigint PATH '$.fence')) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
 ON lock_key = due.name
 AND owner = due.holder
 AND fence = due.number
@@ -173,13 +173,13 @@ WHERE lock_key = :key
 AND served_ticket < :ticket;
 
 -- queue_status: the rows it returns
-SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), CASE WHEN locks.owner IS NULL THEN LEAST(locks.expires_at, UTC_TIMESTAMP(6)) ELSE locks.expires_at END) / 1e6, served_ticket + 1, last_ticket, (SELECT COUNT(*) FROM (
+SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), CASE WHEN locks.owner IS NULL THEN LEAST(locks.expires_at, UTC_TIMESTAMP(6)) ELSE locks.expires_at END) / 1e6, served_ticket + 1, last_ticket, (SELECT count(*) FROM (
 SELECT 1 FROM lock_waiters AS other JOIN locks AS theirs
 ON theirs.lock_key = other.lock_key
 WHERE other.lock_key = :key
 AND other.ticket > theirs.served_ticket
 AND other.ticket < :ticket
-AND other.expires_at > UTC_TIMESTAMP(6) LIMIT 16) AS earlier), (SELECT COUNT(*) FROM lock_waiters AS me
+AND other.expires_at > UTC_TIMESTAMP(6) LIMIT 16) AS earlier), (SELECT count(*) FROM lock_waiters AS me
 WHERE me.owner = :owner)
 FROM locks
 WHERE locks.lock_key = :key;
@@ -215,10 +215,10 @@ WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FOR
 ON locks.lock_key = mine.name
 SET owner = :heir, fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
-AND owner = :owner
+AND (owner = :owner
 AND fence = :fence
 AND count = 1
-AND expires_at > UTC_TIMESTAMP(6)
+AND expires_at > UTC_TIMESTAMP(6))
 AND (last_ticket = served_ticket OR :turns > 0);
 
 -- leave_queue: one empty row for each row that it changed
@@ -232,8 +232,8 @@ AND ticket >= :ticket
 AND expires_at > UTC_TIMESTAMP(6) ORDER BY ticket LIMIT 1;
 
 -- heartbeat: one empty row for each row that it changed
-UPDATE JSON_TABLE(:owners, '$[*]' COLUMNS ( holder varchar(64) CHARACTER
-SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$' )) AS due STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY)
+UPDATE JSON_TABLE(:owners, '$[*]' COLUMNS (holder varchar(64) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$')) AS due STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY)
 ON owner = due.holder
 SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:place * 1000000) MICROSECOND);
 

@@ -46,9 +46,9 @@ RETURNING fence;
 -- create: the rows it returns
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id)
 SELECT CAST(:key AS text), :owner, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint), 1, :ttl, clock_timestamp(), clock_timestamp() + make_interval(secs => :life), :label, :host, CAST(:pid AS integer), :thread, :program, :task
-WHERE set_config('lock_timeout', '20ms', true) IS NOT NULL
+WHERE pg_try_advisory_xact_lock(hashtextextended(CAST(:key AS text) COLLATE "C", CAST(CAST('locks' AS regclass) AS bigint)))
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
-AND pg_try_advisory_xact_lock(hashtextextended(CAST(:key AS text) COLLATE "C", CAST(CAST('locks' AS regclass) AS bigint)))
 ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence;
 
@@ -127,7 +127,7 @@ AND owner = :owner
 AND fence = :fence
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL
-RETURNING CASE WHEN owner IS NULL
+RETURNING CASE WHEN count = 0
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
 
 -- leave: the rows it returns
@@ -138,7 +138,7 @@ AND owner = :owner
 AND fence = :fence
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL
-RETURNING CASE WHEN owner IS NULL
+RETURNING CASE WHEN count = 0
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
 
 -- pin: the rows it returns
@@ -173,8 +173,8 @@ WITH announced AS (
 UPDATE locks
 SET last_ticket = greatest(last_ticket + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint))
 WHERE lock_key = :key
-AND set_config('synchronous_commit', 'off', true) IS NOT NULL
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND set_config('synchronous_commit', 'off', true) IS NOT NULL
 RETURNING last_ticket, served_ticket, CASE WHEN owner IS NULL THEN least(expires_at, clock_timestamp()) ELSE expires_at END AS held_until ), joined AS (
 INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, joined_at, expires_at)
 SELECT :owner, :key, last_ticket, :ttl, :label, :host, CAST(:pid AS integer), :thread, :program, :task, :channel, clock_timestamp(), clock_timestamp() + make_interval(secs => :place) FROM announced
@@ -190,19 +190,20 @@ UPDATE locks
 SET last_ticket = greatest(last_ticket, CAST(:ticket AS bigint))
 WHERE lock_key = :key
 AND served_ticket < CAST(:ticket AS bigint)
-AND set_config('synchronous_commit', 'off', true) IS NOT NULL
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL;
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- queue_status: the rows it returns
 SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, CAST(extract(epoch FROM CASE WHEN locks.owner IS NULL THEN least(locks.expires_at, clock_timestamp()) ELSE locks.expires_at END - clock_timestamp()) AS double precision), served_ticket + 1, last_ticket, (SELECT count(*) FROM (
-SELECT 1 FROM lock_waiters AS other
+SELECT 1 FROM lock_waiters AS other JOIN locks AS theirs
+ON theirs.lock_key = other.lock_key
 WHERE other.lock_key = :key
-AND other.ticket > served_ticket
+AND other.ticket > theirs.served_ticket
 AND other.ticket < CAST(:ticket AS bigint)
-AND other.expires_at > clock_timestamp() LIMIT 16) AS before), (SELECT count(*) FROM lock_waiters AS me
+AND other.expires_at > clock_timestamp() LIMIT 16) AS earlier), (SELECT count(*) FROM lock_waiters AS me
 WHERE me.owner = :owner)
 FROM locks
-WHERE lock_key = :key;
+WHERE locks.lock_key = :key;
 
 -- grant: the rows it returns
 WITH next AS MATERIALIZED (
@@ -216,7 +217,7 @@ SET owner = next.owner, fence = greatest(locks.fence + 1, CAST(extract(epoch FRO
 WHERE locks.lock_key = :key
 AND served_ticket < next.ticket
 AND CASE WHEN locks.owner IS NULL OR locks.expires_at <= clock_timestamp() OR (locks.owner = :owner
-AND locks.fence = CAST(:fence AS bigint)) THEN pg_try_advisory_xact_lock(hashtextextended(locks.lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
+AND locks.fence = CAST(:fence AS bigint)) THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL
 RETURNING next.ticket, next.channel )
 SELECT ticket, channel, CASE WHEN channel <> ''
@@ -232,8 +233,8 @@ SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => 
 WHERE lock_key = :key
 AND owner = :owner
 AND expires_at > clock_timestamp()
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (SELECT count(*) FROM mine) >= 0
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING fence ), gone AS ( DELETE FROM lock_waiters
 WHERE owner = :owner
@@ -256,8 +257,8 @@ RETURNING fence;
 -- leave_queue: one empty row for each row that it changed
 DELETE FROM lock_waiters
 WHERE owner = :owner
-AND set_config('synchronous_commit', 'off', true) IS NOT NULL
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL;
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- channel: the rows it returns
 SELECT ticket, channel FROM lock_waiters
@@ -272,8 +273,8 @@ SELECT CAST(pg_notify(:channel, CAST(:ticket AS text) || ' ' || CAST(:key AS tex
 UPDATE lock_waiters
 SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :place)) FROM json_array_elements_text(CAST(:owners AS json)) AS due (holder)
 WHERE owner = due.holder
-AND set_config('synchronous_commit', 'off', true) IS NOT NULL
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL;
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- waits: the rows it returns
 SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread FROM lock_waiters AS waiter JOIN locks AS held
@@ -294,8 +295,8 @@ AND NOT EXISTS (SELECT 1 FROM lock_waiters AS other
 WHERE other.lock_key = :key
 AND other.ticket > served_ticket
 AND other.expires_at > clock_timestamp())
-AND set_config('synchronous_commit', 'off', true) IS NOT NULL
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL;
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- dead: the rows it returns
 SELECT owner FROM lock_waiters
@@ -305,5 +306,5 @@ WHERE expires_at < clock_timestamp() - make_interval(secs => :retention) ORDER B
 DELETE FROM lock_waiters
 WHERE owner = :owner
 AND expires_at < clock_timestamp() - make_interval(secs => :retention)
-AND set_config('synchronous_commit', 'off', true) IS NOT NULL
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL;
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND set_config('synchronous_commit', 'off', true) IS NOT NULL;

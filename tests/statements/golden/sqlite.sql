@@ -48,7 +48,7 @@ ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence;
 
 -- inspect: the rows it returns
-SELECT owner, fence, count, ttl, round((julianday('now') - julianday(acquired_at)) * 86400.0, 3), CASE WHEN expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') THEN max(0.001, round((julianday(expires_at) - julianday('now')) * 86400.0, 3)) ELSE 0.0 END, label, host, pid, thread, program, celery_task_id
+SELECT owner, fence, count, ttl, round((julianday('now') - julianday(acquired_at)) * 86400.0, 3), CASE WHEN expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') THEN max(0.001, round((julianday(expires_at) - julianday('now')) * 86400.0, 3)) ELSE min(0.0, round((julianday(expires_at) - julianday('now')) * 86400.0, 3)) END, label, host, pid, thread, program, celery_task_id
 FROM locks
 WHERE lock_key = :key;
 
@@ -70,7 +70,7 @@ AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
 
 -- renew: one empty row for each row that it changed
 UPDATE locks
-SET expires_at = max( expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', json_extract(due.value, '$.life'))) ) FROM json_each(:leases) AS due
+SET expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', json_extract(due.value, '$.life')))) FROM json_each(:leases) AS due
 WHERE lock_key = json_extract(due.value, '$.key')
 AND owner = json_extract(due.value, '$.owner')
 AND fence = json_extract(due.value, '$.fence')
@@ -160,16 +160,16 @@ WHERE lock_key = :key
 AND served_ticket < :ticket;
 
 -- queue_status: the rows it returns
-SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, CASE WHEN locks.owner IS NOT NULL
-AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') THEN max(0.001, round((julianday(expires_at) - julianday('now')) * 86400.0, 3)) ELSE min(0.0, round((julianday(expires_at) - julianday('now')) * 86400.0, 3)) END, served_ticket + 1, last_ticket, (SELECT count(*) FROM (
-SELECT 1 FROM lock_waiters AS other
+SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, CASE WHEN CASE WHEN locks.owner IS NULL THEN min(locks.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now')) ELSE locks.expires_at END > strftime('%Y-%m-%d %H:%M:%f000', 'now') THEN max(0.001, round((julianday(CASE WHEN locks.owner IS NULL THEN min(locks.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now')) ELSE locks.expires_at END) - julianday('now')) * 86400.0, 3)) ELSE min(0.0, round((julianday(CASE WHEN locks.owner IS NULL THEN min(locks.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now')) ELSE locks.expires_at END) - julianday('now')) * 86400.0, 3)) END, served_ticket + 1, last_ticket, (SELECT count(*) FROM (
+SELECT 1 FROM lock_waiters AS other JOIN locks AS theirs
+ON theirs.lock_key = other.lock_key
 WHERE other.lock_key = :key
-AND other.ticket > served_ticket
+AND other.ticket > theirs.served_ticket
 AND other.ticket < :ticket
-AND other.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') LIMIT 16)), (SELECT count(*) FROM lock_waiters AS me
+AND other.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') LIMIT 16) AS earlier), (SELECT count(*) FROM lock_waiters AS me
 WHERE me.owner = :owner)
 FROM locks
-WHERE lock_key = :key;
+WHERE locks.lock_key = :key;
 
 -- grant: the rows it returns
 UPDATE locks
@@ -183,7 +183,7 @@ AND served_ticket < next.ticket
 AND (locks.owner IS NULL OR locks.expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now') OR (locks.owner = :owner
 AND locks.fence = :fence))
 RETURNING served_ticket, (SELECT channel FROM lock_waiters
-WHERE lock_waiters.owner = locks.owner);
+WHERE lock_waiters.owner = locks.owner), NULL;
 
 -- accept: the rows it returns
 UPDATE locks
@@ -197,10 +197,10 @@ RETURNING fence;
 UPDATE locks
 SET owner = :heir, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
-AND owner = :owner
+AND (owner = :owner
 AND fence = :fence
 AND count = 1
-AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'))
 AND (last_ticket = served_ticket OR :turns > 0)
 RETURNING fence;
 

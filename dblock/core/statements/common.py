@@ -1,0 +1,524 @@
+"""The statements that all databases have in common, told once, in the words of each.
+
+A database gives a `Vocabulary`, some twenty expressions, and the few statements that truly differ; `dialect` makes the
+whole of it. The text is put together from constants when the module is imported, and never again.
+
+Every statement is a transaction of its own on one row by primary key. What the databases differ in (clock, durability,
+how long a row is waited for, how a transaction pins one) is told in their own modules, once for all statements.
+
+Rule: each statement says why it is safe to send, late and twice included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from dblock.core.statements.base import Dialect, Failure, Queue, Reply, Statement, WhenLocked
+
+
+class Vocabulary:
+    """How a database says what the statements have in common. `seconds` is a parameter or a column."""
+
+    now: str
+    """The clock, at this moment or at the start of the statement; never at the start of a transaction."""
+    micros: str
+    """The same as a number: microseconds since 1970."""
+    greatest = "greatest"
+    least = "least"
+    numbers = Reply.ROWS
+    """How the one number comes back that a statement answers with."""
+    by_key = by_owner = by_ticket = by_pin = ""
+    """What makes sure that a table is read through the index on that."""
+    at_once = ""
+    """What stands before a statement that must not wait for another transaction's lock on a row."""
+    durable = ""
+    """The end of a condition: commit on disk before the answer, and wait a bounded time for the row."""
+    asynchronous = ""
+    """The same, but the commit may be lost in a crash of the server."""
+    text = "varchar({})"
+    """The type of text of so many characters, compared code point by code point."""
+    seconds = "double precision"
+    time: str
+    table_options = ""
+
+    def after(self, seconds: str, start: str = "") -> str:
+        """So many seconds after `start`, now by default."""
+        raise NotImplementedError
+
+    def before(self, seconds: str) -> str:
+        """So many seconds ago."""
+        raise NotImplementedError
+
+    def since(self, time: str) -> str:
+        """Seconds from that time until now."""
+        raise NotImplementedError
+
+    def until(self, time: str) -> str:
+        """Seconds from now until that time; more than 0 only if it has not come."""
+        raise NotImplementedError
+
+    def integer(self, parameter: str) -> str:
+        """A number of 32 bits, where the database cannot tell."""
+        return parameter
+
+    def bigint(self, parameter: str) -> str:
+        """A number of 64 bits."""
+        return parameter
+
+    def remember(self, number: str) -> str:
+        """The number, which the statement answers with (see `returning`)."""
+        return number
+
+    def returning(self, column: str) -> str:
+        """The end of a statement that answers with what it has set that column to, by `remember`."""
+        return f"RETURNING {column}"
+
+    def unchanged(self, column: str) -> str:
+        """An assignment, as for a statement that answers with a column that it does not change."""
+        return ""
+
+    def first_unserved(self, free_before: str, free_after: str) -> str:
+        """The end of a release, which answers with the first ticket not served if the key is free now, else 0.
+
+        That is known by the row as it was before, or as it is after; a database looks at one of them.
+        """
+        return f"RETURNING CASE WHEN {free_after} AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END"
+
+    def unpinned(self, condition: str) -> str:
+        """The condition, and that no transaction pins the key; it is not waited for."""
+        return f"({condition})"
+
+    def change(self) -> str:
+        """The beginning of an UPDATE of the key's row that may wait for it, a short time."""
+        return f"UPDATE locks{self.by_key} SET"
+
+    def change_at_once(self, index: str) -> str:
+        """The same, but it never waits for the row, which it reaches through an index."""
+        return f"{self.at_once}UPDATE locks{index} SET"
+
+    def delete_at_once(self) -> str:
+        """The beginning of a DELETE of the key's row that never waits for it."""
+        return f"{self.at_once}DELETE FROM locks"
+
+
+WHO: Final = "label, host, pid, thread, program, celery_task_id"
+TENURE: Final = f"lock_key, owner, fence, count, ttl, acquired_at, expires_at, {WHO}"
+WAITER: Final = f"owner, lock_key, ticket, ttl, {WHO}, channel, joined_at, expires_at"
+
+
+def dialect(
+    words: Vocabulary,
+    *,
+    name: str,
+    classify: Callable[[BaseException], Failure],
+    create: Statement,
+    renew: Statement,
+    alive: Statement,
+    pin: Statement,
+    locate: Statement | None,
+    join: Statement,
+    grant: Statement,
+    heartbeat: Statement,
+    accept: Statement | None = None,
+    call: Statement | None = None,
+    join_answers: bool = False,
+    grant_answers: bool = False,
+    accept_leaves: bool = False,
+    single_writer: bool = False,
+    tick: float = 0.0,
+    quote: str = '"',
+) -> Dialect:
+    """All that a database needs: the common statements in its words, and its own. See `Dialect` for what each does."""
+    queue = Queue(
+        join=join,
+        announce=announce(words),
+        queue_status=queue_status(words),
+        grant=grant,
+        accept=accept or accept_and_stay(words),
+        hand_over_local=hand_over_local(words),
+        leave_queue=leave_queue(words),
+        channel=channel(words),
+        call=call,
+        heartbeat=heartbeat,
+        waits=waits(words),
+        clear=clear(words),
+        dead=dead(words),
+        forget=forget(words),
+        join_answers=join_answers,
+        grant_answers=grant_answers,
+        accept_leaves=accept_leaves,
+    )
+    return Dialect(
+        name=name,
+        take=take(words),
+        create=create,
+        inspect=inspect(words),
+        reenter=reenter(words),
+        extend=extend(words),
+        renew=renew,
+        alive=alive,
+        attach=attach(words),
+        detach=detach(words),
+        release=release(words),
+        leave=leave(words),
+        pin=pin,
+        locate=locate,
+        stale=stale(words),
+        reap=reap(words),
+        tick=tick,
+        single_writer=single_writer,
+        classify=classify,
+        ddl=tables(words),
+        queue=queue,
+        quote=quote,
+    )
+
+
+# -- the row of a key
+
+
+def next_fence(words: Vocabulary) -> str:
+    """Greater than the row's last one, and than those of all rows that the key had before: the clock has gone on."""
+    return f"{words.greatest}(fence + 1, {words.micros})"
+
+
+def _begun(words: Vocabulary, *, count: str = "") -> str:
+    """The assignments of a row whose tenure begins."""
+    return f"""
+    fence = {words.remember(next_fence(words))},{count}
+    ttl = :ttl,
+    acquired_at = {words.now},
+    expires_at = {words.after(":life")},
+    label = :label,
+    host = :host,
+    pid = :pid,
+    thread = :thread,
+    program = :program,
+    celery_task_id = :task"""
+
+
+def _alive(words: Vocabulary) -> str:
+    """The condition that names a tenure whose lease is good."""
+    return f"lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > {words.now}"
+
+
+def _longer(words: Vocabulary) -> str:
+    """The assignment of a lease that lasts at least one life more."""
+    return f"expires_at = {words.greatest}(expires_at, {words.after(':life')})"
+
+
+def take(words: Vocabulary) -> Statement:
+    """Safe: one row, by unique key, and only if nobody's lease is alive on it and no transaction pins it.
+
+    A loser's condition is false: it writes nothing. Durable: whoever hears of the grant relies on it. Waiters come
+    first: the row says whether there may be some.
+    """
+    free = words.unpinned(f"owner IS NULL OR expires_at <= {words.now}")
+    sql = f"""
+{words.change_at_once(words.by_pin)}
+    owner = :owner,{_begun(words, count=" count = 1,")}
+WHERE lock_key = :key AND {free}
+  AND (last_ticket = served_ticket OR {words.integer(":fair")} = 0)
+  {words.durable}
+{words.returning("fence")}
+"""
+    return Statement("take", sql, words.numbers, row_locked=WhenLocked.SKIP, database_locked=WhenLocked.RAISE)
+
+
+def inspect(words: Vocabulary) -> Statement:
+    """Safe: reads only, without locks."""
+    sql = f"""
+SELECT owner, fence, count, ttl, {words.since("acquired_at")}, {words.until("expires_at")}, {WHO}
+FROM locks WHERE lock_key = :key
+"""
+    return Statement("inspect", sql, Reply.ROWS)
+
+
+def reenter(words: Vocabulary) -> Statement:
+    """Safe: names the tenure and sets the count that its flow keeps, so sending it twice is harmless.
+
+    Durable: the longer lease is relied on.
+    """
+    sql = f"""
+{words.change()}
+    count = {words.integer(":count")} + 1,
+    {_longer(words)}
+WHERE {_alive(words)} {words.durable}
+"""
+    return Statement("reenter", sql, Reply.COUNT, keeps=True)
+
+
+def extend(words: Vocabulary) -> Statement:
+    """Safe: names the tenure; an ended lease is never revived, and sending it twice is harmless.
+
+    Durable: the longer lease is relied on.
+    """
+    sql = f"""
+{words.change()}
+    ttl = :ttl,
+    expires_at = {words.after(":life")}
+WHERE {_alive(words)} {words.durable}
+"""
+    return Statement("extend", sql, Reply.COUNT, keeps=True)
+
+
+def attach(words: Vocabulary) -> Statement:
+    """Safe: names the tenure and revives none.
+
+    Counts from what the row says, so sending it twice may count twice: the key is then free later, at the end of the
+    lease. Durable: the longer lease is relied on.
+    """
+    sql = f"""
+{words.change()}
+    count = {words.remember("count + 1")},
+    {_longer(words)},
+    host = :host,
+    pid = :pid,
+    thread = :thread,
+    program = :program,
+    celery_task_id = :task
+WHERE {_alive(words)} {words.durable}
+{words.returning("count")}
+"""
+    return Statement("attach", sql, words.numbers)
+
+
+def detach(words: Vocabulary) -> Statement:
+    """Safe: names the tenure. Leaves it alive, at count 0 too: its token's bearer has until the end of the lease.
+
+    With a `count` it sets that, as the release does, and so may be sent twice, unless the row shows that somebody has
+    attached or that there are more. Without one it counts from what the row says, and is sent once.
+    """
+    given = words.integer(":count")
+    sql = f"""
+{words.change()}
+    count = CASE WHEN {given} > 0 THEN {given} ELSE count END - 1,
+    {_longer(words)}
+WHERE {_alive(words)}
+  AND ({given} = 0 OR (count <= {given} AND host = :host AND pid = :pid AND thread = :thread))
+  {words.durable}
+"""
+    return Statement("detach", sql, Reply.COUNT, keeps=True)
+
+
+def release(words: Vocabulary) -> Statement:
+    """Safe: names the tenure and sets the count, so sending it twice is harmless.
+
+    Asynchronous: if a crash loses it the key stays taken until the lease ends, which is late, not wrong. (It must not
+    ask for `owner IS NULL` afterwards: SQLite 3.40 takes that for false because the condition says `owner = ...`.)
+    """
+    count = words.integer(":count")
+    sql = f"""
+{words.change()}
+    owner = CASE WHEN {count} > 1 THEN owner END,
+    expires_at = CASE WHEN {count} > 1 THEN expires_at ELSE {words.now} END,
+    count = {count} - 1
+WHERE lock_key = :key AND owner = :owner AND fence = :fence
+  {words.asynchronous}
+{words.first_unserved(":count = 1", "count = 0")}
+"""
+    return Statement("release", sql, words.numbers, keeps=True)
+
+
+def leave(words: Vocabulary) -> Statement:
+    """Safe: names the tenure. Counts from what the row says, so it is sent twice only where nobody else counts.
+
+    An owner that is nobody's keeps the key closed for the rest of `min_hold`. Asynchronous, as the release.
+    """
+    not_before = words.after(":min_hold", "acquired_at")
+    sql = f"""
+{words.change()}
+    owner = CASE WHEN count > 1 THEN owner WHEN {not_before} > {words.now} THEN '' END,
+    expires_at = CASE WHEN count > 1 THEN expires_at ELSE {words.greatest}({words.now}, {not_before}) END,
+    count = {words.greatest}(count - 1, 0)
+WHERE lock_key = :key AND owner = :owner AND fence = :fence
+  {words.asynchronous}
+{words.first_unserved("count <= 1", "count = 0")}
+"""
+    return Statement("leave", sql, words.numbers, keeps=True)
+
+
+def stale(words: Vocabulary) -> Statement:
+    """Safe: reads only, without locks. `expires_at` of a free row is when it was released."""
+    sql = f"SELECT lock_key FROM locks WHERE expires_at < {words.before(':retention')} ORDER BY lock_key LIMIT 1000"
+    return Statement("stale", sql, Reply.ROWS)
+
+
+def reap(words: Vocabulary) -> Statement:
+    """Safe: one row, by primary key, and only if it is still stale: a take in between has moved expires_at.
+
+    Asynchronous: a lost deletion leaves a row for longer.
+    """
+    sql = f"""
+{words.delete_at_once()}
+WHERE lock_key = :key AND expires_at < {words.before(":retention")}
+  {words.asynchronous}
+  AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
+                  WHERE waiter.lock_key = :key AND waiter.expires_at > {words.now})
+"""
+    return Statement("reap", sql, Reply.COUNT, row_locked=WhenLocked.SKIP)
+
+
+# -- the queue
+
+
+def announce(words: Vocabulary) -> Statement:
+    """Safe: only upwards, and not once the ticket has been passed over."""
+    ticket = words.bigint(":ticket")
+    sql = f"""
+{words.change_at_once(words.by_key)}
+    last_ticket = {words.greatest}(last_ticket, {ticket})
+WHERE lock_key = :key AND served_ticket < {ticket} {words.asynchronous}
+"""
+    return Statement("announce", sql, Reply.COUNT)
+
+
+def queue_status(words: Vocabulary) -> Statement:
+    """Safe: reads only, without locks."""
+    ended = f"{words.least}(locks.expires_at, {words.now})"
+    sql = f"""
+SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END,
+       {words.until(f"CASE WHEN locks.owner IS NULL THEN {ended} ELSE locks.expires_at END")},
+       served_ticket + 1,
+       last_ticket,
+       (SELECT count(*) FROM (
+            SELECT 1 FROM lock_waiters AS other JOIN locks AS theirs ON theirs.lock_key = other.lock_key
+            WHERE other.lock_key = :key AND other.ticket > theirs.served_ticket
+              AND other.ticket < {words.bigint(":ticket")} AND other.expires_at > {words.now}
+            LIMIT 16) AS earlier),
+       (SELECT count(*) FROM lock_waiters AS me WHERE me.owner = :owner)
+FROM locks WHERE locks.lock_key = :key
+"""
+    return Statement("queue_status", sql, Reply.ROWS)
+
+
+def channel(words: Vocabulary) -> Statement:
+    """Safe: reads only, without locks."""
+    sql = f"""
+SELECT ticket, channel FROM lock_waiters{words.by_ticket}
+WHERE lock_key = :key AND ticket >= {words.bigint(":ticket")} AND expires_at > {words.now}
+ORDER BY ticket LIMIT 1
+"""
+    return Statement("channel", sql, Reply.ROWS)
+
+
+def accept_and_stay(words: Vocabulary) -> Statement:
+    """Safe: names the owner, whose token is of this place in the queue alone, and shortens nothing.
+
+    Durable: the lease is relied on. The waiter's row stays, for `leave_queue`.
+    """
+    sql = f"""
+{words.change_at_once(words.by_key)}
+    {words.unchanged("fence")}{_longer(words)}
+WHERE lock_key = :key AND owner = :owner AND expires_at > {words.now} {words.durable}
+{words.returning("fence")}
+"""
+    return Statement("accept", sql, words.numbers, keeps=True)
+
+
+def hand_over_local(words: Vocabulary) -> Statement:
+    """Safe: as a release and a take in one, which names the tenure that it ends, so it may arrive late.
+
+    It begins one that only this process can tell of, and not while a transaction pins the key. Durable: the lease is
+    relied on.
+    """
+    ours = words.unpinned(
+        f"owner = :owner AND fence = {words.bigint(':fence')} AND count = 1 AND expires_at > {words.now}"
+    )
+    sql = f"""
+{words.change_at_once(words.by_pin)}
+    owner = :heir,{_begun(words)}
+WHERE lock_key = :key AND {ours}
+  AND (last_ticket = served_ticket OR {words.integer(":turns")} > 0)
+  {words.durable}
+{words.returning("fence")}
+"""
+    return Statement("hand_over_local", sql, words.numbers, keeps=True, row_locked=WhenLocked.SKIP)
+
+
+def leave_queue(words: Vocabulary) -> Statement:
+    """Safe: one row, by primary key, which is the waiter's own."""
+    sql = f"{words.at_once}DELETE FROM lock_waiters WHERE owner = :owner {words.asynchronous}"
+    return Statement("leave_queue", sql, Reply.COUNT, keeps=True)
+
+
+def waits(words: Vocabulary) -> Statement:
+    """Safe: reads only, and all of it as of one moment."""
+    sql = f"""
+SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread,
+       held.owner, held.host, held.pid, held.thread
+FROM lock_waiters AS waiter JOIN locks AS held ON held.lock_key = waiter.lock_key
+WHERE waiter.expires_at > {words.now} AND held.expires_at > {words.now}
+  AND held.owner IS NOT NULL AND held.owner <> waiter.owner AND held.count > 0
+"""
+    return Statement("waits", sql, Reply.ROWS)
+
+
+def clear(words: Vocabulary) -> Statement:
+    """Safe: every ticket up to `last` was visible when this began, since it had been read.
+
+    A later one changes the row's `last_ticket`, and the condition is then false, also for an update that had to wait.
+    """
+    sql = f"""
+{words.change_at_once(words.by_key)} served_ticket = last_ticket
+WHERE lock_key = :key AND last_ticket = {words.bigint(":last")} AND served_ticket < last_ticket
+  AND NOT EXISTS (SELECT 1 FROM lock_waiters AS other
+                  WHERE other.lock_key = :key AND other.ticket > served_ticket AND other.expires_at > {words.now})
+  {words.asynchronous}
+"""
+    return Statement("clear", sql, Reply.COUNT)
+
+
+def dead(words: Vocabulary) -> Statement:
+    """Safe: reads only, without locks."""
+    sql = f"SELECT owner FROM lock_waiters WHERE expires_at < {words.before(':retention')} ORDER BY owner LIMIT 1000"
+    return Statement("dead", sql, Reply.ROWS)
+
+
+def forget(words: Vocabulary) -> Statement:
+    """Safe: one row, by primary key, and only if it is still dead; one that wakes up so late joins the queue anew."""
+    sql = f"""
+{words.at_once}DELETE FROM lock_waiters
+WHERE owner = :owner AND expires_at < {words.before(":retention")} {words.asynchronous}
+"""
+    return Statement("forget", sql, Reply.COUNT, row_locked=WhenLocked.SKIP)
+
+
+# -- the tables
+
+
+def tables(words: Vocabulary) -> str:
+    """What makes them."""
+    short, long, name = words.text.format(64), words.text.format(255), words.text.format(63)
+    who = f"""
+    label {long} NOT NULL,
+    host {long} NOT NULL,
+    pid integer NOT NULL,
+    thread {long} NOT NULL,
+    program {long} NOT NULL,
+    celery_task_id {long} NOT NULL,"""
+    return f"""\
+CREATE TABLE locks (
+    lock_key {long} NOT NULL PRIMARY KEY,
+    owner {short},
+    fence bigint NOT NULL,
+    count integer NOT NULL,
+    ttl {words.seconds} NOT NULL,
+    acquired_at {words.time} NOT NULL,
+    expires_at {words.time} NOT NULL,{who}
+    last_ticket bigint DEFAULT 0 NOT NULL,
+    served_ticket bigint DEFAULT 0 NOT NULL
+){words.table_options};
+CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
+CREATE TABLE lock_waiters (
+    owner {short} NOT NULL PRIMARY KEY,
+    lock_key {long} NOT NULL,
+    ticket bigint NOT NULL,
+    ttl {words.seconds} NOT NULL,{who}
+    channel {name} NOT NULL,
+    joined_at {words.time} NOT NULL,
+    expires_at {words.time} NOT NULL
+){words.table_options};
+CREATE UNIQUE INDEX lock_waiters_queue ON lock_waiters (lock_key, ticket);
+"""
