@@ -376,10 +376,10 @@ WHERE lock_key = :key AND served_ticket < {ticket} {words.asynchronous}
 
 def queue_status(words: Vocabulary) -> Statement:
     """Safe: reads only, without locks."""
-    ended = f"{words.least}(locks.expires_at, {words.now})"
+    left = words.until("locks.expires_at")
     sql = f"""
 SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END,
-       {words.until(f"CASE WHEN locks.owner IS NULL THEN {ended} ELSE locks.expires_at END")},
+       CASE WHEN locks.owner IS NULL THEN {words.least}({left}, 0) ELSE {left} END,
        served_ticket + 1,
        last_ticket,
        (SELECT count(*) FROM (

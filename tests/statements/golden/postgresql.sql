@@ -194,7 +194,9 @@ AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- queue_status: the rows it returns
-SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, CAST(extract(epoch FROM CASE WHEN locks.owner IS NULL THEN least(locks.expires_at, clock_timestamp()) ELSE locks.expires_at END - clock_timestamp()) AS double precision), served_ticket + 1, last_ticket, (SELECT count(*) FROM (
+SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, CASE WHEN locks.owner IS NULL THEN least(CAST(extract(epoch
+FROM locks.expires_at - clock_timestamp()) AS double precision), 0) ELSE CAST(extract(epoch
+FROM locks.expires_at - clock_timestamp()) AS double precision) END, served_ticket + 1, last_ticket, (SELECT count(*) FROM (
 SELECT 1 FROM lock_waiters AS other JOIN locks AS theirs
 ON theirs.lock_key = other.lock_key
 WHERE other.lock_key = :key

@@ -48,7 +48,7 @@ ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence;
 
 -- inspect: the rows it returns
-SELECT owner, fence, count, ttl, round((julianday('now') - julianday(acquired_at)) * 86400.0, 3), CASE WHEN expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') THEN max(0.001, round((julianday(expires_at) - julianday('now')) * 86400.0, 3)) ELSE min(0.0, round((julianday(expires_at) - julianday('now')) * 86400.0, 3)) END, label, host, pid, thread, program, celery_task_id
+SELECT owner, fence, count, ttl, round((julianday('now') - julianday(acquired_at)) * 86400.0, 3), round((julianday(expires_at) - julianday('now')) * 86400.0, 3), label, host, pid, thread, program, celery_task_id
 FROM locks
 WHERE lock_key = :key;
 
@@ -160,7 +160,7 @@ WHERE lock_key = :key
 AND served_ticket < :ticket;
 
 -- queue_status: the rows it returns
-SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, CASE WHEN CASE WHEN locks.owner IS NULL THEN min(locks.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now')) ELSE locks.expires_at END > strftime('%Y-%m-%d %H:%M:%f000', 'now') THEN max(0.001, round((julianday(CASE WHEN locks.owner IS NULL THEN min(locks.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now')) ELSE locks.expires_at END) - julianday('now')) * 86400.0, 3)) ELSE min(0.0, round((julianday(CASE WHEN locks.owner IS NULL THEN min(locks.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now')) ELSE locks.expires_at END) - julianday('now')) * 86400.0, 3)) END, served_ticket + 1, last_ticket, (SELECT count(*) FROM (
+SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, CASE WHEN locks.owner IS NULL THEN min(round((julianday(locks.expires_at) - julianday('now')) * 86400.0, 3), 0) ELSE round((julianday(locks.expires_at) - julianday('now')) * 86400.0, 3) END, served_ticket + 1, last_ticket, (SELECT count(*) FROM (
 SELECT 1 FROM lock_waiters AS other JOIN locks AS theirs
 ON theirs.lock_key = other.lock_key
 WHERE other.lock_key = :key
