@@ -17,10 +17,10 @@ from sqlalchemy import create_engine
 
 from benchmarks.places import places
 from benchmarks.uncontended import ROUNDS, Candidate, measure
-from dblock.core import protocol
-from dblock.core.drive import drive
-from dblock.core.flows import current_flow
-from dblock.core.watchdog import watchdog
+from dblock.core.holding.flows import current_flow
+from dblock.core.protocol import tenures
+from dblock.core.protocol.drive import drive
+from dblock.core.watchdog.watchdog import watchdog
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 
@@ -88,7 +88,7 @@ def renewal(url: str) -> float:
     durations = []
     for _ in range(3):
         start = time.perf_counter()
-        _, lapsed = drive(protocol.renew(store.database, leases, store.database.now() + 1), store)
+        _, lapsed = drive(tenures.renew(store.database, leases, store.database.now() + 1), store)
         durations.append(time.perf_counter() - start)
         if lapsed is not None:
             raise SystemExit("some lease was not renewed")

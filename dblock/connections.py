@@ -1,10 +1,10 @@
 """The connections of the lock for one alias of DATABASES.
 
-They are opened as Django opens its own, from the same settings, but belong to the lock, see `dblock.core.pool`: not to
-a thread, nor to the psycopg pool of `OPTIONS["pool"]`. At most MOST are in use at a time for taking and waiting, and
-MOST for keeping and giving back. They outlive requests, whatever CONN_MAX_AGE says; but where somebody closes a
-connection of Django's by hand (a test runner that is about to drop its database, `connections.close_all()` before a
-fork), those that are idle are closed as well.
+They are opened as Django opens its own, from the same settings, but belong to the lock, see
+`dblock.core.connections.pool`: not to a thread, nor to the psycopg pool of `OPTIONS["pool"]`. At most MOST are in use
+at a time for taking and waiting, and MOST for keeping and giving back. They outlive requests, whatever CONN_MAX_AGE
+says; but where somebody closes a connection of Django's by hand (a test runner that is about to drop its database,
+`connections.close_all()` before a fork), those that are idle are closed as well.
 
 SQLite has one writer: beside a write transaction of the same thread nothing can be written, so there, and for databases
 in memory, the statement joins the caller's transaction. So it does on the caller's connection in autocommit mode if the
@@ -27,8 +27,8 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
-from dblock.core.pool import AutocommitPool, PooledConnection
-from dblock.core.store import SQLITE_BUSY
+from dblock.core.connections.pool import AutocommitPool, PooledConnection
+from dblock.core.face.executor import SQLITE_BUSY
 from dblock.sessions import set_up
 
 MOST: Final = 5

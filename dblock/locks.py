@@ -16,15 +16,17 @@ from django.core.signals import setting_changed
 from django.db import connections, router
 
 from dblock import conf, signals
-from dblock.core import errors, operations, protocol
-from dblock.core.drive import adrive, drive
+from dblock.core import errors
 from dblock.core.errors import Reason
-from dblock.core.faces import AsyncLock, Attaching, SyncLock, enter
-from dblock.core.flows import current_task
-from dblock.core.holds import Hold
-from dblock.core.key_template import NoKey
+from dblock.core.face import operations
+from dblock.core.face.key_template import NoKey
+from dblock.core.face.locks import AsyncLock, Attaching, SyncLock, enter
+from dblock.core.holding.flows import current_task
+from dblock.core.holding.holds import Hold
 from dblock.core.options import Given
-from dblock.core.steps import Steps
+from dblock.core.protocol import tenures
+from dblock.core.protocol.drive import adrive, drive
+from dblock.core.protocol.steps import Steps
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention, valid_timeout, valid_ttl
 from dblock.core.values import Seconds
@@ -296,7 +298,7 @@ async def areap(*, retention: Seconds | None = None, using: str | None = None) -
 def _reaping(retention: Seconds | None, using: str | None) -> tuple[Steps[int], DjangoStore]:
     store = store_for(using or default_alias())
     seconds = valid_retention(conf.settings().RETENTION if retention is None else retention)
-    return protocol.reap(store.database, seconds), store
+    return tenures.reap(store.database, seconds), store
 
 
 def default_alias() -> str:

@@ -15,8 +15,8 @@ import contextlib
 import os
 from typing import Any
 
-from dblock.core.pool import PooledConnection
-from dblock.core.store import SQLITE_BUSY
+from dblock.core.connections.pool import PooledConnection
+from dblock.core.face.executor import SQLITE_BUSY
 
 _POSTGRESQL = """
 SELECT CASE WHEN pg_backend_pid() = {process}

@@ -20,11 +20,11 @@ from django.utils.connection import ConnectionDoesNotExist
 from dblock import conf
 from dblock.connections import DjangoPool, DjangoSQLite, in_sqlite_transaction, own_wrapper
 from dblock.core.errors import LockError, LockTimeout, StoreLocked, UnsupportedDatabase
-from dblock.core.protocol import Database
+from dblock.core.face.executor import BaseStore
+from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.protocol.tenures import Database
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Cursor, Tables, perform
-from dblock.core.steps import Execute, Rows
-from dblock.core.store import BaseStore
 from dblock.core.wakeup import local_socket
 from dblock.listening import psycopg_subscription
 

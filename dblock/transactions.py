@@ -20,10 +20,10 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
-from dblock.core.drive import drive
 from dblock.core.errors import LockError
-from dblock.core.holds import Hold
-from dblock.core.operations import finish, look_after
+from dblock.core.face.operations import finish, look_after
+from dblock.core.holding.holds import Hold
+from dblock.core.protocol.drive import drive
 
 _ENDS = ("commit", "rollback", "savepoint_commit", "savepoint_rollback", "close")
 

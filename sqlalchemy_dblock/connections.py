@@ -1,8 +1,8 @@
 """The connections of the lock for one engine.
 
 They are opened as the engine's pool opens its own (same credentials, same events) but never taken from that pool; see
-`dblock.core.pool`. `engine.dispose()` closes them. As many are in use at a time as the engine's own pool may have, and
-an engine with a NullPool keeps none.
+`dblock.core.connections.pool`. `engine.dispose()` closes them. As many are in use at a time as the engine's own pool
+may have, and an engine with a NullPool keeps none.
 
 A database in memory lives in the engine's own connection: there the statement joins the caller's transaction if one is
 open, and commits on its own if not.
@@ -26,9 +26,9 @@ from sqlalchemy.pool import PoolProxiedConnection
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from dblock.core import clock
+from dblock.core.connections.pool import KEPT, AutocommitPool, PooledConnection
 from dblock.core.errors import StoreConflict
-from dblock.core.flows import current_task
-from dblock.core.pool import KEPT, AutocommitPool, PooledConnection
+from dblock.core.holding.flows import current_task
 from dblock.sessions import set_up
 
 

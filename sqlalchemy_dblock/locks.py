@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 from sqlalchemy import Engine
 from sqlalchemy.util import greenlet_spawn
 
-from dblock.core import operations, protocol
-from dblock.core.base import BaseLock
-from dblock.core.drive import adrive, drive
-from dblock.core.faces import AsyncLock as CoreAsyncLock
-from dblock.core.faces import Attaching, SyncLock
-from dblock.core.flows import current_task
-from dblock.core.holds import Hold
-from dblock.core.key_template import NoKey
+from dblock.core.face import operations
+from dblock.core.face.base import BaseLock
+from dblock.core.face.key_template import NoKey
+from dblock.core.face.locks import AsyncLock as CoreAsyncLock
+from dblock.core.face.locks import Attaching, SyncLock
+from dblock.core.holding.flows import current_task
+from dblock.core.holding.holds import Hold
 from dblock.core.options import Given
-from dblock.core.steps import Steps
+from dblock.core.protocol import tenures
+from dblock.core.protocol.drive import adrive, drive
+from dblock.core.protocol.steps import Steps
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention
 from dblock.core.values import Seconds
@@ -212,7 +213,7 @@ def reap(engine: Engine | AsyncEngine, *, retention: Seconds = 3600.0) -> int | 
     To be awaited for an AsyncEngine. Safe to run at any time, any number of times at once.
     """
     store = store_for(_sync_engine(engine))
-    steps = protocol.reap(store.database, valid_retention(retention))
+    steps = tenures.reap(store.database, valid_retention(retention))
     return drive(steps, store) if isinstance(engine, Engine) else adrive(steps, store)
 
 

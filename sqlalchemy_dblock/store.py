@@ -16,14 +16,14 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import SingletonThreadPool
 from sqlalchemy.util import greenlet_spawn
 
+from dblock.core.connections.pool import PooledConnection
 from dblock.core.errors import SynchronousOnlyOperation, UnsupportedDatabase
-from dblock.core.flows import current_task
-from dblock.core.pool import PooledConnection
-from dblock.core.protocol import Database
+from dblock.core.face.executor import BaseStore
+from dblock.core.holding.flows import current_task
+from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.protocol.tenures import Database
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Tables
-from dblock.core.steps import Execute, Rows
-from dblock.core.store import BaseStore
 from dblock.core.validation import valid_tables
 from dblock.core.wakeup import local_socket
 from dblock.core.wakeup.listener import Subscription

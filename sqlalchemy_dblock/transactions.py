@@ -15,11 +15,11 @@ from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.exc import DBAPIError, MissingGreenlet
 from sqlalchemy.util import await_only
 
-from dblock.core.drive import adrive, drive
 from dblock.core.errors import LockError
-from dblock.core.holds import Hold
-from dblock.core.operations import finish
-from dblock.core.steps import Execute, Rows
+from dblock.core.face.operations import finish
+from dblock.core.holding.holds import Hold
+from dblock.core.protocol.drive import adrive, drive
+from dblock.core.protocol.steps import Execute, Rows
 from sqlalchemy_dblock.store import EngineStore
 
 log = logging.getLogger("dblock")

@@ -19,10 +19,10 @@ from django.db import connections
 from sqlalchemy import create_engine, event, text
 from sqlalchemy.engine import Dialect, Engine, make_url
 
-from dblock.core import acquiring, local_queue, waiting
-from dblock.core.flows import current_flow
+from dblock.core.acquire import acquiring, local_queue, waiting
+from dblock.core.holding.flows import current_flow
 from dblock.core.wakeup import registry
-from dblock.core.watchdog import watchdog
+from dblock.core.watchdog.watchdog import watchdog
 from tests.proxy import Proxy
 from tests.servers import MariaDB, MySQL, PgBouncer, PostgreSQL, Server, free_port, remove_leftovers
 
@@ -104,7 +104,7 @@ def _patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """
     if request.node.get_closest_marker("exact") is None:
         if "sqlite" not in request.node.name:
-            monkeypatch.setattr("dblock.core.acquiring.TRY", PATIENT)
+            monkeypatch.setattr("dblock.core.acquire.acquiring.TRY", PATIENT)
         for module in (acquiring, waiting):
             monkeypatch.setattr(module, "LEAVE_TIMEOUT", UNHURRIED)
 

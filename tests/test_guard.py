@@ -22,8 +22,8 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout, Reason, StaleSnapshot
+from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements.base import Reply, Statement
-from dblock.core.steps import Execute, Rows
 from sqlalchemy_dblock import attach, reap
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
 from tests.conftest import ALIASES, DATABASES, INNODB, SERVERS, ready, run, url

@@ -11,7 +11,7 @@ from django.db import connections
 from django.test import override_settings
 from sqlalchemy import create_engine
 
-from dblock.core import waiting
+from dblock.core.acquire import waiting
 from dblock.core.wakeup.local_socket import mailbox
 from dblock.listening import PsycopgEar
 from dblock.store import store_for

@@ -23,7 +23,7 @@ def python(code: str) -> str:
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("dblock.core.faces", ("django", "sqlalchemy", "celery", "psycopg", "asyncio")),
+        ("dblock.core.face.locks", ("django", "sqlalchemy", "celery", "psycopg", "asyncio")),
         ("dblock", ("django", "sqlalchemy", "celery", "asyncio")),
         ("dblock.cli", ("django", "sqlalchemy", "celery")),
         ("dblock.locks", ("sqlalchemy", "celery")),
@@ -42,7 +42,7 @@ def test_the_core_runs_without_any_framework() -> None:
 import sys
 for name in ("django", "sqlalchemy", "celery", "asgiref", "psycopg"):
     sys.modules[name] = None
-import dblock, dblock.core.faces, dblock.core.drive, dblock.cli
+import dblock, dblock.core.face.locks, dblock.core.protocol.drive, dblock.cli
 print(dblock.LockTimeout.__mro__[1].__name__)
 """
     assert python(code) == "LockError"

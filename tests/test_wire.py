@@ -13,7 +13,7 @@ from sqlalchemy import create_engine
 
 import dblock
 import sqlalchemy_dblock
-from dblock.core import waiting
+from dblock.core.acquire import waiting
 from dblock.store import store_for
 from tests.conftest import INNODB, SERVERS, ready, run, url
 from tests.proxy import Proxy

@@ -15,8 +15,8 @@ from collections import Counter
 from functools import lru_cache
 from typing import Any
 
+from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements.base import Reply, Statement, perform, rendered
-from dblock.core.steps import Execute, Rows
 
 OFTEN = 5
 """How often a statement is used on a connection before it is prepared, which takes a round trip."""

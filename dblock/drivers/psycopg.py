@@ -18,8 +18,8 @@ from typing import Any
 
 from psycopg import errors, generators, pq
 
+from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements.base import Reply, Statement, rendered
-from dblock.core.steps import Execute, Rows
 
 _READERS = {20: int, 21: int, 23: int, 701: float}
 """How to read the text of int8, int2, int4 and float8; the rest is text."""

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dblock.core.errors import LockStoreError, StoreUnanswered
+from dblock.core.protocol.steps import Execute
 from dblock.core.statements.base import Dialect, Statement
-from dblock.core.steps import Execute
 from tests.contract.subjects import Actor, Subject
 
 # What the server, or the driver by itself, refuses: grammar, arithmetic, a missing table and column, a broken

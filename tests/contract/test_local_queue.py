@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dblock.core import local_queue
-from dblock.core.store import BaseStore
+from dblock.core.acquire import local_queue
+from dblock.core.face.executor import BaseStore
 from tests.contract.subjects import Actor, Subject
 from tests.contract.test_queue import LATER, lined_up, stranger, waiters
 from tests.faults.lab import until
@@ -33,7 +33,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.fixture
 def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of a line waits for a local hand-over for as long as it takes."""
-    monkeypatch.setattr("dblock.core.waiting.LOCAL_HANDOVER_WAIT", 60.0)
+    monkeypatch.setattr("dblock.core.acquire.waiting.LOCAL_HANDOVER_WAIT", 60.0)
 
 
 def start(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Any]:

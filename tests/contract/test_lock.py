@@ -267,8 +267,8 @@ def test_fences_increase(subject: Subject, actor: Actor) -> None:
 
 def test_other_tenures_are_out_of_reach(subject: Subject, actor: Actor) -> None:
     """A statement that names another key, owner or fence changes nothing."""
-    from dblock.core import protocol
-    from dblock.core.drive import adrive, drive
+    from dblock.core.protocol import tenures
+    from dblock.core.protocol.drive import adrive, drive
     from dblock.core.values import Tenure
 
     lock = subject.lock("k")
@@ -289,10 +289,10 @@ def test_other_tenures_are_out_of_reach(subject: Subject, actor: Actor) -> None:
         return actor.do(lambda: adrive(steps, lock._store()))
 
     for stranger in strangers:
-        assert attack(protocol.extend(subject.protocol, stranger, 600.0)) is None
-        assert attack(protocol.reenter(subject.protocol, stranger, 1, 600.0)) is None
-        assert attack(protocol.verify(subject.protocol, stranger)) is False
-        assert attack(protocol.release(subject.protocol, stranger, 1)) is None
+        assert attack(tenures.extend(subject.protocol, stranger, 600.0)) is None
+        assert attack(tenures.reenter(subject.protocol, stranger, 1, 600.0)) is None
+        assert attack(tenures.verify(subject.protocol, stranger)) is False
+        assert attack(tenures.release(subject.protocol, stranger, 1)) is None
     assert subject.row("k") == before
     actor.call(lock, "release")
 

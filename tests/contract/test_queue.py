@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from dblock.core import local_queue, queue, waiting
+from dblock.core.acquire import local_queue, waiting
 from dblock.core.errors import LockDeadlock, LockLost
-from dblock.core.steps import Execute, Rows
+from dblock.core.protocol import queue
+from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.wakeup import registry
 from tests.contract.subjects import Actor, Subject, twin
 from tests.contract.test_lease import attach

@@ -12,9 +12,9 @@ import dblock
 import sqlalchemy_dblock
 from dblock import LockLost, Reason
 from dblock.core.errors import StoreBusy, StoreConflict
-from dblock.core.steps import Execute
-from dblock.core.store import BaseStore
-from dblock.core.watchdog import watchdog
+from dblock.core.face.executor import BaseStore
+from dblock.core.protocol.steps import Execute
+from dblock.core.watchdog.watchdog import watchdog
 from tests.conftest import ALIASES
 from tests.contract.subjects import Actor, Subject, twin
 from tests.faults.lab import until
@@ -86,8 +86,8 @@ def test_a_database_that_fails_is_asked_once(
         return execute(store, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr("dblock.core.protocol.PATIENCE", 0.1)
-        patch.setattr("dblock.core.queue.PATIENCE", 0.1)
+        patch.setattr("dblock.core.protocol.tenures.PATIENCE", 0.1)
+        patch.setattr("dblock.core.protocol.queue.PATIENCE", 0.1)
         patch.setattr(BaseStore, "execute", refuse)
         assert other.do(lambda: release_all(subject)) == 0
     assert set(asked) == {"c"}, "the last one taken comes first"
@@ -144,7 +144,7 @@ def test_a_row_that_is_locked_is_passed_over(
         return execute(store, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr("dblock.core.protocol.PATIENCE", 0.1)
+        patch.setattr("dblock.core.protocol.tenures.PATIENCE", 0.1)
         patch.setattr(BaseStore, "execute", refuse)
         if subject.face == "sync":
             with pytest.raises(KeyboardInterrupt):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dblock.core import protocol
 from dblock.core.errors import StoreConflict, StoreUnanswered
-from dblock.core.steps import Execute, Rows, Steps
+from dblock.core.protocol import tenures
+from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.values import Tenure
 from tests.core.test_protocol import World, lost_after, raising
 from tests.core.test_protocol import play as perform
@@ -98,7 +98,7 @@ def test_random_hand_overs(seed: int, share: float) -> None:
     fence = world._begin(None, {**someone(0), "key": "k", "owner": "o", "ttl": 600.0, "life": 600.0})[0][0]
     tenure, database, row = Tenure("k", "o", fence), world.database(), world.rows["k"]
     row["count"] = count = chance.choice((1, 2, 3))
-    detached = protocol.detach(database, tenure, 600.0, 0.0, count=count, who=someone(0))
+    detached = tenures.detach(database, tenure, 600.0, 0.0, count=count, who=someone(0))
     assert play(world, detached, chance, share, late)
     assert row["count"] == count - 1
     assert row["expires_at"] >= world.time + 599
@@ -112,15 +112,15 @@ def test_random_hand_overs(seed: int, share: float) -> None:
         move = chance.choice(moves)
         try:
             if move == "attach":
-                attached = protocol.attach(database, tenure, someone(number), 600.0, 0.0)
+                attached = tenures.attach(database, tenure, someone(number), 600.0, 0.0)
                 found = play(world, attached, chance, share)
                 assert found is not None
                 holders += 1
             elif move == "detach":
-                assert play(world, protocol.detach(database, tenure, 600.0, 0.0), chance, share)
+                assert play(world, tenures.detach(database, tenure, 600.0, 0.0), chance, share)
                 holders, tokens = holders - 1, tokens + 1
             elif holders > 1 or not tokens or chance.random() < 0.2:
-                _ = play(world, protocol.leave(database, tenure, 0.0, alone=False), chance, share)
+                _ = play(world, tenures.leave(database, tenure, 0.0, alone=False), chance, share)
                 holders -= 1
                 if holders == 0 and row["owner"] is None:
                     break  # given back: the tokens are of an ended tenure
@@ -152,7 +152,7 @@ def test_a_bearer_that_attaches_between_two_sendings_is_counted() -> None:
         _ = world._attach({**tenure._asdict(), **someone(1), "life": 600.0})
         raise StoreUnanswered("cut")
 
-    steps = protocol.detach(world.database(), tenure, 600.0, 0.0, count=2, who=someone(0))
+    steps = tenures.detach(world.database(), tenure, 600.0, 0.0, count=2, who=someone(0))
     assert perform(world, steps, {("detach", 0): unanswered}) is True
     assert world.rows["k"]["count"] == 2
 
@@ -161,7 +161,7 @@ def test_a_bearer_that_has_attached_unnoticed_is_counted() -> None:
     """The flow thinks that it counts alone; the row shows that it does not."""
     world, tenure = shared(1)
     _ = world._attach({**tenure._asdict(), **someone(1), "life": 9.0})
-    steps = protocol.detach(world.database(), tenure, 600.0, 0.0, count=1, who=someone(0))
+    steps = tenures.detach(world.database(), tenure, 600.0, 0.0, count=1, who=someone(0))
     assert perform(world, steps, {}) is True
     assert world.rows["k"]["count"] == 1
 
@@ -170,7 +170,7 @@ def test_what_others_count_is_lowered_once() -> None:
     """A lost answer: the count may be one too high, never too low; the bearer has a whole lease all the same."""
     for fault, count in ((lost_after, 2), (lambda _: raising(StoreUnanswered("cut")), 3)):
         world, tenure = shared(3)
-        steps = protocol.detach(world.database(), tenure, 600.0, 0.0)
+        steps = tenures.detach(world.database(), tenure, 600.0, 0.0)
         assert perform(world, steps, {("detach", 0): fault(world)}) is True
         assert world.rows["k"]["count"] == count
         assert world.rows["k"]["expires_at"] > world.time + 599
@@ -182,5 +182,5 @@ def test_a_tenure_that_ended_is_not_handed_over(count: int) -> None:
     for faults in ({}, {("detach", 0): raising(StoreUnanswered("cut"))}):
         world, tenure = shared(2)
         world.time += 10
-        steps = protocol.detach(world.database(), tenure, 600.0, 0.0, count=count, who=someone(0))
+        steps = tenures.detach(world.database(), tenure, 600.0, 0.0, count=count, who=someone(0))
         assert perform(world, steps, faults) is False

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 
 from dblock.core import clock
-from dblock.core.base import BaseLock
-from dblock.core.drive import drive
 from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, Reason, StoreConflict, StoreUnanswered
-from dblock.core.faces import SyncLock
-from dblock.core.flows import current_flow
-from dblock.core.holds import Entry, Hold, Loss
-from dblock.core.protocol import Database
-from dblock.core.renewals import Batch, Place
+from dblock.core.face.base import BaseLock
+from dblock.core.face.locks import SyncLock
+from dblock.core.holding.flows import current_flow
+from dblock.core.holding.holds import Entry, Hold, Loss
+from dblock.core.protocol.drive import drive
+from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.protocol.tenures import Database
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
-from dblock.core.steps import Execute, Rows
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
 from dblock.core.wakeup.registry import Wakeup
-from dblock.core.watchdog import Watchdog, watchdog
+from dblock.core.watchdog.renewals import Batch, Place
+from dblock.core.watchdog.watchdog import Watchdog, watchdog
 
 TENURE = Tenure("k", "secret", 7)
 INFO = LockInfo("k", "***", 8, 1, 30.0, 1.0, 29.0, "", Identity("elsewhere", 1, "main", "program", ""))
@@ -179,7 +179,7 @@ def test_a_take_without_an_answer(store: FakeStore, monkeypatch: pytest.MonkeyPa
     def cut(step: Execute) -> Rows:
         raise StoreUnanswered("cut")
 
-    monkeypatch.setattr("dblock.core.acquiring.TRY", 0.02)
+    monkeypatch.setattr("dblock.core.acquire.acquiring.TRY", 0.02)
     store.answers["take"] = cut
     with pytest.raises(StoreUnanswered, match="cut") as caught:
         FakeLock(store).acquire(blocking=False)

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from dblock.core import acquiring, local_queue, queue, waiting
+from dblock.core.acquire import acquiring, local_queue, waiting
+from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, TakeAttempt
 from dblock.core.errors import LockStoreError, StoreUnanswered
-from dblock.core.local_queue import LocalQueue, LocalWaiter, TakeAttempt
-from dblock.core.protocol import Database
-from dblock.core.steps import Execute, Rows, Sleep, Steps, Wait
+from dblock.core.protocol import queue
+from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
+from dblock.core.protocol.tenures import Database
 from dblock.core.values import Grant, Tenure
 from dblock.core.wakeup.registry import Wakeup
 from tests.core.test_protocol import Interrupted, World, lost_after, play, raising

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from dblock.core import clock
-from dblock.core.deadlines import Deadlines
+from dblock.core.connections.deadlines import Deadlines
+from dblock.core.connections.pool import AutocommitPool, PooledConnection
 from dblock.core.errors import StoreConflict
-from dblock.core.pool import AutocommitPool, PooledConnection
 from tests.faults.lab import until
 
 

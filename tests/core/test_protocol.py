@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 
-from dblock.core import acquiring, protocol, queue, values, waiting
+from dblock.core import values
+from dblock.core.acquire import acquiring, waiting
 from dblock.core.errors import LockError, LockStoreError, StoreConflict, StoreUnanswered
-from dblock.core.protocol import Database
+from dblock.core.protocol import queue, tenures
+from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
+from dblock.core.protocol.tenures import Database
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Dialect
-from dblock.core.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.values import Grant, Tenure, margin
 from dblock.core.wakeup.registry import Wakeup
 
@@ -287,16 +289,16 @@ class Worker:
             self.believes = found
             yield Sleep(self.chance.choice((0.0, 0.3, 3.0)))
             if self.chance.random() < 0.3 and self.trusts():
-                extended = yield from protocol.extend(database, found.tenure, ttl)
+                extended = yield from tenures.extend(database, found.tenure, ttl)
                 self.believes = extended
             if self.chance.random() < 0.3 and self.believes and self.trusts():
                 lease = (found.tenure, ttl)
-                sent, alive = yield from protocol.renew(database, [lease], database.now() + 0.1)
+                sent, alive = yield from tenures.renew(database, [lease], database.now() + 0.1)
                 if (alive is None or alive) and self.trusts():
                     until = max(self.believes.trusted_until, Grant(found.tenure, sent, ttl).trusted_until)
                     self.believes = Grant(found.tenure, until - ttl + margin(ttl), ttl)
             if self.chance.random() < 0.3 and self.trusts():
-                again = yield from protocol.reenter(database, found.tenure, 1, ttl)
+                again = yield from tenures.reenter(database, found.tenure, 1, ttl)
                 if again:
                     _ = yield from queue.release(database, found.tenure, 2)
             self.believes = None
@@ -503,13 +505,13 @@ def test_a_re_entry_whose_answer_was_lost_counts_once() -> None:
     world = World()
     grant = play(world, acquire(world), {})
     database = world.database()
-    again = play(world, protocol.reenter(database, grant.tenure, 1, 30), {("reenter", 0): lost_after(world)})
+    again = play(world, tenures.reenter(database, grant.tenure, 1, 30), {("reenter", 0): lost_after(world)})
     assert again is not None
     assert world.rows["k"]["count"] == 2
     assert play(world, queue.release(database, grant.tenure, 2), {("release", 0): lost_after(world)}) is True
     assert world.rows["k"]["count"] == 1
     never = {("reenter", 0): raising(StoreUnanswered("cut"))}
-    assert play(world, protocol.reenter(database, grant.tenure, 1, 30), never) is not None
+    assert play(world, tenures.reenter(database, grant.tenure, 1, 30), never) is not None
     assert world.rows["k"]["count"] == 2
 
 
@@ -524,10 +526,10 @@ def test_conflicts_are_tried_again_and_then_reported(statement: str) -> None:
         def story(world: World = world) -> Steps[None]:
             grant = yield from acquire(world, 1.0)
             database = world.database()
-            _ = yield from protocol.reenter(database, grant.tenure, 1, 30)
-            _ = yield from protocol.extend(database, grant.tenure, 30)
-            _ = yield from protocol.release(database, grant.tenure, 2)
-            _ = yield from protocol.release(database, grant.tenure, 1)
+            _ = yield from tenures.reenter(database, grant.tenure, 1, 30)
+            _ = yield from tenures.extend(database, grant.tenure, 30)
+            _ = yield from tenures.release(database, grant.tenure, 2)
+            _ = yield from tenures.release(database, grant.tenure, 1)
 
         if times == 3:
             play(world, story(), faults)
@@ -535,7 +537,7 @@ def test_conflicts_are_tried_again_and_then_reported(statement: str) -> None:
         else:
             with pytest.raises(LockStoreError):
                 play(world, story(), faults)
-            assert world.time - start < 2 * protocol.PATIENCE + 2
+            assert world.time - start < 2 * tenures.PATIENCE + 2
 
 
 def test_a_grant_that_comes_too_late_is_no_grant() -> None:

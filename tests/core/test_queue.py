@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from dblock.core import acquiring, protocol, queue, waiting
+from dblock.core.acquire import acquiring, waiting
 from dblock.core.errors import StoreBusy, StoreConflict, StoreUnanswered
-from dblock.core.flows import current_flow
+from dblock.core.holding.flows import current_flow
+from dblock.core.protocol import queue, tenures
+from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.statements import DIALECTS
-from dblock.core.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.values import Grant, LockInfo, Tenure
 from dblock.core.wakeup import local_socket, registry
 from dblock.core.wakeup.registry import Wakeup
@@ -172,7 +173,7 @@ def test_the_schedules_catch_a_broken_queue(broken: str, monkeypatch: pytest.Mon
         def release(database: Any, tenure: Any, count: int, ticket: int = 0) -> Any:
             if ticket and (yield from queue.grant(database, tenure.key, ticket + 1, tenure)):
                 return True
-            first = yield from protocol.release(database, tenure, count)
+            first = yield from tenures.release(database, tenure, count)
             if first and not ticket:
                 _ = yield from queue.hand_over(database, tenure.key, first)
             return True

@@ -22,7 +22,7 @@ from django.test import Client, override_settings
 from dblock import Lock, LockLost, Reason, areap, db_lock, lock_at_risk, lock_lost, reap
 from dblock.admin import span
 from dblock.core.errors import StoreConflict
-from dblock.core.steps import Execute, Rows
+from dblock.core.protocol.steps import Execute, Rows
 from dblock.store import store_for
 from tests.conftest import ALIASES, DATABASES, ready, run
 

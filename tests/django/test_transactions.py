@@ -252,7 +252,7 @@ def test_an_interrupt_leaves_a_joined_transaction_alone(
     database: str, alias: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that was begun by hand, of which Django does not know."""
-    from dblock.core.store import BaseStore
+    from dblock.core.face.executor import BaseStore
 
     def interrupted(*_: object) -> Any:
         raise KeyboardInterrupt

@@ -45,7 +45,7 @@ if SHIFT:
 
 from sqlalchemy import text  # noqa: E402
 
-from dblock.core import acquiring, waiting  # noqa: E402
+from dblock.core.acquire import acquiring, waiting  # noqa: E402
 from dblock.core.wakeup.local_socket import mailbox  # noqa: E402, F401 - for the commands
 from tests.conftest import ALIASES, PATIENT  # noqa: E402
 from tests.contract.subjects import Subject  # noqa: E402

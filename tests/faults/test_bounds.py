@@ -22,7 +22,8 @@ from sqlalchemy.util import greenlet_spawn
 
 from dblock import LockStoreError, LockTimeout
 from dblock import db_lock as django_lock
-from dblock.core import acquiring, local_queue, protocol
+from dblock.core.acquire import acquiring, local_queue
+from dblock.core.protocol import tenures
 from sqlalchemy_dblock import db_lock, metadata
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, POOLER, SERVERS, observer, ready, run, url
@@ -147,7 +148,7 @@ def test_a_strangers_lock_on_what_is_held(
     lock = subject.lock("k", ttl=20)
     actor.call(lock, "acquire")
     with strangers(subject.database, ROW), monkeypatch.context() as patch:
-        patch.setattr(protocol, "PATIENCE", 0.4)
+        patch.setattr(tenures, "PATIENCE", 0.4)
         with pytest.raises(LockStoreError):
             actor.call(lock, what, *HELD[what])
     if what != "release":  # which has left it to its end
@@ -221,7 +222,7 @@ def test_a_server_that_never_answered(request: pytest.FixtureRequest, monkeypatc
     Nor does a connection that hangs for ever keep others from being opened, when the server answers again.
     """
     ready(request, "postgresql")
-    monkeypatch.setattr("dblock.core.pool.HOPE", 1.0)
+    monkeypatch.setattr("dblock.core.connections.pool.HOPE", 1.0)
     with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
         proxy.black_hole = True
         port = os.environ["DBLOCK_TEST_POSTGRESQL_PORT"]
@@ -250,7 +251,7 @@ def test_a_first_connection_that_hangs(
 ) -> None:
     """An AsyncEngine that meets the server alone at first: it does not keep everybody out for as long as it hangs."""
     ready(request, "postgresql")
-    monkeypatch.setattr("dblock.core.pool.HOPE", 1.0)
+    monkeypatch.setattr("dblock.core.connections.pool.HOPE", 1.0)
     with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
         proxy.black_hole = True
         engine = create_async_engine(make_url(url("postgresql", driver)).set(port=proxy.port))

@@ -14,11 +14,11 @@ import pytest
 from sqlalchemy import create_engine, text
 
 import sqlalchemy_dblock
-from dblock.core import protocol
 from dblock.core.clock import now
-from dblock.core.drive import Store, drive
 from dblock.core.errors import LockLost
-from dblock.core.holds import Hold
+from dblock.core.holding.holds import Hold
+from dblock.core.protocol import tenures
+from dblock.core.protocol.drive import Store, drive
 from dblock.core.values import Tenure
 from tests.conftest import run
 from tests.contract.subjects import Actor, Subject
@@ -107,17 +107,17 @@ def attempts(store: Store, tenure: Tenure) -> dict[str, Any]:
     request: dict[str, Any] = {"host": "h", "pid": 1, "thread": "t", "program": "p", "task": ""}
     until = now() + 5
     steps: dict[str, Any] = {
-        "renew": lambda: protocol.renew(database, [(tenure, 900.0)], until),
-        "extend": lambda: protocol.extend(database, tenure, 900.0),
-        "reenter": lambda: protocol.reenter(database, tenure, 1, 900.0),
-        "attach": lambda: protocol.attach(database, tenure, request, 900.0, 0.0),
-        "detach": lambda: protocol.detach(database, tenure, 900.0, 0.0),
-        "first detach": lambda: protocol.detach(database, tenure, 900.0, 0.0, count=1, who=request),
-        "release": lambda: protocol.release(database, tenure, 1),
-        "inner release": lambda: protocol.release(database, tenure, 2),
-        "leave": lambda: protocol.leave(database, tenure, 0.0, alone=True),
-        "leave later": lambda: protocol.leave(database, tenure, 900.0, alone=False),
-        "verify": lambda: protocol.verify(database, tenure),
+        "renew": lambda: tenures.renew(database, [(tenure, 900.0)], until),
+        "extend": lambda: tenures.extend(database, tenure, 900.0),
+        "reenter": lambda: tenures.reenter(database, tenure, 1, 900.0),
+        "attach": lambda: tenures.attach(database, tenure, request, 900.0, 0.0),
+        "detach": lambda: tenures.detach(database, tenure, 900.0, 0.0),
+        "first detach": lambda: tenures.detach(database, tenure, 900.0, 0.0, count=1, who=request),
+        "release": lambda: tenures.release(database, tenure, 1),
+        "inner release": lambda: tenures.release(database, tenure, 2),
+        "leave": lambda: tenures.leave(database, tenure, 0.0, alone=True),
+        "leave later": lambda: tenures.leave(database, tenure, 900.0, alone=False),
+        "verify": lambda: tenures.verify(database, tenure),
     }
     answers = {name: drive(step(), store) for name, step in steps.items()}
     answers["renew"] = answers["renew"][1]
@@ -181,7 +181,7 @@ def test_wrong_names_have_no_effect(subject: Subject) -> None:
             assert attempts(lock._store(), each) == NOTHING, each
     assert (subject.row("k"), subject.row("K")) == before
     mixed = [(each, 900.0) for each in forged] + [(tenure, 90.0)]
-    drive(protocol.renew(lock._store().database, mixed, now() + 5), lock._store())
+    drive(tenures.renew(lock._store().database, mixed, now() + 5), lock._store())
     assert subject.row("k")["expires_at"] > before[0]["expires_at"]
     assert {**subject.row("k"), "expires_at": 0} == {**before[0], "expires_at": 0}
     assert subject.row("K") == before[1]
@@ -197,7 +197,7 @@ def test_a_renewal_says_which_tenures_live(subject: Subject) -> None:
     assert lock.acquire()
     tenure, store = hold_of(lock).tenure, lock._store()
     old = tenure._replace(owner="somebody's", fence=tenure.fence - 1)
-    _, living = drive(protocol.renew(store.database, [(old, 60.0), (tenure, 60.0)], now() + 5), store)
+    _, living = drive(tenures.renew(store.database, [(old, 60.0), (tenure, 60.0)], now() + 5), store)
     assert living == {tenure}
     lock.release()
 

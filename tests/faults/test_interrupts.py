@@ -28,11 +28,11 @@ from typing import Any, Self
 
 import pytest
 
-from dblock.core import local_queue
+from dblock.core.acquire import local_queue
 from dblock.core.errors import LockLost
-from dblock.core.flows import current_flow
+from dblock.core.holding.flows import current_flow
 from dblock.core.wakeup import registry
-from dblock.core.watchdog import watchdog
+from dblock.core.watchdog.watchdog import watchdog
 from tests.conftest import ready
 from tests.contract.subjects import MATRIX, Actor, Subject
 from tests.faults.lab import LONG, SYNC, alive, close_django, threads, times, until

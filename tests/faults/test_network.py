@@ -11,9 +11,9 @@ import pytest
 
 from dblock.core import clock
 from dblock.core.errors import LockLost, LockStoreError, Reason
-from dblock.core.steps import Execute, Rows
+from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.values import margin
-from dblock.core.watchdog import watchdog
+from dblock.core.watchdog.watchdog import watchdog
 from tests.contract.test_lease import attach
 from tests.contract.test_queue import LATER
 from tests.faults.conftest import ALL_WIRES, Wire, name_of
@@ -188,7 +188,7 @@ def test_a_renewal_cut_off_is_renewed_again(wire: Wire, side: str) -> None:
 
 def cutting(wire: Wire, monkeypatch: pytest.MonkeyPatch, name: str, side: str) -> list[str]:
     """Cut the connection of the next statement `name`; the list says which statements were sent since."""
-    from dblock.core.store import BaseStore
+    from dblock.core.face.executor import BaseStore
 
     sent: list[str] = []
 
@@ -307,7 +307,7 @@ def test_a_shared_tenure_cut_off_as_it_is_handed_over(
 @pytest.mark.exact
 def test_a_take_that_cannot_be_resolved_leaves_nothing(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer of a take is lost, and so is the network: a typed error, no handle, and free after one ttl."""
-    monkeypatch.setattr("dblock.core.acquiring.TRY", 0.2)
+    monkeypatch.setattr("dblock.core.acquire.acquiring.TRY", 0.2)
     ttl = 0.6
     lock = wire.subject.lock("k", ttl=ttl)
     for _ in range(3):  # prepared

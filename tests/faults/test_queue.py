@@ -16,10 +16,11 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from dblock.core import queue, waiting
+from dblock.core.acquire import waiting
+from dblock.core.protocol import queue
 from dblock.core.statements import DIALECTS
 from dblock.core.wakeup import registry
-from dblock.core.watchdog import watchdog
+from dblock.core.watchdog.watchdog import watchdog
 from sqlalchemy_dblock import LockTimeout, db_lock, metadata
 from tests.conftest import DATABASES, INNODB, observer, ready, run, url
 from tests.contract.subjects import Actor, Subject
@@ -62,7 +63,7 @@ def test_dead_waiters_are_passed_over_together(
     k = times(5, 19)
     holder = subject.lock("k", ttl=60)
     with Remote(subject) as remote:  # whoever is not fair stands alone, as if it were a process of its own
-        remote.do("setattr(__import__('dblock.core.queue', fromlist=['queue']), 'WAITER_TTL', 3.0)")
+        remote.do("setattr(__import__('dblock.core.protocol.queue', fromlist=['queue']), 'WAITER_TTL', 3.0)")
         if with_holder:
             remote.do("(lock := subject.lock('k', ttl=1.5)).acquire()")
         else:

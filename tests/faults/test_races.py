@@ -16,8 +16,8 @@ import pytest
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core.errors import LockError, LockLost, LockStoreError
-from dblock.core.flows import current_flow
-from dblock.core.watchdog import watchdog
+from dblock.core.holding.flows import current_flow
+from dblock.core.watchdog.watchdog import watchdog
 from sqlalchemy_dblock import db_lock
 from tests.conftest import ready, run, url
 from tests.contract.subjects import MATRIX, Subject

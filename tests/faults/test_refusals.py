@@ -14,15 +14,15 @@ import pymysql
 import pytest
 from asyncpg import InternalClientError
 
-from dblock.core import protocol, queue
-from dblock.core.drive import drive
 from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, StoreConflict
-from dblock.core.flows import current_flow, new_owner
+from dblock.core.face.executor import BaseStore
+from dblock.core.holding.flows import current_flow, new_owner
+from dblock.core.protocol import queue, tenures
+from dblock.core.protocol.drive import drive
+from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Failure
-from dblock.core.steps import Execute, Rows, Steps
-from dblock.core.store import BaseStore
-from dblock.core.watchdog import watchdog
+from dblock.core.watchdog.watchdog import watchdog
 from tests.contract.subjects import Subject
 from tests.faults.lab import alive, expire, hold_of, remaining, until
 
@@ -106,8 +106,8 @@ class Refusals:
 def refusals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refusals]:
     refusals = Refusals()
     monkeypatch.setattr(BaseStore, "_perform", refusals.perform(BaseStore._perform))
-    monkeypatch.setattr(protocol, "PATIENCE", 0.15)
-    monkeypatch.setattr("dblock.core.acquiring.TRY", 0.15)
+    monkeypatch.setattr(tenures, "PATIENCE", 0.15)
+    monkeypatch.setattr("dblock.core.acquire.acquiring.TRY", 0.15)
     yield refusals
 
 
@@ -133,16 +133,16 @@ def say(subject: Subject, lock: Any, name: str) -> Any:
     if name == "alive":  # a renewal finds that one of two is over
         hold = hold_of(lock)
         leases = [(hold.tenure, 20.0), (hold.tenure._replace(key="nobody's"), 20.0)]
-        return drive(protocol.renew(store.database, leases, store.database.now() + 0.15), store)
+        return drive(tenures.renew(store.database, leases, store.database.now() + 0.15), store)
     if name == "renew":
-        return drive(protocol.renew(store.database, [(hold_of(lock).tenure, 20.0)], store.database.now() + 0.15), store)
+        return drive(tenures.renew(store.database, [(hold_of(lock).tenure, 20.0)], store.database.now() + 0.15), store)
     if name in {"attach", "leave", "detach"}:
         tenure = hold_of(lock).tenure
         wish: dict[str, Any] = {"host": "h", "pid": 1, "thread": "t", "program": "p", "task": ""}
         steps: dict[str, Callable[[], Any]] = {
-            "attach": lambda: protocol.attach(store.database, tenure, wish, 20.0, 0.0),
-            "detach": lambda: protocol.detach(store.database, tenure, 20.0, 0.0, count=1, who=current_flow().who),
-            "leave": lambda: protocol.leave(store.database, tenure, 0.0, alone=True),
+            "attach": lambda: tenures.attach(store.database, tenure, wish, 20.0, 0.0),
+            "detach": lambda: tenures.detach(store.database, tenure, 20.0, 0.0, count=1, who=current_flow().who),
+            "leave": lambda: tenures.leave(store.database, tenure, 0.0, alone=True),
         }
         return drive(steps[name](), store)
     return {"reenter": lock.acquire, "extend": lock.extend, "release": lock.release, "inspect": lock.verify}[name]()

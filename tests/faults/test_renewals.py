@@ -12,11 +12,11 @@ from sqlalchemy import create_engine
 
 import sqlalchemy_dblock.store
 from dblock.core import clock
-from dblock.core.flows import current_flow
-from dblock.core.holds import Entry, Hold
-from dblock.core.steps import Execute, Rows
+from dblock.core.holding.flows import current_flow
+from dblock.core.holding.holds import Entry, Hold
+from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.values import Grant, Tenure
-from dblock.core.watchdog import watchdog
+from dblock.core.watchdog.watchdog import watchdog
 from tests.conftest import ready, run, url
 from tests.faults.lab import times, until
 

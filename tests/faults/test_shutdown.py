@@ -108,7 +108,7 @@ def child(lock, results):
     result.append(own.acquire())
     import threading
     time.sleep(0.5)
-    from dblock.core.watchdog import watchdog
+    from dblock.core.watchdog.watchdog import watchdog
     result.append([hold.tenure.key for hold in list(watchdog._holds)])
     results.put(result)
 

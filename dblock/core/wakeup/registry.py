@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dblock.core.protocol import Database
+    from dblock.core.protocol.tenures import Database
 
 
 class Wakeup:

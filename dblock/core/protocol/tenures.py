@@ -78,8 +78,8 @@ from typing import Final
 from dblock.core import clock
 from dblock.core.errors import LockStoreError, Reason, StoreBusy, StoreConflict, StoreLocked, StoreUnanswered
 from dblock.core.log import warn
+from dblock.core.protocol.steps import Parameters, Rows, Steps, execute, sleep
 from dblock.core.statements.base import Dialect, Statement, WhenLocked
-from dblock.core.steps import Parameters, Rows, Steps, execute, sleep
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
 
 PATIENCE: Final = 5.0

@@ -11,9 +11,9 @@ from collections.abc import Coroutine
 from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any, Protocol, TypeVar
 
-from dblock.core.protocol import Database
+from dblock.core.protocol.steps import Execute, Rows, Steps, Wait
+from dblock.core.protocol.tenures import Database
 from dblock.core.statements.base import Statement
-from dblock.core.steps import Execute, Rows, Steps, Wait
 from dblock.core.wakeup.listener import NotificationSource
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """How a flow waits for a key that somebody else has: in the line of its process, and in the queue of the database.
 
 Rule: a waiter holds no connection while it pauses, and no pause overshoots the timeout or the end of the holder's
-lease. Why the queue works is said in `dblock.core.queue`; how often to look is decided here.
+lease. Why the queue works is said in `dblock.core.protocol.queue`; how often to look is decided here.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Literal, Protocol
 
-from dblock.core import local_queue, queue
+from dblock.core.acquire import local_queue
+from dblock.core.acquire.local_queue import OFFER_TIMEOUT, HandoverOffer, LocalQueue, LocalWaiter, TakeAttempt
 from dblock.core.errors import LockStoreError, StoreBusy, StoreConflict, StoreUnanswered
-from dblock.core.flows import new_owner
-from dblock.core.local_queue import OFFER_TIMEOUT, HandoverOffer, LocalQueue, LocalWaiter, TakeAttempt
-from dblock.core.protocol import PATIENCE, WORTH, Database, extend, inspect, pauses
-from dblock.core.queue import View, give_back
-from dblock.core.steps import Steps, sleep, wait
+from dblock.core.holding.flows import new_owner
+from dblock.core.protocol import queue
+from dblock.core.protocol.queue import View, give_back
+from dblock.core.protocol.steps import Steps, sleep, wait
+from dblock.core.protocol.tenures import PATIENCE, WORTH, Database, extend, inspect, pauses
 from dblock.core.values import Grant, LockInfo, Tenure
 from dblock.core.wakeup import registry
 from dblock.core.wakeup.registry import Wakeup

@@ -33,8 +33,8 @@ its row gone, and joins anew. A message or a wake-up only says "look": whatever 
 and it also looks on its own: the head of the queue often where not everybody can call it, the others the less often the
 further back they stand.
 
-The flows of one process that want a key stand behind one place of this queue, see `dblock.core.local_queue`, and the
-key goes from one to the next without it:
+The flows of one process that want a key stand behind one place of this queue, see `dblock.core.acquire.local_queue`,
+and the key goes from one to the next without it:
 
     hand_over_local       ends the tenure of a flow and begins one of the next in its process
 
@@ -44,7 +44,7 @@ a bounded number of times only.
 A waiter that leaves deletes its row, then looks whether it has been granted the key, and gives it back if so. `grant`
 holds a lock on the waiter's row until it has committed, so one of the two comes first.
 
-Rule: as in `dblock.core.protocol`; who waits, and how, is the business of `dblock.core.waiting`.
+Rule: as in `dblock.core.protocol.tenures`; who waits, and how, is the business of `dblock.core.acquire.waiting`.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from dblock.core import local_queue, protocol
+from dblock.core.acquire import local_queue
+from dblock.core.acquire.local_queue import HandoverOffer, LocalQueue, LocalWaiter
 from dblock.core.errors import LockDeadlock, LockStoreError, LockTimeout, StoreUnanswered
-from dblock.core.flows import FLOW, current_flow
-from dblock.core.local_queue import HandoverOffer, LocalQueue, LocalWaiter
-from dblock.core.protocol import PATIENCE, Database
-from dblock.core.steps import Parameters, Steps, sleep, wait
+from dblock.core.holding.flows import FLOW, current_flow
+from dblock.core.protocol import tenures
+from dblock.core.protocol.steps import Parameters, Steps, sleep, wait
+from dblock.core.protocol.tenures import PATIENCE, Database
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
 from dblock.core.wakeup import registry
 from dblock.core.wakeup.local_socket import mailbox
@@ -97,7 +98,7 @@ def join(database: Database, request: Parameters, until: float) -> Steps[tuple[i
     None if that is to be tried anew: the key has no row, or somebody else has just drawn the same ticket.
     """
     queue = database.dialect.queue
-    _, rows = yield from protocol.send(database, queue.join, {**request, "place": WAITER_TTL}, until)
+    _, rows = yield from tenures.send(database, queue.join, {**request, "place": WAITER_TTL}, until)
     if not rows:
         return None
     ticket, *seen = rows[0]
@@ -111,13 +112,13 @@ def join(database: Database, request: Parameters, until: float) -> Steps[tuple[i
 def announce(database: Database, key: str, ticket: int, until: float) -> Steps[None]:
     """Let the key's row say that the ticket was given out."""
     parameters: Parameters = {"key": key, "ticket": ticket}
-    _ = yield from protocol.send(database, database.dialect.queue.announce, parameters, until, resend=True)
+    _ = yield from tenures.send(database, database.dialect.queue.announce, parameters, until, resend=True)
 
 
 def status(database: Database, key: str, until: float, owner: str = "", ticket: int = _EVERYBODY) -> Steps[View | None]:
     """How the queue of a key stands for a waiter; None if the key has no row."""
     parameters: Parameters = {"key": key, "owner": owner, "ticket": ticket}
-    _, rows = yield from protocol.send(database, database.dialect.queue.queue_status, parameters, until, resend=True)
+    _, rows = yield from tenures.send(database, database.dialect.queue.queue_status, parameters, until, resend=True)
     if not rows:
         return None
     mine, remaining, first, last, ahead, present = rows[0]
@@ -137,7 +138,7 @@ def grant(database: Database, key: str, first: int, tenure: Tenure | None = None
         "here": mailbox().neighbourhood,
     }
     until = database.now() + HANDOVER_RETRY
-    _, rows = yield from protocol.send(database, database.dialect.queue.grant, parameters, until, resend=tenure is None)
+    _, rows = yield from tenures.send(database, database.dialect.queue.grant, parameters, until, resend=tenure is None)
     if rows:
         registry.note_contention(database, key)
         yield from _call(database, key, *rows[0])
@@ -152,7 +153,7 @@ def _call(database: Database, key: str, ticket: int, channel: str | None = None,
     with contextlib.suppress(LockStoreError):  # it looks for itself
         if channel is None:
             asked: Parameters = {"key": key, "ticket": ticket}
-            _, rows = yield from protocol.send(
+            _, rows = yield from tenures.send(
                 database, queue.channel, asked, database.now() + HANDOVER_RETRY, resend=True
             )
             ticket, channel = rows[0] if rows else (ticket, "")
@@ -160,7 +161,7 @@ def _call(database: Database, key: str, ticket: int, channel: str | None = None,
             return
         if queue.call is not None:
             parameters: Parameters = {"key": key, "ticket": ticket, "channel": channel}
-            _ = yield from protocol.send(database, queue.call, parameters, database.now() + HANDOVER_RETRY, resend=True)
+            _ = yield from tenures.send(database, queue.call, parameters, database.now() + HANDOVER_RETRY, resend=True)
 
 
 def _remind(database: Database, key: str) -> Steps[None]:
@@ -174,7 +175,7 @@ def _remind(database: Database, key: str) -> Steps[None]:
 def accept(database: Database, request: Parameters, ticket: int, until: float) -> Steps[Grant | None]:
     """The tenure that a waiter was granted, now with a whole lease, and the waiter out of the queue; None without."""
     queue, key, owner, ttl = database.dialect.queue, str(request["key"]), str(request["owner"]), float(request["ttl"])
-    sent, rows = yield from protocol.send(database, queue.accept, request, until, resend=True)
+    sent, rows = yield from tenures.send(database, queue.accept, request, until, resend=True)
     if not rows:
         return None
     if not queue.accept_leaves:  # the ticket is served: its row does no harm until the place ends
@@ -191,7 +192,7 @@ def deadlock(database: Database, owner: str, until: float) -> Steps[LockDeadlock
     key through another one waits for itself. Two keys may have given out one ticket in the same tick of the clock: then
     the tokens decide.
     """
-    _, rows = yield from protocol.send(database, database.dialect.queue.waits, {}, until, resend=True)
+    _, rows = yield from tenures.send(database, database.dialect.queue.waits, {}, until, resend=True)
     waits = {(row[0][:FLOW], *row[3:6]): row for row in rows}
     row = next((row for row in rows if row[0] == owner), None)
     chain = list[Any]()
@@ -215,7 +216,7 @@ def quit_queue(database: Database, owner: str, patience: float = PATIENCE) -> St
     """Leave the queue; what cannot be deleted now is nobody's when the place ends."""
     try:
         until = database.now() + patience
-        _ = yield from protocol.send(database, database.dialect.queue.leave_queue, {"owner": owner}, until, resend=True)
+        _ = yield from tenures.send(database, database.dialect.queue.leave_queue, {"owner": owner}, until, resend=True)
     except LockStoreError:
         return
 
@@ -223,7 +224,7 @@ def quit_queue(database: Database, owner: str, patience: float = PATIENCE) -> St
 def heartbeat(database: Database, owners: Sequence[str], until: float) -> Steps[None]:
     """Let many waiters keep their places."""
     parameters: Parameters = {"owners": json.dumps(owners), "place": WAITER_TTL}
-    _ = yield from protocol.send(database, database.dialect.queue.heartbeat, parameters, until, resend=True)
+    _ = yield from tenures.send(database, database.dialect.queue.heartbeat, parameters, until, resend=True)
 
 
 def hand_over(database: Database, key: str, first: int = 0) -> Steps[bool]:
@@ -244,7 +245,7 @@ def hand_over(database: Database, key: str, first: int = 0) -> Steps[bool]:
             if not view.ahead:
                 until = database.now() + HANDOVER_RETRY
                 parameters: Parameters = {"key": key, "last": view.last}
-                _ = yield from protocol.send(database, database.dialect.queue.clear, parameters, until, resend=True)
+                _ = yield from tenures.send(database, database.dialect.queue.clear, parameters, until, resend=True)
                 return False
             first = view.first
         yield from _call(database, key, first)
@@ -263,7 +264,7 @@ def release(database: Database, tenure: Tenure, count: int, ticket: int = 0) -> 
         passed = yield from _grant_ours(database, tenure, ticket + 1)
         if passed:
             return True
-    first = yield from protocol.release(database, tenure, count)
+    first = yield from tenures.release(database, tenure, count)
     if first:
         _ = yield from hand_over(database, tenure.key, first)
     if first is None and passed is None:  # it was handed over, but the answer was lost
@@ -308,7 +309,7 @@ def pass_on(database: Database, tenure: Tenure, ticket: int, turn: int) -> Steps
 
 def leave(database: Database, tenure: Tenure, min_hold: float, *, alone: bool) -> Steps[bool]:
     """Lower the count by one, from 1 to whoever waits next; False if the tenure was over before."""
-    first = yield from protocol.leave(database, tenure, min_hold, alone=alone)
+    first = yield from tenures.leave(database, tenure, min_hold, alone=alone)
     if first:
         _ = yield from hand_over(database, tenure.key, first)
     return first is not None
@@ -325,7 +326,7 @@ def give_back(database: Database, key: str, owner: str, patience: float = PATIEN
                 return
             if pause:
                 yield from sleep(pause)
-            info = yield from protocol.inspect(database, key, database.now() + patience)
+            info = yield from tenures.inspect(database, key, database.now() + patience)
             if info is not None and info.owner == owner:
                 _ = yield from release(database, Tenure(key, owner, info.fence), 1)
                 return
@@ -360,10 +361,10 @@ def _hand_over_local(
     }
     sent = database.now()
     try:
-        sent, rows = yield from protocol.send(database, statement, parameters, sent + HANDOVER_RETRY)
+        sent, rows = yield from tenures.send(database, statement, parameters, sent + HANDOVER_RETRY)
     except StoreUnanswered:
         try:
-            info = yield from protocol.inspect(database, tenure.key, database.now() + HANDOVER_RETRY)
+            info = yield from tenures.inspect(database, tenure.key, database.now() + HANDOVER_RETRY)
         except LockStoreError:
             return None
         if info is None or info.owner not in {token, tenure.owner}:

@@ -11,16 +11,17 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Final, Literal
 
-from dblock.core import local_queue, queue
+from dblock.core.acquire import local_queue
+from dblock.core.acquire.local_queue import TakeAttempt
+from dblock.core.acquire.waiting import LEAVE_TIMEOUT, Outcome, PollingOnly, Waiter, WaiterServices
 from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy, StoreLocked, StoreUnanswered
-from dblock.core.flows import new_owner
-from dblock.core.local_queue import TakeAttempt
-from dblock.core.protocol import WORTH, Database, Unresolved, begin, inspect, pauses
-from dblock.core.queue import give_back
+from dblock.core.holding.flows import new_owner
+from dblock.core.protocol import queue
+from dblock.core.protocol.queue import give_back
+from dblock.core.protocol.steps import Steps, sleep
+from dblock.core.protocol.tenures import WORTH, Database, Unresolved, begin, inspect, pauses
 from dblock.core.statements.base import Statement
-from dblock.core.steps import Steps, sleep
 from dblock.core.values import Grant, LockInfo
-from dblock.core.waiting import LEAVE_TIMEOUT, Outcome, PollingOnly, Waiter, WaiterServices
 from dblock.core.wakeup import registry
 
 TRY: Final = 0.25

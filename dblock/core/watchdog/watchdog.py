@@ -14,7 +14,7 @@ Taking a lock costs the watchdog an entry in a dictionary: the watching thread l
 lives, ends when it finds nothing to do, and is started again when needed.
 
 Rule: nothing here decides who holds a key. The watchdog moves the moment until which a hold is trusted (see
-`dblock.core.holds`) and tells.
+`dblock.core.holding.holds`) and tells.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
-from dblock.core import clock, local_queue, queue
-from dblock.core.drive import Store, adrive
+from dblock.core import clock
+from dblock.core.acquire import local_queue
+from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, TakeAttempt
 from dblock.core.errors import Reason
-from dblock.core.flows import current_flow, flow_again
-from dblock.core.holds import Hold, Loss
-from dblock.core.local_queue import LocalQueue, LocalWaiter, TakeAttempt
+from dblock.core.holding.flows import current_flow, flow_again
+from dblock.core.holding.holds import Hold, Loss
 from dblock.core.log import warn
-from dblock.core.renewals import Batch, Place, Places, Renewer, quietly
-from dblock.core.shutdown import give_all_back
+from dblock.core.protocol import queue
+from dblock.core.protocol.drive import Store, adrive
 from dblock.core.wakeup.listener import Listener
 from dblock.core.wakeup.local_socket import mailbox
 from dblock.core.wakeup.registry import Wakeup
+from dblock.core.watchdog.renewals import Batch, Place, Places, Renewer, quietly
+from dblock.core.watchdog.shutdown import give_all_back
 
 LOOK: Final = 1.0
 """Seconds between two looks of the watching thread, at most."""

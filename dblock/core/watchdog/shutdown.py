@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dblock.core import protocol, queue
-from dblock.core.drive import Store, adrive, drive
 from dblock.core.errors import StoreBusy
-from dblock.core.holds import Hold
+from dblock.core.holding.holds import Hold
 from dblock.core.log import warn
+from dblock.core.protocol import queue, tenures
+from dblock.core.protocol.drive import Store, adrive, drive
 
 if TYPE_CHECKING:
-    from dblock.core.steps import Steps
+    from dblock.core.protocol.steps import Steps
 
 
 def give_all_back(holds: Sequence[Hold]) -> None:
@@ -48,4 +48,4 @@ def leave_for_good(hold: Hold) -> Steps[None]:
     for _ in range(max(1, len(hold.entries)) - bool(hold.unused_tokens)):  # each entry counts in the row
         _ = yield from queue.leave(database, hold.tenure, hold.min_hold, alone=alone)
     if hold.unused_tokens:
-        _ = yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace)
+        _ = yield from tenures.detach(database, hold.tenure, hold.ttl, hold.grace)

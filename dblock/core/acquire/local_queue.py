@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from dblock.core.flows import current_flow
-from dblock.core.protocol import Database
+from dblock.core.holding.flows import current_flow
+from dblock.core.protocol.tenures import Database
 from dblock.core.values import Grant, LockInfo, Tenure
 from dblock.core.wakeup.registry import Wakeup
 

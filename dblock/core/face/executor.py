@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from dblock.core.deadlines import deadlines
+from dblock.core.connections.deadlines import deadlines
+from dblock.core.connections.pool import PooledConnection
 from dblock.core.errors import (
     LockError,
     LockStoreError,
@@ -23,10 +24,9 @@ from dblock.core.errors import (
     StoreLocked,
     StoreUnanswered,
 )
-from dblock.core.pool import PooledConnection
-from dblock.core.protocol import Database
+from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.protocol.tenures import Database
 from dblock.core.statements.base import Failure, Statement, perform
-from dblock.core.steps import Execute, Rows
 
 ANSWER: Final = 5.0
 """Seconds in which any statement is answered; then its connection is cut."""

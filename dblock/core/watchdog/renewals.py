@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
-from dblock.core import protocol, queue
-from dblock.core.drive import Store, drive
 from dblock.core.errors import LockError, Reason, StoreBusy
-from dblock.core.holds import Hold, Lease, Loss
+from dblock.core.holding.holds import Hold, Lease, Loss
 from dblock.core.log import warn
+from dblock.core.protocol import queue, tenures
+from dblock.core.protocol.drive import Store, drive
 from dblock.core.values import Grant, Tenure
 from dblock.core.wakeup.registry import Wakeup
 
 if TYPE_CHECKING:
-    from dblock.core.steps import Steps
-    from dblock.core.watchdog import Watchdog
+    from dblock.core.protocol.steps import Steps
+    from dblock.core.watchdog.watchdog import Watchdog
 
 BATCH: Final = 10_000
 """Leases in one statement, at most."""
@@ -66,7 +66,7 @@ class Batch:
         for lease in leases:
             lives[lease.hold.tenure] = max(lease.life, lives.get(lease.hold.tenure, 0.0))
         try:
-            sent, alive = yield from protocol.renew(database, list(lives.items()), database.now() + patience)
+            sent, alive = yield from tenures.renew(database, list(lives.items()), database.now() + patience)
         except LockError as error:
             if type(error) is StoreBusy and len(leases) > 1:
                 # One row that a stranger has locked must not cost the others their leases.
@@ -87,7 +87,7 @@ class Batch:
         for hold in over:
             if self.watchdog.keeps(hold):
                 try:
-                    loss = Loss(*(yield from protocol.why_lost(database, hold.tenure)))
+                    loss = Loss(*(yield from tenures.why_lost(database, hold.tenure)))
                 except LockError:
                     loss = Loss(Reason.EXPIRED)
                 if self.watchdog.keeps(hold):  # not given back meanwhile

@@ -10,21 +10,22 @@ import functools
 import sys
 from typing import Any, TypeVar, cast
 
-from dblock.core import acquiring, local_queue, protocol, queue
-from dblock.core.base import BaseLock
-from dblock.core.drive import Store
+from dblock.core.acquire import acquiring, local_queue
 from dblock.core.errors import LockError, LockStoreError, Reason, StaleSnapshot, StoreBusy
-from dblock.core.flows import Flow, current_flow
-from dblock.core.holds import Block, Entry, Hold, Loss
+from dblock.core.face.base import BaseLock
+from dblock.core.holding.flows import Flow, current_flow
+from dblock.core.holding.holds import Block, Entry, Hold, Loss
 from dblock.core.identity import celery_task_id
 from dblock.core.log import warn
-from dblock.core.protocol import Database
-from dblock.core.shutdown import leave_for_good
+from dblock.core.protocol import queue, tenures
+from dblock.core.protocol.drive import Store
+from dblock.core.protocol.steps import Execute, Rows, Steps
+from dblock.core.protocol.tenures import Database
 from dblock.core.statements.base import Values
-from dblock.core.steps import Execute, Rows, Steps
 from dblock.core.tokens import Sequencer, Token, token_text
 from dblock.core.values import Grant, LockInfo, margin
-from dblock.core.watchdog import watchdog
+from dblock.core.watchdog.shutdown import leave_for_good
+from dblock.core.watchdog.watchdog import watchdog
 
 L = TypeVar("L", bound=BaseLock)
 
@@ -187,10 +188,10 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
     hold.reset(ttl, database.now() + ttl - margin(ttl))
     try:
         if hold.shared_entries is None:
-            grant = yield from protocol.extend(database, hold.tenure, ttl, hold.grace)
+            grant = yield from tenures.extend(database, hold.tenure, ttl, hold.grace)
         else:  # others may rely on a longer lease than ours
-            sent, alive = yield from protocol.renew(
-                database, [(hold.tenure, ttl + hold.grace)], database.now() + protocol.PATIENCE
+            sent, alive = yield from tenures.renew(
+                database, [(hold.tenure, ttl + hold.grace)], database.now() + tenures.PATIENCE
             )
             grant = Grant(hold.tenure, sent, ttl) if alive is None else None
     except BaseException as error:
@@ -209,7 +210,7 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
 def verify(lock: BaseLock) -> Steps[bool]:
     lock.check()
     hold = lock._hold()
-    if hold is not None and not (yield from protocol.verify(lock._store().database, hold.tenure)):
+    if hold is not None and not (yield from tenures.verify(lock._store().database, hold.tenure)):
         yield from _find_out(hold)
         raise lock._lost(hold)
     return True
@@ -221,7 +222,7 @@ def guarding(lock: BaseLock) -> Steps[tuple[Hold, Execute]]:
     hold = cast("Hold", lock._hold())
     store = hold.store
     if store.pin is None:
-        store.pin = yield from protocol.pin(store.database)
+        store.pin = yield from tenures.pin(store.database)
     known = {"key": hold.tenure.key, "fence": hold.tenure.fence, "life": hold.life}
     return hold, Execute(store.pin, Values.of(store.pin, known))
 
@@ -247,7 +248,7 @@ def detach(lock: BaseLock) -> Steps[str]:
     hold = lock._own_hold("detach")
     lock.check()
     database, count = hold.store.database, len(hold.entries) if hold.shared_entries is None else 0
-    if not (yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace, count=count, who=hold.who)):
+    if not (yield from tenures.detach(database, hold.tenure, hold.ttl, hold.grace, count=count, who=hold.who)):
         yield from _find_out(hold)
         raise lock._lost(hold)
     entry, kept = hold.entries[-1], hold.entries[:-1]
@@ -265,9 +266,9 @@ def detach(lock: BaseLock) -> Steps[str]:
 def attach(lock: L, token: Token) -> Steps[L]:
     store, flow, tenure = lock._store(), current_flow(), token.tenure
     database, entry = store.database, Entry(lock, "attach")
-    attached = yield from protocol.attach(database, tenure, _who_we_are(), token.ttl, token.grace)
+    attached = yield from tenures.attach(database, tenure, _who_we_are(), token.ttl, token.grace)
     if attached is None:
-        loss = Loss(*(yield from protocol.why_lost(database, tenure)))
+        loss = Loss(*(yield from tenures.why_lost(database, tenure)))
         raise lock._lost_tenure(tenure.fence, loss)
     grant, count = attached
     hold = flow.holds.get((store, lock._key))
@@ -303,7 +304,7 @@ def owned(lock: BaseLock) -> Steps[bool]:
     hold = lock._hold()
     if hold is None or hold.remaining() <= 0:
         return False
-    return (yield from protocol.verify(lock._store().database, hold.tenure))
+    return (yield from tenures.verify(lock._store().database, hold.tenure))
 
 
 def locked(lock: BaseLock) -> Steps[bool]:
@@ -312,13 +313,13 @@ def locked(lock: BaseLock) -> Steps[bool]:
 
 
 def inspect(lock: BaseLock) -> Steps[LockInfo | None]:
-    info = yield from protocol.inspect(lock._store().database, lock._key)
+    info = yield from tenures.inspect(lock._store().database, lock._key)
     return None if info is None else info.masked()
 
 
 def look_after(hold: Hold) -> Steps[None]:
     """A transaction that the tenure was part of may have taken it away."""
-    if not (yield from protocol.verify(hold.store.database, hold.tenure)):
+    if not (yield from tenures.verify(hold.store.database, hold.tenure)):
         yield from _find_out(hold)
 
 
@@ -391,7 +392,7 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
     if hold.remaining() <= 0:
         return False
     if hold.shared_entries is not None:
-        attached = yield from protocol.attach(database, hold.tenure, _who_we_are(), ttl, hold.grace)
+        attached = yield from tenures.attach(database, hold.tenure, _who_we_are(), ttl, hold.grace)
         if attached is None or not hold.lengthen(attached[0]):
             return False
         hold.shared_entries = attached[1] - len(hold.entries) - 1
@@ -399,7 +400,7 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
         return True
     kept = hold.open_entries()
     try:
-        grant = yield from protocol.reenter(database, hold.tenure, len(kept), ttl, hold.grace)
+        grant = yield from tenures.reenter(database, hold.tenure, len(kept), ttl, hold.grace)
         if grant is None:
             return False
         if hold.lengthen(grant):
@@ -442,7 +443,7 @@ def _lower(hold: Hold) -> Steps[bool]:
     if hold.unused_tokens and not entered and (yield from _unused(hold)):
         # It is left to the bearer of a token, who has one more ttl.
         count = 0 if hold.shared_entries else 1
-        return (yield from protocol.detach(database, hold.tenure, hold.ttl, hold.grace, count=count, who=hold.who))
+        return (yield from tenures.detach(database, hold.tenure, hold.ttl, hold.grace, count=count, who=hold.who))
     alone = hold.shared_entries is None
     if not alone or (hold.min_hold and not entered):
         return (yield from queue.leave(database, hold.tenure, hold.min_hold, alone=alone))
@@ -466,7 +467,7 @@ def _leave_after_all(hold: Hold) -> Steps[None]:
 def _find_out(hold: Hold) -> Steps[None]:
     """The database says that the tenure is over: why?"""
     try:
-        loss = Loss(*(yield from protocol.why_lost(hold.store.database, hold.tenure)))
+        loss = Loss(*(yield from tenures.why_lost(hold.store.database, hold.tenure)))
     except LockError:
         loss = Loss(Reason.EXPIRED)
     hold.explain(loss)
@@ -475,7 +476,7 @@ def _find_out(hold: Hold) -> Steps[None]:
 
 def _unused(hold: Hold) -> Steps[bool]:
     """Has nobody come yet with a token of this tenure? Whoever attaches writes into the row who that is."""
-    info = yield from protocol.inspect(hold.store.database, hold.tenure.key)
+    info = yield from tenures.inspect(hold.store.database, hold.tenure.key)
     if info is None:
         return False
     who = info.identity

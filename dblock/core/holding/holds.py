@@ -20,9 +20,9 @@ from dblock.core.errors import Reason
 from dblock.core.values import Grant, LockInfo, State
 
 if TYPE_CHECKING:
-    from dblock.core.base import BaseLock
-    from dblock.core.drive import Store
-    from dblock.core.flows import Flow
+    from dblock.core.face.base import BaseLock
+    from dblock.core.holding.flows import Flow
+    from dblock.core.protocol.drive import Store
 
 
 _WHAT_HAPPENED = {

@@ -1,7 +1,7 @@
 """What every lock object is, and what it knows without asking the database.
 
 Rule: a lock object is what was asked for (key, ttl, timeout, ...) and never what is held; every method looks up the
-hold of the flow that calls it. What can be done with a lock is in `dblock.core.operations`.
+hold of the flow that calls it. What can be done with a lock is in `dblock.core.face.operations`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable, Coroutine
 from types import EllipsisType
 from typing import Any, Self, TypeVar
 
-from dblock.core.drive import Store, adrive
 from dblock.core.errors import LockLost, LockNotHeld, LockTimeout, Reason, StoreBusy
-from dblock.core.flows import current_flow
-from dblock.core.holds import Block, Hold, Loss
+from dblock.core.face.key_template import Template
+from dblock.core.holding.flows import current_flow
+from dblock.core.holding.holds import Block, Hold, Loss
 from dblock.core.identity import process_identity
-from dblock.core.key_template import Template
 from dblock.core.options import PLAIN, Options, unknown_options, valid_options
-from dblock.core.steps import Steps
+from dblock.core.protocol.drive import Store, adrive
+from dblock.core.protocol.steps import Steps
 from dblock.core.tokens import Sequencer
 from dblock.core.validation import valid_key, valid_timeout, valid_ttl
 from dblock.core.values import LockInfo, Seconds, State
-from dblock.core.watchdog import watchdog
+from dblock.core.watchdog.watchdog import watchdog
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dblock.core.identity import process_identity, storable
 
 if TYPE_CHECKING:
-    from dblock.core.holds import Hold
+    from dblock.core.holding.holds import Hold
 
 
 FLOW: Final = 16

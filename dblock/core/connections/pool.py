@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from dblock.core import clock
 from dblock.core.errors import StoreConflict
-from dblock.core.steps import Execute, Rows
+from dblock.core.protocol.steps import Execute, Rows
 
 KEPT: Final = 5
 """How many idle connections a pool keeps, as many as SQLAlchemy's pools do by default."""

@@ -1,6 +1,6 @@
 """The synchronous and the asynchronous face of a lock.
 
-Rule: a face only says who drives the steps of `dblock.core.operations`.
+Rule: a face only says who drives the steps of `dblock.core.face.operations`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable, Coroutine, Generator
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
-from dblock.core import operations
-from dblock.core.base import BaseLock
-from dblock.core.drive import drive
 from dblock.core.errors import LockError, LockLost, LockTimeout
-from dblock.core.flows import current_task
-from dblock.core.holds import Hold
-from dblock.core.key_template import Template
-from dblock.core.steps import Steps
+from dblock.core.face import operations
+from dblock.core.face.base import BaseLock
+from dblock.core.face.key_template import Template
+from dblock.core.holding.flows import current_task
+from dblock.core.holding.holds import Hold
+from dblock.core.protocol.drive import drive
+from dblock.core.protocol.steps import Steps
 from dblock.core.validation import acquire_timeout, valid_ttl
 from dblock.core.values import LockInfo, Seconds
 

@@ -21,7 +21,7 @@ from dblock.core import clock
 from dblock.core.log import warn
 
 if TYPE_CHECKING:
-    from dblock.core.pool import PooledConnection
+    from dblock.core.connections.pool import PooledConnection
 
 
 LINGER: Final = 1.0
