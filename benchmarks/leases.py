@@ -17,10 +17,10 @@ from sqlalchemy import create_engine
 
 from benchmarks.places import places
 from benchmarks.uncontended import ROUNDS, Candidate, measure
-from dblock.core.holding.flows import current_flow
+from dblock.core import runtime
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import drive
-from dblock.core.watchdog.watchdog import watchdog
+from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 
@@ -65,7 +65,7 @@ def share(url: str) -> float:
                 pass
 
     def unkept(count: int) -> None:
-        with mock.patch.multiple(watchdog, add=_nothing, discard=_nothing):
+        with mock.patch.multiple(runtime.current.watchdog, add=_nothing, discard=_nothing):
             kept(count)
 
     rates = measure([Candidate("unkept", unkept), Candidate("kept", kept)], ROUNDS)

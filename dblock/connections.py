@@ -16,7 +16,6 @@ After a fork no connection of the parent is used or closed in the child: closing
 from __future__ import annotations
 
 import functools
-import os
 import time
 import weakref
 from collections.abc import Callable
@@ -27,16 +26,15 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
+from dblock.core import runtime, timing
 from dblock.core.connections.pool import AutocommitPool, PooledConnection
-from dblock.core.face.executor import SQLITE_BUSY
 from dblock.sessions import set_up
 
 MOST: Final = 5
 """How many connections are in use at a time for taking and waiting, at most; and for keeping and giving back."""
 
-_pools: list[DjangoPool] = []
-_parents: list[Any] = []
-"""In a forked child: the parent's connections, kept so that nothing finalizes them."""
+_of_parents: list[Any] = []
+"""In a forked child: the connections of the parent's own, kept so that nothing finalizes them."""
 
 
 class DjangoPool(AutocommitPool):
@@ -48,7 +46,7 @@ class DjangoPool(AutocommitPool):
         self._vendor = connections[alias].vendor
         self._name = ""
         self._lanes = _executors()
-        _pools.append(self)
+        runtime.current.pools.add(self)
         for known in connections.all(initialized_only=True):
             _follow(known)
 
@@ -56,10 +54,10 @@ class DjangoPool(AutocommitPool):
         """Threads for the statements of asynchronous code, as many as connections: the application's may be busy."""
         return self._lanes[keeps]
 
-    def forget(self) -> None:
+    def leave_to_parent(self) -> Any:
         """In a forked child, which has none of the threads."""
-        super().forget()
         self._lanes = _executors()
+        return super().leave_to_parent()
 
     def take(self, until: float, *, keeps: bool) -> PooledConnection:
         """As ever; a test runner may have turned to another database."""
@@ -125,7 +123,7 @@ class DjangoSQLite:
     def take(self, until: float, *, keeps: bool) -> PooledConnection:
         """The caller's in memory, in a transaction, and with a rollback journal; else one of the lock's own."""
         caller = connections[self._alias]
-        inherited = any(caller.connection is parent for parent in _parents)
+        inherited = any(caller.connection is parent for parent in _of_parents)
         if caller.is_in_memory_db() or (not inherited and in_sqlite_transaction(caller)):  # type: ignore[attr-defined]
             return self._callers(caller)
         own = self._pool.take(until, keeps=keeps)
@@ -167,7 +165,7 @@ def own_wrapper(alias: str) -> BaseDatabaseWrapper:
     wrapper = connections.create_connection(alias)
     options = {name: value for name, value in wrapper.settings_dict["OPTIONS"].items() if name != "pool"}
     if wrapper.vendor == "sqlite":
-        options["timeout"] = SQLITE_BUSY / 1000  # for what `init_command` does
+        options["timeout"] = timing.DEFAULT.sqlite_busy  # for what `init_command` does
     wrapper.settings_dict = {**wrapper.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
     wrapper.inc_thread_sharing()
     vars(wrapper)["_dblock"] = "own"
@@ -194,8 +192,8 @@ def _closing(reference: weakref.ref[BaseDatabaseWrapper], close: Callable[[], No
     else:
         close()
     if was_open and vars(connection)["_dblock"] != "ageing":
-        for pool in _pools:
-            if pool.alias == connection.alias:
+        for pool in list(runtime.current.pools):
+            if isinstance(pool, DjangoPool) and pool.alias == connection.alias:
                 pool.close_all()
 
 
@@ -215,9 +213,6 @@ def _ageing(reference: weakref.ref[BaseDatabaseWrapper], close: Callable[[], Non
 connection_created.connect(_follow, dispatch_uid="dblock.connections")
 
 
-def _after_fork_in_child() -> None:
-    _parents.extend(caller.connection for caller in connections.all(initialized_only=True))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+def leave_to_parent() -> None:
+    """In a forked child: keep the connections that the application has opened before."""
+    _of_parents.extend(caller.connection for caller in connections.all(initialized_only=True))

@@ -6,33 +6,33 @@ import selectors
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dblock.core.wakeup.local_socket import mailbox
+from dblock.core.wakeup.local_socket import LocalSocket
 
 
-class PsycopgEar:
+class PsycopgSubscription:
     """Hears what is said on one channel, on psycopg's libpq layer.
 
     `Connection.notifies()` looks for Ctrl-C ten times a second, and sets itself up anew for each message: this thread
     wakes for messages only, and sooner.
     """
 
-    def __init__(self, connection: Any, channel: str, close: Callable[[], object]) -> None:
+    def __init__(self, connection: Any, own: LocalSocket, close: Callable[[], object]) -> None:
         self._connection = connection
         self._close = close
-        connection.execute(f"LISTEN {channel}")
+        connection.execute(f"LISTEN {own.channel}")
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection.fileno(), selectors.EVENT_READ)
-        neighbours = mailbox().socket
-        if neighbours is not None:
-            self._selector.register(neighbours, selectors.EVENT_READ)
+        self._own = own
+        if own.socket is not None:
+            self._selector.register(own.socket, selectors.EVENT_READ)
 
     def listen(self, seconds: float) -> Sequence[str]:
         """The messages that come within so many seconds, as soon as there is one or a neighbour calls."""
         heard = self._heard()  # what came with an answer
         if not heard:
             for key, _ in self._selector.select(seconds):
-                if key.fileobj is mailbox().socket:
-                    mailbox().ring_heard()
+                if key.fileobj is self._own.socket:
+                    self._own.ring_heard()
                 else:
                     self._connection.pgconn.consume_input()  # raises when the connection has broken
                     heard = self._heard()
@@ -50,13 +50,13 @@ class PsycopgEar:
         _ = self._close()
 
 
-def psycopg_subscription(connection: Any, channel: str, close: Callable[[], object]) -> PsycopgEar | None:
+def psycopg_subscription(connection: Any, own: LocalSocket, close: Callable[[], object]) -> PsycopgSubscription | None:
     """Listen on a psycopg Connection; None, and it is closed, behind a pooler.
 
     PgBouncer makes up the process id that it greets with: messages would go to another session.
     """
     [backend] = connection.execute("SELECT pg_backend_pid()").fetchone()
     if backend == connection.info.backend_pid:
-        return PsycopgEar(connection, channel, close)
+        return PsycopgSubscription(connection, own, close)
     _ = close()
     return None

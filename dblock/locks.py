@@ -21,8 +21,7 @@ from dblock.core.errors import Reason
 from dblock.core.face import operations
 from dblock.core.face.key_template import NoKey
 from dblock.core.face.locks import AsyncLock, Attaching, SyncLock, enter
-from dblock.core.holding.flows import current_task
-from dblock.core.holding.holds import Hold
+from dblock.core.holding.flow import Hold, current_task
 from dblock.core.options import Given
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import adrive, drive

@@ -15,8 +15,8 @@ import contextlib
 import os
 from typing import Any
 
+from dblock.core import timing
 from dblock.core.connections.pool import PooledConnection
-from dblock.core.face.executor import SQLITE_BUSY
 
 _POSTGRESQL = """
 SELECT CASE WHEN pg_backend_pid() = {process}
@@ -38,7 +38,7 @@ def set_up(connection: PooledConnection, vendor: str, driver: Any) -> bool:
         process = _process(driver)
         return process is not None and _ask(connection.raw, _POSTGRESQL.format(process=process)) is not None
     if vendor == "sqlite":
-        connection.busy_timeout = SQLITE_BUSY // 2  # a try is to see here too that it is busy
+        connection.busy_timeout = int(timing.DEFAULT.sqlite_busy * 500)  # a try is to see here too that it is busy
         _ = _ask(connection.raw, f"PRAGMA busy_timeout = {connection.busy_timeout}")
         if _ask(connection.raw, "PRAGMA journal_mode") == "wal":
             _ = _ask(connection.raw, "PRAGMA synchronous = NORMAL")

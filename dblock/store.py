@@ -25,7 +25,7 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.protocol.tenures import Database
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Cursor, Tables, perform
-from dblock.core.wakeup import local_socket
+from dblock.core.wakeup.local_socket import LocalSocket
 from dblock.listening import psycopg_subscription
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class DjangoStore(BaseStore):
         connection = connections[self._alias]
         return connection.vendor != "sqlite" or not connection.is_in_memory_db()  # type: ignore[attr-defined]
 
-    def subscribe(self, channel: str) -> Subscription | None:
+    def subscribe(self, own: LocalSocket) -> Subscription | None:
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
         if not conf.settings().LISTEN:
             return None
@@ -90,14 +90,14 @@ class DjangoStore(BaseStore):
             if not hasattr(connection.connection, "pgconn"):  # psycopg 2
                 connection.close()
                 return None
-            return psycopg_subscription(connection.connection, channel, connection.close)
+            return psycopg_subscription(connection.connection, own, connection.close)
         except BaseException:
             connection.close()
             raise
 
-    def subscribe_to_neighbours(self) -> Subscription | None:
+    def subscribe_to_neighbours(self, own: LocalSocket) -> Subscription | None:
         """Listen to the processes of this machine."""
-        return local_socket.subscription()
+        return own.subscribe()
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run it in a thread."""

@@ -20,9 +20,10 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
+from dblock.connections import leave_to_parent
 from dblock.core.errors import LockError
 from dblock.core.face.operations import finish, look_after
-from dblock.core.holding.holds import Hold
+from dblock.core.holding.flow import Hold
 from dblock.core.protocol.drive import drive
 
 _ENDS = ("commit", "rollback", "savepoint_commit", "savepoint_rollback", "close")
@@ -125,7 +126,7 @@ def _followed(connection: BaseDatabaseWrapper, method: Any) -> Any:
 
 def _look_after(connection: BaseDatabaseWrapper) -> None:
     # What was given back, or is kept by the transaction alone, is nobody's loss.
-    holds = [hold for hold in _joined.pop(connection) if hold.loss is None and hold.entries]
+    holds = [hold for hold in _joined.pop(connection) if hold.lease.loss is None and hold.entries]
     for hold in holds:
         try:
             drive(look_after(hold), hold.store)
@@ -154,6 +155,11 @@ def _give_back(connection: BaseDatabaseWrapper) -> None:
             hold.deferred = False
 
 
+def _after_fork_in_child() -> None:
+    leave_to_parent()
+    _joined.clear()
+    _waiting.clear()  # what waits is the parent's to give back
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_joined.clear)
-    os.register_at_fork(after_in_child=_waiting.clear)  # what waits is the parent's to give back
+    os.register_at_fork(after_in_child=_after_fork_in_child)

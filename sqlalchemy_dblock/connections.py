@@ -25,10 +25,10 @@ from sqlalchemy import Dialect, Engine, NullPool, QueuePool, StaticPool, event
 from sqlalchemy.pool import PoolProxiedConnection
 from sqlalchemy.util import await_only, greenlet_spawn
 
-from dblock.core import clock
+from dblock.core import clock, runtime
 from dblock.core.connections.pool import KEPT, AutocommitPool, PooledConnection
 from dblock.core.errors import StoreConflict
-from dblock.core.holding.flows import current_task
+from dblock.core.holding.flow import current_task
 from dblock.sessions import set_up
 
 
@@ -37,6 +37,7 @@ class EnginePool(AutocommitPool):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(_most(engine), 0 if isinstance(engine.pool, NullPool) else KEPT)
+        runtime.current.pools.add(self)
         self._dialect = engine.dialect
         # A pool of its own, without limits: one that hangs in the opening must not keep others from it.
         self._source = NullPool(engine.pool._creator, dialect=engine.dialect, _dispatch=engine.pool.dispatch)
@@ -145,10 +146,10 @@ class EnginePool(AutocommitPool):
         if not isinstance(future, Future):
             _ = future.get_loop().call_later(seconds, future.cancel)
 
-    def forget(self) -> None:
+    def leave_to_parent(self) -> Any:
         """In a forked child, whose parent may be opening its first one."""
-        super().forget()
         self._first = threading.Lock()
+        return super().leave_to_parent()
 
     def rest(self, seconds: float) -> None:
         """Sleep there."""

@@ -9,19 +9,18 @@ from typing import Any
 from sqlalchemy.util import await_only
 
 from dblock.core.wakeup.listener import Subscription
-from dblock.core.wakeup.local_socket import mailbox
+from dblock.core.wakeup.local_socket import LocalSocket
 from dblock.listening import psycopg_subscription
 
 
 class Neighbours:
     """Hears the processes of this machine, on the running event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: LocalSocket) -> None:
         self._loop = asyncio.get_running_loop()
-        own = mailbox().socket
-        self._socket = None if own is None else own.dup()  # another subscription of the loop may have one too
+        self._socket = None if own.socket is None else own.socket.dup()  # another subscription may have one too
         if self._socket is not None:
-            self._loop.add_reader(self._socket, mailbox().ring_heard)
+            self._loop.add_reader(self._socket, own.ring_heard)
 
     def listen(self, seconds: float) -> Sequence[str]:
         """Nothing; flows are woken meanwhile."""
@@ -35,14 +34,14 @@ class Neighbours:
             self._socket.close()
 
 
-class AsyncPsycopgEar(Neighbours):
+class AsyncPsycopgSubscription(Neighbours):
     """Hears what is said on one channel, on psycopg's AsyncConnection."""
 
-    def __init__(self, connection: Any, channel: str, close: Callable[[], object]) -> None:
+    def __init__(self, connection: Any, own: LocalSocket, close: Callable[[], object]) -> None:
         self._connection = connection
         self._close = close
-        await_only(connection.execute(f"LISTEN {channel}"))
-        super().__init__()
+        await_only(connection.execute(f"LISTEN {own.channel}"))
+        super().__init__(own)
 
     def listen(self, seconds: float) -> Sequence[str]:
         """The messages that come within so many seconds, as soon as there is one."""
@@ -57,17 +56,17 @@ class AsyncPsycopgEar(Neighbours):
         _ = self._close()
 
 
-class AsyncpgEar(Neighbours):
+class AsyncpgSubscription(Neighbours):
     """Hears what is said on one channel, on asyncpg's connection."""
 
-    def __init__(self, connection: Any, channel: str, close: Callable[[], object]) -> None:
+    def __init__(self, connection: Any, own: LocalSocket, close: Callable[[], object]) -> None:
         self._connection = connection
         self._close = close
         self._heard: list[str] = []
         self._something = asyncio.Event()
         connection.add_termination_listener(lambda _: self._something.set())
-        await_only(connection.add_listener(channel, self._hear))
-        super().__init__()
+        await_only(connection.add_listener(own.channel, self._hear))
+        super().__init__(own)
 
     def _hear(self, connection: Any, process: int, channel: str, payload: str) -> None:
         self._heard.append(payload)
@@ -95,29 +94,29 @@ class AsyncpgEar(Neighbours):
         _ = self._close()
 
 
-def neighbours() -> Neighbours | None:
+def neighbours(own: LocalSocket) -> Neighbours | None:
     """Listen to the processes of this machine; None where there are none."""
-    return None if mailbox().socket is None else Neighbours()
+    return None if own.socket is None else Neighbours(own)
 
 
-def _async_psycopg_subscription(connection: Any, channel: str, close: Callable[[], object]) -> Subscription | None:
+def _async_psycopg_subscription(connection: Any, own: LocalSocket, close: Callable[[], object]) -> Subscription | None:
     cursor = await_only(connection.execute("SELECT pg_backend_pid()"))
     if await_only(cursor.fetchone())[0] == connection.info.backend_pid:
-        return AsyncPsycopgEar(connection, channel, close)
+        return AsyncPsycopgSubscription(connection, own, close)
     _ = close()
     return None
 
 
-def _asyncpg_ear(connection: Any, channel: str, close: Callable[[], object]) -> Subscription | None:
+def _asyncpg_subscription(connection: Any, own: LocalSocket, close: Callable[[], object]) -> Subscription | None:
     if await_only(connection.fetchval("SELECT pg_backend_pid()")) == connection.get_server_pid():
-        return AsyncpgEar(connection, channel, close)
+        return AsyncpgSubscription(connection, own, close)
     _ = close()
     return None
 
 
-SUBSCRIPTIONS: dict[tuple[str, bool], Callable[[Any, str, Callable[[], object]], Subscription | None]] = {
+SUBSCRIPTIONS: dict[tuple[str, bool], Callable[[Any, LocalSocket, Callable[[], object]], Subscription | None]] = {
     ("psycopg", False): psycopg_subscription,
     ("psycopg", True): _async_psycopg_subscription,
-    ("asyncpg", True): _asyncpg_ear,
+    ("asyncpg", True): _asyncpg_subscription,
 }
 """How to listen, by the name of SQLAlchemy's driver and whether it is asynchronous."""

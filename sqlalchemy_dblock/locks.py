@@ -15,8 +15,7 @@ from dblock.core.face.base import BaseLock
 from dblock.core.face.key_template import NoKey
 from dblock.core.face.locks import AsyncLock as CoreAsyncLock
 from dblock.core.face.locks import Attaching, SyncLock
-from dblock.core.holding.flows import current_task
-from dblock.core.holding.holds import Hold
+from dblock.core.holding.flow import Hold, current_task
 from dblock.core.options import Given
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import adrive, drive

@@ -19,14 +19,14 @@ from sqlalchemy.util import greenlet_spawn
 from dblock.core.connections.pool import PooledConnection
 from dblock.core.errors import SynchronousOnlyOperation, UnsupportedDatabase
 from dblock.core.face.executor import BaseStore
-from dblock.core.holding.flows import current_task
+from dblock.core.holding.flow import current_task
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.protocol.tenures import Database
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Tables
 from dblock.core.validation import valid_tables
-from dblock.core.wakeup import local_socket
 from dblock.core.wakeup.listener import Subscription
+from dblock.core.wakeup.local_socket import LocalSocket
 from sqlalchemy_dblock.connections import EnginePool, InMemory, is_in_memory, rest
 from sqlalchemy_dblock.listening import SUBSCRIPTIONS, neighbours
 
@@ -82,7 +82,7 @@ class EngineStore(BaseStore):
 
         return answered
 
-    def subscribe(self, channel: str) -> Subscription | None:
+    def subscribe(self, own: LocalSocket) -> Subscription | None:
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
         make = SUBSCRIPTIONS.get((self._driver, self.asynchronous))
         if make is None or not self._listens or not isinstance(self._source, EnginePool):
@@ -90,14 +90,14 @@ class EngineStore(BaseStore):
         connection = self._source.open_apart()
         close = partial(self._source.terminate, connection)
         try:
-            return make(connection.raw.driver_connection if self.asynchronous else connection.raw, channel, close)
+            return make(connection.raw.driver_connection if self.asynchronous else connection.raw, own, close)
         except BaseException:
             close()
             raise
 
-    def subscribe_to_neighbours(self) -> Subscription | None:
+    def subscribe_to_neighbours(self, own: LocalSocket) -> Subscription | None:
         """Listen to the processes of this machine."""
-        return neighbours() if self.asynchronous else local_socket.subscription()
+        return neighbours(own) if self.asynchronous else own.subscribe()
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run it in a thread, or in a task of the running event loop."""

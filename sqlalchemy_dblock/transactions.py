@@ -17,7 +17,7 @@ from sqlalchemy.util import await_only
 
 from dblock.core.errors import LockError
 from dblock.core.face.operations import finish
-from dblock.core.holding.holds import Hold
+from dblock.core.holding.flow import Hold
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Execute, Rows
 from sqlalchemy_dblock.store import EngineStore
@@ -59,7 +59,7 @@ def keep_until_end(hold: Hold, session: Any) -> bool:
 def _dropped(waiting: list[Hold]) -> None:
     """A session was thrown away in the middle of its transaction: nobody is left to give back what it kept."""
     for hold in waiting:
-        hold.renewing = False
+        hold.lease.renewing = False
 
 
 def _ended(session: Any, transaction: Any) -> None:

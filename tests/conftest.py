@@ -10,6 +10,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, MutableMapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,10 +20,8 @@ from django.db import connections
 from sqlalchemy import create_engine, event, text
 from sqlalchemy.engine import Dialect, Engine, make_url
 
-from dblock.core.acquire import acquiring, local_queue, waiting
-from dblock.core.holding.flows import current_flow
-from dblock.core.wakeup import registry
-from dblock.core.watchdog.watchdog import watchdog
+from dblock.core import runtime, timing
+from dblock.core.runtime import current_flow
 from tests.proxy import Proxy
 from tests.servers import MariaDB, MySQL, PgBouncer, PostgreSQL, Server, free_port, remove_leftovers
 
@@ -90,6 +89,13 @@ def pytest_configure() -> None:
     django.setup()
 
 
+def timed(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+    """Let the protocol go by other times; those that are not named stay."""
+    monkeypatch.setattr(timing, "DEFAULT", replace(timing.DEFAULT, **seconds))
+
+
+SELDOM = {"poll_min": 3600.0, "poll_max": 36000.0, "poll_notified": 36000.0, "unresponsive_after": 90000.0}
+"""Nobody looks by himself, unless a lease ends."""
 PATIENT = 3.0
 """Seconds for a try in tests of other things, for which a busy machine may be slow to open a connection."""
 UNHURRIED = 1.0
@@ -103,10 +109,9 @@ def _patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     SQLite opens connections at once, and a try beside a writer, of whom tests have many there, takes all of its time.
     """
     if request.node.get_closest_marker("exact") is None:
+        timed(monkeypatch, leave_timeout=UNHURRIED)
         if "sqlite" not in request.node.name:
-            monkeypatch.setattr("dblock.core.acquire.acquiring.TRY", PATIENT)
-        for module in (acquiring, waiting):
-            monkeypatch.setattr(module, "LEAVE_TIMEOUT", UNHURRIED)
+            timed(monkeypatch, single_try=PATIENT)
 
 
 @pytest.fixture(autouse=True)
@@ -119,16 +124,14 @@ def _process_state() -> Iterator[None]:
         gc.collect()  # what is suspended, and dropped
         time.sleep(0.01)
         left = _left_behind()
+    watchdog, wakeups = runtime.current.watchdog, runtime.current.wakeups
     for hold in list(watchdog._holds):
         watchdog.discard(hold)
     watchdog._given_up.clear()
-    state: tuple[MutableMapping[Any, Any], ...] = (
-        watchdog._places,
-        local_queue._lines,
-        local_queue._trials,
-        registry._wakeups,
-    )
-    for each in (*state, registry._contended, registry._unclaimed, *_kept()):
+    state: list[MutableMapping[Any, Any]] = [watchdog._places, wakeups._registered, wakeups._unclaimed]
+    for site in runtime.current._sites.values():
+        state += [site.local_queues._lines, site.local_queues._attempts, site.local_queues._contended]
+    for each in (*state, *_kept()):
         each.clear()
     flow = current_flow()
     flow.holds.clear()  # those that are left are lost
@@ -145,12 +148,14 @@ def _kept() -> tuple[MutableMapping[Any, list[Any]], ...]:
 
 
 def _left_behind() -> dict[str, list[Any]]:
+    watchdog = runtime.current.watchdog
+    queues = [site.local_queues for site in runtime.current._sites.values()]
     everything: dict[str, Collection[Any]] = {
         "holds": [hold for hold in watchdog._holds if (flow := hold.flow()) is not None and not flow.ended()],
         "places in queues": watchdog._places,
-        "lines": local_queue._lines,
-        "tries": local_queue._trials,
-        "wake-ups": registry._wakeups,
+        "lines": [key for each in queues for key in each._lines],
+        "tries": [key for each in queues for key in each._attempts],
+        "wake-ups": runtime.current.wakeups._registered,
         "locks kept by transactions": [kept for each in _kept() for kept in each.values() if kept],
     }
     return {name: list(each) for name, each in everything.items() if each}

@@ -11,12 +11,11 @@ from django.db import connections
 from django.test import override_settings
 from sqlalchemy import create_engine
 
-from dblock.core.acquire import waiting
-from dblock.core.wakeup.local_socket import mailbox
-from dblock.listening import PsycopgEar
+from dblock.core import runtime
+from dblock.listening import PsycopgSubscription
 from dblock.store import store_for
 from sqlalchemy_dblock import db_lock
-from tests.conftest import ready, run, url
+from tests.conftest import SELDOM, ready, run, timed, url
 from tests.contract.subjects import MATRIX, Actor, Subject
 from tests.contract.test_queue import waiters
 from tests.faults.lab import Remote, times, until
@@ -36,14 +35,14 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 @pytest.fixture
 def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who will be called does not look for an hour."""
-    monkeypatch.setattr(waiting, "POLL_NOTIFIED", 3600.0)
+    timed(monkeypatch, poll_notified=3600.0, unresponsive_after=9000.0)
 
 
 ELSEWHERE = (
-    "(setattr(mailbox(), 'neighbourhood', 'dblock_elsewhere_'),"
+    "(setattr(runtime.current.socket(), 'neighbourhood', 'dblock_elsewhere_'),"
     " object.__setattr__(subject.protocol.dialect.queue, 'call', None))"  # the grant itself is to call
 )
-FULL = "setattr(mailbox(), 'notify', lambda *_: False)"
+FULL = "setattr(runtime.current.socket(), 'notify', lambda *_: False)"
 
 
 @pytest.mark.usefixtures("deaf")
@@ -59,8 +58,7 @@ def test_the_database_calls(subject: Subject, before: str) -> None:
 def test_a_neighbour_rings(request: pytest.FixtureRequest, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """A release in another process of this machine wakes the waiter, on every database; PostgreSQL calls nobody."""
     ready(request, subject.database)
-    monkeypatch.setattr(waiting, "_often", lambda *_: 3600.0)
-    monkeypatch.setattr(waiting, "POLL_MAX", 3600.0)
+    timed(monkeypatch, **SELDOM)
     hand_overs(subject)
 
 
@@ -70,7 +68,7 @@ def test_a_neighbour_is_not_notified(request: pytest.FixtureRequest, before: str
     """A notification wakes every session that listens to anything: it is for those who are somewhere else."""
     ready(request, "postgresql")
     with psycopg.connect(url("postgresql").replace("+psycopg", ""), autocommit=True) as connection:
-        connection.execute(f"LISTEN {mailbox().channel}")
+        connection.execute(f"LISTEN {runtime.current.socket().channel}")
         subject = Subject("sqlalchemy", "sync", "postgresql")
         hand_overs(subject, before)
         subject.engine.dispose()
@@ -85,8 +83,8 @@ def test_a_listener_takes_no_place_in_a_pool(request: pytest.FixtureRequest, mon
     options = {**connections.settings["postgresql"]["OPTIONS"], "pool": {"min_size": 1, "max_size": 1}}
     monkeypatch.setitem(connections.settings["postgresql"], "OPTIONS", options)
     monkeypatch.setitem(connections.settings["postgresql"], "CONN_MAX_AGE", 0)
-    subscription = store_for("postgresql").subscribe("dblock_test")
-    assert isinstance(subscription, PsycopgEar)
+    subscription = store_for("postgresql").subscribe(runtime.current.socket())
+    assert isinstance(subscription, PsycopgSubscription)
     assert not hasattr(subscription._connection, "_pool")
     subscription.close()
 
@@ -109,7 +107,7 @@ def test_nonsense_does_no_harm(request: pytest.FixtureRequest, caplog: pytest.Lo
     assert until(lambda: waiters(subject) == 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
         for nonsense in (b"", b"\xff", b"x k", b"-1 k", b"1", "² k".encode(), b"1 " + b"k" * 9000):
-            stranger.sendto(nonsense, "\0" + mailbox().channel)
+            stranger.sendto(nonsense, "\0" + runtime.current.socket().channel)
     time.sleep(0.1)
     assert not waited.done()
     holder.release()
@@ -130,7 +128,7 @@ def hand_overs(subject: Subject, before: str = "None") -> None:
             lock = subject.lock("k", timeout=60)
             waited = actor.start(getattr(lock, subject.method("acquire")))
             assert until(lambda: waiters(subject) == 1)
-            assert subject.run("SELECT channel FROM lock_waiters") == [(mailbox().channel,)]
+            assert subject.run("SELECT channel FROM lock_waiters") == [(runtime.current.socket().channel,)]
             time.sleep(0.05)
             assert not waited.done()
             remote.do("lock.release()")

@@ -13,9 +13,8 @@ from sqlalchemy import create_engine
 
 import dblock
 import sqlalchemy_dblock
-from dblock.core.acquire import waiting
 from dblock.store import store_for
-from tests.conftest import INNODB, SERVERS, ready, run, url
+from tests.conftest import INNODB, SELDOM, SERVERS, ready, run, timed, url
 from tests.proxy import Proxy
 
 
@@ -140,8 +139,7 @@ def test_statements_for_a_hand_over(server: str, proxy: Proxy, size: int, monkey
     On MySQL and MariaDB joining and leaving take two statements each. How often those who wait look on their own is a
     matter of time, not of hand-overs: here they look when they are called.
     """
-    monkeypatch.setattr(waiting, "_often", lambda *_: 3600.0)
-    monkeypatch.setattr(waiting, "POLL_MAX", 3600.0)
+    timed(monkeypatch, **SELDOM)
     address = url(server).replace(os.environ[f"DBLOCK_TEST_{server.upper()}_PORT"], str(proxy.port))
     engines = [create_engine(address) for _ in range(size)]
     locks = [sqlalchemy_dblock.db_lock(engine, "k", timeout=60) for engine in engines]

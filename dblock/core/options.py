@@ -5,7 +5,6 @@ Rule: whoever comes from another library, or mistypes, is told what the option i
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable
@@ -136,6 +135,8 @@ def unknown_options(unknown: Iterable[str], known: Iterable[str]) -> TypeError:
 
 
 def _nearest(name: str, known: set[str]) -> str:
+    import difflib  # noqa: PLC0415 - for those who mistype
+
     if "using" not in known:
         known = {*known, "engine"}
     near = [each for each in _ELSEWHERE.get(name.lower(), ()) if each in known]

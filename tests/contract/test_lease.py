@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from dblock.core.errors import InvalidToken, LockLost, LockNotHeld, LockTimeout, Reason, StoreConflict
-from dblock.core.holding.flows import current_flow
 from dblock.core.protocol.steps import Execute, Rows, execute
+from dblock.core.runtime import current_flow
 from dblock.core.tokens import Token, token_text
 from tests.contract.subjects import MATRIX, Actor, Subject, Twin, twin
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from dblock.core import runtime
 from dblock.core.acquire import local_queue
 from dblock.core.face.executor import BaseStore
+from tests.conftest import timed
 from tests.contract.subjects import Actor, Subject
 from tests.contract.test_queue import LATER, lined_up, stranger, waiters
 from tests.faults.lab import until
@@ -33,7 +35,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.fixture
 def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of a line waits for a local hand-over for as long as it takes."""
-    monkeypatch.setattr("dblock.core.acquire.waiting.LOCAL_HANDOVER_WAIT", 60.0)
+    timed(monkeypatch, local_handover_wait=60.0, waiter_ttl=120.0)
 
 
 def start(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Any]:
@@ -47,7 +49,7 @@ def start(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Any]:
 
 
 def line(subject: Subject) -> local_queue.LocalQueue:
-    found = local_queue.line_for(subject.lock("k")._store().database, "k")
+    found = runtime.current.site(subject.lock("k")._store()).local_queues.line_for("k")
     assert found is not None
     return found
 
@@ -127,7 +129,7 @@ def test_whoever_gives_up_is_passed_over(subject: Subject, actor: Actor, actors:
     assert waits.result(30) is True
     patient.call(lock, "release")
     assert subject.row("k")["owner"] is None
-    assert not local_queue._lines
+    assert not runtime.current.site(subject.lock("k")._store()).local_queues._lines
 
 
 @pytest.mark.usefixtures("hopeful")

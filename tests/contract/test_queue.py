@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from dblock.core.acquire import local_queue, waiting
+from dblock.core import runtime
 from dblock.core.errors import LockDeadlock, LockLost
-from dblock.core.protocol import queue
 from dblock.core.protocol.steps import Execute, Rows
-from dblock.core.wakeup import registry
+from tests.conftest import SELDOM, timed
 from tests.contract.subjects import Actor, Subject, twin
 from tests.contract.test_lease import attach
 from tests.faults.lab import remaining, until
@@ -39,7 +38,7 @@ def wait_for(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Futur
 
 def lined_up(subject: Subject) -> int:
     """How many flows of this process stand in the line for the key."""
-    line = local_queue.line_for(subject.lock("k")._store().database, "k")
+    line = runtime.current.site(subject.lock("k")._store()).local_queues.line_for("k")
     return 0 if line is None else len(line._members)
 
 
@@ -145,8 +144,7 @@ def test_who_gives_up_leaves_nothing(subject: Subject, actor: Actor, other: Acto
 
 def test_a_place_is_kept(subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: the watchdog sees to it, and nobody who comes later is served before."""
-    monkeypatch.setattr(queue, "WAITER_TTL", 0.6)
-    monkeypatch.setattr(queue, "HEARTBEAT_INTERVAL", 0.2)
+    timed(monkeypatch, waiter_ttl=0.6, heartbeat_interval=0.2)
     holder = subject.lock("k")
     actor.call(holder, "acquire")
     lock, waiting = wait_for(subject, other)
@@ -189,9 +187,7 @@ def test_a_lease_is_no_longer_than_was_asked_for(subject: Subject, actor: Actor,
 
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks by himself, unless a lease ends."""
-    for name in ("POLL_NOTIFIED", "POLL_MAX"):
-        monkeypatch.setattr(waiting, name, 3600.0)
-    monkeypatch.setattr(waiting, "_often", lambda *_: 3600.0)
+    timed(monkeypatch, **SELDOM)
 
 
 def test_no_herd_when_a_lease_ends(
@@ -200,14 +196,14 @@ def test_no_herd_when_a_lease_ends(
     """The first waiter looks and has the key granted; the others look later, each after those before it, and that is
     all."""
     short_waits(monkeypatch)
-    monkeypatch.setattr(waiting, "APART", 0.15)
+    timed(monkeypatch, apart=0.15)
     holder = subject.lock("k", ttl=60, renew=False)
     actor.call(holder, "acquire")
     waits = [(other, *wait_for(subject, other, fair=False)) for other in actors(7)]  # each as if in another process
     queued = [owner for (owner,) in subject.run("SELECT owner FROM lock_waiters ORDER BY ticket")]
     sent = listen_in(subject, monkeypatch)
     subject.run(f"UPDATE locks SET expires_at = {LATER[subject.database]}", seconds=2.5)
-    registry.notify_all()
+    runtime.current.wakeups.notify_all()
     assert until(lambda: {owner for name, owner in sent if name == "queue_status"} == set(queued))
     time.sleep(0.5)  # somebody was called twice, and looks once more
     assert not any(got.done() for _, _, got in waits)

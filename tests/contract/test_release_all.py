@@ -11,11 +11,11 @@ import pytest
 import dblock
 import sqlalchemy_dblock
 from dblock import LockLost, Reason
+from dblock.core import runtime
 from dblock.core.errors import StoreBusy, StoreConflict
 from dblock.core.face.executor import BaseStore
 from dblock.core.protocol.steps import Execute
-from dblock.core.watchdog.watchdog import watchdog
-from tests.conftest import ALIASES
+from tests.conftest import ALIASES, timed
 from tests.contract.subjects import Actor, Subject, twin
 from tests.faults.lab import until
 
@@ -86,13 +86,12 @@ def test_a_database_that_fails_is_asked_once(
         return execute(store, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr("dblock.core.protocol.tenures.PATIENCE", 0.1)
-        patch.setattr("dblock.core.protocol.queue.PATIENCE", 0.1)
+        timed(patch, patience=0.1)
         patch.setattr(BaseStore, "execute", refuse)
         assert other.do(lambda: release_all(subject)) == 0
     assert set(asked) == {"c"}, "the last one taken comes first"
     assert "could not give 'c' back: down" in caplog.text
-    assert not watchdog._holds
+    assert not runtime.current.watchdog._holds
     assert other.call(subject.lock("a", timeout=5), "acquire"), "within its ttl"
     other.call(subject.lock("a"), "release")
 
@@ -144,7 +143,7 @@ def test_a_row_that_is_locked_is_passed_over(
         return execute(store, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr("dblock.core.protocol.tenures.PATIENCE", 0.1)
+        timed(patch, patience=0.1)
         patch.setattr(BaseStore, "execute", refuse)
         if subject.face == "sync":
             with pytest.raises(KeyboardInterrupt):

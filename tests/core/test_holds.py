@@ -12,21 +12,25 @@ from typing import Any
 
 import pytest
 
-from dblock.core import clock
+from dblock.core import clock, runtime
 from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, Reason, StoreConflict, StoreUnanswered
 from dblock.core.face.base import BaseLock
 from dblock.core.face.locks import SyncLock
-from dblock.core.holding.flows import current_flow
-from dblock.core.holding.holds import Entry, Hold, Loss
+from dblock.core.holding.flow import Entry, Hold
+from dblock.core.holding.lease import Loss
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.protocol.tenures import Database
+from dblock.core.runtime import current_flow
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
+from dblock.core.wakeup.local_socket import LocalSocket
 from dblock.core.wakeup.registry import Wakeup
-from dblock.core.watchdog.renewals import Batch, Place
-from dblock.core.watchdog.watchdog import Watchdog, watchdog
+from dblock.core.watchdog.heartbeats import Place
+from dblock.core.watchdog.renewals import Renewal
+from dblock.core.watchdog.watchdog import Watchdog
+from tests.conftest import timed
 
 TENURE = Tenure("k", "secret", 7)
 INFO = LockInfo("k", "***", 8, 1, 30.0, 1.0, 29.0, "", Identity("elsewhere", 1, "main", "program", ""))
@@ -60,10 +64,10 @@ class FakeStore:
     def before_waiting(self) -> None:
         pass
 
-    def subscribe(self, channel: str) -> None:
+    def subscribe(self, own: LocalSocket) -> None:
         return None
 
-    def subscribe_to_neighbours(self) -> None:
+    def subscribe_to_neighbours(self, own: LocalSocket) -> None:
         return None
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
@@ -109,27 +113,27 @@ def test_held_then_at_risk_then_lost(local: Clock) -> None:
     hold = hold_of(local)
     states = []
     for local.time in (100, 114.9, 115, 128.9, 129, 500):
-        states.append((hold.state, round(hold.remaining(), 1)))
+        states.append((hold.lease.state, round(hold.lease.remaining(), 1)))
     assert states == [("held", 29), ("held", 14.1), ("at_risk", 14), ("at_risk", 0.1), ("lost", 0), ("lost", 0)]
-    assert hold.loss == Loss(Reason.EXPIRED)
+    assert hold.lease.loss == Loss(Reason.EXPIRED)
 
 
 def test_without_renewal_nothing_is_late(local: Clock) -> None:
     """It is held until it is lost."""
     hold = hold_of(local, renew=False)
     local.time = 128.9
-    assert hold.state == "held"
+    assert hold.lease.state == "held"
 
 
 def test_a_renewal_counts_from_its_sending(local: Clock) -> None:
     """However late its answer comes, as long as it comes in time."""
     hold = hold_of(local)
     local.time = 128
-    assert hold.lengthen(Grant(TENURE, 110.0, 30.0))
-    assert (hold.state, hold.remaining()) == ("at_risk", 11.0)
-    assert hold.due == 120
-    assert hold.lengthen(Grant(TENURE, 105.0, 30.0))  # an older answer overtaken by a newer one
-    assert hold.remaining() == 11.0
+    assert hold.lease.lengthen(Grant(TENURE, 110.0, 30.0))
+    assert (hold.lease.state, hold.lease.remaining()) == ("at_risk", 11.0)
+    assert hold.lease.due == 120
+    assert hold.lease.lengthen(Grant(TENURE, 105.0, 30.0))  # an older answer overtaken by a newer one
+    assert hold.lease.remaining() == 11.0
 
 
 def test_lost_is_for_good(local: Clock) -> None:
@@ -138,39 +142,39 @@ def test_lost_is_for_good(local: Clock) -> None:
         local.time = 100.0
         hold = hold_of(local)
         local.time = 129.0
-        assert not look or hold.state == "lost"
-        assert not hold.lengthen(Grant(TENURE, 120.0, 30.0))
-        assert hold.state == "lost"
-        assert not hold.lengthen(Grant(TENURE, 129.0, 30.0))
+        assert not look or hold.lease.state == "lost"
+        assert not hold.lease.lengthen(Grant(TENURE, 120.0, 30.0))
+        assert hold.lease.state == "lost"
+        assert not hold.lease.lengthen(Grant(TENURE, 129.0, 30.0))
 
 
 def test_the_first_reason_counts(local: Clock) -> None:
     """Why it was lost is decided once."""
     hold = hold_of(local)
-    assert hold.lose(Loss(Reason.GONE))
-    assert not hold.lose(Loss(Reason.FREED))
-    assert hold.loss == Loss(Reason.GONE)
+    assert hold.lease.lose(Loss(Reason.GONE))
+    assert not hold.lease.lose(Loss(Reason.FREED))
+    assert hold.lease.loss == Loss(Reason.GONE)
     hold = hold_of(local)
-    assert not hold.lose()  # trust has not run out
-    hold.failure = Reason.UNREACHABLE
+    assert not hold.lease.lose()  # trust has not run out
+    hold.lease.failure = Reason.UNREACHABLE
     local.time += 29
-    assert hold.lose()
-    assert hold.loss == Loss(Reason.UNREACHABLE)
+    assert hold.lease.lose()
+    assert hold.lease.loss == Loss(Reason.UNREACHABLE)
 
 
 def test_a_blocked_loop_stays_the_reason(local: Clock) -> None:
     """Whoever has taken the key meanwhile; and what was taken from a good lease did not end by itself."""
     hold = hold_of(local)
-    hold.failure = Reason.BLOCKED
+    hold.lease.failure = Reason.BLOCKED
     local.time += 29
-    assert hold.state == "lost"
-    hold.explain(Loss(Reason.TAKEN_OVER, INFO))
-    assert hold.loss == Loss(Reason.BLOCKED, INFO)
+    assert hold.lease.state == "lost"
+    hold.lease.explain(Loss(Reason.TAKEN_OVER, INFO))
+    assert hold.lease.loss == Loss(Reason.BLOCKED, INFO)
     hold = hold_of(local)
-    hold.explain(Loss(Reason.TAKEN_OVER, INFO))
-    assert hold.loss == Loss(Reason.TAKEN_OVER, INFO, early=True)
-    hold.explain(Loss(Reason.TAKEN_OVER, INFO))
-    assert hold.loss == Loss(Reason.TAKEN_OVER, INFO, early=True)
+    hold.lease.explain(Loss(Reason.TAKEN_OVER, INFO))
+    assert hold.lease.loss == Loss(Reason.TAKEN_OVER, INFO, early=True)
+    hold.lease.explain(Loss(Reason.TAKEN_OVER, INFO))
+    assert hold.lease.loss == Loss(Reason.TAKEN_OVER, INFO, early=True)
 
 
 def test_a_take_without_an_answer(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +183,7 @@ def test_a_take_without_an_answer(store: FakeStore, monkeypatch: pytest.MonkeyPa
     def cut(step: Execute) -> Rows:
         raise StoreUnanswered("cut")
 
-    monkeypatch.setattr("dblock.core.acquire.acquiring.TRY", 0.02)
+    timed(monkeypatch, single_try=0.02, sqlite_busy=0.02)
     store.answers["take"] = cut
     with pytest.raises(StoreUnanswered, match="cut") as caught:
         FakeLock(store).acquire(blocking=False)
@@ -189,12 +193,12 @@ def test_a_take_without_an_answer(store: FakeStore, monkeypatch: pytest.MonkeyPa
 def test_a_new_ttl_makes_older_answers_void(local: Clock) -> None:
     """A renewal with the old, longer ttl may have come before the extension that shortened the lease."""
     hold = hold_of(local)
-    epoch = hold.epoch
-    hold.reset(2.0, local.time + 1.8)
-    assert hold.lengthen(Grant(TENURE, local.time, 30.0), epoch)
-    assert hold.remaining() <= 1.8
-    assert hold.lengthen(Grant(TENURE, local.time + 0.5, 2.0), hold.epoch)
-    assert hold.remaining() == pytest.approx(2.3)
+    epoch = hold.lease.epoch
+    hold.lease.reset(2.0, local.time + 1.8)
+    assert hold.lease.lengthen(Grant(TENURE, local.time, 30.0), epoch)
+    assert hold.lease.remaining() <= 1.8
+    assert hold.lease.lengthen(Grant(TENURE, local.time + 0.5, 2.0), hold.lease.epoch)
+    assert hold.lease.remaining() == pytest.approx(2.3)
 
 
 @pytest.fixture
@@ -220,15 +224,15 @@ def test_a_short_hold_costs_no_renewal(store: FakeStore) -> None:
 
 def test_short_holds_do_not_disturb_the_watch(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is started once, and looks now and then, not at each of them."""
-    wait_until(lambda: watchdog._thread is None)
+    wait_until(lambda: runtime.current.watchdog._thread is None)
     looks: list[int] = []
-    look = watchdog._look_at_all
+    look = runtime.current.watchdog._look_at_all
 
     def counted() -> float:
         looks.append(threading.get_ident())
         return look()
 
-    monkeypatch.setattr(watchdog, "_look_at_all", counted)
+    monkeypatch.setattr(runtime.current.watchdog, "_look_at_all", counted)
 
     def slowly(step: Execute) -> Rows:
         time.sleep(0.0002)
@@ -343,13 +347,13 @@ def test_the_keeper_ends_when_idle(store: FakeStore) -> None:
         with FakeLock(store, ttl=0.6):
             wait_until(lambda: "renew" in store.sent)
         wait_until(lambda: not renewals())
-        wait_until(lambda: watchdog._thread is None)
+        wait_until(lambda: runtime.current.watchdog._thread is None)
         store.sent.clear()
 
 
 def test_adding_never_misses_the_watch(store: FakeStore) -> None:
     """However the adding thread and a watch that is about to end interleave, somebody watches afterwards."""
-    watch = Watchdog()
+    watch = Watchdog(runtime.current.flows, runtime.current._give_back)
     for _ in range(300):
         lock = FakeLock(store, ttl=0.3, renew=False)
         hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), None)
@@ -365,7 +369,7 @@ def test_adding_never_misses_the_watch(store: FakeStore) -> None:
 
 def test_the_place_of_a_flow_whose_event_loop_is_closed_is_not_kept(store: FakeStore) -> None:
     """Nobody would ever answer there."""
-    watch, wakeup = Watchdog(), Wakeup()
+    watch, wakeup = Watchdog(runtime.current.flows, runtime.current._give_back), Wakeup()
     watch.keep("living", Place(store, None, Wakeup(), clock.now() + 60))
     watch.keep("dead", Place(store, None, wakeup, clock.now() + 60))
     wakeup._loop = SimpleNamespace(is_closed=lambda: True)
@@ -376,7 +380,7 @@ def test_the_place_of_a_flow_whose_event_loop_is_closed_is_not_kept(store: FakeS
 
 def test_at_exit_only_what_nobody_uses_is_given_back(store: FakeStore) -> None:
     """Locks of the exiting flow and of ended ones; not those of a daemon thread, which may still be at work."""
-    watch, go = Watchdog(), threading.Event()
+    watch, go = Watchdog(runtime.current.flows, runtime.current._give_back), threading.Event()
 
     def keep(name: str) -> Hold:
         lock = FakeLock(store, name)
@@ -483,7 +487,7 @@ def test_the_keeper_survives_what_logging_raises(store: FakeStore) -> None:
 
 def test_a_keeper_that_cannot_start_is_tried_again(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of threads: the lock is held all the same, and the next one starts the watch for both."""
-    wait_until(lambda: watchdog._thread is None)
+    wait_until(lambda: runtime.current.watchdog._thread is None)
 
     def fails(_: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -492,7 +496,7 @@ def test_a_keeper_that_cannot_start_is_tried_again(store: FakeStore, monkeypatch
         patched.setattr(threading.Thread, "start", fails)
         first = FakeLock(store, "a", ttl=2.0)
         assert first.acquire()
-    assert watchdog._thread is None
+    assert runtime.current.watchdog._thread is None
     with FakeLock(store, "b", ttl=2.0):
         wait_until(lambda: "renew" in store.sent)
     first.release()
@@ -509,8 +513,8 @@ def test_the_longest_life_of_one_tenure_counts(store: FakeStore) -> None:
     store.answers["renew"] = renew
     grant = Grant(TENURE, clock.now(), 30.0)
     long, short = (Hold(store, current_flow(), grant, Entry(FakeLock(store), "acquire"), None) for _ in range(2))
-    short.reset(2.0, clock.now() + 1.8)
-    drive(Batch(watchdog, store, [long, short]).steps(), store)
+    short.lease.reset(2.0, clock.now() + 1.8)
+    drive(Renewal(store, [long, short], runtime.current.watchdog.keeps, runtime.current.watchdog.look).steps(), store)
     assert [[lease["life"] for lease in leases] for leases in written] == [[30.0]]
 
 
@@ -532,10 +536,10 @@ def test_an_extension_that_fails_leaves_no_answer_valid(store: FakeStore) -> Non
     lock = FakeLock(store, ttl=3)
     lock.acquire()
     [hold] = current_flow().holds.values()
-    batches: list[Batch] = []
+    batches: list[Renewal] = []
 
     def cut(step: Execute) -> Rows:
-        batches.append(Batch(watchdog, store, [hold]))
+        batches.append(Renewal(store, [hold], runtime.current.watchdog.keeps, runtime.current.watchdog.look))
         raise LockStoreError("refused")
 
     store.answers["extend"] = cut
@@ -543,7 +547,7 @@ def test_an_extension_that_fails_leaves_no_answer_valid(store: FakeStore) -> Non
         lock.extend(60)
     drive(batches[0].steps(), store)
     assert lock.remaining <= 2.7
-    assert hold.ttl == 3
+    assert hold.lease.ttl == 3
     lock.release()
 
 
@@ -555,8 +559,8 @@ def test_at_exit_every_entry_is_left(store: FakeStore) -> None:
     store.answers["attach"] = lambda _: [(2,)]
     _ = lock.detach()
     [hold] = current_flow().holds.values()
-    watch = Watchdog()
+    watch = Watchdog(runtime.current.flows, runtime.current._give_back)
     watch._holds[hold] = None
     watch.close()
     assert store.sent[-2:] == ["leave", "detach"]  # the token may yet be used
-    watchdog.discard(hold)
+    runtime.current.watchdog.discard(hold)

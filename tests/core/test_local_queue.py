@@ -4,51 +4,53 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from dblock.core.acquire import acquiring, local_queue, waiting
+from dblock.core import timing
+from dblock.core.acquire import acquiring, handover, local_queue
 from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, TakeAttempt
+from dblock.core.acquire.site import Site
+from dblock.core.acquire.waiting import Waiter
 from dblock.core.errors import LockStoreError, StoreUnanswered
-from dblock.core.protocol import queue
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
-from dblock.core.protocol.tenures import Database
 from dblock.core.values import Grant, Tenure
-from dblock.core.wakeup.registry import Wakeup
-from tests.core.test_protocol import Interrupted, World, lost_after, play, raising
+from dblock.core.wakeup.local_socket import LocalSocket
+from dblock.core.wakeup.registry import Wakeup, Wakeups
+from tests.conftest import timed
+from tests.core.test_protocol import Interrupted, Post, World, lost_after, play, raising, wish
 from tests.core.test_queue import HOUR, Kept
-
-WHO = {"host": "h", "pid": 1, "thread": "t", "program": "p", "task": "", "label": ""}
-
-
-def nobody() -> bool:
-    """Is nobody in a line, or about to be?"""
-    return not (local_queue._lines or local_queue._trials)
 
 
 @dataclass
 class Process(Kept):
-    """Flows that share a line; the holds that the watchdog would know."""
+    """Flows that share a local queue, and what they know of each other; the holds that the watchdog would know."""
 
     world: World
     holding: set[int] = field(default_factory=set)
-    database: Database = field(init=False)
+    site: Site = field(init=False)
 
     def __post_init__(self) -> None:
-        self.database = self.world.database()
+        self.channel = f"world_{len(self.world.listening)}"
+        wakeups = self.world.listening[self.channel] = Wakeups()
+        self.site = Site(self.world.database(), wakeups, lambda: cast("LocalSocket", Post(self.world, self.channel)))
 
-    def enter(self, key: str, member: LocalWaiter, trial: TakeAttempt | None) -> LocalQueue:  # type: ignore[override]
+    def enter(self, member: LocalWaiter, trial: TakeAttempt | None) -> LocalQueue | None:
         line = None if trial is None else trial.wait(member)
         new = line is not None
         if line is None:
-            line, new = local_queue.enter(self.database, key, member)
+            line, new = self.site.local_queues.enter(member)
         if new:
             line.held_in_process = bool(self.holding)
         return line
+
+    def nobody(self) -> bool:
+        """Is nobody in a line, or about to be?"""
+        return not (self.site.local_queues._lines or self.site.local_queues._attempts)
 
 
 @dataclass
@@ -73,15 +75,15 @@ class Flow:
     done: bool = False
 
     def life(self) -> Steps[None]:
-        database, holding, chance = self.process.database, self.process.holding, self.chance
+        site, holding, chance = self.process.site, self.process.holding, self.chance
         for _ in range(self.cycles):
             fair = int(chance.random() >= self.barging)
-            request = {"key": "k", "ttl": 2 * HOUR, "life": 2 * HOUR, "fair": fair, "flow": self.name, **WHO}
+            request = wish(ttl=2 * HOUR, fair=fair, flow=str(self.name))
             timeout = chance.choice((None, 0.0, 0.02, 1.0)) if self.faults else None
             self.interruptible = self.faults
             try:
                 found = yield from acquiring.acquire(
-                    database, request, timeout, lambda: self.process, held_in_process=bool(self.process.holding)
+                    site, request, timeout, lambda: self.process, held_in_process=bool(self.process.holding)
                 )
             except (Interrupted, LockStoreError):
                 continue
@@ -96,7 +98,7 @@ class Flow:
             holding.remove(self.name)
             self.interruptible = self.faults
             try:
-                assert (yield from queue.pass_on(database, found.tenure, found.ticket, found.turn))
+                assert (yield from handover.pass_on(site, found.tenure, found.ticket, found.turn))
             except (Interrupted, LockStoreError):
                 pass
             finally:
@@ -167,18 +169,21 @@ def schedule(
             continue
         chance.choice(ready).run()
         assert sum(len(process.holding) for process in processes) <= 1
+    assert all(process.nobody() for process in processes), f"somebody is still in a line: {seed}"
     return world, log
 
 
 @pytest.fixture
-def deaf(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks by himself but after an hour; and places last for longer."""
-    for name in ("LOCAL_HANDOVER_WAIT", "POLL_NOTIFIED"):
-        monkeypatch.setattr(waiting, name, HOUR)
-    monkeypatch.setattr(waiting, "_until_next_look", lambda *_: HOUR)
-    monkeypatch.setattr(queue, "WAITER_TTL", 10 * HOUR)
-    yield
-    assert nobody(), "somebody is still in a line"
+    timed(
+        monkeypatch,
+        local_handover_wait=HOUR,
+        poll_notified=HOUR,
+        unresponsive_after=3 * HOUR,
+        waiter_ttl=10 * HOUR,
+    )
+    monkeypatch.setattr(Waiter, "_until_next_look", lambda *_, **__: HOUR)
 
 
 @pytest.mark.usefixtures("deaf")
@@ -217,8 +222,7 @@ def test_whatever_goes_wrong_nothing_is_left() -> None:
     for seed in range(600):
         world, _ = schedule(seed, faults=True, barging=0.0 if seed % 2 else 0.3)
         row = world.rows["k"]
-        assert row["owner"] is None or row["expires_at"] <= world.time + queue.WAITER_TTL, seed
-        assert nobody(), seed
+        assert row["owner"] is None or row["expires_at"] <= world.time + timing.DEFAULT.waiter_ttl, seed
         free += row["owner"] is None
     assert free > 540
 
@@ -227,11 +231,10 @@ def test_whoever_comes_during_a_try_stands_behind_it() -> None:
     """Neither overtakes the other: the one that tried first is first in line when the try fails."""
     world = World()
     process = Process(world)
-    request = {"key": "k", "ttl": 30.0, "life": 30.0, "fair": 1, **WHO}
-    _ = world._begin(None, {**request, "owner": "rival"})
-    first = acquiring.acquire(process.database, dict(request), 9.0, lambda: process)
+    _ = world._begin(None, wish().parameters("rival"))
+    first = acquiring.acquire(process.site, wish(), 9.0, lambda: process)
     take = begun(world, first, "take")
-    second = acquiring.acquire(process.database, dict(request), 9.0, lambda: process)
+    second = acquiring.acquire(process.site, wish(), 9.0, lambda: process)
     begun(world, second, "wait")
     found = first.send(world.execute(take))
     assert isinstance(found, Execute)
@@ -239,12 +242,12 @@ def test_whoever_comes_during_a_try_stands_behind_it() -> None:
     assert isinstance(found, Wait)
     joining = begun(world, first, "join")
     assert joining.statement.name == "join"
-    [line] = local_queue._lines.values()
+    [line] = process.site.local_queues._lines.values()
     assert len(line._members) == 2
     assert line._members[0].wakeup is found.wakeup
     for steps in (first, second):
         steps.close()
-    assert nobody()
+    assert process.nobody()
 
 
 def begun(world: World, steps: Steps[Any], name: str) -> Execute:
@@ -261,10 +264,9 @@ def holder_and_heir(timeout: float = 0.05) -> tuple[World, Process, Tenure, Step
     """A flow that holds the key, and another one of its process that waits for it for a while."""
     world = World()
     process = Process(world)
-    request = {"key": "k", "owner": "o", "ttl": 30.0, "life": 30.0, "fair": 1, **WHO}
-    fence = world._begin(None, request)[0][0]
+    fence = world._begin(None, wish().parameters("o"))[0][0]
     process.holding.add(0)
-    heir = acquiring.acquire(process.database, dict(request), timeout, lambda: process, held_in_process=True)
+    heir = acquiring.acquire(process.site, wish(), timeout, lambda: process, held_in_process=True)
     begun(world, heir, "wait")
     return world, process, Tenure("k", "o", fence), heir
 
@@ -272,7 +274,7 @@ def holder_and_heir(timeout: float = 0.05) -> tuple[World, Process, Tenure, Step
 def test_an_heir_that_has_given_up_meanwhile_leaves_nothing() -> None:
     """Its time was up while the key was being handed to it: whoever handed it over gives it back."""
     world, process, tenure, heir = holder_and_heir()
-    holder = queue.pass_on(process.database, tenure, 0, 0)
+    holder = handover.pass_on(process.site, tenure, 0, 0)
     relay = begun(world, holder, "hand_over_local")
     world.time += 0.5
     look = begun(world, heir, "inspect")
@@ -286,7 +288,7 @@ def test_an_heir_that_has_given_up_meanwhile_leaves_nothing() -> None:
         holder.send(world.execute(release))
     assert done.value.value is True
     assert world.rows["k"]["owner"] is None
-    assert nobody()
+    assert process.nobody()
 
 
 def test_an_heir_that_is_told_at_the_last_moment_has_it() -> None:
@@ -294,13 +296,13 @@ def test_an_heir_that_is_told_at_the_last_moment_has_it() -> None:
     world, process, tenure, heir = holder_and_heir()
     world.time += 1
     look = begun(world, heir, "inspect")
-    assert play(world, queue.pass_on(process.database, tenure, 0, 0), {}) is True
+    assert play(world, handover.pass_on(process.site, tenure, 0, 0), {}) is True
     with pytest.raises(StopIteration) as done:
         heir.send(world.execute(look))
     grant = done.value.value
     assert isinstance(grant, Grant)
     assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
-    assert nobody()
+    assert process.nobody()
 
 
 def test_a_hand_over_whose_answer_is_lost_is_found_out() -> None:
@@ -308,7 +310,7 @@ def test_a_hand_over_whose_answer_is_lost_is_found_out() -> None:
     world, process, tenure, heir = holder_and_heir()
     sent = world.time
     assert (
-        play(world, queue.pass_on(process.database, tenure, 0, 0), {("hand_over_local", 0): lost_after(world)}) is True
+        play(world, handover.pass_on(process.site, tenure, 0, 0), {("hand_over_local", 0): lost_after(world)}) is True
     )
     with pytest.raises(StopIteration) as done:
         heir.send(None)
@@ -333,62 +335,62 @@ def test_a_hand_over_of_which_nothing_is_known_was_none_of_a_loss() -> None:
     """The answer is lost and the server is away for a moment: the holder is told of no loss, and the heir finds out."""
     world, process, tenure, heir = holder_and_heir(30)
     faults = Away(world, 0.5, lost_after(world))
-    assert play(world, queue.pass_on(process.database, tenure, 0, 0), faults) is True
+    assert play(world, handover.pass_on(process.site, tenure, 0, 0), faults) is True
     grant = play(world, heir, {})
     assert isinstance(grant, Grant)
     assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
-    assert nobody()
+    assert process.nobody()
 
 
 def test_nor_is_it_anybodys_whose_heir_has_gone() -> None:
     """Its time was up before anybody knew: whoever offered the tenure looks, and gives it back."""
     world, process, tenure, heir = holder_and_heir()
-    holder = queue.pass_on(process.database, tenure, 0, 0)
+    holder = handover.pass_on(process.site, tenure, 0, 0)
     _ = world.execute(begun(world, holder, "hand_over_local"))
     world.time += 0.5
     assert not isinstance(play(world, heir, {}), Grant)
     assert play(world, holder, Away(world, 0.5), error=StoreUnanswered("cut")) is True
     assert world.rows["k"]["owner"] is None
-    assert nobody()
+    assert process.nobody()
 
 
 def test_a_holder_that_hangs_keeps_its_line_no_longer_than_its_lease() -> None:
     """Whoever was chosen and is told nothing looks, and asks for itself once the tenure it was offered is over."""
     world, process, tenure, heir = holder_and_heir(300)
-    holder = queue.pass_on(process.database, tenure, 0, 0)
+    holder = handover.pass_on(process.site, tenure, 0, 0)
     relay = begun(world, holder, "hand_over_local")
     grant = play(world, heir, {})
     assert isinstance(grant, Grant)
-    assert 30 < world.time - 1000 < 30 + 2 * local_queue.OFFER_TIMEOUT
+    assert 30 < world.time - 1000 < 30 + 2 * timing.DEFAULT.offer_timeout
     process.holding.clear()
     assert play(world, holder, {}, world.execute(relay)) is False
     assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
-    assert nobody()
+    assert process.nobody()
 
 
 def test_a_holder_that_hangs_after_all_went_well() -> None:
     """The heir has looked, and has the key; it is not given back when the holder learns the same."""
     world, process, tenure, heir = holder_and_heir(300)
-    holder = queue.pass_on(process.database, tenure, 0, 0)
+    holder = handover.pass_on(process.site, tenure, 0, 0)
     answer = world.execute(begun(world, holder, "hand_over_local"))
     grant = play(world, heir, {})
     assert isinstance(grant, Grant)
-    assert world.time < 1000 + 2 * local_queue.OFFER_TIMEOUT
+    assert world.time < 1000 + 2 * timing.DEFAULT.offer_timeout
     assert play(world, holder, {}, answer) is True
     assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
-    assert nobody()
+    assert process.nobody()
 
 
 def test_an_heir_that_is_interrupted_while_it_finds_out() -> None:
     """It has seen that the tenure is its own: it gives it back."""
     world, process, tenure, heir = holder_and_heir(300)
-    holder = queue.pass_on(process.database, tenure, 0, 0)
+    holder = handover.pass_on(process.site, tenure, 0, 0)
     answer = world.execute(begun(world, holder, "hand_over_local"))
     with pytest.raises(KeyboardInterrupt):
         play(world, heir, {("extend", 0): raising(KeyboardInterrupt())})
     assert world.rows["k"]["owner"] is None
     assert play(world, holder, {}, answer) is True
-    assert nobody()
+    assert process.nobody()
 
 
 def test_what_comes_too_late_is_given_back() -> None:
@@ -396,24 +398,24 @@ def test_what_comes_too_late_is_given_back() -> None:
     world, process, tenure, heir = holder_and_heir()
     world.time += 0.5
     look = begun(world, heir, "inspect")
-    assert play(world, queue.pass_on(process.database, tenure, 0, 0), {}) is True
+    assert play(world, handover.pass_on(process.site, tenure, 0, 0), {}) is True
     assert world.rows["k"]["owner"] not in {"o", None}
     world.time += 29.5
     assert not isinstance(play(world, heir, {}, world.execute(look)), Grant)
     assert world.rows["k"]["owner"] is None
-    assert nobody()
+    assert process.nobody()
 
 
 def test_the_last_one_leaves_while_the_key_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the holder's look at the line and its choice."""
     world, process, tenure, heir = holder_and_heir()
-    line = local_queue.line_for(process.database, "k")
+    line = process.site.local_queues.line_for("k")
     assert line is not None
     heir.close()
-    monkeypatch.setattr(local_queue, "line_for", lambda *_: line)
+    monkeypatch.setattr(process.site.local_queues, "line_for", lambda *_: line)
     assert line.choose(tenure) is None
     monkeypatch.undo()
-    assert play(world, queue.pass_on(process.database, tenure, 0, 0), {}) is True
+    assert play(world, handover.pass_on(process.site, tenure, 0, 0), {}) is True
 
 
 @pytest.mark.parametrize("how", ["unseen", "closed", "still"])
@@ -421,13 +423,13 @@ def test_whoever_is_not_seen_is_put_out(how: str) -> None:
     """A first one that is stuck, or whose event loop is closed or stands still: it is not handed the key, and keeps
     nobody waiting; when it comes again it stands last."""
     world = World()
-    stuck, alive = (LocalWaiter({}, Wakeup(), content=True) for _ in range(2))
-    place = world.database()
-    [line, _], *_ = [local_queue.enter(place, "k", member) for member in (stuck, alive)]
+    stuck, alive = (LocalWaiter(wish(), content=True) for _ in range(2))
+    place = world.site().local_queues
+    [line, _], *_ = [place.enter(member) for member in (stuck, alive)]
     line.held_in_process = True
     assert not line.is_first(alive)
     if how == "unseen":
-        stuck.seen = world.time - local_queue.UNRESPONSIVE_AFTER - 1
+        stuck.seen = world.time - timing.DEFAULT.unresponsive_after - 1
     else:
         stuck.wakeup._loop = SimpleNamespace(is_closed=lambda: how == "closed", is_running=lambda: False)
     assert line.is_first(alive)
@@ -436,26 +438,26 @@ def test_whoever_is_not_seen_is_put_out(how: str) -> None:
     assert offer is not None
     assert offer.heir is alive
     stuck.wakeup._loop = None
-    assert local_queue.standing(place, "k", stuck) is line
+    assert place.standing(stuck) is line
     assert not line.is_first(stuck)
     line.leave(alive, got=False)
     assert line.is_first(stuck)
     assert stuck.wakeup.consume()
     line.leave(stuck, got=False)
-    assert nobody()
+    assert not place._lines
 
 
 def test_a_holder_takes_back_its_own_choice_only() -> None:
     """An older holder of the process, which has just released, knows nothing of what a newer one has begun."""
-    place, member = World().database(), LocalWaiter({}, Wakeup(), content=True)
-    line, _ = local_queue.enter(place, "k", member)
+    place, member = World().site().local_queues, LocalWaiter(wish(), content=True)
+    line, _ = place.enter(member)
     offer = line.choose(Tenure("k", "o", 2))
     assert offer is not None
-    assert not local_queue.freed(place, "k")
+    assert not place.freed("k")
     assert (member.offer, member.chosen) == (offer, True)
-    assert not local_queue.freed(place, "k", offer._replace(token="older"))
+    assert not place.freed("k", offer._replace(token="older"))
     assert (member.offer, member.chosen) == (offer, True)
-    assert not local_queue.freed(place, "k", offer, known=False)
+    assert not place.freed("k", offer, known=False)
     assert (member.offer, member.chosen) == (offer, False)
     line.leave(member, got=False)
 
@@ -463,32 +465,33 @@ def test_a_holder_takes_back_its_own_choice_only() -> None:
 @pytest.mark.parametrize("time", [0.0, 1e9])
 def test_a_line_goes_by_the_clock_of_its_database(time: float) -> None:
     """However far that is from any other clock of the process: how long the machine has run must not matter."""
-    world, member = World(time=time), LocalWaiter({}, Wakeup())
-    line, _ = local_queue.enter(world.database(), "k", member)
+    world, member = World(time=time), LocalWaiter(wish())
+    place = world.site().local_queues
+    line, _ = place.enter(member)
     assert line.is_first(member)
-    world.time += local_queue.UNRESPONSIVE_AFTER
+    world.time += timing.DEFAULT.unresponsive_after
     assert not line.is_first(member)
-    assert nobody()
+    assert not place._lines
 
 
 def test_a_line_that_everybody_was_put_out_of() -> None:
     """Nobody is left there; whoever comes again founds another one, which all find."""
     world = World()
-    one, other = (LocalWaiter({}, Wakeup()) for _ in range(2))
-    place = world.database()
-    line, _ = local_queue.enter(place, "k", one)
-    _ = local_queue.enter(place, "k", other)
-    world.time += local_queue.UNRESPONSIVE_AFTER + 1
+    one, other = (LocalWaiter(wish()) for _ in range(2))
+    place = world.site().local_queues
+    line, _ = place.enter(one)
+    _ = place.enter(other)
+    world.time += timing.DEFAULT.unresponsive_after + 1
     assert line.choose(Tenure("k", "o", 1)) is None
-    assert nobody()
-    again = local_queue.standing(place, "k", other)
-    assert local_queue.standing(place, "k", one) is again
-    assert local_queue.line_for(place, "k") is again
+    assert not place._lines
+    again = place.standing(other)
+    assert place.standing(one) is again
+    assert place.line_for("k") is again
     assert [again.is_first(other), again.is_first(one)] == [True, False]
     line.leave(one, got=False)
     again.leave(other, got=False)
     again.leave(one, got=False)
-    assert nobody()
+    assert not place._lines
 
 
 def test_an_interrupt_on_the_way_in_leaves_nobody_behind() -> None:
@@ -496,13 +499,12 @@ def test_an_interrupt_on_the_way_in_leaves_nobody_behind() -> None:
     world, process, _, heir = holder_and_heir()
 
     class Breaking(Process):
-        def enter(self, key: str, member: LocalWaiter, trial: TakeAttempt | None) -> LocalQueue:  # type: ignore[override]
-            _ = super().enter(key, member, trial)
+        def enter(self, member: LocalWaiter, trial: TakeAttempt | None) -> LocalQueue | None:
+            _ = super().enter(member, trial)
             raise KeyboardInterrupt
 
-    request = {"key": "k", "ttl": 30.0, "life": 30.0, "fair": 1, **WHO}
-    broken = acquiring.acquire(process.database, request, 9.0, lambda: Breaking(world), held_in_process=True)
+    broken = acquiring.acquire(process.site, wish(), 9.0, lambda: Breaking(world), held_in_process=True)
     with pytest.raises(KeyboardInterrupt):
         play(world, broken, {})
     heir.close()
-    assert nobody()
+    assert process.nobody()

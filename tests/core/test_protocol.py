@@ -12,20 +12,44 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from dblock.core import values
-from dblock.core.acquire import acquiring, waiting
+from dblock.core import timing, values
+from dblock.core.acquire import acquiring, handover
+from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreConflict, StoreUnanswered
-from dblock.core.protocol import queue, tenures
+from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.protocol.tenures import Database
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Dialect
 from dblock.core.values import Grant, Tenure, margin
-from dblock.core.wakeup.registry import Wakeup
+from dblock.core.wakeup.local_socket import LocalSocket
+from dblock.core.wakeup.registry import Wakeup, Wakeups
+
+
+class Post:
+    """Where a process of a world is called by its neighbours."""
+
+    neighbourhood = "world_"
+
+    def __init__(self, world: World, channel: str = "nowhere") -> None:
+        self._world, self.channel = world, channel
+
+    def notify(self, channel: str, key: str, ticket: int) -> bool:
+        self._world.calls.append(channel)
+        wakeups = self._world.listening.get(channel)
+        if wakeups is not None:
+            wakeups.notify(key, ticket)
+        return wakeups is not None
+
+
+def wish(key: str = "k", ttl: float = 30.0, *, fair: int = 1, flow: str = "f") -> Request:
+    """What a flow asks for."""
+    return Request(key, ttl, ttl, "", fair, flow, "h", 1, "t", "p", "")
 
 
 @dataclass
@@ -40,6 +64,12 @@ class World:
     """For each key the fences that were ever given out."""
     served: dict[str, list[int]] = field(default_factory=dict)
     """For each key the tickets that were served, in that order."""
+    wakeups: Wakeups = field(default_factory=Wakeups)
+    """Of the one process that all are in, unless they are said to be in another."""
+    listening: dict[str, Wakeups] = field(default_factory=dict)
+    """Those who wait in other processes, by the channel on which each is called."""
+    calls: list[str] = field(default_factory=list)
+    """The channels that neighbours have called."""
     overtaken: int = 0
     """How often in a row a key was handed over inside a process while others may have been waiting for it, at most."""
     barged: int = 0
@@ -54,10 +84,14 @@ class World:
     def database(self) -> Database:
         return Database(self.dialect, now=lambda: self.time)
 
+    def site(self) -> Site:
+        """The table as a flow sees it that shares nothing with others but being woken."""
+        return Site(self.database(), self.wakeups, lambda: cast("LocalSocket", Post(self)))
+
     @property
     def announces(self) -> bool:
         """Does a join tell the key's row in the same statement?"""
-        return self.dialect.name == "postgresql"
+        return self.dialect.queue.join_answers
 
     def snapshot(self) -> set[str]:
         """The waiters that a statement which begins now will see, whenever it gets at the key's row."""
@@ -127,11 +161,11 @@ class World:
         self.rows[p["key"]]["last"] = max(row["last"], heir["ticket"])
         self.rows[p["key"]]["served"] = heir["ticket"]
         self.served.setdefault(p["key"], []).append(heir["ticket"])
-        return [(heir["ticket"], "elsewhere")]
+        return [(heir["ticket"], heir.get("channel"), None) if self.dialect.queue.grant_answers else (heir["ticket"],)]
 
     def _channel(self, p: dict[str, Any]) -> Rows:
         queue = self._queue(p["key"], p["ticket"])
-        return [(queue[0]["ticket"], "elsewhere")] if queue else []
+        return [(queue[0]["ticket"], queue[0].get("channel"))] if queue else []
 
     def _call(self, p: dict[str, Any]) -> Rows:
         return []
@@ -279,11 +313,12 @@ class Worker:
         return self.wakes <= self.world.time or (self.wakeup is not None and self.wakeup._event.is_set())
 
     def life(self) -> Steps[None]:
-        database = self.world.database()
+        site = self.world.site()
+        database = site.database
         while True:
             key, ttl = self.chance.choice("ab"), self.chance.choice((0.5, 2.0, 10.0))
-            request = {"key": key, "ttl": ttl, "life": ttl, "fair": int(self.chance.random() < 0.9)}
-            found = yield from acquiring.acquire(database, request, self.chance.choice((0.0, 1.0, 5.0)))
+            request = wish(key, ttl, fair=int(self.chance.random() < 0.9))
+            found = yield from acquiring.acquire(site, request, self.chance.choice((0.0, 1.0, 5.0)))
             if not isinstance(found, Grant):
                 continue
             self.believes = found
@@ -300,9 +335,9 @@ class Worker:
             if self.chance.random() < 0.3 and self.trusts():
                 again = yield from tenures.reenter(database, found.tenure, 1, ttl)
                 if again:
-                    _ = yield from queue.release(database, found.tenure, 2)
+                    _ = yield from handover.release(site, found.tenure, 2)
             self.believes = None
-            _ = yield from queue.release(database, found.tenure, 1, found.ticket)
+            _ = yield from handover.release(site, found.tenure, 1, found.ticket)
 
     def trusts(self) -> bool:
         return self.believes is not None and self.world.time < self.believes.trusted_until
@@ -395,7 +430,7 @@ def test_the_schedules_catch_a_broken_protocol(broken: str, monkeypatch: pytest.
     elif broken == "trust":
         monkeypatch.setattr(values, "margin", lambda _: -1.0)
     else:
-        monkeypatch.setattr(waiting, "new_owner", lambda: "everybody")
+        monkeypatch.setattr(Request, "new_owner", lambda _: "everybody")
     with pytest.raises(AssertionError):
         for seed in range(300):
             test_random_schedules(seed)
@@ -460,7 +495,7 @@ def raising(error: BaseException) -> Callable[[Execute], Rows]:
 
 
 def acquire(world: World, timeout: float | None = 0.0, ttl: float = 30.0) -> Steps[Any]:
-    return acquiring.acquire(world.database(), {"key": "k", "ttl": ttl, "life": ttl, "fair": 1}, timeout)
+    return acquiring.acquire(world.site(), wish(ttl=ttl), timeout)
 
 
 def test_a_take_whose_answer_was_lost_is_found_again() -> None:
@@ -508,7 +543,7 @@ def test_a_re_entry_whose_answer_was_lost_counts_once() -> None:
     again = play(world, tenures.reenter(database, grant.tenure, 1, 30), {("reenter", 0): lost_after(world)})
     assert again is not None
     assert world.rows["k"]["count"] == 2
-    assert play(world, queue.release(database, grant.tenure, 2), {("release", 0): lost_after(world)}) is True
+    assert play(world, handover.release(world.site(), grant.tenure, 2), {("release", 0): lost_after(world)}) is True
     assert world.rows["k"]["count"] == 1
     never = {("reenter", 0): raising(StoreUnanswered("cut"))}
     assert play(world, tenures.reenter(database, grant.tenure, 1, 30), never) is not None
@@ -537,7 +572,7 @@ def test_conflicts_are_tried_again_and_then_reported(statement: str) -> None:
         else:
             with pytest.raises(LockStoreError):
                 play(world, story(), faults)
-            assert world.time - start < 2 * tenures.PATIENCE + 2
+            assert world.time - start < 2 * timing.DEFAULT.patience + 2
 
 
 def test_a_grant_that_comes_too_late_is_no_grant() -> None:

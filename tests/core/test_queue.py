@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dblock.core.acquire import acquiring, waiting
+from dblock.core.acquire import acquiring, handover
+from dblock.core.acquire.services import PollingOnly
+from dblock.core.acquire.waiting import Waiter
 from dblock.core.errors import StoreBusy, StoreConflict, StoreUnanswered
-from dblock.core.holding.flows import current_flow
 from dblock.core.protocol import queue, tenures
+from dblock.core.protocol.deadlock import deadlock
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.statements import DIALECTS
-from dblock.core.values import Grant, LockInfo, Tenure
-from dblock.core.wakeup import local_socket, registry
-from dblock.core.wakeup.registry import Wakeup
-from tests.core.test_protocol import World, lost_after, play, raising
+from dblock.core.values import Grant, Tenure
+from dblock.core.wakeup.registry import Wakeup, Wakeups
+from tests.conftest import timed
+from tests.core.test_protocol import World, lost_after, play, raising, wish
 
 KINDS = ("postgresql", "mysql")
 HOUR = 3600.0
 
 
-class Kept(waiting.PollingOnly):
+class Kept(PollingOnly):
     """Places last as long as they are needed."""
 
     def keep(self, owner: str, wakeup: Wakeup) -> bool:
@@ -58,17 +59,16 @@ class Flow:
     done: bool = False
 
     def life(self, log: list[tuple[int, int]]) -> Steps[None]:
-        database = self.world.database()
+        site = self.world.site()
         for _ in range(self.cycles):
-            request = {"key": "k", "ttl": 2 * HOUR, "life": 2 * HOUR, "fair": 1, "flow": self.name}
-            grant = yield from acquiring.acquire(database, request, None, Kept)
+            grant = yield from acquiring.acquire(site, wish(ttl=2 * HOUR), None, Kept)
             assert isinstance(grant, Grant)
             self.holding = True
             log.append((self.name, grant.ticket))
             if self.chance.random() < 0.5:
                 yield Sleep(self.chance.choice((0.001, 0.1)))
             self.holding = False
-            assert (yield from queue.release(database, grant.tenure, 1, grant.ticket))
+            assert (yield from handover.release(site, grant.tenure, 1, grant.ticket))
             if self.chance.random() < 0.5:
                 yield Sleep(self.chance.choice((0.001, 0.1)))
 
@@ -118,8 +118,8 @@ def schedule(seed: int, kind: str, flows: int = 4, cycles: int = 5) -> tuple[Wor
 @pytest.fixture
 def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks by himself but after an hour; and places last for longer."""
-    monkeypatch.setattr(waiting, "_until_next_look", lambda *_: HOUR)
-    monkeypatch.setattr(queue, "WAITER_TTL", 10 * HOUR)
+    timed(monkeypatch, waiter_ttl=10 * HOUR)
+    monkeypatch.setattr(Waiter, "_until_next_look", lambda *_, **__: HOUR)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,21 +170,21 @@ def test_the_schedules_catch_a_broken_queue(broken: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(queue, "status", look)
     elif broken == "release":  # what a releaser sees of the queue is taken for the whole of it
 
-        def release(database: Any, tenure: Any, count: int, ticket: int = 0) -> Any:
-            if ticket and (yield from queue.grant(database, tenure.key, ticket + 1, tenure)):
+        def release(site: Any, tenure: Any, count: int, ticket: int = 0) -> Any:
+            if ticket and (yield from handover.grant(site, tenure.key, ticket + 1, tenure)):
                 return True
-            first = yield from tenures.release(database, tenure, count)
+            first = yield from tenures.release(site.database, tenure, count)
             if first and not ticket:
-                _ = yield from queue.hand_over(database, tenure.key, first)
+                _ = yield from handover.hand_over(site, tenure.key, first)
             return True
 
-        monkeypatch.setattr(queue, "release", release)
+        monkeypatch.setattr(handover, "release", release)
     elif broken == "barge":
         monkeypatch.setattr(World, "_take", lambda self, p: take(self, {**p, "fair": 0}))
     elif broken == "order":
         monkeypatch.setattr(World, "_queue", lambda *args: list(reversed(seen(*args))))
     else:
-        monkeypatch.setattr(registry, "notify", lambda *_: None)
+        monkeypatch.setattr(Wakeups, "notify", lambda *_: None)
     with pytest.raises(AssertionError):
         for kind in KINDS:
             for seed in range(300):
@@ -198,17 +198,12 @@ def in_order(world: World, log: list[tuple[int, int]]) -> None:
     assert not world.barged
 
 
-def told(owner: str, rows: list[tuple[Any, ...]], loss: object = None) -> tuple[tuple[str, str], ...]:
+def told(owner: str, rows: list[tuple[Any, ...]], *, lost: bool = False) -> tuple[tuple[str, str], ...]:
     """The circle that a waiter is told of when the database shows those waits."""
-    held = SimpleNamespace(tenure=Tenure("k", owner[:-1] + "2", 7), loss=loss)
-    current_flow().holds[None, "k"] = held  # type: ignore[assignment]
-    try:
-        steps = queue.deadlock(World().database(), owner, 2000.0)
-        assert isinstance(next(steps), Execute)
-        with pytest.raises(StopIteration) as done:
-            steps.send(rows)
-    finally:
-        del current_flow().holds[None, "k"]
+    steps = deadlock(World().database(), owner, () if lost else (owner[:-1] + "2",), 2000.0)
+    assert isinstance(next(steps), Execute)
+    with pytest.raises(StopIteration) as done:
+        steps.send(rows)
     return done.value.value.cycle if done.value.value else ()
 
 
@@ -232,7 +227,7 @@ def test_only_the_youngest_of_a_circle_gives_way() -> None:
     assert not any(told(flow * 16 + "1", other_thread) for flow in "ab")
     alone = [wait_of("a", "k", 5, "a")]
     assert [key for key, _ in told("a" * 16 + "1", alone)] == ["k"]
-    assert not told("a" * 16 + "1", alone, loss="its lease ends, or its grace"), "what was lost ends by itself"
+    assert not told("a" * 16 + "1", alone, lost=True), "what was lost ends by itself"
 
 
 # -- single faults, one at a time
@@ -246,13 +241,12 @@ def held_by(world: World, owner: str = "rival", ttl: float = 5.0) -> Tenure:
 
 def waiter(world: World, timeout: float | None = None, ttl: float = 30.0) -> Steps[Any]:
     """A flow that wants the key."""
-    request = {"key": "k", "ttl": ttl, "life": ttl, "fair": 1}
-    return acquiring.acquire(world.database(), request, timeout, Kept)
+    return acquiring.acquire(world.site(), wish(ttl=ttl), timeout, Kept)
 
 
 def joining(world: World, owner: str) -> int:
     """Somebody else stands in the queue."""
-    return int(world._join({"key": "k", "owner": owner, "ttl": 9.0, "place": HOUR})[0][0])
+    return int(world._join({"key": "k", "owner": owner, "ttl": 9.0, "place": HOUR, "channel": "elsewhere"})[0][0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -298,8 +292,7 @@ def test_a_short_turn_is_not_slept_through() -> None:
         _ = world.execute(Execute(world.dialect.queue.grant, {**tenure._asdict(), "first": 1}))
         return joined[-1]
 
-    request = {"key": "k", "ttl": 1.0, "life": 1.0, "fair": 1}
-    waits = acquiring.acquire(world.database(), request, None, Called)
+    waits = acquiring.acquire(world.site(), wish(ttl=1.0), None, Called)
     grant = play(world, waits, {("join", number): served for number in range(9)})
     assert isinstance(grant, Grant)
     assert len(joined) == 1
@@ -312,8 +305,7 @@ def test_a_last_look_that_is_not_answered() -> None:
         tenure = held_by(world, ttl=60.0)
         silent = {(name, n): raising(error("late")) for name in ("queue_status", "inspect") for n in range(1, 200)}
         found = play(world, waiter(world, timeout=0.5), silent)
-        assert isinstance(found, LockInfo)
-        assert found.owner == tenure.owner
+        assert found.holder.owner == tenure.owner
         assert not world.waiters
 
 
@@ -334,46 +326,41 @@ def test_a_release_whose_pass_on_was_not_answered() -> None:
     tenure = held_by(world)
     ticket = joining(world, "heir")
     wakeup = Wakeup()
-    registry.register("k", ticket, wakeup)
+    world.wakeups.register("k", ticket, wakeup)
     try:
-        released = queue.release(world.database(), tenure, 1, ticket - 1)
+        released = handover.release(world.site(), tenure, 1, ticket - 1)
         assert play(world, released, {("grant", 0): lost_after(world)}) is True
         assert wakeup.consume()
     finally:
-        registry.unregister("k", ticket, wakeup)
+        world.wakeups.unregister("k", ticket, wakeup)
     assert world.rows["k"]["owner"] == "heir"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_release_that_is_broken_off_when_it_has_handed_over(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_is_broken_off_when_it_has_handed_over(kind: str) -> None:
     """Whoever has the key is told all the same: one of this process, or of another one."""
     world = World(dialect=DIALECTS[kind])
-    tenure, calls = held_by(world), list[str]()
+    tenure = held_by(world)
+    world.listening["elsewhere"] = Wakeups()
     ticket, wakeup = joining(world, "heir"), Wakeup()
-
-    def notify(mailbox: local_socket.LocalSocket, channel: str, *_: object) -> bool:
-        calls.append(channel)
-        return True
-
-    monkeypatch.setattr(local_socket.LocalSocket, "notify", notify)
 
     def interrupted(step: Execute) -> Rows:
         _ = world.execute(step)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        play(world, queue.pass_on(world.database(), tenure, ticket - 1, 0), {("grant", 0): interrupted})
+        play(world, handover.pass_on(world.site(), tenure, ticket - 1, 0), {("grant", 0): interrupted})
     assert world.rows["k"]["owner"] == "heir"
-    assert calls == ["elsewhere"]
+    assert world.calls == ["elsewhere"]
     tenure = Tenure("k", "heir", world.rows["k"]["fence"])
     ticket = joining(world, "next")
-    registry.register("k", ticket, wakeup)
+    world.wakeups.register("k", ticket, wakeup)
     with pytest.raises(KeyboardInterrupt):
-        play(world, queue.pass_on(world.database(), tenure, ticket - 1, 0), {("grant", 0): interrupted})
-    registry.unregister("k", ticket, wakeup)
+        play(world, handover.pass_on(world.site(), tenure, ticket - 1, 0), {("grant", 0): interrupted})
+    world.wakeups.unregister("k", ticket, wakeup)
     assert world.rows["k"]["owner"] == "next"
     assert wakeup.consume()
-    assert calls == ["elsewhere"]
+    assert world.calls == ["elsewhere"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -386,17 +373,17 @@ def test_a_hand_over_that_finds_a_row_locked_calls_the_first(kind: str) -> None:
         tickets.append(joining(world, owner))
         _ = world._announce({"key": "k", "ticket": tickets[-1]})
     world.waiters["dead"]["expires_at"] = world.time
-    registry.register("k", tickets[1], wakeup)
+    world.wakeups.register("k", tickets[1], wakeup)
     busy = {("grant", number): raising(StoreBusy("a stranger's")) for number in range(9)}
-    assert play(world, queue.release(world.database(), tenure, 1), busy) is True
+    assert play(world, handover.release(world.site(), tenure, 1), busy) is True
     assert world.rows["k"]["owner"] is None
     assert wakeup.consume()
-    registry.unregister("k", tickets[1], wakeup)
+    world.wakeups.unregister("k", tickets[1], wakeup)
 
 
 def test_two_bells_with_one_ticket() -> None:
     """Of two databases, or of two engines: both are woken, and one that is unregistered leaves the other."""
-    one, other = Wakeup(), Wakeup()
+    registry, one, other = Wakeups(), Wakeup(), Wakeup()
     registry.register("k", 5, one)
     registry.register("k", 5, other)
     assert registry.notify("k", 5)
@@ -410,7 +397,7 @@ def test_two_bells_with_one_ticket() -> None:
 
 def test_a_bell_that_is_rung_before_it_hangs() -> None:
     """The key may be handed over before the waiter has its ticket."""
-    wakeup = Wakeup()
+    registry, wakeup = Wakeups(), Wakeup()
     assert not registry.notify("k", 12345)
     registry.register("k", 12345, wakeup)
     assert wakeup.consume()

@@ -20,8 +20,8 @@ from typing import Any, Self
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from dblock.core.holding.flows import current_flow
-from dblock.core.holding.holds import Hold
+from dblock.core.holding.flow import Hold
+from dblock.core.runtime import current_flow
 from tests.conftest import ALIASES, INNODB, run, url
 from tests.contract.subjects import MATRIX, Subject
 

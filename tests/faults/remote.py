@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 SHIFT = float(os.environ.get("DBLOCK_TEST_SHIFT", "0"))
@@ -45,9 +46,8 @@ if SHIFT:
 
 from sqlalchemy import text  # noqa: E402
 
-from dblock.core.acquire import acquiring, waiting  # noqa: E402
-from dblock.core.wakeup.local_socket import mailbox  # noqa: E402, F401 - for the commands
-from tests.conftest import ALIASES, PATIENT  # noqa: E402
+from dblock.core import runtime, timing  # noqa: E402, F401 - the runtime for the commands
+from tests.conftest import ALIASES, PATIENT, SELDOM  # noqa: E402
 from tests.contract.subjects import Subject  # noqa: E402
 
 
@@ -103,8 +103,7 @@ def guarded_write(subject: Subject, lock: Any, number: int) -> None:
 
 def contend(subject: Subject, seed: int, count: int) -> int:
     """Take and give back two keys from three threads, and never look for oneself; how many hand-overs there were."""
-    waiting.POLL_NOTIFIED = waiting.POLL_MAX = 3600.0  # type: ignore[misc]
-    waiting._often = lambda *_: 3600.0
+    timing.DEFAULT = replace(timing.DEFAULT, **SELDOM)
 
     def flow(number: int) -> int:
         chance, turns = random.Random(seed * 10 + number), 0
@@ -138,5 +137,5 @@ def main(variant: str, database: str) -> None:
 
 
 if __name__ == "__main__":
-    acquiring.TRY = PATIENT  # type: ignore[misc]
+    timing.DEFAULT = replace(timing.DEFAULT, single_try=PATIENT)
     main(*sys.argv[1:])

@@ -22,11 +22,10 @@ from sqlalchemy.util import greenlet_spawn
 
 from dblock import LockStoreError, LockTimeout
 from dblock import db_lock as django_lock
-from dblock.core.acquire import acquiring, local_queue
-from dblock.core.protocol import tenures
+from dblock.core import runtime, timing
 from sqlalchemy_dblock import db_lock, metadata
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import INNODB, POOLER, SERVERS, observer, ready, run, url
+from tests.conftest import INNODB, POOLER, SERVERS, observer, ready, run, timed, url
 from tests.contract.subjects import MATRIX, Actor, Subject
 from tests.faults.conftest import ALL_WIRES, Wire, name_of
 from tests.faults.lab import until
@@ -148,7 +147,7 @@ def test_a_strangers_lock_on_what_is_held(
     lock = subject.lock("k", ttl=20)
     actor.call(lock, "acquire")
     with strangers(subject.database, ROW), monkeypatch.context() as patch:
-        patch.setattr(tenures, "PATIENCE", 0.4)
+        timed(patch, patience=0.4)
         with pytest.raises(LockStoreError):
             actor.call(lock, what, *HELD[what])
     if what != "release":  # which has left it to its end
@@ -406,7 +405,7 @@ def test_a_server_that_takes_no_writes_for_a_moment(database: str, read_only: Ca
     other = db_lock(engine, "free", timeout=30)
     holder.do(held.acquire)
     waiting = waiter.start(wanted.acquire)
-    assert until(lambda: local_queue.busy(store_for(engine).database, "held"))
+    assert until(lambda: runtime.current.site(store_for(engine)).local_queues.busy("held"))
     read_only(True)
     taking = taker.start(other.acquire)
     time.sleep(3)
@@ -427,4 +426,4 @@ def test_a_server_that_takes_no_writes_for_a_moment(database: str, read_only: Ca
 
 def test_a_try_is_short() -> None:
     """Its bound leaves room for what the caller's own thread does."""
-    assert acquiring.TRY < TRY
+    assert timing.DEFAULT.single_try < TRY

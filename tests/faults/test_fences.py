@@ -16,7 +16,7 @@ from sqlalchemy import create_engine, text
 import sqlalchemy_dblock
 from dblock.core.clock import now
 from dblock.core.errors import LockLost
-from dblock.core.holding.holds import Hold
+from dblock.core.holding.flow import Hold
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import Store, drive
 from dblock.core.values import Tenure
@@ -46,7 +46,7 @@ def history(make: Callable[[], Any], sql: Callable[[str], object], reap: Callabl
             sql("DELETE FROM locks")
         if fate == "expire":  # a new tenure begins before the old one is left
             other = make()
-            hold_of(lock).trusted_until = now()
+            hold_of(lock).lease.trusted_until = now()
             assert other.acquire(timeout=5)
             assert other.fence > fences[-1], f"seed {SEED}: {other.fence} after {fences[-1]}"
             fences.append(other.fence)
@@ -147,7 +147,7 @@ def test_what_an_earlier_tenure_said_has_no_effect_on_the_next(subject: Subject)
         old.append(hold_of(lock))
         end()
     hold = old.pop()
-    hold.trusted_until = now()  # the local side of the expiry
+    hold.lease.trusted_until = now()  # the local side of the expiry
     old.append(hold)
     assert lock.acquire()
     before = subject.row("k")

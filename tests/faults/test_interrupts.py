@@ -28,11 +28,9 @@ from typing import Any, Self
 
 import pytest
 
-from dblock.core.acquire import local_queue
+from dblock.core import runtime
 from dblock.core.errors import LockLost
-from dblock.core.holding.flows import current_flow
-from dblock.core.wakeup import registry
-from dblock.core.watchdog.watchdog import watchdog
+from dblock.core.runtime import current_flow
 from tests.conftest import ready
 from tests.contract.subjects import MATRIX, Actor, Subject
 from tests.faults.lab import LONG, SYNC, alive, close_django, threads, times, until
@@ -266,8 +264,8 @@ async def leave_for_one_of_ours(stage: Stage, key: str, strike: Strike, *, forei
         await stage.within(stage.lock(key, foreign=foreign, timeout=TTL + 1), nothing)
 
     def waits() -> bool:
-        line = local_queue.line_for(stage.lock(key)._store().database, key)
-        return any(waiting == key for waiting, _ in registry._wakeups) or (
+        line = runtime.current.site(stage.lock(key)._store()).local_queues.line_for(key)
+        return any(waiting == key for waiting, _ in runtime.current.wakeups._registered) or (
             line is not None and any(member.content for member in line._members)
         )
 
@@ -318,8 +316,10 @@ def settled(subject: Subject, keys: list[str]) -> None:
     """Every key is free, nothing is renewed, and nothing of this process makes a free key slow."""
     gc.collect()
     assert until(lambda: not alive(subject), TTL + 1), [key for key in keys if alive(subject, key)]
-    assert (list(watchdog._holds), watchdog._places) == ([], {})
-    assert (local_queue._lines, local_queue._trials, registry._wakeups) == ({}, {}, {})
+    assert (list(runtime.current.watchdog._holds), runtime.current.watchdog._places) == ([], {})
+    queues = [site.local_queues for site in runtime.current._sites.values()]
+    assert [left for each in queues for left in (each._lines, each._attempts) if left] == []
+    assert runtime.current.wakeups._registered == {}
     assert until(lambda: not threads(), 5), threads()
 
 

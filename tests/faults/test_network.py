@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from dblock.core import clock
+from dblock.core import clock, runtime
 from dblock.core.errors import LockLost, LockStoreError, Reason
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.values import margin
-from dblock.core.watchdog.watchdog import watchdog
+from tests.conftest import timed
 from tests.contract.test_lease import attach
 from tests.contract.test_queue import LATER
 from tests.faults.conftest import ALL_WIRES, Wire, name_of
@@ -40,7 +40,7 @@ def test_a_black_hole_ends_trust_in_time(wire: Wire) -> None:
     time.sleep(0.37)  # one renewal, so that there is a connection for the next to hang on
     hold = wire.actor.do(lambda: hold_of(lock))
     wire.proxy.black_hole = True
-    deadline = hold.trusted_until
+    deadline = hold.lease.trusted_until
     last_held, states = 0.0, set[str]()
     while clock.now() < deadline + 0.3:
         state = wire.actor.get(lock, "state")
@@ -53,7 +53,7 @@ def test_a_black_hole_ends_trust_in_time(wire: Wire) -> None:
     assert last_held < deadline + 0.05
     assert [reason for _, reason in heard] == [Reason.UNREACHABLE]
     assert deadline <= heard[0][0] < deadline + 0.2
-    assert hold not in watchdog._holds
+    assert hold not in runtime.current.watchdog._holds
     with pytest.raises(LockLost):
         wire.actor.do(lock.check)
     wire.proxy.black_hole = False
@@ -73,15 +73,15 @@ def test_a_late_answer_counts_from_the_sending(wire: Wire) -> None:
     time.sleep(ttl / 3 + 0.1)
     hold = wire.actor.do(lambda: hold_of(lock))
     wire.proxy.delay, asked = 0.4 * ttl, len(wire.proxy.asked)
-    first, sent = hold.trusted_until, hold.renewed
+    first, sent = hold.lease.trusted_until, hold.lease.renewed
     assert until(lambda: len(wire.proxy.asked) > asked, ttl)
-    while hold.renewed == sent:
-        assert hold.trusted_until == first
+    while hold.lease.renewed == sent:
+        assert hold.lease.trusted_until == first
         time.sleep(0.002)
     wire.proxy.delay = 0.0
     assert clock.now() >= wire.proxy.asked[asked] + 0.4 * ttl
-    assert first < hold.trusted_until <= wire.proxy.asked[asked] + ttl - margin(ttl)
-    assert hold.trusted_until - clock.now() <= remaining(wire.direct)
+    assert first < hold.lease.trusted_until <= wire.proxy.asked[asked] + ttl - margin(ttl)
+    assert hold.lease.trusted_until - clock.now() <= remaining(wire.direct)
     assert wire.actor.get(lock, "state") in {"held", "at_risk"}
     wire.actor.call(lock, "release")
 
@@ -92,12 +92,12 @@ def test_an_answer_after_the_deadline_revives_nothing(wire: Wire) -> None:
     lock = wire.subject.lock("k", ttl=ttl, on_lost=lambda _, reason: heard.append(reason))
     assert wire.actor.call(lock, "acquire")
     hold = wire.actor.do(lambda: hold_of(lock))
-    deadline = hold.trusted_until
+    deadline = hold.lease.trusted_until
     wire.proxy.delay = 0.8 * ttl
     while clock.now() < deadline + 0.4:
         late = clock.now() >= deadline
-        assert not late or hold.remaining() == 0
-        assert hold.trusted_until <= deadline
+        assert not late or hold.lease.remaining() == 0
+        assert hold.lease.trusted_until <= deadline
         time.sleep(0.005)
     assert wire.actor.get(lock, "state") == "lost"
     assert len(heard) == 1
@@ -135,7 +135,7 @@ def test_a_holder_that_cannot_renew_steps_down_once(wire: Wire) -> None:
     wire.proxy.cut()
     rival = wire.direct.lock("k", ttl=30)
     assert rival.acquire(timeout=5)
-    assert hold.remaining() == 0, "two holders at a time"
+    assert hold.lease.remaining() == 0, "two holders at a time"
     row = wire.direct.row("k")
     time.sleep(times(2, 10) * ttl)
     wire.proxy.refusing = False
@@ -174,12 +174,12 @@ def test_a_renewal_cut_off_is_renewed_again(wire: Wire, side: str) -> None:
     assert wire.actor.call(lock, "acquire")
     time.sleep(ttl / 3 + 0.1)  # the renewer has its connection
     hold = wire.actor.do(lambda: hold_of(lock))
-    before = hold.renewed
+    before = hold.lease.renewed
     setattr(wire.proxy, side, 1)
-    assert until(lambda: hold.renewed > before, ttl)
+    assert until(lambda: hold.lease.renewed > before, ttl)
     assert getattr(wire.proxy, side) == 0
     assert until(lambda: wire.actor.get(lock, "state") == "held")
-    assert hold.remaining() <= remaining(wire.direct)
+    assert hold.lease.remaining() <= remaining(wire.direct)
     rival = wire.direct.lock("k")
     assert rival.acquire(blocking=False) is False
     wire.actor.call(lock, "release")
@@ -307,7 +307,7 @@ def test_a_shared_tenure_cut_off_as_it_is_handed_over(
 @pytest.mark.exact
 def test_a_take_that_cannot_be_resolved_leaves_nothing(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer of a take is lost, and so is the network: a typed error, no handle, and free after one ttl."""
-    monkeypatch.setattr("dblock.core.acquire.acquiring.TRY", 0.2)
+    timed(monkeypatch, single_try=0.2, sqlite_busy=0.2)
     ttl = 0.6
     lock = wire.subject.lock("k", ttl=ttl)
     for _ in range(3):  # prepared

@@ -16,13 +16,10 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from dblock.core.acquire import waiting
-from dblock.core.protocol import queue
+from dblock.core import runtime, timing
 from dblock.core.statements import DIALECTS
-from dblock.core.wakeup import registry
-from dblock.core.watchdog.watchdog import watchdog
 from sqlalchemy_dblock import LockTimeout, db_lock, metadata
-from tests.conftest import DATABASES, INNODB, observer, ready, run, url
+from tests.conftest import DATABASES, INNODB, observer, ready, run, timed, url
 from tests.contract.subjects import Actor, Subject
 from tests.contract.test_queue import LATER, listen_in, short_waits, wait_for, waiters
 from tests.faults.lab import FEW, SYNC, Remote, times, until
@@ -59,11 +56,11 @@ def test_dead_waiters_are_passed_over_together(
 
     Also if their holder dies with them, whose lease ends before their places do.
     """
-    monkeypatch.setattr(queue, "WAITER_TTL", 3.0)
+    timed(monkeypatch, waiter_ttl=3.0, heartbeat_interval=1.0)
     k = times(5, 19)
     holder = subject.lock("k", ttl=60)
     with Remote(subject) as remote:  # whoever is not fair stands alone, as if it were a process of its own
-        remote.do("setattr(__import__('dblock.core.protocol.queue', fromlist=['queue']), 'WAITER_TTL', 3.0)")
+        remote.do("setattr(timing, 'DEFAULT', replace(timing.DEFAULT, waiter_ttl=3.0, heartbeat_interval=1.0))")
         if with_holder:
             remote.do("(lock := subject.lock('k', ttl=1.5)).acquire()")
         else:
@@ -96,10 +93,10 @@ def test_a_hand_over_that_meets_a_strangers_lock(subject: Subject, monkeypatch: 
     assert holder.acquire()
     sent = listen_in(subject, monkeypatch)
     lock, waiting_ = wait_for(subject, actor, fair=False)  # as if in another process
-    services = watchdog.services(lock._store())
+    services = runtime.current.attendant(lock._store())
     assert until(lambda: services._listener and services._listener.ready)  # and everybody looks once
     sent.clear()
-    registry.notify_all()
+    runtime.current.wakeups.notify_all()
     assert until(lambda: "queue_status" in dict(sent))
     with observer(subject.database).begin() as stranger:
         stranger.execute(text("SELECT owner FROM lock_waiters FOR UPDATE"))
@@ -158,7 +155,7 @@ def test_a_crowd_takes_a_missing_row(request: pytest.FixtureRequest, database: s
     assert got == sorted(set(got))
     # A join whose answer came too late leaves a place that ends by its time.
     places = f"SELECT count(*) FROM lock_waiters WHERE expires_at > {LATER[database]}"
-    assert until(lambda: run(database, places, seconds=0) == [(0,)], queue.WAITER_TTL)
+    assert until(lambda: run(database, places, seconds=0) == [(0,)], timing.DEFAULT.waiter_ttl)
 
 
 @pytest.fixture(params=[PostgreSQL, MariaDB, *([MySQL] if MySQL.installed() else [])])
@@ -228,7 +225,7 @@ def test_a_listener_that_is_killed_again_and_again(
 ) -> None:
     """Each hand-over between processes arrives within the interval at which waiters look anyway."""
     ready(request, "postgresql")
-    monkeypatch.setattr(waiting, "POLL_NOTIFIED", 1.0)
+    timed(monkeypatch, poll_notified=1.0)
     subject = Subject("sqlalchemy", "sync", "postgresql")
     stop = threading.Event()
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import create_async_engine
 
+from dblock.core import runtime
 from dblock.core.errors import LockError, LockLost, LockStoreError
-from dblock.core.holding.flows import current_flow
-from dblock.core.watchdog.watchdog import watchdog
+from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import db_lock
 from tests.conftest import ready, run, url
 from tests.contract.subjects import MATRIX, Subject
@@ -44,7 +44,7 @@ class Interrupted(BaseException):
 
 def kept() -> list[str]:
     """The keys that the watchdog of this process renews."""
-    return [hold.tenure.key for hold in list(watchdog._holds)]
+    return [hold.tenure.key for hold in list(runtime.current.watchdog._holds)]
 
 
 def idle() -> bool:
@@ -202,15 +202,15 @@ def test_a_release_against_a_renewal_wins(subject: Subject) -> None:
         lock = subject.lock(f"k{n % 100}", ttl=30)
         assert lock.acquire()
         hold = hold_of(lock)
-        hold.due = 0.0
-        watchdog.look()
+        hold.lease.due = 0.0
+        runtime.current.watchdog.look()
         time.sleep(chance.uniform(0, 0.003))
         lock.release()
-        assert not watchdog.keeps(hold)
+        assert not runtime.current.watchdog.keeps(hold)
         if n >= count - 20:
             rows[lock.key] = subject.row(lock.key)
             assert rows[lock.key]["owner"] is None
-    assert until(lambda: all(each.given == each.done for each in watchdog._renewers.values()), 2)
+    assert until(lambda: all(each.given == each.done for each in runtime.current.watchdog._renewers.values()), 2)
     for key, row in rows.items():
         assert subject.row(key) == row
     assert alive(subject) == 0
@@ -226,8 +226,8 @@ def test_a_successor_is_not_renewed_by_its_predecessor(subject: Subject) -> None
     for _ in range(times(3, 100)):
         lock = subject.lock("k", ttl=30)
         assert lock.acquire()
-        hold_of(lock).due = 0.0
-        watchdog.look()
+        hold_of(lock).lease.due = 0.0
+        runtime.current.watchdog.look()
         time.sleep(chance.uniform(0, 0.003))
         lock.release()
         assert stranger.acquire()
@@ -250,14 +250,14 @@ def test_an_async_release_against_a_renewal_wins(request: pytest.FixtureRequest,
             lock = db_lock(engine, f"k{n % 20}", ttl=30)
             assert await lock.acquire()
             hold = hold_of(lock)
-            hold.due = 0.0
-            watchdog.look()
+            hold.lease.due = 0.0
+            runtime.current.watchdog.look()
             await asyncio.sleep(chance.uniform(0, 0.003))
             await lock.release()
-            assert not watchdog.keeps(hold)
+            assert not runtime.current.watchdog.keeps(hold)
         rows = run(database, "SELECT * FROM locks ORDER BY lock_key")
         await asyncio.sleep(0.2)
-        assert not watchdog._tasks
+        assert not runtime.current.watchdog._tasks
         assert run(database, "SELECT * FROM locks ORDER BY lock_key") == rows
         await engine.dispose()
 
@@ -294,7 +294,7 @@ def test_a_watchdog_that_could_not_start_starts_later(
         assert subject.lock("other").state == "held"
         subject.lock("other").release()
     finally:
-        if watchdog._thread is not None and not watchdog._thread.is_alive():
-            watchdog._thread = None  # or the tests that follow would fail too
+        if runtime.current.watchdog._thread is not None and not runtime.current.watchdog._thread.is_alive():
+            runtime.current.watchdog._thread = None  # or the tests that follow would fail too
     assert until(idle, 20)
     subject.engine.dispose()

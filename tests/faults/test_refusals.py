@@ -14,15 +14,17 @@ import pymysql
 import pytest
 from asyncpg import InternalClientError
 
+from dblock.core import runtime
+from dblock.core.acquire import handover
 from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, StoreConflict
 from dblock.core.face.executor import BaseStore
-from dblock.core.holding.flows import current_flow, new_owner
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Rows, Steps
+from dblock.core.runtime import current_flow
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Failure
-from dblock.core.watchdog.watchdog import watchdog
+from tests.conftest import timed
 from tests.contract.subjects import Subject
 from tests.faults.lab import alive, expire, hold_of, remaining, until
 
@@ -106,8 +108,7 @@ class Refusals:
 def refusals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refusals]:
     refusals = Refusals()
     monkeypatch.setattr(BaseStore, "_perform", refusals.perform(BaseStore._perform))
-    monkeypatch.setattr(tenures, "PATIENCE", 0.15)
-    monkeypatch.setattr("dblock.core.acquire.acquiring.TRY", 0.15)
+    timed(monkeypatch, patience=0.15, single_try=0.15, sqlite_busy=0.15)
     yield refusals
 
 
@@ -192,7 +193,7 @@ def test_a_lasting_refusal_ends_in_an_error_of_ours(subject: Subject, refusals: 
             assert len(refusals.sent) < 60
             assert isinstance(caught.value, LockTimeout) or isinstance(caught.value.__cause__, type(make()))
             assert lock.state is None
-            assert not watchdog._holds
+            assert not runtime.current.watchdog._holds
             assert alive(subject) == 0
             assert lock.acquire(), "the failure left something behind"
             lock.release()
@@ -207,7 +208,7 @@ def test_a_lasting_refusal_ends_in_an_error_of_ours(subject: Subject, refusals: 
             assert isinstance(error.value.__cause__, type(make()))
             if name == "release":  # given up here; the row keeps the key until the lease ends, and nobody renews it
                 assert lock.state is None
-                assert not watchdog._holds
+                assert not runtime.current.watchdog._holds
                 expire(subject)
             else:
                 agrees(subject, lock)
@@ -226,7 +227,7 @@ WAITING = ["join", "announce", "queue_status", "grant", "accept", "leave_queue",
 def wait_for(subject: Subject, lock: Any, name: str) -> Any:
     """Let a flow wait for the key that `lock` holds, and get it; `name` is the statement that this is about."""
     database, store = lock._store().database, lock._store()
-    owner, later = new_owner(), database.now() + 0.3
+    site, owner, later = runtime.current.site(store), current_flow().name + "0", database.now() + 0.3
     wish: dict[str, Any] = {**current_flow().who, "key": "k", "owner": owner, "ttl": 20.0, "life": 20.0}
     wish |= {"label": "", "task": "", "channel": ""}
 
@@ -240,16 +241,16 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
         yield from queue.heartbeat(database, [owner], later)
         if name == "clear":
             yield from queue.quit_queue(database, owner, 0.15)
-            assert (yield from queue.release(database, hold_of(lock).tenure, 1))
+            assert (yield from handover.release(site, hold_of(lock).tenure, 1))
             return None
-        if not (yield from queue.grant(database, "k", ticket, hold_of(lock).tenure)):
+        if not (yield from handover.grant(site, "k", ticket, hold_of(lock).tenure)):
             assert name == "grant"  # a row that is busy: the release frees the key, and the waiter asks for it
-            assert (yield from queue.release(database, hold_of(lock).tenure, 1))
+            assert (yield from handover.release(site, hold_of(lock).tenure, 1))
             return None
         grant = yield from queue.accept(database, wish, ticket, later)
         yield from queue.quit_queue(database, owner, 0.15)
         assert grant is not None
-        return (yield from queue.release(database, grant.tenure, 1))
+        return (yield from handover.release(site, grant.tenure, 1))
 
     return drive(steps(), store)
 
@@ -296,8 +297,8 @@ def test_renewals_refused_now_and_then_lose_nothing(subject: Subject, refusals: 
         with refusals.of("renew", 3, make):
             assert until(lambda: not refusals.left, 0.9)
             assert lock.state != "lost"
-        renewed = hold_of(lock).renewed
-        assert until(lambda before=renewed: hold_of(lock).renewed > before, 0.9)  # type: ignore[misc]
+        renewed = hold_of(lock).lease.renewed
+        assert until(lambda before=renewed: hold_of(lock).lease.renewed > before, 0.9)  # type: ignore[misc]
     assert heard == []
     lock.release()
 
@@ -312,7 +313,7 @@ def test_renewals_refused_for_good_end_the_hold_once(subject: Subject, refusals:
 
     def follow() -> None:
         rival = subject.lock("k", ttl=30)
-        taken.append((0.0, rival.acquire(timeout=3), lock_hold.remaining()))
+        taken.append((0.0, rival.acquire(timeout=3), lock_hold.lease.remaining()))
         time.sleep(0.4)
         taken.append((0.0, rival.verify(), rival.state))
         rival.release()

@@ -11,12 +11,11 @@ import pytest
 from sqlalchemy import create_engine
 
 import sqlalchemy_dblock.store
-from dblock.core import clock
-from dblock.core.holding.flows import current_flow
-from dblock.core.holding.holds import Entry, Hold
+from dblock.core import clock, runtime
+from dblock.core.holding.flow import Entry, Hold
 from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.runtime import current_flow
 from dblock.core.values import Grant, Tenure
-from dblock.core.watchdog.watchdog import watchdog
 from tests.conftest import ready, run, url
 from tests.faults.lab import times, until
 
@@ -59,7 +58,7 @@ def test_renewals_are_heap_only_and_the_table_stays_as_it_is(request: pytest.Fix
     assert heap_only / total >= 0.95
     assert large[0] <= small[0] * 1.1
     assert oldest < 0.3, "a transaction outlived its statement"
-    assert until(lambda: not watchdog._holds, 1)
+    assert until(lambda: not runtime.current.watchdog._holds, 1)
 
 
 def test_ten_thousand_leases_are_renewed_by_one_statement(
@@ -90,20 +89,20 @@ def test_ten_thousand_leases_are_renewed_by_one_statement(
         grant = Grant(Tenure(lock.key, f"owner {n}", n), began - 5, ttl)
         holds.append(Hold(store, flow, grant, Entry(lock, "acquire"), None))
     for hold in holds:
-        hold.due = 0.0
-    watchdog._holds.update(dict.fromkeys(holds))
+        hold.lease.due = 0.0
+    runtime.current.watchdog._holds.update(dict.fromkeys(holds))
     start = time.monotonic()
-    watchdog.look()
+    runtime.current.watchdog.look()
     try:
-        assert until(lambda: all(hold.renewed > began for hold in holds), 10)
+        assert until(lambda: all(hold.lease.renewed > began for hold in holds), 10)
         took = time.monotonic() - start
     finally:
         for hold in holds:
-            watchdog.discard(hold)
+            runtime.current.watchdog.discard(hold)
     assert [name for name, _ in sent] == ["renew"]
     assert took < 3
     assert run("postgresql", "SELECT count(*) FROM locks WHERE expires_at > now() + interval '26 s'") == [(count,)]
-    assert all(hold.state == "held" for hold in holds)
+    assert all(hold.lease.state == "held" for hold in holds)
     run("postgresql", "DELETE FROM locks")
     engine.dispose()
 

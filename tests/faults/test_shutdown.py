@@ -108,8 +108,8 @@ def child(lock, results):
     result.append(own.acquire())
     import threading
     time.sleep(0.5)
-    from dblock.core.watchdog.watchdog import watchdog
-    result.append([hold.tenure.key for hold in list(watchdog._holds)])
+    from dblock.core import runtime
+    result.append([hold.tenure.key for hold in list(runtime.current.watchdog._holds)])
     results.put(result)
 
 if __name__ == "__main__":

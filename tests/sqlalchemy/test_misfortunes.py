@@ -21,12 +21,11 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 
 from dblock.core.errors import LockLost, LockStoreError, StoreUnanswered
-from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Rows
 from sqlalchemy_dblock import attach, db_lock, metadata
 from sqlalchemy_dblock import store as stores
 from sqlalchemy_dblock.store import EngineStore, store_for
-from tests.conftest import INNODB, ready, run, url
+from tests.conftest import INNODB, ready, run, timed, url
 
 
 @pytest.fixture
@@ -111,7 +110,7 @@ def test_a_failed_inner_release_does_not_keep_the_key(
     lock = db_lock(engine, "k")
     lock.acquire()
     lock.acquire()
-    monkeypatch.setattr(tenures, "PATIENCE", 0.05)
+    timed(monkeypatch, patience=0.05)
     trap("release", cut, instead=True, times=20)
     with pytest.raises(LockStoreError):
         lock.release()

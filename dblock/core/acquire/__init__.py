@@ -1,0 +1,1 @@
+"""Getting a key, waiting for it, and giving it to whoever is next."""

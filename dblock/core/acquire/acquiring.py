@@ -7,122 +7,104 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import Enum
-from typing import Any, Final, Literal
+from typing import Final, Literal, NamedTuple
 
-from dblock.core.acquire import local_queue
-from dblock.core.acquire.local_queue import TakeAttempt
-from dblock.core.acquire.waiting import LEAVE_TIMEOUT, Outcome, PollingOnly, Waiter, WaiterServices
+from dblock.core.acquire import handover
+from dblock.core.acquire.handover import give_back
+from dblock.core.acquire.local_queue import Request, TakeAttempt
+from dblock.core.acquire.services import PollingOnly, WaiterServices
+from dblock.core.acquire.site import Site
+from dblock.core.acquire.waiting import Attempt, Outcome, Waiter
 from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy, StoreLocked, StoreUnanswered
-from dblock.core.holding.flows import new_owner
-from dblock.core.protocol import queue
-from dblock.core.protocol.queue import give_back
 from dblock.core.protocol.steps import Steps, sleep
-from dblock.core.protocol.tenures import WORTH, Database, Unresolved, begin, inspect, pauses
+from dblock.core.protocol.tenures import Unresolved, begin, inspect, pauses
 from dblock.core.statements.base import Statement
 from dblock.core.values import Grant, LockInfo
-from dblock.core.wakeup import registry
-
-TRY: Final = 0.25
-"""Seconds within which even a try without waiting has its answer, whatever the database says or does not say."""
 
 
-class _Attempt(Enum):
-    REFUSED = "the database could not say"
+class Refused(NamedTuple):
+    """The key could not be had in time."""
+
+    holder: LockInfo | None = None
+    """Whom we saw last; None if others were faster each time that it was free, or the row could not be looked at."""
+    busy: StoreBusy | None = None
+    """What kept us from looking."""
 
 
-_REFUSED: Final = _Attempt.REFUSED
+class _Answer(Enum):
+    UNKNOWN = "the database could not say"
+
+
+_UNKNOWN: Final = _Answer.UNKNOWN
 
 
 def acquire(
-    database: Database,
-    request: dict[str, Any],
+    site: Site,
+    request: Request,
     timeout: float | None,
     services: Callable[[], WaiterServices] = PollingOnly,
     *,
     held_in_process: bool = False,
-    holds_other_keys: bool = False,
-) -> Steps[Grant | LockInfo | StoreBusy | None]:
-    """A grant, or whoever held the key when `timeout` seconds (None: for ever) were over.
+    held: Callable[[], Collection[str]] = tuple,
+) -> Steps[Grant | Refused]:
+    """A grant; or that the key could not be had in `timeout` seconds (None: for ever), and why.
 
-    `request` is what the row is to say, but for the owner's token: it comes to have the last one under which the key
-    may be ours. StoreBusy is returned if a stranger's transaction had locked what we need until then; None means that
-    the key was free at the last look, but others were faster each time. Outages of the database are part of the wait.
-    `held_in_process`: another flow of this process is thought to have the key, so that there is no use in trying to
-    take it. `holds_other_keys`: so that the wait may close a circle, which raises LockDeadlock.
+    Outages of the database are part of the wait. `held_in_process`: another flow of this process is thought to have the
+    key, so that there is no use in trying to take it. `held`: the owner tokens of what this flow holds already; if
+    there are some, the wait may close a circle, which raises LockDeadlock.
     """
-    start = database.now()
+    start, timing = site.database.now(), site.database.timing
     deadline = math.inf if timeout is None else start + timeout
-    until = deadline + LEAVE_TIMEOUT if timeout != 0 else start + TRY
+    until = deadline + timing.leave_timeout if timeout != 0 else start + timing.single_try
+    attempt = Attempt(site, request, deadline, until, services, held)
     try:
-        return (
-            yield from _acquire(
-                database,
-                request,
-                (deadline, until),
-                services,
-                held_in_process=held_in_process,
-                holds_other_keys=holds_other_keys,
-            )
-        )
+        found = yield from _acquire(attempt, held_in_process=held_in_process)
     except StoreBusy as busy:
-        return busy
+        return Refused(busy=busy)
+    return found if isinstance(found, Grant) else Refused(found)
 
 
-def _acquire(
-    database: Database,
-    request: dict[str, Any],
-    limits: tuple[float, float],
-    services: Callable[[], WaiterServices],
-    *,
-    held_in_process: bool,
-    holds_other_keys: bool,
-) -> Steps[Grant | LockInfo | None]:
-    """As `acquire`. `limits`: the local times of our deadline, and after which no statement is of use."""
-    deadline, until = limits
-    now = database.now
-
-    def waiter() -> Waiter:
-        return Waiter(database, request, deadline, until, services(), holds_other_keys)
-
-    key, request["owner"] = request["key"], ""
-    trial = TakeAttempt(database, key)
+def _acquire(attempt: Attempt, *, held_in_process: bool) -> Steps[Grant | LockInfo | None]:
+    """As `acquire`."""
+    site, request = attempt.site, attempt.request
+    queues, key = site.local_queues, request.key
+    trial = TakeAttempt(queues, request)
     try:
-        crowded = held_in_process or local_queue.busy(database, key) or registry.is_contended(database, key)
-        if crowded and request["fair"] and now() < deadline:
+        crowded = held_in_process or queues.busy(key) or queues.is_contended(key)
+        if crowded and request.fair and site.database.now() < attempt.deadline:
             with contextlib.suppress(LockTimeout):  # refused: it may be free, though
-                waited = yield from waiter().wait(None, None)
+                waited = yield from _waiter(attempt).wait(None, None)
                 if waited is not Outcome.GONE:
                     return waited
         trial.begin()
-        found = yield from _take(database, request, (deadline, until), waiter, trial)
+        found = yield from _take(attempt, trial)
         trial.end(got=isinstance(found, Grant))
     except BaseException as error:
         trial.end(got=False)
         # Interrupted: what we may have taken is given back. Else nobody drives us any more, or the database has said,
         # as far as it can, what became of it.
-        if request["owner"] and not isinstance(error, (GeneratorExit, LockStoreError)):
-            yield from give_back(database, key, request["owner"])
+        if attempt.owner and not isinstance(error, (GeneratorExit, LockStoreError)):
+            yield from give_back(site, key, attempt.owner)
         raise
     return found
 
 
-def _take(
-    database: Database,
-    request: dict[str, Any],
-    limits: tuple[float, float],
-    waiter: Callable[[], Waiter],
-    trial: TakeAttempt,
-) -> Steps[Grant | LockInfo | None]:
+def _waiter(attempt: Attempt) -> Waiter:
+    return Waiter(attempt, attempt.services(), bool(attempt.held()))
+
+
+def _take(attempt: Attempt, trial: TakeAttempt) -> Steps[Grant | LockInfo | None]:
     """Take the key, or wait for it; as `_acquire`."""
-    deadline, until = limits
-    now, dialect, key = database.now, database.dialect, request["key"]
+    site, deadline, until = attempt.site, attempt.deadline, attempt.until
+    database, key = site.database, attempt.request.key
+    now, dialect = database.now, database.dialect
     statement = dialect.take
     growing = pauses()
     tries = 0
     while True:
-        grant = yield from _attempt(database, statement, request, until)
+        grant = yield from _try(attempt, statement)
         if isinstance(grant, Grant):
             return grant
         holder = yield from inspect(database, key, until)
@@ -133,36 +115,35 @@ def _take(
             statement = dialect.create
             continue
         statement = dialect.create if holder is None else dialect.take
-        if grant is not _REFUSED:
+        if grant is not _UNKNOWN:
             tries += 1
             if tries > 2 and now() >= deadline:
                 return None
         # A key that is free, but cannot be had, has waiters, or a transaction pins it.
-        waits = holder is not None and (held or (yield from queue.hand_over(database, key)) or tries > 2)
+        waits = holder is not None and (held or (yield from handover.hand_over(site, key)) or tries > 2)
         if waits and now() < deadline:
-            found = yield from waiter().wait(holder, trial)
+            found = yield from _waiter(attempt).wait(holder, trial)
             if found is not Outcome.GONE:
                 return found
-        if tries > 1 or grant is _REFUSED:
+        if tries > 1 or grant is _UNKNOWN:
             yield from sleep(min(next(growing), max(until - now(), 0.0)))
 
 
-def _attempt(
-    database: Database, statement: Statement, request: dict[str, Any], until: float
-) -> Steps[Grant | Literal[_Attempt.REFUSED] | None]:
-    """A grant that is of use; None if the key was not free; REFUSED if that is not known."""
-    request["owner"] = new_owner()
+def _try(attempt: Attempt, statement: Statement) -> Steps[Grant | Literal[_Answer.UNKNOWN] | None]:
+    """A grant that is of use; None if the key was not free; UNKNOWN if the database could not say."""
+    database, until = attempt.site.database, attempt.until
+    attempt.owner = attempt.request.new_owner()
     try:
-        grant = yield from begin(database, statement, request, until)
+        grant = yield from begin(database, statement, attempt.request.parameters(attempt.owner), until)
     except (StoreLocked, Unresolved) as error:  # the key can be looked at meanwhile
-        if until - database.now() >= WORTH:
-            return _REFUSED
+        if until - database.now() >= database.timing.worthwhile:
+            return _UNKNOWN
         if isinstance(error, Unresolved):
             raise StoreUnanswered(str(error), key=error.key) from error.__cause__
         raise
     if grant is None:
-        request["owner"] = ""
+        attempt.owner = ""
     if grant is None or database.now() < grant.trusted_until:
         return grant
-    _ = yield from queue.release(database, grant.tenure, 1)  # granted too late
-    return _REFUSED
+    _ = yield from handover.release(attempt.site, grant.tenure, 1)  # granted too late
+    return _UNKNOWN

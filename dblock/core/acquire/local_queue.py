@@ -1,10 +1,10 @@
-"""Lines: the flows of one process that want the same key, first come, first served.
+"""The local queue: the flows of one process that want the same key, first come, first served.
 
 Only the first of a line asks the database: it stands in the key's queue for all of them, so that a process has one
 place there and one waiter that looks, however many wait inside it. For a moment even that one does not, if a flow of
 this process holds the key: its section may be short, and then it hands the key to the first of the line with one
-statement (`relay`), which ends one tenure and begins another. Others in the queue are overtaken by that a bounded
-number of times in a row, `MAX_LOCAL_HANDOVERS`; then the key is theirs, and the line stands in the queue again.
+statement (`hand_over_local`), which ends one tenure and begins another. Others in the queue are overtaken by that a
+bounded number of times in a row, `MAX_LOCAL_HANDOVERS`; then the key is theirs, and the line stands in the queue again.
 
 The holder chooses whom to offer the key to, and tells it what became of that. If that one leaves the line in the
 meantime, it is for the holder to give the key back; if the holder does not know what became of it, or does not say, the
@@ -16,26 +16,51 @@ nor on those before it: the first one soon asks for itself, and one that has not
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from dblock.core.holding.flows import current_flow
 from dblock.core.protocol.tenures import Database
 from dblock.core.values import Grant, LockInfo, Tenure
 from dblock.core.wakeup.registry import Wakeup
 
 MAX_LOCAL_HANDOVERS: Final = 8
 """How often in a row a key is handed over inside a process while others wait for it."""
-OFFER_TIMEOUT: Final = 1.0
-"""Seconds after which whoever was chosen, and told nothing, looks what became of that."""
-UNRESPONSIVE_AFTER: Final = 6.0
-"""Seconds after which the first of a line that has not been seen is passed over; each looks around more often."""
-HOLDER_CACHE: Final = 5.0
-"""Seconds for which whoever gives up may name the holder that another one of the line has seen."""
+CONTENDED: Final = 1000
+"""How many keys are known to have been waited for, at most."""
+
+
+class Request(NamedTuple):
+    """What a flow asks for, as the row is to say it. Frozen: whoever hands the key over reads it in another thread."""
+
+    key: str
+    ttl: float
+    life: float
+    """Seconds for which the row is closed: ttl + grace."""
+    label: str
+    fair: int
+    """1: not before those who wait."""
+    flow: str
+    """What the owner tokens of the flow begin with."""
+    host: str
+    pid: int
+    thread: str
+    program: str
+    task: str
+    """The id of the Celery task, or nothing."""
+
+    def new_owner(self) -> str:
+        """A token that nobody can guess, for one attempt to begin a tenure.
+
+        So a row that shows it shows this attempt's tenure and no other: not an earlier one of the same flow whose
+        release was lost, nor one that the flow took through another engine.
+        """
+        return self.flow + secrets.token_hex(16)
+
+    def parameters(self, owner: str, channel: str = "") -> dict[str, Any]:
+        """As the statements name them, with the token of an attempt, and where its process listens."""
+        return {**self._asdict(), "owner": owner, "channel": channel}
 
 
 class HandoverOffer(NamedTuple):
@@ -54,9 +79,8 @@ class HandoverOffer(NamedTuple):
 class LocalWaiter:
     """A flow that waits in a line."""
 
-    request: Mapping[str, Any]
-    wakeup: Wakeup
-    flow: str = field(default_factory=lambda: current_flow().name)
+    request: Request
+    wakeup: Wakeup = field(default_factory=Wakeup)
     seen: float = 0.0
     """The local time at which it last did something, as its line's clock has it."""
     content: bool = False
@@ -70,15 +94,9 @@ class LocalWaiter:
     line: LocalQueue | None = None
     """Where it stands."""
 
-    def present(self, now: float) -> bool:
-        """Has it been seen lately?"""
-        return self.wakeup.responsive() and now < self.seen + UNRESPONSIVE_AFTER
-
-    def settle(self, offer: HandoverOffer) -> None:
-        """It has found out itself what became of an offer."""
-        with _lock[0]:
-            if self.offer is offer:
-                self.offer, self.chosen = None, False
+    def present(self, since: float) -> bool:
+        """Has it been seen since that local time?"""
+        return self.wakeup.responsive() and since < self.seen
 
     def claim(self) -> str:
         """The owner token of what it has been granted, or may be."""
@@ -90,9 +108,9 @@ class LocalWaiter:
 class LocalQueue:
     """Those of this process who want one key of one database."""
 
-    def __init__(self, place: tuple[int, str], now: Callable[[], float]) -> None:
-        self._place = place
-        self._now = now
+    def __init__(self, key: str, queues: LocalQueues) -> None:
+        self._key, self._queues, self._mutex = key, queues, queues.mutex
+        self._now, self._timing = queues.database.now, queues.database.timing
         self._members: list[LocalWaiter] = []
         self.held_in_process = False
         """Does a flow of this process hold the key, who will hand it over?"""
@@ -104,7 +122,7 @@ class LocalQueue:
     @property
     def holder(self) -> LockInfo | None:
         """The holder of the key, if it was looked for lately."""
-        return self._holder if self._now() < self._seen + HOLDER_CACHE else None
+        return self._holder if self._now() < self._seen + self._timing.holder_cache else None
 
     @holder.setter
     def holder(self, info: LockInfo | None) -> None:
@@ -117,10 +135,10 @@ class LocalQueue:
 
     def first(self) -> LocalWaiter | None:
         """The first one who has been seen lately; whoever has not been is put out, and may come again."""
-        now = self._now()
+        since = self._now() - self._timing.unresponsive_after
         while self._members:
             first = self._members[0]
-            if first.present(now) or (first.chosen and first.offer and now < first.offer.time + UNRESPONSIVE_AFTER):
+            if first.present(since) or (first.chosen and first.offer and since < first.offer.time):
                 return first
             self._remove(first)
             self.held_in_process = False
@@ -129,12 +147,12 @@ class LocalQueue:
     def _remove(self, member: LocalWaiter) -> None:
         if member in self._members:
             self._members.remove(member)
-        if not self._members and _lines.get(self._place) is self:
-            del _lines[self._place]
+        if not self._members:
+            self._queues.forget(self._key, self)
 
     def leave(self, member: LocalWaiter, *, got: bool) -> None:
         """Wait no more; `got`: it has the key."""
-        with _lock[0]:
+        with self._mutex:
             member.gone = True
             behind = member in self._members and self._members[0] is not member
             self._remove(member)
@@ -143,31 +161,43 @@ class LocalQueue:
                 self.held_in_process = got
                 first.wakeup.notify()
 
+    def keep_place(self, leaving: LocalWaiter, member: LocalWaiter) -> bool:
+        """Let a member stand where another one stood; False if that one does not stand here any more."""
+        if leaving not in self._members:
+            return False
+        self._members[self._members.index(leaving)] = member
+        member.line, member.seen = self, self._now()
+        return True
+
+    def has(self, member: LocalWaiter) -> bool:
+        """Does it stand here?"""
+        return member in self._members
+
     def is_first(self, member: LocalWaiter) -> bool:
         """Is nobody before it who has been seen lately?"""
-        with _lock[0]:
+        with self._mutex:
             return self.first() is member
 
     def withdraw(self, member: LocalWaiter) -> bool:
         """It no longer waits to be handed the key, but asks the database; False if it was chosen in the meantime."""
-        with _lock[0]:
+        with self._mutex:
             member.content = member.chosen
             return not member.chosen
 
     def choose(self, tenure: Tenure) -> HandoverOffer | None:
         """HandoverOffer a tenure to the first one; None if that one does not wait for it."""
-        with _lock[0]:
+        with self._mutex:
             first = self.first()
             if first is None or not first.content or first.claim():
                 return None
-            first.offer = HandoverOffer(first, first.flow + secrets.token_hex(16), tenure, self._now())
+            first.offer = HandoverOffer(first, first.request.new_owner(), tenure, self._now())
             first.chosen = True
             return first.offer
 
     def tell(self, offer: HandoverOffer, grant: Grant) -> bool:
         """Tell the chosen one what it was granted; False if it does not wait any more."""
         heir = offer.heir
-        with _lock[0]:
+        with self._mutex:
             if heir.offer is not offer:  # it has seen to that itself
                 return True
             heir.offer, heir.chosen = None, False
@@ -188,108 +218,126 @@ class LocalQueue:
 class TakeAttempt:
     """A flow's try to take a key at once; whoever wants the key meanwhile waits behind it."""
 
-    __slots__ = ("line", "member", "place")
+    __slots__ = ("_queues", "line", "member", "request")
 
-    def __init__(self, database: object, key: str) -> None:
-        self.place = (id(database), key)
+    def __init__(self, queues: LocalQueues, request: Request) -> None:
+        self._queues, self.request = queues, request
         self.line: LocalQueue | None = None
         self.member: LocalWaiter | None = None
         """Keeps the flow's place in that line."""
 
     def begin(self) -> None:
         """Try to take the key for all of this process; unless somebody else does."""
-        with _lock[0]:
-            _ = _trials.setdefault(self.place, self)
+        self._queues.try_first(self)
 
     def end(self, *, got: bool) -> None:
         """It has, or has not, got the key; and does not wait for it."""
-        with _lock[0]:
-            if _trials.get(self.place) is self:
-                del _trials[self.place]
+        self._queues.tried(self)
         if self.line is not None and self.member is not None:
             self.line.leave(self.member, got=got)
 
     def wait(self, member: LocalWaiter) -> LocalQueue | None:
         """The flow waits from now on, as that member, first in the line that has formed behind it, if any has."""
-        with _lock[0]:
-            if _trials.get(self.place) is self:
-                del _trials[self.place]
+        with self._queues.mutex:
+            self._queues.tried(self)
             line, kept = self.line, self.member
-            if line is None or kept not in line._members:
+            if line is None or kept is None or not line.keep_place(kept, member):
                 return None
-            line._members[line._members.index(kept)] = member
-            member.line, member.seen, self.line = line, line._now(), None
+            self.line = None
             return line
 
 
-_lines: dict[tuple[int, str], LocalQueue] = {}
-_trials: dict[tuple[int, str], TakeAttempt] = {}
-# One for all lines, held for a few instructions; a signal handler may run between any two of them.
-_lock = [threading.RLock()]
+class LocalQueues:
+    """The local queues of one process for one database, by key."""
 
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.mutex = threading.RLock()
+        """Held for a few instructions; a signal handler may run between any two of them."""
+        self._lines: dict[str, LocalQueue] = {}
+        self._attempts: dict[str, TakeAttempt] = {}
+        self._contended: dict[str, float] = {}
+        """When somebody last waited for a key."""
 
-def enter(database: Database, key: str, member: LocalWaiter) -> tuple[LocalQueue, bool]:
-    """Wait for a key behind those who do, and whoever tries to take it; the line, and whether it is a new one."""
-    place = (id(database), key)  # whoever is in the line keeps the database alive
-    with _lock[0]:
-        line = _lines.get(place)
-        new = line is None
-        if line is None:
-            line = LocalQueue(place, database.now)
-            trial = _trials.get(place)
-            if trial is not None:
-                trial.line, trial.member = line, LocalWaiter({}, Wakeup())
-                line.add(trial.member)
-        line.add(member)
-        _lines[place] = line  # only now: who is interrupted leaves no empty one
-    return line, new
+    def enter(self, member: LocalWaiter) -> tuple[LocalQueue, bool]:
+        """Wait for a key behind those who do, and whoever tries to take it; the line, and whether it is a new one."""
+        key = member.request.key
+        with self.mutex:
+            line = self._lines.get(key)
+            new = line is None
+            if line is None:
+                line = LocalQueue(key, self)
+                attempt = self._attempts.get(key)
+                if attempt is not None:
+                    attempt.line, attempt.member = line, LocalWaiter(attempt.request)
+                    line.add(attempt.member)
+            line.add(member)
+            self._lines[key] = line  # only now: who is interrupted leaves no empty one
+        return line, new
 
+    def standing(self, member: LocalWaiter) -> LocalQueue:
+        """The line in which a member stands; if it was put out of one, it comes again."""
+        with self.mutex:
+            member.seen = self.database.now()
+            if member.line is None or not member.line.has(member):
+                return self.enter(member)[0]
+            return member.line
 
-def standing(database: Database, key: str, member: LocalWaiter) -> LocalQueue:
-    """The line in which a member stands; if it was put out of one, it comes again."""
-    with _lock[0]:
-        member.seen = database.now()
-        if member.line is None or member not in member.line._members:
-            return enter(database, key, member)[0]
-        return member.line
+    def settle(self, member: LocalWaiter, offer: HandoverOffer) -> None:
+        """A member has found out itself what became of an offer."""
+        with self.mutex:
+            if member.offer is offer:
+                member.offer, member.chosen = None, False
 
+    def forget(self, key: str, line: LocalQueue) -> None:
+        """Nobody stands in that line any more."""
+        if self._lines.get(key) is line:
+            del self._lines[key]
 
-def busy(database: object, key: str) -> bool:
-    """Does anybody of this process wait for the key, or try to take it?"""
-    place = (id(database), key)
-    return place in _trials or place in _lines
+    def try_first(self, attempt: TakeAttempt) -> None:
+        """Whoever comes from now on waits behind that attempt; unless somebody else tries already."""
+        with self.mutex:
+            _ = self._attempts.setdefault(attempt.request.key, attempt)
 
+    def tried(self, attempt: TakeAttempt) -> None:
+        """It has ended."""
+        with self.mutex:
+            if self._attempts.get(attempt.request.key) is attempt:
+                del self._attempts[attempt.request.key]
 
-def line_for(database: object, key: str) -> LocalQueue | None:
-    """The line for a key, if anybody waits for it in this process."""
-    return _lines.get((id(database), key)) if _lines else None
+    def busy(self, key: str) -> bool:
+        """Does anybody of this process wait for the key, or try to take it?"""
+        return key in self._attempts or key in self._lines
 
+    def line_for(self, key: str) -> LocalQueue | None:
+        """The line for a key, if anybody waits for it in this process."""
+        return self._lines.get(key) if self._lines else None
 
-def freed(database: object, key: str, offer: HandoverOffer | None = None, *, known: bool = True) -> str:
-    """A flow of this process has given a key back to the database; `known`: and not to whom it had offered it.
+    def freed(self, key: str, offer: HandoverOffer | None = None, *, known: bool = True) -> str:
+        """A flow of this process has given a key back to the database; `known`: and not to whom it had offered it.
 
-    The owner token of a tenure that it is to give back if there is one, since whom it had chosen has gone. Somebody
-    else of ours may have the key by now, and have chosen as well.
-    """
-    with _lock[0]:
-        line = line_for(database, key)
-        if line is not None:
-            line.freed()
-        if offer is None or offer.heir.offer is not offer:
-            return ""
-        heir = offer.heir
-        heir.chosen = False
-        if known:
-            heir.offer = None
-        heir.wakeup.notify()
-        return offer.token if heir.gone and not known else ""
+        The owner token of a tenure that it is to give back if there is one, since whom it had chosen has gone. Somebody
+        else of ours may have the key by now, and have chosen as well.
+        """
+        with self.mutex:
+            line = self.line_for(key)
+            if line is not None:
+                line.freed()
+            if offer is None or offer.heir.offer is not offer:
+                return ""
+            heir = offer.heir
+            heir.chosen = False
+            if known:
+                heir.offer = None
+            heir.wakeup.notify()
+            return offer.token if heir.gone and not known else ""
 
+    def note_contention(self, key: str) -> None:
+        """Somebody waited for that key just now."""
+        if len(self._contended) >= CONTENDED:
+            self._contended.clear()
+        self._contended[key] = self.database.now()
 
-def _after_fork_in_child() -> None:
-    _lines.clear()  # the waiters are the parent's
-    _trials.clear()
-    _lock[0] = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+    def is_contended(self, key: str) -> bool:
+        """Is it likely that somebody waits for that key? A guess, which saves two statements when it is right."""
+        return bool(self._contended) and self.database.now() < self._contended.get(key, -1.0) + 1.0

@@ -12,40 +12,43 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import threading
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from dblock.core import clock
 from dblock.core.log import warn
 
-if TYPE_CHECKING:
-    from dblock.core.connections.pool import PooledConnection
-
-
 LINGER: Final = 1.0
 """Seconds for which the thread goes on when there is nothing to watch."""
+
+
+class Cuttable(Protocol):
+    """A connection."""
+
+    def cut(self) -> None:
+        """End whatever waits for an answer on it."""
+        ...
 
 
 class Deadlines:
     """Until when the statements of this process that are under way are to be answered."""
 
     def __init__(self) -> None:
-        self._due: dict[PooledConnection, float] = {}
+        self._due: dict[Cuttable, float] = {}
         self._wake_at = math.inf
         """The local time at which the thread looks again; never, while it looks or there is none."""
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._lock = threading.RLock()  # a signal handler may send a statement
         self._thread: threading.Thread | None = None
 
-    def watch(self, connection: PooledConnection, moment: float) -> None:
+    def watch(self, connection: Cuttable, moment: float) -> None:
         """Cut it at that local time, unless its statement has been answered."""
         self._due[connection] = moment
         if moment < self._wake_at:
             self._look()
 
-    def answered(self, connection: PooledConnection) -> bool:
+    def answered(self, connection: Cuttable) -> bool:
         """The statement has ended; False if the connection was cut."""
         return self._due.pop(connection, None) is not None
 
@@ -84,15 +87,3 @@ class Deadlines:
             with contextlib.suppress(Empty):
                 self._bell.get(timeout=soonest - now)
                 idle = False
-
-
-deadlines = Deadlines()
-"""Those of this process."""
-
-
-def _after_fork_in_child() -> None:
-    deadlines.__init__()  # type: ignore[misc]
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

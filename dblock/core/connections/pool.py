@@ -41,8 +41,8 @@ HOPE: Final = 5.0
 """Seconds for which a connection that somebody has given up waiting for is expected to come."""
 
 
-_wires = threading.RLock()
-"""No descriptor is closed while somebody uses it."""
+WIRES: Final = threading.RLock()
+"""No descriptor is closed while somebody uses it, and nobody forks."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -73,7 +73,7 @@ class PooledConnection:
     def cut(self) -> None:
         """End whatever waits for an answer on it."""
         self.overdue = True
-        with _wires, contextlib.suppress(OSError):  # somebody may have closed every descriptor that there was
+        with WIRES, contextlib.suppress(OSError):  # somebody may have closed every descriptor that there was
             if self.wire >= 0:
                 handle = socket.socket(fileno=self.wire)
                 try:
@@ -81,7 +81,7 @@ class PooledConnection:
                 finally:
                     _ = handle.detach()
 
-    def __del__(self, lock: Any = _wires, close: Callable[[int], None] = os.close) -> None:
+    def __del__(self, lock: Any = WIRES, close: Callable[[int], None] = os.close) -> None:
         with lock:  # by default values, which are still there when the interpreter ends
             if self.wire >= 0:
                 try:  # noqa: SIM105 - contextlib may be gone
@@ -102,7 +102,6 @@ class AutocommitPool:
         """For each event loop, a connection that somebody has given up waiting for, and until when it may come."""
         self._epoch = 0
         self._turn = threading.RLock()  # a signal handler may send a statement
-        _pools.add(self)
 
     # -- what a face provides
 
@@ -207,12 +206,13 @@ class AutocommitPool:
         for connection in self._all_idle(close=True):
             self._dismiss(connection)
 
-    def forget(self) -> None:
-        """In a forked child: leave everything to the parent."""
-        _parents.append((self._idle, self._late, *map(list, self._out)))
+    def leave_to_parent(self) -> Any:
+        """In a forked child: what is the parent's, to be kept so that nothing finalizes it."""
+        parents = (self._idle, self._late, *map(list, self._out))
         self._idle, self._late = [], {}
         self._out = (weakref.WeakSet(), weakref.WeakSet())
         self._turn = threading.RLock()
+        return parents
 
     # -- helpers
 
@@ -318,18 +318,3 @@ def _in_thread(work: Callable[[], PooledConnection]) -> concurrent.futures.Futur
     except RuntimeError:  # out of threads, or the interpreter is ending
         run()
     return future
-
-
-_pools: weakref.WeakSet[AutocommitPool] = weakref.WeakSet()
-_parents: list[Any] = []
-"""In a forked child: the parent's connections, kept so that nothing finalizes them."""
-
-
-def _after_fork_in_child() -> None:
-    for pool in list(_pools):
-        pool.forget()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_wires.acquire, after_in_parent=_wires.release, after_in_child=_wires.release)
-    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,1 @@
+"""What a user of the lock sees, on either face."""

@@ -13,18 +13,20 @@ from collections.abc import Callable, Coroutine
 from types import EllipsisType
 from typing import Any, Self, TypeVar
 
-from dblock.core.errors import LockLost, LockNotHeld, LockTimeout, Reason, StoreBusy
+from dblock.core import runtime
+from dblock.core.acquire.acquiring import Refused
+from dblock.core.errors import LockLost, LockNotHeld, LockTimeout, Reason
 from dblock.core.face.key_template import Template
-from dblock.core.holding.flows import current_flow
-from dblock.core.holding.holds import Block, Hold, Loss
+from dblock.core.holding.flow import Block, Hold
+from dblock.core.holding.lease import Loss
 from dblock.core.identity import process_identity
 from dblock.core.options import PLAIN, Options, unknown_options, valid_options
 from dblock.core.protocol.drive import Store, adrive
 from dblock.core.protocol.steps import Steps
+from dblock.core.runtime import current_flow
 from dblock.core.tokens import Sequencer
 from dblock.core.validation import valid_key, valid_timeout, valid_ttl
-from dblock.core.values import LockInfo, Seconds, State
-from dblock.core.watchdog.watchdog import watchdog
+from dblock.core.values import Seconds, State
 
 T = TypeVar("T")
 
@@ -124,7 +126,7 @@ class BaseLock:
     def ttl(self) -> float:
         """The life of the lease in seconds: of the one held, else of the one to be taken."""
         hold = self._hold()
-        return self._ttl if hold is None else hold.ttl
+        return self._ttl if hold is None else hold.lease.ttl
 
     @property
     def owner(self) -> str | None:
@@ -159,13 +161,13 @@ class BaseLock:
     def remaining(self) -> float:
         """Seconds for which this flow may still rely on the lock, 0.0 when it may not; by the local clock alone."""
         hold = self._hold()
-        return 0.0 if hold is None else hold.remaining()
+        return 0.0 if hold is None else hold.lease.remaining()
 
     @property
     def state(self) -> State | None:
         """`held`, `at_risk` (a renewal is late) or `lost` for this flow's hold, by the local clock, else None."""
         hold = self._hold()
-        return None if hold is None else hold.state
+        return None if hold is None else hold.lease.state
 
     def check(self) -> None:
         """Raise LockLost unless this flow surely holds the lock at this moment; no I/O."""
@@ -173,7 +175,7 @@ class BaseLock:
         if hold is None:
             never = "is not held by this thread or task, which has not acquired it or has released it already"
             raise LockLost(f"{self._key!r} {never}", key=self._key)
-        if hold.remaining() <= 0:
+        if hold.lease.remaining() <= 0:
             raise self._lost(hold)
 
     def __repr__(self) -> str:
@@ -232,8 +234,8 @@ class BaseLock:
         )
 
     def _lost(self, hold: Hold) -> LockLost:
-        watchdog.announce(hold)
-        loss = hold.loss or Loss(Reason.EXPIRED)
+        runtime.current.watchdog.announce(hold)
+        loss = hold.lease.loss or Loss(Reason.EXPIRED)
         return self._lost_tenure(hold.tenure.fence, loss, str(loss))
 
     def _lost_tenure(self, fence: int, loss: Loss, why: str = "") -> LockLost:
@@ -246,10 +248,11 @@ class BaseLock:
             holder=loss.holder,
         )
 
-    def _timed_out(self, found: LockInfo | StoreBusy | None) -> LockTimeout:
+    def _timed_out(self, refused: Refused) -> LockTimeout:
         waited = "at one try" if not self._timeout else f"within {self._timeout:g} s"
-        if isinstance(found, StoreBusy):
-            return LockTimeout(f"could not acquire {self._key!r} {waited}: {found}", key=self._key)
+        found, busy = refused
+        if busy is not None:
+            return LockTimeout(f"could not acquire {self._key!r} {waited}: {busy}", key=self._key)
         holder = found if found is not None and found.state == "held" else None
         if found is None:
             who = "others were faster each time it was free"

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from dblock.core.connections.deadlines import deadlines
+from dblock.core import runtime
 from dblock.core.connections.pool import PooledConnection
 from dblock.core.errors import (
     LockError,
@@ -27,15 +27,6 @@ from dblock.core.errors import (
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.protocol.tenures import Database
 from dblock.core.statements.base import Failure, Statement, perform
-
-ANSWER: Final = 5.0
-"""Seconds in which any statement is answered; then its connection is cut."""
-KEEPING_ANSWER: Final = 2.0
-"""The same for those that keep or give back what is held, which may be sent again over another connection."""
-LEAST: Final = 0.005
-"""Seconds that a statement has even if its answer is already late."""
-SQLITE_BUSY: Final = 250
-"""Milliseconds that a statement waits for another writer on SQLite; then the protocol tries again."""
 
 
 class ConnectionSource(Protocol):
@@ -79,8 +70,9 @@ class BaseStore:
 
     def execute(self, step: Execute) -> Rows:
         """Run the statement in this thread (or greenlet)."""
-        keeps, now = step.statement.keeps, self.database.now()
-        until = now + max(LEAST, min(step.until - now, KEEPING_ANSWER if keeps else ANSWER))
+        keeps, now, timing = step.statement.keeps, self.database.now(), self.database.timing
+        longest = timing.keeping_answer if keeps else timing.answer
+        until = now + max(timing.least_answer, min(step.until - now, longest))
         try:
             connection = self._source.take(until, keeps=keeps)
         except StoreConflict as error:
@@ -93,7 +85,7 @@ class BaseStore:
         answered = self._watch(connection, until)
         try:
             if connection.busy_timeout:
-                _bound_sqlite(connection, until - now)
+                _bound_sqlite(connection, min(timing.sqlite_busy, (until - now) / 2))
             rows = self._perform(connection, step)
         except self._errors as error:
             failure = self.database.dialect.classify(error)
@@ -137,6 +129,7 @@ class BaseStore:
         """Cut the connection at that local time, unless the function that this returns has been called: False then."""
         if connection.wire < 0:
             return _always
+        deadlines = runtime.current.deadlines
         deadlines.watch(connection, until)
         return lambda: deadlines.answered(connection)
 
@@ -151,8 +144,8 @@ class BaseStore:
 
 
 def _bound_sqlite(connection: PooledConnection, seconds: float) -> None:
-    """Let a statement wait for other writers for half of what is left, so that there is time to see who has the key."""
-    milliseconds = max(1, min(SQLITE_BUSY, math.ceil(seconds * 500)))
+    """Let a statement wait so long for other writers; half of what is left, so that it can be seen who has the key."""
+    milliseconds = max(1, math.ceil(seconds * 1000))
     if milliseconds != connection.busy_timeout:
         cursor = connection.raw.cursor()
         cursor.execute(f"PRAGMA busy_timeout = {milliseconds}")

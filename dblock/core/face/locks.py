@@ -15,8 +15,7 @@ from dblock.core.errors import LockError, LockLost, LockTimeout
 from dblock.core.face import operations
 from dblock.core.face.base import BaseLock
 from dblock.core.face.key_template import Template
-from dblock.core.holding.flows import current_task
-from dblock.core.holding.holds import Hold
+from dblock.core.holding.flow import Hold, current_task
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.validation import acquire_timeout, valid_ttl
@@ -113,7 +112,7 @@ class SyncLock(BaseLock):
         """
         wait = acquire_timeout(blocking, timeout, self._timeout)
         try:
-            return self._drive(operations.acquire(self, wait)) is True
+            return self._drive(operations.acquire(self, wait)) is None
         except LockTimeout:  # waiting would have been pointless
             return False
 
@@ -199,7 +198,7 @@ class AsyncLock(BaseLock):
 
     async def acquire(self: BaseLock, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take the lock, or enter it once more; False if it was not free in time."""
-        return await self._adrive(operations.acquire(self, acquire_timeout(blocking, timeout, self._timeout))) is True
+        return await self._adrive(operations.acquire(self, acquire_timeout(blocking, timeout, self._timeout))) is None
 
     async def release(self: BaseLock) -> None:
         """Give the lock back, or leave it once."""

@@ -10,28 +10,31 @@ import functools
 import sys
 from typing import Any, TypeVar, cast
 
-from dblock.core.acquire import acquiring, local_queue
+from dblock.core import runtime
+from dblock.core.acquire import acquiring, handover
+from dblock.core.acquire.acquiring import Refused
+from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, Reason, StaleSnapshot, StoreBusy
 from dblock.core.face.base import BaseLock
-from dblock.core.holding.flows import Flow, current_flow
-from dblock.core.holding.holds import Block, Entry, Hold, Loss
+from dblock.core.holding.flow import Block, Entry, Flow, Hold
+from dblock.core.holding.lease import Loss
 from dblock.core.identity import celery_task_id
 from dblock.core.log import warn
-from dblock.core.protocol import queue, tenures
+from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import Store
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.protocol.tenures import Database
+from dblock.core.runtime import current_flow
 from dblock.core.statements.base import Values
 from dblock.core.tokens import Sequencer, Token, token_text
 from dblock.core.values import Grant, LockInfo, margin
-from dblock.core.watchdog.shutdown import leave_for_good
-from dblock.core.watchdog.watchdog import watchdog
 
 L = TypeVar("L", bound=BaseLock)
 
 
-def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Steps[LockInfo | StoreBusy | bool | None]:
-    """True when acquired; else the holder that we saw last, if any, or what kept us from looking."""
+def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Steps[Refused | None]:
+    """None when acquired; else why not."""
     if lock.forked_from is not None:
         raise lock._forked()
     store, flow, ttl = lock._store(), current_flow(), lock._ttl
@@ -41,37 +44,39 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
         hold = None  # a callback that looks at its lock's hold is a flow of its own
     if hold is not None:
         if (yield from _reenter(lock, database, hold, ttl, entry)):
-            return True
-        _ = hold.lose(Loss(Reason.EXPIRED))  # a new tenure follows; whoever entered before has lost this one
-        watchdog.announce(hold)
-    request = {
+            return None
+        _ = hold.lease.lose(Loss(Reason.EXPIRED))  # a new tenure follows; whoever entered before has lost this one
+        runtime.current.watchdog.announce(hold)
+    options, site = lock.options, runtime.current.site(store)
+    request = Request(
+        key=lock._key,
+        ttl=ttl,
+        life=ttl + options.grace,
+        label=options.label,
+        fair=int(options.fair),
+        flow=flow.name,
+        task=celery_task_id(),
         **flow.who,
-        "key": lock._key,
-        "ttl": ttl,
-        "life": ttl + lock.options.grace,
-        "label": lock.options.label,
-        "task": celery_task_id(),
-        "fair": int(lock.options.fair),
-    }
-    found = None
+    )
+    found: Grant | Refused | None = None
     try:
         found = yield from acquiring.acquire(
-            database,
+            site,
             request,
             timeout,
-            functools.partial(watchdog.services, store),
-            held_in_process=watchdog.holds(store, lock._key),
-            holds_other_keys=any(other.loss is None for other in flow.holds.values()),
+            functools.partial(runtime.current.attendant, store),
+            held_in_process=runtime.current.watchdog.holds(store, lock._key),
+            held=lambda: [other.tenure.owner for other in flow.holds.values() if other.lease.loss is None],
         )
         if isinstance(found, Grant):
             _ = _begin(lock, flow, found, entry, hold)
-            return True
+            return None
     except BaseException:
         known = flow.holds.get(place)
         # Interrupted when it was granted, and not held yet?
         if isinstance(found, Grant) and (known is None or known.tenure != found.tenure):
             with contextlib.suppress(LockError):
-                yield from queue.give_back(database, lock._key, found.tenure.owner)
+                yield from handover.give_back(site, lock._key, found.tenure.owner)
         raise
     return found
 
@@ -81,9 +86,9 @@ def enter(lock: BaseLock) -> Steps[None]:
     if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:
         hold.entries[-1] = Entry(lock, "with")
     else:
-        acquired = yield from acquire(lock, lock._timeout, "with")
-        if not isinstance(acquired, bool):
-            raise lock._timed_out(acquired) from (acquired if isinstance(acquired, StoreBusy) else None)
+        refused = yield from acquire(lock, lock._timeout, "with")
+        if refused is not None:
+            raise lock._timed_out(refused) from refused.busy
         hold = cast("Hold", lock._hold_here())
     lock._blocks.append(Block(hold.entries[-1], hold))
 
@@ -120,7 +125,7 @@ def _innermost(lock: BaseLock) -> Block | None:
     blocks = lock._open_blocks()
     if len(blocks) > 1:
         for block in blocks:  # somebody's cannot be left any more: it ends with its lease
-            block.hold.renewing = False
+            block.hold.lease.renewing = False
         raise lock._not_held("leave", of=len(blocks))
     return blocks[0] if blocks else None
 
@@ -150,9 +155,9 @@ def release(lock: BaseLock) -> Steps[None]:
 
 
 def _release(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
-    in_time = hold.remaining() > 0
+    in_time = hold.lease.remaining() > 0
     if not in_time:
-        watchdog.announce(hold)
+        runtime.current.watchdog.announce(hold)
     kept, through = hold.open_entries(but=left), left.lock or lock
     if not kept and in_time and through._defers(hold):
         hold.leaving, hold.entries = through, kept
@@ -161,7 +166,7 @@ def _release(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
         if not kept:
             _forget(hold)
         hold.leaving, hold.entries = through, kept
-        if not in_time and hold.grace:  # freeing the row would open the key before its time
+        if not in_time and hold.lease.grace:  # freeing the row would open the key before its time
             released = False
         else:
             released = yield from _leave(hold)
@@ -183,28 +188,28 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
         raise lock._forked()
     hold = lock._own_hold("extend")
     lock.check()
-    database, before = lock._store().database, hold.ttl
+    database, before = lock._store().database, hold.lease.ttl
     # It may take effect and its answer never come: from now on no more is trusted than the new lease gives.
-    hold.reset(ttl, database.now() + ttl - margin(ttl))
+    hold.lease.reset(ttl, database.now() + ttl - margin(ttl))
     try:
         if hold.shared_entries is None:
-            grant = yield from tenures.extend(database, hold.tenure, ttl, hold.grace)
+            grant = yield from tenures.extend(database, hold.tenure, ttl, hold.lease.grace)
         else:  # others may rely on a longer lease than ours
             sent, alive = yield from tenures.renew(
-                database, [(hold.tenure, ttl + hold.grace)], database.now() + tenures.PATIENCE
+                database, [(hold.tenure, ttl + hold.lease.grace)], database.now() + database.timing.patience
             )
             grant = Grant(hold.tenure, sent, ttl) if alive is None else None
     except BaseException as error:
-        hold.reset(min(before, ttl), hold.trusted_until)
-        watchdog.look()
-        if isinstance(error, LockStoreError) and hold.remaining() <= 0:
+        hold.lease.reset(min(before, ttl), hold.lease.trusted_until)
+        runtime.current.watchdog.look()
+        if isinstance(error, LockStoreError) and hold.lease.remaining() <= 0:
             raise lock._lost(hold) from error
         raise
     if grant is None:
         yield from _find_out(hold)
-    if grant is None or not hold.lengthen(grant):
+    if grant is None or not hold.lease.lengthen(grant):
         raise lock._lost(hold)
-    watchdog.add(hold)  # it may be due earlier now
+    runtime.current.watchdog.add(hold)  # it may be due earlier now
 
 
 def verify(lock: BaseLock) -> Steps[bool]:
@@ -223,7 +228,7 @@ def guarding(lock: BaseLock) -> Steps[tuple[Hold, Execute]]:
     store = hold.store
     if store.pin is None:
         store.pin = yield from tenures.pin(store.database)
-    known = {"key": hold.tenure.key, "fence": hold.tenure.fence, "life": hold.life}
+    known = {"key": hold.tenure.key, "fence": hold.tenure.fence, "life": hold.lease.life}
     return hold, Execute(store.pin, Values.of(store.pin, known))
 
 
@@ -248,7 +253,9 @@ def detach(lock: BaseLock) -> Steps[str]:
     hold = lock._own_hold("detach")
     lock.check()
     database, count = hold.store.database, len(hold.entries) if hold.shared_entries is None else 0
-    if not (yield from tenures.detach(database, hold.tenure, hold.ttl, hold.grace, count=count, who=hold.who)):
+    if not (
+        yield from tenures.detach(database, hold.tenure, hold.lease.ttl, hold.lease.grace, count=count, who=hold.who)
+    ):
         yield from _find_out(hold)
         raise lock._lost(hold)
     entry, kept = hold.entries[-1], hold.entries[:-1]
@@ -259,8 +266,8 @@ def detach(lock: BaseLock) -> Steps[str]:
         _forget(hold)
     hold.entries = kept
     if not kept:
-        _ = local_queue.freed(database, hold.tenure.key)
-    return token_text(Token(hold.tenure, hold.ttl, hold.grace, hold.min_hold))
+        _freed(hold)
+    return token_text(Token(hold.tenure, hold.lease.ttl, hold.lease.grace, hold.min_hold))
 
 
 def attach(lock: L, token: Token) -> Steps[L]:
@@ -272,14 +279,14 @@ def attach(lock: L, token: Token) -> Steps[L]:
         raise lock._lost_tenure(tenure.fence, loss)
     grant, count = attached
     hold = flow.holds.get((store, lock._key))
-    if hold is not None and hold.tenure == tenure and hold.lengthen(grant):
+    if hold is not None and hold.tenure == tenure and hold.lease.lengthen(grant):
         hold.shared_entries = count - len(hold.entries) - 1
         hold.entries = [*hold.entries, entry]
     else:
         if hold is not None:
-            _ = hold.lose(Loss(Reason.EXPIRED))
+            _ = hold.lease.lose(Loss(Reason.EXPIRED))
         hold = _begin(lock, flow, grant, entry, hold, others=count - 1)
-    if hold.remaining() <= 0:  # the answer came too late to be of use
+    if hold.lease.remaining() <= 0:  # the answer came too late to be of use
         kept = hold.entries[:-1]
         if not kept:
             _forget(hold)
@@ -302,7 +309,7 @@ def check_sequencer(lock: BaseLock, fence: int) -> Steps[Sequencer]:
 
 def owned(lock: BaseLock) -> Steps[bool]:
     hold = lock._hold()
-    if hold is None or hold.remaining() <= 0:
+    if hold is None or hold.lease.remaining() <= 0:
         return False
     return (yield from tenures.verify(lock._store().database, hold.tenure))
 
@@ -331,17 +338,17 @@ def release_all(store: Store) -> Steps[int]:
     nobody renews, if it is not given back by another call, or at the end of the process.
     """
     given = 0
-    for hold in watchdog.give_up(store):
-        watchdog.giving_back(hold)
+    for hold in runtime.current.watchdog.give_up(store):
+        runtime.current.watchdog.giving_back(hold)
         try:
-            yield from leave_for_good(hold)
+            yield from runtime.leave_for_good(runtime.current.site(store), hold)
             given += 1
         except LockError as error:
             warn("could not give %r back: %s", hold.tenure.key, error)
             if not isinstance(error, StoreBusy):
                 break
         finally:
-            _ = local_queue.freed(store.database, hold.tenure.key)
+            _freed(hold)
     return given
 
 
@@ -371,17 +378,15 @@ def _begin(
     hold.shared_entries = others
     if store.asynchronous:
         hold.loop = sys.modules["asyncio"].get_running_loop()
-    if not store.renewable:
-        hold.renewing = False
     for over in list(flow.holds.values()) if flow.holds else ():
-        if over.loss is not None and not over.wanted:  # nobody has left it, and nobody will
+        if over.lease.loss is not None and not over.wanted:  # nobody has left it, and nobody will
             _forget(over)
     try:
         lock._opened(hold)
-        watchdog.add(hold)
+        runtime.current.watchdog.add(hold)
         flow.holds[store, lock._key] = hold  # last: no signal handler runs between this and our return
     except BaseException:
-        watchdog.discard(hold)
+        runtime.current.watchdog.discard(hold)
         hold.entries = []
         raise
     return hold
@@ -389,22 +394,22 @@ def _begin(
 
 def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: Entry) -> Steps[bool]:
     """Enter a hold of this flow once more; False if it is over."""
-    if hold.remaining() <= 0:
+    if hold.lease.remaining() <= 0:
         return False
     if hold.shared_entries is not None:
-        attached = yield from tenures.attach(database, hold.tenure, _who_we_are(), ttl, hold.grace)
-        if attached is None or not hold.lengthen(attached[0]):
+        attached = yield from tenures.attach(database, hold.tenure, _who_we_are(), ttl, hold.lease.grace)
+        if attached is None or not hold.lease.lengthen(attached[0]):
             return False
         hold.shared_entries = attached[1] - len(hold.entries) - 1
         hold.entries = [*hold.entries, entry]
         return True
     kept = hold.open_entries()
     try:
-        grant = yield from tenures.reenter(database, hold.tenure, len(kept), ttl, hold.grace)
+        grant = yield from tenures.reenter(database, hold.tenure, len(kept), ttl, hold.lease.grace)
         if grant is None:
             return False
-        if hold.lengthen(grant):
-            watchdog.add(hold)  # it may have been given up
+        if hold.lease.lengthen(grant):
+            runtime.current.watchdog.add(hold)  # it may have been given up
             hold.entries = [*kept, entry]  # no signal handler runs between this and our return
             return True
     except (GeneratorExit, LockError):
@@ -412,9 +417,9 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
     except BaseException:  # interrupted: the row's count goes back to ours
         if kept:  # an open transaction that keeps it counts as one, before and after
             with contextlib.suppress(LockError):
-                _ = yield from queue.release(database, hold.tenure, len(kept) + 1)
+                _ = yield from handover.release(_site(hold), hold.tenure, len(kept) + 1)
         raise
-    _ = yield from queue.release(database, hold.tenure, len(kept) + 1)  # the answer came too late to be of use
+    _ = yield from handover.release(_site(hold), hold.tenure, len(kept) + 1)  # the answer came too late to be of use
     return False
 
 
@@ -424,17 +429,16 @@ def _leave(hold: Hold) -> Steps[bool]:
     The last one's hold has been forgotten: whatever becomes of the statement, this flow holds the key no more. Whoever
     begins to wait from now on is not left waiting for us; whoever did before, we see.
     """
-    if hold.loss is not None and hold.loss.reason is Reason.RELEASED:
+    if hold.lease.loss is not None and hold.lease.loss.reason is Reason.RELEASED:
         return False  # whoever gave it up gives it back, all of its entries
     if hold.entries:
         return (yield from _lower(hold))
-    database, tenure = hold.store.database, hold.tenure
     if hold.shared_entries is None and not hold.min_hold:
-        return (yield from queue.pass_on(database, tenure, hold.ticket, hold.handovers))
+        return (yield from handover.pass_on(_site(hold), hold.tenure, hold.ticket, hold.handovers))
     try:
         return (yield from _lower(hold))
     finally:
-        _ = local_queue.freed(database, tenure.key)
+        _freed(hold)
 
 
 def _lower(hold: Hold) -> Steps[bool]:
@@ -443,25 +447,29 @@ def _lower(hold: Hold) -> Steps[bool]:
     if hold.unused_tokens and not entered and (yield from _unused(hold)):
         # It is left to the bearer of a token, who has one more ttl.
         count = 0 if hold.shared_entries else 1
-        return (yield from tenures.detach(database, hold.tenure, hold.ttl, hold.grace, count=count, who=hold.who))
+        return (
+            yield from tenures.detach(
+                database, hold.tenure, hold.lease.ttl, hold.lease.grace, count=count, who=hold.who
+            )
+        )
     alone = hold.shared_entries is None
     if not alone or (hold.min_hold and not entered):
-        return (yield from queue.leave(database, hold.tenure, hold.min_hold, alone=alone))
-    return (yield from queue.release(database, hold.tenure, entered + 1, hold.ticket))
+        return (yield from handover.leave(_site(hold), hold.tenure, hold.min_hold, alone=alone))
+    return (yield from handover.release(_site(hold), hold.tenure, entered + 1, hold.ticket))
 
 
 def _leave_after_all(hold: Hold) -> Steps[None]:
     """Interrupted while an entry was being left: it is left, where sending that twice is harmless."""
-    database, entered = hold.store.database, len(hold.entries)
+    entered = len(hold.entries)
     if not entered:
         _forget(hold)
-    if hold.shared_entries is not None or (hold.grace and hold.remaining() <= 0):
+    if hold.shared_entries is not None or (hold.lease.grace and hold.lease.remaining() <= 0):
         return  # it ends with its lease
     with contextlib.suppress(LockError):  # nothing replaces the interrupt
         if hold.min_hold and not entered:
-            _ = yield from queue.leave(database, hold.tenure, hold.min_hold, alone=True)
+            _ = yield from handover.leave(_site(hold), hold.tenure, hold.min_hold, alone=True)
         else:
-            _ = yield from queue.release(database, hold.tenure, entered + 1)
+            _ = yield from handover.release(_site(hold), hold.tenure, entered + 1)
 
 
 def _find_out(hold: Hold) -> Steps[None]:
@@ -470,8 +478,8 @@ def _find_out(hold: Hold) -> Steps[None]:
         loss = Loss(*(yield from tenures.why_lost(hold.store.database, hold.tenure)))
     except LockError:
         loss = Loss(Reason.EXPIRED)
-    hold.explain(loss)
-    watchdog.announce(hold)
+    hold.lease.explain(loss)
+    runtime.current.watchdog.announce(hold)
 
 
 def _unused(hold: Hold) -> Steps[bool]:
@@ -483,8 +491,17 @@ def _unused(hold: Hold) -> Steps[bool]:
     return (who.host, who.pid, who.thread) == (hold.who["host"], hold.who["pid"], hold.who["thread"])
 
 
+def _site(hold: Hold) -> Site:
+    return runtime.current.site(hold.store)
+
+
+def _freed(hold: Hold) -> None:
+    """The key was given back to the database, not to a flow of this process."""
+    _ = _site(hold).local_queues.freed(hold.tenure.key)
+
+
 def _forget(hold: Hold) -> None:
-    watchdog.discard(hold)
+    runtime.current.watchdog.discard(hold)
     flow, place = hold.flow(), (hold.store, hold.tenure.key)
     if flow is not None and flow.holds.get(place) is hold:
         outer = next((each for each in hold.outers() if each.open_entries()), None)

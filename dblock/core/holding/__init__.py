@@ -1,0 +1,1 @@
+"""What this process believes to hold: flows, their holds, and the lease of each."""

@@ -75,27 +75,29 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from dblock.core import clock
+from dblock.core import clock, timing
 from dblock.core.errors import LockStoreError, Reason, StoreBusy, StoreConflict, StoreLocked, StoreUnanswered
 from dblock.core.log import warn
 from dblock.core.protocol.steps import Parameters, Rows, Steps, execute, sleep
 from dblock.core.statements.base import Dialect, Statement, WhenLocked
+from dblock.core.timing import Timing
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
 
-PATIENCE: Final = 5.0
-"""Seconds for which a statement is sent again after conflicts and broken connections, before the error goes out."""
 NOBODY: Final[Parameters] = {"host": "", "pid": 0, "thread": ""}
 
-WORTH: Final = 0.03
-"""Seconds without which it is not worth while to send a statement again."""
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Database:
     """What the protocol needs to know of the place where a row lives."""
 
     dialect: Dialect
     now: Callable[[], float] = clock.now
+    own_timing: Timing | None = None
+
+    @property
+    def timing(self) -> Timing:
+        """The times that it goes by."""
+        return self.own_timing or timing.DEFAULT
 
 
 class Unresolved(StoreUnanswered):
@@ -136,7 +138,7 @@ def begin(database: Database, statement: Statement, request: Parameters, until: 
 
 def inspect(database: Database, key: str, until: float | None = None) -> Steps[LockInfo | None]:
     """The key's row, or None where there is none."""
-    end = database.now() + PATIENCE if until is None else until
+    end = database.now() + database.timing.patience if until is None else until
     _, rows = yield from send(database, database.dialect.inspect, {"key": key}, end, resend=True)
     if not rows:
         return None
@@ -155,7 +157,7 @@ def pin(database: Database) -> Steps[Statement]:
     """The statement `pin` as sessions of the caller's are to run it, whatever table they mean by `locks`."""
     dialect, tables = database.dialect, database.dialect.tables
     if dialect.locate is not None:
-        _, rows = yield from send(database, dialect.locate, {}, database.now() + PATIENCE, resend=True)
+        _, rows = yield from send(database, dialect.locate, {}, database.now() + database.timing.patience, resend=True)
         schema, galera = rows[0]
         if galera:
             warn("this is a Galera cluster, and guard() holds on one node only: let one node take all guarded writes")
@@ -166,7 +168,7 @@ def pin(database: Database) -> Steps[Statement]:
 def extend(database: Database, tenure: Tenure, ttl: float, grace: float = 0.0) -> Steps[Grant | None]:
     """Let the lease end `ttl` seconds from now; None if the tenure is over."""
     parameters: Parameters = {**tenure._asdict(), "ttl": ttl, "life": ttl + grace}
-    until = database.now() + min(PATIENCE, ttl)
+    until = database.now() + min(database.timing.patience, ttl)
     sent, rows = yield from send(database, database.dialect.extend, parameters, until, resend=True)
     return Grant(tenure, sent, ttl) if rows else None
 
@@ -174,7 +176,7 @@ def extend(database: Database, tenure: Tenure, ttl: float, grace: float = 0.0) -
 def reenter(database: Database, tenure: Tenure, count: int, ttl: float, grace: float = 0.0) -> Steps[Grant | None]:
     """Raise the count from `count` and let the lease last at least `ttl` seconds more; None if the tenure is over."""
     parameters: Parameters = {**tenure._asdict(), "count": count, "life": ttl + grace}
-    until = database.now() + min(PATIENCE, ttl)
+    until = database.now() + min(database.timing.patience, ttl)
     sent, rows = yield from send(database, database.dialect.reenter, parameters, until, resend=True)
     return Grant(tenure, sent, ttl) if rows else None
 
@@ -216,7 +218,7 @@ def attach(
     `request` says who we are.
     """
     parameters: Parameters = {**request, **tenure._asdict(), "life": ttl + grace}
-    until = database.now() + min(PATIENCE, ttl)
+    until = database.now() + min(database.timing.patience, ttl)
     sent, rows = yield from send(database, database.dialect.attach, parameters, until, resend=True)
     return (Grant(tenure, sent, ttl), int(rows[0][0])) if rows else None
 
@@ -230,7 +232,7 @@ def detach(
     answer, and the count may stay one too high.
     """
     parameters: Parameters = {**who, **tenure._asdict(), "life": ttl + grace}
-    statement, until = database.dialect.detach, database.now() + PATIENCE
+    statement, until = database.dialect.detach, database.now() + database.timing.patience
     try:
         if count:
             _, rows = yield from send(database, statement, {**parameters, "count": count}, until)
@@ -257,13 +259,13 @@ def leave(database: Database, tenure: Tenure, min_hold: float, *, alone: bool) -
     Otherwise as `release`. `alone` says that nobody else counts, so that it may be sent again.
     """
     parameters: Parameters = {**tenure._asdict(), "min_hold": min_hold}
-    until = database.now() + PATIENCE
+    until = database.now() + database.timing.patience
     try:
         _, rows = yield from send(database, database.dialect.leave, parameters, until)
     except StoreUnanswered:
         if not alone:
             return 0
-        if until - database.now() < WORTH:
+        if until - database.now() < database.timing.worthwhile:
             raise
         _, rows = yield from send(database, database.dialect.leave, parameters, until, resend=True)
         return int(rows[0][0]) if rows else 0
@@ -277,11 +279,11 @@ def release(database: Database, tenure: Tenure, count: int) -> Steps[int | None]
     After a lost answer a second sending that finds nothing has found its own first.
     """
     parameters: Parameters = {**tenure._asdict(), "count": count}
-    until = database.now() + PATIENCE
+    until = database.now() + database.timing.patience
     try:
         _, rows = yield from send(database, database.dialect.release, parameters, until)
     except StoreUnanswered:
-        if until - database.now() < WORTH:
+        if until - database.now() < database.timing.worthwhile:
             raise
         _, rows = yield from send(database, database.dialect.release, parameters, until, resend=True)
         return int(rows[0][0]) if rows else 0
@@ -304,11 +306,11 @@ def _tidy(database: Database, find: Statement, delete: Statement, name: str, ret
     deleted, before = 0, -1
     while before < deleted:
         before = deleted
-        until = database.now() + PATIENCE
+        until = database.now() + database.timing.patience
         _, found = yield from send(database, find, {"retention": retention}, until, resend=True)
         for (value,) in found:
             parameters: Parameters = {name: value, "retention": retention}
-            until = database.now() + PATIENCE
+            until = database.now() + database.timing.patience
             _, rows = yield from send(database, delete, parameters, until, resend=True)
             deleted += len(rows)
     return deleted
@@ -344,6 +346,8 @@ def send(
                     return sent, []
                 case WhenLocked.RAISE:
                     raise
+                case WhenLocked.RETRY:
+                    pass
             latest: LockStoreError = conflict
         except StoreUnanswered as unanswered:
             if not resend:
@@ -353,11 +357,11 @@ def send(
             failure = latest
         told = latest if latest.__cause__ else told
         now = database.now()
-        left = until - now - WORTH
+        left = until - now - database.timing.worthwhile
         if left <= 0:
             raise _explained(failure, told)
         if growing is None:
-            growing, quiet_until = pauses(), now + PATIENCE
+            growing, quiet_until = pauses(), now + database.timing.patience
         elif now > quiet_until:
             warn("still trying to %s %r: %s", statement.name, parameters.get("key", ""), _explained(failure, told))
             quiet_until = math.inf  # said once

@@ -87,7 +87,7 @@ class Statement:
         return replace(self, sql=tables.named(self.sql, quote))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dialect:
     """All that differs between databases."""
 
@@ -148,7 +148,7 @@ class Dialect:
         return replace(self, **statements, tables=tables, queue=queue, ddl=ddl)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Queue:
     """The statements on `lock_waiters`, and on the two ticket numbers of a key's row."""
 

@@ -16,8 +16,8 @@ from typing import Final, Protocol
 
 from dblock.core import clock
 from dblock.core.log import warn
-from dblock.core.wakeup import registry
-from dblock.core.wakeup.local_socket import mailbox
+from dblock.core.wakeup.local_socket import LocalSocket
+from dblock.core.wakeup.registry import Wakeups
 
 LINGER: Final = 2.0
 """Seconds for which it goes on when nobody waits any more."""
@@ -38,11 +38,11 @@ class Subscription(Protocol):
 class NotificationSource(Protocol):
     """The part of a store that can listen."""
 
-    def subscribe(self, channel: str, /) -> Subscription | None:
-        """Begin to listen to the database, and to neighbours; None where that does not work."""
+    def subscribe(self, own: LocalSocket, /) -> Subscription | None:
+        """Begin to listen to the database, and to neighbours, as `own`; None where that does not work."""
         ...
 
-    def subscribe_to_neighbours(self) -> Subscription | None:
+    def subscribe_to_neighbours(self, own: LocalSocket, /) -> Subscription | None:
         """Begin to listen to the processes of this machine; None where that does not work."""
         ...
 
@@ -58,8 +58,10 @@ class NotificationSource(Protocol):
 class Listener:
     """Listens for the waiters of one database."""
 
-    def __init__(self, store: NotificationSource, *, called: bool) -> None:
+    def __init__(self, store: NotificationSource, wakeups: Wakeups, own: LocalSocket, *, called: bool) -> None:
         self._store = store
+        self._wakeups = wakeups
+        self._own = own
         self.called = called
         """Does, as far as is known, the database call this process?"""
         self._wanted_at = 0.0
@@ -84,7 +86,7 @@ class Listener:
             self._lock.release()
 
     def _wanted(self) -> bool:
-        return clock.now() < self._wanted_at + LINGER or registry.anybody_waits()
+        return clock.now() < self._wanted_at + LINGER or self._wakeups.anybody_waits()
 
     def _run(self) -> None:
         try:
@@ -99,13 +101,13 @@ class Listener:
             self._tell_all(ready=False)
 
     def _listen(self) -> None:
-        subscription = self._store.subscribe(mailbox().channel) if self.called else None
+        subscription = self._store.subscribe(self._own) if self.called else None
         if subscription is None:
             if self.called:
                 self.called = False
                 why = "a pooler, the driver, or as told"
                 warn("the database cannot call this process (%s): waiters look more often", why)
-            subscription = self._store.subscribe_to_neighbours()
+            subscription = self._store.subscribe_to_neighbours(self._own)
         if subscription is None:
             self.unavailable = True
             return
@@ -113,11 +115,11 @@ class Listener:
             self._tell_all(ready=True)  # whatever was said before
             while self._wanted():
                 for message in subscription.listen(ATTENTION):
-                    registry.on_message(message)
+                    self._wakeups.on_message(message)
         finally:
             with contextlib.suppress(Exception):
                 subscription.close()
 
     def _tell_all(self, *, ready: bool) -> None:
         self.ready = ready
-        registry.notify_all()
+        self._wakeups.notify_all()

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import secrets
 import selectors
 import socket
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from dblock.core.wakeup import registry
+from dblock.core.wakeup.registry import Wakeups
 
 _LONGEST: Final = 2048
 """Bytes; a key has 255 characters at most, a ticket 19 digits."""
@@ -32,7 +30,8 @@ _LONGEST: Final = 2048
 class LocalSocket:
     """Where this process is called: by neighbours in a socket, by the database under the same name."""
 
-    def __init__(self) -> None:
+    def __init__(self, wakeups: Wakeups) -> None:
+        self._wakeups = wakeups
         self.socket: socket.socket | None = None
         machine = _machine() or secrets.token_hex(4)
         self.neighbourhood = f"dblock_{machine}_"
@@ -46,7 +45,7 @@ class LocalSocket:
         """Wake whom neighbours call."""
         while self.socket is not None:
             try:
-                registry.on_message(self.socket.recv(_LONGEST).decode())
+                self._wakeups.on_message(self.socket.recv(_LONGEST).decode())
             except UnicodeError:  # not one of ours
                 continue
             except OSError:  # that was all
@@ -62,38 +61,33 @@ class LocalSocket:
             return False
         return True
 
+    def subscribe(self) -> Subscription | None:
+        """Listen to neighbours, in a thread; None where there are none."""
+        return None if self.socket is None else Subscription(self)
+
+    def close(self) -> None:
+        """In a forked child: the name stays the parent's."""
+        if self.socket is not None:
+            self.socket.close()
+
 
 class Subscription:
     """Hears neighbours only."""
 
-    def __init__(self, socket: socket.socket) -> None:
+    def __init__(self, own: LocalSocket) -> None:
+        self._own = own
         self._selector = selectors.DefaultSelector()
-        _ = self._selector.register(socket, selectors.EVENT_READ)
+        _ = self._selector.register(own.socket, selectors.EVENT_READ)  # type: ignore[arg-type]
 
     def listen(self, seconds: float) -> Sequence[str]:
         """Nothing, after so many seconds or when a neighbour calls."""
         if self._selector.select(seconds):
-            mailbox().ring_heard()
+            self._own.ring_heard()
         return ()
 
     def close(self) -> None:
         """Listen no more."""
         self._selector.close()
-
-
-def mailbox() -> LocalSocket:
-    """That of this process."""
-    if not _mailboxes:
-        with _lock[0]:
-            if not _mailboxes:
-                _mailboxes.append(LocalSocket())
-    return _mailboxes[0]
-
-
-def subscription() -> Subscription | None:
-    """Listen to neighbours, in a thread; None where there are none."""
-    socket = mailbox().socket
-    return None if socket is None else Subscription(socket)
 
 
 def _machine() -> str:
@@ -119,19 +113,3 @@ def _bound(name: str) -> socket.socket | None:
         box.close()
         raise
     return box
-
-
-_mailboxes: list[LocalSocket] = []
-_lock = [threading.RLock()]  # a signal handler may take a lock
-
-
-def _after_fork_in_child() -> None:
-    for box in _mailboxes:
-        if box.socket is not None:
-            box.socket.close()  # the parent's name stays the parent's
-    _mailboxes.clear()
-    _lock[0] = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,17 +1,13 @@
 """Who waits in this process, and how one flow wakes another.
 
-A wake-up only says "look": a flow that was woken for nothing asks the database and waits on. So nothing depends on it
-but how soon a waiter looks.
+Rule: a wake-up only says "look". A flow that was woken for nothing asks the database and waits on, so that nothing
+depends on it but how soon a waiter looks.
 """
 
 from __future__ import annotations
 
-import os
 import threading
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from dblock.core.protocol.tenures import Database
+from typing import Any, Final
 
 
 class Wakeup:
@@ -70,79 +66,63 @@ class Wakeup:
         return notified
 
 
-_wakeups: dict[tuple[str, int], list[Wakeup]] = {}
-"""By key and ticket: of one flow, as a rule, since two databases seldom give out the same at the same time."""
-_unclaimed: dict[tuple[str, int], bool] = {}
-"""Key and ticket of waiters that were called before they had registered."""
-_contended: dict[tuple[int, str], float] = {}
-"""When somebody last waited for a key, by database and key."""
-_MOST = 1000
-
-
-def register(key: str, ticket: int, wakeup: Wakeup) -> None:
-    """Notify the flow that waits for a key with that ticket from now on; at once, if it has been called already."""
-    _wakeups.setdefault((key, ticket), []).append(wakeup)
-    if _unclaimed.pop((key, ticket), False):
-        wakeup.notify()
-
-
-def unregister(key: str, ticket: int, wakeup: Wakeup) -> None:
-    """Its flow waits with that ticket no more."""
-    registered = _wakeups.get((key, ticket), [])
-    if wakeup in registered:
-        registered.remove(wakeup)
-    if not registered:
-        _ = _wakeups.pop((key, ticket), None)
-
-
-def notify(key: str, ticket: int) -> bool:
-    """Wake the waiter with that ticket; False if nobody of this process has registered with it yet."""
-    registered = _wakeups.get((key, ticket))
-    if registered:
-        for wakeup in list(registered):
-            wakeup.notify()
-        return True
-    if len(_unclaimed) >= _MOST:
-        _unclaimed.clear()
-    _unclaimed[key, ticket] = True
-    return False
-
-
-def notify_all() -> None:
-    """Wake every waiter of this process."""
-    for registered in list(_wakeups.values()):
-        for wakeup in list(registered):
-            wakeup.notify()
-
-
-def on_message(message: str) -> None:
-    """Wake whom a call from another process names; anybody may have sent it."""
-    ticket, _, key = message.partition(" ")
-    if ticket.isdecimal():
-        _ = notify(key, int(ticket))
-
-
-def anybody_waits() -> bool:
-    """Does anybody wait in this process?"""
-    return any(not wakeup.closed() for registered in list(_wakeups.values()) for wakeup in registered)
-
-
-def note_contention(database: Database, key: str) -> None:
-    """Somebody waited for that key just now."""
-    if len(_contended) >= _MOST:
-        _contended.clear()
-    _contended[id(database), key] = database.now()
-
-
-def is_contended(database: Database, key: str) -> bool:
-    """Is it likely that somebody waits for that key? A guess, which saves two statements when it is right."""
-    return bool(_contended) and database.now() < _contended.get((id(database), key), -1.0) + 1.0
-
-
 def _set(future: Any) -> None:
     if not future.done():
         future.set_result(None)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_wakeups.clear)  # the waiters are the parent's
+UNCLAIMED: Final = 1000
+"""How many calls for waiters who have not registered yet are remembered."""
+
+
+class Wakeups:
+    """Those who wait in this process, by key and ticket: one flow as a rule.
+
+    Two databases seldom give out the same ticket at the same time; then both look.
+    """
+
+    def __init__(self) -> None:
+        self._registered: dict[tuple[str, int], list[Wakeup]] = {}
+        self._unclaimed: dict[tuple[str, int], bool] = {}
+
+    def register(self, key: str, ticket: int, wakeup: Wakeup) -> None:
+        """Notify the flow that waits for a key with that ticket from now on; at once, if it has been called already."""
+        self._registered.setdefault((key, ticket), []).append(wakeup)
+        if self._unclaimed.pop((key, ticket), False):
+            wakeup.notify()
+
+    def unregister(self, key: str, ticket: int, wakeup: Wakeup) -> None:
+        """Its flow waits with that ticket no more."""
+        registered = self._registered.get((key, ticket), [])
+        if wakeup in registered:
+            registered.remove(wakeup)
+        if not registered:
+            _ = self._registered.pop((key, ticket), None)
+
+    def notify(self, key: str, ticket: int) -> bool:
+        """Wake the waiter with that ticket; False if nobody of this process has registered with it yet."""
+        registered = self._registered.get((key, ticket))
+        if registered:
+            for wakeup in list(registered):
+                wakeup.notify()
+            return True
+        if len(self._unclaimed) >= UNCLAIMED:
+            self._unclaimed.clear()
+        self._unclaimed[key, ticket] = True
+        return False
+
+    def notify_all(self) -> None:
+        """Wake every waiter."""
+        for registered in list(self._registered.values()):
+            for wakeup in list(registered):
+                wakeup.notify()
+
+    def on_message(self, message: str) -> None:
+        """Wake whom a call from another process names; anybody may have sent it."""
+        ticket, _, key = message.partition(" ")
+        if ticket.isdecimal():
+            _ = self.notify(key, int(ticket))
+
+    def anybody_waits(self) -> bool:
+        """Does anybody wait?"""
+        return any(not wakeup.closed() for each in list(self._registered.values()) for wakeup in each)

@@ -1,0 +1,1 @@
+"""Keeping leases, and places in queues, alive."""

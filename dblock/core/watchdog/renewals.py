@@ -1,4 +1,4 @@
-"""What the watchdog lets others run: renewals of leases, and of places in queues, one statement for all that are due.
+"""Renewing the leases of one database, one statement for all that are due.
 
 Rule: it fails softly. What could not be renewed is tried again, by the watchdog's clock.
 """
@@ -6,65 +6,67 @@ Rule: it fails softly. What could not be renewed is tried again, by the watchdog
 from __future__ import annotations
 
 import threading
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, NamedTuple
 
 from dblock.core.errors import LockError, Reason, StoreBusy
-from dblock.core.holding.holds import Hold, Lease, Loss
+from dblock.core.holding.flow import Hold
+from dblock.core.holding.lease import Loss
 from dblock.core.log import warn
-from dblock.core.protocol import queue, tenures
+from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import Store, drive
+from dblock.core.protocol.steps import Steps
 from dblock.core.values import Grant, Tenure
-from dblock.core.wakeup.registry import Wakeup
-
-if TYPE_CHECKING:
-    from dblock.core.protocol.steps import Steps
-    from dblock.core.watchdog.watchdog import Watchdog
+from dblock.core.watchdog.heartbeats import Heartbeat
 
 BATCH: Final = 10_000
 """Leases in one statement, at most."""
 
 
-@dataclass(slots=True)
-class Place:
-    """A place in a queue that is to be kept."""
+class Due(NamedTuple):
+    """A hold's lease as it was when its renewal was written."""
 
-    store: Store
-    loop: Any
-    wakeup: Wakeup
-    """Of the flow that waits there."""
-    due: float
+    hold: Hold
+    ttl: float
+    life: float
+    epoch: int
 
 
-class Batch:
+class Renewal:
     """Leases of one database that are to be renewed by one statement."""
 
-    def __init__(self, watchdog: Watchdog, store: Store, holds: Sequence[Hold]) -> None:
-        self.watchdog = watchdog
+    def __init__(
+        self, store: Store, holds: Sequence[Hold], keeps: Callable[[Hold], bool], look: Callable[[], None]
+    ) -> None:
+        """`keeps`: has a hold not been given back? `look` tells the watchdog to look again."""
         self.store = store
-        self.leases = [hold.lease() for hold in holds]
+        self.leases = [Due(hold, *hold.lease.renewal()) for hold in holds]
+        self._keeps, self._look = keeps, look
+
+    def fails_of(self, reason: Reason) -> None:
+        """What a lease is lost of, if it is, before this has succeeded."""
+        for due in self.leases:
+            due.hold.lease.failure = reason
 
     def steps(self) -> Steps[None]:
         """Renew, and let every hold know."""
-        for lease in self.leases:
-            lease.hold.failure = Reason.UNREACHABLE  # until it has succeeded: it may never be answered
-        patience = min(lease.ttl for lease in self.leases) / 20
+        self.fails_of(Reason.UNREACHABLE)  # until it has succeeded: it may never be answered
+        patience = min(due.ttl for due in self.leases) / 20
         for start in range(0, len(self.leases), BATCH):
             yield from self._renew(self.leases[start : start + BATCH], patience)
-        self.watchdog.look()
+        self._look()
 
     def give_up(self) -> None:
         """Nobody can run this."""
-        for lease in self.leases:
-            lease.hold.renewing, lease.hold.failure = False, None
+        for due in self.leases:
+            due.hold.lease.renewing, due.hold.lease.failure = False, None
 
-    def _renew(self, leases: Sequence[Lease], patience: float) -> Steps[None]:
+    def _renew(self, leases: Sequence[Due], patience: float) -> Steps[None]:
         database = self.store.database
         lives: dict[Tenure, float] = {}  # two flows may hold one tenure: the longer life counts
-        for lease in leases:
-            lives[lease.hold.tenure] = max(lease.life, lives.get(lease.hold.tenure, 0.0))
+        for hold, _, life, _ in leases:
+            lives[hold.tenure] = max(life, lives.get(hold.tenure, 0.0))
         try:
             sent, alive = yield from tenures.renew(database, list(lives.items()), database.now() + patience)
         except LockError as error:
@@ -75,50 +77,23 @@ class Batch:
                 yield from self._renew(leases[half:], 0.0)
                 return
             warn("could not renew %d leases, trying again: %s", len(leases), error)
-            for lease in leases:
-                lease.hold.due = min(lease.hold.due, database.now() + min(1.0, lease.ttl / 20))
+            for hold, ttl, _, _ in leases:
+                hold.lease.due = min(hold.lease.due, database.now() + min(1.0, ttl / 20))
             return
         over: list[Hold] = []
         for hold, ttl, _, epoch in leases:
             if alive is None or hold.tenure in alive:
-                _ = hold.lengthen(Grant(hold.tenure, sent, ttl), epoch)
+                _ = hold.lease.lengthen(Grant(hold.tenure, sent, ttl), epoch)
             else:
                 over.append(hold)
         for hold in over:
-            if self.watchdog.keeps(hold):
+            if self._keeps(hold):
                 try:
                     loss = Loss(*(yield from tenures.why_lost(database, hold.tenure)))
                 except LockError:
                     loss = Loss(Reason.EXPIRED)
-                if self.watchdog.keeps(hold):  # not given back meanwhile
-                    _ = hold.lose(loss)
-
-
-class Places:
-    """Places in the queues of one database that are to be kept by one statement."""
-
-    def __init__(self, watchdog: Watchdog, store: Store, owners: Sequence[str]) -> None:
-        self.watchdog = watchdog
-        self.store = store
-        self.leases = list(owners)
-        self.answered = False
-
-    def steps(self) -> Steps[None]:
-        """Keep them."""
-        try:
-            yield from queue.heartbeat(
-                self.store.database, self.leases, self.store.database.now() + queue.HEARTBEAT_INTERVAL / 2
-            )
-        except LockError as error:
-            warn("could not keep %d places in queues, trying again: %s", len(self.leases), error)
-        finally:
-            self.answered = True
-
-    def give_up(self) -> None:
-        """Nobody can run this."""
-        self.answered = True
-        for owner in self.leases:
-            self.watchdog.leave(owner)
+                if self._keeps(hold):  # not given back meanwhile
+                    _ = hold.lease.lose(loss)
 
 
 class Renewer(threading.Thread):
@@ -127,7 +102,7 @@ class Renewer(threading.Thread):
     def __init__(self, store: Store) -> None:
         super().__init__(name="dblock renewal", daemon=True)
         self.store = store
-        self.batches: SimpleQueue[Batch | Places | None] = SimpleQueue()
+        self.batches: SimpleQueue[Renewal | Heartbeat | None] = SimpleQueue()
         self.given = self.done = 0
 
     @property

@@ -14,15 +14,13 @@ Taking a lock costs the watchdog an entry in a dictionary: the watching thread l
 lives, ends when it finds nothing to do, and is started again when needed.
 
 Rule: nothing here decides who holds a key. The watchdog moves the moment until which a hold is trusted (see
-`dblock.core.holding.holds`) and tells.
+`dblock.core.holding.lease`) and tells.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -30,19 +28,13 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from dblock.core import clock
-from dblock.core.acquire import local_queue
-from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, TakeAttempt
-from dblock.core.errors import Reason
-from dblock.core.holding.flows import current_flow, flow_again
-from dblock.core.holding.holds import Hold, Loss
+from dblock.core.errors import Reason, StoreBusy
+from dblock.core.holding.flow import Flows, Hold
+from dblock.core.holding.lease import Loss
 from dblock.core.log import warn
-from dblock.core.protocol import queue
 from dblock.core.protocol.drive import Store, adrive
-from dblock.core.wakeup.listener import Listener
-from dblock.core.wakeup.local_socket import mailbox
-from dblock.core.wakeup.registry import Wakeup
-from dblock.core.watchdog.renewals import Batch, Place, Places, Renewer, quietly
-from dblock.core.watchdog.shutdown import give_all_back
+from dblock.core.watchdog.heartbeats import Heartbeat, Place
+from dblock.core.watchdog.renewals import Renewal, Renewer, quietly
 
 LOOK: Final = 1.0
 """Seconds between two looks of the watching thread, at most."""
@@ -50,62 +42,16 @@ PATIENCE: Final = 2.0
 """Seconds for which the end of a process waits for its locks to be given back."""
 
 
-class WaiterServices:
-    """Attends to the waiters of one database, in threads or on one event loop."""
-
-    def __init__(self, watchdog: Watchdog, store: Store, loop: Any) -> None:
-        self._watchdog, self._store, self._loop = watchdog, store, loop
-        self.process = os.getpid()
-        self._listener: Listener | None = None
-        if store.renewable:
-            self._listener = Listener(store, called=store.database.dialect.queue.call is not None)
-
-    def keep(self, owner: str, wakeup: Wakeup) -> bool:
-        """Keep a place in a queue; False where only its flow can."""
-        if self._store.renewable:
-            self._watchdog.keep(owner, Place(self._store, self._loop, wakeup, clock.now() + queue.HEARTBEAT_INTERVAL))
-        return self._store.renewable
-
-    def leave(self, owner: str) -> None:
-        """Keep that place no more."""
-        self._watchdog.leave(owner)
-
-    def enter(self, key: str, member: LocalWaiter, trial: TakeAttempt | None) -> LocalQueue | None:
-        """Wait with those of this process who want the key too; None where everybody waits alone."""
-        if not self._store.renewable:
-            return None
-        line = None if trial is None else trial.wait(member)
-        new = line is not None
-        if line is None:
-            line, new = local_queue.enter(self._store.database, key, member)
-        if new:
-            line.held_in_process = self._watchdog.holds(self._store, key)
-        return line
-
-    def listen(self) -> None:
-        """Begin to listen, if need be."""
-        if self._listener is not None:
-            self._listener.want()
-
-    @property
-    def channel(self) -> str:
-        """Where this process listens, or soon will; when it begins, every waiter looks once."""
-        return "" if self._listener is None or self._listener.unavailable else mailbox().channel
-
-    @property
-    def called(self) -> bool:
-        """Does the database call this process at this moment?"""
-        return self._listener is not None and self._listener.ready and self._listener.called
-
-
 class Watchdog:
     """Knows all holds of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, flows: Flows, give_back: Callable[[Hold], None]) -> None:
+        """`give_back` is what gives a hold back at the end of the process."""
+        self._flows, self._give_back = flows, give_back
         self._holds: dict[Hold, None] = {}
         self._by_key: dict[tuple[Store, str], Hold] = {}
         self._places: dict[str, Place] = {}
-        self._beats: dict[tuple[Store, Any], Places] = {}
+        self._heartbeats: dict[tuple[Store, Any], Heartbeat] = {}
         self._wake_at = math.inf
         # Both may be entered again by a signal handler that takes a lock.
         self._lock = threading.RLock()
@@ -127,7 +73,7 @@ class Watchdog:
         self._holds[hold] = None
         self._by_key[hold.store, hold.tenure.key] = hold
         self._added = True
-        if hold.due < self._wake_at:
+        if hold.lease.due < self._wake_at:
             self.look()
 
     def discard(self, hold: Hold) -> None:
@@ -144,19 +90,7 @@ class Watchdog:
     def holds(self, store: Store, key: str) -> bool:
         """Has a flow of this process that key, and not given it back? A hint: the row decides."""
         hold = self._by_key.get((store, key))
-        return hold is not None and hold.remaining() > 0
-
-    def services(self, store: Store) -> WaiterServices:
-        """Who attends to the waiters of a database, in this thread or event loop."""
-        loop = sys.modules["asyncio"].get_running_loop() if store.asynchronous else None
-        known: dict[Any, WaiterServices] = vars(store).setdefault("attendants", {})  # they live and die with the store
-        with self._lock:
-            for each in [each for each in known if each is not None and each.is_closed()]:
-                del known[each]
-            found = known.get(loop)
-            if found is None or found.process != os.getpid():
-                found = known[loop] = WaiterServices(self, store, loop)
-        return found
+        return hold is not None and hold.lease.remaining() > 0
 
     def keep(self, owner: str, place: Place) -> None:
         """Keep a place in a queue from now on."""
@@ -178,7 +112,7 @@ class Watchdog:
 
     def announce(self, hold: Hold) -> None:
         """Tell those who want to know, once, that a hold is lost; in a thread of its own."""
-        loss = hold.loss
+        loss = hold.lease.loss
         if loss is None or hold.is_snapshot:
             return
         with self._lock:  # whoever leaves a lost hold comes through here first
@@ -189,16 +123,17 @@ class Watchdog:
         warn("lost the lease on %r (fence %d): %s", hold.tenure.key, hold.tenure.fence, loss)
         for lock in seen.locks():
             lock._interrupt_body(hold)
-        _tell([call for lock in seen.locks() for call in lock._who_hears_of_loss(loss.reason)], seen)
+        self._tell([call for lock in seen.locks() for call in lock._who_hears_of_loss(loss.reason)], seen)
 
     def give_up(self, store: Store) -> list[Hold]:
         """All that this process holds in a database is lost, from now on; those to be given back, last taken first."""
         holds = [hold for hold in reversed(list(self._holds)) if hold.store is store]
-        self._given_up += [hold for hold in holds if hold.lose(Loss(Reason.RELEASED))]
+        self._given_up += [hold for hold in holds if hold.lease.lose(Loss(Reason.RELEASED))]
         for hold in holds:
             self.discard(hold)
             self.announce(hold)
-        self._given_up = [hold for hold in self._given_up if hold.now() < hold.renewed + hold.life]  # the lease is good
+        good = [hold for hold in self._given_up if hold.lease.now() < hold.lease.renewed + hold.lease.life]
+        self._given_up = good
         return [hold for hold in self._given_up if hold.store is store]
 
     def giving_back(self, hold: Hold) -> None:
@@ -228,7 +163,7 @@ class Watchdog:
         idle = False
         while True:
             if self._ending:
-                give_all_back(self._ending)
+                self._give_all_back(self._ending)
                 self._ending = []
                 self._ended.set()
             self._wake_at = math.inf  # whoever adds a hold during the look makes us look again
@@ -265,38 +200,38 @@ class Watchdog:
         stores = set()
         for hold in list(self._holds):
             stores.add(hold.store)
-            left = hold.remaining()
+            left = hold.lease.remaining()
             if left <= 0:
                 self.discard(hold)
                 self.announce(hold)
                 continue
-            if hold.renewing and hold.adrift:
+            if hold.lease.renewing and hold.adrift:
                 warn("%r was never given back by a thread or task that has ended", hold.tenure.key)
-                hold.renewing = False
-            now = hold.now()
-            if hold.renewing and now >= hold.acquired + hold.max_hold:
-                hold.renewing = False
-            if hold.renewing and not hold.wanted:
+                hold.lease.renewing = False
+            now = hold.lease.now()
+            if hold.lease.renewing and now >= hold.lease.acquired + hold.max_hold:
+                hold.lease.renewing = False
+            if hold.lease.renewing and not hold.wanted:
                 if not hold.risk_reported:
                     warn("a `with` on %r was interrupted before it was left: it ends with its lease", hold.tenure.key)
-                hold.risk_reported, hold.due = True, math.inf  # unless its flow enters it again
-            elif hold.renewing:
-                if hold.due <= now:
+                hold.risk_reported, hold.lease.due = True, math.inf  # unless its flow enters it again
+            elif hold.lease.renewing:
+                if hold.lease.due <= now:
                     due.setdefault((hold.store, hold.loop), []).append(hold)
-                    hold.due = now + hold.ttl / 6
-                soonest = min(soonest, hold.due - now)
-                late = hold.late_from - now
+                    hold.lease.due = now + hold.lease.ttl / 6
+                soonest = min(soonest, hold.lease.due - now)
+                late = hold.lease.late_from - now
                 if late > 0:
                     hold.risk_reported = False
                     soonest = min(soonest, late)
                 elif not hold.risk_reported:
                     hold.risk_reported = True
                     seen = hold.snapshot()
-                    _tell([call for lock in seen.locks() for call in lock._who_hears_of_risk()], seen)
+                    self._tell([call for lock in seen.locks() for call in lock._who_hears_of_risk()], seen)
             soonest = min(soonest, left)
         for (store, loop), holds in due.items():
             self._gather(store, loop, holds)
-            self._send(Batch(self, store, holds), loop)
+            self._send(Renewal(store, holds, self.keeps, self.look), loop)
         soonest = min(soonest, self._keep_places(stores))
         for store in [store for store in self._renewers if store not in stores]:
             self._renewers.pop(store).batches.put(None)
@@ -311,25 +246,25 @@ class Watchdog:
         for store, loop in {(place.store, place.loop) for _, place in places if place.due <= now}:
             mine = {owner: place for owner, place in places if (place.store, place.loop) == (store, loop)}
             for place in mine.values():
-                place.due = now + queue.HEARTBEAT_INTERVAL
-            last = self._beats.get((store, loop))
+                place.due = now + store.database.timing.heartbeat_interval
+            last = self._heartbeats.get((store, loop))
             if last is None or last.answered:  # a database that hangs is not asked again and again
-                beats = self._beats[store, loop] = Places(self, store, list(mine))
-                self._send(beats, loop)
+                heartbeat = self._heartbeats[store, loop] = Heartbeat(store, list(mine), self.leave)
+                self._send(heartbeat, loop)
         if not places:
-            self._beats.clear()
+            self._heartbeats.clear()
         return min((place.due - now for _, place in places), default=LOOK)
 
     def _gather(self, store: Store, loop: Any, holds: list[Hold]) -> None:
         """Those that will be due soon come along, so that leases that began one by one are renewed together."""
         for hold in list(self._holds):
-            if hold.store is store and hold.loop is loop and hold.renewing and hold.loss is None:
-                now = hold.now()
-                if now < hold.due <= now + hold.ttl / 12:
+            if hold.store is store and hold.loop is loop and hold.lease.renewing and hold.lease.loss is None:
+                now = hold.lease.now()
+                if now < hold.lease.due <= now + hold.lease.ttl / 12:
                     holds.append(hold)
-                    hold.due = now + hold.ttl / 6
+                    hold.lease.due = now + hold.lease.ttl / 6
 
-    def _send(self, batch: Batch | Places, loop: Any) -> None:
+    def _send(self, batch: Renewal | Heartbeat, loop: Any) -> None:
         store = batch.store
         if loop is not None:
             self._send_to_loop(batch, loop)
@@ -344,11 +279,9 @@ class Watchdog:
         renewer.given += 1
         renewer.batches.put(batch)
 
-    def _send_to_loop(self, batch: Batch | Places, loop: Any) -> None:
+    def _send_to_loop(self, batch: Renewal | Heartbeat, loop: Any) -> None:
         steps = batch.steps()
-        if isinstance(batch, Batch):
-            for lease in batch.leases:
-                lease.hold.failure = Reason.BLOCKED  # until it has begun
+        batch.fails_of(Reason.BLOCKED)  # until it has begun
 
         def begin() -> None:
             task = loop.create_task(quietly(adrive(steps, batch.store)))
@@ -367,11 +300,11 @@ class Watchdog:
 
         A thread that may still be at work keeps what it has: its lease is renewed until it ends, or ends by itself.
         """
-        mine, ending = current_flow(), self._given_up
+        mine, ending = self._flows.current(), self._given_up
         self._given_up = []
         for hold in reversed(list(self._holds)):
             flow = hold.flow()
-            if hold.loss is None and (flow is None or flow is mine or flow.ended()):
+            if hold.lease.loss is None and (flow is None or flow is mine or flow.ended()):
                 self.discard(hold)
                 ending.append(hold)
         if not ending:
@@ -383,37 +316,33 @@ class Watchdog:
         self.look()
         _ = self._ended.wait(PATIENCE)
 
-
-def _tell(calls: list[Callable[[], object]], hold: Hold) -> None:
-    if not calls:
-        return
-    try:
-        threading.Thread(target=_call, args=(calls, hold), name="dblock callback", daemon=True).start()
-    except RuntimeError as error:
-        warn("cannot tell about %r: %s", hold.tenure.key, error)
-
-
-def _call(calls: list[Callable[[], object]], hold: Hold) -> None:
-    with flow_again(hold):
-        for call in calls:
+    def _give_all_back(self, holds: list[Hold]) -> None:
+        """One after the other; a database that fails once is not asked again."""
+        silent = set[Store]()
+        for hold in holds:
+            if hold.store in silent:
+                continue
             try:
-                _ = call()
-            except Exception as error:  # noqa: BLE001 - a user's
-                warn("a callback of the lock on %r failed: %r", hold.tenure.key, error, exc_info=True)
+                self._give_back(hold)
+            except Exception as error:  # noqa: BLE001 - nothing may keep the others from being given back
+                warn("could not give %r back at exit: %s", hold.tenure.key, error)
+                if not isinstance(error, StoreBusy):
+                    silent.add(hold.store)
 
+    # -- for those who want to know
 
-watchdog = Watchdog()
-"""The watchdog of this process."""
+    def _tell(self, calls: list[Callable[[], object]], hold: Hold) -> None:
+        if not calls:
+            return
+        try:
+            threading.Thread(target=self._call, args=(calls, hold), name="dblock callback", daemon=True).start()
+        except RuntimeError as error:
+            warn("cannot tell about %r: %s", hold.tenure.key, error)
 
-
-def _after_fork_in_child() -> None:
-    watchdog.__init__()  # type: ignore[misc]
-
-
-def _at_exit() -> None:
-    watchdog.close()
-
-
-_ = atexit.register(_at_exit)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+    def _call(self, calls: list[Callable[[], object]], hold: Hold) -> None:
+        with self._flows.again(hold):
+            for call in calls:
+                try:
+                    _ = call()
+                except Exception as error:  # noqa: BLE001 - a user's
+                    warn("a callback of the lock on %r failed: %r", hold.tenure.key, error, exc_info=True)

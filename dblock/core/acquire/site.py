@@ -1,0 +1,28 @@
+"""A database as the flows of one process share it.
+
+Rule: all that they share of it hangs here, and the process (`dblock.core.runtime`) has one for each of its stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dblock.core.acquire.local_queue import LocalQueues
+from dblock.core.protocol.tenures import Database
+from dblock.core.wakeup.local_socket import LocalSocket
+from dblock.core.wakeup.registry import Wakeups
+
+
+class Site:
+    """The rows, and those of this process who want them."""
+
+    def __init__(self, database: Database, wakeups: Wakeups, socket: Callable[[], LocalSocket]) -> None:
+        self.database = database
+        self.wakeups = wakeups
+        self.local_queues = LocalQueues(database)
+        self._socket = socket
+
+    @property
+    def socket(self) -> LocalSocket:
+        """Where this process is called; made when somebody needs it."""
+        return self._socket()

@@ -1,0 +1,295 @@
+"""Flows of control, and what each of them holds.
+
+A flow is an asyncio task where one is running, else a thread in the context (`contextvars`) that it runs in. Two flows
+that can run at the same time are never one owner: a task is looked up by its own identity, because a child task
+inherits its parent's context variables and all tasks of a loop share one thread. Nor is a thread of a pool one owner
+for all who run something in it: asyncio.to_thread, AnyIO and asgiref run each call in a copy of its caller's context,
+so that two requests that happen to meet the same thread are two flows. (Under gevent and eventlet `threading.local` is
+per greenlet, as it should be.)
+
+Rule: the state of a hold lives with the flow that has it, never on a lock object, which flows may share. Only its own
+flow enters and leaves; its lease is renewed by the watchdog. After a fork the child is a new flow with nothing: the
+parent's holds stay the parent's.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import secrets
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterator, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol, cast
+
+from dblock.core.errors import Reason
+from dblock.core.holding.lease import Lease
+from dblock.core.identity import process_identity, storable
+from dblock.core.options import Options
+from dblock.core.protocol.drive import Store
+from dblock.core.values import Grant, Tenure
+
+
+class Flow:
+    """What one flow holds, found by the store of its row and its key; and who it is."""
+
+    __slots__ = ("__weakref__", "_is_task", "holds", "life", "name", "ref", "who")
+
+    def __init__(self, name: str, thread: str, process: dict[str, Any], life: Any, *, is_task: bool = False) -> None:
+        """`name` begins its owner tokens; `life` is the asyncio task, or lives as long as the thread."""
+        self.name = name
+        self.holds: dict[tuple[object, str], Hold] = {}
+        self.who: dict[str, Any] = {**process, "thread": storable(thread)}
+        self.ref = weakref.ref(self)
+        self.life = weakref.ref(life)
+        """The asyncio task, or what dies with the thread."""
+        self._is_task = is_task
+
+    @property
+    def task(self) -> Any:
+        """The asyncio task that it is, if it is one and lives."""
+        return self.life() if self._is_task else None
+
+    def ended(self) -> bool:
+        """Is there nobody left to give back what it holds? A flow of a context also ends by being collected with it."""
+        life = self.life()
+        return life is None or (self._is_task and bool(life.done()))
+
+
+class _Life:
+    """Dies with its thread."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.life = _Life()
+
+
+class Flows:
+    """The flows of this process."""
+
+    def __init__(self) -> None:
+        self._thread = _Thread()
+        self._of_context: ContextVar[Flow | None] = ContextVar("dblock flow", default=None)
+        self._tasks: MutableMapping[Any, Flow] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()
+
+    @functools.cached_property
+    def _process(self) -> tuple[str, dict[str, Any]]:
+        """What the names of its flows begin with, and who it is, for people."""
+        return secrets.token_hex(4), process_identity()
+
+    def _new(self, thread: str, life: Any, *, is_task: bool = False) -> Flow:
+        prefix, process = self._process
+        name = f"{prefix}{next(self._numbers) & 0xFFFFFFFF:08x}"
+        return Flow(name, thread, process, life, is_task=is_task)
+
+    def current(self) -> Flow:
+        """The flow of control that is running now."""
+        task = current_task()
+        if task is None:
+            flow, life = self._of_context.get(), self._thread.life
+            if flow is None or flow.life() is not life:  # of another thread, whose context ours was copied from
+                flow = self._new(threading.current_thread().name, life)
+                _ = self._of_context.set(flow)
+            return flow
+        flow = self._tasks.get(task)
+        if flow is None:
+            flow = self._tasks[task] = self._new(f"task {task.get_name()}", task, is_task=True)
+        return flow
+
+    @contextmanager
+    def again(self, snapshot: Hold) -> Generator[None, None, None]:
+        """Let this thread see the hold as its flow saw it, without being able to change anything there."""
+        flow = self._new(threading.current_thread().name, self._thread.life)
+        flow.holds = {(snapshot.store, snapshot.tenure.key): snapshot}
+        mine = self._of_context.set(flow)
+        try:
+            yield
+        finally:
+            self._of_context.reset(mine)
+
+    def leave_to_parent(self, parent: int) -> None:
+        """In a forked child: let the lock objects that the flow which forked held know whose they are."""
+        for flow in (self._of_context.get(), *self._tasks.values()):
+            for hold in () if flow is None else flow.holds.values():
+                for lock in hold.locks():
+                    lock.forked_from = parent
+
+
+def current_task() -> Any:
+    """The running asyncio task, or None."""
+    asyncio = sys.modules.get("asyncio.events")
+    if asyncio is None or asyncio._get_running_loop() is None:
+        return None
+    return sys.modules["asyncio"].current_task()
+
+
+class HoldObserver(Protocol):
+    """What a hold knows of the lock objects that it was entered through."""
+
+    options: Options
+    forked_from: int | None
+    """The process that held this very object when it forked us, if so."""
+
+    def _interrupt_body(self, hold: Hold, /) -> None:
+        """The hold is lost: cancel what runs under the lock, where that was asked for."""
+        ...
+
+    def _who_hears_of_loss(self, reason: Reason, /) -> list[Callable[[], object]]: ...
+
+    def _who_hears_of_risk(self) -> list[Callable[[], object]]: ...
+
+    def _defers(self, hold: Hold, /) -> bool:
+        """Is the hold to be kept until a transaction of the caller's ends? Then that will give it back."""
+        ...
+
+
+class Entry:
+    """One entering of a hold."""
+
+    __slots__ = ("_lock", "detached", "kind")
+
+    def __init__(self, lock: HoldObserver, kind: str) -> None:
+        # Nobody but its own block can leave a `with`, and that refers to the lock for as long as it is open.
+        self._lock: Callable[[], HoldObserver | None] = weakref.ref(lock) if kind == "with" else lambda: lock
+        self.kind = kind
+        """`acquire`, `with`, or `attach`, which a `with` may still take over."""
+        self.detached = False
+        """Was its hold handed over? A `with` that is left afterwards releases nothing."""
+
+    @property
+    def lock(self) -> HoldObserver | None:
+        """The lock object that it was entered through; None once there is nobody left to leave it."""
+        return self._lock()
+
+    def is_block(self, lock: HoldObserver) -> bool:
+        """Is it a `with` of this very lock object?"""
+        return self.kind == "with" and self._lock() is lock
+
+
+class Block(NamedTuple):
+    """A `with` that is open, and what it holds."""
+
+    entry: Entry
+    hold: Hold
+
+
+class Hold:
+    """One tenure, as one flow holds it."""
+
+    __slots__ = (
+        "__weakref__",
+        "cancelling",
+        "deferred",
+        "entries",
+        "flow",
+        "handovers",
+        "interrupted",
+        "is_snapshot",
+        "lease",
+        "leaving",
+        "loop",
+        "loss_reported",
+        "max_hold",
+        "min_hold",
+        "outer",
+        "risk_reported",
+        "shared_entries",
+        "store",
+        "tenure",
+        "ticket",
+        "transactions",
+        "unused_tokens",
+        "who",
+    )
+
+    def __init__(self, store: Store, flow: Flow, grant: Grant, entry: Entry, outer: Hold | None) -> None:
+        options = cast("HoldObserver", entry.lock).options  # in the hands of whoever takes it
+        self.store = store
+        self.flow = flow.ref
+        """The flow that has it, for as long as that lives; the block of a `with` may outlive it."""
+        self.who = flow.who
+        self.tenure: Tenure = grant.tenure
+        self.lease = Lease(grant, store.database.now, grace=options.grace, renewing=options.renew and store.renewable)
+        self.ticket = grant.ticket
+        self.handovers = grant.turn
+        self.min_hold = options.min_hold
+        self.max_hold = options.max_hold
+        self.entries = [entry]
+        """How it was entered, outermost first; empty when only an open transaction keeps it."""
+        self.leaving: HoldObserver | None = None
+        """The lock object through which it is being left, or whose leaving an open transaction puts off."""
+        self.is_snapshot = False
+        """Is this a copy for looking only?"""
+        self.outer = outer
+        """A lost hold of the same key, further out in the same flow, which has yet to be told so."""
+        self.shared_entries: int | None = None
+        """How many entries of others the row counts, as far as we know; None while no token has been handed out."""
+        self.unused_tokens = 0
+        """How many tokens were handed out from inside of it, and may not have been used yet."""
+        self.risk_reported = False
+        """Has somebody been told that a renewal is late?"""
+        self.loss_reported = False
+        """Have those who want to know been told that it is lost?"""
+        self.deferred = False
+        """Is it to be given back when a transaction ends?"""
+        self.cancelling = 0
+        """How many cancellations its task had been asked for when the body began."""
+        self.interrupted = False
+        """Have we asked for one?"""
+        self.transactions: tuple[Any, ...] = ()
+        """Those of the caller's that were open when it was taken, as the face knows them."""
+        self.loop: Any = None
+        """The event loop that its statements run on, where they do."""
+
+    @property
+    def count(self) -> int:
+        return len(self.entries) + (self.shared_entries or 0)
+
+    def outers(self) -> Iterator[Hold]:
+        """The lost holds of the same key, further and further out in the same flow."""
+        outer = self.outer
+        while outer is not None:
+            yield outer
+            outer = outer.outer
+
+    def snapshot(self) -> Hold:
+        """A copy that changes no more when its flow enters and leaves."""
+        twin = copy.copy(self)
+        twin.is_snapshot, twin.lease, twin.outer = True, self.lease.snapshot(), None
+        twin.entries = [*self.entries, Entry(self.leaving, "acquire")] if self.leaving else list(self.entries)
+        return twin
+
+    def entered_by(self, lock: HoldObserver) -> bool:
+        """Was it entered through this very lock object?"""
+        return any(entry.lock is lock for entry in self.entries)
+
+    def locks(self) -> list[HoldObserver]:
+        """The lock objects that it was entered through, each once."""
+        return list({id(lock): lock for entry in self.entries if (lock := entry.lock) is not None}.values())
+
+    def open_entries(self, but: Entry | None = None) -> list[Entry]:
+        """Those that somebody can still leave, outermost first, without one of them.
+
+        A block that was interrupted on its way in or out leaves one that nobody can.
+        """
+        return [entry for entry in self.entries if entry is not but and entry.lock is not None]
+
+    @property
+    def adrift(self) -> bool:
+        """Has its flow ended without leaving it? A `with` belongs to its lock object, and may be left elsewhere."""
+        flow = self.flow()
+        ended = flow is None or flow.ended()
+        return ended and not any(entry.kind == "with" and entry.lock is not None for entry in self.entries)
+
+    @property
+    def wanted(self) -> bool:
+        """Is there anybody who can still give it back?"""
+        return self.deferred or any(entry.lock is not None for entry in self.entries)

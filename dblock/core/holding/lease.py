@@ -1,0 +1,157 @@
+"""A flow's belief that it holds a key, and when that belief ends.
+
+Rule: a lease is trusted until a moment of the local clock, which only a statement that succeeded in time moves later.
+Once somebody has seen that moment pass, it is lost for good: an answer that comes afterwards does not revive it.
+
+The flow that took the key and the watchdog that renews the lease meet here, under a lock that is held for a few
+instructions; a look at the state takes it only when there is something to decide.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dblock.core.errors import Reason
+from dblock.core.values import Grant, LockInfo, State
+
+_WHAT_HAPPENED = {
+    Reason.EXPIRED: "the lease ended before the work did; use a longer ttl, or let it be renewed (for longer)",
+    Reason.TAKEN_OVER: "the lease ended, and it was taken over",
+    Reason.FREED: "it was freed by somebody",
+    Reason.GONE: "its row is gone",
+    Reason.UNREACHABLE: "the database did not answer in time to renew the lease",
+    Reason.RELEASED: "its process has given all its locks back, with release_all()",
+    Reason.BLOCKED: "its event loop was blocked for so long that no renewal of the lease could run there",
+}
+
+
+class Loss(NamedTuple):
+    """Why a lease was lost, and who took the key over, if somebody did."""
+
+    reason: Reason
+    holder: LockInfo | None = None
+    early: bool = False
+    """Did somebody take it over while the lease was good?"""
+
+    def __str__(self) -> str:
+        early = "it was freed by somebody (or the database's clock set forward) before its lease ended, and taken over"
+        what = early if self.early else _WHAT_HAPPENED[self.reason]
+        if self.holder is None:
+            return what
+        then = "" if self.reason is Reason.TAKEN_OVER else "; it was taken over"
+        return f"{what}{then} by {self.holder}"
+
+
+class Lease:
+    """Until when a tenure is trusted, when that is to be renewed, and why it was lost."""
+
+    __slots__ = (
+        "_mutex",
+        "acquired",
+        "due",
+        "epoch",
+        "failure",
+        "grace",
+        "loss",
+        "now",
+        "renewed",
+        "renewing",
+        "trusted_until",
+        "ttl",
+    )
+
+    def __init__(self, grant: Grant, now: Callable[[], float], *, grace: float, renewing: bool) -> None:
+        self._mutex = threading.RLock()  # a signal handler may run between any two lines
+        self.now = now
+        """The local clock."""
+        self.ttl = grant.ttl
+        self.grace = grace
+        self.renewing = renewing
+        self.acquired = self.renewed = grant.sent
+        self.trusted_until = grant.trusted_until
+        self.loss: Loss | None = None
+        self.failure: Reason | None = None
+        """What it is to be lost of if the renewal that is due does not succeed any more; None while none is due."""
+        self.epoch = 0
+        """How often the ttl was set: the answer to a renewal sent before does not count."""
+        self.due = grant.sent + grant.ttl / 3 if renewing else grant.trusted_until
+        """The local time at which the watchdog has to do something about it."""
+
+    @property
+    def life(self) -> float:
+        """Seconds for which the row stays closed after a renewal was sent."""
+        return self.ttl + self.grace
+
+    def remaining(self) -> float:
+        """Seconds of trust left; 0.0 once it has been lost."""
+        while self.loss is None:
+            left = self.trusted_until - self.now()
+            if left > 0:
+                return left
+            _ = self.lose()
+        return 0.0
+
+    @property
+    def state(self) -> State:
+        if self.remaining() <= 0:
+            return "lost"
+        return "at_risk" if self.renewing and self.now() >= self.late_from else "held"
+
+    @property
+    def late_from(self) -> float:
+        """The local time from which a renewal that has not happened is late; no renewal, no lateness."""
+        return min(self.renewed + self.ttl / 2, self.trusted_until) if self.renewing else math.inf
+
+    def renewal(self) -> tuple[float, float, int]:
+        """What a renewal is to say, the ttl and the life; and the epoch, which `lengthen` is to be told."""
+        with self._mutex:
+            return self.ttl, self.life, self.epoch
+
+    def lengthen(self, grant: Grant, epoch: int | None = None) -> bool:
+        """Trust it for longer; False if it is lost, or was before the answer came."""
+        with self._mutex:
+            if self.loss is not None or self.now() >= self.trusted_until:
+                return False
+            if epoch is None or epoch == self.epoch:
+                self.trusted_until = max(self.trusted_until, grant.trusted_until)
+                if grant.sent > self.renewed:
+                    self.renewed = grant.sent
+                    self.due = grant.sent + self.ttl / 3 if self.renewing else self.trusted_until
+                    self.failure = None
+            return True
+
+    def reset(self, ttl: float, until: float) -> None:
+        """A new ttl is on its way: trust no more than it gives, and no answer to a renewal with the old one."""
+        with self._mutex:
+            self.epoch += 1
+            self.ttl = ttl
+            self.trusted_until = min(self.trusted_until, until)
+            self.due = min(self.due, self.now() + ttl / 3) if self.renewing else self.trusted_until
+
+    def lose(self, loss: Loss | None = None) -> bool:
+        """It is lost, for good; False if it was before. Without a loss: because trust has run out."""
+        with self._mutex:
+            if self.loss is not None or (loss is None and self.now() < self.trusted_until):
+                return False
+            loss = loss or Loss(self.failure or Reason.EXPIRED)
+            self.loss = loss._replace(early=loss.holder is not None and self.now() < self.trusted_until)
+            self.trusted_until = -math.inf
+            return True
+
+    def explain(self, loss: Loss) -> None:
+        """It is lost, says the database, and why. We may know better: what this process did, or that it was good."""
+        with self._mutex:
+            if not self.lose(loss):
+                before = self.loss or loss
+                known = before.early or before.reason in {Reason.BLOCKED, Reason.RELEASED}
+                self.loss = before._replace(holder=loss.holder) if known else loss
+
+    def snapshot(self) -> Lease:
+        """A copy that changes no more."""
+        twin = copy.copy(self)
+        twin._mutex = threading.RLock()
+        return twin

@@ -1,0 +1,186 @@
+"""What the lock keeps for this process, in one object: its flows and holds, who waits, where it is called.
+
+A fork replaces the object whole: a child begins with nothing, and leaves its parent's connections and names alone.
+
+Rule: no other module of the core has state that lives longer than a call, but for what pools and locks of the caller's
+own making keep.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import MutableMapping, MutableSet
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from dblock.core import clock
+from dblock.core.acquire import handover
+from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, TakeAttempt
+from dblock.core.acquire.site import Site
+from dblock.core.connections.deadlines import Deadlines
+from dblock.core.connections.pool import WIRES, AutocommitPool
+from dblock.core.holding.flow import Flow, Flows, Hold
+from dblock.core.protocol import tenures
+from dblock.core.protocol.drive import Store, adrive, drive
+from dblock.core.protocol.steps import Steps
+from dblock.core.wakeup.listener import Listener
+from dblock.core.wakeup.local_socket import LocalSocket
+from dblock.core.wakeup.registry import Wakeup, Wakeups
+from dblock.core.watchdog.heartbeats import Place
+from dblock.core.watchdog.watchdog import Watchdog
+
+
+class Runtime:
+    """A process, as far as the lock is concerned; a test may have several."""
+
+    def __init__(self) -> None:
+        self.flows = Flows()
+        self.wakeups = Wakeups()
+        self.deadlines = Deadlines()
+        self.watchdog = Watchdog(self.flows, self._give_back)
+        self.pools: MutableSet[AutocommitPool] = WeakSet()
+        """Those of the lock's own connections."""
+        self._of_parents: list[Any] = []
+        """In a forked child: the parent's connections, kept so that nothing finalizes them."""
+        self._lock = threading.RLock()  # a signal handler may take a lock
+        self._socket: LocalSocket | None = None
+        self._sites: MutableMapping[Store, Site] = WeakKeyDictionary()
+        self._attendants: MutableMapping[Store, dict[Any, Attendant]] = WeakKeyDictionary()
+
+    def site(self, store: Store) -> Site:
+        """The database of a store, as the flows of this process share it."""
+        found = self._sites.get(store)
+        if found is None:
+            with self._lock:
+                found = self._sites.setdefault(store, Site(store.database, self.wakeups, self.socket))
+        return found
+
+    def socket(self) -> LocalSocket:
+        """Where neighbours call this process; made when somebody first needs it."""
+        if self._socket is None:
+            with self._lock:
+                return self._new_socket()
+        return self._socket
+
+    def _new_socket(self) -> LocalSocket:
+        if self._socket is None:
+            self._socket = LocalSocket(self.wakeups)
+        return self._socket
+
+    def attendant(self, store: Store) -> Attendant:
+        """Who attends to the waiters of a database, in threads or on the running event loop."""
+        loop = sys.modules["asyncio"].get_running_loop() if store.asynchronous else None
+        with self._lock:
+            known = self._attendants.setdefault(store, {})
+            for each in [each for each in known if each is not None and each.is_closed()]:
+                del known[each]
+            return known.get(loop) or known.setdefault(loop, Attendant(self, store, loop))
+
+    def forked(self) -> Runtime:
+        """That of the child of a fork, which has the stores of its parent and nothing else."""
+        self.flows.leave_to_parent(os.getppid())
+        if self._socket is not None:
+            self._socket.close()
+        child = Runtime()
+        child.pools = self.pools
+        child._of_parents = [self._of_parents, *(pool.leave_to_parent() for pool in self.pools)]
+        return child
+
+    def _give_back(self, hold: Hold) -> None:
+        """At the end of the process."""
+        steps = leave_for_good(self.site(hold.store), hold)
+        if hold.store.asynchronous:
+            import asyncio  # noqa: PLC0415 - only where it is in use
+
+            asyncio.run(adrive(steps, hold.store))
+        else:
+            drive(steps, hold.store)
+
+
+class Attendant:
+    """Attends to the waiters of one database, in threads or on one event loop."""
+
+    def __init__(self, runtime: Runtime, store: Store, loop: Any) -> None:
+        self._watchdog, self._site = runtime.watchdog, runtime.site(store)
+        self._store, self._loop = store, loop
+        self._listener: Listener | None = None
+        if store.renewable:
+            called = store.database.dialect.queue.call is not None
+            self._listener = Listener(store, runtime.wakeups, runtime.socket(), called=called)
+
+    def keep(self, owner: str, wakeup: Wakeup) -> bool:
+        """Keep a place in a queue; False where only its flow can."""
+        if self._store.renewable:
+            due = clock.now() + self._store.database.timing.heartbeat_interval
+            self._watchdog.keep(owner, Place(self._store, self._loop, wakeup, due))
+        return self._store.renewable
+
+    def leave(self, owner: str) -> None:
+        """Keep that place no more."""
+        self._watchdog.leave(owner)
+
+    def enter(self, member: LocalWaiter, trial: TakeAttempt | None) -> LocalQueue | None:
+        """Wait with those of this process who want the key too; None where everybody waits alone."""
+        if not self._store.renewable:
+            return None
+        line = None if trial is None else trial.wait(member)
+        new = line is not None
+        if line is None:
+            line, new = self._site.local_queues.enter(member)
+        if new:
+            line.held_in_process = self._watchdog.holds(self._store, member.request.key)
+        return line
+
+    def listen(self) -> None:
+        """Begin to listen, if need be."""
+        if self._listener is not None:
+            self._listener.want()
+
+    @property
+    def channel(self) -> str:
+        """Where this process listens, or soon will; when it begins, every waiter looks once."""
+        return "" if self._listener is None or self._listener.unavailable else self._site.socket.channel
+
+    @property
+    def called(self) -> bool:
+        """Does the database call this process at this moment?"""
+        return self._listener is not None and self._listener.ready and self._listener.called
+
+
+def leave_for_good(site: Site, hold: Hold) -> Steps[None]:
+    """Give it back, however often it was entered."""
+    alone = hold.shared_entries is None
+    if alone and not hold.min_hold:
+        _ = yield from handover.release(site, hold.tenure, 1, hold.ticket)
+        return
+    for _ in range(max(1, len(hold.entries)) - bool(hold.unused_tokens)):  # each entry counts in the row
+        _ = yield from handover.leave(site, hold.tenure, hold.min_hold, alone=alone)
+    if hold.unused_tokens:
+        _ = yield from tenures.detach(site.database, hold.tenure, hold.lease.ttl, hold.lease.grace)
+
+
+current = Runtime()
+"""That of this process; to be looked up here each time, since a fork replaces it."""
+
+
+def current_flow() -> Flow:
+    """The flow of control that is running now."""
+    return current.flows.current()
+
+
+def _after_fork_in_child() -> None:
+    global current  # noqa: PLW0603 - the one thing that a fork replaces
+    WIRES.release()
+    current = current.forked()
+
+
+def _at_exit() -> None:
+    current.watchdog.close()
+
+
+_ = atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=WIRES.acquire, after_in_parent=WIRES.release, after_in_child=_after_fork_in_child)

@@ -1,0 +1,113 @@
+"""One object has all that the lock keeps for a process: two of them are two processes, in one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import dblock.core
+import sqlalchemy_dblock
+from dblock.core import clock
+from dblock.core.acquire import acquiring, handover
+from dblock.core.protocol.drive import drive
+from dblock.core.protocol.steps import Execute, Rows, Steps
+from dblock.core.protocol.tenures import Database
+from dblock.core.runtime import Runtime
+from dblock.core.statements import DIALECTS
+from dblock.core.statements.base import Statement
+from dblock.core.values import Grant
+from dblock.core.wakeup.local_socket import LocalSocket, Subscription
+from tests.core.test_protocol import World, wish
+
+
+class ModelStore:
+    """The model of the table, as threads see it."""
+
+    pin: Statement | None = None
+    asynchronous = False
+    renewable = True
+
+    def __init__(self, world: World, mutex: threading.Lock) -> None:
+        self._world, self._mutex = world, mutex
+        self.database = Database(world.dialect)
+
+    def execute(self, step: Execute) -> Rows:
+        with self._mutex:
+            self._world.time = clock.now()
+            return self._world.execute(step)
+
+    async def aexecute(self, step: Execute) -> Rows:
+        raise NotImplementedError
+
+    def before_waiting(self) -> None:
+        pass
+
+    def subscribe(self, own: LocalSocket) -> None:
+        pass
+
+    def subscribe_to_neighbours(self, own: LocalSocket) -> Subscription | None:
+        return own.subscribe()
+
+    def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
+        thread = threading.Thread(target=function, daemon=True)
+        thread.start()
+        return thread.is_alive
+
+    def rest(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def test_two_processes_in_one() -> None:
+    """Each with a local queue, a socket and a watchdog of its own: they exclude, wait for and wake each other."""
+    world, mutex = World(dialect=DIALECTS["sqlite"]), threading.Lock()
+    processes = [Runtime(), Runtime()]
+    stores = [ModelStore(world, mutex) for _ in processes]
+    inside, log = set[int](), list[tuple[int, Grant]]()
+
+    def life(number: int, process: Runtime, store: ModelStore) -> Steps[None]:
+        site = process.site(store)
+        for _ in range(10):
+            request = wish(ttl=20.0, flow=f"{number}")
+            found = yield from acquiring.acquire(site, request, 30.0, partial(process.attendant, store))
+            assert isinstance(found, Grant)
+            assert not inside
+            inside.add(number)
+            log.append((number, found))
+            time.sleep(0.002)
+            inside.remove(number)
+            assert (yield from handover.pass_on(site, found.tenure, found.ticket, found.turn))
+
+    threads = [
+        threading.Thread(target=lambda n=n, p=p, s=s: drive(life(n, p, s), s))
+        for n, (p, s) in enumerate(list(zip(processes, stores, strict=True)) * 3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(log) == 60
+    assert [grant.tenure.fence for _, grant in log] == sorted({grant.tenure.fence for _, grant in log})
+    assert {number % 2 for number, _ in log[:20]} == {0, 1}, "neither process was kept waiting by the other"
+    assert any(grant.turn for _, grant in log)
+    assert processes[0].socket().channel != processes[1].socket().channel
+    for process, store in zip(processes, stores, strict=True):
+        queues = process.site(store).local_queues
+        left = (queues._lines, queues._attempts, process.wakeups._registered, process.watchdog._places)
+        assert left == ({}, {}, {}, {})
+        process.socket().close()
+
+
+def test_one_fork_hook_in_the_core_and_one_beside_it_for_each_face() -> None:
+    """What a fork has to replace is found in one place."""
+    core, faces = Path(dblock.core.__file__).parent, Path(sqlalchemy_dblock.__file__).parent
+    django = core.parent
+
+    def hooks(where: list[Path]) -> int:
+        return sum(path.read_text().count("os.register_at_fork(") for path in where)
+
+    assert hooks(list(core.rglob("*.py"))) == 1
+    assert hooks([path for path in django.rglob("*.py") if core not in path.parents]) == 1
+    assert hooks(list(faces.rglob("*.py"))) == 1
