@@ -28,7 +28,7 @@ from django.db.backends.signals import connection_created
 
 from dblock.core import runtime, timing
 from dblock.core.connections.pool import AutocommitPool, PooledConnection
-from dblock.sessions import set_up
+from dblock.drivers.sessions import set_up
 
 MOST: Final = 5
 """How many connections are in use at a time for taking and waiting, at most; and for keeping and giving back."""

@@ -18,7 +18,7 @@ from django.db import connections, router
 from dblock import conf, signals
 from dblock.core import errors
 from dblock.core.errors import Reason
-from dblock.core.face import operations
+from dblock.core.face import entering, leaving, operations
 from dblock.core.face.key_template import NoKey
 from dblock.core.face.locks import AsyncLock, Attaching, SyncLock, enter
 from dblock.core.holding.flow import Hold, current_task
@@ -232,7 +232,7 @@ class DbLock:
         token = valid_token(text)
         merged: Options = {"ttl": token.ttl, "grace": token.grace, "min_hold": token.min_hold, **options}
         lock = self(token.tenure.key, **merged)
-        return lock, operations.attach(lock, token)
+        return lock, entering.attach(lock, token)
 
 
 db_lock = DbLock()
@@ -267,12 +267,12 @@ def release_all(*, using: str | None = None) -> int:
     lost it (`Reason.RELEASED`), before anybody else can have it. `using`: those of one database alias only. Raises no
     error of the database: what could not be given back within some seconds ends with its lease.
     """
-    return sum(drive(operations.release_all(store), store) for store in _stores(using))
+    return sum(drive(leaving.release_all(store), store) for store in _stores(using))
 
 
 async def arelease_all(*, using: str | None = None) -> int:
     """The asynchronous twin of `release_all`."""
-    return sum([await adrive(operations.release_all(store), store) for store in _stores(using)])
+    return sum([await adrive(leaving.release_all(store), store) for store in _stores(using)])
 
 
 def _stores(using: str | None) -> list[DjangoStore]:

@@ -21,12 +21,12 @@ from dblock import conf
 from dblock.connections import DjangoPool, DjangoSQLite, in_sqlite_transaction, own_wrapper
 from dblock.core.errors import LockError, LockTimeout, StoreLocked, UnsupportedDatabase
 from dblock.core.face.executor import BaseStore
+from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
-from dblock.core.protocol.tenures import Database
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Cursor, Tables, perform
 from dblock.core.wakeup.local_socket import LocalSocket
-from dblock.listening import psycopg_subscription
+from dblock.drivers.listening import psycopg_subscription
 
 if TYPE_CHECKING:
     from dblock.core.wakeup.listener import Subscription

@@ -29,7 +29,7 @@ from dblock.core import clock, runtime
 from dblock.core.connections.pool import KEPT, AutocommitPool, PooledConnection
 from dblock.core.errors import StoreConflict
 from dblock.core.holding.flow import current_task
-from dblock.sessions import set_up
+from dblock.drivers.sessions import set_up
 
 
 class EnginePool(AutocommitPool):

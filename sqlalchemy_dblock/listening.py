@@ -10,7 +10,7 @@ from sqlalchemy.util import await_only
 
 from dblock.core.wakeup.listener import Subscription
 from dblock.core.wakeup.local_socket import LocalSocket
-from dblock.listening import psycopg_subscription
+from dblock.drivers.listening import psycopg_subscription
 
 
 class Neighbours:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 from sqlalchemy import Engine
 from sqlalchemy.util import greenlet_spawn
 
-from dblock.core.face import operations
+from dblock.core.face import entering, leaving, operations
 from dblock.core.face.base import BaseLock
 from dblock.core.face.key_template import NoKey
 from dblock.core.face.locks import AsyncLock as CoreAsyncLock
@@ -182,8 +182,8 @@ def attach(engine: Engine | AsyncEngine, token: str, **options: Unpack[Options])
     merged: Options = {"ttl": known.ttl, "grace": known.grace, "min_hold": known.min_hold, **options}
     lock = db_lock(engine, known.tenure.key, **merged)
     if isinstance(lock, Lock):
-        return lock._drive(operations.attach(lock, known))
-    return Attaching(lock, lock._adrive(operations.attach(lock, known)))
+        return lock._drive(entering.attach(lock, known))
+    return Attaching(lock, lock._adrive(entering.attach(lock, known)))
 
 
 @overload
@@ -228,7 +228,7 @@ def release_all(engine: Engine | AsyncEngine) -> int | Coroutine[Any, Any, int]:
     AsyncEngine. Raises no error of the database: what could not be given back within some seconds ends with its lease.
     """
     store = store_for(_sync_engine(engine))
-    steps = operations.release_all(store)
+    steps = leaving.release_all(store)
     return drive(steps, store) if isinstance(engine, Engine) else adrive(steps, store)
 
 

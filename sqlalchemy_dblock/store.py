@@ -20,8 +20,8 @@ from dblock.core.connections.pool import PooledConnection
 from dblock.core.errors import SynchronousOnlyOperation, UnsupportedDatabase
 from dblock.core.face.executor import BaseStore
 from dblock.core.holding.flow import current_task
+from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
-from dblock.core.protocol.tenures import Database
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Tables
 from dblock.core.validation import valid_tables

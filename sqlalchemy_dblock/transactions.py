@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError, MissingGreenlet
 from sqlalchemy.util import await_only
 
 from dblock.core.errors import LockError
-from dblock.core.face.operations import finish
+from dblock.core.face.leaving import finish
 from dblock.core.holding.flow import Hold
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Execute, Rows

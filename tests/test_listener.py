@@ -12,7 +12,7 @@ from django.test import override_settings
 from sqlalchemy import create_engine
 
 from dblock.core import runtime
-from dblock.listening import PsycopgSubscription
+from dblock.drivers.listening import PsycopgSubscription
 from dblock.store import store_for
 from sqlalchemy_dblock import db_lock
 from tests.conftest import SELDOM, ready, run, timed, url

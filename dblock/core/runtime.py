@@ -24,8 +24,9 @@ from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import WIRES, AutocommitPool
 from dblock.core.holding.flow import Flow, Flows, Hold
 from dblock.core.protocol import tenures
-from dblock.core.protocol.drive import Store, adrive, drive
+from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.store import Store
 from dblock.core.wakeup.listener import Listener
 from dblock.core.wakeup.local_socket import LocalSocket
 from dblock.core.wakeup.registry import Wakeup, Wakeups

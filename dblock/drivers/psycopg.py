@@ -1,16 +1,17 @@
 """Statements on a psycopg connection, prepared when they are used often.
 
 A cursor adapts parameters and results of any type; for the lock's dozen of texts and numbers that costs more processor
-time than all the rest of a take. This is the same exchange on psycopg's own libpq layer (`psycopg.pq`), waiting as its
-cursors wait, so that Ctrl-C and cancellation work as ever.
+time than all the rest of a take. This is the same exchange on psycopg's own libpq layer (`psycopg.pq`), where Ctrl-C
+and cancellation work as ever.
 
-Rule: only in autocommit mode. Behind a pooler nothing is prepared (see `dblock.sessions`). A statement's name carries a
-digest of its text and never stands for another.
+Rule: only in autocommit mode. Behind a pooler nothing is prepared (see `dblock.drivers.sessions`). A statement's name
+carries a digest of its text and never stands for another.
 """
 
 from __future__ import annotations
 
 import hashlib
+import select
 from collections import Counter
 from collections.abc import Generator
 from functools import cache
@@ -37,12 +38,34 @@ class Prepared:
         self._known: dict[str, tuple[bytes, tuple[str, ...]]] = {}
         """Names and parameters of those that are prepared."""
         self._uses: Counter[str] = Counter()
+        self._readable = self._writable = None
+        if hasattr(select, "poll"):
+            self._readable, self._writable = select.poll(), select.poll()
+            self._readable.register(connection.pgconn.socket, select.POLLIN)
+            self._writable.register(connection.pgconn.socket, select.POLLIN | select.POLLOUT)
 
     def execute(self, step: Execute) -> Rows:
         """Run one statement on a Connection."""
-        with self._connection.lock:
-            rows: Rows = self._connection.wait(self._exchange(step))
-        return rows
+        statement, parameters, _ = step
+        known, connection = self._known.get(statement.sql), self._connection
+        if known is None or self._readable is None or self._writable is None:
+            with connection.lock:
+                rows: Rows = connection.wait(self._exchange(step))
+            return rows
+        pgconn, (name, order) = connection.pgconn, known
+        pgconn.send_query_prepared(name, [str(parameters[key]).encode() for key in order])
+        # As psycopg's `generators.execute` and `waiting.wait`, with less in between. A signal handler may raise in
+        # `poll`: whoever lent the connection then drops it.
+        while pgconn.flush():
+            self._writable.poll()
+            pgconn.consume_input()
+        while pgconn.is_busy():
+            self._readable.poll()
+            pgconn.consume_input()
+        results = []
+        while (result := pgconn.get_result()) is not None:
+            results.append(result)
+        return self._rows(statement, results)
 
     async def aexecute(self, step: Execute) -> Rows:
         """Run one statement on an AsyncConnection."""
@@ -66,8 +89,11 @@ class Prepared:
         else:
             name, order = known
             pgconn.send_query_prepared(name, [str(parameters[key]).encode() for key in order])
+        return self._rows(statement, (yield from generators.execute(pgconn)))
+
+    def _rows(self, statement: Statement, results: list[Any]) -> Rows:
         try:
-            result = _checked((yield from generators.execute(pgconn)))
+            result = _checked(results)
         except errors.InvalidSqlStatementName:  # somebody sent DISCARD or DEALLOCATE: nothing was executed
             self._known.clear()
             raise  # a conflict, which is tried again

@@ -19,7 +19,7 @@ from typing import Any
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from dblock.core.protocol.tenures import Database
+from dblock.core.protocol.sending import Database
 from dblock.core.statements import DIALECTS
 from tests.conftest import ALIASES, INNODB, run, url
 

@@ -19,8 +19,8 @@ from dblock.core.face.locks import SyncLock
 from dblock.core.holding.flow import Entry, Hold
 from dblock.core.holding.lease import Loss
 from dblock.core.protocol.drive import drive
+from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
-from dblock.core.protocol.tenures import Database
 from dblock.core.runtime import current_flow
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement

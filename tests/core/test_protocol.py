@@ -22,8 +22,8 @@ from dblock.core.acquire.local_queue import Request
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreConflict, StoreUnanswered
 from dblock.core.protocol import tenures
+from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
-from dblock.core.protocol.tenures import Database
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Dialect
 from dblock.core.values import Grant, Tenure, margin

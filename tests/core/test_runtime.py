@@ -13,8 +13,8 @@ import sqlalchemy_dblock
 from dblock.core import clock
 from dblock.core.acquire import acquiring, handover
 from dblock.core.protocol.drive import drive
+from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Steps
-from dblock.core.protocol.tenures import Database
 from dblock.core.runtime import Runtime
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement

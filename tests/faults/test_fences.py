@@ -18,7 +18,8 @@ from dblock.core.clock import now
 from dblock.core.errors import LockLost
 from dblock.core.holding.flow import Hold
 from dblock.core.protocol import tenures
-from dblock.core.protocol.drive import Store, drive
+from dblock.core.protocol.drive import drive
+from dblock.core.protocol.store import Store
 from dblock.core.values import Tenure
 from tests.conftest import run
 from tests.contract.subjects import Actor, Subject

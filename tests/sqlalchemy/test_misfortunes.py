@@ -275,10 +275,10 @@ def test_behind_a_pooler_nothing_is_prepared(
 ) -> None:
     """Neither by us nor by psycopg on its own, once the session is not who it says it is."""
     import dblock.drivers.mariadb
-    import dblock.sessions
+    import dblock.drivers.sessions
 
     ready(request, database)
-    monkeypatch.setattr(dblock.sessions, "_process", lambda _: -1)
+    monkeypatch.setattr(dblock.drivers.sessions, "_process", lambda _: -1)
     monkeypatch.setattr(dblock.drivers.mariadb, "_is_direct", lambda *_: False)
     engine = create_engine(url(database))
     for _ in range(8):

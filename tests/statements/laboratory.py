@@ -74,7 +74,7 @@ class Session:
         self._style = {"format": "pyformat", "qmark": "named"}.get(engine.dialect.paramstyle, engine.dialect.paramstyle)
         if database == "sqlite":
             self.rows("PRAGMA busy_timeout = 50")
-        if database == "mysql":  # as the lock's own, for what has no bound of its own; see `dblock.sessions`
+        if database == "mysql":  # as the lock's own, for what has no bound of its own; see `dblock.drivers.sessions`
             self.run("SET SESSION lock_wait_timeout = 1")
         [(self.id,)] = self.rows(IDS[database])
         self.error: BaseException | None = None

@@ -18,8 +18,9 @@ from dblock.core.acquire.services import PollingOnly, WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Attempt, Outcome, Waiter
 from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy, StoreLocked, StoreUnanswered
+from dblock.core.protocol.sending import pauses
 from dblock.core.protocol.steps import Steps, sleep
-from dblock.core.protocol.tenures import Unresolved, begin, inspect, pauses
+from dblock.core.protocol.tenures import Unresolved, begin, inspect
 from dblock.core.statements.base import Statement
 from dblock.core.values import Grant, LockInfo
 

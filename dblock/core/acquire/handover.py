@@ -19,8 +19,8 @@ from dblock.core.acquire.site import Site
 from dblock.core.errors import LockStoreError, LockTimeout, StoreUnanswered
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.queue import Granted
+from dblock.core.protocol.sending import send
 from dblock.core.protocol.steps import Parameters, Steps, sleep, wait
-from dblock.core.protocol.tenures import send
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
 from dblock.core.wakeup.registry import Wakeup
 

@@ -21,7 +21,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from dblock.core.protocol.tenures import Database
+from dblock.core.protocol.sending import Database
 from dblock.core.values import Grant, LockInfo, Tenure
 from dblock.core.wakeup.registry import Wakeup
 

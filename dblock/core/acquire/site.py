@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dblock.core.acquire.local_queue import LocalQueues
-from dblock.core.protocol.tenures import Database
+from dblock.core.protocol.sending import Database
 from dblock.core.wakeup.local_socket import LocalSocket
 from dblock.core.wakeup.registry import Wakeups
 

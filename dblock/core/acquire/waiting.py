@@ -23,8 +23,9 @@ from dblock.core.errors import LockStoreError, StoreBusy, StoreConflict, StoreUn
 from dblock.core.protocol import queue
 from dblock.core.protocol.deadlock import deadlock
 from dblock.core.protocol.queue import View
+from dblock.core.protocol.sending import pauses
 from dblock.core.protocol.steps import Steps, sleep, wait
-from dblock.core.protocol.tenures import extend, inspect, pauses
+from dblock.core.protocol.tenures import extend, inspect
 from dblock.core.timing import Timing
 from dblock.core.values import Grant, LockInfo, Tenure
 from dblock.core.wakeup.registry import Wakeup

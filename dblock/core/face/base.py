@@ -21,8 +21,9 @@ from dblock.core.holding.flow import Block, Hold
 from dblock.core.holding.lease import Loss
 from dblock.core.identity import process_identity
 from dblock.core.options import PLAIN, Options, unknown_options, valid_options
-from dblock.core.protocol.drive import Store, adrive
+from dblock.core.protocol.drive import adrive
 from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.store import Store
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Sequencer
 from dblock.core.validation import valid_key, valid_timeout, valid_ttl

@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from dblock.core import runtime
 from dblock.core.connections.pool import PooledConnection
-from dblock.core.errors import (
-    LockError,
-    LockStoreError,
-    StaleSnapshot,
-    StoreBusy,
-    StoreConflict,
-    StoreLocked,
-    StoreUnanswered,
-)
+from dblock.core.errors import LockError, StoreConflict
+from dblock.core.face.failures import SCHEMA, key_of, late, schema_error, store_error, unreachable, unstorable
+from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
-from dblock.core.protocol.tenures import Database
 from dblock.core.statements.base import Failure, Statement, perform
+
+_SPENT: Final = frozenset({Failure.LOST, Failure.READ_ONLY})
+"""After these the connection is of no more use: the server is gone, or another one takes the writes now."""
 
 
 class ConnectionSource(Protocol):
@@ -76,7 +72,7 @@ class BaseStore:
         try:
             connection = self._source.take(until, keeps=keeps)
         except StoreConflict as error:
-            raise StoreConflict(f"{self._place}: {error}", key=_key(step)) from None
+            raise StoreConflict(f"{self._place}: {error}", key=key_of(step)) from None
         except self._connect_errors as error:
             cause = error.__cause__ or error
             if self.database.dialect.classify(cause) is Failure.LOCKED:
@@ -117,7 +113,7 @@ class BaseStore:
     def error(self, error: BaseException, step: Execute) -> LockError:
         """What a driver's error means."""
         failure = self.database.dialect.classify(error)
-        if failure in _SCHEMA:
+        if failure in SCHEMA:
             return schema_error(failure, error, step, self)
         return store_error(failure, error, step, self)
 
@@ -155,84 +151,3 @@ def _bound_sqlite(connection: PooledConnection, seconds: float) -> None:
 
 def _always() -> bool:
     return True
-
-
-_INDEXES: Final = ("locks_pin ON locks (lock_key)", "lock_waiters_queue ON lock_waiters (lock_key, ticket)")
-"""Those that statements name."""
-
-_SCHEMA: Final = frozenset({Failure.NO_TABLE, Failure.OTHER_TABLE})
-"""These tell of the tables, not of the statement."""
-
-_SPENT: Final = frozenset({Failure.LOST, Failure.READ_ONLY})
-"""After these the connection is of no more use: the server is gone, or another one takes the writes now."""
-
-
-def schema_error(failure: Failure, error: BaseException, step: Execute, store: BaseStore) -> LockStoreError:
-    """The error to raise from the driver's `error` of `step`: the tables are not as they should be."""
-    dialect, place = store.database.dialect, store._place
-    names = [f"`{dialect.tables.name(each, '')}`" for each in ("locks", "lock_waiters") if each in step.statement.sql]
-    if failure is Failure.NO_TABLE:
-        text = f"{place} has no table {' or no table '.join(names)}: {store._create_table}"
-        return LockStoreError(text, key=_key(step))
-    detail = _first_line(error)
-    missing = next((index for index in _INDEXES if index.partition(" ")[0] in detail), "")
-    make = f" ({dialect.tables.named(f'CREATE UNIQUE INDEX {missing}', dialect.quote)})" if missing else ""
-    return LockStoreError(
-        f"{' or '.join(names)} in {place} is not as dblock made it: {type(error).__name__}: {detail}. If it is "
-        f"dblock's, run its migrations to their end{make}; if it is another application's, {store._rename_tables}",
-        key=_key(step),
-    )
-
-
-def store_error(failure: Failure, error: BaseException, step: Execute, store: BaseStore) -> LockError:
-    """The error to raise from the driver's `error` of `step`, which means `failure`."""
-    key, what, place = _key(step), _what(step), store._place
-    detail = f"{type(error).__name__}: {_first_line(error)}"
-    kind: type[LockError]
-    match failure:
-        case Failure.CONFLICT | Failure.READ_ONLY:
-            kind, text = StoreConflict, f"{place} kept refusing to {what}: {detail}"
-        case Failure.LOCKED:
-            kind, text = StoreLocked, f"{place} kept refusing to {what}: {detail}; {store._why_locked(error)}"
-        case Failure.BUSY:
-            kind, text = StoreBusy, f"{place} could not {what}, because another transaction has locked it: {detail}"
-        case Failure.STALE:
-            hint = "the transaction has read what others have changed since: take the lock, and then begin it"
-            kind, text = StaleSnapshot, f"{place} refused to {what}: {detail}; {hint}"
-        case Failure.LOST:
-            kind, text = StoreUnanswered, f"{place} did not answer when asked to {what}: {detail}"
-        case _:
-            kind, text = LockStoreError, f"{place} refused to {what}: {detail}"
-    return kind(text, key=key)
-
-
-def late(step: Execute, seconds: float, *, place: str) -> StoreUnanswered:
-    """The error for a statement that was not answered in time."""
-    return StoreUnanswered(f"{place} did not answer within {seconds:.2g} s when asked to {_what(step)}", key=_key(step))
-
-
-def unstorable(*, place: str) -> LockStoreError:
-    """The error for text that the connection's character set lacks; the driver's would quote the whole statement."""
-    return LockStoreError(
-        f"{place} is connected with a character set that lacks characters of the key or label: use UTF-8"
-    )
-
-
-def unreachable(error: BaseException, *, place: str) -> StoreConflict:
-    """The error for a connection that could not be opened: nothing was sent."""
-    return StoreConflict(f"cannot connect to {place}: {type(error).__name__}: {str(error).strip()}")
-
-
-def _first_line(error: BaseException) -> str:
-    """What a driver says, without the statement that it may quote below."""
-    return str(error).strip().partition("\n")[0]
-
-
-def _key(step: Execute) -> str | None:
-    key: Any = step.parameters.get("key")
-    return None if key is None else str(key)
-
-
-def _what(step: Execute) -> str:
-    key = _key(step)
-    return f"{step.statement.name} {key!r}" if key else step.statement.name

@@ -12,7 +12,7 @@ from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from dblock.core.errors import LockError, LockLost, LockTimeout
-from dblock.core.face import operations
+from dblock.core.face import entering, leaving, operations
 from dblock.core.face.base import BaseLock
 from dblock.core.face.key_template import Template
 from dblock.core.holding.flow import Hold, current_task
@@ -62,7 +62,7 @@ def _cancelled() -> bool:
 
 async def enter(lock: L) -> L:
     """`async with`: the lock, held."""
-    await lock._adrive(operations.enter(lock))
+    await lock._adrive(entering.enter(lock))
     if lock.options.interrupt and (hold := lock._hold()) is not None:
         hold.cancelling = current_task().cancelling()
     return lock
@@ -72,7 +72,7 @@ async def leave(lock: BaseLock, error: BaseException | None) -> None:
     """The end of `async with`, by the body's error if it raised one."""
     hold = lock._hold()
     try:
-        await lock._adrive(operations.leave_block(lock), undisturbed=_cancelled())
+        await lock._adrive(leaving.leave_block(lock), undisturbed=_cancelled())
     except LockError as late:
         if hold is not None and _was_ours(hold, error):
             raise late from error
@@ -112,13 +112,13 @@ class SyncLock(BaseLock):
         """
         wait = acquire_timeout(blocking, timeout, self._timeout)
         try:
-            return self._drive(operations.acquire(self, wait)) is None
+            return self._drive(entering.acquire(self, wait)) is None
         except LockTimeout:  # waiting would have been pointless
             return False
 
     def release(self) -> None:
         """Give the lock back, or leave it once. Raises LockNotHeld without a hold, LockLost if the lease has ended."""
-        self._drive(operations.release(self))
+        self._drive(leaving.release(self))
 
     def detach(self) -> str:
         """Leave the lock to whoever attaches to the token that this returns: the lease lasts one more ttl until then.
@@ -127,7 +127,7 @@ class SyncLock(BaseLock):
         secret. A `with` that is left afterwards releases nothing. Raises LockNotHeld without a hold,
         LockLost if the lease has ended.
         """
-        return self._drive(operations.detach(self))
+        return self._drive(leaving.detach(self))
 
     def extend(self, ttl: Seconds | None = None) -> None:
         """Let the lease end `ttl` seconds from now (the lock's own ttl by default): sets, never adds.
@@ -153,14 +153,14 @@ class SyncLock(BaseLock):
         return self._drive(operations.inspect(self))
 
     def __enter__(self) -> Self:
-        self._drive(operations.enter(self))
+        self._drive(entering.enter(self))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._drive(operations.leave_block(self))
+            self._drive(leaving.leave_block(self))
         except LockError as late:
             if not _gives_way(late, error):
                 raise
@@ -198,15 +198,15 @@ class AsyncLock(BaseLock):
 
     async def acquire(self: BaseLock, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take the lock, or enter it once more; False if it was not free in time."""
-        return await self._adrive(operations.acquire(self, acquire_timeout(blocking, timeout, self._timeout))) is None
+        return await self._adrive(entering.acquire(self, acquire_timeout(blocking, timeout, self._timeout))) is None
 
     async def release(self: BaseLock) -> None:
         """Give the lock back, or leave it once."""
-        await self._adrive(operations.release(self), undisturbed=_cancelled())
+        await self._adrive(leaving.release(self), undisturbed=_cancelled())
 
     async def detach(self: BaseLock) -> str:
         """Leave the lock to whoever attaches to the token that this returns."""
-        return await self._adrive(operations.detach(self))
+        return await self._adrive(leaving.detach(self))
 
     async def extend(self: BaseLock, ttl: Seconds | None = None) -> None:
         """Let the lease end `ttl` seconds from now."""

@@ -30,7 +30,7 @@ from dblock.core.errors import Reason
 from dblock.core.holding.lease import Lease
 from dblock.core.identity import process_identity, storable
 from dblock.core.options import Options
-from dblock.core.protocol.drive import Store
+from dblock.core.protocol.store import Store
 from dblock.core.values import Grant, Tenure
 
 

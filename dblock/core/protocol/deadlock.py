@@ -9,8 +9,8 @@ from collections.abc import Collection
 from typing import Any, Final
 
 from dblock.core.errors import LockDeadlock
+from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Steps
-from dblock.core.protocol.tenures import Database, send
 
 FLOW: Final = 16
 """How many digits of an owner token name the flow, which is no secret; the others are."""

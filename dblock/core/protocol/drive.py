@@ -9,48 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Coroutine
 from inspect import GEN_CLOSED, getgeneratorstate
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dblock.core.protocol.steps import Execute, Rows, Steps, Wait
-from dblock.core.protocol.tenures import Database
-from dblock.core.statements.base import Statement
-from dblock.core.wakeup.listener import NotificationSource
+from dblock.core.protocol.store import Store
 
 T = TypeVar("T")
-
-
-class Store(NotificationSource, Protocol):
-    """A database, and who runs statements on it; a lock's row is found by its store and its key."""
-
-    @property
-    def database(self) -> Database:
-        """The protocol's view of it."""
-        ...
-
-    pin: Statement | None
-    """The statement `pin` as sessions of the caller's are to run it, once somebody has asked for it."""
-
-    def execute(self, step: Execute, /) -> Rows:
-        """Run one statement in this thread; the driver's errors come out as LockStoreErrors."""
-        ...
-
-    @property
-    def asynchronous(self) -> bool:
-        """Can it run statements on an event loop only?"""
-        ...
-
-    @property
-    def renewable(self) -> bool:
-        """Does another thread's connection see the same rows?"""
-        ...
-
-    def before_waiting(self) -> None:
-        """Raise LockTimeout where a wait could not end well, because we keep the holder from going on."""
-        ...
-
-    async def aexecute(self, step: Execute, /) -> Rows:
-        """The same on the running event loop."""
-        ...
 
 
 def drive(steps: Steps[T], store: Store, error: BaseException | None = None) -> T:

@@ -55,8 +55,8 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from dblock.core.errors import LockStoreError
+from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Parameters, Steps
-from dblock.core.protocol.tenures import Database, send
 from dblock.core.values import Grant, Tenure
 
 EVERYBODY: Final = 2**63 - 1

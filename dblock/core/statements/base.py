@@ -142,6 +142,8 @@ class Dialect:
 
     def over(self, tables: Tables) -> Dialect:
         """The same over these tables."""
+        if tables == self.tables:
+            return self
         queue = replace(self.queue, **_over(self.queue, tables, self.quote))
         ddl = tables.named(self.ddl, self.quote)
         statements = _over(self, tables, self.quote) | {"pin": self.pin}

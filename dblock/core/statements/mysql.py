@@ -22,7 +22,7 @@ been deleted): the creation of a neighbouring key is then "busy" until the trans
 Most statements must not wait for another transaction's lock on their row: 1205 or 3572, nothing has happened. MariaDB
 sets that for one statement (`SET STATEMENT ... FOR`). MySQL has NOWAIT for reads alone, so there an update first reads
 its row in a derived table with FOR UPDATE NOWAIT, and changes what it has locked; LIMIT keeps the optimizer from
-merging the two. The others wait for one second, by the session's settings (`dblock.sessions`).
+merging the two. The others wait for one second, by the session's settings (`dblock.drivers.sessions`).
 
 `/*M! */` is SQL for MariaDB and a comment for MySQL, `/*!80017 */` the other way round.
 

@@ -12,8 +12,8 @@ from typing import Any
 from dblock.core.errors import LockError, Reason
 from dblock.core.log import warn
 from dblock.core.protocol import queue
-from dblock.core.protocol.drive import Store
 from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.store import Store
 from dblock.core.wakeup.registry import Wakeup
 
 

@@ -15,8 +15,9 @@ from dblock.core.holding.flow import Hold
 from dblock.core.holding.lease import Loss
 from dblock.core.log import warn
 from dblock.core.protocol import tenures
-from dblock.core.protocol.drive import Store, drive
+from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.store import Store
 from dblock.core.values import Grant, Tenure
 from dblock.core.watchdog.heartbeats import Heartbeat
 

@@ -32,7 +32,8 @@ from dblock.core.errors import Reason, StoreBusy
 from dblock.core.holding.flow import Flows, Hold
 from dblock.core.holding.lease import Loss
 from dblock.core.log import warn
-from dblock.core.protocol.drive import Store, adrive
+from dblock.core.protocol.drive import adrive
+from dblock.core.protocol.store import Store
 from dblock.core.watchdog.heartbeats import Heartbeat, Place
 from dblock.core.watchdog.renewals import Renewal, Renewer, quietly
 

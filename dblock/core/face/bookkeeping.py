@@ -1,0 +1,78 @@
+"""Keeping the books of what a flow holds: with the flow, with the watchdog, and with the local queue.
+
+Rule: a function here acts for the flow that runs it, on that flow's hold and on no other's.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from dblock.core import runtime
+from dblock.core.acquire.site import Site
+from dblock.core.errors import LockError, Reason
+from dblock.core.face.base import BaseLock
+from dblock.core.holding.flow import Entry, Flow, Hold
+from dblock.core.holding.lease import Loss
+from dblock.core.identity import celery_task_id
+from dblock.core.protocol import tenures
+from dblock.core.protocol.steps import Steps
+from dblock.core.runtime import current_flow
+from dblock.core.values import Grant
+
+
+def begin_hold(
+    lock: BaseLock, flow: Flow, grant: Grant, entry: Entry, outer: Hold | None, *, others: int | None = None
+) -> Hold:
+    """The flow holds a tenure from now on."""
+    store = lock._store()
+    hold = Hold(store, flow, grant, entry, outer if outer and outer.open_entries() else None)
+    hold.shared_entries = others
+    if store.asynchronous:
+        hold.loop = sys.modules["asyncio"].get_running_loop()
+    for over in list(flow.holds.values()) if flow.holds else ():
+        if over.lease.loss is not None and not over.wanted:  # nobody has left it, and nobody will
+            forget(over)
+    try:
+        lock._opened(hold)
+        runtime.current.watchdog.add(hold)
+        flow.holds[store, lock._key] = hold  # last: no signal handler runs between this and our return
+    except BaseException:
+        runtime.current.watchdog.discard(hold)
+        hold.entries = []
+        raise
+    return hold
+
+
+def forget(hold: Hold) -> None:
+    runtime.current.watchdog.discard(hold)
+    flow, place = hold.flow(), (hold.store, hold.tenure.key)
+    if flow is not None and flow.holds.get(place) is hold:
+        outer = next((each for each in hold.outers() if each.open_entries()), None)
+        if outer is None:
+            _ = flow.holds.pop(place, None)
+        else:
+            flow.holds[place] = outer
+
+
+def find_out(hold: Hold) -> Steps[None]:
+    """The database says that the tenure is over: why?"""
+    try:
+        loss = Loss(*(yield from tenures.why_lost(hold.store.database, hold.tenure)))
+    except LockError:
+        loss = Loss(Reason.EXPIRED)
+    hold.lease.explain(loss)
+    runtime.current.watchdog.announce(hold)
+
+
+def site_of(hold: Hold) -> Site:
+    return runtime.current.site(hold.store)
+
+
+def freed(hold: Hold) -> None:
+    """The key was given back to the database, not to a flow of this process."""
+    _ = site_of(hold).local_queues.freed(hold.tenure.key)
+
+
+def who_we_are() -> dict[str, Any]:
+    return {**current_flow().who, "task": celery_task_id()}

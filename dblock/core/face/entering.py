@@ -1,0 +1,148 @@
+"""Entering a lock: taking it, entering it once more, or by its token.
+
+Rule: whatever breaks an entry off, the row's count and ours agree afterwards, or the row ends with its lease.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TypeVar, cast
+
+from dblock.core import runtime
+from dblock.core.acquire import acquiring, handover
+from dblock.core.acquire.acquiring import Refused
+from dblock.core.acquire.local_queue import Request
+from dblock.core.errors import LockError, Reason
+from dblock.core.face.base import BaseLock
+from dblock.core.face.bookkeeping import begin_hold, forget, site_of, who_we_are
+from dblock.core.face.leaving import leave
+from dblock.core.holding.flow import Block, Entry, Hold
+from dblock.core.holding.lease import Loss
+from dblock.core.identity import celery_task_id
+from dblock.core.protocol import tenures
+from dblock.core.protocol.sending import Database
+from dblock.core.protocol.steps import Steps
+from dblock.core.runtime import current_flow
+from dblock.core.tokens import Token
+from dblock.core.values import Grant
+
+
+def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Steps[Refused | None]:
+    """None when acquired; else why not."""
+    if lock.forked_from is not None:
+        raise lock._forked()
+    store, flow, ttl = lock._store(), current_flow(), lock._ttl
+    database, place, entry = store.database, (store, lock._key), Entry(lock, kind)
+    hold = flow.holds.get(place)
+    if hold is not None and hold.is_snapshot:
+        hold = None  # a callback that looks at its lock's hold is a flow of its own
+    if hold is not None:
+        if (yield from _reenter(lock, database, hold, ttl, entry)):
+            return None
+        _ = hold.lease.lose(Loss(Reason.EXPIRED))  # a new tenure follows; whoever entered before has lost this one
+        runtime.current.watchdog.announce(hold)
+    options, site = lock.options, runtime.current.site(store)
+    request = Request(
+        key=lock._key,
+        ttl=ttl,
+        life=ttl + options.grace,
+        label=options.label,
+        fair=int(options.fair),
+        flow=flow.name,
+        task=celery_task_id(),
+        **flow.who,
+    )
+    found: Grant | Refused | None = None
+    try:
+        found = yield from acquiring.acquire(
+            site,
+            request,
+            timeout,
+            functools.partial(runtime.current.attendant, store),
+            held_in_process=runtime.current.watchdog.holds(store, lock._key),
+            held=lambda: [other.tenure.owner for other in flow.holds.values() if other.lease.loss is None],
+        )
+        if isinstance(found, Grant):
+            _ = begin_hold(lock, flow, found, entry, hold)
+            return None
+    except BaseException:
+        known = flow.holds.get(place)
+        # Interrupted when it was granted, and not held yet?
+        if isinstance(found, Grant) and (known is None or known.tenure != found.tenure):
+            with contextlib.suppress(LockError):
+                yield from handover.give_back(site, lock._key, found.tenure.owner)
+        raise
+    return found
+
+
+def enter(lock: BaseLock) -> Steps[None]:
+    hold = lock._hold()
+    if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:
+        hold.entries[-1] = Entry(lock, "with")
+    else:
+        refused = yield from acquire(lock, lock._timeout, "with")
+        if refused is not None:
+            raise lock._timed_out(refused) from refused.busy
+        hold = cast("Hold", lock._hold_here())
+    lock._blocks.append(Block(hold.entries[-1], hold))
+
+
+L = TypeVar("L", bound=BaseLock)
+
+
+def attach(lock: L, token: Token) -> Steps[L]:
+    store, flow, tenure = lock._store(), current_flow(), token.tenure
+    database, entry = store.database, Entry(lock, "attach")
+    attached = yield from tenures.attach(database, tenure, who_we_are(), token.ttl, token.grace)
+    if attached is None:
+        loss = Loss(*(yield from tenures.why_lost(database, tenure)))
+        raise lock._lost_tenure(tenure.fence, loss)
+    grant, count = attached
+    hold = flow.holds.get((store, lock._key))
+    if hold is not None and hold.tenure == tenure and hold.lease.lengthen(grant):
+        hold.shared_entries = count - len(hold.entries) - 1
+        hold.entries = [*hold.entries, entry]
+    else:
+        if hold is not None:
+            _ = hold.lease.lose(Loss(Reason.EXPIRED))
+        hold = begin_hold(lock, flow, grant, entry, hold, others=count - 1)
+    if hold.lease.remaining() <= 0:  # the answer came too late to be of use
+        kept = hold.entries[:-1]
+        if not kept:
+            forget(hold)
+        hold.entries = kept
+        _ = yield from leave(hold)
+        raise lock._lost(hold)
+    return lock
+
+
+def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: Entry) -> Steps[bool]:
+    """Enter a hold of this flow once more; False if it is over."""
+    if hold.lease.remaining() <= 0:
+        return False
+    if hold.shared_entries is not None:
+        attached = yield from tenures.attach(database, hold.tenure, who_we_are(), ttl, hold.lease.grace)
+        if attached is None or not hold.lease.lengthen(attached[0]):
+            return False
+        hold.shared_entries = attached[1] - len(hold.entries) - 1
+        hold.entries = [*hold.entries, entry]
+        return True
+    kept = hold.open_entries()
+    try:
+        grant = yield from tenures.reenter(database, hold.tenure, len(kept), ttl, hold.lease.grace)
+        if grant is None:
+            return False
+        if hold.lease.lengthen(grant):
+            runtime.current.watchdog.add(hold)  # it may have been given up
+            hold.entries = [*kept, entry]  # no signal handler runs between this and our return
+            return True
+    except (GeneratorExit, LockError):
+        raise
+    except BaseException:  # interrupted: the row's count goes back to ours
+        if kept:  # an open transaction that keeps it counts as one, before and after
+            with contextlib.suppress(LockError):
+                _ = yield from handover.release(site_of(hold), hold.tenure, len(kept) + 1)
+        raise
+    _ = yield from handover.release(site_of(hold), hold.tenure, len(kept) + 1)  # the answer came too late to be of use
+    return False

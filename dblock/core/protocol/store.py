@@ -1,0 +1,47 @@
+"""What the core needs of a face: a database, and who runs statements on it.
+
+Rule: nothing of the core knows more about a connection than this.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from dblock.core.protocol.sending import Database
+from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.statements.base import Statement
+from dblock.core.wakeup.listener import NotificationSource
+
+
+class Store(NotificationSource, Protocol):
+    """A database, and who runs statements on it; a lock's row is found by its store and its key."""
+
+    @property
+    def database(self) -> Database:
+        """The protocol's view of it."""
+        ...
+
+    pin: Statement | None
+    """The statement `pin` as sessions of the caller's are to run it, once somebody has asked for it."""
+
+    def execute(self, step: Execute, /) -> Rows:
+        """Run one statement in this thread; the driver's errors come out as LockStoreErrors."""
+        ...
+
+    @property
+    def asynchronous(self) -> bool:
+        """Can it run statements on an event loop only?"""
+        ...
+
+    @property
+    def renewable(self) -> bool:
+        """Does another thread's connection see the same rows?"""
+        ...
+
+    def before_waiting(self) -> None:
+        """Raise LockTimeout where a wait could not end well, because we keep the holder from going on."""
+        ...
+
+    async def aexecute(self, step: Execute, /) -> Rows:
+        """The same on the running event loop."""
+        ...
