@@ -144,6 +144,18 @@ def test_links_lead_somewhere(page: str) -> None:
         assert {link for link in links if link.startswith("docs/")} == set(PAGES[1:])
 
 
+def test_the_house_is_drawn_as_it_stands() -> None:
+    """Every file that the architecture names is there, and every room of the core is in the drawing."""
+    page = text("docs/architecture.md")
+    for path in re.findall(r"`((?:dblock|tests)/[\w/.]+)`", page):
+        assert (ROOT / path).exists(), path
+    drawing = page.split("```")[1]
+    core = ROOT / "dblock/core"
+    rooms = {path.stem for path in core.rglob("*.py") if path.stem != "__init__"}
+    folders = {f"{path.parent.name}/" for path in core.glob("*/__init__.py")}
+    assert not {room for room in rooms | folders if not re.search(rf"(?<![\w]){room}(?![\w])", drawing)}
+
+
 def test_every_public_name_is_explained() -> None:
     """Names, options, settings and reasons: in the reference, or on the page that they belong to."""
     everything = "\n".join(text(page) for page in PAGES)
