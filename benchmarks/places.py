@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from sqlalchemy import create_engine, text
 
 from sqlalchemy_dblock import metadata
-from tests.servers import MariaDB, PostgreSQL, running
+from tests.support.servers import MariaDB, PostgreSQL, running
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.servers import MariaDB, PostgreSQL
+from tests.support.servers import MariaDB, PostgreSQL
 
 ROUNDS, CYCLES = 15, 100
 Cycle = Callable[[int], None]

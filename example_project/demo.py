@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from example_project.seller import SKU
-from tests.servers import MariaDB, MissingServer, PostgreSQL
+from tests.support.servers import MariaDB, MissingServer, PostgreSQL
 
 
 @dataclass

@@ -10,7 +10,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, MutableMapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,8 +21,8 @@ from sqlalchemy.engine import Dialect, Engine, make_url
 
 from dblock.core import runtime, timing
 from dblock.core.runtime import current_flow
-from tests.proxy import Proxy
-from tests.servers import MariaDB, MySQL, PgBouncer, PostgreSQL, Server, free_port, remove_leftovers
+from tests.support.proxy import Proxy
+from tests.support.servers import MariaDB, MySQL, PgBouncer, PostgreSQL, Server, free_port, remove_leftovers
 
 MYSQL_URL = os.environ.get("MYSQL_URL", "")
 """A throw-away server of MySQL itself, `mysql://user:password@host:port`, where there is no tree to start one from."""
@@ -91,7 +90,7 @@ def pytest_configure() -> None:
 
 def timed(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
     """Let the protocol go by other times; those that are not named stay."""
-    monkeypatch.setattr(timing, "DEFAULT", replace(timing.DEFAULT, **seconds))
+    monkeypatch.setattr(timing, "DEFAULT", timing.DEFAULT._replace(**seconds).checked())
 
 
 SELDOM = {"poll_min": 3600.0, "poll_max": 36000.0, "poll_notified": 36000.0, "unresponsive_after": 90000.0}

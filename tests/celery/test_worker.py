@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import Redis, running
+from tests.support.servers import Redis, running
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.conftest import ready
-from tests.contract.subjects import MATRIX, Actor, Subject
+from tests.support.subjects import MATRIX, Actor, Subject
 
 
 @pytest.fixture(params=MATRIX, ids=str)

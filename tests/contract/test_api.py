@@ -14,8 +14,8 @@ import pytest
 
 from dblock.core.errors import InvalidKey, LockLost, LockTimeout, Reason
 from tests.conftest import ALIASES
-from tests.contract.subjects import MATRIX, Actor, Subject
 from tests.contract.test_lease import FREE, STEAL, attach, until
+from tests.support.subjects import MATRIX, Actor, Subject
 
 ASYNCHRONOUS = [subject for subject in MATRIX if subject.face == "async"]
 LOOPS = [subject for subject in ASYNCHRONOUS if subject.variant == "sqlalchemy"]

@@ -18,7 +18,7 @@ from asgiref.sync import sync_to_async
 
 from dblock import LockLost, LockNotHeld
 from sqlalchemy_dblock import SynchronousOnlyOperation
-from tests.contract.subjects import MATRIX, Actor, Subject
+from tests.support.subjects import MATRIX, Actor, Subject
 
 SYNC = [subject for subject in MATRIX if subject.face == "sync"]
 

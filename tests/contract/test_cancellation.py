@@ -12,7 +12,7 @@ import pytest
 
 from sqlalchemy_dblock import attach
 from tests.conftest import ALIASES
-from tests.contract.subjects import MATRIX, Actor, Subject
+from tests.support.subjects import MATRIX, Actor, Subject
 
 pytestmark = pytest.mark.parametrize(
     "subject", [each for each in MATRIX if each.face == "async"], indirect=True, ids=str

@@ -12,7 +12,7 @@ import pytest
 from dblock.core.errors import LockStoreError, StoreUnanswered
 from dblock.core.protocol.steps import Execute
 from dblock.core.statements.base import Dialect, Statement
-from tests.contract.subjects import Actor, Subject
+from tests.support.subjects import Actor, Subject
 
 # What the server, or the driver by itself, refuses: grammar, arithmetic, a missing table and column, a broken
 # constraint; a statement without rows where some were to come; a parameter that is out of range.

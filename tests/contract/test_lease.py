@@ -18,7 +18,7 @@ from dblock.core.errors import InvalidToken, LockLost, LockNotHeld, LockTimeout,
 from dblock.core.protocol.steps import Execute, Rows, execute
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Token, token_text
-from tests.contract.subjects import MATRIX, Actor, Subject, Twin, twin
+from tests.support.subjects import MATRIX, Actor, Subject, Twin, twin
 
 ASYNCHRONOUS = [subject for subject in MATRIX if subject.face == "async"]
 STEAL = "UPDATE locks SET owner = 'stranger', fence = fence + 5, host = 'elsewhere' WHERE lock_key = :key"

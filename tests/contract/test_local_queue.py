@@ -11,9 +11,9 @@ from dblock.core import runtime
 from dblock.core.acquire import local_queue
 from dblock.core.face.executor import BaseStore
 from tests.conftest import timed
-from tests.contract.subjects import Actor, Subject
 from tests.contract.test_queue import LATER, lined_up, stranger, waiters
-from tests.faults.lab import until
+from tests.support.lab import until
+from tests.support.subjects import Actor, Subject
 
 
 @pytest.fixture

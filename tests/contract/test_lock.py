@@ -15,7 +15,7 @@ import pytest
 from dblock.core.errors import InvalidKey, LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout
 from dblock.core.values import TTL_MIN
 from tests.conftest import INNODB
-from tests.contract.subjects import Actor, Subject
+from tests.support.subjects import Actor, Subject
 
 
 def test_a_lock_is_a_row_while_it_is_held_and_after(subject: Subject, actor: Actor) -> None:

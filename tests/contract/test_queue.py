@@ -13,9 +13,9 @@ from dblock.core import runtime
 from dblock.core.errors import LockDeadlock, LockLost
 from dblock.core.protocol.steps import Execute, Rows
 from tests.conftest import SELDOM, timed
-from tests.contract.subjects import Actor, Subject, twin
 from tests.contract.test_lease import attach
-from tests.faults.lab import remaining, until
+from tests.support.lab import remaining, until
+from tests.support.subjects import Actor, Subject, twin
 
 
 def waiters(subject: Subject) -> int:

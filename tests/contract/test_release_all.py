@@ -16,8 +16,8 @@ from dblock.core.errors import StoreBusy, StoreConflict
 from dblock.core.face.executor import BaseStore
 from dblock.core.protocol.steps import Execute
 from tests.conftest import ALIASES, timed
-from tests.contract.subjects import Actor, Subject, twin
-from tests.faults.lab import until
+from tests.support.lab import until
+from tests.support.subjects import Actor, Subject, twin
 
 
 def release_all(subject: Subject) -> Any:

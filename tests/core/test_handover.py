@@ -11,8 +11,8 @@ from dblock.core.errors import StoreConflict, StoreUnanswered
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.values import Tenure
-from tests.core.test_protocol import World, lost_after, raising
-from tests.core.test_protocol import play as perform
+from tests.support.model import World, lost_after, raising
+from tests.support.model import play as perform
 
 
 class SharedWorld(World):

@@ -341,7 +341,7 @@ def test_a_thread_that_ends_without_releasing(store: FakeStore) -> None:
     assert store.sent.count("renew") == 0
 
 
-def test_the_keeper_ends_when_idle(store: FakeStore) -> None:
+def test_the_watchdog_ends_when_idle(store: FakeStore) -> None:
     """Its threads too; the next lock starts it again."""
     for _ in range(2):
         with FakeLock(store, ttl=0.6):
@@ -466,7 +466,7 @@ def test_a_loss_found_at_the_release_is_told_too(store: FakeStore) -> None:
     wait_until(lambda: told == [Reason.GONE])
 
 
-def test_the_keeper_survives_what_logging_raises(store: FakeStore) -> None:
+def test_the_watchdog_survives_what_logging_raises(store: FakeStore) -> None:
     """Such as a filter that needs a request."""
     told: list[Reason] = []
 
@@ -485,7 +485,7 @@ def test_the_keeper_survives_what_logging_raises(store: FakeStore) -> None:
         log.removeFilter(fails)
 
 
-def test_a_keeper_that_cannot_start_is_tried_again(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watchdog_that_cannot_start_is_tried_again(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of threads: the lock is held all the same, and the next one starts the watch for both."""
     wait_until(lambda: runtime.current.watchdog._thread is None)
 

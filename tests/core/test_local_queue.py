@@ -22,8 +22,8 @@ from dblock.core.values import Grant, Tenure
 from dblock.core.wakeup.local_socket import LocalSocket
 from dblock.core.wakeup.registry import Wakeup, Wakeups
 from tests.conftest import timed
-from tests.core.test_protocol import Interrupted, Post, World, lost_after, play, raising, wish
 from tests.core.test_queue import HOUR, Kept
+from tests.support.model import Interrupted, Post, World, lost_after, play, raising, wish
 
 
 @dataclass
@@ -187,7 +187,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("deaf")
-def test_nobody_in_a_line_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_in_a_local_queue_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes with several flows each: all are served, most by a hand-over inside the process."""
     turns, overtaken = 0, list[int]()
     monkeypatch.setattr(local_queue, "MAX_LOCAL_HANDOVERS", 3)
@@ -204,7 +204,7 @@ def test_nobody_in_a_line_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("deaf")
-def test_some_do_not_stand_in_line() -> None:
+def test_unfair_flows_between_those_of_a_local_queue() -> None:
     """Flows with `fair=False` take the key between those of a line, each of whom still gets it once at a time."""
     for seed in range(300):
         world, log = schedule(seed, barging=0.4)
@@ -227,7 +227,7 @@ def test_whatever_goes_wrong_nothing_is_left() -> None:
     assert free > 540
 
 
-def test_whoever_comes_during_a_try_stands_behind_it() -> None:
+def test_whoever_comes_during_a_take_attempt_waits_behind_it() -> None:
     """Neither overtakes the other: the one that tried first is first in line when the try fails."""
     world = World()
     process = Process(world)
@@ -354,7 +354,7 @@ def test_nor_is_it_anybodys_whose_heir_has_gone() -> None:
     assert process.nobody()
 
 
-def test_a_holder_that_hangs_keeps_its_line_no_longer_than_its_lease() -> None:
+def test_a_holder_that_hangs_keeps_its_local_queue_no_longer_than_its_lease() -> None:
     """Whoever was chosen and is told nothing looks, and asks for itself once the tenure it was offered is over."""
     world, process, tenure, heir = holder_and_heir(300)
     holder = handover.pass_on(process.site, tenure, 0, 0)
@@ -419,7 +419,7 @@ def test_the_last_one_leaves_while_the_key_is_given_back(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("how", ["unseen", "closed", "still"])
-def test_whoever_is_not_seen_is_put_out(how: str) -> None:
+def test_an_unresponsive_waiter_is_passed_over(how: str) -> None:
     """A first one that is stuck, or whose event loop is closed or stands still: it is not handed the key, and keeps
     nobody waiting; when it comes again it stands last."""
     world = World()
@@ -463,7 +463,7 @@ def test_a_holder_takes_back_its_own_choice_only() -> None:
 
 
 @pytest.mark.parametrize("time", [0.0, 1e9])
-def test_a_line_goes_by_the_clock_of_its_database(time: float) -> None:
+def test_a_local_queue_goes_by_the_clock_of_its_database(time: float) -> None:
     """However far that is from any other clock of the process: how long the machine has run must not matter."""
     world, member = World(time=time), LocalWaiter(wish())
     place = world.site().local_queues
@@ -474,7 +474,7 @@ def test_a_line_goes_by_the_clock_of_its_database(time: float) -> None:
     assert not place._lines
 
 
-def test_a_line_that_everybody_was_put_out_of() -> None:
+def test_a_local_queue_whose_waiters_were_all_passed_over() -> None:
     """Nobody is left there; whoever comes again founds another one, which all find."""
     world = World()
     one, other = (LocalWaiter(wish()) for _ in range(2))

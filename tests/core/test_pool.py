@@ -14,7 +14,7 @@ from dblock.core import clock
 from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import AutocommitPool, PooledConnection
 from dblock.core.errors import StoreConflict
-from tests.faults.lab import until
+from tests.support.lab import until
 
 
 class Pool(AutocommitPool):

@@ -23,7 +23,7 @@ from dblock.core.statements import DIALECTS
 from dblock.core.values import Grant, Tenure
 from dblock.core.wakeup.registry import Wakeup, Wakeups
 from tests.conftest import timed
-from tests.core.test_protocol import World, lost_after, play, raising, wish
+from tests.support.model import World, lost_after, play, raising, wish
 
 KINDS = ("postgresql", "mysql")
 HOUR = 3600.0
@@ -381,7 +381,7 @@ def test_a_hand_over_that_finds_a_row_locked_calls_the_first(kind: str) -> None:
     world.wakeups.unregister("k", tickets[1], wakeup)
 
 
-def test_two_bells_with_one_ticket() -> None:
+def test_two_wakeups_with_one_ticket() -> None:
     """Of two databases, or of two engines: both are woken, and one that is unregistered leaves the other."""
     registry, one, other = Wakeups(), Wakeup(), Wakeup()
     registry.register("k", 5, one)
@@ -395,7 +395,7 @@ def test_two_bells_with_one_ticket() -> None:
     assert not registry.anybody_waits()
 
 
-def test_a_bell_that_is_rung_before_it_hangs() -> None:
+def test_a_wakeup_that_is_notified_before_it_is_registered() -> None:
     """The key may be handed over before the waiter has its ticket."""
     registry, wakeup = Wakeups(), Wakeup()
     assert not registry.notify("k", 12345)

@@ -20,7 +20,7 @@ from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
 from dblock.core.values import Grant
 from dblock.core.wakeup.local_socket import LocalSocket, Subscription
-from tests.core.test_protocol import World, wish
+from tests.support.model import World, wish
 
 
 class ModelStore:

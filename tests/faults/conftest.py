@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import pytest
 
 from tests.conftest import INNODB, POOLER, ready
-from tests.contract.subjects import Actor, Subject
-from tests.faults.lab import LONG, SYNC, Wired, close_django, ledger
-from tests.proxy import Proxy
+from tests.support.lab import LONG, SYNC, Wired, close_django, ledger
+from tests.support.proxy import Proxy
+from tests.support.subjects import Actor, Subject
 
 ALL_WIRES = [
     ("django", "sync", "postgresql", ""),

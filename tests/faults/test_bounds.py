@@ -26,11 +26,11 @@ from dblock.core import runtime, timing
 from sqlalchemy_dblock import db_lock, metadata
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, POOLER, SERVERS, observer, ready, run, timed, url
-from tests.contract.subjects import MATRIX, Actor, Subject
 from tests.faults.conftest import ALL_WIRES, Wire, name_of
-from tests.faults.lab import until
-from tests.proxy import Proxy
-from tests.servers import MySQL, free_port, running
+from tests.support.lab import until
+from tests.support.proxy import Proxy
+from tests.support.servers import MySQL, free_port, running
+from tests.support.subjects import MATRIX, Actor, Subject
 
 pytestmark = pytest.mark.exact
 

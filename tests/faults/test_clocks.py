@@ -14,8 +14,8 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from tests.conftest import ALIASES, run
-from tests.contract.subjects import Subject
-from tests.faults.lab import FEW, Remote, remaining, until
+from tests.support.lab import FEW, Remote, remaining, until
+from tests.support.subjects import Subject
 
 WRONG = {"django": "3600", "sqlalchemy": "-3600"}
 

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from sqlalchemy_dblock import LockLost, db_lock, metadata
-from tests.servers import MariaDB, MySQL, PostgreSQL, Server, running
+from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, running
 
 SERVERS: dict[str, tuple[Callable[[], Server], str]] = {
     "postgresql": (PostgreSQL, "postgresql+psycopg://dblock@127.0.0.1:{}/postgres"),

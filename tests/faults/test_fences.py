@@ -22,10 +22,10 @@ from dblock.core.protocol.drive import drive
 from dblock.core.protocol.store import Store
 from dblock.core.values import Tenure
 from tests.conftest import run
-from tests.contract.subjects import Actor, Subject
-from tests.faults.lab import FEW, expire, hold_of, times, until
 from tests.faults.test_crash import SERVERS
-from tests.servers import running
+from tests.support.lab import FEW, expire, hold_of, times, until
+from tests.support.servers import running
+from tests.support.subjects import Actor, Subject
 
 SEED = random.SystemRandom().randrange(2**32)
 

@@ -32,8 +32,8 @@ from dblock.core import runtime
 from dblock.core.errors import LockLost
 from dblock.core.runtime import current_flow
 from tests.conftest import ready
-from tests.contract.subjects import MATRIX, Actor, Subject
-from tests.faults.lab import LONG, SYNC, alive, close_django, threads, times, until
+from tests.support.lab import LONG, SYNC, alive, close_django, threads, times, until
+from tests.support.subjects import MATRIX, Actor, Subject
 
 TTL = 0.4
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from tests.conftest import timed
 from tests.contract.test_lease import attach
 from tests.contract.test_queue import LATER
 from tests.faults.conftest import ALL_WIRES, Wire, name_of
-from tests.faults.lab import alive, hold_of, remaining, times, until
+from tests.support.lab import alive, hold_of, remaining, times, until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers whose connections were cut

@@ -9,9 +9,9 @@ import pytest
 
 from dblock.core.errors import StoreLocked
 from tests.conftest import run
-from tests.contract.subjects import Subject
-from tests.faults.lab import FEW, Remote, until
-from tests.faults.remote import guarded_write
+from tests.support.lab import FEW, Remote, until
+from tests.support.remote import guarded_write
+from tests.support.subjects import Subject
 
 TTL = 0.4
 

@@ -20,10 +20,10 @@ from dblock.core import runtime, timing
 from dblock.core.statements import DIALECTS
 from sqlalchemy_dblock import LockTimeout, db_lock, metadata
 from tests.conftest import DATABASES, INNODB, observer, ready, run, timed, url
-from tests.contract.subjects import Actor, Subject
 from tests.contract.test_queue import LATER, listen_in, short_waits, wait_for, waiters
-from tests.faults.lab import FEW, SYNC, Remote, times, until
-from tests.servers import MariaDB, MySQL, PostgreSQL, Server
+from tests.support.lab import FEW, SYNC, Remote, times, until
+from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server
+from tests.support.subjects import Actor, Subject
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of drivers whose server went away
 
@@ -60,7 +60,7 @@ def test_dead_waiters_are_passed_over_together(
     k = times(5, 19)
     holder = subject.lock("k", ttl=60)
     with Remote(subject) as remote:  # whoever is not fair stands alone, as if it were a process of its own
-        remote.do("setattr(timing, 'DEFAULT', replace(timing.DEFAULT, waiter_ttl=3.0, heartbeat_interval=1.0))")
+        remote.do("setattr(timing, 'DEFAULT', timing.DEFAULT._replace(waiter_ttl=3.0, heartbeat_interval=1.0))")
         if with_holder:
             remote.do("(lock := subject.lock('k', ttl=1.5)).acquire()")
         else:

@@ -20,8 +20,8 @@ from dblock.core.errors import LockError, LockLost, LockStoreError
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import db_lock
 from tests.conftest import ready, run, url
-from tests.contract.subjects import MATRIX, Subject
-from tests.faults.lab import FEW, alive, hold_of, remaining, threads, times, until
+from tests.support.lab import FEW, alive, hold_of, remaining, threads, times, until
+from tests.support.subjects import MATRIX, Subject
 
 ASYNC = [(cell.database, cell.driver) for cell in MATRIX if cell.driver not in {"", "asyncmy"}]
 

@@ -25,8 +25,8 @@ from dblock.core.runtime import current_flow
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Failure
 from tests.conftest import timed
-from tests.contract.subjects import Subject
-from tests.faults.lab import alive, expire, hold_of, remaining, until
+from tests.support.lab import alive, expire, hold_of, remaining, until
+from tests.support.subjects import Subject
 
 
 def sqlite_error(name: str) -> Exception:

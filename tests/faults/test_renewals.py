@@ -17,7 +17,7 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
 from dblock.core.values import Grant, Tenure
 from tests.conftest import ready, run, url
-from tests.faults.lab import times, until
+from tests.support.lab import times, until
 
 
 def numbers(sql: str) -> list[int]:

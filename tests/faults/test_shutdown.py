@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import ready
-from tests.contract.subjects import MATRIX, Subject
-from tests.faults.lab import FEW, ROOT, Remote, alive, remaining, until
+from tests.support.lab import FEW, ROOT, Remote, alive, remaining, until
+from tests.support.subjects import MATRIX, Subject
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system"),
@@ -25,7 +25,7 @@ SETUP = """
 import sys
 import django
 django.setup()
-from tests.contract.subjects import Subject
+from tests.support.subjects import Subject
 subject = Subject(*sys.argv[1:])
 """
 

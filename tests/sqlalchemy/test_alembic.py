@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import Engine, inspect
 
 from tests.conftest import observer
-from tests.pages import block
-from tests.test_schema import apply, describe, scratch
+from tests.project.test_schema import apply, describe, scratch
+from tests.support.pages import block
 
 __all__ = ["scratch"]
 

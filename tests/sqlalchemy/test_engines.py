@@ -31,8 +31,8 @@ from sqlalchemy_dblock import (
 from sqlalchemy_dblock.connections import EnginePool
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, SERVERS, ready, run, url
-from tests.faults.lab import until
-from tests.servers import free_port
+from tests.support.lab import until
+from tests.support.servers import free_port
 
 
 def test_the_kind_of_engine_decides_the_kind_of_lock() -> None:

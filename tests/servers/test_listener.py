@@ -16,9 +16,9 @@ from dblock.drivers.listening import PsycopgSubscription
 from dblock.store import store_for
 from sqlalchemy_dblock import db_lock
 from tests.conftest import SELDOM, ready, run, timed, url
-from tests.contract.subjects import MATRIX, Actor, Subject
 from tests.contract.test_queue import waiters
-from tests.faults.lab import Remote, times, until
+from tests.support.lab import Remote, times, until
+from tests.support.subjects import MATRIX, Actor, Subject
 
 ROUNDS = times(5, 20)
 CALLED = [subject for subject in MATRIX if subject.database == "postgresql"]
@@ -55,7 +55,9 @@ def test_the_database_calls(subject: Subject, before: str) -> None:
 
 @pytest.mark.usefixtures("deaf")
 @pytest.mark.parametrize("subject", MATRIX, ids=str)
-def test_a_neighbour_rings(request: pytest.FixtureRequest, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_neighbour_notifies(
+    request: pytest.FixtureRequest, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A release in another process of this machine wakes the waiter, on every database; PostgreSQL calls nobody."""
     ready(request, subject.database)
     timed(monkeypatch, **SELDOM)

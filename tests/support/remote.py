@@ -1,4 +1,4 @@
-"""A process of its own that does what it is told: `python -m tests.faults.remote VARIANT DATABASE`.
+"""A process of its own that does what it is told: `python -m tests.support.remote VARIANT DATABASE`.
 
 It evaluates each line of its input and answers with a line of JSON. `DBLOCK_TEST_SHIFT` sets its wall clock wrong by so
 many seconds before anything of ours is imported.
@@ -13,7 +13,6 @@ import random
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 SHIFT = float(os.environ.get("DBLOCK_TEST_SHIFT", "0"))
@@ -48,7 +47,7 @@ from sqlalchemy import text  # noqa: E402
 
 from dblock.core import runtime, timing  # noqa: E402, F401 - the runtime for the commands
 from tests.conftest import ALIASES, PATIENT, SELDOM  # noqa: E402
-from tests.contract.subjects import Subject  # noqa: E402
+from tests.support.subjects import Subject  # noqa: E402
 
 
 class Transaction:
@@ -103,7 +102,7 @@ def guarded_write(subject: Subject, lock: Any, number: int) -> None:
 
 def contend(subject: Subject, seed: int, count: int) -> int:
     """Take and give back two keys from three threads, and never look for oneself; how many hand-overs there were."""
-    timing.DEFAULT = replace(timing.DEFAULT, **SELDOM)
+    timing.DEFAULT = timing.DEFAULT._replace(**SELDOM).checked()
 
     def flow(number: int) -> int:
         chance, turns = random.Random(seed * 10 + number), 0
@@ -137,5 +136,5 @@ def main(variant: str, database: str) -> None:
 
 
 if __name__ == "__main__":
-    timing.DEFAULT = replace(timing.DEFAULT, single_try=PATIENT)
+    timing.DEFAULT = timing.DEFAULT._replace(single_try=PATIENT)
     main(*sys.argv[1:])

@@ -33,12 +33,12 @@ from dblock.models import table
 from dblock.store import DjangoStore
 from sqlalchemy_dblock import attach, db_lock, metadata_for, reap
 from tests.conftest import INNODB, observer, url
+from tests.project.test_schema import apply, describe, plain_ddl
 from tests.statements.laboratory import Session
-from tests.test_schema import apply, describe, plain_ddl
 
 pytestmark = pytest.mark.direct
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PREFIX = "App-1_"
 STRANGERS = "CREATE TABLE {} (id integer PRIMARY KEY, door integer NOT NULL)"
 ASYNC = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "mariadb": "aiomysql", "mysql": "asyncmy"}

@@ -23,7 +23,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from dblock.core.holding.flow import Hold
 from dblock.core.runtime import current_flow
 from tests.conftest import ALIASES, INNODB, run, url
-from tests.contract.subjects import MATRIX, Subject
+from tests.support.subjects import MATRIX, Subject
 
 LONG = os.environ.get("DBLOCK_FAULTS", "short") == "long"
 """The contract's own numbers, or as many as fit into a run of the suite."""
@@ -76,11 +76,11 @@ class RemoteError(Exception):
 
 
 class Remote:
-    """Another process, see `tests.faults.remote`; names that a command assigns with `:=` stay."""
+    """Another process, see `tests.support.remote`; names that a command assigns with `:=` stay."""
 
     def __init__(self, subject: Subject, **environment: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.remote", subject.variant, subject.database],
+            [sys.executable, "-m", "tests.support.remote", subject.variant, subject.database],
             cwd=ROOT,
             env={**os.environ, **environment},
             stdin=subprocess.PIPE,

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tests.conftest import ready
-from tests.contract.subjects import MATRIX, Actor, Subject
+from tests.support.subjects import MATRIX, Actor, Subject
 
 PAIRS = [
     (one, two)

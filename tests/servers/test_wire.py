@@ -15,7 +15,7 @@ import dblock
 import sqlalchemy_dblock
 from dblock.store import store_for
 from tests.conftest import INNODB, SELDOM, SERVERS, ready, run, timed, url
-from tests.proxy import Proxy
+from tests.support.proxy import Proxy
 
 
 @pytest.fixture(params=SERVERS)

@@ -22,9 +22,9 @@ from sqlalchemy import create_engine, text
 from dblock.core.statements import DIALECTS
 from sqlalchemy_dblock import db_lock
 from tests.conftest import DATABASES, ready, url
-from tests.faults.lab import until
-from tests.pages import ROOT, block
-from tests.servers import Redis, free_port, running
+from tests.support.lab import until
+from tests.support.pages import ROOT, block
+from tests.support.servers import Redis, free_port, running
 
 ASYNC = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "mariadb": "aiomysql", "mysql": "aiomysql"}
 

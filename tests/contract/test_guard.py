@@ -27,8 +27,8 @@ from dblock.core.statements.base import Reply, Statement
 from sqlalchemy_dblock import attach, reap
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
 from tests.conftest import ALIASES, DATABASES, INNODB, SERVERS, ready, run, url
-from tests.contract.subjects import Actor, Subject
-from tests.faults.lab import until
+from tests.support.lab import until
+from tests.support.subjects import Actor, Subject
 
 LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 KINDS = ("django", "django async", "connection", "session", "async connection", "async session")

@@ -14,7 +14,7 @@ from django.db import connections
 
 from dblock.core.errors import LockError
 from tests.conftest import run
-from tests.test_guard import KINDS, Client, client
+from tests.contract.test_guard import KINDS, Client, client
 
 __all__ = ["client"]
 

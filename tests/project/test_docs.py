@@ -17,9 +17,9 @@ from dblock.conf import Settings
 from dblock.core.options import Options
 from dblock.core.validation import valid_tables
 from tests import conftest
-from tests.contract.subjects import Actor, Subject
-from tests.faults.lab import FEW
-from tests.pages import PAGES, ROOT, block, blocks, text
+from tests.support.lab import FEW
+from tests.support.pages import PAGES, ROOT, block, blocks, text
+from tests.support.subjects import Actor, Subject
 
 DJANGO = """
 import django

@@ -15,8 +15,8 @@ from sqlalchemy import create_engine, text
 
 from sqlalchemy_dblock import db_lock
 from tests.conftest import SERVERS, observer, ready, run, url
-from tests.proxy import Proxy
-from tests.servers import free_port
+from tests.support.proxy import Proxy
+from tests.support.servers import free_port
 
 
 @pytest.mark.parametrize("database", SERVERS)

@@ -24,7 +24,7 @@ import sqlalchemy_dblock.transactions
 from dblock.core.errors import LockNotHeld
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import ready, url
-from tests.contract.subjects import MATRIX, Subject
+from tests.support.subjects import MATRIX, Subject
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 

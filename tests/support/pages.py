@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md")))]
 _BLOCK = re.compile(r"(?:<!-- run: (.*?) -->\n)?```(\w+)\n(.*?)```", re.DOTALL)
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.conftest import POOLER
-from tests.servers import HINTS, MissingServer, find_program
+from tests.support.servers import HINTS, MissingServer, find_program
 
 
 def missing() -> bool:
@@ -28,7 +28,7 @@ FEW = "postgresql and not django-async and not async-postgresql-psycopg"
 @pytest.mark.skipif(POOLER, reason="this is it")
 @pytest.mark.skipif(missing(), reason=HINTS["pgbouncer"])
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", ["tests/contract/test_queue.py", "tests/test_guard.py"])
+@pytest.mark.parametrize("part", ["tests/contract/test_queue.py", "tests/contract/test_guard.py"])
 def test_the_short_form_of_make_pooler(part: str) -> None:
     """What the lock, its queue and its guard promise holds there too."""
     done = subprocess.run(

@@ -1,0 +1,327 @@
+"""The tables as data: what the named statements do, without SQL, servers or threads.
+
+The model executes the statements as the SQL does (`tests/statements` holds that to the real servers); a test drives the
+generators of the protocol over it, one step at a time, in whatever order it likes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.site import Site
+from dblock.core.errors import StoreUnanswered
+from dblock.core.protocol.sending import Database
+from dblock.core.protocol.steps import Execute, Rows, Steps
+from dblock.core.statements import DIALECTS
+from dblock.core.statements.base import Dialect
+from dblock.core.wakeup.local_socket import LocalSocket
+from dblock.core.wakeup.registry import Wakeups
+
+
+class Post:
+    """Where a process of a world is called by its neighbours."""
+
+    neighbourhood = "world_"
+
+    def __init__(self, world: World, channel: str = "nowhere") -> None:
+        self._world, self.channel = world, channel
+
+    def notify(self, channel: str, key: str, ticket: int) -> bool:
+        self._world.calls.append(channel)
+        wakeups = self._world.listening.get(channel)
+        if wakeups is not None:
+            wakeups.notify(key, ticket)
+        return wakeups is not None
+
+
+def wish(key: str = "k", ttl: float = 30.0, *, fair: int = 1, flow: str = "f") -> Request:
+    """What a flow asks for."""
+    return Request(key, ttl, ttl, "", fair, flow, "h", 1, "t", "p", "")
+
+
+@dataclass
+class World:
+    """A table, its clock, and the local clock of everybody."""
+
+    time: float = 1000.0
+    dialect: Dialect = DIALECTS["postgresql"]
+    waiters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    granted: dict[str, list[int]] = field(default_factory=lambda: {"a": [0], "b": [0], "k": [0]})
+    """For each key the fences that were ever given out."""
+    served: dict[str, list[int]] = field(default_factory=dict)
+    """For each key the tickets that were served, in that order."""
+    wakeups: Wakeups = field(default_factory=Wakeups)
+    """Of the one process that all are in, unless they are said to be in another."""
+    listening: dict[str, Wakeups] = field(default_factory=dict)
+    """Those who wait in other processes, by the channel on which each is called."""
+    calls: list[str] = field(default_factory=list)
+    """The channels that neighbours have called."""
+    overtaken: int = 0
+    """How often in a row a key was handed over inside a process while others may have been waiting for it, at most."""
+    barged: int = 0
+    """How often a newcomer took a key for which others may have been waiting."""
+    _seen: set[str] = field(default_factory=set)
+    """The waiters that the statement under way sees."""
+
+    @property
+    def micros(self) -> int:
+        return int(self.time * 1_000_000)
+
+    def database(self) -> Database:
+        return Database(self.dialect, now=lambda: self.time)
+
+    def site(self) -> Site:
+        """The table as a flow sees it that shares nothing with others but being woken."""
+        return Site(self.database(), self.wakeups, lambda: cast("LocalSocket", Post(self)))
+
+    @property
+    def announces(self) -> bool:
+        """Does a join tell the key's row in the same statement?"""
+        return self.dialect.queue.join_answers
+
+    def snapshot(self) -> set[str]:
+        """The waiters that a statement which begins now will see, whenever it gets at the key's row."""
+        return set(self.waiters)
+
+    def execute(self, step: Execute, seen: set[str] | None = None) -> Rows:
+        """Let a statement take effect, which began when those were the waiters."""
+        name = step.statement.name
+        self.time += 1e-6  # no two statements read the same clock
+        self._seen = self.snapshot() if seen is None else seen
+        rows: Rows = getattr(self, f"_{name}")(dict(step.parameters))
+        return rows
+
+    def _queue(self, key: str, first: int, last: float = math.inf) -> list[dict[str, Any]]:
+        """The live waiters that the statement sees, in order."""
+        found = [
+            waiter
+            for owner, waiter in self.waiters.items()
+            if owner in self._seen and waiter["key"] == key and first <= waiter["ticket"] < last
+        ]
+        return sorted((w for w in found if w["expires_at"] > self.time), key=lambda waiter: waiter["ticket"])
+
+    def _join(self, p: dict[str, Any]) -> Rows:
+        row = self.rows.get(p["key"])
+        if row is None:
+            return []
+        ticket = max(row["last"] + 1, self.micros)
+        if any((waiter["key"], waiter["ticket"]) == (p["key"], ticket) for waiter in self.waiters.values()):
+            return []
+        if self.announces:
+            row["last"] = ticket
+        self.waiters[p["owner"]] = {**p, "ticket": ticket, "expires_at": self.time + p["place"]}
+        if self.announces:
+            ahead = len(self._queue(p["key"], row["served"] + 1))
+            return [(ticket, self._left(row), row["served"] + 1, min(ahead, 16))]
+        return [(ticket,)]
+
+    def _left(self, row: dict[str, Any]) -> float:
+        left: float = row["expires_at"] - self.time
+        return left if row["owner"] else min(left, 0.0)
+
+    def _announce(self, p: dict[str, Any]) -> Rows:
+        row = self.rows.get(p["key"])
+        if row is None or row["served"] >= p["ticket"]:
+            return []
+        row["last"] = max(row["last"], p["ticket"])
+        return [()]
+
+    def _queue_status(self, p: dict[str, Any]) -> Rows:
+        row = self.rows.get(p["key"])
+        if row is None:
+            return []
+        ahead = len(self._queue(p["key"], row["served"] + 1, p["ticket"]))
+        present = p["owner"] in self.waiters
+        return [(row["owner"] == p["owner"], self._left(row), row["served"] + 1, row["last"], min(ahead, 16), present)]
+
+    def _grant(self, p: dict[str, Any]) -> Rows:
+        row, queue = self.rows.get(p["key"]), self._queue(p["key"], p["first"])
+        if row is None or not queue or row["served"] >= queue[0]["ticket"]:
+            return []
+        if row["owner"] is not None and row["expires_at"] > self.time:
+            if (row["owner"], row["fence"]) != (p["owner"], p["fence"]):
+                return []
+            row["expires_at"] = self.time
+        heir = queue[0]
+        self._begin(row, {**heir, "life": min(heir["expires_at"] - self.time, heir["ttl"])})
+        self.rows[p["key"]]["last"] = max(row["last"], heir["ticket"])
+        self.rows[p["key"]]["served"] = heir["ticket"]
+        self.served.setdefault(p["key"], []).append(heir["ticket"])
+        return [(heir["ticket"], heir.get("channel"), None) if self.dialect.queue.grant_answers else (heir["ticket"],)]
+
+    def _channel(self, p: dict[str, Any]) -> Rows:
+        queue = self._queue(p["key"], p["ticket"])
+        return [(queue[0]["ticket"], queue[0].get("channel"))] if queue else []
+
+    def _call(self, p: dict[str, Any]) -> Rows:
+        return []
+
+    def _accept(self, p: dict[str, Any]) -> Rows:
+        row = self.rows.get(p["key"])
+        if row is None or row["owner"] != p["owner"] or row["expires_at"] <= self.time:
+            return []
+        row["expires_at"] = max(row["expires_at"], self.time + p["life"])
+        if self.dialect.queue.accept_leaves:
+            self.waiters.pop(p["owner"], None)
+        return [(row["fence"],)]
+
+    def _hand_over_local(self, p: dict[str, Any]) -> Rows:
+        row = self._tenure(p)
+        if row is None or row["count"] != 1 or row["expires_at"] <= self.time:
+            return []
+        streak = row.get("streak", 0) + (row["last"] != row["served"])
+        if row["last"] != row["served"] and p["turns"] <= 0:
+            return []
+        row["expires_at"] = self.time
+        rows = self._begin(row, {**p, "owner": p["heir"]})
+        self.rows[p["key"]]["streak"] = streak
+        self.overtaken = max(self.overtaken, streak)
+        return rows
+
+    def _leave_queue(self, p: dict[str, Any]) -> Rows:
+        return [()] if self.waiters.pop(p["owner"], None) else []
+
+    def _heartbeat(self, p: dict[str, Any]) -> Rows:
+        waiters = [self.waiters[owner] for owner in json.loads(p["owners"]) if owner in self.waiters]
+        for waiter in waiters:
+            waiter["expires_at"] = max(waiter["expires_at"], self.time + p["place"])
+        return [()] * len(waiters)
+
+    def _clear(self, p: dict[str, Any]) -> Rows:
+        row = self.rows.get(p["key"])
+        if row is None or row["last"] != p["last"] or self._queue(p["key"], row["served"] + 1):
+            return []
+        row["served"] = row["last"]
+        return [()]
+
+    def _begin(self, row: dict[str, Any] | None, p: dict[str, Any]) -> Rows:
+        if row is not None:
+            assert row["owner"] is None or row["expires_at"] <= self.time, "two tenures at a time"
+        fence = max(row["fence"] + 1, self.micros) if row else self.micros
+        assert fence > self.granted[p["key"]][-1], "a fence came back"
+        self.granted[p["key"]].append(fence)
+        self.rows[p["key"]] = {
+            "owner": p["owner"],
+            "fence": fence,
+            "count": 1,
+            "ttl": p["ttl"],
+            "acquired_at": self.time,
+            "expires_at": self.time + p["life"],
+            "last": row["last"] if row else 0,
+            "served": row["served"] if row else 0,
+        }
+        return [(fence,)]
+
+    def _take(self, p: dict[str, Any]) -> Rows:
+        row = self.rows.get(p["key"])
+        if row is None or (row["owner"] is not None and row["expires_at"] > self.time):
+            return []
+        if row["last"] == row["served"]:
+            return self._begin(row, p)
+        if p["fair"]:
+            return []
+        self.barged += 1
+        return self._begin(row, p)
+
+    def _create(self, p: dict[str, Any]) -> Rows:
+        return [] if p["key"] in self.rows else self._begin(None, p)
+
+    def _inspect(self, p: dict[str, Any]) -> Rows:
+        row = self.rows.get(p["key"])
+        if row is None:
+            return []
+        age, left = self.time - row["acquired_at"], row["expires_at"] - self.time
+        return [(row["owner"], row["fence"], row["count"], row["ttl"], age, left, "", "h", 1, "t", "p", "")]
+
+    def _tenure(self, p: dict[str, Any]) -> dict[str, Any] | None:
+        row = self.rows.get(p["key"])
+        return row if row and (row["owner"], row["fence"]) == (p["owner"], p["fence"]) else None
+
+    def _reenter(self, p: dict[str, Any]) -> Rows:
+        row = self._tenure(p)
+        if row is None or row["expires_at"] <= self.time:
+            return []
+        row["count"] = p["count"] + 1
+        row["expires_at"] = max(row["expires_at"], self.time + p["life"])
+        return [()]
+
+    def _extend(self, p: dict[str, Any]) -> Rows:
+        row = self._tenure(p)
+        if row is None or row["expires_at"] <= self.time:
+            return []
+        row["expires_at"] = self.time + p["life"]
+        return [()]
+
+    def _renew(self, p: dict[str, Any]) -> Rows:
+        rows = [self._tenure(lease) for lease in json.loads(p["leases"])]
+        alive = [row for row in rows if row and row["expires_at"] > self.time]
+        for row, lease in zip(rows, json.loads(p["leases"]), strict=True):
+            if row in alive and row:
+                row["expires_at"] = max(row["expires_at"], self.time + lease["life"])
+        return [()] * len(alive)
+
+    def _alive(self, p: dict[str, Any]) -> Rows:
+        rows = [(lease["key"], self._tenure(lease)) for lease in json.loads(p["leases"])]
+        return [(key, row["owner"], row["fence"]) for key, row in rows if row and row["expires_at"] > self.time]
+
+    def _release(self, p: dict[str, Any]) -> Rows:
+        row = self._tenure(p)
+        if row is None:
+            return []
+        row["count"] = p["count"] - 1
+        if not row["count"]:
+            row["owner"], row["expires_at"] = None, self.time
+        return [(row["served"] + 1 if row["owner"] is None and row["last"] > row["served"] else 0,)]
+
+
+class Interrupted(BaseException):
+    """A cancellation or Ctrl-C."""
+
+
+def play(
+    world: World,
+    steps: Steps[Any],
+    faults: dict[tuple[str, int], Callable[[Execute], Rows]],
+    reply: Any = None,
+    error: BaseException | None = None,
+) -> Any:
+    """Drive `steps`, perhaps on from an answer or an error; `faults` replaces the nth execution of a statement."""
+    seen: dict[str, int] = {}
+    while True:
+        try:
+            step = steps.send(reply) if error is None else steps.throw(error)
+        except StopIteration as done:
+            return done.value
+        reply = error = None
+        if not isinstance(step, Execute):
+            world.time += step.seconds
+            continue
+        number = seen[step.statement.name] = seen.get(step.statement.name, -1) + 1
+        world.time += 0.0001
+        try:
+            reply = faults.get((step.statement.name, number), world.execute)(step)
+        except BaseException as raised:
+            error = raised
+
+
+def lost_after(world: World) -> Callable[[Execute], Rows]:
+    """Executed, but the answer never came."""
+
+    def fault(step: Execute) -> Rows:
+        _ = world.execute(step)
+        raise StoreUnanswered("cut")
+
+    return fault
+
+
+def raising(error: BaseException) -> Callable[[Execute], Rows]:
+    def fault(step: Execute) -> Rows:
+        raise error
+
+    return fault
