@@ -29,6 +29,7 @@ from dblock.core import clock, runtime
 from dblock.core.connections.pool import KEPT, AutocommitPool, PooledConnection
 from dblock.core.errors import StoreConflict
 from dblock.core.holding.flow import current_task
+from dblock.core.statements import DIALECTS
 from dblock.drivers.sessions import set_up
 
 
@@ -129,7 +130,7 @@ class EnginePool(AutocommitPool):
         """In a thread or a task; a file needs neither."""
         if self._dialect.is_async:
             return asyncio.get_running_loop().create_task(greenlet_spawn(work))
-        if self._dialect.name != "sqlite":
+        if not DIALECTS[self._dialect.name].single_writer:
             return super().in_background(work)
         future = Future[PooledConnection]()
         future.set_result(work())
@@ -255,6 +256,6 @@ def _most(engine: Engine) -> float:
 def is_in_memory(engine: Engine) -> bool:
     """Does each connection see a database of its own, or share the process's memory?"""
     database = engine.url.database or ""
-    return engine.dialect.name == "sqlite" and (
+    return DIALECTS[engine.dialect.name].single_writer and (
         not database or ":memory:" in database or "mode=memory" in database or engine.url.query.get("mode") == "memory"
     )

@@ -88,12 +88,17 @@ def pytest_configure() -> None:
     django.setup()
 
 
-def timed(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+def timed(monkeypatch: pytest.MonkeyPatch, **seconds: Any) -> None:
     """Let the protocol go by other times; those that are not named stay."""
     monkeypatch.setattr(timing, "DEFAULT", timing.DEFAULT._replace(**seconds).checked())
 
 
-SELDOM = {"poll_min": 3600.0, "poll_max": 36000.0, "poll_notified": 36000.0, "unresponsive_after": 90000.0}
+SELDOM: dict[str, Any] = {
+    "poll_min": 3600.0,
+    "poll_max": 36000.0,
+    "poll_notified": 36000.0,
+    "unresponsive_after": 90000.0,
+}
 """Nobody looks by himself, unless a lease ends."""
 PATIENT = 3.0
 """Seconds for a try in tests of other things, for which a busy machine may be slow to open a connection."""
@@ -129,7 +134,7 @@ def _process_state() -> Iterator[None]:
     watchdog._given_up.clear()
     state: list[MutableMapping[Any, Any]] = [watchdog._places, wakeups._registered, wakeups._unclaimed]
     for site in runtime.current._sites.values():
-        state += [site.local_queues._lines, site.local_queues._attempts, site.local_queues._contended]
+        state += [site.local_queues._queues, site.local_queues._attempts, site.local_queues._contended]
     for each in (*state, *_kept()):
         each.clear()
     flow = current_flow()
@@ -152,7 +157,7 @@ def _left_behind() -> dict[str, list[Any]]:
     everything: dict[str, Collection[Any]] = {
         "holds": [hold for hold in watchdog._holds if (flow := hold.flow()) is not None and not flow.ended()],
         "places in queues": watchdog._places,
-        "lines": [key for each in queues for key in each._lines],
+        "lines": [key for each in queues for key in each._queues],
         "tries": [key for each in queues for key in each._attempts],
         "wake-ups": runtime.current.wakeups._registered,
         "locks kept by transactions": [kept for each in _kept() for kept in each.values() if kept],

@@ -123,17 +123,17 @@ class Attendant:
         """Keep that place no more."""
         self._watchdog.leave(owner)
 
-    def enter(self, member: LocalWaiter, trial: TakeAttempt | None) -> LocalQueue | None:
+    def enter(self, waiter: LocalWaiter, take_attempt: TakeAttempt | None) -> LocalQueue | None:
         """Wait with those of this process who want the key too; None where everybody waits alone."""
         if not self._store.renewable:
             return None
-        line = None if trial is None else trial.wait(member)
-        new = line is not None
-        if line is None:
-            line, new = self._site.local_queues.enter(member)
+        local_queue = None if take_attempt is None else take_attempt.wait(waiter)
+        new = local_queue is not None
+        if local_queue is None:
+            local_queue, new = self._site.local_queues.enter(waiter)
         if new:
-            line.held_in_process = self._watchdog.holds(self._store, member.request.key)
-        return line
+            local_queue.held_in_process = self._watchdog.holds(self._store, waiter.request.key)
+        return local_queue
 
     def listen(self) -> None:
         """Begin to listen, if need be."""

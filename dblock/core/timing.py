@@ -60,6 +60,9 @@ class Timing(NamedTuple):
     holder_cache: float = 5.0
     """For so long whoever gives up may name the holder that another one of its local queue has seen."""
 
+    max_local_handovers: int = 8
+    """How often in a row a key is handed over inside a process while others wait for it; a number, not seconds."""
+
     def checked(self) -> Timing:
         """The same; raises ValueError if the times do not fit together."""
         must = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dblock.core import runtime
-from dblock.core.acquire import local_queue
+from dblock.core.acquire.local_queue import LocalQueue
 from dblock.core.face.executor import BaseStore
 from tests.conftest import timed
 from tests.contract.test_queue import LATER, lined_up, stranger, waiters
@@ -34,22 +34,22 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.fixture
 def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of a line waits for a local hand-over for as long as it takes."""
+    """The first of a local queue waits for a local hand-over for as long as it takes."""
     timed(monkeypatch, local_handover_wait=60.0, waiter_ttl=120.0)
 
 
 def start(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Any]:
-    """Let a flow want the key, which a flow of this process holds; returns once it is in line."""
+    """Let a flow want the key, which a flow of this process holds; returns once it is in the local queue."""
     before = lined_up(subject)
     lock = subject.lock("k", **{"timeout": 30, **options})
     waiting = actor.start(getattr(lock, subject.method("acquire")))
     assert until(lambda: lined_up(subject) == before + 1)
-    assert until(lambda: line(subject)._members[-1].content or before)
+    assert until(lambda: queue_of(subject)._waiters[-1].content or before)
     return lock, waiting
 
 
-def line(subject: Subject) -> local_queue.LocalQueue:
-    found = runtime.current.site(subject.lock("k")._store()).local_queues.line_for("k")
+def queue_of(subject: Subject) -> LocalQueue:
+    found = runtime.current.site(subject.lock("k")._store()).local_queues.find("k")
     assert found is not None
     return found
 
@@ -99,7 +99,7 @@ def test_others_have_their_turn(
     subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While somebody of another process waits, the key stays in this one for a bounded number of tenures only."""
-    monkeypatch.setattr(local_queue, "MAX_LOCAL_HANDOVERS", 2)
+    timed(monkeypatch, max_local_handovers=2)
     holder = subject.lock("k")
     actor.call(holder, "acquire")
     stranger(subject, 7, 600)
@@ -118,7 +118,7 @@ def test_others_have_their_turn(
 
 @pytest.mark.usefixtures("hopeful")
 def test_whoever_gives_up_is_passed_over(subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
-    """The first of a line runs out of time, and the one behind it is handed the key."""
+    """The first of a local queue runs out of time, and the one behind it is handed the key."""
     holder = subject.lock("k")
     actor.call(holder, "acquire")
     impatient, patient = actors(2)
@@ -129,12 +129,12 @@ def test_whoever_gives_up_is_passed_over(subject: Subject, actor: Actor, actors:
     assert waits.result(30) is True
     patient.call(lock, "release")
     assert subject.row("k")["owner"] is None
-    assert not runtime.current.site(subject.lock("k")._store()).local_queues._lines
+    assert not runtime.current.site(subject.lock("k")._store()).local_queues._queues
 
 
 @pytest.mark.usefixtures("hopeful")
 def test_what_cannot_be_handed_on_is_asked_for(subject: Subject, actor: Actor, other: Actor) -> None:
-    """A lock with min_hold goes back to the database, and the one in line gets it from there as soon as it may."""
+    """A lock with min_hold goes back to the database, and whoever waits gets it from there as soon as it may."""
     holder = subject.lock("k", min_hold=1.0)
     actor.call(holder, "acquire")
     lock, waiting = start(subject, other)

@@ -25,7 +25,7 @@ def waiters(subject: Subject) -> int:
 
 
 def wait_for(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Future[bool]]:
-    """Let a flow wait for the key; returns once it stands in the queue, or in a line behind one that does."""
+    """Let a flow wait for the key; returns once it stands in the queue, or in a local queue behind one that does."""
     before, behind = waiters(subject), lined_up(subject)
     lock = subject.lock("k", **{"timeout": 30, **options})
     waiting = actor.start(getattr(lock, subject.method("acquire")))
@@ -37,9 +37,9 @@ def wait_for(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Futur
 
 
 def lined_up(subject: Subject) -> int:
-    """How many flows of this process stand in the line for the key."""
-    line = runtime.current.site(subject.lock("k")._store()).local_queues.line_for("k")
-    return 0 if line is None else len(line._members)
+    """How many flows of this process stand in the local queue for the key."""
+    local_queue = runtime.current.site(subject.lock("k")._store()).local_queues.find("k")
+    return 0 if local_queue is None else len(local_queue._waiters)
 
 
 LATER = {

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from dblock.core import timing
-from dblock.core.acquire import acquiring, handover, local_queue
+from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, TakeAttempt
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Waiter
@@ -39,18 +39,18 @@ class Process(Kept):
         wakeups = self.world.listening[self.channel] = Wakeups()
         self.site = Site(self.world.database(), wakeups, lambda: cast("LocalSocket", Post(self.world, self.channel)))
 
-    def enter(self, member: LocalWaiter, trial: TakeAttempt | None) -> LocalQueue | None:
-        line = None if trial is None else trial.wait(member)
-        new = line is not None
-        if line is None:
-            line, new = self.site.local_queues.enter(member)
+    def enter(self, waiter: LocalWaiter, take_attempt: TakeAttempt | None) -> LocalQueue | None:
+        local_queue = None if take_attempt is None else take_attempt.wait(waiter)
+        new = local_queue is not None
+        if local_queue is None:
+            local_queue, new = self.site.local_queues.enter(waiter)
         if new:
-            line.held_in_process = bool(self.holding)
-        return line
+            local_queue.held_in_process = bool(self.holding)
+        return local_queue
 
     def nobody(self) -> bool:
-        """Is nobody in a line, or about to be?"""
-        return not (self.site.local_queues._lines or self.site.local_queues._attempts)
+        """Is nobody in a local queue, or about to be?"""
+        return not (self.site.local_queues._queues or self.site.local_queues._attempts)
 
 
 @dataclass
@@ -169,7 +169,7 @@ def schedule(
             continue
         chance.choice(ready).run()
         assert sum(len(process.holding) for process in processes) <= 1
-    assert all(process.nobody() for process in processes), f"somebody is still in a line: {seed}"
+    assert all(process.nobody() for process in processes), f"somebody is still in a local queue: {seed}"
     return world, log
 
 
@@ -190,7 +190,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_in_a_local_queue_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes with several flows each: all are served, most by a hand-over inside the process."""
     turns, overtaken = 0, list[int]()
-    monkeypatch.setattr(local_queue, "MAX_LOCAL_HANDOVERS", 3)
+    timed(monkeypatch, max_local_handovers=3)
     for seed in range(300):
         world, log = schedule(seed)
         assert len(log) == 25
@@ -205,7 +205,7 @@ def test_nobody_in_a_local_queue_is_forgotten(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("deaf")
 def test_unfair_flows_between_those_of_a_local_queue() -> None:
-    """Flows with `fair=False` take the key between those of a line, each of whom still gets it once at a time."""
+    """They take the key between those of a local queue, each of whom still gets it, one at a time."""
     for seed in range(300):
         world, log = schedule(seed, barging=0.4)
         assert len(log) == 25
@@ -214,7 +214,7 @@ def test_unfair_flows_between_those_of_a_local_queue() -> None:
 
 
 def test_whatever_goes_wrong_nothing_is_left() -> None:
-    """Interrupts, timeouts and lost answers anywhere: no tenure is left behind, and nobody is in a line.
+    """Interrupts, timeouts and lost answers anywhere: no tenure is left behind, and nobody is in a local queue.
 
     A grant whose answer was lost may last for as long as the place in the queue did.
     """
@@ -228,7 +228,7 @@ def test_whatever_goes_wrong_nothing_is_left() -> None:
 
 
 def test_whoever_comes_during_a_take_attempt_waits_behind_it() -> None:
-    """Neither overtakes the other: the one that tried first is first in line when the try fails."""
+    """Neither overtakes the other: the one that tried first is first in the local queue when the try fails."""
     world = World()
     process = Process(world)
     _ = world._begin(None, wish().parameters("rival"))
@@ -242,9 +242,9 @@ def test_whoever_comes_during_a_take_attempt_waits_behind_it() -> None:
     assert isinstance(found, Wait)
     joining = begun(world, first, "join")
     assert joining.statement.name == "join"
-    [line] = process.site.local_queues._lines.values()
-    assert len(line._members) == 2
-    assert line._members[0].wakeup is found.wakeup
+    [local_queue] = process.site.local_queues._queues.values()
+    assert len(local_queue._waiters) == 2
+    assert local_queue._waiters[0].wakeup is found.wakeup
     for steps in (first, second):
         steps.close()
     assert process.nobody()
@@ -407,13 +407,13 @@ def test_what_comes_too_late_is_given_back() -> None:
 
 
 def test_the_last_one_leaves_while_the_key_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the holder's look at the line and its choice."""
+    """Between the holder's look at the local queue and its choice."""
     world, process, tenure, heir = holder_and_heir()
-    line = process.site.local_queues.line_for("k")
-    assert line is not None
+    local_queue = process.site.local_queues.find("k")
+    assert local_queue is not None
     heir.close()
-    monkeypatch.setattr(process.site.local_queues, "line_for", lambda *_: line)
-    assert line.choose(tenure) is None
+    monkeypatch.setattr(process.site.local_queues, "find", lambda *_: local_queue)
+    assert local_queue.choose(tenure) is None
     monkeypatch.undo()
     assert play(world, handover.pass_on(process.site, tenure, 0, 0), {}) is True
 
@@ -425,53 +425,53 @@ def test_an_unresponsive_waiter_is_passed_over(how: str) -> None:
     world = World()
     stuck, alive = (LocalWaiter(wish(), content=True) for _ in range(2))
     place = world.site().local_queues
-    [line, _], *_ = [place.enter(member) for member in (stuck, alive)]
-    line.held_in_process = True
-    assert not line.is_first(alive)
+    [local_queue, _], *_ = [place.enter(waiter) for waiter in (stuck, alive)]
+    local_queue.held_in_process = True
+    assert not local_queue.is_first(alive)
     if how == "unseen":
         stuck.seen = world.time - timing.DEFAULT.unresponsive_after - 1
     else:
         stuck.wakeup._loop = SimpleNamespace(is_closed=lambda: how == "closed", is_running=lambda: False)
-    assert line.is_first(alive)
-    assert not line.held_in_process, "what the others knew is not known any more"
-    offer = line.choose(Tenure("k", "o", 1))
+    assert local_queue.is_first(alive)
+    assert not local_queue.held_in_process, "what the others knew is not known any more"
+    offer = local_queue.choose(Tenure("k", "o", 1))
     assert offer is not None
     assert offer.heir is alive
     stuck.wakeup._loop = None
-    assert place.standing(stuck) is line
-    assert not line.is_first(stuck)
-    line.leave(alive, got=False)
-    assert line.is_first(stuck)
+    assert place.standing(stuck) is local_queue
+    assert not local_queue.is_first(stuck)
+    local_queue.leave(alive, got=False)
+    assert local_queue.is_first(stuck)
     assert stuck.wakeup.consume()
-    line.leave(stuck, got=False)
-    assert not place._lines
+    local_queue.leave(stuck, got=False)
+    assert not place._queues
 
 
 def test_a_holder_takes_back_its_own_choice_only() -> None:
     """An older holder of the process, which has just released, knows nothing of what a newer one has begun."""
-    place, member = World().site().local_queues, LocalWaiter(wish(), content=True)
-    line, _ = place.enter(member)
-    offer = line.choose(Tenure("k", "o", 2))
+    place, waiter = World().site().local_queues, LocalWaiter(wish(), content=True)
+    local_queue, _ = place.enter(waiter)
+    offer = local_queue.choose(Tenure("k", "o", 2))
     assert offer is not None
     assert not place.freed("k")
-    assert (member.offer, member.chosen) == (offer, True)
+    assert (waiter.offer, waiter.chosen) == (offer, True)
     assert not place.freed("k", offer._replace(token="older"))
-    assert (member.offer, member.chosen) == (offer, True)
+    assert (waiter.offer, waiter.chosen) == (offer, True)
     assert not place.freed("k", offer, known=False)
-    assert (member.offer, member.chosen) == (offer, False)
-    line.leave(member, got=False)
+    assert (waiter.offer, waiter.chosen) == (offer, False)
+    local_queue.leave(waiter, got=False)
 
 
 @pytest.mark.parametrize("time", [0.0, 1e9])
 def test_a_local_queue_goes_by_the_clock_of_its_database(time: float) -> None:
     """However far that is from any other clock of the process: how long the machine has run must not matter."""
-    world, member = World(time=time), LocalWaiter(wish())
+    world, waiter = World(time=time), LocalWaiter(wish())
     place = world.site().local_queues
-    line, _ = place.enter(member)
-    assert line.is_first(member)
+    local_queue, _ = place.enter(waiter)
+    assert local_queue.is_first(waiter)
     world.time += timing.DEFAULT.unresponsive_after
-    assert not line.is_first(member)
-    assert not place._lines
+    assert not local_queue.is_first(waiter)
+    assert not place._queues
 
 
 def test_a_local_queue_whose_waiters_were_all_passed_over() -> None:
@@ -479,28 +479,28 @@ def test_a_local_queue_whose_waiters_were_all_passed_over() -> None:
     world = World()
     one, other = (LocalWaiter(wish()) for _ in range(2))
     place = world.site().local_queues
-    line, _ = place.enter(one)
+    local_queue, _ = place.enter(one)
     _ = place.enter(other)
     world.time += timing.DEFAULT.unresponsive_after + 1
-    assert line.choose(Tenure("k", "o", 1)) is None
-    assert not place._lines
+    assert local_queue.choose(Tenure("k", "o", 1)) is None
+    assert not place._queues
     again = place.standing(other)
     assert place.standing(one) is again
-    assert place.line_for("k") is again
+    assert place.find("k") is again
     assert [again.is_first(other), again.is_first(one)] == [True, False]
-    line.leave(one, got=False)
+    local_queue.leave(one, got=False)
     again.leave(other, got=False)
     again.leave(one, got=False)
-    assert not place._lines
+    assert not place._queues
 
 
 def test_an_interrupt_on_the_way_in_leaves_nobody_behind() -> None:
-    """A signal handler raises just after the flow has come to stand in the line."""
+    """A signal handler raises just after the flow has come to stand in the local queue."""
     world, process, _, heir = holder_and_heir()
 
     class Breaking(Process):
-        def enter(self, member: LocalWaiter, trial: TakeAttempt | None) -> LocalQueue | None:
-            _ = super().enter(member, trial)
+        def enter(self, waiter: LocalWaiter, take_attempt: TakeAttempt | None) -> LocalQueue | None:
+            _ = super().enter(waiter, take_attempt)
             raise KeyboardInterrupt
 
     broken = acquiring.acquire(process.site, wish(), 9.0, lambda: Breaking(world), held_in_process=True)

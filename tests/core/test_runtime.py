@@ -95,7 +95,7 @@ def test_two_processes_in_one() -> None:
     assert processes[0].socket().channel != processes[1].socket().channel
     for process, store in zip(processes, stores, strict=True):
         queues = process.site(store).local_queues
-        left = (queues._lines, queues._attempts, process.wakeups._registered, process.watchdog._places)
+        left = (queues._queues, queues._attempts, process.wakeups._registered, process.watchdog._places)
         assert left == ({}, {}, {}, {})
         process.socket().close()
 

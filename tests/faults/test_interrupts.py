@@ -134,7 +134,7 @@ class Stage:
         self.subject, self.sync = subject, subject.face == "sync"
         driver = subject.driver or ("" if self.sync else DRIVERS[subject.database])
         self.foreign = Subject("sqlalchemy", subject.face, subject.database, driver)
-        """As another process: it shares neither line nor store with the subject."""
+        """As another process: it shares neither local queue nor store with the subject."""
         self._actor = Actor(subject) if self.sync else None
 
     def lock(self, key: str, *, foreign: bool = False, **options: Any) -> Any:
@@ -242,7 +242,7 @@ async def acquire_after_a_stranger(stage: Stage, key: str, strike: Strike) -> No
 
 
 async def acquire_after_one_of_ours(stage: Stage, key: str, strike: Strike) -> None:
-    """In the line of this process."""
+    """In the local queue of this process."""
     begun = []
 
     async def hold() -> None:
@@ -264,9 +264,9 @@ async def leave_for_one_of_ours(stage: Stage, key: str, strike: Strike, *, forei
         await stage.within(stage.lock(key, foreign=foreign, timeout=TTL + 1), nothing)
 
     def waits() -> bool:
-        line = runtime.current.site(stage.lock(key)._store()).local_queues.line_for(key)
+        local_queue = runtime.current.site(stage.lock(key)._store()).local_queues.find(key)
         return any(waiting == key for waiting, _ in runtime.current.wakeups._registered) or (
-            line is not None and any(member.content for member in line._members)
+            local_queue is not None and any(waiter.content for waiter in local_queue._waiters)
         )
 
     async def body() -> None:
@@ -318,7 +318,7 @@ def settled(subject: Subject, keys: list[str]) -> None:
     assert until(lambda: not alive(subject), TTL + 1), [key for key in keys if alive(subject, key)]
     assert (list(runtime.current.watchdog._holds), runtime.current.watchdog._places) == ([], {})
     queues = [site.local_queues for site in runtime.current._sites.values()]
-    assert [left for each in queues for left in (each._lines, each._attempts) if left] == []
+    assert [left for each in queues for left in (each._queues, each._attempts) if left] == []
     assert runtime.current.wakeups._registered == {}
     assert until(lambda: not threads(), 5), threads()
 

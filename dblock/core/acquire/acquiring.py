@@ -71,7 +71,7 @@ def _acquire(attempt: Attempt, *, held_in_process: bool) -> Steps[Grant | LockIn
     """As `acquire`."""
     site, request = attempt.site, attempt.request
     queues, key = site.local_queues, request.key
-    trial = TakeAttempt(queues, request)
+    take_attempt = TakeAttempt(queues, request)
     try:
         crowded = held_in_process or queues.busy(key) or queues.is_contended(key)
         if crowded and request.fair and site.database.now() < attempt.deadline:
@@ -79,11 +79,11 @@ def _acquire(attempt: Attempt, *, held_in_process: bool) -> Steps[Grant | LockIn
                 waited = yield from _waiter(attempt).wait(None, None)
                 if waited is not Outcome.GONE:
                     return waited
-        trial.begin()
-        found = yield from _take(attempt, trial)
-        trial.end(got=isinstance(found, Grant))
+        take_attempt.begin()
+        found = yield from _take(attempt, take_attempt)
+        take_attempt.end(got=isinstance(found, Grant))
     except BaseException as error:
-        trial.end(got=False)
+        take_attempt.end(got=False)
         # Interrupted: what we may have taken is given back. Else nobody drives us any more, or the database has said,
         # as far as it can, what became of it.
         if attempt.owner and not isinstance(error, (GeneratorExit, LockStoreError)):
@@ -96,7 +96,7 @@ def _waiter(attempt: Attempt) -> Waiter:
     return Waiter(attempt, attempt.services(), bool(attempt.held()))
 
 
-def _take(attempt: Attempt, trial: TakeAttempt) -> Steps[Grant | LockInfo | None]:
+def _take(attempt: Attempt, take_attempt: TakeAttempt) -> Steps[Grant | LockInfo | None]:
     """Take the key, or wait for it; as `_acquire`."""
     site, deadline, until = attempt.site, attempt.deadline, attempt.until
     database, key = site.database, attempt.request.key
@@ -123,7 +123,7 @@ def _take(attempt: Attempt, trial: TakeAttempt) -> Steps[Grant | LockInfo | None
         # A key that is free, but cannot be had, has waiters, or a transaction pins it.
         waits = holder is not None and (held or (yield from handover.hand_over(site, key)) or tries > 2)
         if waits and now() < deadline:
-            found = yield from _waiter(attempt).wait(holder, trial)
+            found = yield from _waiter(attempt).wait(holder, take_attempt)
             if found is not Outcome.GONE:
                 return found
         if tries > 1 or grant is _UNKNOWN:

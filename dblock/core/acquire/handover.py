@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 from enum import Enum
 
-from dblock.core.acquire import local_queue
 from dblock.core.acquire.local_queue import HandoverOffer, LocalQueue, Request
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockStoreError, LockTimeout, StoreUnanswered
@@ -123,11 +122,11 @@ def pass_on(site: Site, tenure: Tenure, ticket: int, turn: int) -> Steps[bool]:
     offer, orphan = None, ""
     try:
         try:
-            line = queues.line_for(tenure.key)
-            offer = None if line is None else line.choose(tenure)
-            if line is not None and offer is not None:
+            local_queue = queues.find(tenure.key)
+            offer = None if local_queue is None else local_queue.choose(tenure)
+            if local_queue is not None and offer is not None:
                 passed = Passed.UNKNOWN
-                passed = yield from _hand_over_local(site, line, offer, ticket, turn)
+                passed = yield from _hand_over_local(site, local_queue, offer, ticket, turn)
             # What was handed over, though the answer was lost, is no more to be released.
             ended = passed is Passed.DONE or (yield from release(site, tenure, 1, ticket)) or passed is Passed.UNKNOWN
         finally:  # only now: whoever was chosen may look whether it has the key, or never will
@@ -187,7 +186,9 @@ def _grant_ours(site: Site, tenure: Tenure, first: int) -> Steps[Passed]:
         return Passed.REFUSED
 
 
-def _hand_over_local(site: Site, line: LocalQueue, offer: HandoverOffer, ticket: int, turn: int) -> Steps[Passed]:
+def _hand_over_local(
+    site: Site, local_queue: LocalQueue, offer: HandoverOffer, ticket: int, turn: int
+) -> Steps[Passed]:
     """Hand the key to the flow of this process that it was offered to."""
     (heir, token, tenure, _), database = offer, site.database
     try:
@@ -198,7 +199,7 @@ def _hand_over_local(site: Site, line: LocalQueue, offer: HandoverOffer, ticket:
         **heir.request.parameters(tenure.owner),
         **tenure._asdict(),
         "heir": token,
-        "turns": max(local_queue.MAX_LOCAL_HANDOVERS - turn, 0),
+        "turns": max(database.timing.max_local_handovers - turn, 0),
     }
     statement, sent = database.dialect.queue.hand_over_local, database.now()
     try:
@@ -218,8 +219,8 @@ def _hand_over_local(site: Site, line: LocalQueue, offer: HandoverOffer, ticket:
     if not rows:
         return Passed.REFUSED
     grant = Grant(Tenure(tenure.key, token, int(rows[0][0])), sent, heir.request.ttl, ticket, turn + 1)
-    line.holder = _about(heir.request, grant)
-    if not line.tell(offer, grant):  # it has gone in the meantime
+    local_queue.holder = _about(heir.request, grant)
+    if not local_queue.tell(offer, grant):  # it has gone in the meantime
         with contextlib.suppress(LockStoreError):
             _ = yield from release(site, grant.tenure, 1, ticket)
     return Passed.DONE

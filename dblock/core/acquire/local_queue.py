@@ -1,17 +1,19 @@
 """The local queue: the flows of one process that want the same key, first come, first served.
 
-Only the first of a line asks the database: it stands in the key's queue for all of them, so that a process has one
-place there and one waiter that looks, however many wait inside it. For a moment even that one does not, if a flow of
-this process holds the key: its section may be short, and then it hands the key to the first of the line with one
-statement (`hand_over_local`), which ends one tenure and begins another. Others in the queue are overtaken by that a
-bounded number of times in a row, `MAX_LOCAL_HANDOVERS`; then the key is theirs, and the line stands in the queue again.
+Only the first of a local queue asks the database: it stands in the key's queue for all of them, so that a process has
+one place there and one waiter that looks, however many wait inside it. For a moment even that one does not, if a flow
+of this process holds the key: its section may be short, and then it hands the key to the first of the local queue with
+one statement (`hand_over_local`), which ends one tenure and begins another. Others in the database's queue are
+overtaken by that a bounded number of times in a row, `Timing.max_local_handovers`; then the key is theirs, and the
+first of the local queue stands in the database's again.
 
-The holder chooses whom to offer the key to, and tells it what became of that. If that one leaves the line in the
+The holder chooses whom to offer the key to, and tells it what became of that. If that one leaves the local queue in the
 meantime, it is for the holder to give the key back; if the holder does not know what became of it, or does not say, the
 one that was chosen looks for itself.
 
-Rule: a line only says who is next in this process; who has the key is in the database. Nobody relies on being chosen,
-nor on those before it: the first one soon asks for itself, and one that has not been seen for long is passed over.
+Rule: a local queue only says who is next in this process; who has the key is in the database. Nobody relies on being
+chosen, nor on those before it: the first one soon asks for itself, and one that has not been seen for long is passed
+over.
 """
 
 from __future__ import annotations
@@ -25,8 +27,6 @@ from dblock.core.protocol.sending import Database
 from dblock.core.values import Grant, LockInfo, Tenure
 from dblock.core.wakeup.registry import Wakeup
 
-MAX_LOCAL_HANDOVERS: Final = 8
-"""How often in a row a key is handed over inside a process while others wait for it."""
 CONTENDED: Final = 1000
 """How many keys are known to have been waited for, at most."""
 
@@ -64,7 +64,7 @@ class Request(NamedTuple):
 
 
 class HandoverOffer(NamedTuple):
-    """That a holder is about to hand its tenure to a member of the line."""
+    """That a holder is about to hand its tenure to a waiter of the local queue."""
 
     heir: LocalWaiter
     token: str
@@ -77,12 +77,12 @@ class HandoverOffer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class LocalWaiter:
-    """A flow that waits in a line."""
+    """A flow that waits in a local queue."""
 
     request: Request
     wakeup: Wakeup = field(default_factory=Wakeup)
     seen: float = 0.0
-    """The local time at which it last did something, as its line's clock has it."""
+    """The local time at which it last did something, as its local queue's clock has it."""
     content: bool = False
     """Does it wait to be handed the key, rather than ask for it?"""
     offer: HandoverOffer | None = None
@@ -91,7 +91,7 @@ class LocalWaiter:
     """Is it for the holder to find that out?"""
     grant: Grant | None = None
     gone: bool = False
-    line: LocalQueue | None = None
+    local_queue: LocalQueue | None = None
     """Where it stands."""
 
     def present(self, since: float) -> bool:
@@ -111,11 +111,11 @@ class LocalQueue:
     def __init__(self, key: str, queues: LocalQueues) -> None:
         self._key, self._queues, self._mutex = key, queues, queues.mutex
         self._now, self._timing = queues.database.now, queues.database.timing
-        self._members: list[LocalWaiter] = []
+        self._waiters: list[LocalWaiter] = []
         self.held_in_process = False
         """Does a flow of this process hold the key, who will hand it over?"""
         self.asking = False
-        """Is one of the line finding out who holds the key?"""
+        """Is one of the local queue finding out who holds the key?"""
         self._holder: LockInfo | None = None
         self._seen = 0.0
 
@@ -128,61 +128,61 @@ class LocalQueue:
     def holder(self, info: LockInfo | None) -> None:
         self._holder, self._seen = info, self._now()
 
-    def add(self, member: LocalWaiter) -> None:
+    def add(self, waiter: LocalWaiter) -> None:
         """Stand last."""
-        member.line, member.seen = self, self._now()
-        self._members.append(member)
+        waiter.local_queue, waiter.seen = self, self._now()
+        self._waiters.append(waiter)
 
     def first(self) -> LocalWaiter | None:
         """The first one who has been seen lately; whoever has not been is put out, and may come again."""
         since = self._now() - self._timing.unresponsive_after
-        while self._members:
-            first = self._members[0]
+        while self._waiters:
+            first = self._waiters[0]
             if first.present(since) or (first.chosen and first.offer and since < first.offer.time):
                 return first
             self._remove(first)
             self.held_in_process = False
         return None
 
-    def _remove(self, member: LocalWaiter) -> None:
-        if member in self._members:
-            self._members.remove(member)
-        if not self._members:
+    def _remove(self, waiter: LocalWaiter) -> None:
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+        if not self._waiters:
             self._queues.forget(self._key, self)
 
-    def leave(self, member: LocalWaiter, *, got: bool) -> None:
+    def leave(self, waiter: LocalWaiter, *, got: bool) -> None:
         """Wait no more; `got`: it has the key."""
         with self._mutex:
-            member.gone = True
-            behind = member in self._members and self._members[0] is not member
-            self._remove(member)
+            waiter.gone = True
+            behind = waiter in self._waiters and self._waiters[0] is not waiter
+            self._remove(waiter)
             first = self.first()
             if not behind and first is not None:  # also if we were interrupted here before
                 self.held_in_process = got
                 first.wakeup.notify()
 
-    def keep_place(self, leaving: LocalWaiter, member: LocalWaiter) -> bool:
-        """Let a member stand where another one stood; False if that one does not stand here any more."""
-        if leaving not in self._members:
+    def keep_place(self, leaving: LocalWaiter, waiter: LocalWaiter) -> bool:
+        """Let a waiter stand where another one stood; False if that one does not stand here any more."""
+        if leaving not in self._waiters:
             return False
-        self._members[self._members.index(leaving)] = member
-        member.line, member.seen = self, self._now()
+        self._waiters[self._waiters.index(leaving)] = waiter
+        waiter.local_queue, waiter.seen = self, self._now()
         return True
 
-    def has(self, member: LocalWaiter) -> bool:
+    def has(self, waiter: LocalWaiter) -> bool:
         """Does it stand here?"""
-        return member in self._members
+        return waiter in self._waiters
 
-    def is_first(self, member: LocalWaiter) -> bool:
+    def is_first(self, waiter: LocalWaiter) -> bool:
         """Is nobody before it who has been seen lately?"""
         with self._mutex:
-            return self.first() is member
+            return self.first() is waiter
 
-    def withdraw(self, member: LocalWaiter) -> bool:
+    def withdraw(self, waiter: LocalWaiter) -> bool:
         """It no longer waits to be handed the key, but asks the database; False if it was chosen in the meantime."""
         with self._mutex:
-            member.content = member.chosen
-            return not member.chosen
+            waiter.content = waiter.chosen
+            return not waiter.chosen
 
     def choose(self, tenure: Tenure) -> HandoverOffer | None:
         """HandoverOffer a tenure to the first one; None if that one does not wait for it."""
@@ -218,13 +218,13 @@ class LocalQueue:
 class TakeAttempt:
     """A flow's try to take a key at once; whoever wants the key meanwhile waits behind it."""
 
-    __slots__ = ("_queues", "line", "member", "request")
+    __slots__ = ("_queues", "local_queue", "request", "waiter")
 
     def __init__(self, queues: LocalQueues, request: Request) -> None:
         self._queues, self.request = queues, request
-        self.line: LocalQueue | None = None
-        self.member: LocalWaiter | None = None
-        """Keeps the flow's place in that line."""
+        self.local_queue: LocalQueue | None = None
+        self.waiter: LocalWaiter | None = None
+        """Keeps the flow's place in that local queue."""
 
     def begin(self) -> None:
         """Try to take the key for all of this process; unless somebody else does."""
@@ -233,18 +233,18 @@ class TakeAttempt:
     def end(self, *, got: bool) -> None:
         """It has, or has not, got the key; and does not wait for it."""
         self._queues.tried(self)
-        if self.line is not None and self.member is not None:
-            self.line.leave(self.member, got=got)
+        if self.local_queue is not None and self.waiter is not None:
+            self.local_queue.leave(self.waiter, got=got)
 
-    def wait(self, member: LocalWaiter) -> LocalQueue | None:
-        """The flow waits from now on, as that member, first in the line that has formed behind it, if any has."""
+    def wait(self, waiter: LocalWaiter) -> LocalQueue | None:
+        """The flow waits from now on, as that waiter: first in the local queue that has formed behind it, if any."""
         with self._queues.mutex:
             self._queues.tried(self)
-            line, kept = self.line, self.member
-            if line is None or kept is None or not line.keep_place(kept, member):
+            local_queue, kept = self.local_queue, self.waiter
+            if local_queue is None or kept is None or not local_queue.keep_place(kept, waiter):
                 return None
-            self.line = None
-            return line
+            self.local_queue = None
+            return local_queue
 
 
 class LocalQueues:
@@ -254,45 +254,45 @@ class LocalQueues:
         self.database = database
         self.mutex = threading.RLock()
         """Held for a few instructions; a signal handler may run between any two of them."""
-        self._lines: dict[str, LocalQueue] = {}
+        self._queues: dict[str, LocalQueue] = {}
         self._attempts: dict[str, TakeAttempt] = {}
         self._contended: dict[str, float] = {}
         """When somebody last waited for a key."""
 
-    def enter(self, member: LocalWaiter) -> tuple[LocalQueue, bool]:
-        """Wait for a key behind those who do, and whoever tries to take it; the line, and whether it is a new one."""
-        key = member.request.key
+    def enter(self, waiter: LocalWaiter) -> tuple[LocalQueue, bool]:
+        """Wait for a key behind those who do, and whoever tries to take it; the local queue, and whether it is new."""
+        key = waiter.request.key
         with self.mutex:
-            line = self._lines.get(key)
-            new = line is None
-            if line is None:
-                line = LocalQueue(key, self)
+            local_queue = self._queues.get(key)
+            new = local_queue is None
+            if local_queue is None:
+                local_queue = LocalQueue(key, self)
                 attempt = self._attempts.get(key)
                 if attempt is not None:
-                    attempt.line, attempt.member = line, LocalWaiter(attempt.request)
-                    line.add(attempt.member)
-            line.add(member)
-            self._lines[key] = line  # only now: who is interrupted leaves no empty one
-        return line, new
+                    attempt.local_queue, attempt.waiter = local_queue, LocalWaiter(attempt.request)
+                    local_queue.add(attempt.waiter)
+            local_queue.add(waiter)
+            self._queues[key] = local_queue  # only now: who is interrupted leaves no empty one
+        return local_queue, new
 
-    def standing(self, member: LocalWaiter) -> LocalQueue:
-        """The line in which a member stands; if it was put out of one, it comes again."""
+    def standing(self, waiter: LocalWaiter) -> LocalQueue:
+        """The local queue in which a waiter stands; if it was put out of one, it comes again."""
         with self.mutex:
-            member.seen = self.database.now()
-            if member.line is None or not member.line.has(member):
-                return self.enter(member)[0]
-            return member.line
+            waiter.seen = self.database.now()
+            if waiter.local_queue is None or not waiter.local_queue.has(waiter):
+                return self.enter(waiter)[0]
+            return waiter.local_queue
 
-    def settle(self, member: LocalWaiter, offer: HandoverOffer) -> None:
-        """A member has found out itself what became of an offer."""
+    def settle(self, waiter: LocalWaiter, offer: HandoverOffer) -> None:
+        """A waiter has found out itself what became of an offer."""
         with self.mutex:
-            if member.offer is offer:
-                member.offer, member.chosen = None, False
+            if waiter.offer is offer:
+                waiter.offer, waiter.chosen = None, False
 
-    def forget(self, key: str, line: LocalQueue) -> None:
-        """Nobody stands in that line any more."""
-        if self._lines.get(key) is line:
-            del self._lines[key]
+    def forget(self, key: str, local_queue: LocalQueue) -> None:
+        """Nobody stands in that local queue any more."""
+        if self._queues.get(key) is local_queue:
+            del self._queues[key]
 
     def try_first(self, attempt: TakeAttempt) -> None:
         """Whoever comes from now on waits behind that attempt; unless somebody else tries already."""
@@ -307,11 +307,11 @@ class LocalQueues:
 
     def busy(self, key: str) -> bool:
         """Does anybody of this process wait for the key, or try to take it?"""
-        return key in self._attempts or key in self._lines
+        return key in self._attempts or key in self._queues
 
-    def line_for(self, key: str) -> LocalQueue | None:
-        """The line for a key, if anybody waits for it in this process."""
-        return self._lines.get(key) if self._lines else None
+    def find(self, key: str) -> LocalQueue | None:
+        """The local queue for a key, if anybody waits for it in this process."""
+        return self._queues.get(key) if self._queues else None
 
     def freed(self, key: str, offer: HandoverOffer | None = None, *, known: bool = True) -> str:
         """A flow of this process has given a key back to the database; `known`: and not to whom it had offered it.
@@ -320,9 +320,9 @@ class LocalQueues:
         else of ours may have the key by now, and have chosen as well.
         """
         with self.mutex:
-            line = self.line_for(key)
-            if line is not None:
-                line.freed()
+            local_queue = self.find(key)
+            if local_queue is not None:
+                local_queue.freed()
             if offer is None or offer.heir.offer is not offer:
                 return ""
             heir = offer.heir

@@ -25,7 +25,7 @@ class WaiterServices(Protocol):
         """The place is needed no more."""
         ...
 
-    def enter(self, member: LocalWaiter, trial: TakeAttempt | None, /) -> LocalQueue | None:
+    def enter(self, waiter: LocalWaiter, take_attempt: TakeAttempt | None, /) -> LocalQueue | None:
         """Wait with those of this process who want the key too; None where everybody waits alone."""
         ...
 
@@ -56,7 +56,7 @@ class PollingOnly:
     def leave(self, owner: str) -> None:
         pass
 
-    def enter(self, member: LocalWaiter, trial: TakeAttempt | None) -> LocalQueue | None:
+    def enter(self, waiter: LocalWaiter, take_attempt: TakeAttempt | None) -> LocalQueue | None:
         return None
 
     def listen(self) -> None:

@@ -1,4 +1,4 @@
-"""How a flow waits for a key that somebody else has: in the line of its process, and in the queue of the database.
+"""How a flow waits for a key that somebody else has: in its process's local queue, and in the database's queue.
 
 Rule: a waiter holds no connection while it pauses, and no pause overshoots the timeout or the end of the holder's
 lease. Why the queue works is said in `dblock.core.protocol.queue`; how often to look is decided here.
@@ -68,8 +68,8 @@ class Waiter:
     suspect: float = 0.0
     """The local time from which to look for a deadlock."""
     wakeup: Wakeup = field(default_factory=Wakeup)
-    member: LocalWaiter | None = None
-    """What it is in the line of its process."""
+    waiter: LocalWaiter | None = None
+    """What it is in the local queue of its process."""
     holder: LockInfo | None = None
     """Whom it found holding the key before it began to wait."""
     site: Site = field(init=False)
@@ -81,107 +81,107 @@ class Waiter:
         self.timing = self.site.database.timing
 
     def wait(
-        self, holder: LockInfo | None, trial: TakeAttempt | None
+        self, holder: LockInfo | None, take_attempt: TakeAttempt | None
     ) -> Steps[Grant | LockInfo | Literal[Outcome.GONE]]:
-        """A grant, or the row as it was at the deadline; or GONE. `holder` is whom we saw when our trial had failed."""
+        """A grant, or the row as it was at the deadline; or GONE. `holder` is whom we saw when we could not take it."""
         yield from wait(0.0, self.wakeup)  # refused where it could not end well, before anybody counts on us
-        key, member = self.request.key, LocalWaiter(self.request, self.wakeup)
+        key, waiter = self.request.key, LocalWaiter(self.request, self.wakeup)
         self.holder = holder
         try:
             together = self.request.fair and not self.holds_other_keys
-            line = self.services.enter(member, trial) if together else None
-            if line is None:
-                if trial is not None:
-                    trial.end(got=False)
+            local_queue = self.services.enter(waiter, take_attempt) if together else None
+            if local_queue is None:
+                if take_attempt is not None:
+                    take_attempt.end(got=False)
                 return (yield from self.stand())
             if holder is not None:
-                line.holder = holder
-            found = yield from self._behind(member)
+                local_queue.holder = holder
+            found = yield from self._behind(waiter)
             if found is None:
-                self.member = member
+                self.waiter = waiter
                 found = yield from self.stand()
-            (member.line or line).leave(member, got=isinstance(found, Grant))
+            (waiter.local_queue or local_queue).leave(waiter, got=isinstance(found, Grant))
             if not isinstance(found, Grant):  # from now on nobody grants us anything
-                found = (yield from self._late(member)) or found
+                found = (yield from self._late(waiter)) or found
             if isinstance(found, Grant):
                 self.attempt.owner = found.tenure.owner
         except BaseException as error:
-            if member.line is not None:
-                member.line.leave(member, got=False)
-            if member.claim() and not isinstance(error, GeneratorExit):
+            if waiter.local_queue is not None:
+                waiter.local_queue.leave(waiter, got=False)
+            if waiter.claim() and not isinstance(error, GeneratorExit):
                 patience = self._left() if isinstance(error, LockStoreError) else None
-                yield from give_back(self.site, key, member.claim(), patience)
+                yield from give_back(self.site, key, waiter.claim(), patience)
             raise
         return found
 
     def _parameters(self) -> dict[str, Any]:
         return self.request.parameters(self.attempt.owner, self.channel)
 
-    def _behind(self, member: LocalWaiter) -> Steps[Grant | LockInfo | Literal[Outcome.GONE] | None]:
-        """Wait in a line to be handed the key; None when it is for us to stand in the queue."""
+    def _behind(self, waiter: LocalWaiter) -> Steps[Grant | LockInfo | Literal[Outcome.GONE] | None]:
+        """Wait in a local queue to be handed the key; None when it is for us to stand in the queue."""
         now = self.site.database.now
         hope = math.inf
         doubt = 0.0
         while True:
-            line = self.site.local_queues.standing(member)
-            if (offer := member.offer) is not None and (
-                not member.chosen or now() >= max(doubt, offer.time + self.timing.offer_timeout)
+            local_queue = self.site.local_queues.standing(waiter)
+            if (offer := waiter.offer) is not None and (
+                not waiter.chosen or now() >= max(doubt, offer.time + self.timing.offer_timeout)
             ):
                 doubt = now() + self.timing.offer_timeout
-                member.grant = yield from self._adopt(member, offer)
-            if (grant := member.grant) is not None:
+                waiter.grant = yield from self._adopt(waiter, offer)
+            if (grant := waiter.grant) is not None:
                 if now() < grant.trusted_until:
                     return grant
-                member.grant = None
+                waiter.grant = None
                 _ = yield from handover.release(self.site, grant.tenure, 1)  # we were told too late for it to be of use
             left = self.attempt.deadline - now()
             if left <= 0:
-                return (yield from self._holder(line)) or Outcome.GONE
+                return (yield from self._holder(local_queue)) or Outcome.GONE
             pause = self.timing.poll_notified
-            if line.is_first(member):
+            if local_queue.is_first(waiter):
                 hope = min(hope, now() + self.timing.local_handover_wait)
-                if (not line.held_in_process or now() >= hope) and line.withdraw(member):
-                    if member.offer is not None:
-                        member.grant = yield from self._adopt(member, member.offer)
-                    if member.grant is None:
+                if (not local_queue.held_in_process or now() >= hope) and local_queue.withdraw(waiter):
+                    if waiter.offer is not None:
+                        waiter.grant = yield from self._adopt(waiter, waiter.offer)
+                    if waiter.grant is None:
                         return None
                     continue
                 pause = hope - now() if now() < hope else self.timing.local_handover_wait
-            member.content = True
+            waiter.content = True
             yield from wait(min(pause, left), self.wakeup)  # not at all if something has been said already
             _ = self.wakeup.consume()
 
-    def _holder(self, line: LocalQueue) -> Steps[LockInfo | None]:
-        """Whom to name when the time is up; one of a line asks for all whose time is."""
-        if line.holder is None and line.asking:
+    def _holder(self, local_queue: LocalQueue) -> Steps[LockInfo | None]:
+        """Whom to name when the time is up; one of a local queue asks for all whose time is."""
+        if local_queue.holder is None and local_queue.asking:
             yield from wait(self.timing.leave_timeout / 2, Wakeup())
-        if line.holder is None:
-            line.asking = True
+        if local_queue.holder is None:
+            local_queue.asking = True
             try:
-                line.holder = yield from self._last_look()
+                local_queue.holder = yield from self._last_look()
             finally:
-                line.asking = False
-        return line.holder
+                local_queue.asking = False
+        return local_queue.holder
 
-    def _adopt(self, member: LocalWaiter, offer: HandoverOffer) -> Steps[Grant | None]:
+    def _adopt(self, waiter: LocalWaiter, offer: HandoverOffer) -> Steps[Grant | None]:
         """The tenure that we were offered, if it has come about and nobody has told us."""
         database, key, ttl = self.site.database, self.request.key, self.request.ttl
         info = yield from inspect(database, key, self.attempt.until)
         if info is not None and info.owner == offer.token:
             tenure = Tenure(key, offer.token, info.fence)
             grant = yield from extend(database, tenure, ttl, self.request.life - ttl)
-            self.site.local_queues.settle(member, offer)
+            self.site.local_queues.settle(waiter, offer)
             return grant
-        if not member.chosen or info is None or info.remaining <= 0 or info.owner != offer.tenure.owner:
-            self.site.local_queues.settle(member, offer)  # it will not come about any more
-        return member.grant
+        if not waiter.chosen or info is None or info.remaining <= 0 or info.owner != offer.tenure.owner:
+            self.site.local_queues.settle(waiter, offer)  # it will not come about any more
+        return waiter.grant
 
-    def _late(self, member: LocalWaiter) -> Steps[Grant | None]:
+    def _late(self, waiter: LocalWaiter) -> Steps[Grant | None]:
         """What we were granted as we were leaving, if it is still of use."""
-        grant = member.grant
+        grant = waiter.grant
         with contextlib.suppress(LockStoreError):
-            if member.offer is not None and not member.chosen:
-                grant = yield from self._adopt(member, member.offer)
+            if waiter.offer is not None and not waiter.chosen:
+                grant = yield from self._adopt(waiter, waiter.offer)
             if grant is not None and self.site.database.now() >= grant.trusted_until:
                 _ = yield from handover.release(self.site, grant.tenure, 1)
                 grant = None
@@ -327,8 +327,8 @@ class Waiter:
         """What is due now; seconds until something else is."""
         database, owner, now = self.site.database, self.attempt.owner, self.site.database.now
         soonest = math.inf
-        if self.member is not None:
-            self.member.seen = now()
+        if self.waiter is not None:
+            self.waiter.seen = now()
         if alone:
             if now() >= self.heartbeat_due:
                 yield from queue.heartbeat(database, [owner], self.attempt.until)

@@ -28,7 +28,7 @@ class Vocabulary:
     least = "least"
     numbers = Reply.ROWS
     """How the one number comes back that a statement answers with."""
-    by_key = by_owner = by_ticket = by_pin = ""
+    by_key = by_ticket = by_pin = ""
     """What makes sure that a table is read through the index on that."""
     at_once = ""
     """What stands before a statement that must not wait for another transaction's lock on a row."""

@@ -53,7 +53,7 @@ class MySQL(Vocabulary):
     greatest = "GREATEST"
     least = "LEAST"
     numbers = Reply.NUMBER
-    by_key = by_owner = " FORCE INDEX (PRIMARY)"
+    by_key = " FORCE INDEX (PRIMARY)"
     by_pin = " FORCE INDEX (locks_pin)"
     by_ticket = " FORCE INDEX (lock_waiters_queue)"
     at_once = "/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */ "
