@@ -49,7 +49,6 @@ class Runtime:
         self._lock = threading.RLock()  # a signal handler may take a lock
         self._socket: LocalSocket | None = None
         self._sites: MutableMapping[Store, Site] = WeakKeyDictionary()
-        self._attendants: MutableMapping[Store, dict[Any, Attendant]] = WeakKeyDictionary()
 
     def site(self, store: Store) -> Site:
         """The database of a store, as the flows of this process share it."""
@@ -75,10 +74,14 @@ class Runtime:
         """Who attends to the waiters of a database, in threads or on the running event loop."""
         loop = sys.modules["asyncio"].get_running_loop() if store.asynchronous else None
         with self._lock:
-            known = self._attendants.setdefault(store, {})
+            # On the store, since they refer to it: they are to live and die together.
+            known: dict[Any, Attendant] = vars(store).setdefault("_attendants", {})
             for each in [each for each in known if each is not None and each.is_closed()]:
                 del known[each]
-            return known.get(loop) or known.setdefault(loop, Attendant(self, store, loop))
+            found = known.get(loop)
+            if found is None or found.runtime is not self:
+                found = known[loop] = Attendant(self, store, loop)
+            return found
 
     def forked(self) -> Runtime:
         """That of the child of a fork, which has the stores of its parent and nothing else."""
@@ -105,6 +108,7 @@ class Attendant:
     """Attends to the waiters of one database, in threads or on one event loop."""
 
     def __init__(self, runtime: Runtime, store: Store, loop: Any) -> None:
+        self.runtime = runtime
         self._watchdog, self._site = runtime.watchdog, runtime.site(store)
         self._store, self._loop = store, loop
         self._listener: Listener | None = None

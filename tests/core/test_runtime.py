@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -98,6 +100,18 @@ def test_two_processes_in_one() -> None:
         left = (queues._queues, queues._attempts, process.wakeups._registered, process.watchdog._places)
         assert left == ({}, {}, {}, {})
         process.socket().close()
+
+
+def test_a_store_is_not_kept_alive() -> None:
+    """An engine that its application has thrown away takes all with it that the process kept for it."""
+    process, store = Runtime(), ModelStore(World(), threading.Lock())
+    process.site(store)
+    process.attendant(store)
+    gone = weakref.ref(store)
+    del store
+    gc.collect()
+    assert gone() is None
+    process.socket().close()
 
 
 def test_one_fork_hook_in_the_core_and_one_beside_it_for_each_face() -> None:
