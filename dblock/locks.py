@@ -47,7 +47,7 @@ class Lock(SyncLock):
     has an asynchronous twin that begins with an `a`.
     """
 
-    _place_options = ("using",)
+    _face_options = ("using",)
 
     def __init__(
         self,

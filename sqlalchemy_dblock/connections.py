@@ -178,7 +178,7 @@ class InMemory:
         self._engine = engine
         self._static: PoolProxiedConnection | None = None
         self._out = weakref.WeakSet[PooledConnection]()
-        self._turn = threading.RLock()
+        self._mutex = threading.RLock()
         event.listen(engine, "engine_disposed", self._forget)
 
     def take(self, until: float, *, keeps: bool) -> PooledConnection:
@@ -223,7 +223,7 @@ class InMemory:
     drop = give_after_error
 
     def _enter(self, connection: PooledConnection) -> bool:
-        with self._turn:
+        with self._mutex:
             if free := not self._out:
                 self._out.add(connection)
         return free

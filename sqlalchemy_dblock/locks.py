@@ -47,7 +47,7 @@ def _no_session() -> None:
 class _EngineLock(BaseLock):
     """What both kinds of lock over an engine have in common."""
 
-    _place_options = ("session",)
+    _face_options = ("session",)
 
     def __init__(self, engine: Engine, key: str, *, session: Any = None, **options: Any) -> None:
         super().__init__(key, **options)

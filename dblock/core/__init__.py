@@ -1,9 +1,5 @@
-"""The protocol of the lock, free of any framework: standard library only.
+"""The lock, free of any framework: standard library only. docs/architecture.md draws its packages from the bottom up.
 
-    faces -> waiting -> protocol -> steps -> statements
-      |                                ^
-      '---------> drivers -------------'
-
-A face's operation is a generator of steps; a driver runs the steps with an executor, which is all that Django and
-SQLAlchemy each bring along.
+Rule: a package imports only from those below it. An operation is a generator of steps; `protocol.drive` runs it, and a
+face's store executes its statements.
 """

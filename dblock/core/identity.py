@@ -1,18 +1,19 @@
-"""Who is running this code, as far as it helps a person who looks at a lock."""
+"""Who is running this code.
+
+Rule: for people who look at a lock. The protocol only ever compares it with what the same flow has written before.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
-from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
 from dblock.core.validation import TEXT_LENGTH
 
 
-@lru_cache(maxsize=1)
 def process_identity() -> dict[str, Any]:
     """Host, pid and program, by the names of the statements' parameters."""
     path = PurePath(sys.argv[0] if sys.argv and sys.argv[0] else sys.executable or "python")

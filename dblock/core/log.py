@@ -1,4 +1,7 @@
-"""The log of this project, `dblock`: whatever goes wrong beside the flows that could be told by an exception."""
+"""The log `dblock`: what goes wrong where no caller can be given an exception.
+
+Rule: logging never raises.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A fork replaces the object whole: a child begins with nothing, and leaves its parent's connections and names alone.
 
-Rule: no other module of the core has state that lives longer than a call, but for what pools and locks of the caller's
-own making keep.
+Rule: no other module of the core keeps anything of the process. (Caches of texts do no harm; pools and lock objects are
+the caller's.)
 """
 
 from __future__ import annotations
@@ -70,21 +70,21 @@ class Runtime:
             self._socket = LocalSocket(self.wakeups)
         return self._socket
 
-    def attendant(self, store: Store) -> Attendant:
-        """Who attends to the waiters of a database, in threads or on the running event loop."""
+    def waiter_services(self, store: Store) -> ProcessServices:
+        """What this process does for the waiters of a database, in threads or on the running event loop."""
         loop = sys.modules["asyncio"].get_running_loop() if store.asynchronous else None
         with self._lock:
             # On the store, since they refer to it: they are to live and die together.
-            known: dict[Any, Attendant] = vars(store).setdefault("_attendants", {})
+            known: dict[Any, ProcessServices] = vars(store).setdefault("_waiter_services", {})
             for each in [each for each in known if each is not None and each.is_closed()]:
                 del known[each]
             found = known.get(loop)
             if found is None or found.runtime is not self:
-                found = known[loop] = Attendant(self, store, loop)
+                found = known[loop] = ProcessServices(self, store, loop)
             return found
 
     def forked(self) -> Runtime:
-        """That of the child of a fork, which has the stores of its parent and nothing else."""
+        """That of a forked child: empty, but for the pools, which leave their connections to the parent."""
         self.flows.leave_to_parent(os.getppid())
         if self._socket is not None:
             self._socket.close()
@@ -104,8 +104,8 @@ class Runtime:
             drive(steps, hold.store)
 
 
-class Attendant:
-    """Attends to the waiters of one database, in threads or on one event loop."""
+class ProcessServices:
+    """What this process does for the waiters of one database (`WaiterServices`), in threads or on one event loop."""
 
     def __init__(self, runtime: Runtime, store: Store, loop: Any) -> None:
         self.runtime = runtime

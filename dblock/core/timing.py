@@ -1,6 +1,7 @@
-"""All times that the protocol goes by, in seconds, and what must hold between them.
+"""The times that the protocol goes by (statements, attempts, queues), in seconds, and what must hold between them.
 
-Rule: how long a lease lasts, and how long somebody waits, is the caller's to say; everything else is said here.
+Rule: what has to fit together is here. Fractions of a ttl are in `holding.lease` and `watchdog`; for how long idle
+threads and connections stay is said where they are.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class Timing(NamedTuple):
     """Between two looks of any waiter that nobody can call, at most."""
     poll_notified: float = 2.0
     """Between two looks of a waiter that will be called."""
-    apart: float = 0.02
-    """Between two neighbours' looks when a holder's lease has ended: the first of them sees to it for all."""
+    look_stagger: float = 0.02
+    """When a holder's lease has ended, each waiter looks so much later than the one before it in the queue: as a rule
+    the first of them sees to it for all."""
     grant_retry: float = 0.1
     """Between two tries to have a free key granted, at most."""
     handover_retry: float = 0.25

@@ -45,9 +45,9 @@ class Grant(NamedTuple):
     """The local moment at which the statement was sent."""
     ttl: float
     ticket: int = 0
-    """The place in the queue that brought the key into this process."""
-    turn: int = 0
-    """How often in a row the key was handed over in this process before."""
+    """The ticket that it was granted by in the queue; 0 if it was simply taken."""
+    local_handovers: int = 0
+    """How often in a row the key was handed over inside this process to come here."""
 
     @property
     def trusted_until(self) -> float:

@@ -196,7 +196,7 @@ def test_no_herd_when_a_lease_ends(
     """The first waiter looks and has the key granted; the others look later, each after those before it, and that is
     all."""
     short_waits(monkeypatch)
-    timed(monkeypatch, apart=0.15)
+    timed(monkeypatch, look_stagger=0.15)
     holder = subject.lock("k", ttl=60, renew=False)
     actor.call(holder, "acquire")
     waits = [(other, *wait_for(subject, other, fair=False)) for other in actors(7)]  # each as if in another process

@@ -156,7 +156,7 @@ def test_the_first_reason_counts(local: Clock) -> None:
     assert hold.lease.loss == Loss(Reason.GONE)
     hold = hold_of(local)
     assert not hold.lease.lose()  # trust has not run out
-    hold.lease.failure = Reason.UNREACHABLE
+    hold.lease.reason_if_lost = Reason.UNREACHABLE
     local.time += 29
     assert hold.lease.lose()
     assert hold.lease.loss == Loss(Reason.UNREACHABLE)
@@ -165,7 +165,7 @@ def test_the_first_reason_counts(local: Clock) -> None:
 def test_a_blocked_loop_stays_the_reason(local: Clock) -> None:
     """Whoever has taken the key meanwhile; and what was taken from a good lease did not end by itself."""
     hold = hold_of(local)
-    hold.lease.failure = Reason.BLOCKED
+    hold.lease.reason_if_lost = Reason.BLOCKED
     local.time += 29
     assert hold.lease.state == "lost"
     hold.lease.explain(Loss(Reason.TAKEN_OVER, INFO))

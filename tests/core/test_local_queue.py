@@ -98,7 +98,7 @@ class Flow:
             holding.remove(self.name)
             self.interruptible = self.faults
             try:
-                assert (yield from handover.pass_on(site, found.tenure, found.ticket, found.turn))
+                assert (yield from handover.pass_on(site, found.tenure, found.ticket, found.local_handovers))
             except (Interrupted, LockStoreError):
                 pass
             finally:
@@ -194,7 +194,7 @@ def test_nobody_in_a_local_queue_is_forgotten(monkeypatch: pytest.MonkeyPatch) -
     for seed in range(300):
         world, log = schedule(seed)
         assert len(log) == 25
-        turns += sum(grant.turn > 0 for _, grant in log)
+        turns += sum(grant.local_handovers > 0 for _, grant in log)
         overtaken.append(world.overtaken)
         assert not world.waiters
         assert world.rows["k"]["owner"] is None
@@ -423,7 +423,7 @@ def test_an_unresponsive_waiter_is_passed_over(how: str) -> None:
     """A first one that is stuck, or whose event loop is closed or stands still: it is not handed the key, and keeps
     nobody waiting; when it comes again it stands last."""
     world = World()
-    stuck, alive = (LocalWaiter(wish(), content=True) for _ in range(2))
+    stuck, alive = (LocalWaiter(wish(), accepts_handover=True) for _ in range(2))
     place = world.site().local_queues
     [local_queue, _], *_ = [place.enter(waiter) for waiter in (stuck, alive)]
     local_queue.held_in_process = True
@@ -449,7 +449,7 @@ def test_an_unresponsive_waiter_is_passed_over(how: str) -> None:
 
 def test_a_holder_takes_back_its_own_choice_only() -> None:
     """An older holder of the process, which has just released, knows nothing of what a newer one has begun."""
-    place, waiter = World().site().local_queues, LocalWaiter(wish(), content=True)
+    place, waiter = World().site().local_queues, LocalWaiter(wish(), accepts_handover=True)
     local_queue, _ = place.enter(waiter)
     offer = local_queue.choose(Tenure("k", "o", 2))
     assert offer is not None

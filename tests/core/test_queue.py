@@ -165,7 +165,7 @@ def test_the_schedules_catch_a_broken_queue(broken: str, monkeypatch: pytest.Mon
 
         def look(database: Any, key: str, until: float, owner: str = "", ticket: int = 0) -> Any:
             yield from ()
-            return queue.View(False, HOUR, 1, ticket, 1, True)
+            return queue.QueueStatus(False, HOUR, 1, ticket, 1, True)
 
         monkeypatch.setattr(queue, "status", look)
     elif broken == "release":  # what a releaser sees of the queue is taken for the whole of it
@@ -173,9 +173,9 @@ def test_the_schedules_catch_a_broken_queue(broken: str, monkeypatch: pytest.Mon
         def release(site: Any, tenure: Any, count: int, ticket: int = 0) -> Any:
             if ticket and (yield from handover.grant(site, tenure.key, ticket + 1, tenure)):
                 return True
-            first = yield from tenures.release(site.database, tenure, count)
-            if first and not ticket:
-                _ = yield from handover.hand_over(site, tenure.key, first)
+            left = yield from tenures.release(site.database, tenure, count)
+            if left.waiting and not ticket:
+                _ = yield from handover.grant_next(site, tenure.key, left.waiting)
             return True
 
         monkeypatch.setattr(handover, "release", release)

@@ -73,14 +73,14 @@ def test_two_processes_in_one() -> None:
         site = process.site(store)
         for _ in range(10):
             request = wish(ttl=20.0, flow=f"{number}")
-            found = yield from acquiring.acquire(site, request, 30.0, partial(process.attendant, store))
+            found = yield from acquiring.acquire(site, request, 30.0, partial(process.waiter_services, store))
             assert isinstance(found, Grant)
             assert not inside
             inside.add(number)
             log.append((number, found))
             time.sleep(0.002)
             inside.remove(number)
-            assert (yield from handover.pass_on(site, found.tenure, found.ticket, found.turn))
+            assert (yield from handover.pass_on(site, found.tenure, found.ticket, found.local_handovers))
 
     threads = [
         threading.Thread(target=lambda n=n, p=p, s=s: drive(life(n, p, s), s))
@@ -93,7 +93,7 @@ def test_two_processes_in_one() -> None:
     assert len(log) == 60
     assert [grant.tenure.fence for _, grant in log] == sorted({grant.tenure.fence for _, grant in log})
     assert {number % 2 for number, _ in log[:20]} == {0, 1}, "neither process was kept waiting by the other"
-    assert any(grant.turn for _, grant in log)
+    assert any(grant.local_handovers for _, grant in log)
     assert processes[0].socket().channel != processes[1].socket().channel
     for process, store in zip(processes, stores, strict=True):
         queues = process.site(store).local_queues
@@ -106,7 +106,7 @@ def test_a_store_is_not_kept_alive() -> None:
     """An engine that its application has thrown away takes all with it that the process kept for it."""
     process, store = Runtime(), ModelStore(World(), threading.Lock())
     process.site(store)
-    process.attendant(store)
+    process.waiter_services(store)
     gone = weakref.ref(store)
     del store
     gc.collect()

@@ -266,7 +266,7 @@ async def leave_for_one_of_ours(stage: Stage, key: str, strike: Strike, *, forei
     def waits() -> bool:
         local_queue = runtime.current.site(stage.lock(key)._store()).local_queues.find(key)
         return any(waiting == key for waiting, _ in runtime.current.wakeups._registered) or (
-            local_queue is not None and any(waiter.content for waiter in local_queue._waiters)
+            local_queue is not None and any(waiter.accepts_handover for waiter in local_queue._waiters)
         )
 
     async def body() -> None:

@@ -93,7 +93,7 @@ def test_a_hand_over_that_meets_a_strangers_lock(subject: Subject, monkeypatch: 
     assert holder.acquire()
     sent = listen_in(subject, monkeypatch)
     lock, waiting_ = wait_for(subject, actor, fair=False)  # as if in another process
-    services = runtime.current.attendant(lock._store())
+    services = runtime.current.waiter_services(lock._store())
     assert until(lambda: services._listener and services._listener.ready)  # and everybody looks once
     sent.clear()
     runtime.current.wakeups.notify_all()

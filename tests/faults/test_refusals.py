@@ -57,13 +57,13 @@ MEANINGS: list[tuple[str, Failure, tuple[Exception, ...]]] = [
     ("postgresql", Failure.READ_ONLY, (Driver("25006"),)),
     ("postgresql", Failure.BUSY, (Driver("55P03"),)),
     ("postgresql", Failure.CONFLICT, tuple(map(Driver, ("40001", "40P01", "57014")))),
-    ("postgresql", Failure.LOST, tuple(map(Driver, ("57P01", "57P03", "08006", "25P03", "25P04")))),
-    ("postgresql", Failure.LOST, (InternalClientError("cannot switch to state 11"),)),
+    ("postgresql", Failure.DISCONNECTED, tuple(map(Driver, ("57P01", "57P03", "08006", "25P03", "25P04")))),
+    ("postgresql", Failure.DISCONNECTED, (InternalClientError("cannot switch to state 11"),)),
     ("postgresql", Failure.OTHER, (Driver("42601"), Driver("25P02"))),
     ("mysql", Failure.READ_ONLY, tuple(map(pymysql.OperationalError, (1290, 1792, 1836, 1047)))),
     ("mysql", Failure.BUSY, tuple(map(pymysql.OperationalError, (1205, 3572)))),
     ("mysql", Failure.CONFLICT, tuple(map(pymysql.OperationalError, (1213, 1020, 1317, 1969, 3024)))),
-    ("mysql", Failure.LOST, tuple(map(pymysql.OperationalError, (2006, 2013, 1053, 4031)))),
+    ("mysql", Failure.DISCONNECTED, tuple(map(pymysql.OperationalError, (2006, 2013, 1053, 4031)))),
     ("mysql", Failure.OTHER, (pymysql.ProgrammingError(1064),)),
     ("sqlite", Failure.LOCKED, (sqlite_error("SQLITE_BUSY"),)),
 ]
@@ -240,7 +240,7 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
         assert (view.mine, view.last, view.ahead, view.present) == (False, ticket, 0, True)
         yield from queue.heartbeat(database, [owner], later)
         if name == "clear":
-            yield from queue.quit_queue(database, owner, 0.15)
+            yield from queue.leave_queue(database, owner, 0.15)
             assert (yield from handover.release(site, hold_of(lock).tenure, 1))
             return None
         if not (yield from handover.grant(site, "k", ticket, hold_of(lock).tenure)):
@@ -248,7 +248,7 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
             assert (yield from handover.release(site, hold_of(lock).tenure, 1))
             return None
         grant = yield from queue.accept(database, wish, ticket, later)
-        yield from queue.quit_queue(database, owner, 0.15)
+        yield from queue.leave_queue(database, owner, 0.15)
         assert grant is not None
         return (yield from handover.release(site, grant.tenure, 1))
 

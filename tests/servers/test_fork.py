@@ -21,7 +21,7 @@ import dblock
 import dblock.transactions
 import sqlalchemy_dblock
 import sqlalchemy_dblock.transactions
-from dblock.core.errors import LockNotHeld
+from dblock.core.errors import LockLost, LockNotHeld
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import ready, url
 from tests.support.subjects import MATRIX, Subject
@@ -49,6 +49,28 @@ def in_child(function: Callable[[], Any]) -> Any:
     os.waitpid(pid, 0)
     assert kind == "ok", value
     return value
+
+
+@pytest.mark.parametrize("subject", SYNC, ids=str)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_block_that_is_open_at_the_fork_is_the_parents(subject: Subject, request: pytest.FixtureRequest) -> None:
+    """The child is not inside of it: it holds nothing, and what it takes itself says which process it is."""
+    ready(request, subject.database)
+
+    def child() -> Any:
+        try:
+            lock.check()
+        except LockLost as error:
+            refused = str(error)
+        with subject.lock("child's own"):
+            return refused, lock.state, lock.fence, subject.row("child's own")["pid"], os.getpid()
+
+    with subject.lock("k") as lock:
+        refused, state, fence, written, pid = in_child(child)
+        assert lock.verify()
+    assert "not held by this thread" in refused
+    assert (state, fence) == (None, None)
+    assert written == pid != os.getpid()
 
 
 @pytest.mark.parametrize("subject", SYNC, ids=str)

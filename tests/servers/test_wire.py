@@ -69,7 +69,7 @@ def test_two_round_trips(server: str, proxy: Proxy, lock: Any) -> None:
 def test_a_failed_try_reads_once_and_changes_nothing(server: str, proxy: Proxy, lock: Any) -> None:
     """A conditional UPDATE that matches nothing, and a look at the holder."""
     run(server, _STRANGER[server])
-    for _ in range(5):  # prepared
+    for _ in range(10):  # prepared
         assert lock.acquire(blocking=False) is False
     proxy.counting_new, before = False, proxy.round_trips
     for _ in range(10):

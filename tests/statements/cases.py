@@ -146,7 +146,7 @@ REQUEST: Final[Record] = {
     "life": 61.0,
     "count": 1,
     "fair": 1,
-    "turns": 0,
+    "handovers_left": 0,
     "min_hold": 0.0,
     "retention": 3600.0,
     "place": 5.0,

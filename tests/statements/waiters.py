@@ -454,11 +454,16 @@ _RELAY: Final = (
         "hand_over_local",
         "if a turn is left, then too",
         keys=[held(last_ticket=11)],
-        given={"turns": 1},
+        given={"handovers_left": 1},
         reply=[(CLOCK,)],
         after={"k": _RELAYED},
     ),
-    Case("hand_over_local", "a turn that is left makes no tenure", keys=[held(owner="other")], given={"turns": 1}),
+    Case(
+        "hand_over_local",
+        "a turn that is left makes no tenure",
+        keys=[held(owner="other")],
+        given={"handovers_left": 1},
+    ),
     Case("hand_over_local", "not while the key is pinned", keys=[held()], beside=[Do("pin")], reply=REFUSED),
     Case(
         "hand_over_local",

@@ -176,7 +176,7 @@ class World:
         if row is None or row["count"] != 1 or row["expires_at"] <= self.time:
             return []
         streak = row.get("streak", 0) + (row["last"] != row["served"])
-        if row["last"] != row["served"] and p["turns"] <= 0:
+        if row["last"] != row["served"] and p["handovers_left"] <= 0:
             return []
         row["expires_at"] = self.time
         rows = self._begin(row, {**p, "owner": p["heir"]})

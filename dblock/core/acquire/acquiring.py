@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Final, Literal, NamedTuple
 
 from dblock.core.acquire import handover
-from dblock.core.acquire.handover import give_back
+from dblock.core.acquire.handover import undo_take
 from dblock.core.acquire.local_queue import Request, TakeAttempt
 from dblock.core.acquire.services import PollingOnly, WaiterServices
 from dblock.core.acquire.site import Site
@@ -68,7 +68,7 @@ def acquire(
 
 
 def _acquire(attempt: Attempt, *, held_in_process: bool) -> Steps[Grant | LockInfo | None]:
-    """As `acquire`."""
+    """A grant; else the row as it was last seen, or None."""
     site, request = attempt.site, attempt.request
     queues, key = site.local_queues, request.key
     take_attempt = TakeAttempt(queues, request)
@@ -77,7 +77,7 @@ def _acquire(attempt: Attempt, *, held_in_process: bool) -> Steps[Grant | LockIn
         if crowded and request.fair and site.database.now() < attempt.deadline:
             with contextlib.suppress(LockTimeout):  # refused: it may be free, though
                 waited = yield from _waiter(attempt).wait(None, None)
-                if waited is not Outcome.GONE:
+                if waited is not Outcome.TAKE_AGAIN:
                     return waited
         take_attempt.begin()
         found = yield from _take(attempt, take_attempt)
@@ -87,7 +87,7 @@ def _acquire(attempt: Attempt, *, held_in_process: bool) -> Steps[Grant | LockIn
         # Interrupted: what we may have taken is given back. Else nobody drives us any more, or the database has said,
         # as far as it can, what became of it.
         if attempt.owner and not isinstance(error, (GeneratorExit, LockStoreError)):
-            yield from give_back(site, key, attempt.owner)
+            yield from undo_take(site, key, attempt.owner)
         raise
     return found
 
@@ -97,7 +97,7 @@ def _waiter(attempt: Attempt) -> Waiter:
 
 
 def _take(attempt: Attempt, take_attempt: TakeAttempt) -> Steps[Grant | LockInfo | None]:
-    """Take the key, or wait for it; as `_acquire`."""
+    """Take the key, or wait for it: a grant; else the row as it was last seen, or None."""
     site, deadline, until = attempt.site, attempt.deadline, attempt.until
     database, key = site.database, attempt.request.key
     now, dialect = database.now, database.dialect
@@ -121,10 +121,10 @@ def _take(attempt: Attempt, take_attempt: TakeAttempt) -> Steps[Grant | LockInfo
             if tries > 2 and now() >= deadline:
                 return None
         # A key that is free, but cannot be had, has waiters, or a transaction pins it.
-        waits = holder is not None and (held or (yield from handover.hand_over(site, key)) or tries > 2)
+        waits = holder is not None and (held or (yield from handover.grant_next(site, key)) or tries > 2)
         if waits and now() < deadline:
             found = yield from _waiter(attempt).wait(holder, take_attempt)
-            if found is not Outcome.GONE:
+            if found is not Outcome.TAKE_AGAIN:
                 return found
         if tries > 1 or grant is _UNKNOWN:
             yield from sleep(min(next(growing), max(until - now(), 0.0)))

@@ -2,7 +2,7 @@
 
 A release frees the key and is told whether somebody may be waiting; then the key is granted to the first who does
 (`dblock.core.protocol.queue` says why nobody is forgotten), and that one is woken: in this process, on this machine, or
-by the database. Whoever waits in this process is handed the key by the release itself (`hand_over_local`).
+by the database. A flow of this process is handed the key instead of a release (`hand_over_local`).
 
 Rule: what goes wrong here is left to the waiters. They look by themselves; a key that was given back is never asked for
 again by whoever gave it back.
@@ -68,7 +68,7 @@ def _remind(site: Site, key: str) -> Steps[None]:
             yield from _wake(site, key, Granted(view.first - 1))
 
 
-def hand_over(site: Site, key: str, first: int = 0) -> Steps[bool]:
+def grant_next(site: Site, key: str, first: int = 0) -> Steps[bool]:
     """Give a key that nobody holds to the first of those who wait for it; False if it is free for anybody.
 
     `first` is the first ticket that was not served, 0 if not known. What goes wrong here is left to the waiters: the
@@ -95,28 +95,28 @@ def hand_over(site: Site, key: str, first: int = 0) -> Steps[bool]:
 
 
 def release(site: Site, tenure: Tenure, count: int, ticket: int = 0) -> Steps[bool]:
-    """Lower the count from `count`, from 1 to whoever waits next; False if the tenure was over before.
+    """Lower the count from `count`; from 1 the key is the first waiter's, or free. False if the tenure was over before.
 
     A tenure that waited itself (`ticket`) knows that others may: it hands over in one statement what it holds.
     """
     passed = Passed.REFUSED
     if ticket and count == 1:
-        passed = yield from _grant_ours(site, tenure, ticket + 1)
+        passed = yield from _grant_held(site, tenure, ticket + 1)
         if passed is Passed.DONE:
             return True
-    first = yield from tenures.release(site.database, tenure, count)
-    if first:
-        _ = yield from hand_over(site, tenure.key, first)
-    if first is None and passed is Passed.UNKNOWN:  # it was handed over, but the answer was lost
+    left = yield from tenures.release(site.database, tenure, count)
+    if left.waiting:
+        _ = yield from grant_next(site, tenure.key, left.waiting)
+    if not left.in_time and passed is Passed.UNKNOWN:  # it was handed over, but the answer was lost
         yield from _remind(site, tenure.key)
         return True
-    return first is not None
+    return left.in_time
 
 
-def pass_on(site: Site, tenure: Tenure, ticket: int, turn: int) -> Steps[bool]:
+def pass_on(site: Site, tenure: Tenure, ticket: int, local_handovers: int) -> Steps[bool]:
     """Give the key to whoever is next: a flow of this process, else of the queue; False if the tenure was over before.
 
-    `turn` says how often in a row it has gone to a flow of this process before.
+    `local_handovers` says how often in a row it has gone to a flow of this process before.
     """
     passed, queues = Passed.REFUSED, site.local_queues
     offer, orphan = None, ""
@@ -126,7 +126,7 @@ def pass_on(site: Site, tenure: Tenure, ticket: int, turn: int) -> Steps[bool]:
             offer = None if local_queue is None else local_queue.choose(tenure)
             if local_queue is not None and offer is not None:
                 passed = Passed.UNKNOWN
-                passed = yield from _hand_over_local(site, local_queue, offer, ticket, turn)
+                passed = yield from _hand_over_local(site, local_queue, offer, ticket, local_handovers)
             # What was handed over, though the answer was lost, is no more to be released.
             ended = passed is Passed.DONE or (yield from release(site, tenure, 1, ticket)) or passed is Passed.UNKNOWN
         finally:  # only now: whoever was chosen may look whether it has the key, or never will
@@ -141,22 +141,22 @@ def pass_on(site: Site, tenure: Tenure, ticket: int, turn: int) -> Steps[bool]:
             if not (done or (yield from release(site, tenure, 1))):
                 yield from _remind(site, tenure.key)
         if orphan:
-            yield from give_back(site, tenure.key, orphan, site.database.timing.handover_retry)
+            yield from undo_take(site, tenure.key, orphan, site.database.timing.handover_retry)
         raise
     if orphan:
-        yield from give_back(site, tenure.key, orphan)
+        yield from undo_take(site, tenure.key, orphan)
     return ended
 
 
 def leave(site: Site, tenure: Tenure, min_hold: float, *, alone: bool) -> Steps[bool]:
-    """Lower the count by one, from 1 to whoever waits next; False if the tenure was over before."""
-    first = yield from tenures.leave(site.database, tenure, min_hold, alone=alone)
-    if first:
-        _ = yield from hand_over(site, tenure.key, first)
-    return first is not None
+    """Lower the count by one; from 1 the key is the first waiter's, or free. False if the tenure was over before."""
+    left = yield from tenures.leave(site.database, tenure, min_hold, alone=alone)
+    if left.waiting:
+        _ = yield from grant_next(site, tenure.key, left.waiting)
+    return left.in_time
 
 
-def give_back(site: Site, key: str, owner: str, patience: float | None = None) -> Steps[None]:
+def undo_take(site: Site, key: str, owner: str, patience: float | None = None) -> Steps[None]:
     """Free whatever a take that was broken off may have left behind; errors are left to the lease's expiry.
 
     The server may still be executing the take when we look first, so we look twice.
@@ -176,7 +176,7 @@ def give_back(site: Site, key: str, owner: str, patience: float | None = None) -
         return
 
 
-def _grant_ours(site: Site, tenure: Tenure, first: int) -> Steps[Passed]:
+def _grant_held(site: Site, tenure: Tenure, first: int) -> Steps[Passed]:
     """Hand over what we hold."""
     try:
         return Passed.DONE if (yield from grant(site, tenure.key, first, tenure)) else Passed.REFUSED
@@ -187,7 +187,7 @@ def _grant_ours(site: Site, tenure: Tenure, first: int) -> Steps[Passed]:
 
 
 def _hand_over_local(
-    site: Site, local_queue: LocalQueue, offer: HandoverOffer, ticket: int, turn: int
+    site: Site, local_queue: LocalQueue, offer: HandoverOffer, ticket: int, local_handovers: int
 ) -> Steps[Passed]:
     """Hand the key to the flow of this process that it was offered to."""
     (heir, token, tenure, _), database = offer, site.database
@@ -199,7 +199,7 @@ def _hand_over_local(
         **heir.request.parameters(tenure.owner),
         **tenure._asdict(),
         "heir": token,
-        "turns": max(database.timing.max_local_handovers - turn, 0),
+        "handovers_left": max(database.timing.max_local_handovers - local_handovers, 0),
     }
     statement, sent = database.dialect.queue.hand_over_local, database.now()
     try:
@@ -218,7 +218,7 @@ def _hand_over_local(
         return Passed.REFUSED
     if not rows:
         return Passed.REFUSED
-    grant = Grant(Tenure(tenure.key, token, int(rows[0][0])), sent, heir.request.ttl, ticket, turn + 1)
+    grant = Grant(Tenure(tenure.key, token, int(rows[0][0])), sent, heir.request.ttl, ticket, local_handovers + 1)
     local_queue.holder = _about(heir.request, grant)
     if not local_queue.tell(offer, grant):  # it has gone in the meantime
         with contextlib.suppress(LockStoreError):

@@ -83,14 +83,16 @@ class LocalWaiter:
     wakeup: Wakeup = field(default_factory=Wakeup)
     seen: float = 0.0
     """The local time at which it last did something, as its local queue's clock has it."""
-    content: bool = False
-    """Does it wait to be handed the key, rather than ask for it?"""
+    accepts_handover: bool = False
+    """Does it wait to be handed the key, rather than ask the database for it?"""
     offer: HandoverOffer | None = None
-    """What it was offered, if it does not know what became of that."""
+    """What it was offered, as long as it does not know what became of that."""
     chosen: bool = False
-    """Is it for the holder to find that out?"""
+    """Has the holder that offered it not said yet what became of it? Until it does, or `offer_timeout`, it does not
+    look by itself."""
     grant: Grant | None = None
-    gone: bool = False
+    left: bool = False
+    """Does it wait no more?"""
     local_queue: LocalQueue | None = None
     """Where it stands."""
 
@@ -153,7 +155,7 @@ class LocalQueue:
     def leave(self, waiter: LocalWaiter, *, got: bool) -> None:
         """Wait no more; `got`: it has the key."""
         with self._mutex:
-            waiter.gone = True
+            waiter.left = True
             behind = waiter in self._waiters and self._waiters[0] is not waiter
             self._remove(waiter)
             first = self.first()
@@ -161,7 +163,7 @@ class LocalQueue:
                 self.held_in_process = got
                 first.wakeup.notify()
 
-    def keep_place(self, leaving: LocalWaiter, waiter: LocalWaiter) -> bool:
+    def stand_in(self, leaving: LocalWaiter, waiter: LocalWaiter) -> bool:
         """Let a waiter stand where another one stood; False if that one does not stand here any more."""
         if leaving not in self._waiters:
             return False
@@ -181,14 +183,14 @@ class LocalQueue:
     def withdraw(self, waiter: LocalWaiter) -> bool:
         """It no longer waits to be handed the key, but asks the database; False if it was chosen in the meantime."""
         with self._mutex:
-            waiter.content = waiter.chosen
+            waiter.accepts_handover = waiter.chosen
             return not waiter.chosen
 
     def choose(self, tenure: Tenure) -> HandoverOffer | None:
-        """HandoverOffer a tenure to the first one; None if that one does not wait for it."""
+        """Offer a tenure to the first one; None if that one does not wait to be handed it."""
         with self._mutex:
             first = self.first()
-            if first is None or not first.content or first.claim():
+            if first is None or not first.accepts_handover or first.claim():
                 return None
             first.offer = HandoverOffer(first, first.request.new_owner(), tenure, self._now())
             first.chosen = True
@@ -201,14 +203,14 @@ class LocalQueue:
             if heir.offer is not offer:  # it has seen to that itself
                 return True
             heir.offer, heir.chosen = None, False
-            if heir.gone:
+            if heir.left:
                 return False
             heir.grant = grant
             heir.wakeup.notify()
             return True
 
     def freed(self) -> None:
-        """A flow of ours has given the key back, and not to us, as far as it knows."""
+        """A flow of this process has given the key back to the database."""
         self.held_in_process = False
         first = self.first()
         if first is not None:
@@ -241,7 +243,7 @@ class TakeAttempt:
         with self._queues.mutex:
             self._queues.tried(self)
             local_queue, kept = self.local_queue, self.waiter
-            if local_queue is None or kept is None or not local_queue.keep_place(kept, waiter):
+            if local_queue is None or kept is None or not local_queue.stand_in(kept, waiter):
                 return None
             self.local_queue = None
             return local_queue
@@ -314,10 +316,11 @@ class LocalQueues:
         return self._queues.get(key) if self._queues else None
 
     def freed(self, key: str, offer: HandoverOffer | None = None, *, known: bool = True) -> str:
-        """A flow of this process has given a key back to the database; `known`: and not to whom it had offered it.
+        """A flow of this process has given a key back to the database, and did not hand it to `offer.heir`.
 
-        The owner token of a tenure that it is to give back if there is one, since whom it had chosen has gone. Somebody
-        else of ours may have the key by now, and have chosen as well.
+        `known`: that did not happen for sure. Else it may have, and if the heir has left this answers with the owner
+        token of a tenure that is to be given back. (Another flow of the process may hold the key by now, and have made
+        an offer of its own.)
         """
         with self.mutex:
             local_queue = self.find(key)
@@ -330,7 +333,7 @@ class LocalQueues:
             if known:
                 heir.offer = None
             heir.wakeup.notify()
-            return offer.token if heir.gone and not known else ""
+            return offer.token if heir.left and not known else ""
 
     def note_contention(self, key: str) -> None:
         """Somebody waited for that key just now."""

@@ -15,14 +15,14 @@ from enum import Enum
 from typing import Any, Literal
 
 from dblock.core.acquire import handover
-from dblock.core.acquire.handover import give_back
+from dblock.core.acquire.handover import undo_take
 from dblock.core.acquire.local_queue import HandoverOffer, LocalQueue, LocalWaiter, Request, TakeAttempt
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockStoreError, StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.protocol import queue
 from dblock.core.protocol.deadlock import deadlock
-from dblock.core.protocol.queue import View
+from dblock.core.protocol.queue import QueueStatus
 from dblock.core.protocol.sending import pauses
 from dblock.core.protocol.steps import Steps, sleep, wait
 from dblock.core.protocol.tenures import extend, inspect
@@ -34,8 +34,8 @@ from dblock.core.wakeup.registry import Wakeup
 class Outcome(Enum):
     """What else may become of a place in the queue."""
 
-    LOST = "passed over: join anew"
-    GONE = "no row, or no ticket: try to take the key again"
+    PASSED_OVER = "passed over: join anew"
+    TAKE_AGAIN = "no row, or no ticket: try to take the key again"
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Waiter:
     """Where its process was going to listen when it joined the queue."""
     heartbeat_due: float = 0.0
     """The local time from which the place is to be kept, if nobody else does it."""
-    suspect: float = 0.0
+    deadlock_check_due: float = 0.0
     """The local time from which to look for a deadlock."""
     wakeup: Wakeup = field(default_factory=Wakeup)
     waiter: LocalWaiter | None = None
@@ -82,8 +82,8 @@ class Waiter:
 
     def wait(
         self, holder: LockInfo | None, take_attempt: TakeAttempt | None
-    ) -> Steps[Grant | LockInfo | Literal[Outcome.GONE]]:
-        """A grant, or the row as it was at the deadline; or GONE. `holder` is whom we saw when we could not take it."""
+    ) -> Steps[Grant | LockInfo | Literal[Outcome.TAKE_AGAIN]]:
+        """A grant, or the row as it was at the deadline; or TAKE_AGAIN. `holder` is who was seen holding the key."""
         yield from wait(0.0, self.wakeup)  # refused where it could not end well, before anybody counts on us
         key, waiter = self.request.key, LocalWaiter(self.request, self.wakeup)
         self.holder = holder
@@ -110,24 +110,23 @@ class Waiter:
                 waiter.local_queue.leave(waiter, got=False)
             if waiter.claim() and not isinstance(error, GeneratorExit):
                 patience = self._left() if isinstance(error, LockStoreError) else None
-                yield from give_back(self.site, key, waiter.claim(), patience)
+                yield from undo_take(self.site, key, waiter.claim(), patience)
             raise
         return found
 
     def _parameters(self) -> dict[str, Any]:
         return self.request.parameters(self.attempt.owner, self.channel)
 
-    def _behind(self, waiter: LocalWaiter) -> Steps[Grant | LockInfo | Literal[Outcome.GONE] | None]:
+    def _behind(self, waiter: LocalWaiter) -> Steps[Grant | LockInfo | Literal[Outcome.TAKE_AGAIN] | None]:
         """Wait in a local queue to be handed the key; None when it is for us to stand in the queue."""
         now = self.site.database.now
-        hope = math.inf
-        doubt = 0.0
+        handover_until, next_check = math.inf, 0.0
         while True:
             local_queue = self.site.local_queues.standing(waiter)
             if (offer := waiter.offer) is not None and (
-                not waiter.chosen or now() >= max(doubt, offer.time + self.timing.offer_timeout)
+                not waiter.chosen or now() >= max(next_check, offer.time + self.timing.offer_timeout)
             ):
-                doubt = now() + self.timing.offer_timeout
+                next_check = now() + self.timing.offer_timeout
                 waiter.grant = yield from self._adopt(waiter, offer)
             if (grant := waiter.grant) is not None:
                 if now() < grant.trusted_until:
@@ -136,18 +135,18 @@ class Waiter:
                 _ = yield from handover.release(self.site, grant.tenure, 1)  # we were told too late for it to be of use
             left = self.attempt.deadline - now()
             if left <= 0:
-                return (yield from self._holder(local_queue)) or Outcome.GONE
+                return (yield from self._holder(local_queue)) or Outcome.TAKE_AGAIN
             pause = self.timing.poll_notified
             if local_queue.is_first(waiter):
-                hope = min(hope, now() + self.timing.local_handover_wait)
-                if (not local_queue.held_in_process or now() >= hope) and local_queue.withdraw(waiter):
+                handover_until = min(handover_until, now() + self.timing.local_handover_wait)
+                if (not local_queue.held_in_process or now() >= handover_until) and local_queue.withdraw(waiter):
                     if waiter.offer is not None:
                         waiter.grant = yield from self._adopt(waiter, waiter.offer)
                     if waiter.grant is None:
                         return None
                     continue
-                pause = hope - now() if now() < hope else self.timing.local_handover_wait
-            waiter.content = True
+                pause = handover_until - now() if now() < handover_until else self.timing.local_handover_wait
+            waiter.accepts_handover = True
             yield from wait(min(pause, left), self.wakeup)  # not at all if something has been said already
             _ = self.wakeup.consume()
 
@@ -187,7 +186,7 @@ class Waiter:
                 grant = None
         return grant
 
-    def stand(self) -> Steps[Grant | LockInfo | Literal[Outcome.GONE]]:
+    def stand(self) -> Steps[Grant | LockInfo | Literal[Outcome.TAKE_AGAIN]]:
         """Stand in the queue of the database; returns as `wait`."""
         growing = pauses()
         while True:
@@ -196,12 +195,12 @@ class Waiter:
                 found = yield from self._keep_place()
             except StoreBusy:  # a stranger's transaction has locked what we need to write; reading is possible
                 if self.site.database.now() >= self.attempt.deadline:
-                    return (yield from self._last_look()) or Outcome.GONE
+                    return (yield from self._last_look()) or Outcome.TAKE_AGAIN
             except StoreUnanswered:
                 if self.attempt.until - self.site.database.now() < self.timing.worthwhile:
                     raise
             else:
-                if found is not Outcome.LOST:
+                if found is not Outcome.PASSED_OVER:
                     return found
                 continue
             yield from sleep(min(next(growing), max(self.attempt.deadline - self.site.database.now(), 0.0)))
@@ -213,17 +212,17 @@ class Waiter:
         try:
             joined = yield from queue.join(database, self._parameters(), self.attempt.until)
             if joined is None:
-                return Outcome.GONE
+                return Outcome.TAKE_AGAIN
             ticket, view = joined
             self.site.wakeups.register(key, ticket, self.wakeup)
-            found = yield from self._await_turn(ticket, view, alone=not self.services.keep(owner, self.wakeup))
+            found = yield from self._await_grant(ticket, view, alone=not self.services.keep(owner, self.wakeup))
             if not isinstance(found, Grant):
-                yield from queue.quit_queue(database, owner, self._left())
+                yield from queue.leave_queue(database, owner, self._left())
                 if found is not None:
                     return found
                 info = yield from self._last_look()
                 if info is None or info.owner != owner:
-                    return info or Outcome.GONE
+                    return info or Outcome.TAKE_AGAIN
                 # our turn came as we were leaving
                 found = yield from queue.accept(database, self._parameters(), ticket, self.attempt.until)
                 if found is None:
@@ -234,14 +233,14 @@ class Waiter:
         except GeneratorExit:
             raise
         except LockStoreError:  # we have tried for long enough
-            yield from queue.quit_queue(database, owner, self._left())
-            yield from give_back(self.site, key, owner, self._left())
+            yield from queue.leave_queue(database, owner, self._left())
+            yield from undo_take(self.site, key, owner, self._left())
             raise
         except BaseException:  # what we may have been granted is given back by whoever began the attempt
-            yield from queue.quit_queue(database, owner)
+            yield from queue.leave_queue(database, owner)
             raise
         else:
-            return Outcome.LOST
+            return Outcome.PASSED_OVER
         finally:
             try:
                 self._wait_no_more(ticket)
@@ -266,8 +265,8 @@ class Waiter:
         """Seconds for leaving in order."""
         return min(self.timing.handover_retry, max(self.attempt.until - self.site.database.now(), 0.0))
 
-    def _await_turn(self, ticket: int, view: View | None, *, alone: bool) -> Steps[Grant | Outcome | None]:
-        """A grant; LOST or GONE; or None when the time is up.
+    def _await_grant(self, ticket: int, view: QueueStatus | None, *, alone: bool) -> Steps[Grant | Outcome | None]:
+        """A grant; LOST or TAKE_AGAIN; or None when the time is up.
 
         `view` is how we stand if that is known; `alone`: nobody else keeps the place.
         """
@@ -282,7 +281,7 @@ class Waiter:
                     return grant
             if view is None:
                 found = yield from self._look(ticket)
-                if not isinstance(found, View):
+                if not isinstance(found, QueueStatus):
                     return found
                 view = found
             if view.mine and view.remaining > 0:
@@ -290,7 +289,7 @@ class Waiter:
                 view = None
                 continue
             if ticket < view.first or not view.present:
-                return Outcome.LOST
+                return Outcome.PASSED_OVER
             if view.first != first:
                 first, since = view.first, now()
             if view.last < ticket:  # the row is another one
@@ -312,8 +311,8 @@ class Waiter:
             yield from wait(min(pause, left), self.wakeup)  # not at all if the key has just been handed to us
             view = None
 
-    def _look(self, ticket: int) -> Steps[View | Outcome | None]:
-        """How we stand; GONE; or None if the database did not say it before the time was up."""
+    def _look(self, ticket: int) -> Steps[QueueStatus | Outcome | None]:
+        """How we stand; TAKE_AGAIN; or None if the database did not say it before the time was up."""
         database, attempt = self.site.database, self.attempt
         try:
             view = yield from queue.status(database, self.request.key, attempt.until, attempt.owner, ticket)
@@ -321,7 +320,7 @@ class Waiter:
             if database.now() < self.attempt.deadline:
                 raise
             return None
-        return view or Outcome.GONE
+        return view or Outcome.TAKE_AGAIN
 
     def _duties(self, *, alone: bool) -> Steps[float]:
         """What is due now; seconds until something else is."""
@@ -335,15 +334,15 @@ class Waiter:
                 self.heartbeat_due = now() + self.timing.heartbeat_interval
             soonest = self.heartbeat_due - now()
         if self.holds_other_keys:
-            if now() >= self.suspect:
+            if now() >= self.deadlock_check_due:
                 error = yield from deadlock(database, owner, self.attempt.held(), self.attempt.until)
                 if error is not None:
                     raise error
-                self.suspect = now() + self.timing.deadlock_check
-            soonest = min(soonest, self.suspect - now())
+                self.deadlock_check_due = now() + self.timing.deadlock_check
+            soonest = min(soonest, self.deadlock_check_due - now())
         return max(soonest, 0.0)
 
-    def _until_next_look(self, view: View, unchanged: float, *, called: bool) -> float:
+    def _until_next_look(self, view: QueueStatus, unchanged: float, *, called: bool) -> float:
         """Seconds, with jitter, and not beyond the time when a lease that ended is for us to see to.
 
         Where nobody calls us, by our place and for how long the head of the queue has been the same: a twentieth of the
@@ -358,6 +357,6 @@ class Waiter:
         due = self._due(view)
         return min(pause, due) if due > 0 else pause
 
-    def _due(self, view: View) -> float:
+    def _due(self, view: QueueStatus) -> float:
         """Seconds until it is for us to have a key granted that nobody holds: each leaves that to those before it."""
-        return view.remaining + view.ahead * self.timing.apart
+        return view.remaining + view.ahead * self.timing.look_stagger

@@ -47,7 +47,7 @@ WIRES: Final = threading.RLock()
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class PooledConnection:
-    """A DB-API connection for one statement."""
+    """A DB-API connection that is lent to one statement at a time."""
 
     raw: Any = None
     prepared: Callable[[Execute], Rows] | None = None
@@ -95,13 +95,14 @@ class AutocommitPool:
 
     def __init__(self, most: float, keep: int = KEPT) -> None:
         self._most = (most, max(2, most))
+        """For taking and waiting, and for keeping and giving back: indexed by `keeps`, as `_out` is."""
         self._keep = keep
         self._idle: list[PooledConnection] = []
         self._out = (weakref.WeakSet[PooledConnection](), weakref.WeakSet[PooledConnection]())
         self._late: dict[object, tuple[Any, float]] = {}
         """For each event loop, a connection that somebody has given up waiting for, and until when it may come."""
         self._epoch = 0
-        self._turn = threading.RLock()  # a signal handler may send a statement
+        self._mutex = threading.RLock()  # a signal handler may send a statement
 
     # -- what a face provides
 
@@ -177,7 +178,7 @@ class AutocommitPool:
         self._out[1].discard(connection)
         connection.idle_since = now = clock.now()
         surplus: list[PooledConnection] | None = None
-        with self._turn:
+        with self._mutex:
             idle = self._idle
             if len(idle) < self._keep and connection.epoch == self._epoch:
                 idle.append(connection)
@@ -211,14 +212,14 @@ class AutocommitPool:
         parents = (self._idle, self._late, *map(list, self._out))
         self._idle, self._late = [], {}
         self._out = (weakref.WeakSet(), weakref.WeakSet())
-        self._turn = threading.RLock()
+        self._mutex = threading.RLock()
         return parents
 
     # -- helpers
 
     def _enter(self, loop: object, out: weakref.WeakSet[PooledConnection], most: float) -> PooledConnection | None:
         """One that is idle, or a new one that is yet to be opened; None if too many are in use."""
-        with self._turn:
+        with self._mutex:
             if len(out) >= most:
                 return None
             idle = self._idle
@@ -231,7 +232,7 @@ class AutocommitPool:
 
     def _idle_for(self, loop: object) -> PooledConnection | None:
         over: list[PooledConnection] = []
-        with self._turn:
+        with self._mutex:
             while self._idle and self.is_over(self._idle[-1].loop):
                 over.append(self._idle.pop())
             here = [connection for connection in self._idle if connection.loop is loop]
@@ -242,7 +243,7 @@ class AutocommitPool:
         return here[-1] if here else None
 
     def _all_idle(self, *, close: bool = False) -> list[PooledConnection]:
-        with self._turn:
+        with self._mutex:
             self._epoch += close
             idle, self._idle = self._idle, []
         return idle
@@ -265,7 +266,7 @@ class AutocommitPool:
         return True
 
     def _no_longer_late(self, future: Any) -> None:
-        with self._turn:
+        with self._mutex:
             self._late = {loop: late for loop, late in self._late.items() if late[0] is not future}
 
     def _open_in_time(self, new: PooledConnection, until: float) -> PooledConnection:
@@ -281,7 +282,7 @@ class AutocommitPool:
         except BaseException:
             future.add_done_callback(self._arrived)
             raise
-        with self._turn:
+        with self._mutex:
             now = clock.now()
             self._late = {home: late for home, late in self._late.items() if late[1] > now}
             self._late[new.loop] = (future, now + HOPE)
@@ -295,7 +296,7 @@ class AutocommitPool:
         if future.cancelled() or future.exception() is not None:
             return
         connection = future.result()
-        with self._turn:
+        with self._mutex:
             kept = len(self._idle) < self._keep and connection.epoch == self._epoch
             if kept:
                 connection.idle_since = clock.now()

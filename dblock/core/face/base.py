@@ -1,7 +1,7 @@
 """What every lock object is, and what it knows without asking the database.
 
-Rule: a lock object is what was asked for (key, ttl, timeout, ...) and never what is held; every method looks up the
-hold of the flow that calls it. What can be done with a lock is in `dblock.core.face.operations`.
+Rule: a lock object is what was asked for (key, ttl, timeout, ...) and the `with`s of it that are open; what is held,
+every method looks up with the flow that calls it. What a lock can do is in `entering`, `leaving` and `operations`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 from collections.abc import Callable, Coroutine
 from types import EllipsisType
 from typing import Any, Self, TypeVar
@@ -19,7 +20,6 @@ from dblock.core.errors import LockLost, LockNotHeld, LockTimeout, Reason
 from dblock.core.face.key_template import Template
 from dblock.core.holding.flow import Block, Hold
 from dblock.core.holding.lease import Loss
-from dblock.core.identity import process_identity
 from dblock.core.options import PLAIN, Options, unknown_options, valid_options
 from dblock.core.protocol.drive import adrive
 from dblock.core.protocol.steps import Steps
@@ -35,7 +35,7 @@ T = TypeVar("T")
 class BaseLock:
     """What a lock is apart from who runs its statements."""
 
-    _place_options: tuple[str, ...] = ()
+    _face_options: tuple[str, ...] = ()
     """The options of `db_lock` that only this face has."""
     forked_from: int | None = None
     """The process that held this very object when it forked us, if so."""
@@ -52,7 +52,7 @@ class BaseLock:
         self._given_ttl = None if ttl is None else valid_ttl(ttl)
         self._given_timeout = timeout if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
         if unknown := options.keys() - set(Options._fields):
-            raise unknown_options(sorted(unknown), ("ttl", "timeout", *Options._fields, *self._place_options))
+            raise unknown_options(sorted(unknown), ("ttl", "timeout", *Options._fields, *self._face_options))
         self.options: Options = valid_options(**options) if options else PLAIN
         self._blocks: list[Block] = []
         """The `with`s of this very object that are open, in the order in which they were entered."""
@@ -195,7 +195,7 @@ class BaseLock:
 
     def _open_blocks(self) -> list[Block]:
         """Those of this process that have not been left by hand."""
-        mine = [block for block in self._blocks if block.hold.who["pid"] == process_identity()["pid"]]
+        mine = [block for block in self._blocks if block.hold.who["pid"] == os.getpid()]
         return [block for block in mine if block.entry.detached or block.entry in block.hold.entries]
 
     def _hold_here(self) -> Hold | None:

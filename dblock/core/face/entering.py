@@ -59,7 +59,7 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
             site,
             request,
             timeout,
-            functools.partial(runtime.current.attendant, store),
+            functools.partial(runtime.current.waiter_services, store),
             held_in_process=runtime.current.watchdog.holds(store, lock._key),
             held=lambda: [other.tenure.owner for other in flow.holds.values() if other.lease.loss is None],
         )
@@ -71,7 +71,7 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
         # Interrupted when it was granted, and not held yet?
         if isinstance(found, Grant) and (known is None or known.tenure != found.tenure):
             with contextlib.suppress(LockError):
-                yield from handover.give_back(site, lock._key, found.tenure.owner)
+                yield from handover.undo_take(site, lock._key, found.tenure.owner)
         raise
     return found
 

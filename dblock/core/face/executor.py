@@ -21,7 +21,7 @@ from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements.base import Failure, Statement, perform
 
-_SPENT: Final = frozenset({Failure.LOST, Failure.READ_ONLY})
+_SPENT: Final = frozenset({Failure.DISCONNECTED, Failure.READ_ONLY})
 """After these the connection is of no more use: the server is gone, or another one takes the writes now."""
 
 

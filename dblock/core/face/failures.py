@@ -76,7 +76,7 @@ def store_error(failure: Failure, error: BaseException, step: Execute, store: De
         case Failure.STALE:
             hint = "the transaction has read what others have changed since: take the lock, and then begin it"
             kind, text = StaleSnapshot, f"{place} refused to {what}: {detail}; {hint}"
-        case Failure.LOST:
+        case Failure.DISCONNECTED:
             kind, text = StoreUnanswered, f"{place} did not answer when asked to {what}: {detail}"
         case _:
             kind, text = LockStoreError, f"{place} refused to {what}: {detail}"

@@ -177,14 +177,14 @@ def leave(hold: Hold) -> Steps[bool]:
     """Tell the database that an entry was left; False if the tenure was over before.
 
     The last one's hold has been forgotten: whatever becomes of the statement, this flow holds the key no more. Whoever
-    begins to wait from now on is not left waiting for us; whoever did before, we see.
+    begins to wait in this process from now on expects no hand-over; who did before is in the local queue.
     """
     if hold.lease.loss is not None and hold.lease.loss.reason is Reason.RELEASED:
         return False  # whoever gave it up gives it back, all of its entries
     if hold.entries:
         return (yield from _lower(hold))
     if hold.shared_entries is None and not hold.min_hold:
-        return (yield from handover.pass_on(site_of(hold), hold.tenure, hold.ticket, hold.handovers))
+        return (yield from handover.pass_on(site_of(hold), hold.tenure, hold.ticket, hold.local_handovers))
     try:
         return (yield from _lower(hold))
     finally:

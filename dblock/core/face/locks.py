@@ -1,6 +1,6 @@
 """The synchronous and the asynchronous face of a lock.
 
-Rule: a face only says who drives the steps of `dblock.core.face.operations`.
+Rule: a face only says who drives the steps of `entering`, `leaving` and `operations`.
 """
 
 from __future__ import annotations

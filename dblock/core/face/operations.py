@@ -17,7 +17,7 @@ from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements.base import Values
 from dblock.core.tokens import Sequencer
-from dblock.core.values import Grant, LockInfo, margin
+from dblock.core.values import Grant, LockInfo
 
 
 def extend(lock: BaseLock, ttl: float) -> Steps[None]:
@@ -27,7 +27,7 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
     lock.check()
     database, before = lock._store().database, hold.lease.ttl
     # It may take effect and its answer never come: from now on no more is trusted than the new lease gives.
-    hold.lease.reset(ttl, database.now() + ttl - margin(ttl))
+    hold.lease.reset(ttl, Grant(hold.tenure, database.now(), ttl).trusted_until)
     try:
         if hold.shared_entries is None:
             grant = yield from tenures.extend(database, hold.tenure, ttl, hold.lease.grace)

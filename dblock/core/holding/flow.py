@@ -190,11 +190,11 @@ class Hold:
         "deferred",
         "entries",
         "flow",
-        "handovers",
         "interrupted",
         "is_snapshot",
         "lease",
         "leaving",
+        "local_handovers",
         "loop",
         "loss_reported",
         "max_hold",
@@ -219,7 +219,7 @@ class Hold:
         self.tenure: Tenure = grant.tenure
         self.lease = Lease(grant, store.database.now, grace=options.grace, renewing=options.renew and store.renewable)
         self.ticket = grant.ticket
-        self.handovers = grant.turn
+        self.local_handovers = grant.local_handovers
         self.min_hold = options.min_hold
         self.max_hold = options.max_hold
         self.entries = [entry]

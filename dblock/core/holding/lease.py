@@ -54,10 +54,10 @@ class Lease:
         "acquired",
         "due",
         "epoch",
-        "failure",
         "grace",
         "loss",
         "now",
+        "reason_if_lost",
         "renewed",
         "renewing",
         "trusted_until",
@@ -74,8 +74,8 @@ class Lease:
         self.acquired = self.renewed = grant.sent
         self.trusted_until = grant.trusted_until
         self.loss: Loss | None = None
-        self.failure: Reason | None = None
-        """What it is to be lost of if the renewal that is due does not succeed any more; None while none is due."""
+        self.reason_if_lost: Reason | None = None
+        """What to report if trust runs out before the renewal that is due succeeds; None while none is due."""
         self.epoch = 0
         """How often the ttl was set: the answer to a renewal sent before does not count."""
         self.due = grant.sent + grant.ttl / 3 if renewing else grant.trusted_until
@@ -121,7 +121,7 @@ class Lease:
                 if grant.sent > self.renewed:
                     self.renewed = grant.sent
                     self.due = grant.sent + self.ttl / 3 if self.renewing else self.trusted_until
-                    self.failure = None
+                    self.reason_if_lost = None
             return True
 
     def reset(self, ttl: float, until: float) -> None:
@@ -137,13 +137,17 @@ class Lease:
         with self._mutex:
             if self.loss is not None or (loss is None and self.now() < self.trusted_until):
                 return False
-            loss = loss or Loss(self.failure or Reason.EXPIRED)
+            loss = loss or Loss(self.reason_if_lost or Reason.EXPIRED)
             self.loss = loss._replace(early=loss.holder is not None and self.now() < self.trusted_until)
             self.trusted_until = -math.inf
             return True
 
     def explain(self, loss: Loss) -> None:
-        """It is lost, says the database, and why. We may know better: what this process did, or that it was good."""
+        """The database says that the tenure is over, and why.
+
+        A reason that this process knows itself is kept (its event loop was blocked, it gave all locks back, somebody
+        took over a lease that was good); then only the new holder is added.
+        """
         with self._mutex:
             if not self.lose(loss):
                 before = self.loss or loss

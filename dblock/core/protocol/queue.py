@@ -63,7 +63,7 @@ EVERYBODY: Final = 2**63 - 1
 """A ticket that nobody has: whoever looks with it counts all."""
 
 
-class View(NamedTuple):
+class QueueStatus(NamedTuple):
     """How a waiter stands."""
 
     mine: bool
@@ -90,7 +90,7 @@ class Granted(NamedTuple):
     """Has the database called it there?"""
 
 
-def join(database: Database, request: Parameters, until: float) -> Steps[tuple[int, View | None] | None]:
+def join(database: Database, request: Parameters, until: float) -> Steps[tuple[int, QueueStatus | None] | None]:
     """Stand in the queue of a key with the owner token of this attempt; the ticket, and how it stands if that is known.
 
     None if that is to be tried anew: the key has no row, or somebody else has just drawn the same ticket.
@@ -101,7 +101,7 @@ def join(database: Database, request: Parameters, until: float) -> Steps[tuple[i
         return None
     if queue.join_answers:
         ticket, remaining, first, ahead = rows[0]
-        return ticket, View(False, remaining, first, ticket, ahead, True)
+        return ticket, QueueStatus(False, remaining, first, ticket, ahead, True)
     ticket = int(rows[0][0])
     yield from announce(database, str(request["key"]), ticket, until)
     return ticket, None
@@ -113,14 +113,16 @@ def announce(database: Database, key: str, ticket: int, until: float) -> Steps[N
     _ = yield from send(database, database.dialect.queue.announce, parameters, until, resend=True)
 
 
-def status(database: Database, key: str, until: float, owner: str = "", ticket: int = EVERYBODY) -> Steps[View | None]:
+def status(
+    database: Database, key: str, until: float, owner: str = "", ticket: int = EVERYBODY
+) -> Steps[QueueStatus | None]:
     """How the queue of a key stands for a waiter; None if the key has no row."""
     parameters: Parameters = {"key": key, "owner": owner, "ticket": ticket}
     _, rows = yield from send(database, database.dialect.queue.queue_status, parameters, until, resend=True)
     if not rows:
         return None
     mine, remaining, first, last, ahead, present = rows[0]
-    return View(bool(mine), float(remaining), int(first), int(last), int(ahead), bool(present))
+    return QueueStatus(bool(mine), float(remaining), int(first), int(last), int(ahead), bool(present))
 
 
 def grant(
@@ -173,7 +175,7 @@ def accept(database: Database, request: Parameters, ticket: int, until: float) -
     if not rows:
         return None
     if not queue.accept_leaves:  # the ticket is served: its row does no harm until the place ends
-        yield from quit_queue(database, owner, database.timing.handover_retry / 10)
+        yield from leave_queue(database, owner, database.timing.handover_retry / 10)
     return Grant(Tenure(key, owner, int(rows[0][0])), sent, ttl, ticket)
 
 
@@ -184,7 +186,7 @@ def clear(database: Database, key: str, last: int) -> Steps[None]:
     _ = yield from send(database, database.dialect.queue.clear, parameters, until, resend=True)
 
 
-def quit_queue(database: Database, owner: str, patience: float | None = None) -> Steps[None]:
+def leave_queue(database: Database, owner: str, patience: float | None = None) -> Steps[None]:
     """Leave the queue; what cannot be deleted now is nobody's when the place ends."""
     try:
         until = database.now() + (database.timing.patience if patience is None else patience)

@@ -1,6 +1,6 @@
 """What the core needs of a face: a database, and who runs statements on it.
 
-Rule: nothing of the core knows more about a connection than this.
+Rule: what is below `runtime` knows no more than this of how a statement gets to the database.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ class Store(NotificationSource, Protocol):
         """Run one statement in this thread; the driver's errors come out as LockStoreErrors."""
         ...
 
+    async def aexecute(self, step: Execute, /) -> Rows:
+        """Run one statement on the running event loop."""
+        ...
+
     @property
     def asynchronous(self) -> bool:
         """Can it run statements on an event loop only?"""
@@ -35,13 +39,9 @@ class Store(NotificationSource, Protocol):
 
     @property
     def renewable(self) -> bool:
-        """Does another thread's connection see the same rows?"""
+        """Does another thread's connection see the same rows? If not: no renewal, no local queue, no listener."""
         ...
 
     def before_waiting(self) -> None:
         """Raise LockTimeout where a wait could not end well, because we keep the holder from going on."""
-        ...
-
-    async def aexecute(self, step: Execute, /) -> Rows:
-        """The same on the running event loop."""
         ...

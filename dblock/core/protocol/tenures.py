@@ -8,8 +8,9 @@ A key's row is in one of three states, judged by the clock of the database that 
     held      owner is set and the clock has not reached expires_at
     expired   owner is set and the clock has reached expires_at: nobody holds it, nobody gave it back
 
-and these are all the moves. A *tenure* is one stay in `held`, named by (key, owner, fence); each move is one statement
-that commits on its own, never part of a longer transaction (but see `joined` below):
+and these are the moves without waiters (`dblock.core.protocol.queue` adds `grant`, `accept` and `hand_over_local`). A
+*tenure* is one stay in `held`, named by (key, owner, fence); each move is one statement that commits on its own, never
+part of a longer transaction (but see `joined` below):
 
     (no row) --create--> held       free --take--> held       expired --take--> held      a new tenure, a new fence
     held --extend, reenter, renew, attach, detach--> held                                 the same tenure
@@ -47,7 +48,7 @@ the row shows that somebody else has attached, so that one which arrives late do
 
 What may be lost: the database may crash right after its reply. Losing a take, an extend or a re-entry would let two in,
 so they commit durably before the caller hears of them; losing a release or a deletion leaves a key taken until its
-expiry or a row until the next reaping, so they need not (section by section in `dblock.core.statements`).
+expiry or a row until the next reaping, so they need not (each says so in `dblock.core.statements.common`).
 
 When the answer is lost: a statement was executed once or never, maybe later than we think. All but the takes set what
 they set whatever was there, so they may be sent again. After a take the row is read back: each attempt has a token of
@@ -71,12 +72,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from dblock.core.errors import LockStoreError, Reason, StoreUnanswered
 from dblock.core.log import warn
 from dblock.core.protocol.sending import Database, send
-from dblock.core.protocol.steps import Parameters, Steps, sleep
+from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep
 from dblock.core.statements.base import Statement
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
 
@@ -228,10 +229,24 @@ def detach(
     return alive is None
 
 
-def leave(database: Database, tenure: Tenure, min_hold: float, *, alone: bool) -> Steps[int | None]:
-    """Lower the count by one, to nobody's from 1, not before `min_hold` seconds of tenure; None if it was over before.
+class Left(NamedTuple):
+    """What a statement that lowers the count has found."""
 
-    Otherwise as `release`. `alone` says that nobody else counts, so that it may be sent again.
+    in_time: bool
+    """Was the tenure there?"""
+    waiting: int = 0
+    """The first ticket of those who may be waiting for the key, which is now to be handed over; 0 for none."""
+
+    @classmethod
+    def of(cls, rows: Rows, *, again: bool = False) -> Left:
+        """By the statement's answer; sent again after a lost answer, one that finds nothing has found its own first."""
+        return cls(True, int(rows[0][0])) if rows else cls(again)
+
+
+def leave(database: Database, tenure: Tenure, min_hold: float, *, alone: bool) -> Steps[Left]:
+    """Lower the count by one, to nobody's from 1, not before `min_hold` seconds of tenure.
+
+    `alone` says that nobody else counts, so that it may be sent again.
     """
     parameters: Parameters = {**tenure._asdict(), "min_hold": min_hold}
     until = database.now() + database.timing.patience
@@ -239,20 +254,16 @@ def leave(database: Database, tenure: Tenure, min_hold: float, *, alone: bool) -
         _, rows = yield from send(database, database.dialect.leave, parameters, until)
     except StoreUnanswered:
         if not alone:
-            return 0
+            return Left(in_time=True)
         if until - database.now() < database.timing.worthwhile:
             raise
         _, rows = yield from send(database, database.dialect.leave, parameters, until, resend=True)
-        return int(rows[0][0]) if rows else 0
-    return int(rows[0][0]) if rows else None
+        return Left.of(rows, again=True)
+    return Left.of(rows)
 
 
-def release(database: Database, tenure: Tenure, count: int) -> Steps[int | None]:
-    """Lower the count from `count`, to nobody's from 1; None if the tenure was over before.
-
-    Otherwise the first ticket of those who may be waiting for the key, which is now to be handed over; 0 for none.
-    After a lost answer a second sending that finds nothing has found its own first.
-    """
+def release(database: Database, tenure: Tenure, count: int) -> Steps[Left]:
+    """Lower the count from `count`, to nobody's from 1."""
     parameters: Parameters = {**tenure._asdict(), "count": count}
     until = database.now() + database.timing.patience
     try:
@@ -261,8 +272,8 @@ def release(database: Database, tenure: Tenure, count: int) -> Steps[int | None]
         if until - database.now() < database.timing.worthwhile:
             raise
         _, rows = yield from send(database, database.dialect.release, parameters, until, resend=True)
-        return int(rows[0][0]) if rows else 0
-    return int(rows[0][0]) if rows else None
+        return Left.of(rows, again=True)
+    return Left.of(rows)
 
 
 def reap(database: Database, retention: float) -> Steps[int]:

@@ -1,4 +1,7 @@
-"""The SQL of the protocol: one module per database, the same statements in the same order."""
+"""The SQL of the protocol.
+
+Rule: `common` writes the statements once; a database's module gives its vocabulary and the few that truly differ.
+"""
 
 from __future__ import annotations
 

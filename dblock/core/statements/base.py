@@ -30,7 +30,7 @@ class Failure(Enum):
     DUPLICATE = "the row is there already, nothing happened"
     READ_ONLY = "the server takes no writes, around a promotion for example; nothing happened"
     STALE = "the transaction has read what others have changed since: it can never write"
-    LOST = "the connection broke, the outcome is unknown"
+    DISCONNECTED = "the connection broke, the outcome is unknown"
     NO_TABLE = "the table is missing"
     OTHER_TABLE = "the table lacks a column or an index that the statement names"
     OTHER = "anything else; nothing happened"
@@ -78,7 +78,7 @@ class Statement:
     sql: str
     reply: Reply
     keeps: bool = False
-    """Does it keep or give back what is held? Such statements never wait for those that take."""
+    """Is it sent for somebody who holds or waits? Then it never waits for a connection behind those that take."""
     row_locked: WhenLocked = WhenLocked.RETRY
     database_locked: WhenLocked = WhenLocked.RETRY
 
@@ -89,7 +89,7 @@ class Statement:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dialect:
-    """All that differs between databases."""
+    """All that the protocol needs of one database; below each statement: what it does -> the columns it answers."""
 
     name: str
     take: Statement
@@ -116,9 +116,9 @@ class Dialect:
     leave: Statement
     """Lower the count by one; at zero the key is free, once `min_hold` is over -> as `release`."""
     pin: Statement
-    """In the caller's transaction: keep everybody from beginning a new tenure until it ends -> does it see ours?
+    """In the caller's transaction: keep everybody from beginning a new tenure until it ends -> does it see this one?
 
-    Always over `locks`: sessions may mean different tables by a name, so `protocol.pin` says which.
+    Always over `locks`: sessions may mean different tables by a name, so `tenures.pin` says which.
     """
     locate: Statement | None
     """Where the lock's own sessions find `locks` -> its schema, and something on a node of a Galera cluster."""
@@ -169,7 +169,7 @@ class Queue:
     accept: Statement
     """Let the lease of a waiter's new tenure last a whole life -> fence."""
     hand_over_local: Statement
-    """End a tenure and begin one of the owner `heir`, if nobody is in the queue or `turns` are left -> fence."""
+    """End a tenure and begin one of the owner `heir`, if nobody is in the queue or some `handovers_left` -> fence."""
     leave_queue: Statement
     """Leave the queue."""
     channel: Statement

@@ -430,7 +430,7 @@ def hand_over_local(words: Vocabulary) -> Statement:
 {words.change_at_once(words.by_pin)}
     owner = :heir,{_begun(words)}
 WHERE lock_key = :key AND {ours}
-  AND (last_ticket = served_ticket OR {words.integer(":turns")} > 0)
+  AND (last_ticket = served_ticket OR {words.integer(":handovers_left")} > 0)
   {words.durable}
 {words.returning("fence")}
 """

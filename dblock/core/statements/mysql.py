@@ -6,7 +6,8 @@ longer, both on the safe side.
 
 Every statement is a transaction of its own on one row by primary key, so two of them cannot deadlock with each other
 under any isolation level; what is left (1213 and 1205 behind other people's transactions, and on Galera at commit) is
-tried again. InnoDB locks a row before it looks at the WHERE: that is why losers read (`inspect`) before they write.
+tried again. InnoDB locks a row before it looks at the WHERE: that is why whoever was refused once reads (`inspect`,
+`queue_status`) before it writes again.
 
 Neither database has UPDATE ... RETURNING: `LAST_INSERT_ID(expr)` brings the fence back in the same round trip. SET
 assigns from left to right and later expressions see earlier results, so `count` comes after those that read it. Row
@@ -255,8 +256,8 @@ _MEANINGS: Final = {
     **dict.fromkeys((1290, 1836, 1792, 1047), Failure.READ_ONLY),
     # Gone away, lost during a query, lost with an error, cannot connect, out of sync, shutdown, aborted, network,
     # connection killed, session killed, idle too long; 0 is PyMySQL's "already closed".
-    **dict.fromkeys((2006, 2013, 2055, 2002, 2003, 2014, 1053, 1152), Failure.LOST),
-    **dict.fromkeys((1158, 1159, 1160, 1161, 1927, 3169, 4031, 0), Failure.LOST),
+    **dict.fromkeys((2006, 2013, 2055, 2002, 2003, 2014, 1053, 1152), Failure.DISCONNECTED),
+    **dict.fromkeys((1158, 1159, 1160, 1161, 1927, 3169, 4031, 0), Failure.DISCONNECTED),
     1062: Failure.DUPLICATE,
     1146: Failure.NO_TABLE,
     **dict.fromkeys((1054, 1176), Failure.OTHER_TABLE),
@@ -269,7 +270,7 @@ def classify(error: BaseException) -> Failure:
     if number in _MEANINGS:
         return _MEANINGS[number]
     if isinstance(error, OSError) or type(error).__name__ == "InterfaceError":
-        return Failure.LOST
+        return Failure.DISCONNECTED
     return Failure.OTHER
 
 

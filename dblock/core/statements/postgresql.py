@@ -295,10 +295,10 @@ def classify(error: BaseException) -> Failure:
     if state in _MEANINGS:
         return _MEANINGS[state]
     if isinstance(error, OSError):
-        return Failure.LOST
+        return Failure.DISCONNECTED
     if state is None:  # raised by the client itself: the connection is gone, or the call was wrong
-        return Failure.LOST if type(error).__name__ in _CLIENT_LOST else Failure.OTHER
-    return Failure.LOST if state.startswith(_LOST) else Failure.OTHER
+        return Failure.DISCONNECTED if type(error).__name__ in _CLIENT_LOST else Failure.OTHER
+    return Failure.DISCONNECTED if state.startswith(_LOST) else Failure.OTHER
 
 
 DIALECT: Final = dialect(

@@ -66,7 +66,7 @@ class Listener:
         """Does, as far as is known, the database call this process?"""
         self._wanted_at = 0.0
         self._lock = threading.Lock()
-        self._runs: Callable[[], bool] = bool
+        self._runs: Callable[[], bool] = lambda: False
         self.unavailable = False
         """Has it turned out that nobody can be heard?"""
         self.ready = False
@@ -105,7 +105,7 @@ class Listener:
         if subscription is None:
             if self.called:
                 self.called = False
-                why = "a pooler, the driver, or as told"
+                why = "a pooler is in between, the driver cannot listen, or listening is switched off"
                 warn("the database cannot call this process (%s): waiters look more often", why)
             subscription = self._store.subscribe_to_neighbours(self._own)
         if subscription is None:

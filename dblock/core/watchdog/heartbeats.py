@@ -1,6 +1,6 @@
 """Keeping the places of waiters in the queues of one database, one statement for all that are due.
 
-Rule: it fails softly. A place that could not be kept is tried again at the next heartbeat, or joins the queue anew.
+Rule: it fails softly. A place that could not be kept is tried again at the next heartbeat, or its waiter joins anew.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Heartbeat:
         finally:
             self.answered = True
 
-    def fails_of(self, reason: Reason) -> None:
-        """A place that is not kept is lost without a reason."""
+    def set_reason_if_lost(self, reason: Reason) -> None:
+        """A place has none: its waiter joins anew."""
 
     def give_up(self) -> None:
         """Nobody can run this."""

@@ -45,14 +45,14 @@ class Renewal:
         self.leases = [Due(hold, *hold.lease.renewal()) for hold in holds]
         self._keeps, self._look = keeps, look
 
-    def fails_of(self, reason: Reason) -> None:
-        """What a lease is lost of, if it is, before this has succeeded."""
+    def set_reason_if_lost(self, reason: Reason) -> None:
+        """What to report if a lease is lost before this has succeeded."""
         for due in self.leases:
-            due.hold.lease.failure = reason
+            due.hold.lease.reason_if_lost = reason
 
     def steps(self) -> Steps[None]:
         """Renew, and let every hold know."""
-        self.fails_of(Reason.UNREACHABLE)  # until it has succeeded: it may never be answered
+        self.set_reason_if_lost(Reason.UNREACHABLE)  # until it has succeeded: it may never be answered
         patience = min(due.ttl for due in self.leases) / 20
         for start in range(0, len(self.leases), BATCH):
             yield from self._renew(self.leases[start : start + BATCH], patience)
@@ -61,7 +61,7 @@ class Renewal:
     def give_up(self) -> None:
         """Nobody can run this."""
         for due in self.leases:
-            due.hold.lease.renewing, due.hold.lease.failure = False, None
+            due.hold.lease.renewing, due.hold.lease.reason_if_lost = False, None
 
     def _renew(self, leases: Sequence[Due], patience: float) -> Steps[None]:
         database = self.store.database
@@ -98,7 +98,7 @@ class Renewal:
 
 
 class Renewer(threading.Thread):
-    """Renews the leases of one database on connections of its own."""
+    """Sends the renewals and heartbeats of one database."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(name="dblock renewal", daemon=True)
@@ -116,7 +116,7 @@ class Renewer(threading.Thread):
             try:
                 drive(batch.steps(), self.store)
             except BaseException as error:  # noqa: BLE001 - must go on: other leases depend on it
-                warn("a renewal of %d leases failed: %r", len(batch.leases), error)
+                warn("keeping %d leases or places in queues failed: %r", len(batch.leases), error)
             finally:
                 self.done += 1
                 del batch

@@ -2,9 +2,9 @@
 
 One thread watches and never waits for a database as long as the process lives: it knows when each hold is due for
 renewal, at risk and lost, so that a hanging renewal delays no signal. The renewals run elsewhere: for each database in
-a thread of its own, with its own connection (a blocked event loop loses no leases there), or, where the driver is
-asynchronous, in a task on the event loop that took the lock. All leases of a database that are due go into one
-statement, and so do the places in queues that the flows of this process wait in.
+a thread of its own, over connections that takes cannot use up (a blocked event loop loses no leases there), or, where
+the driver is asynchronous, in a task on the event loop that took the lock. All leases of a database that are due go
+into one statement, and so do the places in queues that the flows of this process wait in.
 
 A renewal is due a third of the ttl after the last one; it fails softly and is tried again until the lease is lost. One
 that does not answer at all is given up after a sixth of the ttl, and the next goes over another connection; if its
@@ -63,7 +63,7 @@ class Watchdog:
         self._tasks: set[Any] = set()
         self._added = self._finalized = False
         self._given_up: list[Hold] = []
-        """Lost, because it was to be given back, and not given back yet."""
+        """Declared lost by `release_all`, and not given back in the database yet."""
         self._ending: list[Hold] = []
         self._ended = threading.Event()
 
@@ -171,7 +171,7 @@ class Watchdog:
             try:
                 wait = self._look_at_all()
             except Exception as error:  # noqa: BLE001 - must go on: leases depend on it
-                warn("the watchdog stumbled: %r", error)
+                warn("the watchdog failed in one round, and goes on: %r", error)
                 wait = LOOK
             with self._lock:
                 if self._thread is not threading.current_thread():
@@ -282,7 +282,7 @@ class Watchdog:
 
     def _send_to_loop(self, batch: Renewal | Heartbeat, loop: Any) -> None:
         steps = batch.steps()
-        batch.fails_of(Reason.BLOCKED)  # until it has begun
+        batch.set_reason_if_lost(Reason.BLOCKED)  # until it has begun
 
         def begin() -> None:
             task = loop.create_task(quietly(adrive(steps, batch.store)))

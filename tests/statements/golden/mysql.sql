@@ -219,7 +219,7 @@ AND (owner = :owner
 AND fence = :fence
 AND count = 1
 AND expires_at > UTC_TIMESTAMP(6))
-AND (last_ticket = served_ticket OR :turns > 0);
+AND (last_ticket = served_ticket OR :handovers_left > 0);
 
 -- leave_queue: one empty row for each row that it changed
 DELETE FROM lock_waiters

@@ -251,7 +251,7 @@ AND CASE WHEN owner = :owner
 AND fence = CAST(:fence AS bigint)
 AND count = 1
 AND expires_at > clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
-AND (last_ticket = served_ticket OR CAST(:turns AS integer) > 0)
+AND (last_ticket = served_ticket OR CAST(:handovers_left AS integer) > 0)
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING fence;

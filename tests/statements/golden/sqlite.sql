@@ -201,7 +201,7 @@ AND (owner = :owner
 AND fence = :fence
 AND count = 1
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'))
-AND (last_ticket = served_ticket OR :turns > 0)
+AND (last_ticket = served_ticket OR :handovers_left > 0)
 RETURNING fence;
 
 -- leave_queue: one empty row for each row that it changed
