@@ -59,13 +59,15 @@ class Prepared:
         while pgconn.flush():
             self._writable.poll()
             pgconn.consume_input()
-        while pgconn.is_busy():
-            self._readable.poll()
-            pgconn.consume_input()
-        results = []
-        while (result := pgconn.get_result()) is not None:
+        results: list[Any] = []
+        while True:
+            while pgconn.is_busy():  # else `get_result` would wait, and no other thread could cut the connection
+                self._readable.poll()
+                pgconn.consume_input()
+            result = pgconn.get_result()
+            if result is None:
+                return self._rows(statement, results)
             results.append(result)
-        return self._rows(statement, results)
 
     async def aexecute(self, step: Execute) -> Rows:
         """Run one statement on an AsyncConnection."""

@@ -188,6 +188,31 @@ def test_a_server_that_does_not_answer(wire: Wire) -> None:
     wire.actor.call(held, "release")
 
 
+@pytest.mark.parametrize("wire", ALL_WIRES, indirect=True, ids=name_of)
+def test_an_answer_that_stops_in_its_middle(wire: Wire) -> None:
+    """What the statement says has come, the end of the answer never does: the connection is cut in time all the same.
+
+    On PostgreSQL the last six bytes are `ReadyForQuery`. The statement is prepared: it was sent often before.
+    """
+    lock = wire.subject.lock("k")
+    for _ in range(8):
+        wire.actor.within(lock)
+
+    def attempt() -> bool:
+        with contextlib.suppress(LockStoreError):  # whatever it says, nobody is held for longer than asked for
+            _ = wire.actor.call(lock, "acquire", timeout=0.5)
+        return True
+
+    wire.proxy.swallowing = 6
+    start = time.monotonic()
+    assert attempt()
+    assert time.monotonic() - start < 2
+    assert takes_at_most(0.5 + EXACT, attempt)
+    wire.proxy.swallowing = 0
+    wire.proxy.cut()
+    assert until(lambda: wire.actor.call(wire.subject.lock("other"), "acquire", timeout=20), 20)
+
+
 class Encrypted(MySQL):
     """With a certificate of its own making."""
 

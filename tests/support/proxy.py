@@ -20,7 +20,8 @@ class Proxy:
     A round trip begins whenever the client speaks after the server did. `cut_replies` makes the next reply, and its
     connection, disappear after the server has sent it: the statement was executed and nobody hears of it.
     `cut_requests` does the same to the next request: the server never hears of it. `delay` holds each reply back for
-    so many seconds. A `black_hole` drops what either side says and resets nothing. `refusing` ends new connections.
+    so many seconds. A `black_hole` drops what either side says and resets nothing, `swallowing` the last
+    so many bytes of each reply. `refusing` ends new connections.
     """
 
     def __init__(self, port: int, target: int, host: str = "127.0.0.1") -> None:
@@ -35,6 +36,7 @@ class Proxy:
         self.cut_requests = 0
         self.delay = 0.0
         self.black_hole = False
+        self.swallowing = 0
         self.refusing = False
         self._target = (host, target)
         self._closed = False
@@ -104,7 +106,7 @@ class Proxy:
                     break
                 if not asks and self.delay:
                     time.sleep(self.delay)
-                sink.sendall(data)
+                sink.sendall(data[: -self.swallowing] if self.swallowing and not asks else data)
         for each in (source, sink):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
