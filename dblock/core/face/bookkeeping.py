@@ -45,6 +45,7 @@ def begin_hold(
 
 
 def forget(hold: Hold) -> None:
+    """Neither the flow nor the watchdog keeps it; a lost hold further out takes its place with the flow."""
     runtime.current.watchdog.discard(hold)
     flow, place = hold.flow(), (hold.store, hold.tenure.key)
     if flow is not None and flow.holds.get(place) is hold:
@@ -66,6 +67,7 @@ def find_out(hold: Hold) -> Steps[None]:
 
 
 def site_of(hold: Hold) -> Site:
+    """The database of a hold, as this process shares it."""
     return runtime.current.site(hold.store)
 
 
@@ -75,4 +77,5 @@ def freed(hold: Hold) -> None:
 
 
 def who_we_are() -> dict[str, Any]:
+    """This flow, by the names of the statements' parameters."""
     return {**current_flow().who, "task": celery_task_id()}

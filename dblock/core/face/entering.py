@@ -77,6 +77,7 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
 
 
 def enter(lock: BaseLock) -> Steps[None]:
+    """Begin a `with`: take the lock, or enter it once more; an attachment becomes the block. Raises LockTimeout."""
     hold = lock._hold()
     if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:
         hold.entries[-1] = Entry(lock, "with")
@@ -92,6 +93,7 @@ L = TypeVar("L", bound=BaseLock)
 
 
 def attach(lock: L, token: Token) -> Steps[L]:
+    """Enter the tenure of a token, as a hold of this flow; raises LockLost if it is over."""
     store, flow, tenure = lock._store(), current_flow(), token.tenure
     database, entry = store.database, Entry(lock, "attach")
     attached = yield from tenures.attach(database, tenure, who_we_are(), token.ttl, token.grace)

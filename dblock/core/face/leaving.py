@@ -54,6 +54,7 @@ def release(lock: BaseLock) -> Steps[None]:
 
 
 def detach(lock: BaseLock) -> Steps[str]:
+    """Leave the innermost entry to whoever bears the token that this returns; raises LockLost if the lease is over."""
     if lock.forked_from is not None:
         raise lock._forked()
     hold = lock._own_hold("detach")
@@ -130,6 +131,7 @@ def _innermost(lock: BaseLock) -> Block | None:
 
 
 def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:
+    """Leave by an open `with`, unless that was handed over, or its hold released by hand."""
     entry, hold = block
     if entry.detached:
         return
@@ -145,6 +147,7 @@ def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:
 
 
 def _release(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
+    """Leave one entry, the last one when an open transaction has ended; raises LockLost if the lease is over."""
     in_time = hold.lease.remaining() > 0
     if not in_time:
         runtime.current.watchdog.announce(hold)

@@ -21,6 +21,7 @@ from dblock.core.values import Grant, LockInfo
 
 
 def extend(lock: BaseLock, ttl: float) -> Steps[None]:
+    """Let the lease end `ttl` seconds from now, or no earlier where others hold the tenure too; raises LockLost."""
     if lock.forked_from is not None:
         raise lock._forked()
     hold = lock._own_hold("extend")
@@ -50,6 +51,7 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
 
 
 def verify(lock: BaseLock) -> Steps[bool]:
+    """True if the row still shows this flow's tenure; else raises LockLost."""
     lock.check()
     hold = lock._hold()
     if hold is not None and not (yield from tenures.verify(lock._store().database, hold.tenure)):
@@ -85,6 +87,7 @@ def guarded(lock: BaseLock, hold: Hold, pinned: Rows) -> Steps[None]:
 
 
 def check_sequencer(lock: BaseLock, fence: int) -> Steps[Sequencer]:
+    """What a sequencer says, if the tenure that it names is alive; else raises LockLost."""
     info = yield from inspect(lock)
     if info is None or info.fence != fence or info.state != "held" or not info.owner:  # nobody's, during `min_hold`
         taken = info is not None and info.fence != fence
@@ -96,6 +99,7 @@ def check_sequencer(lock: BaseLock, fence: int) -> Steps[Sequencer]:
 
 
 def owned(lock: BaseLock) -> Steps[bool]:
+    """Does this flow hold the lock, by the database's word?"""
     hold = lock._hold()
     if hold is None or hold.lease.remaining() <= 0:
         return False
@@ -103,11 +107,13 @@ def owned(lock: BaseLock) -> Steps[bool]:
 
 
 def locked(lock: BaseLock) -> Steps[bool]:
+    """Does anybody hold it?"""
     info = yield from inspect(lock)
     return info is not None and info.state == "held"
 
 
 def inspect(lock: BaseLock) -> Steps[LockInfo | None]:
+    """The row, without the owner's token; None if there is none."""
     info = yield from tenures.inspect(lock._store().database, lock._key)
     return None if info is None else info.masked()
 
