@@ -292,7 +292,7 @@ def test_other_tenures_are_out_of_reach(subject: Subject, actor: Actor) -> None:
         assert attack(tenures.extend(subject.protocol, stranger, 600.0)) is None
         assert attack(tenures.reenter(subject.protocol, stranger, 1, 600.0)) is None
         assert attack(tenures.verify(subject.protocol, stranger)) is False
-        assert attack(tenures.release(subject.protocol, stranger, 1)) is None
+        assert attack(tenures.release(subject.protocol, stranger, 1)) == tenures.Left(in_time=False)
     assert subject.row("k") == before
     actor.call(lock, "release")
 

@@ -132,10 +132,10 @@ NOTHING: dict[str, Any] = {
     "attach": None,
     "detach": False,
     "first detach": False,
-    "release": None,
-    "inner release": None,
-    "leave": None,
-    "leave later": None,
+    "release": tenures.Left(in_time=False),
+    "inner release": tenures.Left(in_time=False),
+    "leave": tenures.Left(in_time=False),
+    "leave later": tenures.Left(in_time=False),
     "verify": False,
 }
 
