@@ -46,7 +46,7 @@ class DjangoPool(AutocommitPool):
         self._vendor = connections[alias].vendor
         self._name = ""
         self._lanes = _executors()
-        runtime.current.pools.add(self)
+        runtime.current.add_pool(self)
         for known in connections.all(initialized_only=True):
             _follow(known)
 
@@ -192,7 +192,7 @@ def _closing(reference: weakref.ref[BaseDatabaseWrapper], close: Callable[[], No
     else:
         close()
     if was_open and vars(connection)["_dblock"] != "ageing":
-        for pool in list(runtime.current.pools):
+        for pool in runtime.current.pools():
             if isinstance(pool, DjangoPool) and pool.alias == connection.alias:
                 pool.close_all()
 

@@ -38,7 +38,7 @@ class EnginePool(AutocommitPool):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(_most(engine), 0 if isinstance(engine.pool, NullPool) else KEPT)
-        runtime.current.pools.add(self)
+        runtime.current.add_pool(self)
         self._dialect = engine.dialect
         # A pool of its own, without limits: one that hangs in the opening must not keep others from it.
         self._source = NullPool(engine.pool._creator, dialect=engine.dialect, _dispatch=engine.pool.dispatch)

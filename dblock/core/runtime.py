@@ -42,8 +42,7 @@ class Runtime:
         self.wakeups = Wakeups()
         self.deadlines = Deadlines()
         self.watchdog = Watchdog(self.flows, self._give_back)
-        self.pools: MutableSet[AutocommitPool] = WeakSet()
-        """Those of the lock's own connections."""
+        self._pools: MutableSet[AutocommitPool] = WeakSet()
         self._of_parents: list[Any] = []
         """In a forked child: the parent's connections, kept so that nothing finalizes them."""
         self._lock = threading.RLock()  # a signal handler may take a lock
@@ -83,14 +82,26 @@ class Runtime:
                 found = known[loop] = ProcessServices(self, store, loop)
             return found
 
+    def add_pool(self, pool: AutocommitPool) -> None:
+        """One of the lock's own connections, which a fork leaves to the parent."""
+        with self._lock:
+            self._pools.add(pool)
+
+    def pools(self) -> list[AutocommitPool]:
+        """All of them."""
+        with self._lock:
+            return list(self._pools)
+
     def forked(self) -> Runtime:
         """That of a forked child: empty, but for the pools, which leave their connections to the parent."""
         self.flows.leave_to_parent(os.getppid())
         if self._socket is not None:
             self._socket.close()
         child = Runtime()
-        child.pools = self.pools
-        child._of_parents = [self._of_parents, *(pool.leave_to_parent() for pool in self.pools)]
+        child._pools = self._pools
+        child._of_parents = [self._of_parents, *(pool.leave_to_parent() for pool in self._pools)]
+        for site in self._sites.values():  # what is under way in the one thread that has come along must find its end
+            site.local_queues.leave_to_parent()
         return child
 
     def _give_back(self, hold: Hold) -> None:

@@ -1,8 +1,8 @@
 """Statements on a psycopg connection, prepared when they are used often.
 
 A cursor adapts parameters and results of any type; for the lock's dozen of texts and numbers that costs more processor
-time than all the rest of a take. This is the same exchange on psycopg's own libpq layer (`psycopg.pq`), where Ctrl-C
-and cancellation work as ever.
+time than all the rest of a take. This is the same exchange on psycopg's own libpq layer (`psycopg.pq`). Ctrl-C cancels
+the statement on the server, as psycopg does it, and is raised when that is known to have ended.
 
 Rule: only in autocommit mode. Behind a pooler nothing is prepared (see `dblock.drivers.sessions`). A statement's name
 carries a digest of its text and never stands for another.
@@ -10,6 +10,7 @@ carries a digest of its text and never stands for another.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import select
 from collections import Counter
@@ -26,6 +27,8 @@ _READERS = {20: int, 21: int, 23: int, 701: float}
 """How to read the text of int8, int2, int4 and float8; the rest is text."""
 OFTEN = 5
 """How often a statement is used on a connection before it is prepared, which takes a round trip, as psycopg does it."""
+CANCEL = 2.0
+"""Seconds for asking the server to cancel a statement."""
 _OK = {pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK}
 
 
@@ -54,20 +57,17 @@ class Prepared:
             return rows
         pgconn, (name, order) = connection.pgconn, known
         pgconn.send_query_prepared(name, [str(parameters[key]).encode() for key in order])
-        # As psycopg's `generators.execute` and `waiting.wait`, with less in between. A signal handler may raise in
-        # `poll`: whoever lent the connection then drops it.
-        while pgconn.flush():
-            self._writable.poll()
-            pgconn.consume_input()
-        results: list[Any] = []
-        while True:
-            while pgconn.is_busy():  # else `get_result` would wait, and no other thread could cut the connection
-                self._readable.poll()
+        try:
+            while pgconn.flush():
+                self._writable.poll()
                 pgconn.consume_input()
-            result = pgconn.get_result()
-            if result is None:
-                return self._rows(statement, results)
-            results.append(result)
+            return self._rows(statement, _answer(pgconn, self._readable))
+        except KeyboardInterrupt:
+            if pgconn.transaction_status == pq.TransactionStatus.ACTIVE:
+                with contextlib.suppress(Exception):  # whoever lent the connection drops it
+                    connection.cancel_safe(timeout=CANCEL)
+                    _ = _answer(pgconn, self._readable)
+            raise
 
     async def aexecute(self, step: Execute) -> Rows:
         """Run one statement on an AsyncConnection."""
@@ -125,8 +125,30 @@ def _named(statement: Statement) -> tuple[bytes, bytes, tuple[str, ...]]:
     return f"dblock_{statement.name}_{digest}".encode(), text.encode(), order
 
 
+def _answer(pgconn: Any, readable: Any) -> list[Any]:
+    """The results of what was sent, waited for in `poll`, as psycopg's `generators.fetch_many` and `waiting.wait` do.
+
+    Never in `get_result`, which keeps every other thread from running: none could cut the connection.
+    """
+    results: list[Any] = []
+    while True:
+        try:
+            while pgconn.is_busy():
+                readable.poll()
+                pgconn.consume_input()
+        except errors.OperationalError:
+            if any(result.status not in _OK for result in results):
+                return results  # the server has said why it ends the session
+            raise
+        result = pgconn.get_result()
+        if result is None:
+            return results
+        results.append(result)
+
+
 def _checked(results: list[Any]) -> Any:
-    result = results[-1]
-    if result.status not in _OK:
-        raise errors.error_from_result(result, encoding="utf-8")
-    return result
+    """The last of the results; raises what the first one that failed says: libpq adds that the connection is gone."""
+    for result in results:
+        if result.status not in _OK:
+            raise errors.error_from_result(result, encoding="utf-8")
+    return results[-1]

@@ -111,7 +111,7 @@ class LocalQueue:
     """Those of this process who want one key of one database."""
 
     def __init__(self, key: str, queues: LocalQueues) -> None:
-        self._key, self._queues, self._mutex = key, queues, queues.mutex
+        self._key, self._queues = key, queues
         self._now, self._timing = queues.database.now, queues.database.timing
         self._waiters: list[LocalWaiter] = []
         self.held_in_process = False
@@ -154,7 +154,7 @@ class LocalQueue:
 
     def leave(self, waiter: LocalWaiter, *, got: bool) -> None:
         """Wait no more; `got`: it has the key."""
-        with self._mutex:
+        with self._queues.mutex:
             waiter.left = True
             behind = waiter in self._waiters and self._waiters[0] is not waiter
             self._remove(waiter)
@@ -177,18 +177,18 @@ class LocalQueue:
 
     def is_first(self, waiter: LocalWaiter) -> bool:
         """Is nobody before it who has been seen lately?"""
-        with self._mutex:
+        with self._queues.mutex:
             return self.first() is waiter
 
     def withdraw(self, waiter: LocalWaiter) -> bool:
         """It no longer waits to be handed the key, but asks the database; False if it was chosen in the meantime."""
-        with self._mutex:
+        with self._queues.mutex:
             waiter.accepts_handover = waiter.chosen
             return not waiter.chosen
 
     def choose(self, tenure: Tenure) -> HandoverOffer | None:
         """Offer a tenure to the first one; None if that one does not wait to be handed it."""
-        with self._mutex:
+        with self._queues.mutex:
             first = self.first()
             if first is None or not first.accepts_handover or first.claim():
                 return None
@@ -199,7 +199,7 @@ class LocalQueue:
     def tell(self, offer: HandoverOffer, grant: Grant) -> bool:
         """Tell the chosen one what it was granted; False if it does not wait any more."""
         heir = offer.heir
-        with self._mutex:
+        with self._queues.mutex:
             if heir.offer is not offer:  # it has seen to that itself
                 return True
             heir.offer, heir.chosen = None, False
@@ -334,6 +334,12 @@ class LocalQueues:
                 heir.offer = None
             heir.wakeup.notify()
             return offer.token if heir.left and not known else ""
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the waiters are the parent's, and so may be whoever had the mutex."""
+        self.mutex = threading.RLock()
+        self._queues.clear()
+        self._attempts.clear()
 
     def note_contention(self, key: str) -> None:
         """Somebody waited for that key just now."""

@@ -15,7 +15,6 @@ parent's holds stay the parent's.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import secrets
 import sys
@@ -79,13 +78,12 @@ class Flows:
         self._of_context: ContextVar[Flow | None] = ContextVar("dblock flow", default=None)
         self._tasks: MutableMapping[Any, Flow] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
-
-    @functools.cached_property
-    def _process(self) -> tuple[str, dict[str, Any]]:
+        self._process: tuple[str, dict[str, Any]] | None = None
         """What the names of its flows begin with, and who it is, for people."""
-        return secrets.token_hex(4), process_identity()
 
     def _new(self, thread: str, life: Any, *, is_task: bool = False) -> Flow:
+        if self._process is None:  # under no lock, which a thread that is gone might keep after a fork
+            self._process = secrets.token_hex(4), process_identity()
         prefix, process = self._process
         name = f"{prefix}{next(self._numbers) & 0xFFFFFFFF:08x}"
         return Flow(name, thread, process, life, is_task=is_task)

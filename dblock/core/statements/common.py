@@ -334,7 +334,7 @@ def leave(words: Vocabulary) -> Statement:
     count = {words.greatest}(count - 1, 0)
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
   {words.asynchronous}
-{words.first_unserved("count <= 1", "count = 0")}
+{words.first_unserved(f"count <= 1 AND {not_before} <= {words.now}", f"expires_at <= {words.now}")}
 """
     return Statement("leave", sql, words.numbers, keeps=True)
 

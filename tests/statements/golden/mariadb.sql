@@ -123,6 +123,7 @@ WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
 AND LAST_INSERT_ID(CASE WHEN count <= 1
+AND acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0;
 
 -- pin: the rows it returns

@@ -138,7 +138,7 @@ AND owner = :owner
 AND fence = :fence
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL
-RETURNING CASE WHEN count = 0
+RETURNING CASE WHEN expires_at <= clock_timestamp()
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
 
 -- pin: the rows it returns

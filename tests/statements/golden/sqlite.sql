@@ -119,7 +119,7 @@ SET owner = CASE WHEN count > 1 THEN owner WHEN strftime('%Y-%m-%d %H:%M:%f000',
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
-RETURNING CASE WHEN count = 0
+RETURNING CASE WHEN expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now')
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
 
 -- pin: the rows it returns

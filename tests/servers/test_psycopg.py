@@ -1,0 +1,94 @@
+"""The exchange of prepared statements on psycopg's libpq layer: what psycopg's own cursors would have done."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine, create_engine, text
+
+from dblock.core.errors import StoreUnanswered
+from dblock.core.protocol.steps import Execute
+from dblock.core.runtime import Runtime
+from sqlalchemy_dblock import db_lock
+from sqlalchemy_dblock.store import store_for
+from tests.conftest import ready, url
+from tests.servers.test_fork import in_child
+
+pytestmark = pytest.mark.direct
+
+SLOWLY = """
+CREATE FUNCTION slowly() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF new.owner IS NOT NULL AND old.owner IS NULL THEN PERFORM pg_sleep(0.4); END IF;
+    RETURN new;
+END $$;
+CREATE TRIGGER slowly BEFORE UPDATE ON locks FOR EACH ROW EXECUTE FUNCTION slowly();
+"""
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Its connection has prepared what a lock sends."""
+    ready(request, "postgresql")
+    engine = create_engine(url("postgresql"))
+    for _ in range(8):
+        with db_lock(engine, "k"):
+            pass
+    yield engine
+    engine.dispose()
+
+
+def test_an_interrupted_take_has_ended_on_the_server(engine: Engine) -> None:
+    """Ctrl-C cancels it there: it does not take effect when nobody looks any more."""
+    with engine.begin() as connection:
+        connection.execute(text(SLOWLY))
+    try:
+        threading.Timer(0.15, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            db_lock(engine, "k").acquire()
+        with engine.begin() as connection:  # whatever may still be under way has the row
+            assert connection.scalar(text("SELECT owner FROM locks WHERE lock_key = 'k' FOR UPDATE")) is None
+    finally:
+        with engine.begin() as connection:
+            connection.execute(text("DROP FUNCTION slowly CASCADE"))
+
+
+def test_the_server_says_why_it_ends_a_session(engine: Engine) -> None:
+    """And not only that the connection is gone."""
+    store = store_for(engine)
+    step = Execute(store.database.dialect.inspect, {"key": "k"})
+    for _ in range(8):
+        store.execute(step)
+    with engine.connect() as other:
+        other.execute(text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"))
+    with pytest.raises(StoreUnanswered, match="terminating connection due to administrator command"):
+        store.execute(step)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_while_another_thread_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds out who this process is, which takes a while: the child does not wait for that thread."""
+    inside, go, name = threading.Event(), threading.Event(), socket.gethostname
+
+    def slowly() -> str:
+        inside.set()
+        go.wait(20)
+        return name()
+
+    monkeypatch.setattr(socket, "gethostname", slowly)
+    thread = threading.Thread(target=Runtime().flows.current)
+    thread.start()
+    assert inside.wait(20)
+
+    def child() -> str:
+        go.set()  # the child's own
+        return Runtime().flows.current().name
+
+    assert in_child(child)
+    go.set()
+    thread.join()
