@@ -17,7 +17,8 @@ from sqlalchemy import create_engine
 import sqlalchemy_dblock
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
-from dblock.core.statements.common import TENURE, WAITER, Vocabulary, dialect
+from dblock.core.statements.common import TENURE, WAITER, dialect
+from dblock.core.statements.vocabulary import Vocabulary
 
 # -- the database
 

@@ -37,7 +37,8 @@ from dataclasses import replace
 from typing import Final
 
 from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
-from dblock.core.statements.common import TENURE, WAITER, Vocabulary, dialect, tables
+from dblock.core.statements.common import TENURE, WAITER, dialect, tables
+from dblock.core.statements.vocabulary import Vocabulary
 
 COLLATIONS: Final = {"mysql": "utf8mb4_0900_bin", "mariadb": "utf8mb4_nopad_bin"}
 """The collations that compare code point by code point, trailing blanks included."""

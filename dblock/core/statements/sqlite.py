@@ -16,7 +16,8 @@ from __future__ import annotations
 from typing import Final
 
 from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
-from dblock.core.statements.common import TENURE, WAITER, Vocabulary, dialect
+from dblock.core.statements.common import TENURE, WAITER, dialect
+from dblock.core.statements.vocabulary import Vocabulary
 
 
 class SQLite(Vocabulary):

@@ -1,0 +1,93 @@
+"""How a database says what the statements have in common.
+
+Rule: an expression here means the same on every database; what only one of them has is in that one's own statements.
+"""
+
+from __future__ import annotations
+
+from dblock.core.statements.base import Reply
+
+
+class Vocabulary:
+    """How a database says what the statements have in common. `seconds` is a parameter or a column."""
+
+    now: str
+    """The clock, at this moment or at the start of the statement; never at the start of a transaction."""
+    micros: str
+    """The same as a number: microseconds since 1970."""
+    greatest = "greatest"
+    least = "least"
+    numbers = Reply.ROWS
+    """How the one number comes back that a statement answers with."""
+    by_key = by_ticket = by_pin = ""
+    """What makes sure that a table is read through the index on that."""
+    at_once = ""
+    """What stands before a statement that must not wait for another transaction's lock on a row."""
+    durable = ""
+    """The end of a condition: commit on disk before the answer, and wait a bounded time for the row."""
+    asynchronous = ""
+    """The same, but the commit may be lost in a crash of the server."""
+    text = "varchar({})"
+    """The type of text of so many characters, compared code point by code point."""
+    seconds = "double precision"
+    time: str
+    table_options = ""
+
+    def after(self, seconds: str, start: str = "") -> str:
+        """So many seconds after `start`, now by default."""
+        raise NotImplementedError
+
+    def before(self, seconds: str) -> str:
+        """So many seconds ago."""
+        raise NotImplementedError
+
+    def since(self, time: str) -> str:
+        """Seconds from that time until now."""
+        raise NotImplementedError
+
+    def until(self, time: str) -> str:
+        """Seconds from now until that time; more than 0 only if it has not come."""
+        raise NotImplementedError
+
+    def integer(self, parameter: str) -> str:
+        """A number of 32 bits, where the database cannot tell."""
+        return parameter
+
+    def bigint(self, parameter: str) -> str:
+        """A number of 64 bits."""
+        return parameter
+
+    def remember(self, number: str) -> str:
+        """The number, which the statement answers with (see `returning`)."""
+        return number
+
+    def returning(self, column: str) -> str:
+        """The end of a statement that answers with what it has set that column to, by `remember`."""
+        return f"RETURNING {column}"
+
+    def unchanged(self, column: str) -> str:
+        """An assignment, as for a statement that answers with a column that it does not change."""
+        return ""
+
+    def first_unserved(self, free_before: str, free_after: str) -> str:
+        """The end of a release, which answers with the first ticket not served if the key is free now, else 0.
+
+        That is known by the row as it was before, or as it is after; a database looks at one of them.
+        """
+        return f"RETURNING CASE WHEN {free_after} AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END"
+
+    def unpinned(self, condition: str) -> str:
+        """The condition, and that no transaction pins the key; it is not waited for."""
+        return f"({condition})"
+
+    def change(self) -> str:
+        """The beginning of an UPDATE of the key's row that may wait for it, a short time."""
+        return f"UPDATE locks{self.by_key} SET"
+
+    def change_at_once(self, index: str) -> str:
+        """The same, but it never waits for the row, which it reaches through an index."""
+        return f"{self.at_once}UPDATE locks{index} SET"
+
+    def delete_at_once(self) -> str:
+        """The beginning of a DELETE of the key's row that never waits for it."""
+        return f"{self.at_once}DELETE FROM locks"
