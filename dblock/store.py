@@ -56,7 +56,7 @@ class DjangoStore(BaseStore):
             )
         self.database = Database(dialect_for(vendor, tables))
         self._alias = alias
-        self._place = f"database {alias!r}"
+        self._described = f"database {alias!r}"
         self._create_table = f"add 'dblock' to INSTALLED_APPS and run `manage.py migrate dblock --database {alias}`"
         if tables != Tables():
             self._create_table += "; if that was done under other names (TABLE_PREFIX, SCHEMA), rename the tables"
@@ -114,8 +114,8 @@ class DjangoStore(BaseStore):
         caller = connections[self._alias]
         if caller.vendor == "sqlite" and in_sqlite_transaction(caller):
             raise LockTimeout(
-                f"the key is held, and waiting for it inside a transaction would keep {self._place} locked against its "
-                "holder: take the lock before the transaction begins"
+                f"the key is held, and waiting for it inside a transaction would keep {self._described} locked against "
+                "its holder: take the lock before the transaction begins"
             )
 
     def error(self, error: BaseException, step: Execute) -> LockError:
@@ -125,8 +125,8 @@ class DjangoStore(BaseStore):
         if not (isinstance(found, StoreLocked) and takes and in_sqlite_transaction(connections[self._alias])):
             return found
         return LockTimeout(
-            f"{self._place} has another writer, and waiting for it inside a transaction that may have read would keep "
-            "it from ending: take the lock before the transaction begins, or let transactions begin with the right to "
+            f"{self._described} has another writer, and waiting for it inside a transaction that may have read would "
+            "keep it from ending: take the lock before the transaction begins, or let transactions begin with the right to "
             "write (OPTIONS = {'transaction_mode': 'IMMEDIATE'})",
             key=found.key,
         )

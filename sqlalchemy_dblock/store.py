@@ -60,7 +60,7 @@ class EngineStore(BaseStore):
             )
         self.asynchronous: bool = engine.dialect.is_async
         self.renewable = isinstance(self._source, EnginePool)
-        self._place = str(engine.url.render_as_string(hide_password=True))
+        self._described = str(engine.url.render_as_string(hide_password=True))
         self._dialect, self._driver = engine.dialect, engine.dialect.driver
         self._listens = options.get("dblock_listen", True)
         if not isinstance(self._listens, bool):

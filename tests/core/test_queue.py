@@ -246,7 +246,7 @@ def waiter(world: World, timeout: float | None = None, ttl: float = 30.0) -> Ste
 
 def joining(world: World, owner: str) -> int:
     """Somebody else stands in the queue."""
-    return int(world._join({"key": "k", "owner": owner, "ttl": 9.0, "place": HOUR, "channel": "elsewhere"})[0][0])
+    return int(world._join({"key": "k", "owner": owner, "ttl": 9.0, "waiter_ttl": HOUR, "channel": "elsewhere"})[0][0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -149,7 +149,7 @@ REQUEST: Final[Record] = {
     "handovers_left": 0,
     "min_hold": 0.0,
     "retention": 3600.0,
-    "place": 5.0,
+    "waiter_ttl": 5.0,
     "ticket": 12,
     "first": 11,
     "last": 12,

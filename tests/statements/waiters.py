@@ -486,7 +486,7 @@ _BEAT: Final = (
         "heartbeat",
         "places last for longer",
         places=[waiter("me", 11), waiter("w", 12), waiter("v", 13)],
-        given={**owners("me", "v"), "place": 9.0},
+        given={**owners("me", "v"), "waiter_ttl": 9.0},
         reply=DONE * 2,
         after={"me": {"expires_at": At(9)}, "v": {"expires_at": At(9)}},
     ),
@@ -498,7 +498,10 @@ _BEAT: Final = (
         reply=DONE,
     ),
     Case(
-        "heartbeat", "others' do not", places=[waiter("ME", 11), waiter("w", 12)], given={**owners("me"), "place": 9.0}
+        "heartbeat",
+        "others' do not",
+        places=[waiter("ME", 11), waiter("w", 12)],
+        given={**owners("me"), "waiter_ttl": 9.0},
     ),
 )
 

@@ -115,7 +115,7 @@ class World:
             return []
         if self.announces:
             row["last"] = ticket
-        self.waiters[p["owner"]] = {**p, "ticket": ticket, "expires_at": self.time + p["place"]}
+        self.waiters[p["owner"]] = {**p, "ticket": ticket, "expires_at": self.time + p["waiter_ttl"]}
         if self.announces:
             ahead = len(self._queue(p["key"], row["served"] + 1))
             return [(ticket, self._left(row), row["served"] + 1, min(ahead, 16))]
@@ -190,7 +190,7 @@ class World:
     def _heartbeat(self, p: dict[str, Any]) -> Rows:
         waiters = [self.waiters[owner] for owner in json.loads(p["owners"]) if owner in self.waiters]
         for waiter in waiters:
-            waiter["expires_at"] = max(waiter["expires_at"], self.time + p["place"])
+            waiter["expires_at"] = max(waiter["expires_at"], self.time + p["waiter_ttl"])
         return [()] * len(waiters)
 
     def _clear(self, p: dict[str, Any]) -> Rows:

@@ -47,13 +47,13 @@ def begin_hold(
 def forget(hold: Hold) -> None:
     """Neither the flow nor the watchdog keeps it; a lost hold further out takes its place with the flow."""
     runtime.current.watchdog.discard(hold)
-    flow, place = hold.flow(), (hold.store, hold.tenure.key)
-    if flow is not None and flow.holds.get(place) is hold:
+    flow, resource = hold.flow(), (hold.store, hold.tenure.key)
+    if flow is not None and flow.holds.get(resource) is hold:
         outer = next((each for each in hold.outers() if each.open_entries()), None)
         if outer is None:
-            _ = flow.holds.pop(place, None)
+            _ = flow.holds.pop(resource, None)
         else:
-            flow.holds[place] = outer
+            flow.holds[resource] = outer
 
 
 def find_out(hold: Hold) -> Steps[None]:

@@ -33,8 +33,8 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
     if lock.forked_from is not None:
         raise lock._forked()
     store, flow, ttl = lock._store(), current_flow(), lock._ttl
-    database, place, entry = store.database, (store, lock._key), Entry(lock, kind)
-    hold = flow.holds.get(place)
+    database, resource, entry = store.database, (store, lock._key), Entry(lock, kind)
+    hold = flow.holds.get(resource)
     if hold is not None and hold.is_snapshot:
         hold = None  # a callback that looks at its lock's hold is a flow of its own
     if hold is not None:
@@ -67,7 +67,7 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
             _ = begin_hold(lock, flow, found, entry, hold)
             return None
     except BaseException:
-        known = flow.holds.get(place)
+        known = flow.holds.get(resource)
         # Interrupted when it was granted, and not held yet?
         if isinstance(found, Grant) and (known is None or known.tenure != found.tenure):
             with contextlib.suppress(LockError):

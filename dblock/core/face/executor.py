@@ -53,7 +53,7 @@ class BaseStore:
     """The statement `pin` as sessions of the caller's are to run it, once somebody has asked for it."""
     asynchronous = False
     _source: ConnectionSource
-    _place: str
+    _described: str
     """Which database it is, for people."""
     _create_table: str
     """What makes the table."""
@@ -72,12 +72,12 @@ class BaseStore:
         try:
             connection = self._source.take(until, keeps=keeps)
         except StoreConflict as error:
-            raise StoreConflict(f"{self._place}: {error}", key=key_of(step)) from None
+            raise StoreConflict(f"{self._described}: {error}", key=key_of(step)) from None
         except self._connect_errors as error:
             cause = error.__cause__ or error
             if self.database.dialect.classify(cause) is Failure.LOCKED:
                 raise self.error(cause, step) from cause
-            raise unreachable(error, place=self._place) from cause
+            raise unreachable(error, database=self._described) from cause
         answered = self._watch(connection, until)
         try:
             if connection.busy_timeout:
@@ -87,7 +87,7 @@ class BaseStore:
             failure = self.database.dialect.classify(error)
             if not answered():
                 self._source.drop(connection)
-                raise late(step, until - now, place=self._place) from error
+                raise late(step, until - now, database=self._described) from error
             (self._source.drop if failure in _SPENT else self._source.give_after_error)(connection)
             if failure is Failure.DUPLICATE:
                 return []
@@ -95,7 +95,7 @@ class BaseStore:
         except UnicodeError:
             _ = answered()
             self._source.give_after_error(connection)
-            raise unstorable(place=self._place) from None
+            raise unstorable(database=self._described) from None
         except BaseException:  # interrupted half-way through an answer
             _ = answered()
             self._source.drop(connection)

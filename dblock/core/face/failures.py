@@ -25,7 +25,7 @@ class Described(Protocol):
     """A store, for people."""
 
     database: Database
-    _place: str
+    _described: str
     """Which database it is."""
     _create_table: str
     """What makes the table."""
@@ -46,16 +46,16 @@ SCHEMA: Final = frozenset({Failure.NO_TABLE, Failure.OTHER_TABLE})
 
 def schema_error(failure: Failure, error: BaseException, step: Execute, store: Described) -> LockStoreError:
     """The error to raise from the driver's `error` of `step`: the tables are not as they should be."""
-    dialect, place = store.database.dialect, store._place
+    dialect, database = store.database.dialect, store._described
     names = [f"`{dialect.tables.name(each, '')}`" for each in ("locks", "lock_waiters") if each in step.statement.sql]
     if failure is Failure.NO_TABLE:
-        text = f"{place} has no table {' or no table '.join(names)}: {store._create_table}"
+        text = f"{database} has no table {' or no table '.join(names)}: {store._create_table}"
         return LockStoreError(text, key=key_of(step))
     detail = _first_line(error)
     missing = next((index for index in _INDEXES if index.partition(" ")[0] in detail), "")
     make = f" ({dialect.tables.named(f'CREATE UNIQUE INDEX {missing}', dialect.quote)})" if missing else ""
     return LockStoreError(
-        f"{' or '.join(names)} in {place} is not as dblock made it: {type(error).__name__}: {detail}. If it is "
+        f"{' or '.join(names)} in {database} is not as dblock made it: {type(error).__name__}: {detail}. If it is "
         f"dblock's, run its migrations to their end{make}; if it is another application's, {store._rename_tables}",
         key=key_of(step),
     )
@@ -63,43 +63,43 @@ def schema_error(failure: Failure, error: BaseException, step: Execute, store: D
 
 def store_error(failure: Failure, error: BaseException, step: Execute, store: Described) -> LockError:
     """The error to raise from the driver's `error` of `step`, which means `failure`."""
-    key, what, place = key_of(step), _what(step), store._place
+    key, what, database = key_of(step), _what(step), store._described
     detail = f"{type(error).__name__}: {_first_line(error)}"
     kind: type[LockError]
     match failure:
         case Failure.CONFLICT | Failure.READ_ONLY:
-            kind, text = StoreConflict, f"{place} kept refusing to {what}: {detail}"
+            kind, text = StoreConflict, f"{database} kept refusing to {what}: {detail}"
         case Failure.LOCKED:
-            kind, text = StoreLocked, f"{place} kept refusing to {what}: {detail}; {store._why_locked(error)}"
+            kind, text = StoreLocked, f"{database} kept refusing to {what}: {detail}; {store._why_locked(error)}"
         case Failure.BUSY:
-            kind, text = StoreBusy, f"{place} could not {what}, because another transaction has locked it: {detail}"
+            kind, text = StoreBusy, f"{database} could not {what}, because another transaction has locked it: {detail}"
         case Failure.STALE:
             hint = "the transaction has read what others have changed since: take the lock, and then begin it"
-            kind, text = StaleSnapshot, f"{place} refused to {what}: {detail}; {hint}"
+            kind, text = StaleSnapshot, f"{database} refused to {what}: {detail}; {hint}"
         case Failure.DISCONNECTED:
-            kind, text = StoreUnanswered, f"{place} did not answer when asked to {what}: {detail}"
+            kind, text = StoreUnanswered, f"{database} did not answer when asked to {what}: {detail}"
         case _:
-            kind, text = LockStoreError, f"{place} refused to {what}: {detail}"
+            kind, text = LockStoreError, f"{database} refused to {what}: {detail}"
     return kind(text, key=key)
 
 
-def late(step: Execute, seconds: float, *, place: str) -> StoreUnanswered:
+def late(step: Execute, seconds: float, *, database: str) -> StoreUnanswered:
     """The error for a statement that was not answered in time."""
     return StoreUnanswered(
-        f"{place} did not answer within {seconds:.2g} s when asked to {_what(step)}", key=key_of(step)
+        f"{database} did not answer within {seconds:.2g} s when asked to {_what(step)}", key=key_of(step)
     )
 
 
-def unstorable(*, place: str) -> LockStoreError:
+def unstorable(*, database: str) -> LockStoreError:
     """The error for text that the connection's character set lacks; the driver's would quote the whole statement."""
     return LockStoreError(
-        f"{place} is connected with a character set that lacks characters of the key or label: use UTF-8"
+        f"{database} is connected with a character set that lacks characters of the key or label: use UTF-8"
     )
 
 
-def unreachable(error: BaseException, *, place: str) -> StoreConflict:
+def unreachable(error: BaseException, *, database: str) -> StoreConflict:
     """The error for a connection that could not be opened: nothing was sent."""
-    return StoreConflict(f"cannot connect to {place}: {type(error).__name__}: {str(error).strip()}")
+    return StoreConflict(f"cannot connect to {database}: {type(error).__name__}: {str(error).strip()}")
 
 
 def _first_line(error: BaseException) -> str:

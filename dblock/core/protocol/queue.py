@@ -96,7 +96,7 @@ def join(database: Database, request: Parameters, until: float) -> Steps[tuple[i
     None if that is to be tried anew: the key has no row, or somebody else has just drawn the same ticket.
     """
     queue = database.dialect.queue
-    _, rows = yield from send(database, queue.join, {**request, "place": database.timing.waiter_ttl}, until)
+    _, rows = yield from send(database, queue.join, {**request, "waiter_ttl": database.timing.waiter_ttl}, until)
     if not rows:
         return None
     if queue.join_answers:
@@ -197,5 +197,5 @@ def leave_queue(database: Database, owner: str, patience: float | None = None) -
 
 def heartbeat(database: Database, owners: Sequence[str], until: float) -> Steps[None]:
     """Let many waiters keep their places."""
-    parameters: Parameters = {"owners": json.dumps(owners), "place": database.timing.waiter_ttl}
+    parameters: Parameters = {"owners": json.dumps(owners), "waiter_ttl": database.timing.waiter_ttl}
     _ = yield from send(database, database.dialect.queue.heartbeat, parameters, until, resend=True)

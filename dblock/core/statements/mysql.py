@@ -191,7 +191,7 @@ JOIN: Final = Statement(
     f"""
 {SQL.at_once}INSERT INTO lock_waiters ({WAITER})
 SELECT :owner, lock_key, {SQL.remember(f"GREATEST(last_ticket + 1, {SQL.micros})")},
-       :ttl, :label, :host, :pid, :thread, :program, :task, :channel, {SQL.now}, {SQL.after(":place")}
+       :ttl, :label, :host, :pid, :thread, :program, :task, :channel, {SQL.now}, {SQL.after(":waiter_ttl")}
 FROM locks WHERE lock_key = :key /*!80017 FOR SHARE NOWAIT */
 """,
     Reply.NUMBER,
@@ -205,7 +205,7 @@ GRANT: Final = Statement(
     "grant",
     f"""
 {SQL.at_once}UPDATE (
-    SELECT owner AS heir, ticket, ttl AS life, label AS note, host AS place, pid AS process, thread AS strand,
+    SELECT owner AS heir, ticket, ttl AS life, label AS note, host AS machine, pid AS process, thread AS strand,
            program AS command, celery_task_id AS task, expires_at AS until
     FROM lock_waiters FORCE INDEX (lock_waiters_queue)
     WHERE lock_key = :key AND ticket >= :first AND expires_at > {SQL.now}
@@ -222,7 +222,7 @@ SET locks.owner = next.heir,
     locks.acquired_at = {SQL.now},
     locks.expires_at = LEAST(next.until, {SQL.after("next.life")}),
     locks.label = next.note,
-    locks.host = next.place,
+    locks.host = next.machine,
     locks.pid = next.process,
     locks.thread = next.strand,
     locks.program = next.command,
@@ -241,7 +241,7 @@ HEARTBEAT: Final = Statement(
     f"""
 {SQL.at_once}UPDATE JSON_TABLE(:owners, '$[*]' COLUMNS (holder varchar(64) {_EXACT} PATH '$')) AS due
     STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY) ON owner = due.holder
-SET expires_at = GREATEST(expires_at, {SQL.after(":place")})
+SET expires_at = GREATEST(expires_at, {SQL.after(":waiter_ttl")})
 """,
     Reply.COUNT,
     keeps=True,

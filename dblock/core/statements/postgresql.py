@@ -171,7 +171,7 @@ WITH announced AS (
 ), joined AS (
     INSERT INTO lock_waiters ({WAITER})
     SELECT :owner, :key, last_ticket, :ttl, :label, :host, CAST(:pid AS integer), :thread, :program, :task, :channel,
-           {SQL.now}, {SQL.after(":place")}
+           {SQL.now}, {SQL.after(":waiter_ttl")}
     FROM announced
     RETURNING ticket
 )
@@ -266,7 +266,7 @@ SELECT fence FROM accepted
 HEARTBEAT: Final = Statement(
     "heartbeat",
     f"""
-UPDATE lock_waiters SET expires_at = greatest(expires_at, {SQL.after(":place")})
+UPDATE lock_waiters SET expires_at = greatest(expires_at, {SQL.after(":waiter_ttl")})
 FROM json_array_elements_text(CAST(:owners AS json)) AS due (holder)
 WHERE owner = due.holder {SQL.asynchronous}
 """,

@@ -107,7 +107,7 @@ INSERT INTO lock_waiters ({WAITER})
 SELECT :owner, lock_key,
        max(last_ticket + 1, {SQL.micros},
            (SELECT coalesce(max(ticket) + 1, 0) FROM lock_waiters WHERE lock_waiters.lock_key = :key)),
-       :ttl, :label, :host, :pid, :thread, :program, :task, :channel, {SQL.now}, {SQL.after(":place")}
+       :ttl, :label, :host, :pid, :thread, :program, :task, :channel, {SQL.now}, {SQL.after(":waiter_ttl")}
 FROM locks WHERE lock_key = :key
 RETURNING ticket
 """,
@@ -152,7 +152,7 @@ RETURNING served_ticket, (SELECT channel FROM lock_waiters WHERE lock_waiters.ow
 HEARTBEAT: Final = Statement(
     "heartbeat",
     f"""
-UPDATE lock_waiters SET expires_at = max(expires_at, {SQL.after(":place")})
+UPDATE lock_waiters SET expires_at = max(expires_at, {SQL.after(":waiter_ttl")})
 WHERE owner IN (SELECT value FROM json_each(:owners))
 """,
     Reply.COUNT,

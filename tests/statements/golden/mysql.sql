@@ -160,7 +160,7 @@ AND waiter.expires_at > UTC_TIMESTAMP(6));
 
 -- join: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
 INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, joined_at, expires_at)
-SELECT :owner, lock_key, LAST_INSERT_ID(GREATEST(last_ticket + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), :ttl, :label, :host, :pid, :thread, :program, :task, :channel, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:place * 1000000) MICROSECOND
+SELECT :owner, lock_key, LAST_INSERT_ID(GREATEST(last_ticket + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), :ttl, :label, :host, :pid, :thread, :program, :task, :channel, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:waiter_ttl * 1000000) MICROSECOND
 FROM locks
 WHERE lock_key = :key FOR SHARE NOWAIT;
 
@@ -187,7 +187,7 @@ WHERE locks.lock_key = :key;
 
 -- grant: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
 UPDATE (
-SELECT owner AS heir, ticket, ttl AS life, label AS note, host AS place, pid AS process, thread AS strand, program AS command, celery_task_id AS task, expires_at AS until FROM lock_waiters FORCE INDEX (lock_waiters_queue)
+SELECT owner AS heir, ticket, ttl AS life, label AS note, host AS machine, pid AS process, thread AS strand, program AS command, celery_task_id AS task, expires_at AS until FROM lock_waiters FORCE INDEX (lock_waiters_queue)
 WHERE lock_key = :key
 AND ticket >= :first
 AND expires_at > UTC_TIMESTAMP(6) ORDER BY ticket LIMIT 1 FOR SHARE NOWAIT ) AS next STRAIGHT_JOIN (SELECT lock_key AS name
@@ -197,7 +197,7 @@ ON locks.lock_key = :key
 AND locks.served_ticket < next.ticket
 AND (locks.owner IS NULL OR locks.expires_at <= UTC_TIMESTAMP(6) OR (locks.owner = :owner
 AND locks.fence = :fence))
-SET locks.owner = next.heir, locks.fence = GREATEST(locks.fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), locks.count = 1, locks.ttl = next.life, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.until, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.life * 1000000) MICROSECOND), locks.label = next.note, locks.host = next.place, locks.pid = next.process, locks.thread = next.strand, locks.program = next.command, locks.celery_task_id = next.task, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = LAST_INSERT_ID(next.ticket);
+SET locks.owner = next.heir, locks.fence = GREATEST(locks.fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), locks.count = 1, locks.ttl = next.life, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.until, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.life * 1000000) MICROSECOND), locks.label = next.note, locks.host = next.machine, locks.pid = next.process, locks.thread = next.strand, locks.program = next.command, locks.celery_task_id = next.task, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = LAST_INSERT_ID(next.ticket);
 
 -- accept: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
 UPDATE (SELECT lock_key AS name
@@ -236,7 +236,7 @@ AND expires_at > UTC_TIMESTAMP(6) ORDER BY ticket LIMIT 1;
 UPDATE JSON_TABLE(:owners, '$[*]' COLUMNS (holder varchar(64) CHARACTER
 SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$')) AS due STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY)
 ON owner = due.holder
-SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:place * 1000000) MICROSECOND);
+SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:waiter_ttl * 1000000) MICROSECOND);
 
 -- waits: the rows it returns
 SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread FROM lock_waiters AS waiter JOIN locks AS held

@@ -177,7 +177,7 @@ AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL
 RETURNING last_ticket, served_ticket, CASE WHEN owner IS NULL THEN least(expires_at, clock_timestamp()) ELSE expires_at END AS held_until ), joined AS (
 INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, joined_at, expires_at)
-SELECT :owner, :key, last_ticket, :ttl, :label, :host, CAST(:pid AS integer), :thread, :program, :task, :channel, clock_timestamp(), clock_timestamp() + make_interval(secs => :place) FROM announced
+SELECT :owner, :key, last_ticket, :ttl, :label, :host, CAST(:pid AS integer), :thread, :program, :task, :channel, clock_timestamp(), clock_timestamp() + make_interval(secs => :waiter_ttl) FROM announced
 RETURNING ticket )
 SELECT ticket, CAST(extract(epoch FROM held_until - clock_timestamp()) AS double precision), served_ticket + 1, (SELECT count(*) FROM (
 SELECT 1 FROM lock_waiters AS other
@@ -273,7 +273,7 @@ SELECT CAST(pg_notify(:channel, CAST(:ticket AS text) || ' ' || CAST(:key AS tex
 
 -- heartbeat: one empty row for each row that it changed
 UPDATE lock_waiters
-SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :place)) FROM json_array_elements_text(CAST(:owners AS json)) AS due (holder)
+SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :waiter_ttl)) FROM json_array_elements_text(CAST(:owners AS json)) AS due (holder)
 WHERE owner = due.holder
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL;

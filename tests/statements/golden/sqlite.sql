@@ -148,7 +148,7 @@ AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'));
 -- join: the rows it returns
 INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, joined_at, expires_at)
 SELECT :owner, lock_key, max(last_ticket + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000, (SELECT coalesce(max(ticket) + 1, 0) FROM lock_waiters
-WHERE lock_waiters.lock_key = :key)), :ttl, :label, :host, :pid, :thread, :program, :task, :channel, strftime('%Y-%m-%d %H:%M:%f000', 'now'), strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :place))
+WHERE lock_waiters.lock_key = :key)), :ttl, :label, :host, :pid, :thread, :program, :task, :channel, strftime('%Y-%m-%d %H:%M:%f000', 'now'), strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :waiter_ttl))
 FROM locks
 WHERE lock_key = :key
 RETURNING ticket;
@@ -216,7 +216,7 @@ AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') ORDER BY ticket LIMIT 1
 
 -- heartbeat: one empty row for each row that it changed
 UPDATE lock_waiters
-SET expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :place)))
+SET expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :waiter_ttl)))
 WHERE owner IN (SELECT value FROM json_each(:owners));
 
 -- waits: the rows it returns
