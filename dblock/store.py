@@ -126,8 +126,8 @@ class DjangoStore(BaseStore):
             return found
         return LockTimeout(
             f"{self._described} has another writer, and waiting for it inside a transaction that may have read would "
-            "keep it from ending: take the lock before the transaction begins, or let transactions begin with the right "
-            "to write (OPTIONS = {'transaction_mode': 'IMMEDIATE'})",
+            "keep it from ending: take the lock before the transaction begins, or let transactions begin with the "
+            "right to write (OPTIONS = {'transaction_mode': 'IMMEDIATE'})",
             key=found.key,
         )
 
