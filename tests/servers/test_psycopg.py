@@ -14,6 +14,7 @@ from sqlalchemy import Engine, create_engine, text
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.steps import Execute
 from dblock.core.runtime import Runtime
+from dblock.core.statements.base import Reply, Statement
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import ready, url
@@ -64,8 +65,9 @@ def test_the_server_says_why_it_ends_a_session(engine: Engine) -> None:
     step = Execute(store.database.dialect.inspect, {"key": "k"})
     for _ in range(8):
         store.execute(step)
+    [[session]] = store.execute(Execute(Statement("session", "SELECT pg_backend_pid()", Reply.ROWS), {}))
     with engine.connect() as other:
-        other.execute(text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"))
+        other.execute(text("SELECT pg_terminate_backend(:session)"), {"session": session})
     with pytest.raises(StoreUnanswered, match="terminating connection due to administrator command"):
         store.execute(step)
 
