@@ -105,10 +105,6 @@ EQUIVALENT: Final = (
         "what is read from JSON is compared by the column's collation, which ends in _bin, unless its own does too:"
         " MariaDB lets a session choose such a default from 11.2 on",
     ),
-    Excuse(
-        *("sqlite", "*", "max(0.001, round(*)) -> (round(*))"),
-        "a lease that the lock wrote ends at a whole millisecond, and later than now: in a whole one at least",
-    ),
 )
 
 MUTANTS: Final = [
