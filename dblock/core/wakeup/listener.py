@@ -105,7 +105,7 @@ class Listener:
         if subscription is None:
             if self.called:
                 self.called = False
-                why = "a pooler is in between, the driver cannot listen, or listening is switched off"
+                why = "a pooler is in between, the driver has no way to, or listening is switched off"
                 warn("the database cannot call this process (%s): waiters look more often", why)
             subscription = self._store.subscribe_to_neighbours(self._own)
         if subscription is None:
