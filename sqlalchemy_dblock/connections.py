@@ -103,8 +103,10 @@ class EnginePool(AutocommitPool):
     def terminate(self, connection: PooledConnection) -> None:
         """Without asking the server, and without waiting: a task that is cancelled again and again never gets there."""
         driver = connection.raw.driver_connection if self._dialect.is_async else None
-        if driver is None or hasattr(driver, "stop"):  # aiosqlite has a thread, which is told and not waited for
+        if driver is None:
             self._dialect.do_terminate(connection.raw)
+        elif hasattr(driver, "stop"):  # aiosqlite has a thread, which is told and not waited for
+            _ = driver.stop()
         else:
             _ = _hang_up(driver)()
 
