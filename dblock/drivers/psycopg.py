@@ -56,8 +56,8 @@ class Prepared:
                 rows: Rows = connection.wait(self._exchange(step))
             return rows
         pgconn, (name, order) = connection.pgconn, known
-        pgconn.send_query_prepared(name, [str(parameters[key]).encode() for key in order])
         try:
+            pgconn.send_query_prepared(name, [str(parameters[key]).encode() for key in order])
             while pgconn.flush():
                 self._writable.poll()
                 pgconn.consume_input()

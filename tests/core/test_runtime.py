@@ -20,8 +20,10 @@ from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.runtime import Runtime
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
+from dblock.core.timing import Timing
 from dblock.core.values import Grant
 from dblock.core.wakeup.local_socket import LocalSocket, Subscription
+from tests.conftest import SELDOM
 from tests.support.model import World, wish
 
 
@@ -34,7 +36,7 @@ class ModelStore:
 
     def __init__(self, world: World, mutex: threading.Lock) -> None:
         self._world, self._mutex = world, mutex
-        self.database = Database(world.dialect)
+        self.database = Database(world.dialect, own_timing=Timing(**SELDOM).checked())
 
     def execute(self, step: Execute) -> Rows:
         with self._mutex:
@@ -63,7 +65,8 @@ class ModelStore:
 
 
 def test_two_processes_in_one() -> None:
-    """Each with a local queue, a socket and a watchdog of its own: they exclude, wait for and wake each other."""
+    """Each with a local queue, a socket and a watchdog of its own: they exclude and wake each other, and nobody
+    looks by himself."""
     world, mutex = World(dialect=DIALECTS["sqlite"]), threading.Lock()
     processes = [Runtime(), Runtime()]
     stores = [ModelStore(world, mutex) for _ in processes]
@@ -72,8 +75,8 @@ def test_two_processes_in_one() -> None:
     def life(number: int, process: Runtime, store: ModelStore) -> Steps[None]:
         site = process.site(store)
         for _ in range(10):
-            request = wish(ttl=20.0, flow=f"{number}")
-            found = yield from acquiring.acquire(site, request, 30.0, partial(process.waiter_services, store))
+            request = wish(ttl=600.0, flow=f"{number}")
+            found = yield from acquiring.acquire(site, request, 20.0, partial(process.waiter_services, store))
             assert isinstance(found, Grant)
             assert not inside
             inside.add(number)
