@@ -134,7 +134,7 @@ def _process_state() -> Iterator[None]:
     watchdog._given_up.clear()
     state: list[MutableMapping[Any, Any]] = [watchdog._places, wakeups._registered, wakeups._unclaimed]
     for site in runtime.current._sites.values():
-        state += [site.local_queues._queues, site.local_queues._attempts, site.local_queues._contended]
+        state += [site.local_queues._queues, site.local_queues._contended]
     for each in (*state, *_kept()):
         each.clear()
     flow = current_flow()
@@ -156,9 +156,8 @@ def _left_behind() -> dict[str, list[Any]]:
     queues = [site.local_queues for site in runtime.current._sites.values()]
     everything: dict[str, Collection[Any]] = {
         "holds": [hold for hold in watchdog._holds if (flow := hold.flow()) is not None and not flow.ended()],
-        "places in queues": watchdog._places,
+        "places in queues": [owner for owner, kept in watchdog._places.items() if not kept.served],
         "lines": [key for each in queues for key in each._queues],
-        "tries": [key for each in queues for key in each._attempts],
         "wake-ups": runtime.current.wakeups._registered,
         "locks kept by transactions": [kept for each in _kept() for kept in each.values() if kept],
     }

@@ -18,19 +18,19 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from dblock.core import clock
 from dblock.core.acquire import handover
-from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, TakeAttempt
 from dblock.core.acquire.site import Site
 from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import WIRES, AutocommitPool
 from dblock.core.holding.flow import Flow, Flows, Hold
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import adrive, drive
+from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.wakeup.listener import Listener
 from dblock.core.wakeup.local_socket import LocalSocket
-from dblock.core.wakeup.registry import Wakeup, Wakeups
-from dblock.core.watchdog.heartbeats import Place
+from dblock.core.wakeup.registry import Wakeups
+from dblock.core.watchdog.heartbeats import KeptPlace
 from dblock.core.watchdog.watchdog import Watchdog
 
 
@@ -127,28 +127,25 @@ class ProcessServices:
             called = store.database.dialect.queue.call is not None
             self._listener = Listener(store, runtime.wakeups, runtime.socket(), called=called)
 
-    def keep(self, owner: str, wakeup: Wakeup) -> bool:
+    @property
+    def shared(self) -> bool:
+        """Do its flows wait for a key together?"""
+        return self._store.renewable
+
+    def holds(self, key: str) -> bool:
+        """Does a flow of this process hold that key?"""
+        return self._watchdog.holds(self._store, key)
+
+    def keep(self, place: Place) -> bool:
         """Keep a place in a queue; False where only its flow can."""
         if self._store.renewable:
             due = clock.now() + self._store.database.timing.heartbeat_interval
-            self._watchdog.keep(owner, Place(self._store, self._loop, wakeup, due))
+            self._watchdog.keep(KeptPlace(place, self._store, self._loop, due))
         return self._store.renewable
 
-    def leave(self, owner: str) -> None:
+    def leave(self, owner: str, *, served: bool = False) -> None:
         """Keep that place no more."""
-        self._watchdog.leave(owner)
-
-    def enter(self, waiter: LocalWaiter, take_attempt: TakeAttempt | None) -> LocalQueue | None:
-        """Wait with those of this process who want the key too; None where everybody waits alone."""
-        if not self._store.renewable:
-            return None
-        local_queue = None if take_attempt is None else take_attempt.wait(waiter)
-        new = local_queue is not None
-        if local_queue is None:
-            local_queue, new = self._site.local_queues.enter(waiter)
-        if new:
-            local_queue.held_in_process = self._watchdog.holds(self._store, waiter.request.key)
-        return local_queue
+        self._watchdog.leave(owner, served=served and not self._store.database.dialect.queue.grant_leaves)
 
     def listen(self) -> None:
         """Begin to listen, if need be."""

@@ -54,11 +54,9 @@ class Timing(NamedTuple):
 
     # -- the local queue
     local_handover_wait: float = 0.1
-    """For so long the first of a local queue waits to be handed the key before it stands in the queue."""
-    offer_timeout: float = 1.0
-    """Whoever was chosen, and told nothing, then looks what became of that."""
+    """For so long the first of a local queue waits to be handed the key before it asks the database."""
     unresponsive_after: float = 6.0
-    """The first of a local queue that has not been seen for so long is passed over."""
+    """The first of a local queue that has not been seen for so long is passed over, and a place no more kept."""
     holder_cache: float = 5.0
     """For so long whoever gives up may name the holder that another one of its local queue has seen."""
 
@@ -74,7 +72,6 @@ class Timing(NamedTuple):
             "whoever waits in a local queue is seen twice before it is passed over": (
                 2 * self.poll_notified < self.unresponsive_after
             ),
-            "a holder has given up handing over before the chosen one looks": self.handover_retry < self.offer_timeout,
             "what keeps a lock has time for a second connection": 2 * self.keeping_answer <= self.answer,
             "a statement that is sent at all has time for an answer": self.least_answer < self.worthwhile,
             "a waiter has time for leaving in order": self.worthwhile <= self.leave_timeout,

@@ -44,15 +44,28 @@ class Grant(NamedTuple):
     sent: float
     """The local moment at which the statement was sent."""
     ttl: float
+    """What was asked for, in seconds; and given, if `term` does not say less."""
     ticket: int = 0
     """The ticket that it was granted by in the queue; 0 if it was simply taken."""
     local_handovers: int = 0
     """How often in a row the key was handed over inside this process to come here."""
+    term: float = 0.0
+    """The seconds that the statement gave, if fewer than `ttl`: a tenure begins with the lease of a place."""
+
+    @property
+    def lasts(self) -> float:
+        """Seconds from the sending until the lease may end."""
+        return self.term or self.ttl
 
     @property
     def trusted_until(self) -> float:
         """The local moment at which trust in the lease ends."""
-        return self.sent + self.ttl - margin(self.ttl)
+        return self.sent + self.lasts - margin(self.lasts)
+
+    @property
+    def late_from(self) -> float:
+        """The local moment from which a renewal that has not happened is late."""
+        return self.sent + self.lasts / 2
 
 
 @dataclass(frozen=True, slots=True)

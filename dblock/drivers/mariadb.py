@@ -54,7 +54,7 @@ class Prepared:
         changed: int = connection.affected_rows()
         if statement.reply is Reply.COUNT:
             return [()] * changed
-        return [(connection.insert_id(),)] if changed == 1 else []
+        return [(connection.insert_id(),)] if changed else []
 
     def _prepare(self, statement: Statement) -> tuple[str, ...] | None:
         self._uses[statement.sql] += 1

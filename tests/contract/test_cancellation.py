@@ -12,6 +12,7 @@ import pytest
 
 from sqlalchemy_dblock import attach
 from tests.conftest import ALIASES
+from tests.contract.test_queue import WAITERS
 from tests.support.subjects import MATRIX, Actor, Subject
 
 pytestmark = pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def is_held(subject: Subject) -> bool:
 
 
 def queued(subject: Subject) -> int:
-    [[count]] = subject.run("SELECT count(*) FROM lock_waiters")
+    [[count]] = subject.run(WAITERS)
     return int(count)
 
 

@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from dblock.core.face.locks import SyncLock
 from dblock.core.holding.flow import Entry, Hold
 from dblock.core.holding.lease import Loss
 from dblock.core.protocol.drive import drive
+from dblock.core.protocol.queue import Place
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
@@ -26,8 +26,7 @@ from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
 from dblock.core.wakeup.local_socket import LocalSocket
-from dblock.core.wakeup.registry import Wakeup
-from dblock.core.watchdog.heartbeats import Place
+from dblock.core.watchdog.heartbeats import KeptPlace
 from dblock.core.watchdog.renewals import Renewal
 from dblock.core.watchdog.watchdog import Watchdog
 from tests.conftest import timed
@@ -367,12 +366,12 @@ def test_adding_never_misses_the_watch(store: FakeStore) -> None:
     wait_until(lambda: hold.loss_reported)
 
 
-def test_the_place_of_a_flow_whose_event_loop_is_closed_is_not_kept(store: FakeStore) -> None:
-    """Nobody would ever answer there."""
-    watch, wakeup = Watchdog(runtime.current.flows, runtime.current._give_back), Wakeup()
-    watch.keep("living", Place(store, None, Wakeup(), clock.now() + 60))
-    watch.keep("dead", Place(store, None, wakeup, clock.now() + 60))
-    wakeup._loop = SimpleNamespace(is_closed=lambda: True)
+def test_the_place_of_a_flow_that_has_not_been_seen_for_long_is_not_kept(store: FakeStore) -> None:
+    """It was interrupted on its way out, or its event loop is closed: nobody would ever answer there."""
+    watch, now = Watchdog(runtime.current.flows, runtime.current._give_back), clock.now()
+    living, dead = (Place(name, 1, now, seen) for name, seen in (("living", now), ("dead", now - 7)))
+    for place in (living, dead):
+        watch.keep(KeptPlace(place, store, None, now + 60))
     watch.look()
     wait_until(lambda: list(watch._places) == ["living"])
     watch.leave("living")

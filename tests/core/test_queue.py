@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 
 from dblock.core.acquire import acquiring, handover
+from dblock.core.acquire.handover import Held
 from dblock.core.acquire.services import PollingOnly
 from dblock.core.acquire.waiting import Waiter
 from dblock.core.errors import StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.deadlock import deadlock
+from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.statements import DIALECTS
 from dblock.core.values import Grant, Tenure
-from dblock.core.wakeup.registry import Wakeup, Wakeups
+from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.conftest import timed
 from tests.support.model import World, lost_after, play, raising, wish
 
@@ -32,7 +34,7 @@ HOUR = 3600.0
 class Kept(PollingOnly):
     """Places last as long as they are needed."""
 
-    def keep(self, owner: str, wakeup: Wakeup) -> bool:
+    def keep(self, place: Place) -> bool:
         return True
 
 
@@ -131,7 +133,7 @@ def test_no_wake_up_is_lost(kind: str) -> None:
         world, log = schedule(seed, kind)
         assert len(log) == 20
         waited += sum(ticket > 0 for _, ticket in log)
-        assert not world.waiters
+        assert not world.standing()
         assert world.rows["k"]["owner"] is None
         assert world.rows["k"]["last"] == world.rows["k"]["served"]
     assert waited > 3000
@@ -184,7 +186,7 @@ def test_the_schedules_catch_a_broken_queue(broken: str, monkeypatch: pytest.Mon
     elif broken == "order":
         monkeypatch.setattr(World, "_queue", lambda *args: list(reversed(seen(*args))))
     else:
-        monkeypatch.setattr(Wakeups, "notify", lambda *_: None)
+        monkeypatch.setattr(Wakeups, "notify", lambda *_: True)
     with pytest.raises(AssertionError):
         for kind in KINDS:
             for seed in range(300):
@@ -241,12 +243,12 @@ def held_by(world: World, owner: str = "rival", ttl: float = 5.0) -> Tenure:
 
 def waiter(world: World, timeout: float | None = None, ttl: float = 30.0) -> Steps[Any]:
     """A flow that wants the key."""
-    return acquiring.acquire(world.site(), wish(ttl=ttl), timeout, Kept)
+    return acquiring.acquire(world.site(), wish(ttl=ttl, at_once=False), timeout, Kept)
 
 
-def joining(world: World, owner: str) -> int:
+def joining(world: World, owner: str, channel: str = "elsewhere") -> int:
     """Somebody else stands in the queue."""
-    return int(world._join({"key": "k", "owner": owner, "ttl": 9.0, "waiter_ttl": HOUR, "channel": "elsewhere"})[0][0])
+    return int(world._join({"key": "k", "owner": owner, "ttl": 9.0, "waiter_ttl": HOUR, "channel": channel})[0][0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -263,13 +265,14 @@ def test_who_waits_for_ever_is_not_sent_away_when_the_row_goes(kind: str) -> Non
 
     grant = play(world, waiter(world), {("queue_status", 1): gone})
     assert isinstance(grant, Grant)
-    assert not world.waiters
+    assert not world.standing()
 
 
-def test_a_grant_that_is_answered_too_late_is_none() -> None:
+def test_a_grant_that_is_answered_too_late_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease has ended before the answer: the waiter stands in the queue anew."""
     world = World()
     _ = held_by(world, ttl=0.5)
+    timed(monkeypatch, waiter_ttl=50.0)
 
     def slowly(step: Execute) -> Any:
         rows = world.execute(step)
@@ -292,7 +295,7 @@ def test_a_short_turn_is_not_slept_through() -> None:
         _ = world.execute(Execute(world.dialect.queue.grant, {**tenure._asdict(), "first": 1}))
         return joined[-1]
 
-    waits = acquiring.acquire(world.site(), wish(ttl=1.0), None, Called)
+    waits = acquiring.acquire(world.site(), wish(ttl=1.0, at_once=False), None, Called)
     grant = play(world, waits, {("join", number): served for number in range(9)})
     assert isinstance(grant, Grant)
     assert len(joined) == 1
@@ -306,7 +309,7 @@ def test_a_last_look_that_is_not_answered() -> None:
         silent = {(name, n): raising(error("late")) for name in ("queue_status", "inspect") for n in range(1, 200)}
         found = play(world, waiter(world, timeout=0.5), silent)
         assert found.holder.owner == tenure.owner
-        assert not world.waiters
+        assert not world.standing()
 
 
 def test_what_was_accepted_in_an_outage_is_given_back() -> None:
@@ -317,50 +320,29 @@ def test_what_was_accepted_in_an_outage_is_given_back() -> None:
     with pytest.raises(StoreUnanswered):
         play(world, waiter(world, timeout=2.0), lost)
     assert world.rows["k"]["owner"] is None
-    assert not world.waiters
+    assert not world.standing()
 
 
-def test_a_release_whose_pass_on_was_not_answered() -> None:
-    """The next one has the key: nothing was lost, and all of this process look."""
-    world = World()
-    tenure = held_by(world)
-    ticket = joining(world, "heir")
-    wakeup = Wakeup()
-    world.wakeups.register("k", ticket, wakeup)
-    try:
-        released = handover.release(world.site(), tenure, 1, ticket - 1)
-        assert play(world, released, {("grant", 0): lost_after(world)}) is True
-        assert wakeup.consume()
-    finally:
-        world.wakeups.unregister("k", ticket, wakeup)
-    assert world.rows["k"]["owner"] == "heir"
-
-
+@pytest.mark.parametrize("broken_off", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_release_that_is_broken_off_when_it_has_handed_over(kind: str) -> None:
-    """Whoever has the key is told all the same: one of this process, or of another one."""
+def test_a_hand_over_whose_answer_is_lost(kind: str, broken_off: bool) -> None:
+    """The next one has the key, and finds that when it looks: nothing was lost, and nothing is given back twice."""
     world = World(dialect=DIALECTS[kind])
     tenure = held_by(world)
-    world.listening["elsewhere"] = Wakeups()
-    ticket, wakeup = joining(world, "heir"), Wakeup()
+    ticket = joining(world, "heir")
+    _ = world._announce({"key": "k", "ticket": ticket})
 
     def interrupted(step: Execute) -> Rows:
         _ = world.execute(step)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        play(world, handover.pass_on(world.site(), tenure, ticket - 1, 0), {("grant", 0): interrupted})
+    released = handover.pass_on(world.site(), Held(tenure, ticket - 1))
+    if broken_off:
+        with pytest.raises(KeyboardInterrupt):
+            play(world, released, {("grant", 0): interrupted})
+    else:
+        assert play(world, released, {("grant", 0): lost_after(world)}) is True
     assert world.rows["k"]["owner"] == "heir"
-    assert world.calls == ["elsewhere"]
-    tenure = Tenure("k", "heir", world.rows["k"]["fence"])
-    ticket = joining(world, "next")
-    world.wakeups.register("k", ticket, wakeup)
-    with pytest.raises(KeyboardInterrupt):
-        play(world, handover.pass_on(world.site(), tenure, ticket - 1, 0), {("grant", 0): interrupted})
-    world.wakeups.unregister("k", ticket, wakeup)
-    assert world.rows["k"]["owner"] == "next"
-    assert wakeup.consume()
-    assert world.calls == ["elsewhere"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -370,7 +352,7 @@ def test_a_hand_over_that_finds_a_row_locked_calls_the_first(kind: str) -> None:
     tenure, wakeup = held_by(world), Wakeup()
     tickets = list[int]()
     for owner in ("dead", "first", "second"):
-        tickets.append(joining(world, owner))
+        tickets.append(joining(world, owner, "nowhere"))
         _ = world._announce({"key": "k", "ticket": tickets[-1]})
     world.waiters["dead"]["expires_at"] = world.time
     world.wakeups.register("k", tickets[1], wakeup)
@@ -381,24 +363,68 @@ def test_a_hand_over_that_finds_a_row_locked_calls_the_first(kind: str) -> None:
     world.wakeups.unregister("k", tickets[1], wakeup)
 
 
-def test_two_wakeups_with_one_ticket() -> None:
-    """Of two databases, or of two engines: both are woken, and one that is unregistered leaves the other."""
-    registry, one, other = Wakeups(), Wakeup(), Wakeup()
-    registry.register("k", 5, one)
-    registry.register("k", 5, other)
-    assert registry.notify("k", 5)
-    assert [one.consume(), other.consume()] == [True, True]
-    registry.unregister("k", 5, one)
-    assert registry.notify("k", 5)
-    assert [one.consume(), other.consume()] == [False, True]
-    registry.unregister("k", 5, other)
+def test_a_wakeup_that_is_notified_before_it_is_registered() -> None:
+    """The key may be handed over before the waiter has its ticket; and a flow that ended leaves nothing behind."""
+    registry, wakeup, message = Wakeups(), Wakeup(), Message("k", 12345, 7, "proof")
+    assert not registry.notify(message)
+    registry.register("k", 12345, wakeup)
+    assert wakeup.consume()
+    assert wakeup.message == message
+    assert registry.anybody_waits()
+    del wakeup
     assert not registry.anybody_waits()
 
 
-def test_a_wakeup_that_is_notified_before_it_is_registered() -> None:
-    """The key may be handed over before the waiter has its ticket."""
-    registry, wakeup = Wakeups(), Wakeup()
-    assert not registry.notify("k", 12345)
-    registry.register("k", 12345, wakeup)
-    assert wakeup.consume()
-    registry.unregister("k", 12345, wakeup)
+@pytest.mark.parametrize("text", ["", "5", "5 6 p", "5 6 p ", "x 6 p k", "5 x p k", "\u0665 6 p k", "-5 6 p k"])
+def test_messages_that_are_none(text: str) -> None:
+    assert Message.read(text) is None
+
+
+@pytest.mark.parametrize("key", ["k", "a b", " ", "  5 6 - k ", "\u0665", "k\nk"])
+def test_a_message_is_read_as_it_was_written(key: str) -> None:
+    for message in (Message(key, 5, 6, "p" * 64), Message(key, 2**63 - 1)):
+        assert Message.read(message.text()) == message
+
+
+def test_a_waiter_believes_only_what_proves_to_know_its_token() -> None:
+    """A stranger's word, one about another waiter, an earlier fence, or what is no text at all."""
+    place, owner = Place("owner", 5, 100.0, 100.0), "owner"
+    good = Message("k", 5, 7, queue.proof(5, 7, owner))
+    grant = place.granted(good, 30.0, 5.0)
+    assert grant is not None
+    assert grant.tenure == Tenure("k", owner, 7)
+    assert (grant.sent, grant.ttl, grant.lasts, grant.trusted_until, grant.ticket) == (100.0, 30.0, 5.0, 104.5, 5)
+    for bad in (
+        good._replace(fence=8),
+        good._replace(proof=""),
+        good._replace(proof="\u00e9" * 64),
+        good._replace(proof=queue.proof(5, 7, "other")),
+        good._replace(proof=queue.proof(6, 7, owner)),
+        Message("k", 5),
+    ):
+        assert place.granted(bad, 30.0, 5.0) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_heartbeat_moves_trust_for_those_alone_whom_it_kept(kind: str) -> None:
+    """One that was granted the key in the meantime has no place any more, and its lease in the row does not grow."""
+    world = World(dialect=DIALECTS[kind])
+    tenure = held_by(world)
+    places = []
+    for owner in ("first", "second"):
+        ticket = joining(world, owner)
+        _ = world._announce({"key": "k", "ticket": ticket})
+        places.append(Place(owner, ticket, world.time, world.time))
+    joined = world.time
+    world.time += 1.0
+    play(world, queue.heartbeat(world.database(), places, world.time + 1), {})
+    assert [place.sent > joined for place in places] == [True, True]
+    kept = places[0].sent
+    assert play(world, handover.grant(world.site(), "k", 1, tenure), {})
+    end = world.rows["k"]["expires_at"]
+    world.time += 1.0
+    play(world, queue.heartbeat(world.database(), places, world.time + 1), {})
+    assert places[0].sent == kept
+    assert world.rows["k"]["expires_at"] == end
+    play(world, queue.heartbeat(world.database(), places[1:], world.time + 1), {})
+    assert places[1].sent > kept

@@ -14,6 +14,7 @@ import dblock.core
 import sqlalchemy_dblock
 from dblock.core import clock
 from dblock.core.acquire import acquiring, handover
+from dblock.core.acquire.handover import Held
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Steps
@@ -83,7 +84,7 @@ def test_two_processes_in_one() -> None:
             log.append((number, found))
             time.sleep(0.002)
             inside.remove(number)
-            assert (yield from handover.pass_on(site, found.tenure, found.ticket, found.local_handovers))
+            assert (yield from handover.pass_on(site, Held(found.tenure, found.ticket, found.local_handovers)))
 
     threads = [
         threading.Thread(target=lambda n=n, p=p, s=s: drive(life(n, p, s), s))
@@ -100,8 +101,8 @@ def test_two_processes_in_one() -> None:
     assert processes[0].socket().channel != processes[1].socket().channel
     for process, store in zip(processes, stores, strict=True):
         queues = process.site(store).local_queues
-        left = (queues._queues, queues._attempts, process.wakeups._registered, process.watchdog._places)
-        assert left == ({}, {}, {}, {})
+        waiting = [owner for owner, kept in process.watchdog._places.items() if not kept.served]
+        assert (queues._queues, dict(process.wakeups._registered), waiting) == ({}, {}, [])
         process.socket().close()
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, text
 
+from dblock.core import runtime
+from dblock.core.acquire.local_queue import Request
+from dblock.core.protocol import queue
+from dblock.core.protocol.drive import drive
+from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import LockLost, db_lock, metadata
 from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, running
 
@@ -72,4 +78,50 @@ def test_what_was_granted_survives(name: str) -> None:
         fences.append(again.fence)
         assert fences == sorted(set(fences), key=lambda fence: fence or 0)
         again.release()
+        engine.dispose()
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_what_an_heir_relies_on_survives(name: str) -> None:
+    """Killed after a heartbeat, and after a grant: neither is taken back, since the heir counts on both at once."""
+    make, url = SERVERS[name]
+    with running(make) as server:
+        engine = create_engine(url.format(server.port))
+        metadata.create_all(engine)
+        lock = db_lock(engine, "k", ttl=600)
+        lock.acquire()
+        store = lock._store()
+        now = store.database.now
+
+        def crash(statement: str) -> Any:
+            engine.dispose()
+            server.stop(signal.SIGKILL)
+            server.start()
+            with engine.connect() as connection:
+                [row] = connection.execute(text(statement))
+                return row
+
+        request = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "")
+        joined = drive(queue.join(store.database, request.parameters("heir"), now() + 5), store)
+        assert joined is not None
+        place, ends = joined[0], "SELECT expires_at FROM lock_waiters"
+        with engine.connect() as connection:
+            [(end,)] = connection.execute(text(ends))
+        sent = place.sent
+        time.sleep(0.3)
+        drive(queue.heartbeat(store.database, [place], now() + 5), store)
+        assert place.sent >= sent + 0.3
+        [kept] = crash(ends)
+        assert (kept - end).total_seconds() >= 0.29, "the place ends when its waiter believes"
+        hold = lock._hold()
+        assert hold is not None
+        granted = drive(queue.grant(store.database, "k", 1, hold.tenure), store)
+        assert granted is not None
+        owner, fence, expires_at = crash("SELECT owner, fence, expires_at FROM locks")
+        assert (owner, fence, expires_at) == ("heir", granted.message.fence, kept)
+        grant = place.granted(granted.message, 60.0, store.database.timing.waiter_ttl)
+        assert grant is not None
+        assert (grant.tenure.owner, grant.tenure.fence) == (owner, fence)
+        runtime.current.watchdog.discard(hold)
+        current_flow().holds.clear()
         engine.dispose()

@@ -28,7 +28,8 @@ from typing import Any, Self
 
 import pytest
 
-from dblock.core import runtime
+from dblock.core import runtime, timing
+from dblock.core.acquire import local_queue as lines_of
 from dblock.core.errors import LockLost
 from dblock.core.runtime import current_flow
 from tests.conftest import ready
@@ -266,7 +267,7 @@ async def leave_for_one_of_ours(stage: Stage, key: str, strike: Strike, *, forei
     def waits() -> bool:
         local_queue = runtime.current.site(stage.lock(key)._store()).local_queues.find(key)
         return any(waiting == key for waiting, _ in runtime.current.wakeups._registered) or (
-            local_queue is not None and any(waiter.accepts_handover for waiter in local_queue._waiters)
+            local_queue is not None and any(waiter.stage is lines_of.Stage.WAITING for waiter in local_queue._waiters)
         )
 
     async def body() -> None:
@@ -312,14 +313,22 @@ async def strike_each(stage: Stage) -> list[str]:
     return keys
 
 
+def lines() -> list[str]:
+    """The keys of the local queues; whoever comes to one passes over those who have not been seen for long."""
+    queues = [site.local_queues for site in runtime.current._sites.values()]
+    for local_queue in [local_queue for each in queues for local_queue in list(each._queues.values())]:
+        local_queue.freed()
+    return [key for each in queues for key in each._queues]
+
+
 def settled(subject: Subject, keys: list[str]) -> None:
     """Every key is free, nothing is renewed, and nothing of this process makes a free key slow."""
     gc.collect()
     assert until(lambda: not alive(subject), TTL + 1), [key for key in keys if alive(subject, key)]
-    assert (list(runtime.current.watchdog._holds), runtime.current.watchdog._places) == ([], {})
-    queues = [site.local_queues for site in runtime.current._sites.values()]
-    assert [left for each in queues for left in (each._queues, each._attempts) if left] == []
-    assert runtime.current.wakeups._registered == {}
+    assert not list(runtime.current.watchdog._holds)
+    assert until(lambda: not lines(), timing.DEFAULT.unresponsive_after + 1), "a dead one is passed over"
+    assert until(lambda: not runtime.current.watchdog._places, 8), "a place that nobody has is kept no more"
+    assert not runtime.current.wakeups.anybody_waits()
     assert until(lambda: not threads(), 5), threads()
 
 

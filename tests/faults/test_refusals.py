@@ -234,11 +234,12 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
     def steps() -> Steps[Any]:
         joined = yield from queue.join(database, wish, later)
         assert joined is not None
-        ticket, _ = joined
+        place, _ = joined
+        ticket = place.ticket
         view = yield from queue.status(database, "k", later, owner, ticket)
         assert view is not None
         assert (view.mine, view.last, view.ahead, view.present) == (False, ticket, 0, True)
-        yield from queue.heartbeat(database, [owner], later)
+        yield from queue.heartbeat(database, [place], later)
         if name == "clear":
             yield from queue.leave_queue(database, owner, 0.15)
             assert (yield from handover.release(site, hold_of(lock).tenure, 1))

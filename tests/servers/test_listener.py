@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import time
 
@@ -64,6 +65,34 @@ def test_a_neighbour_notifies(
     hand_overs(subject)
 
 
+def test_a_stranger_is_not_believed(request: pytest.FixtureRequest) -> None:
+    """Whatever a process of this machine says to a waiter of whom it does not know the owner token."""
+    ready(request, "sqlite")
+    subject = Subject("sqlalchemy", "sync", "sqlite")
+    actor, other = Actor(subject), Actor(subject)
+    holder = subject.lock("k")
+    actor.call(holder, "acquire")
+    timeout = 30
+    lock = subject.lock("k", timeout=timeout)
+    waiting = other.start(lock.acquire)
+    assert until(lambda: waiters(subject) == 1)
+    [(ticket, fence)] = subject.run("SELECT ticket, fence FROM lock_waiters JOIN locks USING (lock_key)")
+    channel = "\0" + runtime.current.socket().channel
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        for proof in ("", "-", "0" * 64, "\u00e9", hashlib.sha256(f"{ticket} {fence} ".encode()).hexdigest()):
+            for said in (fence, fence + 1, 0):
+                _ = stranger.sendto(f"{ticket} {said} {proof} k".encode(), channel)
+                time.sleep(0.01)
+        _ = stranger.sendto(b"\xff 1 2 k", channel)
+    assert not waiting.done()
+    assert actor.get(holder, "state") == "held"
+    actor.call(holder, "release")
+    assert waiting.result(5) is True
+    other.call(lock, "release")
+    for each in (actor, other):
+        each.close()
+
+
 @pytest.mark.direct
 @pytest.mark.parametrize("before", ["None", ELSEWHERE])
 def test_a_neighbour_is_not_notified(request: pytest.FixtureRequest, before: str) -> None:
@@ -74,7 +103,7 @@ def test_a_neighbour_is_not_notified(request: pytest.FixtureRequest, before: str
         subject = Subject("sqlalchemy", "sync", "postgresql")
         hand_overs(subject, before)
         subject.engine.dispose()
-        heard = [message.payload.partition(" ")[2] for message in connection.notifies(timeout=0.1)]
+        heard = [message.payload.split(" ", 3)[3] for message in connection.notifies(timeout=0.1)]
     assert heard == (["k"] * ROUNDS if before == ELSEWHERE else [])
 
 
@@ -130,7 +159,10 @@ def hand_overs(subject: Subject, before: str = "None") -> None:
             lock = subject.lock("k", timeout=60)
             waited = actor.start(getattr(lock, subject.method("acquire")))
             assert until(lambda: waiters(subject) == 1)
-            assert subject.run("SELECT channel FROM lock_waiters") == [(runtime.current.socket().channel,)]
+            channels = subject.run(
+                "SELECT channel FROM lock_waiters JOIN locks USING (lock_key) WHERE ticket > served_ticket"
+            )
+            assert channels == [(runtime.current.socket().channel,)]
             time.sleep(0.05)
             assert not waited.done()
             remote.do("lock.release()")

@@ -155,6 +155,7 @@ REQUEST: Final[Record] = {
     "last": 12,
     "channel": "new channel",
     "here": "",
+    "message": "hello",
 }
 """The parameters of a statement, where a case does not say otherwise."""
 

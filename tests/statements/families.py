@@ -12,9 +12,21 @@ from tests.statements.cases import BUSY, MYSQL, SERVERS, Case, Do, held, waiter
 
 _OF_EACH: Final = (*keys.CASES, *waiters.CASES)
 
-DURABLE: Final = ("take", "create", "reenter", "extend", "renew", "attach", "detach", "accept", "hand_over_local")
+DURABLE: Final = (
+    "take",
+    "create",
+    "reenter",
+    "extend",
+    "renew",
+    "attach",
+    "detach",
+    "accept",
+    "hand_over_local",
+    "grant",
+    "heartbeat",
+)
 """What is relied on: it may not be lost in a crash, even if the session has synchronous_commit = off."""
-FAST: Final = ("release", "leave", "reap", "join", "announce", "grant", "leave_queue", "heartbeat", "clear", "forget")
+FAST: Final = ("release", "leave", "reap", "join", "announce", "inherit", "leave_queue", "clear", "forget")
 """What may be lost, and so does not wait for the disk."""
 
 _ROW: Final = Do("SELECT 1 FROM locks WHERE lock_key = 'k' FOR UPDATE")
@@ -29,14 +41,14 @@ _LATER: Final = ("renew", "join", "announce", "grant", "accept", "hand_over_loca
 BOUNDED: Final = {
     "postgresql": {
         _ROW: ("take", "reenter", "extend", *_LATER, "attach", "detach", "release", "leave", "reap"),
-        _PLACE: ("grant", "leave_queue", "heartbeat", "forget"),
+        _PLACE: ("grant", "inherit", "leave_queue", "heartbeat", "forget"),
         _CREATION: ("create",),
     },
     "mariadb": {
         _ROW: ("take", *_LATER, "reap"),
-        _PLACE: ("grant", "leave_queue", "heartbeat", "forget"),
+        _PLACE: ("grant", "inherit", "leave_queue", "heartbeat", "forget"),
         _CREATION: ("create",),
-        _TABLES: ("take", "create", *_LATER, "reap", "leave_queue", "heartbeat", "forget"),
+        _TABLES: ("take", "create", *_LATER, "reap", "inherit", "leave_queue", "heartbeat", "forget"),
     },
     "mysql": {
         _ROW: ("take", *_LATER, "reap"),
@@ -47,7 +59,20 @@ BOUNDED: Final = {
 
 
 GRANT_RETRY: Final = [
-    *("reenter", "extend", "renew", "attach", "detach", "release", "leave", "join", "announce", "accept", "clear"),
+    *(
+        "reenter",
+        "extend",
+        "renew",
+        "attach",
+        "detach",
+        "release",
+        "leave",
+        "join",
+        "announce",
+        "accept",
+        "inherit",
+        "clear",
+    ),
 ]
 """What goes on while a transaction pins the key."""
 WRITING: Final = (*DURABLE, *FAST)

@@ -551,9 +551,9 @@ _REAP: Final = (
     ),
     Case(
         "reap",
-        "the dead, and those who wait for other keys, are no reason to stay",
+        "the dead, those who were served, and those who wait for other keys, are no reason to stay",
         keys=[free(expires_at=LONG_AGO)],
-        places=[waiter("w", 11, expires_at=At(-0.5)), waiter("v", 11, lock_key="j")],
+        places=[waiter("w", 11, expires_at=At(-0.5)), waiter("u", 10), waiter("v", 11, lock_key="j")],
         reply=DONE,
         after={"k": None},
     ),

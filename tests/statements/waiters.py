@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from tests.conftest import DATABASES
 from tests.statements.cases import (
     AHEAD,
-    BUSY,
     CLOCK,
     DONE,
     HINDERED,
@@ -139,6 +139,13 @@ _LOOK: Final = (
     ),
     Case(
         "queue_status",
+        "one whose place has ended has none",
+        keys=[held(owner="other", last_ticket=12)],
+        places=[waiter("me", 12, expires_at=At(-0.5))],
+        reply=[(0, Left(20), 11, 12, 0, 0)],
+    ),
+    Case(
+        "queue_status",
         "one whose place is gone, before a free key",
         keys=[free(last_ticket=12)],
         places=[waiter("w", 12)],
@@ -202,36 +209,69 @@ def _granted(name: str = "w", ticket: int = 11, **more: Any) -> Mapping[str, Any
     }
 
 
-def _grants(behaviour: str, *, keys: Any = (_WAITED,), places: Any = _TWO, ticket: int = 11, **case: Any) -> Case:
+def _grants(
+    behaviour: str,
+    *,
+    keys: Any = (_WAITED,),
+    places: Any = _TWO,
+    ticket: int = 11,
+    fence: Any = CLOCK,
+    changes: Any = None,
+    given: Any = None,
+    on: Sequence[str] = DATABASES,
+    **case: Any,
+) -> Iterator[Case]:
+    """A waiter is served: its place is deleted, or has ended, or counts no more, by the database."""
     name = {11: "w", 12: "v"}[ticket]
-    changes = _granted(name, ticket, **case.pop("changes", {}))
-    return Case("grant", behaviour, keys=keys, places=places, reply=[(ticket, ...)], after={"k": changes}, **case)
+    channel = next(place["channel"] for place in places if place["owner"] == name)
+    row = {"k": _granted(name, ticket, fence=fence, **(changes or {}))}
+    seen = (ticket, channel, name, fence)
+    for databases, reply, place in (
+        (POSTGRESQL, [(*seen, ...)], {name: None}),
+        (("sqlite",), [(*seen, None)], {}),
+        (MYSQL, [(fence,)], {name: {"expires_at": Left(-1)}}),
+    ):
+        chosen = [database for database in databases if database in on]
+        more = {**(given or {}), "heir": name}
+        if chosen:
+            yield Case(
+                *("grant", behaviour),
+                keys=keys,
+                places=places,
+                given=more,
+                reply=reply,
+                after={**row, **place},
+                on=chosen,
+                **case,
+            )
+
+
+def _refuses(behaviour: str, *, heir: str = "w", given: Any = None, **case: Any) -> Case:
+    """Nobody is served."""
+    return Case("grant", behaviour, given={**(given or {}), "heir": heir}, **case)
 
 
 def _grants_past_leavers(isolation: str) -> Iterator[Case]:
     """A waiter's row is locked before it is served, at any level: one that is leaving is not."""
     session = LEVELS[isolation]
-    leaver: dict[str, Any] = {"keys": [_WAITED], "places": _TWO, "on": SERVERS}
+    leaver: dict[str, Any] = {"keys": [_WAITED], "places": _TWO, "session": session}
     leaving = [Do("leave_queue", {"owner": "w"}, DONE)]
-    yield Case(
-        "grant",
-        f"a waiter that is leaving is not served ({isolation})",
-        **leaver,
-        session=session,
-        beside=leaving,
-        reply=REFUSED,
+    behaviour = f"a waiter that is leaving is not served ({isolation})"
+    yield _refuses(behaviour, **leaver, beside=leaving, reply=REFUSED, on=SERVERS)
+    yield _refuses(
+        f"nor when it has left ({isolation})", **leaver, beside=leaving, commits=True, after={"w": None}, on=MYSQL
     )
     yield Case(
         "grant",
         f"when it has left, the next one is ({isolation})",
         **leaver,
-        session=session,
         beside=leaving,
         commits=True,
         reply=[(12, ...)],
-        after={"w": None, "k": _granted("v", 12)},
+        after={"w": None, "v": None, "k": _granted("v", 12)},
+        on=POSTGRESQL,
     )
-    yield _grants(
+    yield from _grants(
         f"a later one that is leaving is no obstacle ({isolation})",
         session=session,
         beside=[Do("leave_queue", {"owner": "v"}, DONE)],
@@ -241,62 +281,66 @@ def _grants_past_leavers(isolation: str) -> Iterator[Case]:
 
 _NOBODYS: Final = {"owner": "", "fence": 0}
 """The parameters of a grant of a key that nobody holds."""
+_HERE: Final[Any] = {"keys": [_WAITED], "given": {"here": "here:"}, "on": POSTGRESQL}
 
 _GRANT: Final = (
-    _grants("the first waiter has the key, for as long as its place", given=_NOBODYS),
-    _grants("so it has if the index is not what finds it", session="enable_indexscan = off", on=POSTGRESQL),
-    _grants("one key's only", keys=[_WAITED, free("j")], given=_NOBODYS),
-    _grants(
+    *_grants("the first waiter has the key, for as long as its place", given=_NOBODYS),
+    *_grants("so it has if the index is not what finds it", session="enable_indexscan = off", on=POSTGRESQL),
+    *_grants("one key's only", keys=[_WAITED, free("j")], given=_NOBODYS),
+    *_grants(
         "one key's waiter",
         places=[*_TWO, waiter("x", 11, lock_key="j"), waiter("y", 11, lock_key="a")],
         given=_NOBODYS,
     ),
-    Case(
-        "grant",
+    *_grants(
         "for no longer than it asked for",
-        keys=[_WAITED],
         places=[waiter("w", 11, ttl=2.0)],
-        reply=[(11, ...)],
-        after={"k": {**_granted(), "ttl": 2.0, "expires_at": At(2)}},
+        changes={"ttl": 2.0, "expires_at": At(2)},
     ),
-    Case("grant", "not another key's waiter", keys=[_WAITED], places=[waiter("x", 11, lock_key="j")], given=_NOBODYS),
-    Case("grant", "not another key", keys=[_WAITED], places=[waiter("x", 11, lock_key="j")], given={"key": "j"}),
-    _grants("the dead are passed over", places=[waiter("w", 11, expires_at=At(-0.5)), _TWO[0]], ticket=12),
-    Case("grant", "nobody is served if all are dead", keys=[_WAITED], places=[waiter("w", 11, expires_at=At(-0.5))]),
-    _grants("those with earlier tickets than the first are passed over", given={"first": 12}, ticket=12),
-    _grants(
+    _refuses(
+        "not another key's waiter", heir="x", keys=[_WAITED], places=[waiter("x", 11, lock_key="j")], given=_NOBODYS
+    ),
+    _refuses("not another key", heir="x", keys=[_WAITED], places=[waiter("x", 11, lock_key="j")], given={"key": "j"}),
+    *_grants("the dead are passed over", places=[waiter("w", 11, expires_at=At(-0.5)), _TWO[0]], ticket=12),
+    _refuses("nobody is served if all are dead", keys=[_WAITED], places=[waiter("w", 11, expires_at=At(-0.5))]),
+    *_grants(
+        "those with earlier tickets than the first are passed over",
+        given={"first": 12},
+        ticket=12,
+        on=("sqlite", *POSTGRESQL),
+    ),
+    *_grants(
         "the last ticket catches up with one that was not announced",
         keys=[free()],
         changes={"last_ticket": 11},
     ),
-    _grants(
+    *_grants(
         "a key whose lease has ended is granted",
         keys=[held(owner="other", count=3, last_ticket=12, expires_at=At(-0.5))],
     ),
-    _grants(
+    *_grants(
         "a free key is granted although the clock was set back after its release",
         keys=[free(last_ticket=12, expires_at=At(100))],
     ),
-    _grants("a holder hands over what it holds", keys=[held(last_ticket=12)]),
-    Case("grant", "not another owner's tenure", keys=[held(owner="other", last_ticket=12)], places=_TWO),
-    Case("grant", "not the owner's later tenure", keys=[held(fence=8, last_ticket=12)], places=_TWO),
-    Case("grant", "a waiter is served once", keys=[free(last_ticket=12, served_ticket=11)], places=[_TWO[1]]),
-    Case("grant", "nor passed over twice", keys=[free(last_ticket=12, served_ticket=12)], places=_TWO),
-    _grants(
+    *_grants("a holder hands over what it holds", keys=[held(last_ticket=12)]),
+    _refuses("not another owner's tenure", keys=[held(owner="other", last_ticket=12)], places=_TWO),
+    _refuses("not the owner's later tenure", keys=[held(fence=8, last_ticket=12)], places=_TWO),
+    _refuses("a waiter is served once", keys=[free(last_ticket=12, served_ticket=11)], places=[_TWO[1]]),
+    _refuses("nor passed over twice", keys=[free(last_ticket=12, served_ticket=12)], places=_TWO),
+    *_grants(
         "the fence exceeds the one before where that is ahead of the clock",
         keys=[free(fence=AHEAD, last_ticket=12)],
-        changes={"fence": AHEAD + 1},
+        fence=AHEAD + 1,
     ),
-    Case("grant", "a pinned key is not granted", keys=[_WAITED], places=_TWO, beside=[Do("pin")], reply=REFUSED),
-    Case(
-        "grant",
+    _refuses("a pinned key is not granted", keys=[_WAITED], places=_TWO, beside=[Do("pin")], reply=REFUSED),
+    _refuses(
         "not even by its holder",
         keys=[held(last_ticket=12)],
         places=_TWO,
         beside=[Do("pin")],
         reply=REFUSED,
     ),
-    _grants(
+    *_grants(
         "another key's pin is no obstacle", keys=[_WAITED, free("j")], beside=[Do("pin", {"key": "j"})], on=SERVERS
     ),
     *_grants_past_leavers("REPEATABLE READ"),
@@ -306,47 +350,48 @@ _GRANT: Final = (
         "a waiter that is being served cannot leave before it is",
         keys=[_WAITED],
         places=_TWO,
-        reply=[(11, ...)],
+        given={"heir": "w"},
+        reply=None,
         then=[Do("leave_queue", {"owner": "v"}, DONE), Do("leave_queue", {"owner": "w"}, HINDERED)],
         on=SERVERS,
     ),
     Case(
         "grant",
-        "no call for who does not listen",
+        "nor can its place be kept: what a heartbeat says of it is no more true",
         keys=[_WAITED],
         places=_TWO,
-        given={"here": "here:"},
-        reply=[(11, "", None, ...)],
-        after={"k": _granted()},
-        on=POSTGRESQL,
+        given={"heir": "w"},
+        reply=None,
+        then=[Do("heartbeat", owners("v")), Do("heartbeat", owners("w"), HINDERED)],
+        on=SERVERS,
+    ),
+    Case(
+        "grant",
+        "no call for who does not listen",
+        **_HERE,
+        places=_TWO,
+        reply=[(11, "", "w", CLOCK, None)],
+        after={"k": _granted(), "w": None},
     ),
     Case(
         "grant",
         "nor for who listens in the neighbourhood",
-        keys=[_WAITED],
+        **_HERE,
         places=[waiter("w", 11, channel="here:5")],
-        given={"here": "here:"},
-        reply=[(11, "here:5", None, ...)],
-        after={"k": _granted()},
-        on=POSTGRESQL,
+        reply=[(11, "here:5", "w", CLOCK, None)],
+        after={"k": _granted(), "w": None},
     ),
     Case(
         "grant",
         "who listens elsewhere is called",
-        keys=[_WAITED],
+        **_HERE,
         places=[waiter("w", 11, channel="there:5")],
-        given={"here": "here:"},
-        reply=[(11, "there:5", "", ...)],
-        after={"k": _granted()},
-        on=POSTGRESQL,
+        reply=[(11, "there:5", "w", CLOCK, "")],
+        after={"k": _granted(), "w": None},
     ),
-    Case(
-        "grant",
+    *_grants(
         "the channel of who was served is known",
-        keys=[_WAITED],
         places=[waiter("v", 12, channel="wrong"), waiter("w", 11, channel="right")],
-        reply=[(11, "right", ...)],
-        after={"k": _granted()},
         on=("sqlite", *POSTGRESQL),
     ),
 )
@@ -359,27 +404,27 @@ _LISTENING: Final = [
     waiter("x", 11, lock_key="j", channel="elsewhere"),
 ]
 
-_CHANNEL: Final = (
+_FIRST: Final = (
     Case(
-        "channel",
-        "the one of the first live waiter from a ticket on",
+        "first_waiter",
+        "the first live waiter from a ticket on, and where it listens",
         places=_LISTENING,
-        given={"ticket": 11},
-        reply=[(12, "right")],
+        reply=[(12, "right", "w")],
     ),
     Case(
-        "channel",
+        "first_waiter",
         "so it is if the index is not what finds it",
         places=_LISTENING,
-        given={"ticket": 11},
-        reply=[(12, "right")],
+        reply=[(12, "right", "w")],
         session="enable_indexscan = off",
         on=POSTGRESQL,
     ),
-    Case("channel", "nobody's", places=_LISTENING, given={"ticket": 14}),
+    Case("first_waiter", "nobody", places=_LISTENING, given={"first": 14}),
 )
 
-_CALL: Final = (Case("call", "is sent", given={"channel": "there:5"}, reply=[(...,)], on=POSTGRESQL),)
+_CALL: Final = (
+    Case("call", "is sent", given={"channel": "there:5", "message": "hello"}, reply=[(...,)], on=POSTGRESQL),
+)
 
 _ACCEPT: Final = (
     Case(
@@ -399,35 +444,20 @@ _ACCEPT: Final = (
     Case("accept", "not another owner's", keys=[held(owner="other")], places=[waiter("me", 12)]),
     Case("accept", "not another key's", keys=[held("j")], places=[waiter("me", 12)]),
     Case("accept", "not that of a free key", keys=[free()], places=[waiter("me", 12)]),
+)
+
+_INHERITED: Final = {**NEW, "owner": "heir", "ttl": 60.0}
+
+_INHERIT: Final = (
     Case(
-        "accept",
-        "who was served leaves the queue",
-        keys=[held(expires_at=At(3), last_ticket=13, served_ticket=12)],
-        places=[waiter("me", 12), waiter("w", 13)],
-        reply=[(7,)],
-        after={"k": {"expires_at": At(61)}, "me": None},
-        on=POSTGRESQL,
+        "inherit",
+        "the place is another flow's, as it was",
+        places=[waiter("me", 11), waiter("w", 12)],
+        reply=DONE,
+        after={"me": None, "heir": {**waiter("me", 11, joined_at=Left(-1), expires_at=Left(4)), **_INHERITED}},
     ),
-    Case(
-        "accept",
-        "others that are leaving are no obstacle",
-        keys=[held(expires_at=At(3))],
-        places=[waiter("me", 12), waiter("w", 13)],
-        beside=[Do("leave_queue", {"owner": "w"}, DONE)],
-        reply=[(7,)],
-        after={"k": {"expires_at": At(61)}, "me": None},
-        on=POSTGRESQL,
-    ),
-    Case(
-        "accept",
-        "it keeps no key locked while it waits for the place, as a grant keeps the place while it waits for the key",
-        keys=[held(expires_at=At(3))],
-        places=[waiter("me", 12)],
-        beside=[Do("SELECT 1 FROM lock_waiters WHERE owner = 'me' FOR UPDATE")],
-        can="SELECT 1 FROM locks WHERE lock_key = 'k' FOR UPDATE NOWAIT",
-        reply=BUSY,
-        on=POSTGRESQL,
-    ),
+    Case("inherit", "not one that has ended", places=[waiter("me", 11, expires_at=At(-0.5))]),
+    Case("inherit", "not another one's", places=[waiter("ME", 11), waiter("w", 12)]),
 )
 
 _RELAYED: Final = {**NEW, "owner": "heir", "fence": CLOCK, "ttl": 60.0, "acquired_at": NOW, "expires_at": At(61)}
@@ -481,27 +511,46 @@ _QUIT: Final = (
     Case("leave_queue", "none where there is none", places=[waiter("w", 12)]),
 )
 
+_KEYS: Final[Any] = [held(owner="other", last_ticket=13)]
+
+
+def _beats(behaviour: str, *named: str, **case: Any) -> Iterator[Case]:
+    """A heartbeat answers whom it kept; on MySQL how many."""
+    yield Case("heartbeat", behaviour, **case, reply=[(name,) for name in named], on=("postgresql", "sqlite"))
+    yield Case("heartbeat", behaviour, **case, reply=DONE * len(named), on=MYSQL)
+
+
 _BEAT: Final = (
-    Case(
-        "heartbeat",
+    *_beats(
         "places last for longer",
+        *("me", "v"),
+        keys=_KEYS,
         places=[waiter("me", 11), waiter("w", 12), waiter("v", 13)],
         given={**owners("me", "v"), "waiter_ttl": 9.0},
-        reply=DONE * 2,
         after={"me": {"expires_at": At(9)}, "v": {"expires_at": At(9)}},
     ),
-    Case(
-        "heartbeat",
-        "not for shorter",
-        places=[waiter("me", 11, expires_at=At(100))],
+    *_beats("not for shorter", "me", keys=_KEYS, places=[waiter("me", 11, expires_at=At(100))], given=owners("me")),
+    *_beats(
+        "others' do not",
+        keys=_KEYS,
+        places=[waiter("ME", 11), waiter("w", 12)],
+        given={**owners("me"), "waiter_ttl": 9.0},
+    ),
+    *_beats(
+        "one that has ended is not revived",
+        keys=_KEYS,
+        places=[waiter("me", 11, expires_at=At(-0.5))],
         given=owners("me"),
-        reply=DONE,
     ),
     Case(
         "heartbeat",
-        "others' do not",
-        places=[waiter("ME", 11), waiter("w", 12)],
-        given={**owners("me"), "waiter_ttl": 9.0},
+        "nor does one that was served last for longer, whatever was served of other keys",
+        keys=[held(last_ticket=13, served_ticket=12), held("j", served_ticket=3)],
+        places=[waiter("me", 12), waiter("v", 13), waiter("w", 9, lock_key="j")],
+        given={**owners("me", "v", "w"), "waiter_ttl": 9.0},
+        reply=[("v",), ("w",)],
+        after={"v": {"expires_at": At(9)}, "w": {"expires_at": At(9)}},
+        on=("sqlite",),
     ),
 )
 
@@ -523,6 +572,7 @@ _WAITS: Final = (
     _waits("not for a lease that has ended", held(owner="other", expires_at=At(-0.5))),
     _waits("not for a free key", free(expires_at=At(100), count=1)),
     _waits("not who was served", held(owner="w")),
+    _waits("nor when somebody else has the key since", held(owner="other", served_ticket=11)),
     _waits("not for one that waits for whoever has its token", held(owner="other", count=0)),
     _waits("not for another key", lock_key="j"),
 )
@@ -600,9 +650,10 @@ CASES: Final = (
     *_ANNOUNCE,
     *_LOOK,
     *_GRANT,
-    *_CHANNEL,
+    *_FIRST,
     *_CALL,
     *_ACCEPT,
+    *_INHERIT,
     *_RELAY,
     *_QUIT,
     *_BEAT,

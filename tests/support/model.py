@@ -20,7 +20,7 @@ from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Dialect
 from dblock.core.wakeup.local_socket import LocalSocket
-from dblock.core.wakeup.registry import Wakeups
+from dblock.core.wakeup.registry import Message, Wakeups
 
 
 class Post:
@@ -31,17 +31,17 @@ class Post:
     def __init__(self, world: World, channel: str = "nowhere") -> None:
         self._world, self.channel = world, channel
 
-    def notify(self, channel: str, key: str, ticket: int) -> bool:
+    def notify(self, channel: str, message: Message) -> bool:
         self._world.calls.append(channel)
         wakeups = self._world.listening.get(channel)
         if wakeups is not None:
-            wakeups.notify(key, ticket)
+            wakeups.notify(message)
         return wakeups is not None
 
 
-def wish(key: str = "k", ttl: float = 30.0, *, fair: int = 1, flow: str = "f") -> Request:
+def wish(key: str = "k", ttl: float = 30.0, *, fair: int = 1, flow: str = "f", at_once: bool = True) -> Request:
     """What a flow asks for."""
-    return Request(key, ttl, ttl, "", fair, flow, "h", 1, "t", "p", "")
+    return Request(key, ttl, ttl, "", fair, flow, "h", 1, "t", "p", "", at_once)
 
 
 @dataclass
@@ -106,6 +106,15 @@ class World:
         ]
         return sorted((w for w in found if w["expires_at"] > self.time), key=lambda waiter: waiter["ticket"])
 
+    def standing(self) -> list[str]:
+        """Those who wait, by the table."""
+        served = {key: row["served"] for key, row in self.rows.items()}
+        return [
+            owner
+            for owner, waiter in self.waiters.items()
+            if waiter["expires_at"] > self.time and waiter["ticket"] > served.get(waiter["key"], 0)
+        ]
+
     def _join(self, p: dict[str, Any]) -> Rows:
         row = self.rows.get(p["key"])
         if row is None:
@@ -115,7 +124,8 @@ class World:
             return []
         if self.announces:
             row["last"] = ticket
-        self.waiters[p["owner"]] = {**p, "ticket": ticket, "expires_at": self.time + p["waiter_ttl"]}
+        end = self.time + p["waiter_ttl"]
+        self.waiters[p["owner"]] = {**p, "ticket": ticket, "joined_at": self.time, "expires_at": end}
         if self.announces:
             ahead = len(self._queue(p["key"], row["served"] + 1))
             return [(ticket, self._left(row), row["served"] + 1, min(ahead, 16))]
@@ -137,11 +147,14 @@ class World:
         if row is None:
             return []
         ahead = len(self._queue(p["key"], row["served"] + 1, p["ticket"]))
-        present = p["owner"] in self.waiters
+        present = p["owner"] in self.waiters and self.waiters[p["owner"]]["expires_at"] > self.time
         return [(row["owner"] == p["owner"], self._left(row), row["served"] + 1, row["last"], min(ahead, 16), present)]
 
     def _grant(self, p: dict[str, Any]) -> Rows:
         row, queue = self.rows.get(p["key"]), self._queue(p["key"], p["first"])
+        if not self.dialect.queue.grant_answers:
+            queue = [each for each in self._queue(p["key"], 0) if each["owner"] == p["heir"]]
+        queue = [each for each in queue if self.waiters.get(each["owner"]) is each]  # its row is locked, as it is now
         if row is None or not queue or row["served"] >= queue[0]["ticket"]:
             return []
         if row["owner"] is not None and row["expires_at"] > self.time:
@@ -153,11 +166,26 @@ class World:
         self.rows[p["key"]]["last"] = max(row["last"], heir["ticket"])
         self.rows[p["key"]]["served"] = heir["ticket"]
         self.served.setdefault(p["key"], []).append(heir["ticket"])
-        return [(heir["ticket"], heir.get("channel"), None) if self.dialect.queue.grant_answers else (heir["ticket"],)]
+        fence = self.rows[p["key"]]["fence"]
+        if not self.dialect.queue.grant_answers:
+            heir["expires_at"] = heir["joined_at"]
+            return [(fence,)]
+        if self.dialect.queue.grant_leaves:
+            del self.waiters[heir["owner"]]
+        return [(heir["ticket"], heir["channel"], heir["owner"], fence, None)]
 
-    def _channel(self, p: dict[str, Any]) -> Rows:
-        queue = self._queue(p["key"], p["ticket"])
-        return [(queue[0]["ticket"], queue[0].get("channel"))] if queue else []
+    def _first_waiter(self, p: dict[str, Any]) -> Rows:
+        queue = self._queue(p["key"], p["first"])
+        return [(queue[0]["ticket"], queue[0]["channel"], queue[0]["owner"])] if queue else []
+
+    def _inherit(self, p: dict[str, Any]) -> Rows:
+        place = self.waiters.get(p["owner"])
+        if place is None or place["expires_at"] <= self.time:
+            return []
+        del self.waiters[p["owner"]]
+        kept = {name: place[name] for name in ("key", "ticket", "channel", "joined_at", "expires_at")}
+        self.waiters[p["heir"]] = {**p, **kept, "owner": p["heir"]}
+        return [()]
 
     def _call(self, p: dict[str, Any]) -> Rows:
         return []
@@ -167,8 +195,6 @@ class World:
         if row is None or row["owner"] != p["owner"] or row["expires_at"] <= self.time:
             return []
         row["expires_at"] = max(row["expires_at"], self.time + p["life"])
-        if self.dialect.queue.accept_leaves:
-            self.waiters.pop(p["owner"], None)
         return [(row["fence"],)]
 
     def _hand_over_local(self, p: dict[str, Any]) -> Rows:
@@ -189,9 +215,11 @@ class World:
 
     def _heartbeat(self, p: dict[str, Any]) -> Rows:
         waiters = [self.waiters[owner] for owner in json.loads(p["owners"]) if owner in self.waiters]
-        for waiter in waiters:
+        served = {key: row["served"] for key, row in self.rows.items()}
+        alive = [w for w in waiters if w["expires_at"] > self.time and w["ticket"] > served.get(w["key"], 0)]
+        for waiter in alive:
             waiter["expires_at"] = max(waiter["expires_at"], self.time + p["waiter_ttl"])
-        return [()] * len(waiters)
+        return [(waiter["owner"],) if self.dialect.queue.grant_answers else () for waiter in alive]
 
     def _clear(self, p: dict[str, Any]) -> Rows:
         row = self.rows.get(p["key"])

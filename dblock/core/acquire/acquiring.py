@@ -13,7 +13,7 @@ from typing import Final, Literal, NamedTuple
 
 from dblock.core.acquire import handover
 from dblock.core.acquire.handover import undo_take
-from dblock.core.acquire.local_queue import Request, TakeAttempt
+from dblock.core.acquire.local_queue import Request
 from dblock.core.acquire.services import PollingOnly, WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Attempt, Outcome, Waiter
@@ -71,19 +71,23 @@ def _acquire(attempt: Attempt, *, held_in_process: bool) -> Steps[Grant | LockIn
     """A grant; else the row as it was last seen, or None."""
     site, request = attempt.site, attempt.request
     queues, key = site.local_queues, request.key
-    take_attempt = TakeAttempt(queues, request)
     try:
-        crowded = held_in_process or queues.busy(key) or queues.is_contended(key)
+        crowded = held_in_process or queues.find(key) or queues.is_tried(key) or queues.is_contended(key)
         if crowded and request.fair and site.database.now() < attempt.deadline:
             with contextlib.suppress(LockTimeout):  # refused: it may be free, though
-                waited = yield from _waiter(attempt).wait(None, None)
+                waited = yield from _waiter(attempt).wait(None)
                 if waited is not Outcome.TAKE_AGAIN:
                     return waited
-        take_attempt.begin()
-        found = yield from _take(attempt, take_attempt)
-        take_attempt.end(got=isinstance(found, Grant))
+        found = None
+        attempt.trying = queues.begin_try(key)
+        try:
+            found = yield from _take(attempt)
+        finally:
+            if attempt.trying:
+                queues.end_try(key)
+                if not isinstance(found, Grant):
+                    queues.freed(key)
     except BaseException as error:
-        take_attempt.end(got=False)
         # Interrupted: what we may have taken is given back. Else nobody drives us any more, or the database has said,
         # as far as it can, what became of it.
         if attempt.owner and not isinstance(error, (GeneratorExit, LockStoreError)):
@@ -96,7 +100,7 @@ def _waiter(attempt: Attempt) -> Waiter:
     return Waiter(attempt, attempt.services(), bool(attempt.held()))
 
 
-def _take(attempt: Attempt, take_attempt: TakeAttempt) -> Steps[Grant | LockInfo | None]:
+def _take(attempt: Attempt) -> Steps[Grant | LockInfo | None]:
     """Take the key, or wait for it: a grant; else the row as it was last seen, or None."""
     site, deadline, until = attempt.site, attempt.deadline, attempt.until
     database, key = site.database, attempt.request.key
@@ -123,7 +127,7 @@ def _take(attempt: Attempt, take_attempt: TakeAttempt) -> Steps[Grant | LockInfo
         # A key that is free, but cannot be had, has waiters, or a transaction pins it.
         waits = holder is not None and (held or (yield from handover.grant_next(site, key)) or tries > 2)
         if waits and now() < deadline:
-            found = yield from _waiter(attempt).wait(holder, take_attempt)
+            found = yield from _waiter(attempt).wait(holder, first=attempt.trying)
             if found is not Outcome.TAKE_AGAIN:
                 return found
         if tries > 1 or grant is _UNKNOWN:

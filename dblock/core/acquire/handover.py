@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import contextlib
 from enum import Enum
+from typing import NamedTuple
 
-from dblock.core.acquire.local_queue import HandoverOffer, LocalQueue, Request
+from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, Request
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockStoreError, LockTimeout, StoreUnanswered
 from dblock.core.protocol import queue, tenures
-from dblock.core.protocol.queue import Granted
 from dblock.core.protocol.sending import send
 from dblock.core.protocol.steps import Parameters, Steps, sleep, wait
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
-from dblock.core.wakeup.registry import Wakeup
+from dblock.core.wakeup.registry import Message, Wakeup
 
 
 class Passed(Enum):
@@ -32,8 +32,18 @@ class Passed(Enum):
     UNKNOWN = "the answer was lost"
 
 
+class Held(NamedTuple):
+    """A tenure, and how it was come by."""
+
+    tenure: Tenure
+    ticket: int = 0
+    """The ticket that it was granted by in the queue; 0 if it was simply taken."""
+    local_handovers: int = 0
+    """How often in a row it has gone to a flow of this process."""
+
+
 def grant(site: Site, key: str, first: int, tenure: Tenure | None = None) -> Steps[bool]:
-    """Let the first live waiter from a ticket on have the key, if it is free or `tenure`'s, and wake it; was there one?
+    """Let the first live waiter from a ticket on have the key, if it is free or `tenure`'s, and tell it; was there one?
 
     False also if a transaction pins the key, or somebody is changing its row at this moment.
     """
@@ -41,45 +51,32 @@ def grant(site: Site, key: str, first: int, tenure: Tenure | None = None) -> Ste
     if granted is None:
         return False
     site.local_queues.note_contention(key)
-    yield from _wake(site, key, granted)
+    if not granted.called:
+        yield from _tell(site, granted.channel, granted.message)
     return True
 
 
-def _wake(site: Site, key: str, granted: Granted) -> Steps[None]:
-    """Tell the waiter with that ticket, or else the next one, to look, if the database has not called its process."""
-    (ticket, channel, called), wakeups, socket = granted, site.wakeups, site.socket
-    if called or wakeups.notify(key, ticket):
+def _tell(site: Site, channel: str, message: Message) -> Steps[None]:
+    """Tell a waiter of this process, of this machine, or of anywhere; what does not arrive, it finds for itself."""
+    if (channel in {"", site.socket.channel} and site.wakeups.notify(message)) or not channel:
         return
-    with contextlib.suppress(LockStoreError):  # it looks for itself
-        if channel is None:
-            found = yield from queue.first_waiter(site.database, key, ticket)
-            if found is not None:
-                ticket, channel, _ = found
-        if wakeups.notify(key, ticket) or not channel or socket.notify(channel, key, ticket):
-            return
-        yield from queue.call(site.database, key, ticket, channel)
-
-
-def _remind(site: Site, key: str) -> Steps[None]:
-    """Wake whoever was granted the key last: those who granted it may not have come so far."""
-    with contextlib.suppress(LockStoreError):
-        view = yield from queue.status(site.database, key, site.database.now() + site.database.timing.handover_retry)
-        if view is not None and view.remaining > 0:
-            yield from _wake(site, key, Granted(view.first - 1))
+    if not site.socket.notify(channel, message):
+        with contextlib.suppress(LockStoreError):
+            yield from queue.call(site.database, channel, message)
 
 
 def grant_next(site: Site, key: str, first: int = 0) -> Steps[bool]:
     """Give a key that nobody holds to the first of those who wait for it; False if it is free for anybody.
 
     `first` is the first ticket that was not served, 0 if not known. What goes wrong here is left to the waiters: the
-    first of them is woken, and goes on trying.
+    first of them is told to look, and goes on trying.
     """
     database = site.database
     try:
         for _ in range(2):  # somebody may leave, and somebody come, between two statements
             if first and (yield from grant(site, key, first)):
                 return True
-            view = yield from queue.status(database, key, database.now() + site.database.timing.handover_retry)
+            view = yield from queue.status(database, key, database.now() + database.timing.handover_retry)
             if view is None or view.first > view.last:
                 return False
             if view.remaining > 0:
@@ -88,7 +85,10 @@ def grant_next(site: Site, key: str, first: int = 0) -> Steps[bool]:
                 yield from queue.clear(database, key, view.last)
                 return False
             first = view.first
-        yield from _wake(site, key, Granted(first))
+        found = yield from queue.first_waiter(database, key, first)
+        if found is not None:
+            ticket, channel, _ = found
+            yield from _tell(site, channel, Message(key, ticket))
     except LockStoreError:
         return True
     return True
@@ -107,45 +107,38 @@ def release(site: Site, tenure: Tenure, count: int, ticket: int = 0) -> Steps[bo
     left = yield from tenures.release(site.database, tenure, count)
     if left.waiting:
         _ = yield from grant_next(site, tenure.key, left.waiting)
-    if not left.in_time and passed is Passed.UNKNOWN:  # it was handed over, but the answer was lost
-        yield from _remind(site, tenure.key)
-        return True
-    return left.in_time
+    return left.in_time or passed is Passed.UNKNOWN  # it was handed over, though the answer was lost
 
 
-def pass_on(site: Site, tenure: Tenure, ticket: int, local_handovers: int) -> Steps[bool]:
+def pass_on(site: Site, held: Held) -> Steps[bool]:
     """Give the key to whoever is next: a flow of this process, else of the queue; False if the tenure was over before.
 
-    `local_handovers` says how often in a row it has gone to a flow of this process before.
+    An heir of this process that is not told looks for itself when the key has been given back for all we know.
     """
-    passed, queues = Passed.REFUSED, site.local_queues
-    offer, orphan = None, ""
+    passed, heir = Passed.REFUSED, None
+    tenure, queues = held.tenure, site.local_queues
     try:
-        try:
-            local_queue = queues.find(tenure.key)
-            offer = None if local_queue is None else local_queue.choose(tenure)
-            if local_queue is not None and offer is not None:
-                passed = Passed.UNKNOWN
-                passed = yield from _hand_over_local(site, local_queue, offer, ticket, local_handovers)
-            # What was handed over, though the answer was lost, is no more to be released.
-            ended = passed is Passed.DONE or (yield from release(site, tenure, 1, ticket)) or passed is Passed.UNKNOWN
-        finally:  # only now: whoever was chosen may look whether it has the key, or never will
-            if passed is not Passed.DONE:
-                orphan = queues.freed(tenure.key, offer, known=passed is Passed.REFUSED)
-    except GeneratorExit:
+        local_queue = queues.find(tenure.key)
+        heir = None if local_queue is None else local_queue.choose()
+        if local_queue is not None and heir is not None:
+            passed = Passed.UNKNOWN
+            passed = yield from _hand_over_local(site, local_queue, heir, held)
+            if passed is Passed.REFUSED:
+                local_queue.withdraw(heir)
+        if passed is Passed.DONE:
+            return True
+        return (yield from release(site, tenure, 1, held.ticket)) or passed is Passed.UNKNOWN
+    except (GeneratorExit, LockStoreError):
         raise
-    except BaseException as error:
+    except BaseException:
         # Interrupted: sending it twice is harmless. Nothing replaces the interrupt.
-        with contextlib.suppress(LockStoreError):
-            done = passed is Passed.DONE or isinstance(error, LockStoreError)
-            if not (done or (yield from release(site, tenure, 1))):
-                yield from _remind(site, tenure.key)
-        if orphan:
-            yield from undo_take(site, tenure.key, orphan, site.database.timing.handover_retry)
+        if passed is not Passed.DONE:
+            with contextlib.suppress(LockStoreError):
+                _ = yield from release(site, tenure, 1)
         raise
-    if orphan:
-        yield from undo_take(site, tenure.key, orphan)
-    return ended
+    finally:
+        if passed is not Passed.DONE:
+            queues.freed(tenure.key)
 
 
 def leave(site: Site, tenure: Tenure, min_hold: float, *, alone: bool) -> Steps[bool]:
@@ -186,43 +179,34 @@ def _grant_held(site: Site, tenure: Tenure, first: int) -> Steps[Passed]:
         return Passed.REFUSED
 
 
-def _hand_over_local(
-    site: Site, local_queue: LocalQueue, offer: HandoverOffer, ticket: int, local_handovers: int
-) -> Steps[Passed]:
-    """Hand the key to the flow of this process that it was offered to."""
-    (heir, token, tenure, _), database = offer, site.database
+def _hand_over_local(site: Site, local_queue: LocalQueue, heir: LocalWaiter, held: Held) -> Steps[Passed]:
+    """Hand what we hold to the flow of this process that it was offered to."""
+    database, request, owner, tenure = site.database, heir.request, heir.owner, held.tenure
     try:
         yield from wait(0.0, Wakeup())
     except LockTimeout:  # inside a transaction that may take it all back
         return Passed.REFUSED
     parameters: Parameters = {
-        **heir.request.parameters(tenure.owner),
+        **request.parameters(tenure.owner),
         **tenure._asdict(),
-        "heir": token,
-        "handovers_left": max(database.timing.max_local_handovers - local_handovers, 0),
+        "heir": owner,
+        "handovers_left": max(database.timing.max_local_handovers - held.local_handovers, 0),
     }
     statement, sent = database.dialect.queue.hand_over_local, database.now()
     try:
-        sent, rows = yield from send(database, statement, parameters, sent + site.database.timing.handover_retry)
+        sent, rows = yield from send(database, statement, parameters, sent + database.timing.handover_retry)
     except StoreUnanswered:
-        try:
-            info = yield from tenures.inspect(
-                database, tenure.key, database.now() + site.database.timing.handover_retry
-            )
-        except LockStoreError:
-            return Passed.UNKNOWN
-        if info is None or info.owner not in {token, tenure.owner}:
-            return Passed.UNKNOWN
-        rows = [(info.fence,)] if info.owner == token else []
+        return Passed.UNKNOWN
     except LockStoreError:
         return Passed.REFUSED
     if not rows:
         return Passed.REFUSED
-    grant = Grant(Tenure(tenure.key, token, int(rows[0][0])), sent, heir.request.ttl, ticket, local_handovers + 1)
-    local_queue.holder = _about(heir.request, grant)
-    if not local_queue.tell(offer, grant):  # it has gone in the meantime
+    now_held = Tenure(tenure.key, owner, int(rows[0][0]))
+    grant = Grant(now_held, sent, request.ttl, held.ticket, held.local_handovers + 1)
+    local_queue.holder = _about(request, grant)
+    if not local_queue.tell(heir, grant):  # it has gone in the meantime
         with contextlib.suppress(LockStoreError):
-            _ = yield from release(site, grant.tenure, 1, ticket)
+            _ = yield from release(site, grant.tenure, 1, grant.ticket)
     return Passed.DONE
 
 

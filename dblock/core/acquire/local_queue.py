@@ -7,28 +7,65 @@ one statement (`hand_over_local`), which ends one tenure and begins another. Oth
 overtaken by that a bounded number of times in a row, `Timing.max_local_handovers`; then the key is theirs, and the
 first of the local queue stands in the database's again.
 
-The holder chooses whom to offer the key to, and tells it what became of that. If that one leaves the local queue in the
-meantime, it is for the holder to give the key back; if the holder does not know what became of it, or does not say, the
-one that was chosen looks for itself.
+Theory
+------
+Each flow is at one `Stage`, and `MOVES` has all ways from one to another. It has one owner token for whatever way it
+gets the key, by its holder or by its place in the database's queue, and believes in no tenure of another token. So a
+local queue never decides who has the key, only who is next to be offered it:
 
-Rule: a local queue only says who is next in this process; who has the key is in the database. Nobody relies on being
-chosen, nor on those before it: the first one soon asks for itself, and one that has not been seen for long is passed
-over.
+- The holder offers it to the first (`choose`), sends the statement, and says what became of it: `tell`, `withdraw`, or,
+  if it does not know, nothing. Then, or if it is not told in time, the heir asks the database what its token holds, and
+  stands in the database's queue with the same token: whatever comes later, it finds.
+- An heir that has left is not told (`tell` is False), and the holder gives back what it has just begun. If both are
+  broken off at once, a tenure is left that nobody relies on, and ends with its lease.
+- Whoever leaves without the key hands its place to the next (`leave`), once; that one adopts it by a statement
+  (`queue.inherit`) which finds it gone if the key was granted there in the meantime, and then gives that back: the one
+  who left does not, and has nothing under that token.
+
+Every entry ends by time: whoever has not been seen for `Timing.unresponsive_after` is passed over, with its place, and
+may come again. `hope_until`, the local time until which the first waits for an offer, is at most
+`Timing.local_handover_wait` ahead.
+
+Rule: one mutex, held for a few instructions, and an interrupt between any two of them leaves what the next look mends.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Final, NamedTuple
 
+from dblock.core.protocol.queue import Place
 from dblock.core.protocol.sending import Database
-from dblock.core.values import Grant, LockInfo, Tenure
+from dblock.core.values import Grant, LockInfo
 from dblock.core.wakeup.registry import Wakeup
 
 CONTENDED: Final = 1000
-"""How many keys are known to have been waited for, at most."""
+"""How many keys are known to be tried, or to have been waited for, at most."""
+RECENT: Final = 1.0
+"""Seconds for which that is thought to be so, if nobody says otherwise."""
+
+
+class Stage(Enum):
+    """How far a flow that waits in a local queue has come."""
+
+    WAITING = "for those before it, or to be offered the key"
+    OFFERED = "a holder of this process is handing it the key, or does not know whether it has"
+    ASKING = "stands in the database's queue, for all of its local queue"
+    TOLD = "was handed the key by a holder of this process"
+    LEFT = "waits no more"
+
+
+MOVES: Final = {
+    Stage.WAITING: {Stage.OFFERED, Stage.ASKING, Stage.LEFT},
+    Stage.OFFERED: {Stage.WAITING, Stage.ASKING, Stage.TOLD, Stage.LEFT},
+    Stage.ASKING: {Stage.WAITING, Stage.TOLD, Stage.LEFT},
+    Stage.TOLD: {Stage.WAITING, Stage.LEFT},
+    Stage.LEFT: set[Stage](),
+}
 
 
 class Request(NamedTuple):
@@ -49,6 +86,8 @@ class Request(NamedTuple):
     program: str
     task: str
     """The id of the Celery task, or nothing."""
+    at_once: bool = False
+    """May it begin on the lease of its place in the queue, because the watchdog will make it whole?"""
 
     def new_owner(self) -> str:
         """A token that nobody can guess, for one attempt to begin a tenure.
@@ -63,48 +102,32 @@ class Request(NamedTuple):
         return {**self._asdict(), "owner": owner, "channel": channel}
 
 
-class HandoverOffer(NamedTuple):
-    """That a holder is about to hand its tenure to a waiter of the local queue."""
-
-    heir: LocalWaiter
-    token: str
-    """The owner token of the tenure that this begins."""
-    tenure: Tenure
-    """The tenure that this ends; the statement takes no effect once that is over."""
-    time: float
-    """The local time."""
-
-
 @dataclass(slots=True, eq=False)
 class LocalWaiter:
     """A flow that waits in a local queue."""
 
     request: Request
     wakeup: Wakeup = field(default_factory=Wakeup)
+    stage: Stage = Stage.WAITING
+    owner: str = ""
+    """The token under which it may get the key."""
     seen: float = 0.0
-    """The local time at which it last did something, as its local queue's clock has it."""
-    accepts_handover: bool = False
-    """Does it wait to be handed the key, rather than ask the database for it?"""
-    offer: HandoverOffer | None = None
-    """What it was offered, as long as it does not know what became of that."""
-    chosen: bool = False
-    """Has the holder that offered it not said yet what became of it? Until it does, or `offer_timeout`, it does not
-    look by itself."""
+    """The local time at which it last did something."""
     grant: Grant | None = None
-    left: bool = False
-    """Does it wait no more?"""
+    """What it was told."""
     local_queue: LocalQueue | None = None
-    """Where it stands."""
+    """Where it waits."""
+    place: Place | None = None
+    """Where it stands in the database's queue; with another token than its own, what somebody has left to it."""
 
-    def present(self, since: float) -> bool:
-        """Has it been seen since that local time?"""
-        return self.wakeup.responsive() and since < self.seen
+    def __post_init__(self) -> None:
+        self.owner = self.request.new_owner()
 
-    def claim(self) -> str:
-        """The owner token of what it has been granted, or may be."""
-        if self.grant is not None:
-            return self.grant.tenure.owner
-        return "" if self.offer is None else self.offer.token
+    def move(self, stage: Stage) -> None:
+        """Come to another stage."""
+        if stage not in MOVES[self.stage]:
+            raise RuntimeError(f"a flow that waits comes from {self.stage.name} to {stage.name}: a defect of dblock")
+        self.stage = stage
 
 
 class LocalQueue:
@@ -114,36 +137,28 @@ class LocalQueue:
         self._key, self._queues = key, queues
         self._now, self._timing = queues.database.now, queues.database.timing
         self._waiters: list[LocalWaiter] = []
-        self.held_in_process = False
-        """Does a flow of this process hold the key, who will hand it over?"""
-        self.asking = False
-        """Is one of the local queue finding out who holds the key?"""
-        self._holder: LockInfo | None = None
-        self._seen = 0.0
+        self.hope_until = 0.0
+        """The local time until which a holder of this process may yet offer the key to the first."""
+        self._holder: tuple[LockInfo | None, float] = None, 0.0
 
     @property
     def holder(self) -> LockInfo | None:
-        """The holder of the key, if it was looked for lately."""
-        return self._holder if self._now() < self._seen + self._timing.holder_cache else None
+        """The holder of the key, if somebody has looked lately."""
+        info, seen = self._holder
+        return info if self._now() < seen + self._timing.holder_cache else None
 
     @holder.setter
     def holder(self, info: LockInfo | None) -> None:
-        self._holder, self._seen = info, self._now()
+        self._holder = info, self._now()
 
-    def add(self, waiter: LocalWaiter) -> None:
-        """Stand last."""
-        waiter.local_queue, waiter.seen = self, self._now()
-        self._waiters.append(waiter)
-
-    def first(self) -> LocalWaiter | None:
-        """The first one who has been seen lately; whoever has not been is put out, and may come again."""
+    def _first(self) -> LocalWaiter | None:
+        """The first one that waits and has been seen lately; others are put out, and may come again."""
         since = self._now() - self._timing.unresponsive_after
         while self._waiters:
             first = self._waiters[0]
-            if first.present(since) or (first.chosen and first.offer and since < first.offer.time):
+            if first.stage is not Stage.LEFT and since < first.seen and first.wakeup.responsive():
                 return first
             self._remove(first)
-            self.held_in_process = False
         return None
 
     def _remove(self, waiter: LocalWaiter) -> None:
@@ -152,101 +167,108 @@ class LocalQueue:
         if not self._waiters:
             self._queues.forget(self._key, self)
 
-    def leave(self, waiter: LocalWaiter, *, got: bool) -> None:
-        """Wait no more; `got`: it has the key."""
-        with self._queues.mutex:
-            waiter.left = True
-            behind = waiter in self._waiters and self._waiters[0] is not waiter
-            self._remove(waiter)
-            first = self.first()
-            if not behind and first is not None:  # also if we were interrupted here before
-                self.held_in_process = got
-                first.wakeup.notify()
-
-    def stand_in(self, leaving: LocalWaiter, waiter: LocalWaiter) -> bool:
-        """Let a waiter stand where another one stood; False if that one does not stand here any more."""
-        if leaving not in self._waiters:
-            return False
-        self._waiters[self._waiters.index(leaving)] = waiter
+    def add(self, waiter: LocalWaiter, *, first: bool = False) -> None:
+        """Stand last; or first, unless somebody asks the database already."""
         waiter.local_queue, waiter.seen = self, self._now()
-        return True
+        asked = [each for each in self._waiters[:1] if each.stage is not Stage.WAITING]
+        self._waiters.insert(len(asked) if first else len(self._waiters), waiter)
 
-    def has(self, waiter: LocalWaiter) -> bool:
-        """Does it stand here?"""
-        return waiter in self._waiters
-
-    def is_first(self, waiter: LocalWaiter) -> bool:
-        """Is nobody before it who has been seen lately?"""
+    def until_asking(self, waiter: LocalWaiter) -> float:
+        """Seconds until it is for that waiter to ask the database, as far as is known; 0.0 if it is now."""
         with self._queues.mutex:
-            return self.first() is waiter
+            now = waiter.seen = self._now()
+            if waiter not in self._waiters:  # it was put out
+                self.add(waiter)
+            if self._first() is not waiter:
+                return self._timing.poll_notified
+            return max(self.hope_until - now, 0.0)
 
-    def withdraw(self, waiter: LocalWaiter) -> bool:
-        """It no longer waits to be handed the key, but asks the database; False if it was chosen in the meantime."""
+    def begin_asking(self, waiter: LocalWaiter) -> Stage:
+        """It asks the database from now on, unless it was just told; the stage at which it was before."""
         with self._queues.mutex:
-            waiter.accepts_handover = waiter.chosen
-            return not waiter.chosen
+            before = waiter.stage
+            if before is not Stage.TOLD:
+                waiter.move(Stage.ASKING)
+            return before
 
-    def choose(self, tenure: Tenure) -> HandoverOffer | None:
+    def begin_again(self, waiter: LocalWaiter, over: Grant | None = None) -> bool:
+        """What it was told, or stood for, is over: it waits with another token; False if it was told something else.
+
+        From then on whatever comes under the old token is given back by whoever brought that about.
+        """
+        with self._queues.mutex:
+            if waiter.grant is not over:
+                return False
+            waiter.grant, waiter.place, waiter.owner = None, None, waiter.request.new_owner()
+            waiter.move(Stage.WAITING)
+            return True
+
+    def bequeath(self, waiter: LocalWaiter) -> bool:
+        """Leave, and leave the place in the database's queue to the next; False if there is nobody who has use for it.
+
+        From then on whatever is granted there is none of its business.
+        """
+        with self._queues.mutex:
+            others = [each for each in self._waiters if each is not waiter]
+            heard = waiter.grant is not None
+            return bool(others) and not heard and self._first() is waiter and self.leave(waiter) is None
+
+    def leave(self, waiter: LocalWaiter, got: Grant | None = None) -> Place | None:
+        """Wait no more; the place in the database's queue that nobody else has use for. `got`: what it leaves with."""
+        with self._queues.mutex:
+            if waiter.stage is Stage.LEFT:  # interrupted here before
+                return None
+            left, was_first = waiter.place, self._first() is waiter
+            self._remove(waiter)
+            first = self._first()
+            if was_first and first is not None:
+                got = got or waiter.grant
+                if got is not None:
+                    self.hope_until = self._now() + self._timing.local_handover_wait
+                # An heir gives back what was granted to the place that it was left: no tenure that somebody has.
+                free = left is not None and (got is None or left.owner != got.tenure.owner)
+                if free and first.place is None and first.stage in {Stage.WAITING, Stage.OFFERED}:
+                    first.place, left = left, None
+                first.wakeup.notify()
+            waiter.place, waiter.grant = None, got or waiter.grant
+            waiter.move(Stage.LEFT)
+            return left
+
+    def choose(self) -> LocalWaiter | None:
         """Offer a tenure to the first one; None if that one does not wait to be handed it."""
         with self._queues.mutex:
-            first = self.first()
-            if first is None or not first.accepts_handover or first.claim():
+            first = self._first()
+            if first is None or first.stage is not Stage.WAITING:
                 return None
-            first.offer = HandoverOffer(first, first.request.new_owner(), tenure, self._now())
-            first.chosen = True
-            return first.offer
+            self.hope_until = self._now() + self._timing.local_handover_wait
+            first.move(Stage.OFFERED)
+            return first
 
-    def tell(self, offer: HandoverOffer, grant: Grant) -> bool:
-        """Tell the chosen one what it was granted; False if it does not wait any more."""
-        heir = offer.heir
+    def tell(self, heir: LocalWaiter, grant: Grant) -> bool:
+        """Tell the chosen one what it was granted; False if it has no use for it any more."""
         with self._queues.mutex:
-            if heir.offer is not offer:  # it has seen to that itself
-                return True
-            heir.offer, heir.chosen = None, False
-            if heir.left:
+            if heir.grant is not None and heir.grant.tenure == grant.tenure:
+                return True  # it has seen that itself
+            if heir.stage not in {Stage.OFFERED, Stage.ASKING} or heir.owner != grant.tenure.owner:
                 return False
             heir.grant = grant
+            heir.move(Stage.TOLD)
             heir.wakeup.notify()
             return True
 
+    def withdraw(self, heir: LocalWaiter) -> None:
+        """What it was offered has not come about, for sure."""
+        with self._queues.mutex:
+            if heir.stage is Stage.OFFERED:
+                heir.move(Stage.WAITING)
+
     def freed(self) -> None:
         """A flow of this process has given the key back to the database."""
-        self.held_in_process = False
-        first = self.first()
-        if first is not None:
-            first.wakeup.notify()
-
-
-class TakeAttempt:
-    """A flow's try to take a key at once; whoever wants the key meanwhile waits behind it."""
-
-    __slots__ = ("_queues", "local_queue", "request", "waiter")
-
-    def __init__(self, queues: LocalQueues, request: Request) -> None:
-        self._queues, self.request = queues, request
-        self.local_queue: LocalQueue | None = None
-        self.waiter: LocalWaiter | None = None
-        """Keeps the flow's place in that local queue."""
-
-    def begin(self) -> None:
-        """Try to take the key for all of this process; unless somebody else does."""
-        self._queues.try_first(self)
-
-    def end(self, *, got: bool) -> None:
-        """It has, or has not, got the key; and does not wait for it."""
-        self._queues.tried(self)
-        if self.local_queue is not None and self.waiter is not None:
-            self.local_queue.leave(self.waiter, got=got)
-
-    def wait(self, waiter: LocalWaiter) -> LocalQueue | None:
-        """The flow waits from now on, as that waiter: first in the local queue that has formed behind it, if any."""
         with self._queues.mutex:
-            self._queues.tried(self)
-            local_queue, kept = self.local_queue, self.waiter
-            if local_queue is None or kept is None or not local_queue.stand_in(kept, waiter):
-                return None
-            self.local_queue = None
-            return local_queue
+            self.hope_until = 0.0
+            first = self._first()
+            if first is not None:
+                first.wakeup.notify()
 
 
 class LocalQueues:
@@ -257,89 +279,73 @@ class LocalQueues:
         self.mutex = threading.RLock()
         """Held for a few instructions; a signal handler may run between any two of them."""
         self._queues: dict[str, LocalQueue] = {}
-        self._attempts: dict[str, TakeAttempt] = {}
+        self._tried: dict[str, float] = {}
+        """Until when whoever comes may expect that somebody who tries to take a key has it, or waits for it."""
         self._contended: dict[str, float] = {}
         """When somebody last waited for a key."""
 
-    def enter(self, waiter: LocalWaiter) -> tuple[LocalQueue, bool]:
-        """Wait for a key behind those who do, and whoever tries to take it; the local queue, and whether it is new."""
+    def enter(self, waiter: LocalWaiter, *, hopeful: bool, first: bool = False) -> LocalQueue:
+        """Wait for a key behind those who do; `hopeful`: a flow of this process has it, or soon may.
+
+        `first`: it came before them, and has tried to take the key while they waited for that.
+        """
         key = waiter.request.key
         with self.mutex:
             local_queue = self._queues.get(key)
-            new = local_queue is None
             if local_queue is None:
                 local_queue = LocalQueue(key, self)
-                attempt = self._attempts.get(key)
-                if attempt is not None:
-                    attempt.local_queue, attempt.waiter = local_queue, LocalWaiter(attempt.request)
-                    local_queue.add(attempt.waiter)
-            local_queue.add(waiter)
+            if hopeful and not local_queue.hope_until:
+                local_queue.hope_until = self.database.now() + self.database.timing.local_handover_wait
+            elif first:
+                local_queue.hope_until = 0.0
+            local_queue.add(waiter, first=first)
             self._queues[key] = local_queue  # only now: who is interrupted leaves no empty one
-        return local_queue, new
+        return local_queue
 
-    def standing(self, waiter: LocalWaiter) -> LocalQueue:
-        """The local queue in which a waiter stands; if it was put out of one, it comes again."""
-        with self.mutex:
-            waiter.seen = self.database.now()
-            if waiter.local_queue is None or not waiter.local_queue.has(waiter):
-                return self.enter(waiter)[0]
-            return waiter.local_queue
+    def begin_try(self, key: str) -> bool:
+        """Let whoever comes in the next moment wait behind us, who try to take the key; False if somebody else does."""
+        now = self.database.now()
+        if now < self._tried.get(key, now):
+            return False
+        if len(self._tried) >= CONTENDED:
+            self._tried.clear()
+        self._tried[key] = now + RECENT
+        return True
 
-    def settle(self, waiter: LocalWaiter, offer: HandoverOffer) -> None:
-        """A waiter has found out itself what became of an offer."""
-        with self.mutex:
-            if waiter.offer is offer:
-                waiter.offer, waiter.chosen = None, False
+    def end_try(self, key: str) -> None:
+        """We have it, or wait for it, or have given up."""
+        _ = self._tried.pop(key, None)
+
+    def is_tried(self, key: str) -> bool:
+        """Does somebody of this process try to take the key at this moment?"""
+        return bool(self._tried) and self.database.now() < self._tried.get(key, -math.inf)
+
+    def alone(self, waiter: LocalWaiter) -> LocalQueue:
+        """Wait without others."""
+        local_queue = LocalQueue(waiter.request.key, self)
+        local_queue.add(waiter)
+        return local_queue
 
     def forget(self, key: str, local_queue: LocalQueue) -> None:
         """Nobody stands in that local queue any more."""
         if self._queues.get(key) is local_queue:
             del self._queues[key]
 
-    def try_first(self, attempt: TakeAttempt) -> None:
-        """Whoever comes from now on waits behind that attempt; unless somebody else tries already."""
-        with self.mutex:
-            _ = self._attempts.setdefault(attempt.request.key, attempt)
-
-    def tried(self, attempt: TakeAttempt) -> None:
-        """It has ended."""
-        with self.mutex:
-            if self._attempts.get(attempt.request.key) is attempt:
-                del self._attempts[attempt.request.key]
-
-    def busy(self, key: str) -> bool:
-        """Does anybody of this process wait for the key, or try to take it?"""
-        return key in self._attempts or key in self._queues
-
     def find(self, key: str) -> LocalQueue | None:
         """The local queue for a key, if anybody waits for it in this process."""
         return self._queues.get(key) if self._queues else None
 
-    def freed(self, key: str, offer: HandoverOffer | None = None, *, known: bool = True) -> str:
-        """A flow of this process has given a key back to the database, and did not hand it to `offer.heir`.
-
-        `known`: that did not happen for sure. Else it may have, and if the heir has left this answers with the owner
-        token of a tenure that is to be given back. (Another flow of the process may hold the key by now, and have made
-        an offer of its own.)
-        """
-        with self.mutex:
-            local_queue = self.find(key)
-            if local_queue is not None:
-                local_queue.freed()
-            if offer is None or offer.heir.offer is not offer:
-                return ""
-            heir = offer.heir
-            heir.chosen = False
-            if known:
-                heir.offer = None
-            heir.wakeup.notify()
-            return offer.token if heir.left and not known else ""
+    def freed(self, key: str) -> None:
+        """A flow of this process has given a key back to the database."""
+        local_queue = self.find(key)
+        if local_queue is not None:
+            local_queue.freed()
 
     def leave_to_parent(self) -> None:
         """In a forked child: the waiters are the parent's, and so may be whoever had the mutex."""
         self.mutex = threading.RLock()
         self._queues.clear()
-        self._attempts.clear()
+        self._tried.clear()
 
     def note_contention(self, key: str) -> None:
         """Somebody waited for that key just now."""
@@ -349,4 +355,4 @@ class LocalQueues:
 
     def is_contended(self, key: str) -> bool:
         """Is it likely that somebody waits for that key? A guess, which saves two statements when it is right."""
-        return bool(self._contended) and self.database.now() < self._contended.get(key, -1.0) + 1.0
+        return bool(self._contended) and self.database.now() < self._contended.get(key, -math.inf) + RECENT

@@ -7,26 +7,27 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, TakeAttempt
-from dblock.core.wakeup.registry import Wakeup
+from dblock.core.protocol.queue import Place
 
 
 class WaiterServices(Protocol):
     """What the process of a waiter does for it."""
 
-    def keep(self, owner: str, wakeup: Wakeup, /) -> bool:
-        """See to it that a place in the queue, named by its owner token, is kept; False if the waiter has to.
-
-        `wakeup` is the waiter's, and tells whether it can still answer.
-        """
+    @property
+    def shared(self) -> bool:
+        """Do its flows wait for a key together? Where they do not, each waits alone."""
         ...
 
-    def leave(self, owner: str, /) -> None:
-        """The place is needed no more."""
+    def holds(self, key: str, /) -> bool:
+        """Does a flow of this process hold that key, who may hand it over?"""
         ...
 
-    def enter(self, waiter: LocalWaiter, take_attempt: TakeAttempt | None, /) -> LocalQueue | None:
-        """Wait with those of this process who want the key too; None where everybody waits alone."""
+    def keep(self, place: Place, /) -> bool:
+        """See to it that a place in the queue is kept; False if the waiter has to."""
+        ...
+
+    def leave(self, owner: str, /, *, served: bool = False) -> None:
+        """The place is needed no more; `served`: the key was granted there, and its row is to be deleted some time."""
         ...
 
     def listen(self) -> None:
@@ -47,17 +48,18 @@ class WaiterServices(Protocol):
 class PollingOnly:
     """Nobody attends to the waiter: it keeps its place and looks for itself."""
 
+    shared = False
     channel = ""
     called = False
 
-    def keep(self, owner: str, wakeup: Wakeup) -> bool:
+    def holds(self, key: str) -> bool:
         return False
 
-    def leave(self, owner: str) -> None:
-        pass
+    def keep(self, place: Place) -> bool:
+        return False
 
-    def enter(self, waiter: LocalWaiter, take_attempt: TakeAttempt | None) -> LocalQueue | None:
-        return None
+    def leave(self, owner: str, *, served: bool = False) -> None:
+        pass
 
     def listen(self) -> None:
         pass

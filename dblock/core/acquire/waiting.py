@@ -6,7 +6,6 @@ lease. Why the queue works is said in `dblock.core.protocol.queue`; how often to
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 from collections.abc import Callable, Collection
@@ -16,18 +15,18 @@ from typing import Any, Literal
 
 from dblock.core.acquire import handover
 from dblock.core.acquire.handover import undo_take
-from dblock.core.acquire.local_queue import HandoverOffer, LocalQueue, LocalWaiter, Request, TakeAttempt
+from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, Request, Stage
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockStoreError, StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.protocol import queue
 from dblock.core.protocol.deadlock import deadlock
-from dblock.core.protocol.queue import QueueStatus
+from dblock.core.protocol.queue import Place, QueueStatus
 from dblock.core.protocol.sending import pauses
 from dblock.core.protocol.steps import Steps, sleep, wait
-from dblock.core.protocol.tenures import extend, inspect
+from dblock.core.protocol.tenures import inspect
 from dblock.core.timing import Timing
-from dblock.core.values import Grant, LockInfo, Tenure
+from dblock.core.values import Grant, LockInfo
 from dblock.core.wakeup.registry import Wakeup
 
 
@@ -52,11 +51,13 @@ class Attempt:
     """The owner tokens of what the flow holds."""
     owner: str = ""
     """The token under which the key may be ours; empty if it is not, for sure."""
+    trying: bool = False
+    """Does whoever comes wait for us, who try to take the key?"""
 
 
 @dataclass(slots=True)
 class Waiter:
-    """A flow that stands in the queue of a key, if need be in one place after the other."""
+    """A flow that waits for a key: in a local queue, and when it is the first there, in the queue of the database."""
 
     attempt: Attempt
     services: WaiterServices
@@ -68,10 +69,9 @@ class Waiter:
     deadlock_check_due: float = 0.0
     """The local time from which to look for a deadlock."""
     wakeup: Wakeup = field(default_factory=Wakeup)
-    waiter: LocalWaiter | None = None
-    """What it is in the local queue of its process."""
     holder: LockInfo | None = None
     """Whom it found holding the key before it began to wait."""
+    me: LocalWaiter = field(init=False)
     site: Site = field(init=False)
     request: Request = field(init=False)
     timing: Timing = field(init=False)
@@ -79,178 +79,187 @@ class Waiter:
     def __post_init__(self) -> None:
         self.site, self.request = self.attempt.site, self.attempt.request
         self.timing = self.site.database.timing
+        self.me = LocalWaiter(self.request, self.wakeup)
 
     def wait(
-        self, holder: LockInfo | None, take_attempt: TakeAttempt | None
+        self, holder: LockInfo | None, *, first: bool = False
     ) -> Steps[Grant | LockInfo | Literal[Outcome.TAKE_AGAIN]]:
-        """A grant, or the row as it was at the deadline; or TAKE_AGAIN. `holder` is who was seen holding the key."""
+        """A grant, or the row as it was at the deadline; or TAKE_AGAIN.
+
+        `holder` is who was seen holding the key; `first`: before all those who came while we tried to take it.
+        """
         yield from wait(0.0, self.wakeup)  # refused where it could not end well, before anybody counts on us
-        key, waiter = self.request.key, LocalWaiter(self.request, self.wakeup)
-        self.holder = holder
+        me, queues, key, services = self.me, self.site.local_queues, self.request.key, self.services
+        self.holder, self.attempt.owner = holder, me.owner
         try:
-            together = self.request.fair and not self.holds_other_keys
-            local_queue = self.services.enter(waiter, take_attempt) if together else None
-            if local_queue is None:
-                if take_attempt is not None:
-                    take_attempt.end(got=False)
-                return (yield from self.stand())
+            if self.request.fair and services.shared and not self.holds_other_keys:
+                hopeful = services.holds(key) or (not first and queues.is_tried(key))
+                local_queue = queues.enter(me, hopeful=hopeful, first=first)
+                if first:
+                    queues.end_try(key)
+                    self.attempt.trying = False
+            else:
+                local_queue = queues.alone(me)
             if holder is not None:
                 local_queue.holder = holder
-            found = yield from self._behind(waiter)
-            if found is None:
-                self.waiter = waiter
-                found = yield from self.stand()
-            (waiter.local_queue or local_queue).leave(waiter, got=isinstance(found, Grant))
-            if not isinstance(found, Grant):  # from now on nobody grants us anything
-                found = (yield from self._late(waiter)) or found
-            if isinstance(found, Grant):
-                self.attempt.owner = found.tenure.owner
+            found = yield from self._until_found(local_queue)
+            left_over = local_queue.leave(me, got=found if isinstance(found, Grant) else None)
+            if left_over is not None:  # it was handed the key inside the process meanwhile
+                yield from queue.leave_queue(self.site.database, left_over.owner, self._left())
         except BaseException as error:
-            if waiter.local_queue is not None:
-                waiter.local_queue.leave(waiter, got=False)
-            if waiter.claim() and not isinstance(error, GeneratorExit):
+            may_have_it = me.stage is not Stage.WAITING
+            place = None if me.local_queue is None else me.local_queue.leave(me)
+            if not isinstance(error, GeneratorExit):
                 patience = self._left() if isinstance(error, LockStoreError) else None
-                yield from undo_take(self.site, key, waiter.claim(), patience)
+                owners = {me.owner, self.attempt.owner} if may_have_it or me.owner != self.attempt.owner else set()
+                if place is not None:
+                    owners.add(place.owner)
+                    yield from queue.leave_queue(self.site.database, place.owner, patience)
+                for owner in owners:
+                    yield from undo_take(self.site, key, owner, patience)
+                self.attempt.owner = ""
             raise
+        self.attempt.owner = found.tenure.owner if isinstance(found, Grant) else ""
         return found
 
     def _parameters(self) -> dict[str, Any]:
-        return self.request.parameters(self.attempt.owner, self.channel)
+        return self.request.parameters(self.me.owner, self.channel)
 
-    def _behind(self, waiter: LocalWaiter) -> Steps[Grant | LockInfo | Literal[Outcome.TAKE_AGAIN] | None]:
-        """Wait in a local queue to be handed the key; None when it is for us to stand in the queue."""
-        now = self.site.database.now
-        handover_until, next_check = math.inf, 0.0
+    def _until_found(self, local_queue: LocalQueue) -> Steps[Grant | LockInfo | Literal[Outcome.TAKE_AGAIN]]:
+        """Wait in the local queue to be handed the key; when it is for us, ask the database for it."""
+        me, now, growing = self.me, self.site.database.now, pauses()
         while True:
-            local_queue = self.site.local_queues.standing(waiter)
-            if (offer := waiter.offer) is not None and (
-                not waiter.chosen or now() >= max(next_check, offer.time + self.timing.offer_timeout)
-            ):
-                next_check = now() + self.timing.offer_timeout
-                waiter.grant = yield from self._adopt(waiter, offer)
-            if (grant := waiter.grant) is not None:
-                if now() < grant.trusted_until:
+            if (grant := me.grant) is not None:
+                if (yield from self._of_use(grant)):
                     return grant
-                waiter.grant = None
-                _ = yield from handover.release(self.site, grant.tenure, 1)  # we were told too late for it to be of use
+                _ = local_queue.begin_again(me, grant)
+                self.attempt.owner = me.owner
             left = self.attempt.deadline - now()
             if left <= 0:
-                return (yield from self._holder(local_queue)) or Outcome.TAKE_AGAIN
-            pause = self.timing.poll_notified
-            if local_queue.is_first(waiter):
-                handover_until = min(handover_until, now() + self.timing.local_handover_wait)
-                if (not local_queue.held_in_process or now() >= handover_until) and local_queue.withdraw(waiter):
-                    if waiter.offer is not None:
-                        waiter.grant = yield from self._adopt(waiter, waiter.offer)
-                    if waiter.grant is None:
-                        return None
-                    continue
-                pause = handover_until - now() if now() < handover_until else self.timing.local_handover_wait
-            waiter.accepts_handover = True
-            yield from wait(min(pause, left), self.wakeup)  # not at all if something has been said already
-            _ = self.wakeup.consume()
-
-    def _holder(self, local_queue: LocalQueue) -> Steps[LockInfo | None]:
-        """Whom to name when the time is up; one of a local queue asks for all whose time is."""
-        if local_queue.holder is None and local_queue.asking:
-            yield from wait(self.timing.leave_timeout / 2, Wakeup())
-        if local_queue.holder is None:
-            local_queue.asking = True
-            try:
-                local_queue.holder = yield from self._last_look()
-            finally:
-                local_queue.asking = False
-        return local_queue.holder
-
-    def _adopt(self, waiter: LocalWaiter, offer: HandoverOffer) -> Steps[Grant | None]:
-        """The tenure that we were offered, if it has come about and nobody has told us."""
-        database, key, ttl = self.site.database, self.request.key, self.request.ttl
-        info = yield from inspect(database, key, self.attempt.until)
-        if info is not None and info.owner == offer.token:
-            tenure = Tenure(key, offer.token, info.fence)
-            grant = yield from extend(database, tenure, ttl, self.request.life - ttl)
-            self.site.local_queues.settle(waiter, offer)
-            return grant
-        if not waiter.chosen or info is None or info.remaining <= 0 or info.owner != offer.tenure.owner:
-            self.site.local_queues.settle(waiter, offer)  # it will not come about any more
-        return waiter.grant
-
-    def _late(self, waiter: LocalWaiter) -> Steps[Grant | None]:
-        """What we were granted as we were leaving, if it is still of use."""
-        grant = waiter.grant
-        with contextlib.suppress(LockStoreError):
-            if waiter.offer is not None and not waiter.chosen:
-                grant = yield from self._adopt(waiter, waiter.offer)
-            if grant is not None and self.site.database.now() >= grant.trusted_until:
-                _ = yield from handover.release(self.site, grant.tenure, 1)
-                grant = None
-        return grant
-
-    def stand(self) -> Steps[Grant | LockInfo | Literal[Outcome.TAKE_AGAIN]]:
-        """Stand in the queue of the database; returns as `wait`."""
-        growing = pauses()
-        while True:
-            self.attempt.owner, self.channel = self.request.new_owner(), self.services.channel
-            try:
-                found = yield from self._keep_place()
-            except StoreBusy:  # a stranger's transaction has locked what we need to write; reading is possible
-                if self.site.database.now() >= self.attempt.deadline:
-                    return (yield from self._last_look()) or Outcome.TAKE_AGAIN
-            except StoreUnanswered:
-                if self.attempt.until - self.site.database.now() < self.timing.worthwhile:
-                    raise
-            else:
-                if found is not Outcome.PASSED_OVER:
-                    return found
+                return (yield from self._time_is_up(local_queue))
+            pause = local_queue.until_asking(me)
+            if pause > 0:
+                yield from wait(min(pause, left), self.wakeup)  # not at all if something has been said already
+                _ = self.wakeup.consume()
                 continue
-            yield from sleep(min(next(growing), max(self.attempt.deadline - self.site.database.now(), 0.0)))
-
-    def _keep_place(self) -> Steps[Grant | LockInfo | Outcome]:
-        """One place, from joining the queue to leaving it, whatever happens."""
-        database, key, owner = self.site.database, self.request.key, self.attempt.owner
-        ticket = 0
-        try:
-            joined = yield from queue.join(database, self._parameters(), self.attempt.until)
-            if joined is None:
-                return Outcome.TAKE_AGAIN
-            ticket, view = joined
-            self.site.wakeups.register(key, ticket, self.wakeup)
-            found = yield from self._await_grant(ticket, view, alone=not self.services.keep(owner, self.wakeup))
-            if not isinstance(found, Grant):
-                yield from queue.leave_queue(database, owner, self._left())
-                if found is not None:
-                    return found
-                info = yield from self._last_look()
-                if info is None or info.owner != owner:
-                    return info or Outcome.TAKE_AGAIN
-                # our turn came as we were leaving
-                found = yield from queue.accept(database, self._parameters(), ticket, self.attempt.until)
-                if found is None:
-                    return info
-            if database.now() < found.trusted_until:
-                return found
-            _ = yield from handover.release(self.site, found.tenure, 1)  # the answer came too late to be of use
-        except GeneratorExit:
-            raise
-        except LockStoreError:  # we have tried for long enough
-            yield from queue.leave_queue(database, owner, self._left())
-            yield from undo_take(self.site, key, owner, self._left())
-            raise
-        except BaseException:  # what we may have been granted is given back by whoever began the attempt
-            yield from queue.leave_queue(database, owner)
-            raise
-        else:
-            return Outcome.PASSED_OVER
-        finally:
             try:
-                self._wait_no_more(ticket)
-            except BaseException:  # interrupted
-                self._wait_no_more(ticket)
-                raise
+                found = yield from self._ask(local_queue)
+            except (StoreBusy, StoreUnanswered) as error:
+                # Of a StoreBusy: a stranger's transaction has locked what we need to write; reading is possible.
+                yield from self._begin_again(local_queue)
+                if isinstance(error, StoreUnanswered) and self.attempt.until - now() < self.timing.worthwhile:
+                    raise
+                yield from sleep(min(next(growing), max(self.attempt.deadline - now(), 0.0)))
+                continue
+            if found is Outcome.PASSED_OVER:
+                yield from self._begin_again(local_queue)
+            elif found is not None:
+                return found
 
-    def _wait_no_more(self, ticket: int) -> None:
-        self.site.wakeups.unregister(self.request.key, ticket, self.wakeup)
-        self.services.leave(self.attempt.owner)
+    def _begin_again(self, local_queue: LocalQueue) -> Steps[None]:
+        """Go on with another token, and give up what may come under this one; not if we have just been told of it."""
+        place, owner = self.me.place, self.me.owner
+        if local_queue.begin_again(self.me):
+            yield from self._give_up(owner if place is None else place.owner)
+            self.attempt.owner = self.me.owner
+
+    def _give_up(self, owner: str) -> Steps[None]:
+        """Leave the queue, and give back what was granted under that token."""
+        yield from queue.leave_queue(self.site.database, owner, self._left())
+        yield from undo_take(self.site, self.request.key, owner, self._left())
+
+    def _of_use(self, grant: Grant) -> Steps[bool]:
+        """Is a tenure still to be trusted? One of which we heard too late is given back."""
+        if self.site.database.now() < grant.trusted_until:
+            return True
+        _ = yield from handover.release(self.site, grant.tenure, 1)
+        return False
+
+    def _time_is_up(self, local_queue: LocalQueue) -> Steps[Grant | LockInfo | Literal[Outcome.TAKE_AGAIN]]:
+        """What we were granted at the last moment; else whom to name as the holder; or TAKE_AGAIN."""
+        me, info = self.me, None
+        if me.place is not None and me.place.owner != me.owner and not local_queue.bequeath(me):
+            left, me.place = me.place, None
+            yield from self._give_up(left.owner)
+        if me.place is not None and not local_queue.bequeath(me):
+            yield from queue.leave_queue(self.site.database, me.place.owner, self._left())
+            info = yield from self._last_look()
+            if info is not None and info.owner == me.owner:  # our turn came as we were leaving
+                grant = yield from queue.accept(
+                    self.site.database, self._parameters(), me.place.ticket, self.attempt.until
+                )
+                me.place = None
+                if grant is not None and (yield from self._of_use(grant)):
+                    return grant
+            me.place = None
+        if info is None:
+            info = local_queue.holder or (yield from self._last_look())
+            local_queue.holder = info
+        _ = local_queue.leave(me)
+        if me.grant is not None and (yield from self._of_use(me.grant)):  # we were told at the last moment
+            return me.grant
+        return info or Outcome.TAKE_AGAIN
+
+    def _ask(self, local_queue: LocalQueue) -> Steps[Grant | Outcome | None]:
+        """Stand in the database's queue until we are granted the key; or an outcome.
+
+        Or None if there is something else to see to: the time is up, or we were handed the key inside the process.
+        """
+        me, database = self.me, self.site.database
+        before = local_queue.begin_asking(me)
+        if before is Stage.TOLD:
+            return None
+        self.channel = self.services.channel
+        if before is Stage.OFFERED:  # and whoever offered it the key has not said what became of that
+            grant = yield from queue.accept(database, self._parameters(), 0, self.attempt.until)
+            if grant is not None:
+                return grant if (yield from self._of_use(grant)) else Outcome.PASSED_OVER
+        standing = yield from self._stand()
+        if standing is None:
+            return Outcome.TAKE_AGAIN
+        place, view = standing
+        self.site.wakeups.register(self.request.key, place.ticket, self.wakeup)
+        served, alone = False, True
+        try:
+            alone = not self.services.keep(place)
+            found = yield from self._await_grant(place, view, alone=alone)
+            served = isinstance(found, Grant) and found.ticket > 0
+        finally:
+            self.site.wakeups.unregister(self.request.key, place.ticket, self.wakeup)
+            self.services.leave(place.owner, served=served)
+        if served:
+            me.place = None
+            if alone and not database.dialect.queue.grant_leaves:  # its row does no harm until the place ends
+                yield from queue.leave_queue(database, place.owner, self.timing.handover_retry / 10)
+        if isinstance(found, Grant) and not (yield from self._of_use(found)):
+            return Outcome.PASSED_OVER
+        return found
+
+    def _stand(self) -> Steps[tuple[Place, QueueStatus | None] | None]:
+        """A place in the queue; None if there is no row, or no ticket."""
+        try:
+            standing: tuple[Place, QueueStatus | None] | None = yield from self._inherit()
+            if standing is None:
+                standing = yield from queue.join(self.site.database, self._parameters(), self.attempt.until)
+        except (GeneratorExit, LockStoreError):
+            raise
+        except BaseException:  # interrupted: it may be on its way
+            yield from queue.leave_queue(self.site.database, self.me.owner)
+            raise
+        if standing is not None:
+            self.me.place = standing[0]
+        return standing
+
+    def _inherit(self) -> Steps[tuple[Place, None] | None]:
+        """The place that somebody of this process has left; None if there is none."""
+        me, database = self.me, self.site.database
+        left, me.place = me.place, None
+        if left is None:
+            return None
+        if (yield from queue.inherit(database, self._parameters(), left.owner, self.attempt.until)):
+            return Place(me.owner, left.ticket, left.sent, database.now()), None
+        yield from undo_take(self.site, self.request.key, left.owner, self.timing.handover_retry)
+        return None
 
     def _last_look(self) -> Steps[LockInfo | None]:
         """The row when our time is up, or as we saw it last; StoreBusy if the database has never said it."""
@@ -265,8 +274,8 @@ class Waiter:
         """Seconds for leaving in order."""
         return min(self.timing.handover_retry, max(self.attempt.until - self.site.database.now(), 0.0))
 
-    def _await_grant(self, ticket: int, view: QueueStatus | None, *, alone: bool) -> Steps[Grant | Outcome | None]:
-        """A grant; LOST or TAKE_AGAIN; or None when the time is up.
+    def _await_grant(self, place: Place, view: QueueStatus | None, *, alone: bool) -> Steps[Grant | Outcome | None]:
+        """A grant; an outcome; or None when the time is up, or we were handed the key inside the process.
 
         `view` is how we stand if that is known; `alone`: nobody else keeps the place.
         """
@@ -274,26 +283,25 @@ class Waiter:
         growing = pauses(longest=self.timing.grant_retry)
         first, since = 0, now()
         self.heartbeat_due = now() + self.timing.heartbeat_interval
-        while True:
-            if self.wakeup.consume():
-                grant = yield from queue.accept(database, self._parameters(), ticket, self.attempt.until)
-                if grant is not None:
-                    return grant
+        while self.me.grant is None:
+            if self.wakeup.consume() and (grant := (yield from self._told(place))) is not None:
+                return grant
             if view is None:
-                found = yield from self._look(ticket)
+                found = yield from self._look(place)
                 if not isinstance(found, QueueStatus):
                     return found
                 view = found
-            if view.mine and view.remaining > 0:
-                self.wakeup.notify()
-                view = None
-                continue
-            if ticket < view.first or not view.present:
+            served = place.ticket < view.first or not view.present
+            if view.mine and view.remaining > 0:  # by the queue, or by a holder of this process that has not said so
+                ticket = place.ticket if served else 0
+                grant = yield from queue.accept(database, self._parameters(), ticket, self.attempt.until)
+                return grant or Outcome.PASSED_OVER
+            if served:
                 return Outcome.PASSED_OVER
             if view.first != first:
                 first, since = view.first, now()
-            if view.last < ticket:  # the row is another one
-                yield from queue.announce(database, key, ticket, self.attempt.until)
+            if view.last < place.ticket:  # the row is another one
+                yield from queue.announce(database, key, place.ticket, self.attempt.until)
             self.services.listen()
             called = self.services.called and self.services.channel == self.channel
             pause = self._until_next_look(view, now() - since, called=called)
@@ -303,39 +311,47 @@ class Waiter:
             else:  # if nobody gets it, a transaction pins it, and that may last
                 _ = yield from handover.grant(self.site, key, view.first)
                 pause = next(growing)
-            soonest = yield from self._duties(alone=alone)
+            soonest = yield from self._duties(place, alone=alone)
             left = self.attempt.deadline - now()
             if left <= 0:
                 return None
             pause = min(pause, soonest)
             yield from wait(min(pause, left), self.wakeup)  # not at all if the key has just been handed to us
             view = None
+        return None
 
-    def _look(self, ticket: int) -> Steps[QueueStatus | Outcome | None]:
+    def _told(self, place: Place) -> Steps[Grant | None]:
+        """The tenure that we were told of, if that was not a stranger's word; whole, if that is needed."""
+        message = self.wakeup.message
+        grant = None if message is None else place.granted(message, self.request.ttl, self.timing.waiter_ttl)
+        if grant is None or (self.request.at_once and self.site.database.now() < grant.late_from):
+            return grant
+        return (yield from queue.accept(self.site.database, self._parameters(), place.ticket, self.attempt.until))
+
+    def _look(self, place: Place) -> Steps[QueueStatus | Outcome | None]:
         """How we stand; TAKE_AGAIN; or None if the database did not say it before the time was up."""
         database, attempt = self.site.database, self.attempt
         try:
-            view = yield from queue.status(database, self.request.key, attempt.until, attempt.owner, ticket)
+            view = yield from queue.status(database, self.request.key, attempt.until, place.owner, place.ticket)
         except (StoreConflict, StoreUnanswered):
             if database.now() < self.attempt.deadline:
                 raise
             return None
         return view or Outcome.TAKE_AGAIN
 
-    def _duties(self, *, alone: bool) -> Steps[float]:
+    def _duties(self, place: Place, *, alone: bool) -> Steps[float]:
         """What is due now; seconds until something else is."""
-        database, owner, now = self.site.database, self.attempt.owner, self.site.database.now
+        database, now = self.site.database, self.site.database.now
         soonest = math.inf
-        if self.waiter is not None:
-            self.waiter.seen = now()
+        self.me.seen = place.seen = now()
         if alone:
             if now() >= self.heartbeat_due:
-                yield from queue.heartbeat(database, [owner], self.attempt.until)
+                yield from queue.heartbeat(database, [place], self.attempt.until)
                 self.heartbeat_due = now() + self.timing.heartbeat_interval
             soonest = self.heartbeat_due - now()
         if self.holds_other_keys:
             if now() >= self.deadlock_check_due:
-                error = yield from deadlock(database, owner, self.attempt.held(), self.attempt.until)
+                error = yield from deadlock(database, place.owner, self.attempt.held(), self.attempt.until)
                 if error is not None:
                     raise error
                 self.deadlock_check_due = now() + self.timing.deadlock_check

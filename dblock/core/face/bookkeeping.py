@@ -73,7 +73,7 @@ def site_of(hold: Hold) -> Site:
 
 def freed(hold: Hold) -> None:
     """The key was given back to the database, not to a flow of this process."""
-    _ = site_of(hold).local_queues.freed(hold.tenure.key)
+    site_of(hold).local_queues.freed(hold.tenure.key)
 
 
 def who_we_are() -> dict[str, Any]:

@@ -9,6 +9,7 @@ import contextlib
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
+from dblock.core.acquire.handover import Held
 from dblock.core.errors import LockError, Reason, StoreBusy
 from dblock.core.face.base import BaseLock
 from dblock.core.face.bookkeeping import find_out, forget, freed, site_of
@@ -187,7 +188,8 @@ def leave(hold: Hold) -> Steps[bool]:
     if hold.entries:
         return (yield from _lower(hold))
     if hold.shared_entries is None and not hold.min_hold:
-        return (yield from handover.pass_on(site_of(hold), hold.tenure, hold.ticket, hold.local_handovers))
+        held = Held(hold.tenure, hold.ticket, hold.local_handovers)
+        return (yield from handover.pass_on(site_of(hold), held))
     try:
         return (yield from _lower(hold))
     finally:

@@ -60,6 +60,7 @@ class Lease:
         "reason_if_lost",
         "renewed",
         "renewing",
+        "term",
         "trusted_until",
         "ttl",
     )
@@ -72,13 +73,15 @@ class Lease:
         self.grace = grace
         self.renewing = renewing
         self.acquired = self.renewed = grant.sent
+        self.term = grant.lasts
+        """The seconds that the last statement gave; less than the ttl if the tenure began with the lease of a place."""
         self.trusted_until = grant.trusted_until
         self.loss: Loss | None = None
         self.reason_if_lost: Reason | None = None
         """What to report if trust runs out before the renewal that is due succeeds; None while none is due."""
         self.epoch = 0
         """How often the ttl was set: the answer to a renewal sent before does not count."""
-        self.due = grant.sent + grant.ttl / 3 if renewing else grant.trusted_until
+        self.due = grant.sent + self.term / 3 if renewing else grant.trusted_until
         """The local time at which the watchdog has to do something about it."""
 
     @property
@@ -104,7 +107,7 @@ class Lease:
     @property
     def late_from(self) -> float:
         """The local time from which a renewal that has not happened is late; no renewal, no lateness."""
-        return min(self.renewed + self.ttl / 2, self.trusted_until) if self.renewing else math.inf
+        return min(self.renewed + self.term / 2, self.trusted_until) if self.renewing else math.inf
 
     def renewal(self) -> tuple[float, float, int]:
         """What a renewal is to say, the ttl and the life; and the epoch, which `lengthen` is to be told."""
@@ -119,8 +122,8 @@ class Lease:
             if epoch is None or epoch == self.epoch:
                 self.trusted_until = max(self.trusted_until, grant.trusted_until)
                 if grant.sent > self.renewed:
-                    self.renewed = grant.sent
-                    self.due = grant.sent + self.ttl / 3 if self.renewing else self.trusted_until
+                    self.renewed, self.term = grant.sent, self.ttl
+                    self.due = grant.sent + self.term / 3 if self.renewing else self.trusted_until
                     self.reason_if_lost = None
             return True
 
@@ -128,7 +131,7 @@ class Lease:
         """A new ttl is on its way: trust no more than it gives, and no answer to a renewal with the old one."""
         with self._mutex:
             self.epoch += 1
-            self.ttl = ttl
+            self.ttl, self.term = ttl, min(self.term, ttl)
             self.trusted_until = min(self.trusted_until, until)
             self.due = min(self.due, self.now() + ttl / 3) if self.renewing else self.trusted_until
 

@@ -9,10 +9,11 @@ over (`grant`): the first live waiter after `served_ticket` becomes the owner, w
 ticket. So uncontended use sees two equal numbers in a row that it reads anyway, and pays nothing else.
 
     join, announce        a ticket, and `last_ticket` is at least that
-    grant                 a tenure for the first live waiter, and `served_ticket` is its ticket
-    accept                the waiter makes its tenure's lease whole: from the sending of this it trusts the lock
+    grant                 a tenure for the first live waiter, whose place ends, and `served_ticket` is its ticket
+    accept                the waiter makes its tenure's lease whole
     clear                 nobody in the queue is alive: `served_ticket` catches up
     heartbeat             the place lasts longer
+    inherit               the place is another flow's of the same process
     leave_queue           the waiter goes
 
 Why no wake-up is lost: the number is on the row that the releaser changes. A release that saw equal numbers came before
@@ -23,15 +24,30 @@ row reads its newest version, but sees other tables as of its own start, and mis
 grant that hands over the releaser's own tenure is safe: it changes nothing when it finds nobody, and the release
 follows.) `clear` acts only while `last_ticket` is what was read before.
 
+Why the heir may begin at once, when it hears of the grant: its place is a lease already. The place ends no earlier than
+`waiter_ttl` after the sending of the last statement, the join or a heartbeat, whose answer names it. Such a statement
+found the place, and a grant takes it away in the transaction that makes the tenure, so the grant came after it: the
+tenure, which ends with the place or one ttl after the grant, whichever is first, ends no earlier than
+
+    (local time of sending that statement) + min(waiter_ttl, ttl)
+
+and is trusted until a margin before that. A heartbeat that arrives after the grant finds no place: its answer does not
+name it, and moves nothing. The first renewal makes the lease whole; whoever wants more from the beginning, because the
+rest is short or nobody will renew it, accepts first. Grants, heartbeats and accepts are durable, so that no crash takes
+back what somebody relies on (`dblock.core.statements.postgresql` says it of each).
+
+What the heir hears is its ticket, the fence and a *proof*, a digest of both with its owner token: nobody knows that but
+the waiter and who reads the table, and each token is of one attempt, which is granted the key once. So a stranger
+cannot make one up, and one that comes twice or late says what was true; whether that is still of use is a matter of the
+local clock. Any other message, or none, costs a look: the waiter asks the database, and accepts what it was granted.
+
 Whoever dies in the middle: a releaser between release and grant leaves a free key with different numbers; each waiter
 that looks grants it, to the first of the queue and not to itself. A waiter that was granted the key and died loses it
-with its place at the latest, because until it accepts the tenure's lease ends with that. All that died together end
-together.
+with its place at the latest. All that died together end together.
 
 A waiter that was passed over (its process was frozen, its place ended) finds `served_ticket` at or above its ticket, or
-its row gone, and joins anew. A message or a wake-up only says "look": whatever it says, the waiter asks the database,
-and it also looks on its own: the head of the queue often where not everybody can call it, the others the less often the
-further back they stand.
+no place of its own, and joins anew. It looks on its own, too, whatever anybody says: the head of the queue often where
+not everybody can call it, others the less often the further back they stand.
 
 The flows of one process that want a key stand behind one place of this queue, see `dblock.core.acquire.local_queue`,
 and the key goes from one to the next without it:
@@ -39,7 +55,7 @@ and the key goes from one to the next without it:
     hand_over_local       ends the tenure of a flow and begins one of the next in its process
 
 It acts only while nobody is in the queue, or a turn is left to the process, so that those who wait there are overtaken
-a bounded number of times only.
+a bounded number of times only. A flow that gives up leaves its place to the next of them (`inherit`).
 
 A waiter that leaves deletes its row, then looks whether it has been granted the key, and gives it back if so. `grant`
 holds a lock on the waiter's row until it has committed, so one of the two comes first.
@@ -50,14 +66,18 @@ waits, is the business of `dblock.core.acquire`.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from dblock.core.errors import LockStoreError
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Parameters, Steps
 from dblock.core.values import Grant, Tenure
+from dblock.core.wakeup.registry import Message
 
 EVERYBODY: Final = 2**63 - 1
 """A ticket that nobody has: whoever looks with it counts all."""
@@ -81,30 +101,62 @@ class QueueStatus(NamedTuple):
 
 
 class Granted(NamedTuple):
-    """Whom the key was granted, and how to wake that one."""
+    """Whom the key was granted, and how to tell that one."""
 
-    ticket: int
-    channel: str | None = None
-    """Where its process listens; None if the database did not say."""
+    channel: str
+    """Where its process listens; empty if nowhere."""
+    message: Message
+    """What it is to be told."""
     called: bool = False
-    """Has the database called it there?"""
+    """Has the database told it?"""
 
 
-def join(database: Database, request: Parameters, until: float) -> Steps[tuple[int, QueueStatus | None] | None]:
-    """Stand in the queue of a key with the owner token of this attempt; the ticket, and how it stands if that is known.
+@dataclass(slots=True, eq=False)
+class Place:
+    """A place in the queue of a key: a lease, which the heartbeats of its process renew."""
+
+    owner: str
+    """The owner token of this attempt."""
+    ticket: int
+    sent: float
+    """The local time of sending the last statement that gave it its length, and whose answer named it."""
+    seen: float
+    """The local time at which its flow last did something about it."""
+
+    def granted(self, message: Message, ttl: float, waiter_ttl: float) -> Grant | None:
+        """The tenure that begins here, for a flow that asked for `ttl`; None if the message does not prove that."""
+        mine = proof(self.ticket, message.fence, self.owner)
+        if not hmac.compare_digest(message.proof.encode(), mine.encode()):
+            return None
+        tenure = Tenure(message.key, self.owner, message.fence)
+        return Grant(tenure, self.sent, ttl, self.ticket, term=min(waiter_ttl, ttl))
+
+
+def proof(ticket: int, fence: int, owner: str) -> str:
+    """A digest of a grant with the waiter's owner token, as PostgreSQL makes it for its notifications too.
+
+    Plain SHA-256 serves as a message authentication code here: all texts have one form, in which nothing can be added,
+    and the token, which has 128 random bits, authenticates one grant only.
+    """
+    return hashlib.sha256(f"{ticket} {fence} {owner}".encode()).hexdigest()
+
+
+def join(database: Database, request: Parameters, until: float) -> Steps[tuple[Place, QueueStatus | None] | None]:
+    """Stand in the queue of a key with the owner token of this attempt; the place, and how it stands if that is known.
 
     None if that is to be tried anew: the key has no row, or somebody else has just drawn the same ticket.
     """
     queue = database.dialect.queue
-    _, rows = yield from send(database, queue.join, {**request, "waiter_ttl": database.timing.waiter_ttl}, until)
+    sent, rows = yield from send(database, queue.join, {**request, "waiter_ttl": database.timing.waiter_ttl}, until)
     if not rows:
         return None
+    owner = str(request["owner"])
     if queue.join_answers:
         ticket, remaining, first, ahead = rows[0]
-        return ticket, QueueStatus(False, remaining, first, ticket, ahead, True)
+        return Place(owner, ticket, sent, sent), QueueStatus(False, remaining, first, ticket, ahead, True)
     ticket = int(rows[0][0])
     yield from announce(database, str(request["key"]), ticket, until)
-    return ticket, None
+    return Place(owner, ticket, sent, sent), None
 
 
 def announce(database: Database, key: str, ticket: int, until: float) -> Steps[None]:
@@ -133,50 +185,62 @@ def grant(
     None also if a transaction pins the key, or somebody is changing its row at this moment. `here`: what the channels
     begin with which this process can call by itself.
     """
-    parameters: Parameters = {
+    queue, until = database.dialect.queue, database.now() + database.timing.handover_retry
+    parameters: dict[str, str | int] = {
         "key": key,
         "first": first,
         "owner": "" if tenure is None else tenure.owner,
         "fence": 0 if tenure is None else tenure.fence,
         "here": here,
     }
-    queue, until = database.dialect.queue, database.now() + database.timing.handover_retry
-    _, rows = yield from send(database, queue.grant, parameters, until, resend=tenure is None)
+    if queue.grant_answers:
+        _, rows = yield from send(database, queue.grant, parameters, until, resend=tenure is None)
+    else:
+        found = yield from first_waiter(database, key, first)
+        if found is None:
+            return None
+        ticket, channel, heir = found
+        parameters["heir"] = heir
+        _, rows = yield from send(database, queue.grant, parameters, until, resend=tenure is None)
+        rows = [(ticket, channel, heir, row[0], None) for row in rows]
     if not rows:
         return None
-    if not queue.grant_answers:
-        return Granted(int(rows[0][0]))
-    ticket, channel, called = rows[0]
-    return Granted(ticket, channel or "", called is not None)
+    ticket, channel, owner, fence, called = rows[0]
+    message = Message(key, ticket, fence, proof(ticket, fence, owner))
+    return Granted(channel or "", message, called is not None)
 
 
-def first_waiter(database: Database, key: str, ticket: int) -> Steps[Granted | None]:
-    """The first live waiter from a ticket on."""
-    asked: Parameters = {"key": key, "ticket": ticket}
+def first_waiter(database: Database, key: str, first: int) -> Steps[tuple[int, str, str] | None]:
+    """The first live waiter from a ticket on: its ticket, where its process listens, its owner token."""
+    asked: Parameters = {"key": key, "first": first}
     until = database.now() + database.timing.handover_retry
-    _, rows = yield from send(database, database.dialect.queue.channel, asked, until, resend=True)
-    return Granted(int(rows[0][0]), rows[0][1]) if rows else None
+    _, rows = yield from send(database, database.dialect.queue.first_waiter, asked, until, resend=True)
+    return (int(rows[0][0]), str(rows[0][1]), str(rows[0][2])) if rows else None
 
 
-def call(database: Database, key: str, ticket: int, channel: str) -> Steps[None]:
-    """Let the database call whoever listens on a channel, where it can."""
+def call(database: Database, channel: str, message: Message) -> Steps[None]:
+    """Let the database tell whoever listens on a channel, where it can."""
     statement = database.dialect.queue.call
     if statement is not None:
-        parameters: Parameters = {"key": key, "ticket": ticket, "channel": channel}
-        _ = yield from send(
-            database, statement, parameters, database.now() + database.timing.handover_retry, resend=True
-        )
+        until = database.now() + database.timing.handover_retry
+        _ = yield from send(database, statement, {"channel": channel, "message": message.text()}, until, resend=True)
 
 
 def accept(database: Database, request: Parameters, ticket: int, until: float) -> Steps[Grant | None]:
-    """The tenure that a waiter was granted, now with a whole lease, and the waiter out of the queue; None without."""
-    queue, key, owner, ttl = database.dialect.queue, str(request["key"]), str(request["owner"]), float(request["ttl"])
-    sent, rows = yield from send(database, queue.accept, request, until, resend=True)
-    if not rows:
-        return None
-    if not queue.accept_leaves:  # the ticket is served: its row does no harm until the place ends
-        yield from leave_queue(database, owner, database.timing.handover_retry / 10)
-    return Grant(Tenure(key, owner, int(rows[0][0])), sent, ttl, ticket)
+    """The tenure of a waiter's owner token, now with a whole lease; None if it was not granted the key."""
+    key, owner, ttl = str(request["key"]), str(request["owner"]), float(request["ttl"])
+    sent, rows = yield from send(database, database.dialect.queue.accept, request, until, resend=True)
+    return Grant(Tenure(key, owner, int(rows[0][0])), sent, ttl, ticket) if rows else None
+
+
+def inherit(database: Database, request: Parameters, owner: str, until: float) -> Steps[bool]:
+    """Let the flow of `request` have the place of another one of its process, `owner`; False if that has none.
+
+    Then it may have been granted the key. Sent once: whoever does not hear the answer joins the queue.
+    """
+    parameters: Parameters = {**request, "heir": request["owner"], "owner": owner}
+    _, rows = yield from send(database, database.dialect.queue.inherit, parameters, until)
+    return bool(rows)
 
 
 def clear(database: Database, key: str, last: int) -> Steps[None]:
@@ -195,7 +259,12 @@ def leave_queue(database: Database, owner: str, patience: float | None = None) -
         return
 
 
-def heartbeat(database: Database, owners: Sequence[str], until: float) -> Steps[None]:
-    """Let many waiters keep their places."""
-    parameters: Parameters = {"owners": json.dumps(owners), "waiter_ttl": database.timing.waiter_ttl}
-    _ = yield from send(database, database.dialect.queue.heartbeat, parameters, until, resend=True)
+def heartbeat(database: Database, places: Sequence[Place], until: float) -> Steps[None]:
+    """Let many places last for longer, and be trusted to, as far as the answer names them."""
+    owners = json.dumps([place.owner for place in places])
+    parameters: Parameters = {"owners": owners, "waiter_ttl": database.timing.waiter_ttl}
+    sent, rows = yield from send(database, database.dialect.queue.heartbeat, parameters, until, resend=True)
+    named = {row[0] for row in rows if row}  # from a database that counts only: all, or nobody knows whom
+    for place in places:
+        if place.owner in named or (not named and len(rows) == len(places)):
+            place.sent = max(place.sent, sent)

@@ -18,7 +18,7 @@ class Reply(Enum):
 
     ROWS = "the rows it returns"
     COUNT = "one empty row for each row that it changed"
-    NUMBER = "one row with the number left by LAST_INSERT_ID(expr), if it changed a row"
+    NUMBER = "one row with the number left by LAST_INSERT_ID(expr), if it changed something"
 
 
 class Failure(Enum):
@@ -162,22 +162,26 @@ class Queue:
     """Let the key's row say that the ticket was given out, where `join` does not, or the row is another one since."""
     queue_status: Statement
     """How a waiter stands: is the key its own, seconds until the lease ends (less than 0: since it ended, or the key
-    was given back), first ticket not served, last ticket, live waiters before it (16 at most), is it in the queue."""
+    was given back), first ticket not served, last ticket, live waiters before it (16 at most), has it a place."""
     grant: Statement
-    """Let the first live waiter from ticket `first` on begin a tenure, if nobody else holds the key -> its ticket; and,
-    if `grant_answers`, its channel, and something if it has called its process, which one not `here` is."""
+    """Let the first live waiter from ticket `first` on begin a tenure that ends with its place, if nobody else holds
+    the key -> its ticket, channel, owner token, fence, and something if it has called its process, which one not `here`
+    is. If not `grant_answers`: let the live waiter `heir` begin it -> fence."""
     accept: Statement
     """Let the lease of a waiter's new tenure last a whole life -> fence."""
+    inherit: Statement
+    """Let another flow of the same process have a waiter's place, under its own token `heir`."""
     hand_over_local: Statement
     """End a tenure and begin one of the owner `heir`, if nobody is in the queue or some `handovers_left` -> fence."""
     leave_queue: Statement
     """Leave the queue."""
-    channel: Statement
-    """The first live waiter from a ticket on: ticket and channel."""
+    first_waiter: Statement
+    """The first live waiter from ticket `first` on: ticket, channel, owner token."""
     call: Statement | None
     """Call the process that listens on a channel, where the database can."""
     heartbeat: Statement
-    """Let the places of many waiters last for longer."""
+    """Let the places of many waiters last for longer, if they have not ended and nobody was granted the key there ->
+    the owner tokens of those; or, from a database that cannot, one empty row for each."""
     waits: Statement
     """Who waits for what, and who holds that: owner, key, ticket, host, pid, thread; owner, host, pid, thread."""
     clear: Statement
@@ -189,9 +193,9 @@ class Queue:
     join_answers: bool
     """Does `join` announce the ticket as well, and answer how the waiter stands?"""
     grant_answers: bool
-    """Does `grant` answer whom to call?"""
-    accept_leaves: bool
-    """Does `accept` leave the queue as well?"""
+    """Does `grant` choose the heir itself, and answer whom to call?"""
+    grant_leaves: bool
+    """Does `grant` take the heir out of the queue as well? Else its row stays, and counts no more."""
 
 
 def _over(statements: Dialect | Queue, tables: Tables, quote: str) -> dict[str, Any]:
@@ -259,4 +263,4 @@ def perform(
         return list(cursor.fetchall())
     if statement.reply is Reply.COUNT:
         return [()] * cursor.rowcount
-    return [(cursor.lastrowid,)] if cursor.rowcount == 1 else []
+    return [(cursor.lastrowid,)] if cursor.rowcount else []

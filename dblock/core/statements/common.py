@@ -35,11 +35,10 @@ def dialect(
     join: Statement,
     grant: Statement,
     heartbeat: Statement,
-    accept: Statement | None = None,
     call: Statement | None = None,
     join_answers: bool = False,
     grant_answers: bool = False,
-    accept_leaves: bool = False,
+    grant_leaves: bool = False,
     single_writer: bool = False,
     tick: float = 0.0,
     quote: str = '"',
@@ -50,10 +49,11 @@ def dialect(
         announce=announce(words),
         queue_status=queue_status(words),
         grant=grant,
-        accept=accept or accept_and_stay(words),
+        accept=accept(words),
         hand_over_local=hand_over_local(words),
         leave_queue=leave_queue(words),
-        channel=channel(words),
+        inherit=inherit(words),
+        first_waiter=first_waiter(words),
         call=call,
         heartbeat=heartbeat,
         waits=waits(words),
@@ -62,7 +62,7 @@ def dialect(
         forget=forget(words),
         join_answers=join_answers,
         grant_answers=grant_answers,
-        accept_leaves=accept_leaves,
+        grant_leaves=grant_leaves,
     )
     return Dialect(
         name=name,
@@ -270,7 +270,7 @@ def reap(words: Vocabulary) -> Statement:
 WHERE lock_key = :key AND expires_at < {words.before(":retention")}
   {words.asynchronous}
   AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
-                  WHERE waiter.lock_key = :key AND waiter.expires_at > {words.now})
+                  WHERE waiter.lock_key = :key AND waiter.ticket > served_ticket AND waiter.expires_at > {words.now})
 """
     return Statement("reap", sql, Reply.COUNT, row_locked=WhenLocked.SKIP)
 
@@ -302,26 +302,26 @@ SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END,
             WHERE other.lock_key = :key AND other.ticket > theirs.served_ticket
               AND other.ticket < {words.bigint(":ticket")} AND other.expires_at > {words.now}
             LIMIT 16) AS earlier),
-       (SELECT count(*) FROM lock_waiters AS me WHERE me.owner = :owner)
+       (SELECT count(*) FROM lock_waiters AS me WHERE me.owner = :owner AND me.expires_at > {words.now})
 FROM locks WHERE locks.lock_key = :key
 """
     return Statement("queue_status", sql, Reply.ROWS)
 
 
-def channel(words: Vocabulary) -> Statement:
+def first_waiter(words: Vocabulary) -> Statement:
     """Safe: reads only, without locks."""
     sql = f"""
-SELECT ticket, channel FROM lock_waiters{words.by_ticket}
-WHERE lock_key = :key AND ticket >= {words.bigint(":ticket")} AND expires_at > {words.now}
+SELECT ticket, channel, owner FROM lock_waiters{words.by_ticket}
+WHERE lock_key = :key AND ticket >= {words.bigint(":first")} AND expires_at > {words.now}
 ORDER BY ticket LIMIT 1
 """
-    return Statement("channel", sql, Reply.ROWS)
+    return Statement("first_waiter", sql, Reply.ROWS)
 
 
-def accept_and_stay(words: Vocabulary) -> Statement:
-    """Safe: names the owner, whose token is of this place in the queue alone, and shortens nothing.
+def accept(words: Vocabulary) -> Statement:
+    """Safe: names the owner, whose token is of this attempt alone, and shortens nothing, so it may arrive late.
 
-    Durable: the lease is relied on. The waiter's row stays, for `leave_queue`.
+    Durable: the lease is relied on.
     """
     sql = f"""
 {words.change_at_once(words.by_key)}
@@ -352,6 +352,27 @@ WHERE lock_key = :key AND {ours}
     return Statement("hand_over_local", sql, words.numbers, keeps=True, row_locked=WhenLocked.SKIP)
 
 
+def inherit(words: Vocabulary) -> Statement:
+    """Safe: one row, by primary key; the place keeps its ticket and its end, and its old token is nobody's any more.
+
+    A grant holds a lock on the row or has taken it away, so one of the two comes first. Asynchronous: if a crash loses
+    it, what is granted goes to the old token, and ends with the place.
+    """
+    sql = f"""
+{words.at_once}UPDATE lock_waiters SET
+    owner = :heir,
+    ttl = :ttl,
+    label = :label,
+    host = :host,
+    pid = :pid,
+    thread = :thread,
+    program = :program,
+    celery_task_id = :task
+WHERE owner = :owner AND expires_at > {words.now} {words.asynchronous}
+"""
+    return Statement("inherit", sql, Reply.COUNT, keeps=True)
+
+
 def leave_queue(words: Vocabulary) -> Statement:
     """Safe: one row, by primary key, which is the waiter's own."""
     sql = f"{words.at_once}DELETE FROM lock_waiters WHERE owner = :owner {words.asynchronous}"
@@ -359,12 +380,13 @@ def leave_queue(words: Vocabulary) -> Statement:
 
 
 def waits(words: Vocabulary) -> Statement:
-    """Safe: reads only, and all of it as of one moment."""
+    """Safe: reads only, and all of it as of one moment. Who was served waits no more, though its row may be there."""
     sql = f"""
 SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread,
        held.owner, held.host, held.pid, held.thread
 FROM lock_waiters AS waiter JOIN locks AS held ON held.lock_key = waiter.lock_key
 WHERE waiter.expires_at > {words.now} AND held.expires_at > {words.now}
+  AND waiter.ticket > held.served_ticket
   AND held.owner IS NOT NULL AND held.owner <> waiter.owner AND held.count > 0
 """
     return Statement("waits", sql, Reply.ROWS)

@@ -200,23 +200,27 @@ FROM locks WHERE lock_key = :key /*!80017 FOR SHARE NOWAIT */
 # Safe: as the take, for somebody else: only if nobody's lease is alive on the key but the one that is being given back,
 # and no transaction pins it. The waiter's row is locked first: one that is leaving is passed over, and one that wants
 # to leave waits and then finds its tenure. Nothing is waited for while that lock is held. The lease ends with the
-# waiter's place, and is no longer than the waiter asked for: `accept` makes it whole.
+# waiter's place, and is no longer than the waiter asked for. The place ends, at its own beginning: no heartbeat began
+# before that, so none takes it for alive, however late it comes to the row. (The assignments of an UPDATE of two tables
+# may be made in any order: none reads what another one sets.)
 GRANT: Final = Statement(
     "grant",
     f"""
 {SQL.at_once}UPDATE (
     SELECT owner AS heir, ticket, ttl AS life, label AS note, host AS machine, pid AS process, thread AS strand,
            program AS command, celery_task_id AS task, expires_at AS until
-    FROM lock_waiters FORCE INDEX (lock_waiters_queue)
-    WHERE lock_key = :key AND ticket >= :first AND expires_at > {SQL.now}
-    ORDER BY ticket LIMIT 1 /*M! LOCK IN SHARE MODE */ /*!80017 FOR SHARE NOWAIT */
+    FROM lock_waiters
+    WHERE owner = :heir AND lock_key = :key AND expires_at > {SQL.now}
+    LIMIT 1 FOR UPDATE /*!80017 NOWAIT */
 ) AS next
 STRAIGHT_JOIN /*!80017 {_LOCKED.format(SQL.by_pin)} */ locks FORCE INDEX (locks_pin)
     ON locks.lock_key = :key AND locks.served_ticket < next.ticket
        AND (locks.owner IS NULL OR locks.expires_at <= {SQL.now}
             OR (locks.owner = :owner AND locks.fence = :fence))
-SET locks.owner = next.heir,
-    locks.fence = GREATEST(locks.fence + 1, {SQL.micros}),
+STRAIGHT_JOIN lock_waiters AS place ON place.owner = next.heir
+SET place.expires_at = place.joined_at,
+    locks.owner = next.heir,
+    locks.fence = {SQL.remember(f"GREATEST(locks.fence + 1, {SQL.micros})")},
     locks.count = 1,
     locks.ttl = next.life,
     locks.acquired_at = {SQL.now},
@@ -228,19 +232,19 @@ SET locks.owner = next.heir,
     locks.program = next.command,
     locks.celery_task_id = next.task,
     locks.last_ticket = GREATEST(locks.last_ticket, next.ticket),
-    locks.served_ticket = {SQL.remember("next.ticket")}
+    locks.served_ticket = next.ticket
 """,
     Reply.NUMBER,
     keeps=True,
     row_locked=WhenLocked.SKIP,
 )
 
-# Safe: shortens nothing, so it may arrive late and twice. One row for each waiter, by primary key.
+# Safe: shortens nothing and revives none, so it may arrive late and twice. One row for each waiter, by primary key.
 HEARTBEAT: Final = Statement(
     "heartbeat",
     f"""
 {SQL.at_once}UPDATE JSON_TABLE(:owners, '$[*]' COLUMNS (holder varchar(64) {_EXACT} PATH '$')) AS due
-    STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY) ON owner = due.holder
+    STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY) ON owner = due.holder AND expires_at > {SQL.now}
 SET expires_at = GREATEST(expires_at, {SQL.after(":waiter_ttl")})
 """,
     Reply.COUNT,

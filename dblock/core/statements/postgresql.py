@@ -22,9 +22,10 @@ exclusively, and does not wait for it. Its number is a 64 bit hash of the key an
 look busy for as long as the other one is pinned.
 
 Row locks are taken in one order, so that no two statements can deadlock: a waiter's row first, then the key's row.
-(`join` inserts a row that nobody else sees yet.) Of the queue's statements none but `accept` has to be durable: a crash
-that loses another one loses a place in the queue, or leaves the key with its last holder until that one's lease ends.
-The flush of `accept` makes the grant before it durable too.
+(`join` inserts a row that nobody else sees yet.) Of the queue's statements `grant` and `accept` are durable, since the
+heir relies on them; and `heartbeat`: the heir trusts its tenure for as long as its place, and a crash that took a
+heartbeat back would let the row end before that. A `join` that a crash takes back is never granted anything: the row
+that a durable grant reads was durable with it at the latest. The others lose a place in the queue at most.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class PostgreSQL(Vocabulary):
     now = "clock_timestamp()"
     micros = "CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)"
     bounded = "AND set_config('lock_timeout', '20ms', true) IS NOT NULL"
-    durable = (
-        f"{bounded} AND (current_setting('synchronous_commit') <> 'off'"
-        " OR set_config('synchronous_commit', 'on', true) IS NOT NULL)"
+    durably = (
+        "(current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)"
     )
+    durable = f"{bounded} AND {durably}"
     asynchronous = f"{bounded} AND set_config('synchronous_commit', 'off', true) IS NOT NULL"
     text = 'varchar({}) COLLATE "C"'
     time = "timestamp with time zone"
@@ -186,13 +187,16 @@ FROM joined, announced
 )
 
 # Safe: as the take, for somebody else: only if nobody's lease is alive on the key but the one that is being given back,
-# and no transaction pins it. The waiter's row is locked first: one that is leaving is passed over, and one that wants
-# to leave waits and then finds its tenure. The lease ends with the waiter's place, and is no longer than the waiter
-# asked for: `accept` makes it whole.
+# and no transaction pins it. The waiter's row is locked first, and deleted by the same transaction: one that is leaving
+# is passed over, one that wants to leave waits and then finds its tenure, and a heartbeat that comes later finds no
+# place to extend. The lease ends with the place, and is no longer than the waiter asked for. Durable: the heir relies
+# on it as soon as it hears of it, by the notification among others, which goes out after the commit.
 _FREE: Final = SQL.unpinned(
     f"locks.owner IS NULL OR locks.expires_at <= {SQL.now}"
     " OR (locks.owner = :owner AND locks.fence = CAST(:fence AS bigint))"
 )
+_PROOF: Final = "encode(sha256(convert_to(concat_ws(' ', ticket, fence, owner), 'UTF8')), 'hex')"
+"""As `dblock.core.protocol.queue.proof` has it."""
 GRANT: Final = Statement(
     "grant",
     f"""
@@ -221,11 +225,14 @@ WITH next AS MATERIALIZED (
     FROM next
     WHERE locks.lock_key = :key AND served_ticket < next.ticket
       AND {_FREE}
-      AND set_config('synchronous_commit', 'off', true) IS NOT NULL
-    RETURNING next.ticket, next.channel
+      AND {SQL.durably}
+    RETURNING next.ticket, next.channel, next.owner, locks.fence
+), gone AS (
+    DELETE FROM lock_waiters USING granted WHERE lock_waiters.owner = granted.owner
 )
-SELECT ticket, channel, CASE WHEN channel <> '' AND left(channel, length(:here)) <> :here
-                             THEN CAST(pg_notify(channel, ticket || ' ' || CAST(:key AS text)) AS text) END
+SELECT ticket, channel, owner, fence,
+       CASE WHEN channel <> '' AND left(channel, length(:here)) <> :here
+            THEN CAST(pg_notify(channel, concat_ws(' ', ticket, fence, {_PROOF}, :key)) AS text) END
 FROM granted
 """,
     Reply.ROWS,
@@ -236,41 +243,21 @@ FROM granted
 # Safe: changes nothing.
 CALL: Final = Statement(
     "call",
-    "SELECT CAST(pg_notify(:channel, CAST(:ticket AS text) || ' ' || CAST(:key AS text)) AS text)",
+    "SELECT CAST(pg_notify(:channel, CAST(:message AS text)) AS text)",
     Reply.ROWS,
 )
 
-# Safe: names the owner, whose token is of this place in the queue alone, and shortens nothing, so it may arrive late.
-# Durable: the lease is relied on.
-ACCEPT: Final = Statement(
-    "accept",
-    f"""
-WITH mine AS MATERIALIZED (
-    SELECT owner FROM lock_waiters WHERE owner = :owner {SQL.bounded} FOR UPDATE
-), accepted AS (
-    UPDATE locks SET expires_at = greatest(expires_at, {SQL.after(":life")})
-    WHERE lock_key = :key AND owner = :owner AND expires_at > {SQL.now}
-      AND (SELECT count(*) FROM mine) >= 0
-      {SQL.durable}
-    RETURNING fence
-), gone AS (
-    DELETE FROM lock_waiters WHERE owner = :owner AND EXISTS (SELECT 1 FROM accepted)
-)
-SELECT fence FROM accepted
-""",
-    Reply.ROWS,
-    keeps=True,
-)
-
-# Safe: shortens nothing, so it may arrive late and twice.
+# Safe: shortens nothing and revives none, so it may arrive late and twice. Durable: what its answer names is trusted to
+# last, by whoever is granted the key there.
 HEARTBEAT: Final = Statement(
     "heartbeat",
     f"""
 UPDATE lock_waiters SET expires_at = greatest(expires_at, {SQL.after(":waiter_ttl")})
 FROM json_array_elements_text(CAST(:owners AS json)) AS due (holder)
-WHERE owner = due.holder {SQL.asynchronous}
+WHERE owner = due.holder AND expires_at > {SQL.now} {SQL.durable}
+RETURNING owner
 """,
-    Reply.COUNT,
+    Reply.ROWS,
     keeps=True,
 )
 
@@ -314,9 +301,8 @@ DIALECT: Final = dialect(
     join=JOIN,
     grant=GRANT,
     heartbeat=HEARTBEAT,
-    accept=ACCEPT,
     call=CALL,
     join_answers=True,
     grant_answers=True,
-    accept_leaves=True,
+    grant_leaves=True,
 )

@@ -115,7 +115,8 @@ RETURNING ticket
 )
 
 # Safe: as the take, for somebody else: only if nobody's lease is alive on the key but the one that is being given back.
-# The lease ends with the waiter's place, and is no longer than the waiter asked for: `accept` makes it whole.
+# The lease ends with the waiter's place, and is no longer than the waiter asked for. The waiter's row stays, and counts
+# no more: its ticket was served.
 GRANT: Final = Statement(
     "grant",
     f"""
@@ -141,21 +142,23 @@ FROM (
 ) AS next
 WHERE locks.lock_key = :key AND served_ticket < next.ticket
   AND (locks.owner IS NULL OR locks.expires_at <= {SQL.now} OR (locks.owner = :owner AND locks.fence = :fence))
-RETURNING served_ticket, (SELECT channel FROM lock_waiters WHERE lock_waiters.owner = locks.owner), NULL
+RETURNING served_ticket, (SELECT channel FROM lock_waiters WHERE lock_waiters.owner = locks.owner), owner, fence, NULL
 """,
     Reply.ROWS,
     keeps=True,
     row_locked=WhenLocked.SKIP,
 )
 
-# Safe: shortens nothing, so it may arrive late and twice.
+# Safe: shortens nothing and revives none, so it may arrive late and twice; nor does it extend a place that was served.
 HEARTBEAT: Final = Statement(
     "heartbeat",
     f"""
 UPDATE lock_waiters SET expires_at = max(expires_at, {SQL.after(":waiter_ttl")})
-WHERE owner IN (SELECT value FROM json_each(:owners))
+WHERE owner IN (SELECT value FROM json_each(:owners)) AND expires_at > {SQL.now}
+  AND ticket > (SELECT served_ticket FROM locks WHERE locks.lock_key = lock_waiters.lock_key)
+RETURNING owner
 """,
-    Reply.COUNT,
+    Reply.ROWS,
     keeps=True,
 )
 

@@ -5,8 +5,8 @@ the one that it is for can do much; and the other databases have none. So a rele
 sockets (Linux, unix(7)) reach as far as a network namespace: the first part of a channel says which one, and whoever
 reads another name there, or cannot have such a socket, is somewhere else.
 
-Rule: a datagram is a hint, as a notification is: anybody can send one, and it makes a waiter look. One that cannot be
-delivered at once, because ten are waiting there, is not waited for.
+Rule: anybody can send a datagram, as a notification: unless it proves that the waiter was granted the key, it makes it
+look. One that cannot be delivered at once, because ten are waiting there, is not waited for.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from dblock.core.wakeup.registry import Wakeups
+from dblock.core.wakeup.registry import Message, Wakeups
 
 _LONGEST: Final = 2048
-"""Bytes; a key has 255 characters at most, a ticket 19 digits."""
+"""Bytes; a key has 255 characters at most, ticket and fence 19 digits, a proof 64."""
 
 
 class LocalSocket:
@@ -51,12 +51,12 @@ class LocalSocket:
             except OSError:  # that was all
                 return
 
-    def notify(self, channel: str, key: str, ticket: int) -> bool:
+    def notify(self, channel: str, message: Message) -> bool:
         """Ring the waiter of a neighbour; False if that did not work."""
         if self.socket is None or not channel.startswith(self.neighbourhood):
             return False
         try:
-            _ = self.socket.sendto(f"{ticket} {key}".encode(), "\0" + channel)
+            _ = self.socket.sendto(message.text().encode(), "\0" + channel)
         except OSError:
             return False
         return True

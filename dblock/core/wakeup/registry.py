@@ -7,15 +7,43 @@ depends on it but how soon a waiter looks.
 from __future__ import annotations
 
 import threading
-from typing import Any, Final
+from collections.abc import MutableMapping
+from typing import Any, Final, NamedTuple
+from weakref import WeakValueDictionary
+
+
+class Message(NamedTuple):
+    """What is said to a waiter: that it was granted the key, with a proof of that; or that it is to look."""
+
+    key: str
+    ticket: int
+    fence: int = 0
+    proof: str = "-"
+    """What only who knows the waiter's owner token can have written (`dblock.core.protocol.queue`)."""
+
+    def text(self) -> str:
+        """As it goes from process to process."""
+        return f"{self.ticket} {self.fence} {self.proof} {self.key}"
+
+    @classmethod
+    def read(cls, text: str) -> Message | None:
+        """From its text, which anybody may have written; None if it has not that form."""
+        ticket, _, rest = text.partition(" ")
+        fence, _, rest = rest.partition(" ")
+        proof, _, key = rest.partition(" ")
+        if not (ticket.isascii() and ticket.isdecimal() and fence.isascii() and fence.isdecimal() and key):
+            return None
+        return cls(key, int(ticket[:19]), int(fence[:19]), proof)
 
 
 class Wakeup:
     """Wakes one waiting flow, a thread or a task; a notification before the wait begins ends the wait at once."""
 
-    __slots__ = ("_event", "_future", "_loop")
+    __slots__ = ("__weakref__", "_event", "_future", "_loop", "message")
 
     def __init__(self) -> None:
+        self.message: Message | None = None
+        """What its flow was told last."""
         self._event = threading.Event()
         self._loop: Any = None
         self._future: Any = None
@@ -76,53 +104,52 @@ UNCLAIMED: Final = 1000
 
 
 class Wakeups:
-    """Those who wait in this process, by key and ticket: one flow as a rule.
+    """Those who wait in this process, by key and ticket; for as long as their flows do, which may be interrupted.
 
-    Two databases seldom give out the same ticket at the same time; then both look.
+    Two databases seldom give out the same ticket at the same time: then one of the two waiters looks for itself.
     """
 
     def __init__(self) -> None:
-        self._registered: dict[tuple[str, int], list[Wakeup]] = {}
-        self._unclaimed: dict[tuple[str, int], bool] = {}
+        self._registered: MutableMapping[tuple[str, int], Wakeup] = WeakValueDictionary()
+        self._unclaimed: dict[tuple[str, int], Message] = {}
 
     def register(self, key: str, ticket: int, wakeup: Wakeup) -> None:
         """Notify the flow that waits for a key with that ticket from now on; at once, if it has been called already."""
-        self._registered.setdefault((key, ticket), []).append(wakeup)
-        if self._unclaimed.pop((key, ticket), False):
+        self._registered[key, ticket] = wakeup
+        message = self._unclaimed.pop((key, ticket), None)
+        if message is not None:
+            wakeup.message = message
             wakeup.notify()
 
     def unregister(self, key: str, ticket: int, wakeup: Wakeup) -> None:
         """Its flow waits with that ticket no more."""
-        registered = self._registered.get((key, ticket), [])
-        if wakeup in registered:
-            registered.remove(wakeup)
-        if not registered:
+        if self._registered.get((key, ticket)) is wakeup:
             _ = self._registered.pop((key, ticket), None)
 
-    def notify(self, key: str, ticket: int) -> bool:
-        """Wake the waiter with that ticket; False if nobody of this process has registered with it yet."""
-        registered = self._registered.get((key, ticket))
-        if registered:
-            for wakeup in list(registered):
-                wakeup.notify()
+    def notify(self, message: Message) -> bool:
+        """Wake the waiter that it is for; False if nobody of this process has registered with its ticket yet."""
+        place = message.key, message.ticket
+        wakeup = self._registered.get(place)
+        if wakeup is not None:
+            wakeup.message = message
+            wakeup.notify()
             return True
         if len(self._unclaimed) >= UNCLAIMED:
             self._unclaimed.clear()
-        self._unclaimed[key, ticket] = True
+        self._unclaimed[place] = message
         return False
 
     def notify_all(self) -> None:
         """Wake every waiter."""
-        for registered in list(self._registered.values()):
-            for wakeup in list(registered):
-                wakeup.notify()
+        for wakeup in list(self._registered.values()):
+            wakeup.notify()
 
-    def on_message(self, message: str) -> None:
-        """Wake whom a call from another process names; anybody may have sent it."""
-        ticket, _, key = message.partition(" ")
-        if ticket.isdecimal():
-            _ = self.notify(key, int(ticket))
+    def on_message(self, text: str) -> None:
+        """Wake whom a message from another process names; anybody may have sent it."""
+        message = Message.read(text)
+        if message is not None:
+            _ = self.notify(message)
 
     def anybody_waits(self) -> bool:
         """Does anybody wait?"""
-        return any(not wakeup.closed() for each in list(self._registered.values()) for wakeup in each)
+        return any(not wakeup.closed() for wakeup in list(self._registered.values()))

@@ -12,37 +12,48 @@ from typing import Any
 from dblock.core.errors import LockError, Reason
 from dblock.core.log import warn
 from dblock.core.protocol import queue
+from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
-from dblock.core.wakeup.registry import Wakeup
 
 
 @dataclass(slots=True)
-class Place:
+class KeptPlace:
     """A place in a queue that is to be kept."""
 
+    place: Place
     store: Store
     loop: Any
-    wakeup: Wakeup
-    """Of the flow that waits there."""
     due: float
+    served: bool = False
+    """Was the key granted there? Then its row is of no more use."""
+
+    def abandoned(self) -> bool:
+        """Has its flow not been seen for long? It was interrupted on its way out, or has ended with its event loop."""
+        database = self.store.database
+        return not self.served and database.now() > self.place.seen + database.timing.unresponsive_after
 
 
 class Heartbeat:
     """Places in the queues of one database that are to be kept by one statement."""
 
-    def __init__(self, store: Store, owners: Sequence[str], leave: Callable[[str], None]) -> None:
+    def __init__(self, store: Store, kept: Sequence[KeptPlace], leave: Callable[[str], None]) -> None:
         self.store = store
-        self.leases = list(owners)
+        self.leases = [each.place for each in kept if not each.served]
+        self._served = [each.place.owner for each in kept if each.served]
         self._leave = leave
         self.answered = False
 
     def steps(self) -> Steps[None]:
-        """Keep them."""
+        """Keep them, and delete those that were served."""
+        database = self.store.database
+        until = database.now() + database.timing.heartbeat_interval / 2
         try:
-            database = self.store.database
-            until = database.now() + database.timing.heartbeat_interval / 2
-            yield from queue.heartbeat(database, self.leases, until)
+            if self.leases:
+                yield from queue.heartbeat(database, self.leases, until)
+            for owner in self._served:
+                yield from queue.leave_queue(database, owner, until - database.now())
+                self._leave(owner)
         except LockError as error:
             warn("could not keep %d places in queues, trying again: %s", len(self.leases), error)
         finally:
@@ -54,5 +65,5 @@ class Heartbeat:
     def give_up(self) -> None:
         """Nobody can run this."""
         self.answered = True
-        for owner in self.leases:
+        for owner in (*self._served, *(place.owner for place in self.leases)):
             self._leave(owner)

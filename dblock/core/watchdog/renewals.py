@@ -53,7 +53,7 @@ class Renewal:
     def steps(self) -> Steps[None]:
         """Renew, and let every hold know."""
         self.set_reason_if_lost(Reason.UNREACHABLE)  # until it has succeeded: it may never be answered
-        patience = min(due.ttl for due in self.leases) / 20
+        patience = min(due.hold.lease.term for due in self.leases) / 20
         for start in range(0, len(self.leases), BATCH):
             yield from self._renew(self.leases[start : start + BATCH], patience)
         self._look()
@@ -78,8 +78,8 @@ class Renewal:
                 yield from self._renew(leases[half:], 0.0)
                 return
             warn("could not renew %d leases, trying again: %s", len(leases), error)
-            for hold, ttl, _, _ in leases:
-                hold.lease.due = min(hold.lease.due, database.now() + min(1.0, ttl / 20))
+            for hold, _, _, _ in leases:
+                hold.lease.due = min(hold.lease.due, database.now() + min(1.0, hold.lease.term / 20))
             return
         over: list[Hold] = []
         for hold, ttl, _, epoch in leases:

@@ -34,7 +34,7 @@ from dblock.core.holding.lease import Loss
 from dblock.core.log import warn
 from dblock.core.protocol.drive import adrive
 from dblock.core.protocol.store import Store
-from dblock.core.watchdog.heartbeats import Heartbeat, Place
+from dblock.core.watchdog.heartbeats import Heartbeat, KeptPlace
 from dblock.core.watchdog.renewals import Renewal, Renewer, quietly
 
 LOOK: Final = 1.0
@@ -51,7 +51,7 @@ class Watchdog:
         self._flows, self._give_back = flows, give_back
         self._holds: dict[Hold, None] = {}
         self._by_key: dict[tuple[Store, str], Hold] = {}
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, KeptPlace] = {}
         self._heartbeats: dict[tuple[Store, Any], Heartbeat] = {}
         self._wake_at = math.inf
         # Both may be entered again by a signal handler that takes a lock.
@@ -93,16 +93,20 @@ class Watchdog:
         hold = self._by_key.get((store, key))
         return hold is not None and hold.lease.remaining() > 0
 
-    def keep(self, owner: str, place: Place) -> None:
+    def keep(self, kept: KeptPlace) -> None:
         """Keep a place in a queue from now on."""
-        self._places[owner] = place
+        self._places[kept.place.owner] = kept
         self._added = True
-        if place.due < self._wake_at:
+        if kept.due < self._wake_at:
             self.look()
 
-    def leave(self, owner: str) -> None:
-        """Keep that place no more."""
-        _ = self._places.pop(owner, None)
+    def leave(self, owner: str, *, served: bool = False) -> None:
+        """Keep that place no more; `served`: its row is there, and to be deleted some time."""
+        kept = self._places.get(owner)
+        if kept is not None and served:
+            kept.served = True
+        else:
+            _ = self._places.pop(owner, None)
 
     def look(self) -> None:
         """Look again now: something is due earlier than we thought."""
@@ -219,7 +223,7 @@ class Watchdog:
             elif hold.lease.renewing:
                 if hold.lease.due <= now:
                     due.setdefault((hold.store, hold.loop), []).append(hold)
-                    hold.lease.due = now + hold.lease.ttl / 6
+                    hold.lease.due = now + hold.lease.term / 6
                 soonest = min(soonest, hold.lease.due - now)
                 late = hold.lease.late_from - now
                 if late > 0:
@@ -240,21 +244,21 @@ class Watchdog:
 
     def _keep_places(self, stores: set[Store]) -> float:
         """Keep the places that are due, and with them all others of the same database; seconds until the next are."""
-        for owner in [owner for owner, place in list(self._places.items()) if place.wakeup.closed()]:
-            self.leave(owner)  # of a flow that has ended with its event loop
-        places, now = list(self._places.items()), clock.now()
-        stores.update(place.store for _, place in places)
-        for store, loop in {(place.store, place.loop) for _, place in places if place.due <= now}:
-            mine = {owner: place for owner, place in places if (place.store, place.loop) == (store, loop)}
-            for place in mine.values():
-                place.due = now + store.database.timing.heartbeat_interval
+        for owner in [owner for owner, kept in list(self._places.items()) if kept.abandoned()]:
+            self.leave(owner)
+        places, now = list(self._places.values()), clock.now()
+        stores.update(kept.store for kept in places)
+        for store, loop in {(kept.store, kept.loop) for kept in places if kept.due <= now}:
+            mine = [kept for kept in places if (kept.store, kept.loop) == (store, loop)]
+            for kept in mine:
+                kept.due = now + store.database.timing.heartbeat_interval
             last = self._heartbeats.get((store, loop))
             if last is None or last.answered:  # a database that hangs is not asked again and again
-                heartbeat = self._heartbeats[store, loop] = Heartbeat(store, list(mine), self.leave)
+                heartbeat = self._heartbeats[store, loop] = Heartbeat(store, mine, self.leave)
                 self._send(heartbeat, loop)
         if not places:
             self._heartbeats.clear()
-        return min((place.due - now for _, place in places), default=LOOK)
+        return min((kept.due - now for kept in places), default=LOOK)
 
     def _gather(self, store: Store, loop: Any, holds: list[Hold]) -> None:
         """Those that will be due soon come along, so that leases that began one by one are renewed together."""
@@ -263,7 +267,7 @@ class Watchdog:
                 now = hold.lease.now()
                 if now < hold.lease.due <= now + hold.lease.ttl / 12:
                     holds.append(hold)
-                    hold.lease.due = now + hold.lease.ttl / 6
+                    hold.lease.due = now + hold.lease.term / 6
 
     def _send(self, batch: Renewal | Heartbeat, loop: Any) -> None:
         store = batch.store

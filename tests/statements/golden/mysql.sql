@@ -33,7 +33,7 @@ CREATE TABLE lock_waiters (
 ) ENGINE = InnoDB;
 CREATE UNIQUE INDEX lock_waiters_queue ON lock_waiters (lock_key, ticket);
 
--- take: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+-- take: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
@@ -43,7 +43,7 @@ WHERE lock_key = :key
 AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
 AND (last_ticket = served_ticket OR :fair = 0);
 
--- create: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+-- create: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id)
 VALUES (:key, :owner, LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), 1, :ttl, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, :label, :host, :pid, :thread, :program, :task);
 
@@ -88,7 +88,7 @@ AND owner = due.holder
 AND fence = due.number
 AND expires_at > UTC_TIMESTAMP(6);
 
--- attach: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+-- attach: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
 SET count = LAST_INSERT_ID(count + 1), expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
@@ -108,7 +108,7 @@ AND host = :host
 AND pid = :pid
 AND thread = :thread));
 
--- release: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+-- release: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
 SET owner = CASE WHEN :count > 1 THEN owner END, expires_at = CASE WHEN :count > 1 THEN expires_at ELSE UTC_TIMESTAMP(6) END, count = :count - 1
 WHERE lock_key = :key
@@ -117,7 +117,7 @@ AND fence = :fence
 AND LAST_INSERT_ID(CASE WHEN :count = 1
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0;
 
--- leave: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+-- leave: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
 SET owner = CASE WHEN count > 1 THEN owner WHEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND > UTC_TIMESTAMP(6) THEN '' END, expires_at = CASE WHEN count > 1 THEN expires_at ELSE GREATEST(UTC_TIMESTAMP(6), acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND) END, count = GREATEST(count - 1, 0)
 WHERE lock_key = :key
@@ -156,9 +156,10 @@ WHERE lock_key = :key
 AND expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND
 AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
 WHERE waiter.lock_key = :key
+AND waiter.ticket > served_ticket
 AND waiter.expires_at > UTC_TIMESTAMP(6));
 
--- join: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+-- join: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, joined_at, expires_at)
 SELECT :owner, lock_key, LAST_INSERT_ID(GREATEST(last_ticket + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), :ttl, :label, :host, :pid, :thread, :program, :task, :channel, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:waiter_ttl * 1000000) MICROSECOND
 FROM locks
@@ -181,25 +182,27 @@ WHERE other.lock_key = :key
 AND other.ticket > theirs.served_ticket
 AND other.ticket < :ticket
 AND other.expires_at > UTC_TIMESTAMP(6) LIMIT 16) AS earlier), (SELECT count(*) FROM lock_waiters AS me
-WHERE me.owner = :owner)
+WHERE me.owner = :owner
+AND me.expires_at > UTC_TIMESTAMP(6))
 FROM locks
 WHERE locks.lock_key = :key;
 
--- grant: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+-- grant: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (
-SELECT owner AS heir, ticket, ttl AS life, label AS note, host AS machine, pid AS process, thread AS strand, program AS command, celery_task_id AS task, expires_at AS until FROM lock_waiters FORCE INDEX (lock_waiters_queue)
-WHERE lock_key = :key
-AND ticket >= :first
-AND expires_at > UTC_TIMESTAMP(6) ORDER BY ticket LIMIT 1 FOR SHARE NOWAIT ) AS next STRAIGHT_JOIN (SELECT lock_key AS name
+SELECT owner AS heir, ticket, ttl AS life, label AS note, host AS machine, pid AS process, thread AS strand, program AS command, celery_task_id AS task, expires_at AS until FROM lock_waiters
+WHERE owner = :heir
+AND lock_key = :key
+AND expires_at > UTC_TIMESTAMP(6) LIMIT 1 FOR UPDATE NOWAIT ) AS next STRAIGHT_JOIN (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
 ON locks.lock_key = :key
 AND locks.served_ticket < next.ticket
 AND (locks.owner IS NULL OR locks.expires_at <= UTC_TIMESTAMP(6) OR (locks.owner = :owner
-AND locks.fence = :fence))
-SET locks.owner = next.heir, locks.fence = GREATEST(locks.fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), locks.count = 1, locks.ttl = next.life, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.until, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.life * 1000000) MICROSECOND), locks.label = next.note, locks.host = next.machine, locks.pid = next.process, locks.thread = next.strand, locks.program = next.command, locks.celery_task_id = next.task, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = LAST_INSERT_ID(next.ticket);
+AND locks.fence = :fence)) STRAIGHT_JOIN lock_waiters AS place
+ON place.owner = next.heir
+SET place.expires_at = place.joined_at, locks.owner = next.heir, locks.fence = LAST_INSERT_ID(GREATEST(locks.fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), locks.count = 1, locks.ttl = next.life, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.until, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.life * 1000000) MICROSECOND), locks.label = next.note, locks.host = next.machine, locks.pid = next.process, locks.thread = next.strand, locks.program = next.command, locks.celery_task_id = next.task, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = next.ticket;
 
--- accept: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+-- accept: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (PRIMARY)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
@@ -209,7 +212,13 @@ WHERE lock_key = :key
 AND owner = :owner
 AND expires_at > UTC_TIMESTAMP(6);
 
--- hand_over_local: one row with the number left by LAST_INSERT_ID(expr), if it changed a row
+-- inherit: one empty row for each row that it changed
+UPDATE lock_waiters
+SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE owner = :owner
+AND expires_at > UTC_TIMESTAMP(6);
+
+-- hand_over_local: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
@@ -226,16 +235,17 @@ AND (last_ticket = served_ticket OR :handovers_left > 0);
 DELETE FROM lock_waiters
 WHERE owner = :owner;
 
--- channel: the rows it returns
-SELECT ticket, channel FROM lock_waiters FORCE INDEX (lock_waiters_queue)
+-- first_waiter: the rows it returns
+SELECT ticket, channel, owner FROM lock_waiters FORCE INDEX (lock_waiters_queue)
 WHERE lock_key = :key
-AND ticket >= :ticket
+AND ticket >= :first
 AND expires_at > UTC_TIMESTAMP(6) ORDER BY ticket LIMIT 1;
 
 -- heartbeat: one empty row for each row that it changed
 UPDATE JSON_TABLE(:owners, '$[*]' COLUMNS (holder varchar(64) CHARACTER
 SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$')) AS due STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY)
 ON owner = due.holder
+AND expires_at > UTC_TIMESTAMP(6)
 SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:waiter_ttl * 1000000) MICROSECOND);
 
 -- waits: the rows it returns
@@ -243,6 +253,7 @@ SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, wa
 ON held.lock_key = waiter.lock_key
 WHERE waiter.expires_at > UTC_TIMESTAMP(6)
 AND held.expires_at > UTC_TIMESTAMP(6)
+AND waiter.ticket > held.served_ticket
 AND held.owner IS NOT NULL
 AND held.owner <> waiter.owner
 AND held.count > 0;

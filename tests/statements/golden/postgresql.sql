@@ -166,6 +166,7 @@ AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL
 AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
 WHERE waiter.lock_key = :key
+AND waiter.ticket > served_ticket
 AND waiter.expires_at > clock_timestamp());
 
 -- join: the rows it returns
@@ -203,7 +204,8 @@ WHERE other.lock_key = :key
 AND other.ticket > theirs.served_ticket
 AND other.ticket < CAST(:ticket AS bigint)
 AND other.expires_at > clock_timestamp() LIMIT 16) AS earlier), (SELECT count(*) FROM lock_waiters AS me
-WHERE me.owner = :owner)
+WHERE me.owner = :owner
+AND me.expires_at > clock_timestamp())
 FROM locks
 WHERE locks.lock_key = :key;
 
@@ -220,28 +222,29 @@ WHERE locks.lock_key = :key
 AND served_ticket < next.ticket
 AND CASE WHEN locks.owner IS NULL OR locks.expires_at <= clock_timestamp() OR (locks.owner = :owner
 AND locks.fence = CAST(:fence AS bigint)) THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
-AND set_config('synchronous_commit', 'off', true) IS NOT NULL
-RETURNING next.ticket, next.channel )
-SELECT ticket, channel, CASE WHEN channel <> ''
-AND left(channel, length(:here)) <> :here THEN CAST(pg_notify(channel, ticket || ' ' || CAST(:key AS text)) AS text) END FROM granted;
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
+RETURNING next.ticket, next.channel, next.owner, locks.fence ), gone AS ( DELETE FROM lock_waiters USING granted
+WHERE lock_waiters.owner = granted.owner )
+SELECT ticket, channel, owner, fence, CASE WHEN channel <> ''
+AND left(channel, length(:here)) <> :here THEN CAST(pg_notify(channel, concat_ws(' ', ticket, fence, encode(sha256(convert_to(concat_ws(' ', ticket, fence, owner), 'UTF8')), 'hex'), :key)) AS text) END FROM granted;
 
 -- accept: the rows it returns
-WITH mine AS MATERIALIZED (
-SELECT owner FROM lock_waiters
-WHERE owner = :owner
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL FOR UPDATE ), accepted AS (
 UPDATE locks
 SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
 WHERE lock_key = :key
 AND owner = :owner
 AND expires_at > clock_timestamp()
-AND (SELECT count(*) FROM mine) >= 0
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
-RETURNING fence ), gone AS ( DELETE FROM lock_waiters
+RETURNING fence;
+
+-- inherit: one empty row for each row that it changed
+UPDATE lock_waiters
+SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE owner = :owner
-AND EXISTS (SELECT 1 FROM accepted) )
-SELECT fence FROM accepted;
+AND expires_at > clock_timestamp()
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- hand_over_local: the rows it returns
 UPDATE locks
@@ -262,27 +265,30 @@ WHERE owner = :owner
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
--- channel: the rows it returns
-SELECT ticket, channel FROM lock_waiters
+-- first_waiter: the rows it returns
+SELECT ticket, channel, owner FROM lock_waiters
 WHERE lock_key = :key
-AND ticket >= CAST(:ticket AS bigint)
+AND ticket >= CAST(:first AS bigint)
 AND expires_at > clock_timestamp() ORDER BY ticket LIMIT 1;
 
 -- call: the rows it returns
-SELECT CAST(pg_notify(:channel, CAST(:ticket AS text) || ' ' || CAST(:key AS text)) AS text);
+SELECT CAST(pg_notify(:channel, CAST(:message AS text)) AS text);
 
--- heartbeat: one empty row for each row that it changed
+-- heartbeat: the rows it returns
 UPDATE lock_waiters
 SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :waiter_ttl)) FROM json_array_elements_text(CAST(:owners AS json)) AS due (holder)
 WHERE owner = due.holder
+AND expires_at > clock_timestamp()
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
+RETURNING owner;
 
 -- waits: the rows it returns
 SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread FROM lock_waiters AS waiter JOIN locks AS held
 ON held.lock_key = waiter.lock_key
 WHERE waiter.expires_at > clock_timestamp()
 AND held.expires_at > clock_timestamp()
+AND waiter.ticket > held.served_ticket
 AND held.owner IS NOT NULL
 AND held.owner <> waiter.owner
 AND held.count > 0;

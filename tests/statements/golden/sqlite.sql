@@ -143,6 +143,7 @@ WHERE lock_key = :key
 AND expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention))
 AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
 WHERE waiter.lock_key = :key
+AND waiter.ticket > served_ticket
 AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'));
 
 -- join: the rows it returns
@@ -167,7 +168,8 @@ WHERE other.lock_key = :key
 AND other.ticket > theirs.served_ticket
 AND other.ticket < :ticket
 AND other.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') LIMIT 16) AS earlier), (SELECT count(*) FROM lock_waiters AS me
-WHERE me.owner = :owner)
+WHERE me.owner = :owner
+AND me.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'))
 FROM locks
 WHERE locks.lock_key = :key;
 
@@ -183,7 +185,7 @@ AND served_ticket < next.ticket
 AND (locks.owner IS NULL OR locks.expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now') OR (locks.owner = :owner
 AND locks.fence = :fence))
 RETURNING served_ticket, (SELECT channel FROM lock_waiters
-WHERE lock_waiters.owner = locks.owner), NULL;
+WHERE lock_waiters.owner = locks.owner), owner, fence, NULL;
 
 -- accept: the rows it returns
 UPDATE locks
@@ -192,6 +194,12 @@ WHERE lock_key = :key
 AND owner = :owner
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 RETURNING fence;
+
+-- inherit: one empty row for each row that it changed
+UPDATE lock_waiters
+SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE owner = :owner
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
 
 -- hand_over_local: the rows it returns
 UPDATE locks
@@ -208,22 +216,28 @@ RETURNING fence;
 DELETE FROM lock_waiters
 WHERE owner = :owner;
 
--- channel: the rows it returns
-SELECT ticket, channel FROM lock_waiters
+-- first_waiter: the rows it returns
+SELECT ticket, channel, owner FROM lock_waiters
 WHERE lock_key = :key
-AND ticket >= :ticket
+AND ticket >= :first
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') ORDER BY ticket LIMIT 1;
 
--- heartbeat: one empty row for each row that it changed
+-- heartbeat: the rows it returns
 UPDATE lock_waiters
 SET expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :waiter_ttl)))
-WHERE owner IN (SELECT value FROM json_each(:owners));
+WHERE owner IN (SELECT value FROM json_each(:owners))
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND ticket > (SELECT served_ticket
+FROM locks
+WHERE locks.lock_key = lock_waiters.lock_key)
+RETURNING owner;
 
 -- waits: the rows it returns
 SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread FROM lock_waiters AS waiter JOIN locks AS held
 ON held.lock_key = waiter.lock_key
 WHERE waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 AND held.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND waiter.ticket > held.served_ticket
 AND held.owner IS NOT NULL
 AND held.owner <> waiter.owner
 AND held.count > 0;
