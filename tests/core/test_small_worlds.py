@@ -1,0 +1,299 @@
+"""Every order of steps in small worlds, with a fault at every step: exclusion, order, no lost wake-up, nothing left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from dblock.core.acquire import acquiring, handover, waiting
+from dblock.core.acquire.local_queue import LocalQueue, LocalQueues, LocalWaiter, Request, Stage
+from dblock.core.acquire.waiting import Waiter
+from dblock.core.protocol import queue
+from dblock.core.protocol.queue import Place
+from dblock.core.values import Grant
+from tests.conftest import timed
+from tests.support.explore import FAULTS, TTL, Explored, Small, explore, small
+from tests.support.lab import LONG
+from tests.support.model import World
+
+HOUR = 3600.0
+QUICK = 0.15
+"""Seconds that whatever goes wrong may cost, unless somebody has to wait for a lease to end."""
+LOOK = TTL / 2 + 0.2
+"""A waiter looks at least as often as that; as a rule after `Timing.poll_notified`, which is an hour here."""
+SLOWLY = {
+    "lost": LOOK,  # of a grant: its heir was not told
+    "interrupt": LOOK,
+    "mislay": LOOK,
+    "slow": TTL + 0.3,  # the same, if it is answered then
+    "late": TTL + 0.2,  # a take that is executed when nobody waits for its answer any more
+    "death": TTL + 0.2,
+    "stall": LOOK,
+    "freeze": TTL + 1.2,
+}
+LEFT = {"late": TTL, "death": TTL}
+"""For how long a tenure may be left that nobody has."""
+Sizes = tuple[int, ...]
+Timeouts = tuple[float | None, ...]
+WORLDS: list[tuple[Sizes, Timeouts]] = [((1, 1), (None, None)), ((2,), (None, None)), ((2,), (0.05, None))]
+LARGE: list[tuple[Sizes, Timeouts]] = [((2, 1), (None,) * 3), ((1, 1, 1), (None,) * 3), ((2, 1), (0.05, None, None))]
+
+
+@pytest.fixture(autouse=True)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No jitter, tokens in order, and nobody looks by himself but after an hour."""
+    timed(monkeypatch, poll_notified=HOUR, poll_max=HOUR, unresponsive_after=9 * HOUR, leave_timeout=0.03)
+    monkeypatch.setattr(random, "uniform", lambda low, high: (low + high) / 2)
+    monkeypatch.setattr(Waiter, "_until_next_look", lambda *_, **__: HOUR)
+    worlds: list[Small] = []
+    monkeypatch.setattr(Request, "new_owner", lambda self: worlds[-1].new_owner(self.flow))
+    made = small
+
+    def make(*args: Any) -> Small:
+        worlds[:] = [made(*args)]
+        return worlds[0]
+
+    monkeypatch.setattr("tests.core.test_small_worlds.small", make)
+    yield
+
+
+def explored(sizes: Sizes, timeouts: Timeouts, fault: str | None, dialect: str = "postgresql") -> Explored:
+    """All ways of a world; what must be true at the end of each is checked."""
+
+    def check(world: Small) -> None:
+        took = world.time - world.begun
+        inside = len(sizes) == 1 and fault in {"lost", "interrupt"}  # a process tells its own, whatever happens
+        longest = QUICK if inside else SLOWLY.get(fault or "", QUICK)
+        assert took <= longest, f"somebody was forgotten for {took:.2f} s"
+        row = world.rows.get("k")
+        left = row["expires_at"] - world.time if row and row["owner"] else 0.0
+        assert left <= LEFT.get(fault or "", 0.0) + 0.01, f"a tenure is left for {left:.2f} s"
+        alive = [house for house in world.houses if house.alive]
+        for house in alive:
+            assert not house.site.local_queues._queues, "somebody is still in a local queue"
+            assert not house.site.local_queues._tried, "somebody still tries"
+        if fault not in {"late", "death"}:
+            assert not world.standing(), "somebody is still in the queue"
+
+    kinds = () if fault is None else (fault,)
+    return explore(lambda: small(sizes, timeouts, len(kinds), kinds, dialect), check=check)
+
+
+def say(capsys: pytest.CaptureFixture[str], what: str, states: int) -> None:
+    """How many states there were, for whoever runs this in one process."""
+    with capsys.disabled():
+        print(f"\n{what}: {states:,} states", end="")  # noqa: T201 - to be read
+
+
+@pytest.mark.parametrize("dialect", ["postgresql", "mysql"])
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_two_flows(fault: str | None, dialect: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two processes, or of one, of which one may not wait for long."""
+    states = [explored(sizes, timeouts, fault, dialect).states for sizes, timeouts in WORLDS]
+    say(capsys, f"{dialect}, {fault or 'no fault'}", sum(states))
+    assert min(states) > 50
+
+
+@pytest.mark.parametrize(("sizes", "timeouts"), LARGE)
+def test_three_flows(sizes: Sizes, timeouts: Timeouts, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two processes, or of three."""
+    seen = explored(sizes, timeouts, None)
+    say(capsys, str(sizes), seen.states)
+    assert seen.states > 2000
+
+
+@pytest.mark.skipif(not LONG, reason="part of `make faults`")
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("sizes", "timeouts"), LARGE)
+def test_three_flows_and_a_fault(
+    sizes: Sizes, timeouts: Timeouts, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(capsys, f"{sizes}, {fault}", explored(sizes, timeouts, fault).states)
+
+
+@pytest.mark.skipif(not LONG, reason="part of `make faults`")
+@pytest.mark.timeout(7200)
+def test_two_flows_of_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    say(capsys, "(2, 2)", explored((2, 2), (None,) * 4, None).states)
+
+
+# -- what the worlds notice
+
+
+def nobody_gives_back(patch: Callable[..., None]) -> None:
+    """A holder is not told that its heir has gone."""
+    tell = LocalQueue.tell
+    patch(LocalQueue, "tell", lambda self, heir, grant: tell(self, heir, grant) or True)
+
+
+def given_back_twice(patch: Callable[..., None]) -> None:
+    """A holder is not told that its heir has seen itself that it has the key."""
+
+    def tell(self: LocalQueue, heir: LocalWaiter, grant: Grant) -> bool:
+        if heir.stage in {Stage.OFFERED, Stage.ASKING}:
+            heir.grant = grant
+            heir.move(Stage.TOLD)
+            heir.wakeup.notify()
+            return True
+        return False
+
+    patch(LocalQueue, "tell", tell)
+
+
+def next_sleeps_on(patch: Callable[..., None]) -> None:
+    """Whoever leaves the local queue wakes nobody."""
+    leave = LocalQueue.leave
+
+    def quietly(self: LocalQueue, waiter: LocalWaiter, got: Grant | None = None) -> Place | None:
+        behind = self._waiters[1:]
+        left = leave(self, waiter, got)
+        for each in behind:
+            each.wakeup._event.clear()
+        return left
+
+    patch(LocalQueue, "leave", quietly)
+
+
+def credulous(patch: Callable[..., None]) -> None:
+    """A waiter believes whoever says that it has the key."""
+    patch(queue, "proof", lambda *_: "0" * 64)
+
+
+def trusts_too_long(patch: Callable[..., None]) -> None:
+    """A tenure that begins with the lease of a place is trusted as if it were whole."""
+    granted = Place.granted
+
+    def whole(self: Place, *args: Any) -> Grant | None:
+        grant = granted(self, *args)
+        return None if grant is None else grant._replace(term=0.0, sent=self.sent + TTL / 4)
+
+    patch(Place, "granted", whole)
+
+
+def nothing_is_undone(patch: Callable[..., None]) -> None:
+    """What an interrupt has left behind stays."""
+
+    def undo(*_: Any) -> Any:
+        yield from ()
+
+    patch(acquiring, "undo_take", undo)
+    patch(waiting, "undo_take", undo)
+
+
+def nobody_leaves_the_queue(patch: Callable[..., None]) -> None:
+    def stay(*_: Any) -> Any:
+        yield from ()
+
+    patch(queue, "leave_queue", stay)
+
+
+def nobody_hears_of_a_release(patch: Callable[..., None]) -> None:
+    """Those of the local queue are not told that the key was given back."""
+    patch(LocalQueues, "freed", lambda *_: None)
+
+
+def does_not_ask_what_became_of_an_offer(patch: Callable[..., None]) -> None:
+    begin = LocalQueue.begin_asking
+
+    def heedless(self: LocalQueue, waiter: LocalWaiter) -> Stage:
+        stage = begin(self, waiter)
+        return Stage.WAITING if stage is Stage.OFFERED else stage
+
+    patch(LocalQueue, "begin_asking", heedless)
+
+
+def keeps_its_place(patch: Callable[..., None]) -> None:
+    """Whoever was handed the key inside its process stays in the queue."""
+    leave = LocalQueue.leave
+
+    def staying(self: LocalQueue, waiter: LocalWaiter, got: Grant | None = None) -> Place | None:
+        left = leave(self, waiter, got)
+        return None if got else left
+
+    patch(LocalQueue, "leave", staying)
+
+
+def frees_without_granting(patch: Callable[..., None]) -> None:
+    def nobody(*_: Any) -> Any:
+        yield from ()
+        return False
+
+    patch(handover, "grant_next", nobody)
+
+
+def joins_silently(patch: Callable[..., None]) -> None:
+    """The key's row does not say that somebody waits."""
+    join = World._join
+
+    def silently(self: World, p: dict[str, Any]) -> Any:
+        last = self.rows[p["key"]]["last"] if p["key"] in self.rows else 0
+        rows = join(self, p)
+        if rows:
+            self.rows[p["key"]]["last"] = last
+        return rows
+
+    patch(World, "_join", silently)
+
+
+def grants_what_is_held(patch: Callable[..., None]) -> None:
+    """A grant that does not ask whether the releaser's tenure is over."""
+    granted = World._grant
+
+    def anyhow(self: World, p: dict[str, Any]) -> Any:
+        row = self.rows.get(p["key"])
+        if row is not None and row["owner"] is not None:
+            p = {**p, "owner": row["owner"], "fence": row["fence"]}
+        return granted(self, p)
+
+    patch(World, "_grant", anyhow)
+
+
+def hands_over_what_is_over(patch: Callable[..., None]) -> None:
+    """The same of the hand-over inside a process."""
+    tenure = World._tenure
+
+    def latest(self: World, p: dict[str, Any]) -> Any:
+        row = self.rows.get(p["key"])
+        return row if "heir" in p and row and row["owner"] else tenure(self, p)
+
+    patch(World, "_tenure", latest)
+
+
+def tries_for_ever(patch: Callable[..., None]) -> None:
+    """Whoever comes waits for somebody who does not try any more."""
+    patch(LocalQueues, "end_try", lambda *_: None)
+
+
+MUTANTS: list[tuple[Callable[[Callable[..., None]], None], Sizes, Timeouts, str | None]] = [
+    (nobody_gives_back, (2,), (0.05, None), "stall"),
+    (given_back_twice, (2, 1), (None,) * 3, "slow"),
+    (next_sleeps_on, (2,), (0.05, None), "late"),
+    (credulous, (1, 1), (None, None), "stranger"),
+    (trusts_too_long, (1, 1, 1), (None,) * 3, "stall"),
+    (nothing_is_undone, (1, 1), (None, None), "interrupt"),
+    (nobody_leaves_the_queue, (1, 1), (None, None), "interrupt"),
+    (nobody_hears_of_a_release, (2,), (None, None), "lost"),
+    (does_not_ask_what_became_of_an_offer, (2,), (None, None), "lost"),
+    (keeps_its_place, (2,), (None, None), "stall"),
+    (frees_without_granting, (1, 1), (None, None), None),
+    (joins_silently, (1, 1), (None, None), None),
+    (grants_what_is_held, (1, 1), (None, None), "freeze"),
+    (hands_over_what_is_over, (2, 1), (None,) * 3, "late"),
+    (tries_for_ever, (2,), (None, None), None),
+]
+
+
+@pytest.mark.parametrize(("mutant", "sizes", "timeouts", "fault"), MUTANTS, ids=lambda it: getattr(it, "__name__", ""))
+def test_what_is_broken_is_noticed(
+    mutant: Callable[..., None], sizes: Sizes, timeouts: Timeouts, fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one thing less some way ends badly."""
+    if len(sizes) == 2 and sum(sizes) == 3 and not LONG:
+        pytest.skip("part of `make faults`: a minute each")
+    mutant(monkeypatch.setattr)
+    with pytest.raises(AssertionError, match="after"):
+        _ = explored(sizes, timeouts, fault)

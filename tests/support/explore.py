@@ -1,0 +1,464 @@
+"""Small worlds, explored: every order of steps of a few flows, with a fault or two at every step, until nothing is new.
+
+The flows are the protocol's own generators over `World`. A world cannot be copied, so a path is a list of choices that
+is played again from the beginning; a state that was seen before is not gone on from. What counts as the same state: the
+tables, the local queues, what is on its way, and where each flow stands with all it knows, with times as they are from
+now on, and tokens, tickets and fences by their order alone.
+
+Time passes only when nobody can do anything, or as a fault. Nobody looks by himself but after an hour, so a wake-up
+that gets lost shows in the clock.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from types import FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any, NamedTuple, cast
+
+from dblock.core.acquire import acquiring, handover
+from dblock.core.acquire.handover import Held
+from dblock.core.acquire.local_queue import LocalQueue, Request
+from dblock.core.acquire.services import PollingOnly
+from dblock.core.acquire.site import Site
+from dblock.core.errors import LockStoreError, StoreUnanswered
+from dblock.core.protocol.queue import Place
+from dblock.core.protocol.sending import Database
+from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
+from dblock.core.statements import DIALECTS
+from dblock.core.statements.base import Dialect, Statement
+from dblock.core.timing import Timing
+from dblock.core.values import Grant
+from dblock.core.wakeup.local_socket import LocalSocket
+from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
+from tests.support.model import Interrupted, Post, World, wish
+
+SNAPSHOTS = {"grant", "clear"}
+"""The statements that see waiters as of when they began."""
+TTL = 30.0
+FAULTS = {
+    "lost": "a statement is executed, and its answer is lost",
+    "cut": "it is not executed, and there is no answer",
+    "slow": "it is executed, and the answer comes later",
+    "late": "there is no answer, and it is executed any time later",
+    "interrupt": "a flow is interrupted",
+    "death": "a process is killed",
+    "stall": "nothing happens for longer than a place lasts",
+    "freeze": "nothing happens for longer than a lease lasts",
+    "stranger": "somebody says that a waiter has been granted the key",
+    "mislay": "a message to another process is lost",
+}
+
+
+class Mail(Post):
+    """Messages to other processes are on their way until they are delivered."""
+
+    def notify(self, channel: str, message: Message) -> bool:
+        cast("Small", self._world).mail.append((channel, message))
+        return True
+
+
+class House(PollingOnly):
+    """A process: its local queues, and whom it knows to hold the key."""
+
+    shared = True
+
+    def __init__(self, world: Small, number: int) -> None:
+        self.channel, self.wakeups, self.holding = f"world_{number}", Wakeups(), set[int]()
+        self.alive = True
+        world.listening[self.channel] = self.wakeups
+        self.site = Site(world.database(), self.wakeups, lambda: cast("LocalSocket", Mail(world, self.channel)))
+
+    def holds(self, key: str) -> bool:
+        return bool(self.holding)
+
+    def keep(self, place: Place) -> bool:
+        return True
+
+
+@dataclass(eq=False)
+class Flow:
+    """Takes the key once, or gives up, and gives it back."""
+
+    house: House
+    name: int
+    timeout: float | None
+    steps: Steps[None] = field(init=False)
+    under_way: Execute | None = None
+    seen: set[str] | None = None
+    answer: Rows | None = None
+    """What the statement under way has come to, of which the flow has not heard yet."""
+    wakes: float = 0.0
+    wakeup: Wakeup | None = None
+    grant: Grant | None = None
+    breakable: bool = False
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        self.steps = self.life()
+
+    def life(self) -> Steps[None]:
+        site, house = self.house.site, self.house
+        request = wish(ttl=TTL, flow=f"{self.name}.")
+        self.breakable = True
+        try:
+            found = yield from acquiring.acquire(
+                site, request, self.timeout, lambda: house, held_in_process=bool(house.holding)
+            )
+        finally:
+            self.breakable = False
+        if not isinstance(found, Grant):
+            return
+        house.holding.add(self.name)
+        self.grant = found
+        yield Sleep(0.0)
+        house.holding.remove(self.name)
+        self.grant, self.breakable = None, True
+        yield from handover.pass_on(site, Held(found.tenure, found.ticket, found.local_handovers))
+
+    def step(self, reply: Any = None, error: BaseException | None = None) -> None:
+        """On to the next thing that takes time."""
+        world = self.house.site.database
+        self.under_way, self.seen, self.answer, self.wakeup, self.wakes = None, None, None, None, world.now()
+        try:
+            found = self.steps.send(reply) if error is None else self.steps.throw(error)
+        except (StopIteration, Interrupted, LockStoreError):
+            self.done, self.grant = True, None
+            self.house.holding.discard(self.name)
+            return
+        if isinstance(found, Execute):
+            self.under_way = found
+        else:
+            self.wakes = world.now() + found.seconds
+            self.wakeup = found.wakeup if isinstance(found, Wait) else None
+
+    def sleeping(self) -> bool:
+        return not self.done and self.house.alive and self.under_way is None
+
+    def ready(self) -> bool:
+        if self.done or not self.house.alive:
+            return False
+        notified = self.wakeup is not None and self.wakeup._event.is_set()
+        return self.under_way is not None or notified or self.wakes <= self.house.site.database.now()
+
+
+class Choice(NamedTuple):
+    """What happens next, and to whom: a flow, a message, or a statement that hangs in the network."""
+
+    what: str
+    whom: int = 0
+
+
+@dataclass
+class Small(World):
+    """A world of a few processes with a few flows each."""
+
+    houses: list[House] = field(default_factory=list)
+    flows: list[Flow] = field(default_factory=list)
+    mail: list[tuple[str, Message]] = field(default_factory=list)
+    hanging: list[tuple[Execute, set[str]]] = field(default_factory=list)
+    faults: int = 0
+    """How many are left."""
+    kinds: tuple[str, ...] = ()
+    begun: float = 1000.0
+    tokens: int = 0
+
+    def database(self) -> Database:
+        if not hasattr(self, "_database"):
+            self._database = Database(self.dialect, now=lambda: self.time)
+        return self._database
+
+    def new_owner(self, flow: str) -> str:
+        self.tokens += 1
+        return f"{flow}{self.tokens}"
+
+    def choices(self) -> list[Choice]:
+        """All that can happen next."""
+        found = [Choice("mail", n) for n in range(len(self.mail))]
+        found += [Choice("hanging", n) for n in range(len(self.hanging))]
+        ready = [n for n, flow in enumerate(self.flows) if flow.ready()]
+        found += [Choice("step", n) for n in ready]
+        busy = self.mail or any(self.flows[n].answer is None for n in ready)  # answers and statements may be late
+        if not busy and any(flow.sleeping() for flow in self.flows):
+            found.append(Choice("time"))
+        if self.faults and found:
+            for n, flow in enumerate(self.flows):
+                if flow.done or not flow.house.alive:
+                    continue
+                if flow.under_way is not None and flow.answer is None and flow.breakable:
+                    found += [Choice(kind, n) for kind in ("lost", "cut", "slow", "late") if kind in self.kinds]
+                if flow.breakable and "interrupt" in self.kinds:
+                    found.append(Choice("interrupt", n))
+                if flow.wakeup is not None and "stranger" in self.kinds:
+                    found.append(Choice("stranger", n))
+            if "death" in self.kinds:
+                found += [Choice("death", n) for n, house in enumerate(self.houses) if house.alive]
+            found += [Choice(kind) for kind in ("stall", "freeze") if kind in self.kinds]
+            if "mislay" in self.kinds:
+                found += [Choice("mislay", n) for n in range(len(self.mail))]
+        return found
+
+    def happen(self, choice: Choice) -> None:  # noqa: PLR0912, PLR0915 - one case for each kind of event
+        """Let it."""
+        what, whom = choice
+        flow = self.flows[whom] if whom < len(self.flows) else self.flows[0]
+        if what not in {"mail", "hanging", "step", "time"}:
+            self.faults -= 1
+        match what:
+            case "mail" | "mislay":
+                channel, message = self.mail.pop(whom)
+                if what == "mail" and any(house.alive and house.channel == channel for house in self.houses):
+                    self.listening[channel].notify(message)
+            case "hanging":
+                step, seen = self.hanging.pop(whom)
+                _ = self.execute(step, seen)
+            case "step" if flow.under_way is None or flow.answer is not None:
+                flow.step(flow.answer)
+            case "slow":
+                flow.answer = self.execute(cast("Execute", flow.under_way), flow.seen)
+            case "step":
+                step = cast("Execute", flow.under_way)
+                if step.statement.name in SNAPSHOTS and flow.seen is None:
+                    flow.seen = self.snapshot()
+                else:
+                    flow.step(self.execute(step, flow.seen))
+            case "lost":
+                _ = self.execute(cast("Execute", flow.under_way), flow.seen)
+                flow.step(error=StoreUnanswered("lost"))
+            case "cut":
+                flow.step(error=StoreUnanswered("cut"))
+            case "late":
+                self.hanging.append((cast("Execute", flow.under_way), flow.seen or self.snapshot()))
+                flow.step(error=StoreUnanswered("late"))
+            case "interrupt":
+                flow.breakable = False
+                flow.step(error=Interrupted())
+            case "death":
+                self.houses[whom].alive = False
+                for each in self.flows:
+                    if each.house is self.houses[whom]:
+                        each.grant = None
+            case "stall":
+                self.time += self.database().timing.waiter_ttl + 1.0
+            case "freeze":
+                self.time += TTL + 1.0
+            case "stranger":
+                wakeup = cast("Wakeup", flow.wakeup)
+                fence = max((row["fence"] for row in self.rows.values()), default=0)
+                wakeup.message = Message("k", self.rows["k"]["served"] if "k" in self.rows else 0, fence, "0" * 64)
+                wakeup.notify()
+            case "time":
+                self.time = min(each.wakes for each in self.flows if each.sleeping())
+        holding = [each.name for each in self.flows if each.grant and self.time < each.grant.trusted_until]
+        assert len(holding) <= 1, f"two hold it: {holding}"
+        assert self.served.get("k", [])[-2:] == sorted(self.served.get("k", [])[-2:]), "somebody was overtaken"
+
+    def over(self) -> bool:
+        return all(flow.done or not flow.house.alive for flow in self.flows) and not self.mail and not self.hanging
+
+    def state(self) -> Any:
+        """What makes this state different from others."""
+        return _Canon(self).of_world()
+
+
+def small(
+    sizes: tuple[int, ...], timeouts: tuple[float | None, ...], faults: int, kinds: tuple[str, ...], dialect: str
+) -> Small:
+    """A world with so many flows in each process, of which each waits for so long."""
+    world = Small(dialect=DIALECTS[dialect], faults=faults, kinds=kinds)
+    world.houses = [House(world, number) for number, _ in enumerate(sizes)]
+    owners = [house for house, size in zip(world.houses, sizes, strict=True) for _ in range(size)]
+    world.flows = [Flow(house, n, timeouts[n]) for n, house in enumerate(owners)]
+    for flow in world.flows:
+        flow.wakes = world.time
+    return world
+
+
+class _Name(str):
+    """An owner token, what the tokens of a flow begin with, or a channel."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "?"
+
+
+class _Number(int):
+    """A ticket or a fence."""
+
+
+class _Canon:
+    """A world as a flat tuple, in which only what matters differs."""
+
+    def __init__(self, world: Small) -> None:
+        self._world, self._now = world, world.time
+        self._known = dict[int, int]()
+        self._kept = list[Any]()
+
+    def of_world(self) -> Any:
+        """Flows of a process that are in the same state are the same, and so are processes."""
+        world = self._world
+        flat = list[Any]()
+        for house in sorted((self._of_house(house) for house in world.houses), key=repr):
+            flat += house
+        for row in world.rows.values():
+            self._add(list(row.values()), flat)
+        waiters = sorted(world.waiters.values(), key=lambda waiter: waiter["ticket"])
+        self._add([(w["ticket"], w["owner"], w["expires_at"], w["joined_at"], w["channel"]) for w in waiters], flat)
+        hanging = [(step.statement.name, *step.parameters.values(), seen) for step, seen in world.hanging]
+        self._add((world.mail, hanging, world.faults), flat)
+        flat.append(round(world.time - world.begun, 1))  # or how long it took would depend on the way here
+        numbers = {number: rank for rank, number in enumerate(sorted({it for it in flat if type(it) is _Number}))}
+        names = dict[str, int]()
+        for n, it in enumerate(flat):
+            if type(it) is _Number:
+                flat[n] = ("n", numbers[it])
+            elif type(it) is _Name:
+                flat[n] = ("name", names.setdefault(it, len(names)))
+        return tuple(flat)
+
+    def _of_house(self, house: House) -> list[Any]:
+        if not house.alive:
+            return []
+        flows, queues = list[list[Any]](), house.site.local_queues
+        for f in self._world.flows:
+            if f.house is house and not f.done:
+                flows.append([])
+                known = (f.breakable, f.wakes, f.grant, f.seen, f.answer, f.name in house.holding, f.wakeup, f.steps)
+                self._add(known, flows[-1])
+        own = list[Any]()
+        for flow in sorted(flows, key=repr):
+            own += flow
+        self._add((house.channel, queues._queues, queues._tried, queues._contended, house.wakeups._unclaimed), own)
+        return own
+
+    def _add(self, it: Any, flat: list[Any]) -> None:  # noqa: PLR0912 - one branch for each kind of value
+        kind = type(it)
+        if kind is str:
+            named = it.startswith("world_") or (it[:1].isdigit() and "." in it)
+            flat.append(_Name(it) if named else it)
+        elif kind is int:
+            flat.append(it if abs(it) < 100_000 else _Number(it))
+        elif kind is float:
+            flat.append(("at", round(it - self._now, 2)) if 500 < it < math.inf else round(it, 4))
+        elif it is None or kind is bool:
+            flat.append(it)
+        elif kind in _CONSTANT or isinstance(it, BaseException):
+            flat.append(kind.__name__)
+        elif kind is Statement:
+            flat.append(it.name)
+        elif kind is Request:
+            flat.append(_Name(it.flow))
+        elif isinstance(it, Enum):
+            flat.append(it.name)
+        elif kind is set:
+            flat.append(len(it))
+            for each in sorted(it, key=lambda owner: self._world.waiters.get(owner, _GONE)["ticket"]):
+                self._add(each, flat)
+        elif isinstance(it, tuple | list):
+            flat.append(len(it))
+            for each in it:
+                self._add(each, flat)
+        elif isinstance(it, dict):
+            flat.append(len(it))
+            for key in sorted(it, key=str):
+                self._add((key, it[key]), flat)
+        elif id(it) in self._known:
+            flat.append(("again", self._known[id(it)]))
+        else:
+            self._known[id(it)] = len(self._known)
+            self._kept.append(it)
+            self._add_object(it, flat)
+
+    def _add_object(self, it: Any, flat: list[Any]) -> None:
+        if isinstance(it, GeneratorType):
+            frame = it.gi_frame
+            flat.append(it.__qualname__)
+            if frame is not None:
+                flat.append(frame.f_lasti)
+                for name, value in frame.f_locals.items():
+                    if name not in _ASIDE:
+                        self._add(value, flat)
+                self._add(it.gi_yieldfrom, flat)
+        elif isinstance(it, threading.Event):
+            flat.append(it.is_set())
+        else:
+            flat.append(type(it).__name__)
+            for name in _attributes(cast("Any", type(it))):
+                self._add(getattr(it, name, None), flat)
+
+
+_GONE: dict[str, Any] = {"ticket": 0}
+_CONSTANT = {House, Flow, World, Small, Site, Database, Dialect, Timing, ModuleType, FunctionType, MethodType, type}
+_ASIDE = {
+    *("_now", "_timing", "_queues", "mutex", "_loop", "_future", "__weakref__", "database", "wakeups", "socket"),
+    *(
+        "error",
+        "site",
+        "queues",
+        "timing",
+        "key",
+        "services",
+        "request",
+        "dialect",
+        "now",
+        "parameters",
+        "house",
+        "queue",
+    ),
+    *("_key", "holds_other_keys", "local_queue", "conflict", "unanswered", "latest", "told", "failure"),
+}
+
+
+@cache
+def _attributes(kind: Any) -> tuple[str, ...]:
+    if is_dataclass(kind):
+        names = [each.name for each in fields(kind)]
+    elif kind is LocalQueue:
+        names = ["_waiters", "hope_until", "_holder"]
+    else:
+        names = [name for each in kind.__mro__ for name in getattr(each, "__slots__", ())]
+    return tuple(name for name in names if name not in _ASIDE)
+
+
+class Explored(NamedTuple):
+    """What was seen."""
+
+    states: int
+    ends: int
+    longest: float
+    """Seconds until the last flow had what it wanted, or had given up."""
+
+
+def explore(make: Any, *, check: Any, limit: int = 10**9) -> Explored:
+    """Go every way once; `check` looks at a world at its end."""
+    seen = set[int]()
+    ends, longest = 0, 0.0
+    stack: list[tuple[Choice, ...]] = [()]
+    while stack and len(seen) < limit:
+        path = stack.pop()
+        world: Small = make()
+        try:
+            for choice in path:
+                world.happen(choice)
+            while True:
+                state = hash(world.state())
+                if state in seen:
+                    break
+                seen.add(state)
+                choices = world.choices()
+                if not choices:
+                    ends += 1
+                    longest = max(longest, world.time - world.begun)
+                    check(world)
+                    break
+                stack += [(*path, choice) for choice in choices[1:]]
+                path = (*path, choices[0])
+                world.happen(choices[0])
+        except AssertionError as error:
+            story = "\n".join(f"{choice.what} {choice.whom}" for choice in path)
+            raise AssertionError(f"{error}, after\n{story}") from error
+    return Explored(len(seen), ends, longest)
