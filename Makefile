@@ -31,12 +31,12 @@ mutants: ## Every statement with one condition less, on every database: a test h
 
 bench: ## Rates as ratios to bare SQL in the same run, and what the server counts: make bench [ROUNDS=15]
 	@sh scripts/setup test
-	@missed=0; for part in uncontended leases handoff contended; do \
+	@missed=0; for part in uncontended leases handoff contended peers; do \
 	    ROUNDS=$(or $(ROUNDS),15) $(PYTHON) -m benchmarks.$$part || missed=1; done; exit $$missed
 
 faults: ## Kills, cuts, pauses and races in the numbers that the contract asks for; `make test` has a short form
 	@sh scripts/setup test
-	@DBLOCK_FAULTS=long $(PYTHON) -m pytest --timeout 7200 tests/faults $(ARGS)
+	@DBLOCK_FAULTS=long $(PYTHON) -m pytest --timeout 7200 tests/faults tests/core/test_small_worlds.py $(ARGS)
 
 pooler: ## The suite through PgBouncer in transaction mode, as far as it is about PostgreSQL; `make test` has a short form
 	@sh scripts/setup test

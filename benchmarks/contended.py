@@ -68,25 +68,27 @@ def theirs(url: str) -> Lock:
     return lambda: cursor.execute(take), lambda: cursor.execute(give)
 
 
-def crowd(make: Maker, url: str, size: int, section: float) -> Crowd:
+def crowd(make: Maker, url: str, size: int, section: float, seconds: float = SECONDS) -> Crowd:
     """Let `size` processes want one key for some seconds."""
     results: Any = multiprocessing.Queue()
     start: Any = multiprocessing.Barrier(size)
-    members = [multiprocessing.Process(target=_member, args=(make, url, section, start, results)) for _ in range(size)]
+    once = (make, url, (section, seconds), start, results)
+    members = [multiprocessing.Process(target=_member, args=once) for _ in range(size)]
     for member in members:
         member.start()
     waits = [results.get(timeout=120) for _ in members]
     for member in members:
         member.join()
     counts = [len(each) for each in waits]
-    return Crowd(sum(counts) / SECONDS, [wait for each in waits for wait in each[1:]], counts)
+    return Crowd(sum(counts) / seconds, [wait for each in waits for wait in each[1:]], counts)
 
 
-def _member(make: Maker, url: str, section: float, start: Any, results: Any) -> None:
+def _member(make: Maker, url: str, times: tuple[float, float], start: Any, results: Any) -> None:
+    section, seconds = times
     take, give = make(url)
     waits = list[float]()
     start.wait()
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + seconds
     while (begun := time.monotonic()) < end:
         take()
         waits.append(time.monotonic() - begun)
