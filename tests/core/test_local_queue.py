@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -262,10 +263,7 @@ def test_an_heir_that_has_given_up_meanwhile_leaves_nothing() -> None:
     holder = given(process, tenure)
     relay = begun(world, holder, "hand_over_local")
     world.time += 0.5
-    look = begun(world, heir, "inspect")
-    with pytest.raises(StopIteration) as given_up:
-        heir.send(world.execute(look))
-    assert not isinstance(given_up.value.value, Grant)
+    assert not isinstance(play(world, heir, {}), Grant)
     release = holder.send(world.execute(relay))
     assert isinstance(release, Execute)
     assert world.rows["k"]["owner"] not in {"o", None}
@@ -465,6 +463,68 @@ def test_the_next_of_a_process_inherits_the_place(how: str) -> None:
     assert isinstance(grant, Grant)
     assert (grant.ticket, world.rows["k"]["owner"][:6]) == (ticket, "second")
     rival.close()
+
+
+@pytest.mark.parametrize("first", ["heir", "answer"])
+def test_nor_does_an_answer_that_is_lost_leave_something(first: str) -> None:
+    """Whichever of the two it is that gives up last looks what the other may have left behind."""
+    world, process, tenure, heir = holder_and_heir()
+    holder = given(process, tenure)
+    relay = begun(world, holder, "hand_over_local")
+    world.time += 0.5
+    if first == "heir":
+        assert not isinstance(play(world, heir, {}), Grant)
+    _ = world.execute(relay)
+    assert play(world, holder, {}, error=StoreUnanswered("cut")) is True
+    if first == "answer":
+        assert not isinstance(play(world, heir, {}), Grant)
+    assert world.rows["k"]["owner"] is None
+    assert process.nobody()
+
+
+def test_a_place_for_which_there_is_only_one_that_does_not_answer() -> None:
+    """It stands behind, and has not been seen for long: whoever gives up leaves the database's queue itself."""
+    world, process, _, first, second = two_that_ask(9.0)
+    local_queue = process.site.local_queues.find("k")
+    assert local_queue is not None
+    local_queue._waiters[1].seen = -math.inf
+    world.time += 4.0
+    assert not isinstance(play(world, first, {("queue_status", 0): standing_for(world, 5.0)}), Grant)
+    second.close()
+    assert not world.waiters
+    assert process.nobody()
+
+
+def standing_for(world: World, seconds: float) -> Callable[[Execute], Rows]:
+    """As a watchdog keeps the places; and time passes."""
+
+    def look(step: Execute) -> Rows:
+        world.time += seconds
+        for place in world.waiters.values():
+            place["expires_at"] = world.time + 5.0
+        return world.execute(step)
+
+    return look
+
+
+@pytest.mark.parametrize("executed", [True, False])
+def test_an_inheritance_of_which_nothing_is_known(executed: bool) -> None:
+    """The place is given up under both tokens, and nobody is granted the key there."""
+    world, process, tenure, first, second = two_that_ask(1.0)
+    world.time += 1
+    assert not isinstance(play(world, first, {}), Grant)
+    adopting = begun(world, second, "inherit")
+    if executed:
+        _ = world.execute(adopting)
+    join = second.throw(StoreUnanswered("cut"))
+    while not (isinstance(join, Execute) and join.statement.name == "join"):
+        join = second.send(world.execute(join) if isinstance(join, Execute) else None)
+    assert not world.waiters
+    joined = world.execute(join)
+    assert play(world, handover.release(world.site(), tenure, 1), {})
+    assert world.rows["k"]["owner"].startswith("second")
+    assert isinstance(play(world, second, {}, joined), Grant)
+    assert process.nobody()
 
 
 def test_what_was_granted_to_one_who_has_given_up_is_given_back_by_its_heir() -> None:

@@ -317,6 +317,34 @@ def test_a_waiter_that_leaves_as_it_is_granted_the_key(request: pytest.FixtureRe
 
 
 @pytest.mark.direct
+def test_a_place_that_is_inherited_as_it_is_granted_the_key(request: pytest.FixtureRequest) -> None:
+    """The grant began before: it goes to the new token, and the place is gone, so that no heartbeat extends it."""
+    ready(request, "postgresql")
+    subject = Subject("sqlalchemy", "sync", "postgresql")
+    holder = subject.lock("k")
+    assert holder.acquire()
+    stranger(subject, 1, 60, "left")
+    subject.run("UPDATE locks SET last_ticket = 1, served_ticket = 0")
+    sql, order = rendered(DIALECTS["postgresql"].queue.grant.sql, "numeric_dollar")
+    assert order is not None
+    known = {"key": "k", "first": "1", "owner": holder.owner, "fence": str(holder.fence), "here": "x"}
+    address = url("postgresql").replace("+psycopg", "")
+    with psycopg.connect(address) as heir, psycopg.connect(address, autocommit=True) as releaser:
+        heir.execute("UPDATE lock_waiters SET owner = 'heir' WHERE owner = 'left'")
+        with ThreadPoolExecutor(1) as pool:
+            values = [str(known[name]).encode() for name in order]
+            granting = pool.submit(releaser.pgconn.exec_params, sql.replace("20ms", "5s").encode(), values)
+            blocked = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+            assert until(lambda: subject.run(blocked) == [(1,)])
+            heir.commit()
+            assert granting.result(10).get_value(0, 2) == b"heir"
+    assert subject.run("SELECT owner FROM lock_waiters") == []
+    subject.run("UPDATE locks SET owner = NULL")
+    with pytest.raises(LockLost):
+        holder.release()
+
+
+@pytest.mark.direct
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
 def test_a_thousand_waiters_cost_a_listener_and_a_connection(request: pytest.FixtureRequest, driver: str) -> None:
     """Tasks of one process that want one key: one place in the queue; all are served in the order of their coming.

@@ -452,12 +452,20 @@ _INHERIT: Final = (
     Case(
         "inherit",
         "the place is another flow's, as it was",
+        keys=[held(owner="other", last_ticket=12)],
         places=[waiter("me", 11), waiter("w", 12)],
         reply=DONE,
         after={"me": None, "heir": {**waiter("me", 11, joined_at=Left(-1), expires_at=Left(4)), **_INHERITED}},
     ),
-    Case("inherit", "not one that has ended", places=[waiter("me", 11, expires_at=At(-0.5))]),
-    Case("inherit", "not another one's", places=[waiter("ME", 11), waiter("w", 12)]),
+    Case("inherit", "not one that has ended", keys=[free()], places=[waiter("me", 11, expires_at=At(-0.5))]),
+    Case("inherit", "not another one's", keys=[free()], places=[waiter("ME", 11), waiter("w", 12)]),
+    Case(
+        "inherit",
+        "not one that was served",
+        keys=[free(last_ticket=12, served_ticket=11), free("j", served_ticket=3)],
+        places=[waiter("me", 11), waiter("w", 12)],
+        on=["sqlite"],
+    ),
 )
 
 _RELAYED: Final = {**NEW, "owner": "heir", "fence": CLOCK, "ttl": 60.0, "acquired_at": NOW, "expires_at": At(61)}

@@ -180,7 +180,7 @@ class World:
 
     def _inherit(self, p: dict[str, Any]) -> Rows:
         place = self.waiters.get(p["owner"])
-        if place is None or place["expires_at"] <= self.time:
+        if place is None or place["expires_at"] <= self.time or place["ticket"] <= self.rows[place["key"]]["served"]:
             return []
         del self.waiters[p["owner"]]
         kept = {name: place[name] for name in ("key", "ticket", "channel", "joined_at", "expires_at")}

@@ -14,7 +14,7 @@ import contextlib
 from enum import Enum
 from typing import NamedTuple
 
-from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, Request
+from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, Request, Stage
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockStoreError, LockTimeout, StoreUnanswered
 from dblock.core.protocol import queue, tenures
@@ -196,6 +196,8 @@ def _hand_over_local(site: Site, local_queue: LocalQueue, heir: LocalWaiter, hel
     try:
         sent, rows = yield from send(database, statement, parameters, sent + database.timing.handover_retry)
     except StoreUnanswered:
+        if heir.stage is Stage.LEFT and heir.grant is None:  # it will not find out
+            yield from undo_take(site, tenure.key, owner, database.timing.handover_retry)
         return Passed.UNKNOWN
     except LockStoreError:
         return Passed.REFUSED

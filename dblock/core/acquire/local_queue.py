@@ -16,8 +16,8 @@ local queue never decides who has the key, only who is next to be offered it:
 - The holder offers it to the first (`choose`), sends the statement, and says what became of it: `tell`, `withdraw`, or,
   if it does not know, nothing. Then, or if it is not told in time, the heir asks the database what its token holds, and
   stands in the database's queue with the same token: whatever comes later, it finds.
-- An heir that has left is not told (`tell` is False), and the holder gives back what it has just begun. If both are
-  broken off at once, a tenure is left that nobody relies on, and ends with its lease.
+- An heir that has left is not told (`tell` is False), and the holder gives back what it has just begun, or may have. If
+  both are broken off at once, a tenure is left that nobody relies on, and ends with its lease.
 - Whoever leaves without the key hands its place to the next (`leave`), once; that one adopts it by a statement
   (`queue.inherit`) which finds it gone if the key was granted there in the meantime, and then gives that back: the one
   who left does not, and has nothing under that token.
@@ -153,13 +153,16 @@ class LocalQueue:
 
     def _first(self) -> LocalWaiter | None:
         """The first one that waits and has been seen lately; others are put out, and may come again."""
-        since = self._now() - self._timing.unresponsive_after
         while self._waiters:
             first = self._waiters[0]
-            if first.stage is not Stage.LEFT and since < first.seen and first.wakeup.responsive():
+            if self._attends(first):
                 return first
             self._remove(first)
         return None
+
+    def _attends(self, waiter: LocalWaiter) -> bool:
+        since = self._now() - self._timing.unresponsive_after
+        return waiter.stage is not Stage.LEFT and since < waiter.seen and waiter.wakeup.responsive()
 
     def _remove(self, waiter: LocalWaiter) -> None:
         if waiter in self._waiters:
@@ -209,9 +212,12 @@ class LocalQueue:
         From then on whatever is granted there is none of its business.
         """
         with self._queues.mutex:
-            others = [each for each in self._waiters if each is not waiter]
-            heard = waiter.grant is not None
-            return bool(others) and not heard and self._first() is waiter and self.leave(waiter) is None
+            if waiter.grant is not None or self._first() is not waiter:
+                return False
+            behind = [each for each in self._waiters[1:] if self._attends(each)]
+            if not behind or behind[0].place is not None:
+                return False
+            return self.leave(waiter) is None
 
     def leave(self, waiter: LocalWaiter, got: Grant | None = None) -> Place | None:
         """Wait no more; the place in the database's queue that nobody else has use for. `got`: what it leaves with."""

@@ -111,11 +111,13 @@ class Waiter:
             place = None if me.local_queue is None else me.local_queue.leave(me)
             if not isinstance(error, GeneratorExit):
                 patience = self._left() if isinstance(error, LockStoreError) else None
-                owners = {me.owner, self.attempt.owner} if may_have_it or me.owner != self.attempt.owner else set()
+                owners = [me.owner] if may_have_it else []
+                if self.attempt.owner != me.owner:
+                    owners.append(self.attempt.owner)
                 if place is not None:
-                    owners.add(place.owner)
                     yield from queue.leave_queue(self.site.database, place.owner, patience)
-                for owner in owners:
+                    owners.append(place.owner)
+                for owner in dict.fromkeys(owners):
                     yield from undo_take(self.site, key, owner, patience)
                 self.attempt.owner = ""
             raise
@@ -158,9 +160,10 @@ class Waiter:
 
     def _begin_again(self, local_queue: LocalQueue) -> Steps[None]:
         """Go on with another token, and give up what may come under this one; not if we have just been told of it."""
-        place, owner = self.me.place, self.me.owner
+        owners = [self.me.owner, self.me.place.owner] if self.me.place else [self.me.owner]
         if local_queue.begin_again(self.me):
-            yield from self._give_up(owner if place is None else place.owner)
+            for owner in dict.fromkeys(owners):
+                yield from self._give_up(owner)
             self.attempt.owner = self.me.owner
 
     def _give_up(self, owner: str) -> Steps[None]:
@@ -177,27 +180,31 @@ class Waiter:
 
     def _time_is_up(self, local_queue: LocalQueue) -> Steps[Grant | LockInfo | Literal[Outcome.TAKE_AGAIN]]:
         """What we were granted at the last moment; else whom to name as the holder; or TAKE_AGAIN."""
-        me, info = self.me, None
-        if me.place is not None and me.place.owner != me.owner and not local_queue.bequeath(me):
-            left, me.place = me.place, None
-            yield from self._give_up(left.owner)
-        if me.place is not None and not local_queue.bequeath(me):
-            yield from queue.leave_queue(self.site.database, me.place.owner, self._left())
+        me, place, info = self.me, self.me.place, None
+        if place is None or local_queue.bequeath(me):
+            pass
+        elif place.owner != me.owner:  # one that we were left, and have not taken over
+            yield from self._give_up(place.owner)
+        else:
+            yield from queue.leave_queue(self.site.database, place.owner, self._left())
             info = yield from self._last_look()
+            me.place = None
             if info is not None and info.owner == me.owner:  # our turn came as we were leaving
                 grant = yield from queue.accept(
-                    self.site.database, self._parameters(), me.place.ticket, self.attempt.until
+                    self.site.database, self._parameters(), place.ticket, self.attempt.until
                 )
-                me.place = None
                 if grant is not None and (yield from self._of_use(grant)):
                     return grant
-            me.place = None
         if info is None:
             info = local_queue.holder or (yield from self._last_look())
             local_queue.holder = info
+        offered = me.stage is Stage.OFFERED
         _ = local_queue.leave(me)
-        if me.grant is not None and (yield from self._of_use(me.grant)):  # we were told at the last moment
-            return me.grant
+        if me.grant is not None:  # we were told at the last moment
+            if (yield from self._of_use(me.grant)):
+                return me.grant
+        elif offered:  # and whoever offered it may never know what became of that
+            yield from undo_take(self.site, self.request.key, me.owner, self._left())
         return info or Outcome.TAKE_AGAIN
 
     def _ask(self, local_queue: LocalQueue) -> Steps[Grant | Outcome | None]:
@@ -243,17 +250,15 @@ class Waiter:
                 standing = yield from queue.join(self.site.database, self._parameters(), self.attempt.until)
         except (GeneratorExit, LockStoreError):
             raise
-        except BaseException:  # interrupted: it may be on its way
+        except BaseException:  # interrupted: it may be on its way; a place that was left to us is seen to further out
             yield from queue.leave_queue(self.site.database, self.me.owner)
             raise
-        if standing is not None:
-            self.me.place = standing[0]
+        self.me.place = None if standing is None else standing[0]
         return standing
 
     def _inherit(self) -> Steps[tuple[Place, None] | None]:
         """The place that somebody of this process has left; None if there is none."""
-        me, database = self.me, self.site.database
-        left, me.place = me.place, None
+        me, database, left = self.me, self.site.database, self.me.place
         if left is None:
             return None
         if (yield from queue.inherit(database, self._parameters(), left.owner, self.attempt.until)):

@@ -368,7 +368,7 @@ def inherit(words: Vocabulary) -> Statement:
     thread = :thread,
     program = :program,
     celery_task_id = :task
-WHERE owner = :owner AND expires_at > {words.now} {words.asynchronous}
+WHERE owner = :owner AND expires_at > {words.now} {words.unserved} {words.asynchronous}
 """
     return Statement("inherit", sql, Reply.COUNT, keeps=True)
 

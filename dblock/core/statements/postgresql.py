@@ -189,8 +189,10 @@ FROM joined, announced
 # Safe: as the take, for somebody else: only if nobody's lease is alive on the key but the one that is being given back,
 # and no transaction pins it. The waiter's row is locked first, and deleted by the same transaction: one that is leaving
 # is passed over, one that wants to leave waits and then finds its tenure, and a heartbeat that comes later finds no
-# place to extend. The lease ends with the place, and is no longer than the waiter asked for. Durable: the heir relies
-# on it as soon as it hears of it, by the notification among others, which goes out after the commit.
+# place to extend. (By its ticket: the statement sees the row as of its beginning, and another flow of the same process
+# may have inherited it since, under another token.) The lease ends with the place, and is no longer than the waiter
+# asked for. Durable: the heir relies on it as soon as it hears of it, by the notification among others, which goes out
+# after the commit.
 _FREE: Final = SQL.unpinned(
     f"locks.owner IS NULL OR locks.expires_at <= {SQL.now}"
     " OR (locks.owner = :owner AND locks.fence = CAST(:fence AS bigint))"
@@ -228,7 +230,7 @@ WITH next AS MATERIALIZED (
       AND {SQL.durably}
     RETURNING next.ticket, next.channel, next.owner, locks.fence
 ), gone AS (
-    DELETE FROM lock_waiters USING granted WHERE lock_waiters.owner = granted.owner
+    DELETE FROM lock_waiters USING granted WHERE lock_key = :key AND lock_waiters.ticket = granted.ticket
 )
 SELECT ticket, channel, owner, fence,
        CASE WHEN channel <> '' AND left(channel, length(:here)) <> :here

@@ -32,6 +32,10 @@ class SQLite(Vocabulary):
     seconds = "real"
     time = "datetime"
 
+    @property
+    def unserved(self) -> str:
+        return "AND ticket > (SELECT served_ticket FROM locks WHERE locks.lock_key = lock_waiters.lock_key)"
+
     def after(self, seconds: str, start: str = "'now'") -> str:
         return f"strftime('%Y-%m-%d %H:%M:%f000', {start}, printf('+%.3f seconds', {seconds}))"
 
@@ -154,8 +158,7 @@ HEARTBEAT: Final = Statement(
     "heartbeat",
     f"""
 UPDATE lock_waiters SET expires_at = max(expires_at, {SQL.after(":waiter_ttl")})
-WHERE owner IN (SELECT value FROM json_each(:owners)) AND expires_at > {SQL.now}
-  AND ticket > (SELECT served_ticket FROM locks WHERE locks.lock_key = lock_waiters.lock_key)
+WHERE owner IN (SELECT value FROM json_each(:owners)) AND expires_at > {SQL.now} {SQL.unserved}
 RETURNING owner
 """,
     Reply.ROWS,

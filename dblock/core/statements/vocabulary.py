@@ -76,6 +76,11 @@ class Vocabulary:
         """
         return f"RETURNING CASE WHEN {free_after} AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END"
 
+    @property
+    def unserved(self) -> str:
+        """The end of a condition: the place was not served; where a grant deletes or ends it, none is needed."""
+        return ""
+
     def unpinned(self, condition: str) -> str:
         """The condition, and that no transaction pins the key; it is not waited for."""
         return f"({condition})"

@@ -224,7 +224,8 @@ AND CASE WHEN locks.owner IS NULL OR locks.expires_at <= clock_timestamp() OR (l
 AND locks.fence = CAST(:fence AS bigint)) THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING next.ticket, next.channel, next.owner, locks.fence ), gone AS ( DELETE FROM lock_waiters USING granted
-WHERE lock_waiters.owner = granted.owner )
+WHERE lock_key = :key
+AND lock_waiters.ticket = granted.ticket )
 SELECT ticket, channel, owner, fence, CASE WHEN channel <> ''
 AND left(channel, length(:here)) <> :here THEN CAST(pg_notify(channel, concat_ws(' ', ticket, fence, encode(sha256(convert_to(concat_ws(' ', ticket, fence, owner), 'UTF8')), 'hex'), :key)) AS text) END FROM granted;
 

@@ -199,7 +199,10 @@ RETURNING fence;
 UPDATE lock_waiters
 SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE owner = :owner
-AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND ticket > (SELECT served_ticket
+FROM locks
+WHERE locks.lock_key = lock_waiters.lock_key);
 
 -- hand_over_local: the rows it returns
 UPDATE locks
