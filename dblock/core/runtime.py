@@ -145,7 +145,13 @@ class ProcessServices:
 
     def leave(self, owner: str, *, served: bool = False) -> None:
         """Keep that place no more."""
-        self._watchdog.leave(owner, served=served and not self._store.database.dialect.queue.grant_leaves)
+        there = not self._store.database.dialect.queue.grant_leaves
+        self._watchdog.leave(owner, served=served and there and self.tidies)
+
+    @property
+    def tidies(self) -> bool:
+        """Not on an event loop, which may be closed by then."""
+        return self._store.renewable and self._loop is None
 
     def listen(self) -> None:
         """Begin to listen, if need be."""

@@ -571,7 +571,7 @@ def test_an_unresponsive_waiter_is_passed_over(how: str) -> None:
     assert local_queue.until_asking(alive) == 0
     assert local_queue.choose() is alive
     local_queue.withdraw(alive)
-    local_queue.freed()
+    local_queue.hope(0.0)
     stuck.wakeup._loop = None
     assert local_queue.until_asking(stuck) > 0
     assert local_queue.leave(alive) is None

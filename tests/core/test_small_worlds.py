@@ -28,7 +28,7 @@ SLOWLY = {
     "lost": LOOK,  # of a grant: its heir was not told
     "interrupt": LOOK,
     "mislay": LOOK,
-    "slow": TTL + 0.3,  # the same, if it is answered then
+    "slow": TTL + 1.3,  # the same, if it is answered then; and whoever comes first waits a second for that
     "late": TTL + 0.2,  # a take that is executed when nobody waits for its answer any more
     "death": TTL + 0.2,
     "stall": LOOK,
@@ -265,7 +265,7 @@ def hands_over_what_is_over(patch: Callable[..., None]) -> None:
 
 def tries_for_ever(patch: Callable[..., None]) -> None:
     """Whoever comes waits for somebody who does not try any more."""
-    patch(LocalQueues, "end_try", lambda *_: None)
+    patch(LocalQueues, "end_try", lambda *_, **__: None)
 
 
 MUTANTS: list[tuple[Callable[[Callable[..., None]], None], Sizes, Timeouts, str | None]] = [

@@ -317,7 +317,7 @@ def lines() -> list[str]:
     """The keys of the local queues; whoever comes to one passes over those who have not been seen for long."""
     queues = [site.local_queues for site in runtime.current._sites.values()]
     for local_queue in [local_queue for each in queues for local_queue in list(each._queues.values())]:
-        local_queue.freed()
+        local_queue.hope(0.0)
     return [key for each in queues for key in each._queues]
 
 

@@ -84,9 +84,7 @@ def _acquire(attempt: Attempt, *, held_in_process: bool) -> Steps[Grant | LockIn
             found = yield from _take(attempt)
         finally:
             if attempt.trying:
-                queues.end_try(key)
-                if not isinstance(found, Grant):
-                    queues.freed(key)
+                queues.end_try(key, got=isinstance(found, Grant))
     except BaseException as error:
         # Interrupted: what we may have taken is given back. Else nobody drives us any more, or the database has said,
         # as far as it can, what became of it.

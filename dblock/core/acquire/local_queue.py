@@ -24,7 +24,7 @@ local queue never decides who has the key, only who is next to be offered it:
 
 Every entry ends by time: whoever has not been seen for `Timing.unresponsive_after` is passed over, with its place, and
 may come again. `hope_until`, the local time until which the first waits for an offer, is at most
-`Timing.local_handover_wait` ahead.
+`Timing.local_handover_wait` ahead; `RECENT` where somebody is trying to take the key.
 
 Rule: one mutex, held for a few instructions, and an interrupt between any two of them leaves what the next look mends.
 """
@@ -268,10 +268,10 @@ class LocalQueue:
             if heir.stage is Stage.OFFERED:
                 heir.move(Stage.WAITING)
 
-    def freed(self) -> None:
-        """A flow of this process has given the key back to the database."""
+    def hope(self, seconds: float) -> None:
+        """The first may expect to be offered the key for so long; not at all, and it asks the database."""
         with self._queues.mutex:
-            self.hope_until = 0.0
+            self.hope_until = self._now() + seconds if seconds else 0.0
             first = self._first()
             if first is not None:
                 first.wakeup.notify()
@@ -291,19 +291,18 @@ class LocalQueues:
         """When somebody last waited for a key."""
 
     def enter(self, waiter: LocalWaiter, *, hopeful: bool, first: bool = False) -> LocalQueue:
-        """Wait for a key behind those who do; `hopeful`: a flow of this process has it, or soon may.
+        """Wait for a key behind those who do, and whoever tries to take it; `hopeful`: a flow of this process has it.
 
         `first`: it came before them, and has tried to take the key while they waited for that.
         """
-        key = waiter.request.key
+        key, now = waiter.request.key, self.database.now()
         with self.mutex:
             local_queue = self._queues.get(key)
             if local_queue is None:
                 local_queue = LocalQueue(key, self)
-            if hopeful and not local_queue.hope_until:
-                local_queue.hope_until = self.database.now() + self.database.timing.local_handover_wait
-            elif first:
-                local_queue.hope_until = 0.0
+            if not (first or local_queue.hope_until):
+                hope = now + self.database.timing.local_handover_wait if hopeful else 0.0
+                local_queue.hope_until = max(hope, self._tried.get(key, 0.0))
             local_queue.add(waiter, first=first)
             self._queues[key] = local_queue  # only now: who is interrupted leaves no empty one
         return local_queue
@@ -318,9 +317,12 @@ class LocalQueues:
         self._tried[key] = now + RECENT
         return True
 
-    def end_try(self, key: str) -> None:
-        """We have it, or wait for it, or have given up."""
+    def end_try(self, key: str, *, got: bool) -> None:
+        """We have it; or wait for it, or have given up."""
         _ = self._tried.pop(key, None)
+        local_queue = self.find(key)
+        if local_queue is not None:
+            local_queue.hope(self.database.timing.local_handover_wait if got else 0.0)
 
     def is_tried(self, key: str) -> bool:
         """Does somebody of this process try to take the key at this moment?"""
@@ -345,7 +347,7 @@ class LocalQueues:
         """A flow of this process has given a key back to the database."""
         local_queue = self.find(key)
         if local_queue is not None:
-            local_queue.freed()
+            local_queue.hope(0.0)
 
     def leave_to_parent(self) -> None:
         """In a forked child: the waiters are the parent's, and so may be whoever had the mutex."""

@@ -30,6 +30,11 @@ class WaiterServices(Protocol):
         """The place is needed no more; `served`: the key was granted there, and its row is to be deleted some time."""
         ...
 
+    @property
+    def tidies(self) -> bool:
+        """Does it delete the row of a place that was served?"""
+        ...
+
     def listen(self) -> None:
         """Begin to listen, if need be."""
         ...
@@ -48,7 +53,7 @@ class WaiterServices(Protocol):
 class PollingOnly:
     """Nobody attends to the waiter: it keeps its place and looks for itself."""
 
-    shared = False
+    shared = tidies = False
     channel = ""
     called = False
 

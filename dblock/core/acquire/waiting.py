@@ -93,10 +93,9 @@ class Waiter:
         self.holder, self.attempt.owner = holder, me.owner
         try:
             if self.request.fair and services.shared and not self.holds_other_keys:
-                hopeful = services.holds(key) or (not first and queues.is_tried(key))
-                local_queue = queues.enter(me, hopeful=hopeful, first=first)
+                local_queue = queues.enter(me, hopeful=services.holds(key), first=first)
                 if first:
-                    queues.end_try(key)
+                    queues.end_try(key, got=False)
                     self.attempt.trying = False
             else:
                 local_queue = queues.alone(me)
@@ -236,7 +235,7 @@ class Waiter:
             self.services.leave(place.owner, served=served)
         if served:
             me.place = None
-            if alone and not database.dialect.queue.grant_leaves:  # its row does no harm until the place ends
+            if not (self.services.tidies or database.dialect.queue.grant_leaves):  # its row does no harm meanwhile
                 yield from queue.leave_queue(database, place.owner, self.timing.handover_retry / 10)
         if isinstance(found, Grant) and not (yield from self._of_use(found)):
             return Outcome.PASSED_OVER
