@@ -462,7 +462,7 @@ _INHERIT: Final = (
     Case(
         "inherit",
         "not one that was served",
-        keys=[free(last_ticket=12, served_ticket=11), free("j", served_ticket=3)],
+        keys=[free("j", served_ticket=3), free(last_ticket=12, served_ticket=11)],
         places=[waiter("me", 11), waiter("w", 12)],
         on=["sqlite"],
     ),
