@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 from dblock.core import clock, runtime
-from dblock.core.errors import LockError, LockLost, LockNotHeld, LockStoreError, Reason, StoreConflict, StoreUnanswered
+from dblock.core.errors import (
+    LockError,
+    LockLost,
+    LockNotHeld,
+    LockStoreError,
+    Reason,
+    StoreBusy,
+    StoreConflict,
+    StoreUnanswered,
+)
 from dblock.core.face.base import BaseLock
 from dblock.core.face.locks import SyncLock
 from dblock.core.holding.flow import Entry, Hold
@@ -515,6 +524,22 @@ def test_the_longest_life_of_one_tenure_counts(store: FakeStore) -> None:
     short.lease.reset(2.0, clock.now() + 1.8)
     drive(Renewal(store, [long, short], runtime.current.watchdog.keeps, runtime.current.watchdog.look).steps(), store)
     assert [[lease["life"] for lease in leases] for leases in written] == [[30.0]]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_row_that_is_busy_for_a_moment_is_no_news(
+    store: FakeStore, late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody who tries to take the key locks it on MySQL; a renewal that is late is news, whatever keeps it."""
+
+    def busy(step: Execute) -> Rows:
+        raise StoreBusy("another transaction has locked it")
+
+    store.answers["renew"] = busy
+    grant = Grant(TENURE, clock.now() - (16.0 if late else 10.0), 30.0)
+    hold = Hold(store, current_flow(), grant, Entry(FakeLock(store), "acquire"), None)
+    drive(Renewal(store, [hold], runtime.current.watchdog.keeps, runtime.current.watchdog.look).steps(), store)
+    assert len([record for record in caplog.records if "could not renew" in record.getMessage()]) == late
 
 
 def test_a_shared_tenure_is_never_shortened(store: FakeStore) -> None:

@@ -243,7 +243,7 @@ def held_by(world: World, owner: str = "rival", ttl: float = 5.0) -> Tenure:
 
 def waiter(world: World, timeout: float | None = None, ttl: float = 30.0) -> Steps[Any]:
     """A flow that wants the key."""
-    return acquiring.acquire(world.site(), wish(ttl=ttl, at_once=False), timeout, Kept)
+    return acquiring.acquire(world.site(), wish(ttl=ttl, prompt=False), timeout, Kept)
 
 
 def joining(world: World, owner: str, channel: str = "elsewhere") -> int:
@@ -295,7 +295,7 @@ def test_a_short_turn_is_not_slept_through() -> None:
         _ = world.execute(Execute(world.dialect.queue.grant, {**tenure._asdict(), "first": 1}))
         return joined[-1]
 
-    waits = acquiring.acquire(world.site(), wish(ttl=1.0, at_once=False), None, Called)
+    waits = acquiring.acquire(world.site(), wish(ttl=1.0, prompt=False), None, Called)
     grant = play(world, waits, {("join", number): served for number in range(9)})
     assert isinstance(grant, Grant)
     assert len(joined) == 1

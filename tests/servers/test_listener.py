@@ -91,6 +91,7 @@ def test_a_stranger_is_not_believed(request: pytest.FixtureRequest) -> None:
     other.call(lock, "release")
     for each in (actor, other):
         each.close()
+    subject.engine.dispose()
 
 
 @pytest.mark.direct

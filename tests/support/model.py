@@ -39,9 +39,9 @@ class Post:
         return wakeups is not None
 
 
-def wish(key: str = "k", ttl: float = 30.0, *, fair: int = 1, flow: str = "f", at_once: bool = True) -> Request:
+def wish(key: str = "k", ttl: float = 30.0, *, fair: int = 1, flow: str = "f", prompt: bool = True) -> Request:
     """What a flow asks for."""
-    return Request(key, ttl, ttl, "", fair, flow, "h", 1, "t", "p", "", at_once)
+    return Request(key, ttl, ttl, "", fair, flow, "h", 1, "t", "p", "", prompt)
 
 
 @dataclass

@@ -86,7 +86,7 @@ class Request(NamedTuple):
     program: str
     task: str
     """The id of the Celery task, or nothing."""
-    at_once: bool = False
+    prompt: bool = False
     """May it begin on the lease of its place in the queue, because the watchdog will make it whole?"""
 
     def new_owner(self) -> str:

@@ -328,7 +328,7 @@ class Waiter:
         """The tenure that we were told of, if that was not a stranger's word; whole, if that is needed."""
         message = self.wakeup.message
         grant = None if message is None else place.granted(message, self.request.ttl, self.timing.waiter_ttl)
-        if grant is None or (self.request.at_once and self.site.database.now() < grant.late_from):
+        if grant is None or (self.request.prompt and self.site.database.now() < grant.late_from):
             return grant
         return (yield from queue.accept(self.site.database, self._parameters(), place.ticket, self.attempt.until))
 

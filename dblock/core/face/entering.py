@@ -51,7 +51,7 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
         fair=int(options.fair),
         flow=flow.name,
         task=celery_task_id(),
-        at_once=store.renewable and options.renew and not options.grace and options.max_hold > ttl,
+        prompt=store.renewable and options.renew and not options.grace and options.max_hold > ttl,
         **flow.who,
     )
     found: Grant | Refused | None = None

@@ -77,7 +77,9 @@ class Renewal:
                 yield from self._renew(leases[:half], 0.0)
                 yield from self._renew(leases[half:], 0.0)
                 return
-            warn("could not renew %d leases, trying again: %s", len(leases), error)
+            # Somebody who tries to take the key locks its row for a moment on MySQL: that is no news until it is late.
+            if type(error) is not StoreBusy or any(hold.lease.state != "held" for hold, *_ in leases):
+                warn("could not renew %d leases, trying again: %s", len(leases), error)
             for hold, _, _, _ in leases:
                 hold.lease.due = min(hold.lease.due, database.now() + min(1.0, hold.lease.term / 20))
             return
