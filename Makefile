@@ -2,20 +2,26 @@
 
 PYTHON := .venv/bin/python
 
-.PHONY: demo test mysql lint mutants bench faults pooler matrix clean
+.PHONY: demo test mysql mysqlclient celery lint mutants bench faults pooler matrix clean
 
-demo: ## Sell the last items without and with the lock: make demo [DB=sqlite|postgresql|mysql] [PROCS=8] [STOCK=200]
+demo: ## Sell the last items without and with the lock: make demo [DB=sqlite|postgresql|mysql] [PROCS=8] [STOCK=200] [APP=celery]
 	@sh scripts/setup demo $(DB)
-	@DB=$(DB) PROCS=$(PROCS) STOCK=$(STOCK) $(PYTHON) -m example_project.demo
+	@DB=$(DB) PROCS=$(PROCS) STOCK=$(STOCK) $(PYTHON) -m example_project.$(if $(APP),$(APP)_)demo
 
-test: ## The whole suite, on servers that it starts itself
+test: ## The whole suite, on servers that it starts itself; workers and brokers after the rest, which they would slow down
 	@sh scripts/setup test
-	@$(PYTHON) -m pytest $(ARGS)
+	@$(PYTHON) -m pytest $(or $(ARGS),--ignore tests/celery)
+	@$(if $(ARGS),true,$(PYTHON) -m pytest -n 2 tests/celery)
 
 mysql: ## What concerns MySQL, on MySQL itself: in a tree of its own (Debian, root), or on MYSQL_URL=mysql://user@host:port
 	@sh scripts/setup mysql
 	@sh scripts/setup test
 	@$(PYTHON) -m pytest -k mysql $(ARGS)
+
+mysqlclient: ## What concerns MariaDB and MySQL, through mysqlclient in PyMySQL's place: make mysqlclient [ARGS=...]
+	@sh scripts/setup test
+	@sh scripts/setup mysqlclient
+	@DBLOCK_MYSQLCLIENT=1 $(PYTHON) -m pytest -k "mariadb or mysql" $(ARGS)
 
 lint: ## Style, types and the direction of imports
 	@sh scripts/setup test
@@ -31,8 +37,12 @@ mutants: ## Every statement with one condition less, on every database: a test h
 
 bench: ## Rates as ratios to bare SQL in the same run, and what the server counts: make bench [ROUNDS=15]
 	@sh scripts/setup test
-	@missed=0; for part in uncontended leases handoff contended peers; do \
+	@missed=0; for part in uncontended leases handoff contended peers tasks reaping; do \
 	    ROUNDS=$(or $(ROUNDS),15) $(PYTHON) -m benchmarks.$$part || missed=1; done; exit $$missed
+
+celery: ## Locked tasks on RabbitMQ and Redis in full numbers, with kills and restarts: `make test` has a short form
+	@sh scripts/setup test
+	@DBLOCK_CELERY=long $(PYTHON) -m pytest -n 2 --timeout 900 tests/celery $(ARGS)
 
 faults: ## Kills, cuts, pauses and races in the numbers that the contract asks for; `make test` has a short form
 	@sh scripts/setup test

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from django.apps import AppConfig
+from django.apps import AppConfig, apps
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Warning, register
 from django.core.exceptions import ImproperlyConfigured
@@ -89,6 +91,31 @@ def check_routers(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Che
         return []
     hint = "Each process asks them once. Name the database of the locks in DBLOCK['USING']."
     return [Warning("DATABASE_ROUTERS choose the database that locks live in.", hint=hint, id="dblock.W003")]
+
+
+@register("dblock", deploy=True)
+def check_reaping(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
+    """W005: nothing is known to delete the rows of keys that nobody uses any more."""
+    if _is_reaped():
+        return []
+    text = "No schedule is known to have the task dblock.reap_expired, and rows of keys that nobody uses stay."
+    hint = "Add dblock.celery.beat_schedule() to Celery's; or have dblock.reap() called by cron, and silence this."
+    return [Warning(text, hint=hint, id="dblock.W005")]
+
+
+def _is_reaped() -> bool:
+    celery = sys.modules.get("celery")  # not imported for this
+    schedule = getattr(settings, "CELERY_BEAT_SCHEDULE", None) or {}
+    schedule = schedule if celery is None else {**celery.current_app.conf.beat_schedule, **schedule}
+    task = "dblock.reap_expired"
+    if any(entry.get("task") == task for entry in schedule.values()):
+        return True
+    if not apps.is_installed("django_celery_beat"):
+        return False
+    with contextlib.suppress(DatabaseError):
+        model: Any = apps.get_app_config("django_celery_beat").get_model("PeriodicTask")
+        return bool(model.objects.filter(task=task, enabled=True).exists())
+    return False
 
 
 @register("dblock", "database")

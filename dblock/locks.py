@@ -284,17 +284,22 @@ def reap(*, retention: Seconds | None = None, using: str | None = None) -> int:
 
     By default as long as DBLOCK["RETENTION"] (one hour) says. Safe to run at any time, any number of times at once.
     """
-    steps, store = _reaping(retention, using)
-    return drive(steps, store)
+    return reaped(retention, using).locks
 
 
 async def areap(*, retention: Seconds | None = None, using: str | None = None) -> int:
     """The asynchronous twin of `reap`."""
     steps, store = _reaping(retention, using)
-    return await adrive(steps, store)
+    return (await adrive(steps, store)).locks
 
 
-def _reaping(retention: Seconds | None, using: str | None) -> tuple[Steps[int], DjangoStore]:
+def reaped(retention: Seconds | None, using: str | None) -> tenures.Reaped:
+    """Reap, and say how many rows of which table there were."""
+    steps, store = _reaping(retention, using)
+    return drive(steps, store)
+
+
+def _reaping(retention: Seconds | None, using: str | None) -> tuple[Steps[tenures.Reaped], DjangoStore]:
     store = store_for(using or default_alias())
     seconds = valid_retention(conf.settings().RETENTION if retention is None else retention)
     return tenures.reap(store.database, seconds), store

@@ -25,7 +25,6 @@ from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Cursor, Tables, perform
-from dblock.core.wakeup.local_socket import LocalSocket
 from dblock.drivers.listening import psycopg_subscription
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class DjangoStore(BaseStore):
             raise UnsupportedDatabase(
                 f"DBLOCK['SCHEMA'] is for PostgreSQL, and database {alias!r} is {connection.display_name}"
             )
-        self.database = Database(dialect_for(vendor, tables))
+        self.database = Database(dialect_for(vendor, tables), refuse_waiting=self._refuse_waiting)
         self._alias = alias
         self._described = f"database {alias!r}"
         self._create_table = f"add 'dblock' to INSTALLED_APPS and run `manage.py migrate dblock --database {alias}`"
@@ -80,7 +79,7 @@ class DjangoStore(BaseStore):
         connection = connections[self._alias]
         return connection.vendor != "sqlite" or not connection.is_in_memory_db()  # type: ignore[attr-defined]
 
-    def subscribe(self, own: LocalSocket) -> Subscription | None:
+    def subscribe(self, channel: str) -> Subscription | None:
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
         if not conf.settings().LISTEN:
             return None
@@ -90,14 +89,10 @@ class DjangoStore(BaseStore):
             if not hasattr(connection.connection, "pgconn"):  # psycopg 2
                 connection.close()
                 return None
-            return psycopg_subscription(connection.connection, own, connection.close)
+            return psycopg_subscription(connection.connection, channel, connection.close)
         except BaseException:
             connection.close()
             raise
-
-    def subscribe_to_neighbours(self, own: LocalSocket) -> Subscription | None:
-        """Listen to the processes of this machine."""
-        return own.subscribe()
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run it in a thread."""
@@ -109,8 +104,7 @@ class DjangoStore(BaseStore):
         """Sleep in that thread."""
         time.sleep(seconds)
 
-    def before_waiting(self) -> None:
-        """Refuse to wait inside a SQLite transaction."""
+    def _refuse_waiting(self) -> None:
         caller = connections[self._alias]
         if caller.vendor == "sqlite" and in_sqlite_transaction(caller):
             raise LockTimeout(

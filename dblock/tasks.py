@@ -1,13 +1,22 @@
-"""The Celery task that tidies up; Celery finds it by itself in an installed app."""
+"""The Celery task that tidies up; Celery finds it by itself in an installed app.
+
+Rule: it may run any number of times at once, and is never in anybody's way for longer than one row takes.
+"""
 
 from __future__ import annotations
 
 from celery import shared_task
 
-from dblock.locks import reap
+from dblock.locks import default_alias, reaped
 
 
-@shared_task(name="dblock.reap_expired", ignore_result=True)  # type: ignore[untyped-decorator]
-def reap_expired(using: str | None = None, retention: float | None = None) -> int:
-    """Delete the rows of database `using` that nobody has held for `retention` seconds; how many there were."""
-    return reap(using=using, retention=retention)
+@shared_task(name="dblock.reap_expired")  # type: ignore[untyped-decorator]
+def reap_expired(using: str | list[str] | None = None, retention: float | None = None) -> dict[str, dict[str, int]]:
+    """Delete the rows that nobody has held for `retention` seconds; how many there were, by database and table.
+
+    Args:
+        using: an alias or several; by default that of the locks.
+        retention: seconds; DBLOCK["RETENTION"] by default.
+    """
+    aliases = [using or default_alias()] if using is None or isinstance(using, str) else using
+    return {alias: reaped(retention, alias)._asdict() for alias in aliases}

@@ -75,4 +75,13 @@ DBLOCK = {"TTL": 30, "TIMEOUT": 10}
 
 CELERY_BROKER_URL = os.environ.get("CELERY_BROKER_URL", "redis://127.0.0.1:6379/0")
 CELERY_BEAT_SCHEDULE = BEAT_SCHEDULE
+CELERY_TASK_TRACK_STARTED = True
+if CELERY_BROKER_URL == "filesystem://":  # the demo: messages and results are files
+    _directory = os.environ["CELERY_DIRECTORY"]
+    CELERY_RESULT_BACKEND = f"file://{_directory}/results"
+    CELERY_BROKER_TRANSPORT_OPTIONS = {
+        "data_folder_in": f"{_directory}/messages",
+        "data_folder_out": f"{_directory}/messages",
+        "control_folder": f"{_directory}/control",
+    }
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True

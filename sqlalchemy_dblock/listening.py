@@ -9,39 +9,16 @@ from typing import Any
 from sqlalchemy.util import await_only
 
 from dblock.core.wakeup.listener import Subscription
-from dblock.core.wakeup.local_socket import LocalSocket
 from dblock.drivers.listening import psycopg_subscription
 
 
-class Neighbours:
-    """Hears the processes of this machine, on the running event loop."""
-
-    def __init__(self, own: LocalSocket) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._socket = None if own.socket is None else own.socket.dup()  # another subscription may have one too
-        if self._socket is not None:
-            self._loop.add_reader(self._socket, own.ring_heard)
-
-    def listen(self, seconds: float) -> Sequence[str]:
-        """Nothing; flows are woken meanwhile."""
-        await_only(asyncio.sleep(seconds))
-        return ()
-
-    def close(self) -> None:
-        """Listen no more."""
-        if self._socket is not None:
-            _ = self._loop.remove_reader(self._socket)
-            self._socket.close()
-
-
-class AsyncPsycopgSubscription(Neighbours):
+class AsyncPsycopgSubscription:
     """Hears what is said on one channel, on psycopg's AsyncConnection."""
 
-    def __init__(self, connection: Any, own: LocalSocket, close: Callable[[], object]) -> None:
+    def __init__(self, connection: Any, channel: str, close: Callable[[], object]) -> None:
         self._connection = connection
         self._close = close
-        await_only(connection.execute(f"LISTEN {own.channel}"))
-        super().__init__(own)
+        await_only(connection.execute(f"LISTEN {channel}"))
 
     def listen(self, seconds: float) -> Sequence[str]:
         """The messages that come within so many seconds, as soon as there is one."""
@@ -52,21 +29,19 @@ class AsyncPsycopgSubscription(Neighbours):
 
     def close(self) -> None:
         """Listen no more."""
-        super().close()
         _ = self._close()
 
 
-class AsyncpgSubscription(Neighbours):
+class AsyncpgSubscription:
     """Hears what is said on one channel, on asyncpg's connection."""
 
-    def __init__(self, connection: Any, own: LocalSocket, close: Callable[[], object]) -> None:
+    def __init__(self, connection: Any, channel: str, close: Callable[[], object]) -> None:
         self._connection = connection
         self._close = close
         self._heard: list[str] = []
         self._something = asyncio.Event()
         connection.add_termination_listener(lambda _: self._something.set())
-        await_only(connection.add_listener(own.channel, self._hear))
-        super().__init__(own)
+        await_only(connection.add_listener(channel, self._hear))
 
     def _hear(self, connection: Any, process: int, channel: str, payload: str) -> None:
         self._heard.append(payload)
@@ -90,31 +65,25 @@ class AsyncpgSubscription(Neighbours):
 
     def close(self) -> None:
         """Listen no more."""
-        super().close()
         _ = self._close()
 
 
-def neighbours(own: LocalSocket) -> Neighbours | None:
-    """Listen to the processes of this machine; None where there are none."""
-    return None if own.socket is None else Neighbours(own)
-
-
-def _async_psycopg_subscription(connection: Any, own: LocalSocket, close: Callable[[], object]) -> Subscription | None:
+def _async_psycopg_subscription(connection: Any, channel: str, close: Callable[[], object]) -> Subscription | None:
     cursor = await_only(connection.execute("SELECT pg_backend_pid()"))
     if await_only(cursor.fetchone())[0] == connection.info.backend_pid:
-        return AsyncPsycopgSubscription(connection, own, close)
+        return AsyncPsycopgSubscription(connection, channel, close)
     _ = close()
     return None
 
 
-def _asyncpg_subscription(connection: Any, own: LocalSocket, close: Callable[[], object]) -> Subscription | None:
+def _asyncpg_subscription(connection: Any, channel: str, close: Callable[[], object]) -> Subscription | None:
     if await_only(connection.fetchval("SELECT pg_backend_pid()")) == connection.get_server_pid():
-        return AsyncpgSubscription(connection, own, close)
+        return AsyncpgSubscription(connection, channel, close)
     _ = close()
     return None
 
 
-SUBSCRIPTIONS: dict[tuple[str, bool], Callable[[Any, LocalSocket, Callable[[], object]], Subscription | None]] = {
+SUBSCRIPTIONS: dict[tuple[str, bool], Callable[[Any, str, Callable[[], object]], Subscription | None]] = {
     ("psycopg", False): psycopg_subscription,
     ("psycopg", True): _async_psycopg_subscription,
     ("asyncpg", True): _asyncpg_subscription,

@@ -211,9 +211,22 @@ def reap(engine: Engine | AsyncEngine, *, retention: Seconds = 3600.0) -> int | 
 
     To be awaited for an AsyncEngine. Safe to run at any time, any number of times at once.
     """
+    steps, store = _reaping(engine, retention)
+    return drive(steps, store).locks if isinstance(engine, Engine) else _areap(steps, store)
+
+
+async def _areap(steps: Steps[tenures.Reaped], store: EngineStore) -> int:
+    return (await adrive(steps, store)).locks
+
+
+def reaped(engine: Engine, retention: Seconds) -> tenures.Reaped:
+    """Reap, and say how many rows of which table there were."""
+    return drive(*_reaping(engine, retention))
+
+
+def _reaping(engine: Engine | AsyncEngine, retention: Seconds) -> tuple[Steps[tenures.Reaped], EngineStore]:
     store = store_for(_sync_engine(engine))
-    steps = tenures.reap(store.database, valid_retention(retention))
-    return drive(steps, store) if isinstance(engine, Engine) else adrive(steps, store)
+    return tenures.reap(store.database, valid_retention(retention)), store
 
 
 @overload

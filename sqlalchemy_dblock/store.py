@@ -26,9 +26,7 @@ from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Tables
 from dblock.core.validation import valid_tables
 from dblock.core.wakeup.listener import Subscription
-from dblock.core.wakeup.local_socket import LocalSocket
 from sqlalchemy_dblock.connections import EnginePool, InMemory, is_in_memory, rest
-from sqlalchemy_dblock.listening import SUBSCRIPTIONS, neighbours
 
 INSTEAD = "use the lock of an AsyncEngine, or a thread (asyncio.to_thread)"
 
@@ -48,7 +46,9 @@ class EngineStore(BaseStore):
             raise UnsupportedDatabase(f"the engine speaks {name}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
         options = engine.get_execution_options()
         tables = valid_tables(options.get("dblock_prefix", ""), options.get("dblock_schema"))
-        self.database = Database(dialect_for(name, tables))
+        self.asynchronous: bool = engine.dialect.is_async
+        refuse_waiting = None if self.asynchronous else _not_on_an_event_loop
+        self.database = Database(dialect_for(name, tables), refuse_waiting=refuse_waiting)
         if tables != Tables():
             names = ", ".join(f"{option}={value!r}" for option, value in asdict(tables).items() if value)
             self._create_table = f"create it with sqlalchemy_dblock.metadata_for({names}).create_all(engine)"
@@ -58,7 +58,6 @@ class EngineStore(BaseStore):
                 "; each thread has a database in memory of its own, unless the engine is made with "
                 'poolclass=StaticPool and connect_args={"check_same_thread": False}'
             )
-        self.asynchronous: bool = engine.dialect.is_async
         self.renewable = isinstance(self._source, EnginePool)
         self._described = str(engine.url.render_as_string(hide_password=True))
         self._dialect, self._driver = engine.dialect, engine.dialect.driver
@@ -82,22 +81,20 @@ class EngineStore(BaseStore):
 
         return answered
 
-    def subscribe(self, own: LocalSocket) -> Subscription | None:
+    def subscribe(self, channel: str) -> Subscription | None:
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
+        from sqlalchemy_dblock.listening import SUBSCRIPTIONS  # noqa: PLC0415 - only where somebody waits
+
         make = SUBSCRIPTIONS.get((self._driver, self.asynchronous))
         if make is None or not self._listens or not isinstance(self._source, EnginePool):
             return None
         connection = self._source.open_apart()
         close = partial(self._source.terminate, connection)
         try:
-            return make(connection.raw.driver_connection if self.asynchronous else connection.raw, own, close)
+            return make(connection.raw.driver_connection if self.asynchronous else connection.raw, channel, close)
         except BaseException:
             close()
             raise
-
-    def subscribe_to_neighbours(self, own: LocalSocket) -> Subscription | None:
-        """Listen to the processes of this machine."""
-        return neighbours(own) if self.asynchronous else own.subscribe()
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run it in a thread, or in a task of the running event loop."""
@@ -115,15 +112,15 @@ class EngineStore(BaseStore):
         """Sleep there."""
         rest(seconds, self._dialect)
 
-    def before_waiting(self) -> None:
-        """Refuse to wait on the thread of a running event loop."""
-        if current_task() is not None:
-            raise SynchronousOnlyOperation(f"You cannot wait for a lock from an async context - {INSTEAD}.")
-
     async def aexecute(self, step: Execute) -> Rows:
         """Run the statement on the running event loop."""
         rows: Rows = await greenlet_spawn(self.execute, step)
         return rows
+
+
+def _not_on_an_event_loop() -> None:
+    if current_task() is not None:
+        raise SynchronousOnlyOperation(f"You cannot wait for a lock from an async context - {INSTEAD}.")
 
 
 def store_for(engine: Engine) -> EngineStore:

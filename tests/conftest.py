@@ -31,6 +31,7 @@ SERVERS = ("postgresql", *INNODB)
 DATABASES = ("sqlite", *SERVERS)
 POOLER = bool(os.environ.get("DBLOCK_POOLER"))
 """Are the tests to speak to PostgreSQL through PgBouncer in transaction mode?"""
+MYSQL_DRIVER = "mysqldb" if os.environ.get("DBLOCK_MYSQLCLIENT") else "pymysql"
 ALIASES = {"sqlite": "default"} | {name: name for name in SERVERS}
 
 if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 8 * 2**30:
@@ -57,8 +58,9 @@ def url(database: str, driver: str = "") -> str:
         return f"postgresql+{driver or 'psycopg'}://dblock@127.0.0.1:{port}/postgres"
     login = os.environ["DBLOCK_TEST_MYSQL_LOGIN"] if database == "mysql" else "root"
     port = os.environ[f"DBLOCK_TEST_{database.upper()}_PORT"]
-    plain = "" if driver or (MYSQL_URL and database == "mysql") else "?ssl_disabled=true"  # see tests/settings.py
-    return f"mysql+{driver or 'pymysql'}://{login}@127.0.0.1:{port}/dblock_tests{_worker}{plain}"
+    driver = driver or MYSQL_DRIVER
+    plain = "" if driver != "pymysql" or (MYSQL_URL and database == "mysql") else "?ssl_disabled=true"  # see settings
+    return f"mysql+{driver}://{login}@127.0.0.1:{port}/dblock_tests{_worker}{plain}"
 
 
 def _prepare_nothing(dialect: Dialect, record: object, positional: object, options: dict[str, Any]) -> None:

@@ -8,7 +8,10 @@ from urllib.parse import unquote
 
 import pymysql
 
-pymysql.install_as_MySQLdb()
+MYSQLCLIENT = bool(os.environ.get("DBLOCK_MYSQLCLIENT"))
+"""Is MySQLdb the real one?"""
+if not MYSQLCLIENT:
+    pymysql.install_as_MySQLdb()
 
 from example_project.settings import MIDDLEWARE, TEMPLATES  # noqa: E402, F401
 
@@ -53,7 +56,7 @@ for _name in ("mariadb", "mysql"):
             "PORT": os.environ[f"DBLOCK_TEST_{_name.upper()}_PORT"],
             "CONN_MAX_AGE": None,
             # For each connection PyMySQL loads all certificates of the machine, which takes 50 ms of a processor.
-            "OPTIONS": {} if _password else {"ssl_disabled": True},
+            "OPTIONS": {} if _password or MYSQLCLIENT else {"ssl_disabled": True},
         }
 # The same servers through the tests' proxy, which counts what goes over the wire.
 for _name in tuple(DATABASES)[1:]:

@@ -28,7 +28,7 @@ from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.wakeup.listener import Listener
-from dblock.core.wakeup.local_socket import LocalSocket
+from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Wakeups
 from dblock.core.watchdog.heartbeats import KeptPlace
 from dblock.core.watchdog.watchdog import Watchdog
@@ -46,7 +46,7 @@ class Runtime:
         self._of_parents: list[Any] = []
         """In a forked child: the parent's connections, kept so that nothing finalizes them."""
         self._lock = threading.RLock()  # a signal handler may take a lock
-        self._socket: LocalSocket | None = None
+        self._sockets: LocalSockets | None = None
         self._sites: MutableMapping[Store, Site] = WeakKeyDictionary()
 
     def site(self, store: Store) -> Site:
@@ -54,33 +54,32 @@ class Runtime:
         found = self._sites.get(store)
         if found is None:
             with self._lock:
-                found = self._sites.setdefault(store, Site(store.database, self.wakeups, self.socket))
+                found = self._sites.setdefault(store, Site(store.database, self.wakeups, self.sockets))
         return found
 
-    def socket(self) -> LocalSocket:
-        """Where neighbours call this process; made when somebody first needs it."""
-        if self._socket is None:
+    def sockets(self) -> LocalSockets:
+        """Where neighbours call flows of this process; made when somebody first needs it."""
+        sockets = self._sockets
+        if sockets is None:
             with self._lock:
-                return self._new_socket()
-        return self._socket
-
-    def _new_socket(self) -> LocalSocket:
-        if self._socket is None:
-            self._socket = LocalSocket(self.wakeups)
-        return self._socket
+                sockets = self._sockets = self._sockets or LocalSockets(self.wakeups.on_message)
+        return sockets
 
     def waiter_services(self, store: Store) -> ProcessServices:
         """What this process does for the waiters of a database, in threads or on the running event loop."""
         loop = sys.modules["asyncio"].get_running_loop() if store.asynchronous else None
-        with self._lock:
-            # On the store, since they refer to it: they are to live and die together.
-            known: dict[Any, ProcessServices] = vars(store).setdefault("_waiter_services", {})
-            for each in [each for each in known if each is not None and each.is_closed()]:
-                del known[each]
-            found = known.get(loop)
-            if found is None or found.runtime is not self:
-                found = known[loop] = ProcessServices(self, store, loop)
-            return found
+        # On the store, since they refer to it: they are to live and die together.
+        known: dict[Any, ProcessServices] = vars(store).setdefault("_waiter_services", {})
+        found = known.get(loop)
+        if found is None or found.runtime is not self:
+            with self._lock:
+                for each in list(known):
+                    if each is not None and each.is_closed():
+                        del known[each]
+                found = known.get(loop)
+                if found is None or found.runtime is not self:
+                    found = known[loop] = ProcessServices(self, store, loop)
+        return found
 
     def add_pool(self, pool: AutocommitPool) -> None:
         """One of the lock's own connections, which a fork leaves to the parent."""
@@ -95,8 +94,8 @@ class Runtime:
     def forked(self) -> Runtime:
         """That of a forked child: empty, but for the pools, which leave their connections to the parent."""
         self.flows.leave_to_parent(os.getppid())
-        if self._socket is not None:
-            self._socket.close()
+        if self._sockets is not None:
+            self._sockets.close()
         child = Runtime()
         child._pools = self._pools
         child._of_parents = [self._of_parents, *(pool.leave_to_parent() for pool in self._pools)]
@@ -123,9 +122,8 @@ class ProcessServices:
         self._watchdog, self._site = runtime.watchdog, runtime.site(store)
         self._store, self._loop = store, loop
         self._listener: Listener | None = None
-        if store.renewable:
-            called = store.database.dialect.queue.call is not None
-            self._listener = Listener(store, runtime.wakeups, runtime.socket(), called=called)
+        if store.renewable and store.database.dialect.queue.call is not None:
+            self._listener = Listener(store, runtime.wakeups, runtime.sockets().channel)
 
     @property
     def shared(self) -> bool:
@@ -160,13 +158,13 @@ class ProcessServices:
 
     @property
     def channel(self) -> str:
-        """Where this process listens, or soon will; when it begins, every waiter looks once."""
-        return "" if self._listener is None or self._listener.unavailable else self._site.socket.channel
+        """Where the database may call this process, now or soon: when it begins to listen, every waiter looks once."""
+        return self._site.sockets.channel if self._store.renewable else ""
 
     @property
     def called(self) -> bool:
         """Does the database call this process at this moment?"""
-        return self._listener is not None and self._listener.ready and self._listener.called
+        return self._listener is not None and self._listener.ready
 
 
 def leave_for_good(site: Site, hold: Hold) -> Steps[None]:

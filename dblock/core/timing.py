@@ -57,7 +57,7 @@ class Timing(NamedTuple):
     """For so long the first of a local queue waits to be handed the key before it asks the database."""
     unresponsive_after: float = 6.0
     """The first of a local queue that has not been seen for so long is passed over, and a place no more kept."""
-    holder_cache: float = 5.0
+    holder_cache: float = 1.0
     """For so long whoever gives up may name the holder that another one of its local queue has seen."""
 
     max_local_handovers: int = 8

@@ -60,7 +60,8 @@ class Grant(NamedTuple):
     @property
     def trusted_until(self) -> float:
         """The local moment at which trust in the lease ends."""
-        return self.sent + self.lasts - margin(self.lasts)
+        lasts = self.term or self.ttl
+        return self.sent + lasts - margin(lasts)
 
     @property
     def late_from(self) -> float:

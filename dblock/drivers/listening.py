@@ -6,8 +6,6 @@ import selectors
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dblock.core.wakeup.local_socket import LocalSocket
-
 
 class PsycopgSubscription:
     """Hears what is said on one channel, on psycopg's libpq layer.
@@ -16,26 +14,19 @@ class PsycopgSubscription:
     wakes for messages only, and sooner.
     """
 
-    def __init__(self, connection: Any, own: LocalSocket, close: Callable[[], object]) -> None:
+    def __init__(self, connection: Any, channel: str, close: Callable[[], object]) -> None:
         self._connection = connection
         self._close = close
-        connection.execute(f"LISTEN {own.channel}")
+        connection.execute(f"LISTEN {channel}")
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection.fileno(), selectors.EVENT_READ)
-        self._own = own
-        if own.socket is not None:
-            self._selector.register(own.socket, selectors.EVENT_READ)
 
     def listen(self, seconds: float) -> Sequence[str]:
-        """The messages that come within so many seconds, as soon as there is one or a neighbour calls."""
+        """The messages that come within so many seconds, as soon as there is one."""
         heard = self._heard()  # what came with an answer
-        if not heard:
-            for key, _ in self._selector.select(seconds):
-                if key.fileobj is self._own.socket:
-                    self._own.ring_heard()
-                else:
-                    self._connection.pgconn.consume_input()  # raises when the connection has broken
-                    heard = self._heard()
+        if not heard and self._selector.select(seconds):
+            self._connection.pgconn.consume_input()  # raises when the connection has broken
+            heard = self._heard()
         return heard
 
     def _heard(self) -> list[str]:
@@ -50,13 +41,13 @@ class PsycopgSubscription:
         _ = self._close()
 
 
-def psycopg_subscription(connection: Any, own: LocalSocket, close: Callable[[], object]) -> PsycopgSubscription | None:
+def psycopg_subscription(connection: Any, channel: str, close: Callable[[], object]) -> PsycopgSubscription | None:
     """Listen on a psycopg Connection; None, and it is closed, behind a pooler.
 
     PgBouncer makes up the process id that it greets with: messages would go to another session.
     """
     [backend] = connection.execute("SELECT pg_backend_pid()").fetchone()
     if backend == connection.info.backend_pid:
-        return PsycopgSubscription(connection, own, close)
+        return PsycopgSubscription(connection, channel, close)
     _ = close()
     return None

@@ -1,4 +1,4 @@
-"""Statements on a psycopg connection, prepared when they are used often.
+"""Statements on a psycopg connection, prepared when they are first used.
 
 A cursor adapts parameters and results of any type; for the lock's dozen of texts and numbers that costs more processor
 time than all the rest of a take. This is the same exchange on psycopg's own libpq layer (`psycopg.pq`). Ctrl-C cancels
@@ -13,8 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import select
-from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import cache
 from typing import Any
 
@@ -25,8 +24,6 @@ from dblock.core.statements.base import Reply, Statement, rendered
 
 _READERS = {20: int, 21: int, 23: int, 701: float}
 """How to read the text of int8, int2, int4 and float8; the rest is text."""
-OFTEN = 5
-"""How often a statement is used on a connection before it is prepared, which takes a round trip, as psycopg does it."""
 CANCEL = 2.0
 """Seconds for asking the server to cancel a statement."""
 _OK = {pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK}
@@ -40,7 +37,8 @@ class Prepared:
         self._prepare = prepare
         self._known: dict[str, tuple[bytes, tuple[str, ...]]] = {}
         """Names and parameters of those that are prepared."""
-        self._uses: Counter[str] = Counter()
+        self._readers: dict[str, list[Callable[[bytes], Any]]] = {}
+        """How to read the columns that a statement answers with."""
         self._readable = self._writable = None
         if hasattr(select, "poll"):
             self._readable, self._writable = select.poll(), select.poll()
@@ -81,8 +79,7 @@ class Prepared:
         known = self._known.get(statement.sql)
         if known is None:
             name, text, order = _named(statement)
-            self._uses[statement.sql] += 1
-            if self._prepare and self._uses[statement.sql] >= OFTEN:
+            if self._prepare:
                 pgconn.send_prepare(name, text)
                 _ = _checked((yield from generators.execute(pgconn)))
                 known = self._known[statement.sql] = name, order
@@ -94,14 +91,13 @@ class Prepared:
         return self._rows(statement, (yield from generators.execute(pgconn)))
 
     def _rows(self, statement: Statement, results: list[Any]) -> Rows:
-        try:
-            result = _checked(results)
-        except errors.InvalidSqlStatementName:  # somebody sent DISCARD or DEALLOCATE: nothing was executed
-            self._known.clear()
-            raise  # a conflict, which is tried again
+        result = _checked(results)
         if statement.reply is Reply.COUNT:
             return [()] * (result.command_tuples or 0)
-        readers = [_READERS.get(result.ftype(column), bytes.decode) for column in range(result.nfields)]
+        readers = self._readers.get(statement.sql)
+        if readers is None:
+            types = [result.ftype(column) for column in range(result.nfields)]
+            readers = self._readers[statement.sql] = [_READERS.get(each, bytes.decode) for each in types]
         return [
             [
                 None if (value := result.get_value(row, column)) is None else read(value)

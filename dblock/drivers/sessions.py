@@ -4,7 +4,8 @@ What is set lasts as long as the session, so it is set only where the connection
 make up the process id that they greet clients with, so that it is not the one that the session itself tells. Statements
 that must not wait for another transaction's lock on their row say so themselves, which holds behind a pooler too; this
 is for locks on the whole table, and for whatever else makes a server slow. On PostgreSQL the level is READ COMMITTED,
-whatever the default: a renewal must not be among the conflicts of a guarded transaction that is SERIALIZABLE.
+whatever the default: a renewal must not be among the conflicts of a guarded transaction that is SERIALIZABLE. There is
+one plan for each of our statements, since they look rows up by their keys: the server need not make five to find out.
 
 Rule: one or two round trips, when the connection is opened.
 """
@@ -21,7 +22,8 @@ from dblock.core.connections.pool import PooledConnection
 _POSTGRESQL = """
 SELECT CASE WHEN pg_backend_pid() = {process}
             THEN set_config('lock_timeout', '20ms', false) || set_config('statement_timeout', '5s', false)
-                 || set_config('default_transaction_isolation', 'read committed', false) END
+                 || set_config('default_transaction_isolation', 'read committed', false)
+                 || set_config('plan_cache_mode', 'force_generic_plan', false) END
 """
 # In whole seconds; MySQL knows no zero.
 _MYSQL = "SET SESSION innodb_lock_wait_timeout = 1, lock_wait_timeout = /*M! 0 */ /*!80017 1 */, sql_safe_updates = 0"

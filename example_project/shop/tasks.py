@@ -1,19 +1,39 @@
 from __future__ import annotations
 
+import time
+
 from celery import shared_task
 
 from dblock import db_lock
+from dblock.celery import locked_task
 from example_project.shop.models import Item
 
 
-@shared_task
-@db_lock("stock:{sku}", timeout=30, label="restock")
-def restock(sku: str, count: int) -> int:
-    """Put `count` items on the shelf, while nobody sells them; how many there are then."""
+@locked_task("stock:{sku}", label="restock")
+def restock(sku: str, count: int, pause: float = 0.0) -> int:
+    """Put `count` items on the shelf, while nobody sells them; how many there are then. Busy: later."""
     item = Item.objects.get(sku=sku)
+    time.sleep(pause)
     item.stock += count
     item.save()
     return item.stock
+
+
+@locked_task("stock:{sku}", on_busy="wait", timeout=30)
+def return_item(sku: str, pause: float = 0.0) -> int:
+    """Put one item back. Busy: stands in the queue."""
+    item = Item.objects.get(sku=sku)
+    time.sleep(pause)
+    item.stock += 1
+    item.save()
+    return item.stock
+
+
+@locked_task("audit:{sku}", on_busy="skip")
+def audit(sku: str, pause: float = 0.0) -> int:
+    """Look at what is on the shelf. Busy: somebody else does."""
+    time.sleep(pause)
+    return Item.objects.get(sku=sku).stock
 
 
 @shared_task

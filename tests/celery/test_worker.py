@@ -117,10 +117,10 @@ print(Item.objects.get().stock, Lock.objects.filter(lock_key="long free").exists
     row = shell(
         environment,
         "from dblock.models import Lock; row = Lock.objects.get(lock_key='stock:a'); "
-        "print(row.owner, row.label, row.celery_task_id)",
+        "print(row.owner, row.label.replace(' ', ''), row.celery_task_id)",
     )
     owner, label, task = row.split(" ")
-    assert (owner, label) == ("None", "restock")
+    assert (owner, label) == ("None", "example_project.shop.tasks.restock:restock")
     assert f"[{task}] succeeded" in text
     row = shell(
         environment,
@@ -130,3 +130,18 @@ print(Item.objects.get().stock, Lock.objects.filter(lock_key="long free").exists
     owner, same, task = row.split(" ")
     assert (owner, same) == ("None", fence)
     assert f"take_stock[{task}] succeeded" in text
+
+
+@pytest.mark.timeout(180)
+def test_the_demo() -> None:
+    """`make demo APP=celery`: nothing is lost."""
+    done = subprocess.run(
+        [sys.executable, "-m", "example_project.celery_demo"],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if not name.startswith("DATABASE")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "none lost" in done.stdout

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
 
@@ -17,7 +17,9 @@ import pytest
 from asgiref.sync import sync_to_async
 
 from dblock import LockLost, LockNotHeld
+from dblock.core import runtime
 from sqlalchemy_dblock import SynchronousOnlyOperation
+from tests.support.lab import until
 from tests.support.subjects import MATRIX, Actor, Subject
 
 SYNC = [subject for subject in MATRIX if subject.face == "sync"]
@@ -167,3 +169,15 @@ def test_a_synchronous_lock_on_an_event_loop(subject: Subject, actor: Actor) -> 
     assert subject.run("SELECT * FROM lock_waiters") == []
     actor.call(holder, "release")
     assert subject.row("k")["owner"] is None
+
+    async def hold_while_a_thread_waits() -> Future[Any]:
+        with pytest.warns(RuntimeWarning):
+            lock.acquire()
+        waiting = actor.start(holder.acquire)
+        assert until(lambda: bool(runtime.current.site(lock._store()).local_queues.find("k")))
+        with pytest.warns(RuntimeWarning):
+            lock.release()
+        return waiting
+
+    assert asyncio.run(hold_while_a_thread_waits()).result(5) is True
+    actor.call(holder, "release")

@@ -9,6 +9,7 @@ import pytest
 
 from dblock.core import runtime
 from dblock.core.acquire.local_queue import LocalQueue
+from dblock.core.errors import LockTimeout
 from dblock.core.face.executor import BaseStore
 from tests.conftest import timed
 from tests.contract.test_queue import LATER, lined_up, stranger, waiters
@@ -140,3 +141,39 @@ def test_what_cannot_be_handed_on_is_asked_for(subject: Subject, actor: Actor, o
     actor.call(holder, "release")
     assert waiting.result(30) is True
     other.call(lock, "release")
+
+
+def test_whoever_gives_up_names_the_holder_of_that_moment(
+    subject: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever way the key went on inside the process, and not whom the first of them saw."""
+    timed(monkeypatch, local_handover_wait=0.01, holder_cache=60.0)  # the first is granted the key by the database
+    holder, next_, late = (subject.lock("k", label=label, timeout=2.0) for label in ("first", "second", "third"))
+    actor.call(holder, "acquire")
+    second = other.start(getattr(next_, subject.method("acquire")))
+    assert until(lambda: waiters(subject) == 1)
+    last, patient = actors(2)
+    with pytest.raises(LockTimeout, match="first"):
+        last.within(subject.lock("k", timeout=0.1))
+    fourth, waits = start(subject, patient)
+
+    def give_up() -> None:
+        with late:
+            pass
+
+    async def agive_up() -> None:
+        async with late:
+            pass
+
+    third = last.start(give_up if subject.face == "sync" else agive_up)
+    assert until(lambda: lined_up(subject) == 3)
+    actor.call(holder, "release")
+    assert second.result(5) is True
+    with pytest.raises(LockTimeout, match="second") as caught:
+        third.result(10)
+    assert caught.value.holder is not None
+    assert caught.value.holder.label == "second"
+    assert caught.value.holder.age > 0.5, "and since when that one had it"
+    other.call(next_, "release")
+    assert waits.result(5) is True
+    patient.call(fourth, "release")

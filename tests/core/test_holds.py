@@ -34,7 +34,6 @@ from dblock.core.runtime import current_flow
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
-from dblock.core.wakeup.local_socket import LocalSocket
 from dblock.core.watchdog.heartbeats import KeptPlace
 from dblock.core.watchdog.renewals import Renewal
 from dblock.core.watchdog.watchdog import Watchdog
@@ -69,13 +68,7 @@ class FakeStore:
     async def aexecute(self, step: Execute) -> Rows:
         raise NotImplementedError
 
-    def before_waiting(self) -> None:
-        pass
-
-    def subscribe(self, own: LocalSocket) -> None:
-        return None
-
-    def subscribe_to_neighbours(self, own: LocalSocket) -> None:
+    def subscribe(self, channel: str) -> None:
         return None
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:

@@ -21,7 +21,7 @@ from dblock.core.acquire.waiting import Waiter
 from dblock.core.errors import LockStoreError, StoreUnanswered
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.values import Grant, Tenure
-from dblock.core.wakeup.local_socket import LocalSocket
+from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Wakeup, Wakeups
 from tests.conftest import timed
 from tests.core.test_queue import HOUR, Kept
@@ -39,7 +39,7 @@ class Process(Kept):
     def __post_init__(self) -> None:
         self.channel = f"world_{len(self.world.listening)}"
         wakeups = self.world.listening[self.channel] = Wakeups()
-        self.site = Site(self.world.database(), wakeups, lambda: cast("LocalSocket", Post(self.world, self.channel)))
+        self.site = Site(self.world.database(), wakeups, lambda: cast("LocalSockets", Post(self.world, self.channel)))
 
     shared = True
 
@@ -106,7 +106,7 @@ class Flow:
                 yield Sleep(chance.choice((0.001, 0.1)))
 
     def ready(self) -> bool:
-        notified = self.wakeup is not None and self.wakeup._event.is_set()
+        notified = self.wakeup is not None and self.wakeup.notified()
         return not self.done and (self.wakes <= self.process.world.time or notified)
 
     def run(self) -> None:

@@ -42,7 +42,7 @@ class Worker:
     wakeup: Wakeup | None = None
 
     def ready(self) -> bool:
-        return self.wakes <= self.world.time or (self.wakeup is not None and self.wakeup._event.is_set())
+        return self.wakes <= self.world.time or (self.wakeup is not None and self.wakeup.notified())
 
     def life(self) -> Steps[None]:
         site = self.world.site()

@@ -75,9 +75,7 @@ class Flow:
                 yield Sleep(self.chance.choice((0.001, 0.1)))
 
     def ready(self) -> bool:
-        return not self.done and (
-            self.wakes <= self.world.time or (self.wakeup is not None and self.wakeup._event.is_set())
-        )
+        return not self.done and (self.wakes <= self.world.time or (self.wakeup is not None and self.wakeup.notified()))
 
     def run(self) -> None:
         """One step further: a statement begins or takes effect."""

@@ -23,7 +23,6 @@ from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
 from dblock.core.timing import Timing
 from dblock.core.values import Grant
-from dblock.core.wakeup.local_socket import LocalSocket, Subscription
 from tests.conftest import SELDOM
 from tests.support.model import World, wish
 
@@ -47,14 +46,8 @@ class ModelStore:
     async def aexecute(self, step: Execute) -> Rows:
         raise NotImplementedError
 
-    def before_waiting(self) -> None:
+    def subscribe(self, channel: str) -> None:
         pass
-
-    def subscribe(self, own: LocalSocket) -> None:
-        pass
-
-    def subscribe_to_neighbours(self, own: LocalSocket) -> Subscription | None:
-        return own.subscribe()
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         thread = threading.Thread(target=function, daemon=True)
@@ -98,12 +91,12 @@ def test_two_processes_in_one() -> None:
     assert [grant.tenure.fence for _, grant in log] == sorted({grant.tenure.fence for _, grant in log})
     assert {number % 2 for number, _ in log[:20]} == {0, 1}, "neither process was kept waiting by the other"
     assert any(grant.local_handovers for _, grant in log)
-    assert processes[0].socket().channel != processes[1].socket().channel
+    assert processes[0].sockets().channel != processes[1].sockets().channel
     for process, store in zip(processes, stores, strict=True):
         queues = process.site(store).local_queues
         waiting = [owner for owner, kept in process.watchdog._places.items() if not kept.served]
         assert (queues._queues, dict(process.wakeups._registered), waiting) == ({}, {}, [])
-        process.socket().close()
+        process.sockets().close()
 
 
 def test_a_store_is_not_kept_alive() -> None:
@@ -115,7 +108,7 @@ def test_a_store_is_not_kept_alive() -> None:
     del store
     gc.collect()
     assert gone() is None
-    process.socket().close()
+    process.sockets().close()
 
 
 def test_one_fork_hook_in_the_core_and_one_beside_it_for_each_face() -> None:

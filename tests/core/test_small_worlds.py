@@ -152,7 +152,7 @@ def next_sleeps_on(patch: Callable[..., None]) -> None:
         behind = self._waiters[1:]
         left = leave(self, waiter, got)
         for each in behind:
-            each.wakeup._event.clear()
+            _ = each.wakeup.consume()
         return left
 
     patch(LocalQueue, "leave", quietly)

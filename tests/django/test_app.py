@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import Celery, current_app
 from django.contrib import admin
 from django.core import checks
 from django.db import connections
@@ -21,6 +22,7 @@ from django.test import Client, override_settings
 
 from dblock import Lock, LockLost, Reason, areap, db_lock, lock_at_risk, lock_lost, reap
 from dblock.admin import span
+from dblock.celery import beat_schedule
 from dblock.core.errors import StoreConflict
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.store import store_for
@@ -124,6 +126,24 @@ def test_transactions_that_are_no_blocks_are_a_warning(monkeypatch: pytest.Monke
     changed = {**connections["postgresql"].settings_dict, "AUTOCOMMIT": False}
     monkeypatch.setattr(connections["postgresql"], "settings_dict", changed)
     assert ids() == ["dblock.W002"]
+
+
+def test_rows_that_nobody_reaps_are_a_warning_before_deployment() -> None:
+    """W005, unless a schedule of Celery's has the task; how others do it, nobody knows here."""
+    app = Celery("reaped", set_as_current=False)
+    with override_settings(CELERY_BEAT_SCHEDULE={"other": {"task": "other", "schedule": 1}}):
+        assert ids(include_deployment_checks=True) == ["dblock.W005"]
+        assert ids() == []
+    with override_settings(CELERY_BEAT_SCHEDULE=beat_schedule(every=60)):
+        assert ids(include_deployment_checks=True) == []
+    before = current_app._get_current_object()
+    try:
+        app.set_current()
+        assert ids(include_deployment_checks=True) == ["dblock.W005"]
+        app.conf.beat_schedule = beat_schedule()
+        assert ids(include_deployment_checks=True) == []
+    finally:
+        before.set_current()
 
 
 def test_settings_are_read_late(sqlite: Path) -> None:

@@ -220,7 +220,7 @@ def test_a_test_database_can_be_dropped(request: pytest.FixtureRequest) -> None:
 @pytest.mark.direct
 @pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
 def test_statements_are_prepared_by_use(database: str, alias: str) -> None:
-    """Not by the setting: from the fifth use on a connection, also with CONN_MAX_AGE = 0."""
+    """Not by the setting: from the first use on a connection, on MariaDB the fifth, also with CONN_MAX_AGE = 0."""
     connections[alias].close()
     for _ in range(6):  # the first of them creates the row
         with db_lock("k", using=alias):

@@ -54,13 +54,13 @@ class Driver(Exception):
 
 
 MEANINGS: list[tuple[str, Failure, tuple[Exception, ...]]] = [
-    ("postgresql", Failure.READ_ONLY, (Driver("25006"),)),
+    ("postgresql", Failure.SPENT, tuple(map(Driver, ("25006", "26000", "42P05", "0A000")))),
     ("postgresql", Failure.BUSY, (Driver("55P03"),)),
     ("postgresql", Failure.CONFLICT, tuple(map(Driver, ("40001", "40P01", "57014")))),
     ("postgresql", Failure.DISCONNECTED, tuple(map(Driver, ("57P01", "57P03", "08006", "25P03", "25P04")))),
     ("postgresql", Failure.DISCONNECTED, (InternalClientError("cannot switch to state 11"),)),
     ("postgresql", Failure.OTHER, (Driver("42601"), Driver("25P02"))),
-    ("mysql", Failure.READ_ONLY, tuple(map(pymysql.OperationalError, (1290, 1792, 1836, 1047)))),
+    ("mysql", Failure.SPENT, tuple(map(pymysql.OperationalError, (1290, 1792, 1836, 1047)))),
     ("mysql", Failure.BUSY, tuple(map(pymysql.OperationalError, (1205, 3572)))),
     ("mysql", Failure.CONFLICT, tuple(map(pymysql.OperationalError, (1213, 1020, 1317, 1969, 3024)))),
     ("mysql", Failure.DISCONNECTED, tuple(map(pymysql.OperationalError, (2006, 2013, 1053, 4031)))),
@@ -120,7 +120,7 @@ def agrees(subject: Subject, lock: Any) -> None:
     assert lock.verify()
 
 
-HELD = ["reenter", "extend", "renew", "inspect", "alive", "attach", "detach", "leave", "release"]
+HELD = ["reenter", "extend", "renew", "inspect", "alive", "attach", "adopt", "detach", "leave", "release"]
 
 
 def held(make: Callable[[], Exception]) -> list[str]:
@@ -137,11 +137,12 @@ def say(subject: Subject, lock: Any, name: str) -> Any:
         return drive(tenures.renew(store.database, leases, store.database.now() + 0.15), store)
     if name == "renew":
         return drive(tenures.renew(store.database, [(hold_of(lock).tenure, 20.0)], store.database.now() + 0.15), store)
-    if name in {"attach", "leave", "detach"}:
+    if name in {"attach", "adopt", "leave", "detach"}:
         tenure = hold_of(lock).tenure
         wish: dict[str, Any] = {"host": "h", "pid": 1, "thread": "t", "program": "p", "task": ""}
         steps: dict[str, Callable[[], Any]] = {
             "attach": lambda: tenures.attach(store.database, tenure, wish, 20.0, 0.0),
+            "adopt": lambda: tenures.adopt(store.database, tenure, wish, 20.0, 0.0),
             "detach": lambda: tenures.detach(store.database, tenure, 20.0, 0.0, count=1, who=current_flow().who),
             "leave": lambda: tenures.leave(store.database, tenure, 0.0, alone=True),
         }

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tests.conftest import ready
+from tests.contract.test_queue import waiters
 from tests.support.lab import FEW, ROOT, Remote, alive, remaining, until
 from tests.support.subjects import MATRIX, Subject
 
@@ -56,6 +58,93 @@ def test_what_the_main_thread_holds_is_released_at_a_normal_exit(subject: Subjec
     process(subject, "lock = subject.lock('k', ttl=600)\nlock.acquire()\nlock.acquire()\n" + how, code=code)
     assert subject.row("k")["owner"] is None
     assert alive(subject) == 0
+
+
+def test_a_process_that_ends_leaves_no_place_that_was_served(subject: Subject) -> None:
+    """Where its row is deleted some time after the key was granted there: at the end, if that has not come yet."""
+    holder = subject.lock("k", ttl=60)
+    assert holder.acquire()
+    with ThreadPoolExecutor(1) as pool:
+        ends = pool.submit(process, subject, "with subject.lock('k', timeout=30): pass\n")
+        assert until(lambda: waiters(subject) == 1)
+        holder.release()
+        _ = ends.result(30)
+    assert subject.run("SELECT * FROM lock_waiters") == []
+
+
+FORKS = """
+import asyncio, os, signal, time
+import dblock
+parent = os.getpid()
+
+def fork(*_):
+    if os.fork() == 0:
+        time.sleep(1.2)  # its parent has been granted the key
+        LEAVE
+
+lock = subject.lock("k", timeout=20)
+"""
+IN_A_THREAD = """
+signal.signal(signal.SIGALRM, fork)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+try:
+    assert lock.acquire()
+except dblock.LockNotHeld:
+    assert os.getpid() != parent
+    os._exit(0)
+assert os.getpid() == parent, "two holders"
+time.sleep(1.5)
+assert lock.verify()
+lock.release()
+os.wait()
+"""
+IN_A_TASK = """
+async def wait():
+    assert await getattr(lock, subject.method("acquire"))()
+    assert os.getpid() == parent, "two holders"
+    await asyncio.sleep(1.5)
+    assert await getattr(lock, subject.method("verify"))()
+    await getattr(lock, subject.method("release"))()
+
+async def main():
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0.3)
+    fork()
+    await waiting
+    os.wait()
+
+asyncio.run(main())
+"""
+
+
+def forked(subject: Subject, body: str) -> None:
+    """Let another process fork while it waits for what we hold."""
+    holds = Subject(subject.variant, "sync", subject.database)
+    holder = holds.lock("k", ttl=60)
+    assert holder.acquire()
+    with ThreadPoolExecutor(1) as pool:
+        ends = pool.submit(process, subject, body)
+        assert until(lambda: waiters(subject) == 1)
+        time.sleep(0.6)
+        holder.release()
+        _ = ends.result(30)
+    assert subject.row("k")["owner"] is None
+    if holds.variant == "sqlalchemy":
+        holds.engine.dispose()
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(0)", "pass"])
+def test_a_fork_while_a_thread_waits(subject: Subject, leave: str) -> None:
+    """The child gives nothing back that its parent was granted, and does not get it either, however it goes on."""
+    forked(subject, FORKS.replace("LEAVE", leave) + IN_A_THREAD)
+
+
+@pytest.mark.parametrize(
+    "subject", [cell for cell in MATRIX if cell.driver in {"psycopg", "asyncpg", "aiomysql"}], indirect=True, ids=str
+)
+def test_a_fork_while_a_task_waits(subject: Subject) -> None:
+    """Its event loop cancels the task in the child as well. (Drivers with threads keep a child from ending.)"""
+    forked(subject, FORKS.replace("LEAVE", "sys.exit(0)") + IN_A_TASK)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -78,18 +79,15 @@ holder.join()
     "README.md sqlalchemy": 'assert rebuild() == "rebuilt" and not lock.locked()',
     "README.md celery": """
 import threading
-assert restock.delay("42", 3).get() == "3 more of 42"
+from dblock import db_lock
 with db_lock("stock:42"):
+    thread = threading.Thread(target=lambda: found.append(restock.delay("42", 3).get()))
     found = []
-    def call():
-        try:
-            restock("42", 3)
-        except LockTimeout as error:
-            found.append(error)
-    thread = threading.Thread(target=call)
     thread.start()
-    thread.join()
-assert found
+    thread.join(0.5)
+    assert not found
+thread.join()
+assert found[0].startswith("3 more of 42, fence 1") and rebuild.delay().get() == "rebuilt"
 """,
     "docs/fences.md django": "assert not same.locked() and Stock.objects.get().left == 6 and same.state is None",
     "docs/transactions.md django": 'sell(None, "42")\nassert Stock.objects.get().left == 7',
@@ -97,7 +95,7 @@ assert found
 }
 RUN = [(page, name) for page in PAGES for name in dict(blocks(page)) if name in {"django", "sqlalchemy"}]
 SERVED = {"asgi", "celery-shutdown", "fastapi", "fastapi-dependency", "gunicorn"}  # in test_recipes
-ELSEWHERE = SERVED | {"alembic", "defaults", "free", "settings"}
+ELSEWHERE = SERVED | {"alembic", "defaults", "free", "settings", "waiting"}
 
 
 def run(code: str, directory: Path) -> None:
@@ -113,9 +111,10 @@ def test_examples(page: str, name: str, tmp_path: Path) -> None:
     run(template.format(example=example, settings=block("README.md", "settings")), tmp_path)
 
 
-def test_the_task_of_the_readme(tmp_path: Path) -> None:
-    """It runs; busy, it asks to be tried again, which outside of a worker is the error itself."""
-    example = CELERY.format(example=block("README.md", "celery") + CHECKS["README.md celery"])
+@pytest.mark.parametrize(("page", "name"), [("README.md", "celery"), ("docs/celery.md", "celery-tasks")])
+def test_tasks(page: str, name: str, tmp_path: Path) -> None:
+    """They run, and wait for their turns."""
+    example = CELERY.format(example=block(page, name) + CHECKS.get(f"{page} {name}", ""))
     run(DJANGO.format(example=example, settings=block("README.md", "settings")), tmp_path)
 
 
@@ -127,7 +126,7 @@ def test_programs(page: str, name: str, tmp_path: Path) -> None:
 
 def test_every_example_is_tried() -> None:
     """Here, or elsewhere under its name."""
-    known = {"django", "sqlalchemy", "celery", "memory", "names", "names-settings"} | ELSEWHERE
+    known = {"django", "sqlalchemy", "celery", "celery-tasks", "memory", "names", "names-settings"} | ELSEWHERE
     named = [name for page in PAGES for name, _ in blocks(page)]
     assert set(named) == known
     fences = sum(len(re.findall(r"^```\w+$", text(page), re.MULTILINE)) for page in PAGES)
@@ -189,6 +188,8 @@ def test_freeing_by_hand(request: pytest.FixtureRequest, subject: Subject) -> No
     holder.call(lock, "acquire")
     waiting = waiter.start(getattr(theirs, subject.method("acquire")))
     time.sleep(0.5)
+    [(_, _, pid, _, _)] = subject.run(block("docs/operating.md", "waiting"))
+    assert pid == os.getpid()
     subject.run(block("docs/operating.md", "free"))
     freed = time.monotonic()
     assert waiting.result(20) is True
@@ -199,6 +200,7 @@ def test_freeing_by_hand(request: pytest.FixtureRequest, subject: Subject) -> No
     with pytest.raises(dblock.LockLost) as caught:
         holder.call(lock, "release")
     assert caught.value.reason in {Reason.FREED, Reason.TAKEN_OVER}
+    assert subject.run(block("docs/operating.md", "waiting")) == [], "it was served, and its row may be there"
     waiter.call(theirs, "release")
     for actor in (holder, waiter):
         actor.close()

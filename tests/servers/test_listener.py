@@ -40,10 +40,10 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ELSEWHERE = (
-    "(setattr(runtime.current.socket(), 'neighbourhood', 'dblock_elsewhere_'),"
+    "(setattr(runtime.current.sockets(), 'neighbourhood', 'dblock_elsewhere_'),"
     " object.__setattr__(subject.protocol.dialect.queue, 'call', None))"  # the grant itself is to call
 )
-FULL = "setattr(runtime.current.socket(), 'notify', lambda *_: False)"
+FULL = "setattr(runtime.current.sockets(), 'notify', lambda *_: False)"
 
 
 @pytest.mark.usefixtures("deaf")
@@ -77,13 +77,13 @@ def test_a_stranger_is_not_believed(request: pytest.FixtureRequest) -> None:
     waiting = other.start(lock.acquire)
     assert until(lambda: waiters(subject) == 1)
     [(ticket, fence)] = subject.run("SELECT ticket, fence FROM lock_waiters JOIN locks USING (lock_key)")
-    channel = "\0" + runtime.current.socket().channel
+    [(channel,)] = subject.run("SELECT channel FROM lock_waiters")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
         for proof in ("", "-", "0" * 64, "\u00e9", hashlib.sha256(f"{ticket} {fence} ".encode()).hexdigest()):
             for said in (fence, fence + 1, 0):
-                _ = stranger.sendto(f"{ticket} {said} {proof} k".encode(), channel)
+                _ = stranger.sendto(f"{ticket} {said} {proof} k".encode(), "\0" + channel)
                 time.sleep(0.01)
-        _ = stranger.sendto(b"\xff 1 2 k", channel)
+        _ = stranger.sendto(b"\xff 1 2 k", "\0" + channel)
     assert not waiting.done()
     assert actor.get(holder, "state") == "held"
     actor.call(holder, "release")
@@ -100,7 +100,7 @@ def test_a_neighbour_is_not_notified(request: pytest.FixtureRequest, before: str
     """A notification wakes every session that listens to anything: it is for those who are somewhere else."""
     ready(request, "postgresql")
     with psycopg.connect(url("postgresql").replace("+psycopg", ""), autocommit=True) as connection:
-        connection.execute(f"LISTEN {runtime.current.socket().channel}")
+        connection.execute(f"LISTEN {runtime.current.sockets().channel}")
         subject = Subject("sqlalchemy", "sync", "postgresql")
         hand_overs(subject, before)
         subject.engine.dispose()
@@ -112,10 +112,11 @@ def test_a_neighbour_is_not_notified(request: pytest.FixtureRequest, before: str
 def test_a_listener_takes_no_place_in_a_pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Django's pool may be as small as the number of threads."""
     ready(request, "postgresql")
+    connections["postgresql"].close()  # which came from no pool
     options = {**connections.settings["postgresql"]["OPTIONS"], "pool": {"min_size": 1, "max_size": 1}}
     monkeypatch.setitem(connections.settings["postgresql"], "OPTIONS", options)
     monkeypatch.setitem(connections.settings["postgresql"], "CONN_MAX_AGE", 0)
-    subscription = store_for("postgresql").subscribe(runtime.current.socket())
+    subscription = store_for("postgresql").subscribe(runtime.current.sockets().channel)
     assert isinstance(subscription, PsycopgSubscription)
     assert not hasattr(subscription._connection, "_pool")
     subscription.close()
@@ -130,16 +131,17 @@ def test_whether_to_listen_is_yes_or_no() -> None:
 
 
 def test_nonsense_does_no_harm(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> None:
-    """Anybody may send anything to the process's socket."""
+    """Anybody may send anything to the waiter's socket."""
     ready(request, "postgresql")
     subject = Subject("sqlalchemy", "sync", "postgresql")
     holder, actor = subject.lock("k"), Actor(subject)
     holder.acquire()
     waited = actor.start(subject.lock("k", timeout=60).acquire)
     assert until(lambda: waiters(subject) == 1)
+    [(channel,)] = subject.run("SELECT channel FROM lock_waiters")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
         for nonsense in (b"", b"\xff", b"x k", b"-1 k", b"1", "² k".encode(), b"1 " + b"k" * 9000):
-            stranger.sendto(nonsense, "\0" + runtime.current.socket().channel)
+            stranger.sendto(nonsense, "\0" + channel)
     time.sleep(0.1)
     assert not waited.done()
     holder.release()
@@ -160,10 +162,10 @@ def hand_overs(subject: Subject, before: str = "None") -> None:
             lock = subject.lock("k", timeout=60)
             waited = actor.start(getattr(lock, subject.method("acquire")))
             assert until(lambda: waiters(subject) == 1)
-            channels = subject.run(
+            [(channel,)] = subject.run(
                 "SELECT channel FROM lock_waiters JOIN locks USING (lock_key) WHERE ticket > served_ticket"
             )
-            assert channels == [(runtime.current.socket().channel,)]
+            assert channel.rpartition(".")[0] == runtime.current.sockets().channel
             time.sleep(0.05)
             assert not waited.done()
             remote.do("lock.release()")
@@ -181,7 +183,7 @@ def test_whoever_is_told_not_to_listen_looks(
     subject = Subject(variant, "sync", "postgresql")
     subject.__dict__["engine"] = create_engine(url("postgresql"), execution_options={"dblock_listen": False})
     store = subject.lock("k")._store()
-    vars(store).pop("attendants", None)
+    vars(store).pop("_waiter_services", None)
     actor = Actor(subject)
     ears = "SELECT 1 FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"
     assert until(lambda: run("postgresql", ears) == [])  # those of earlier tests are gone
@@ -197,6 +199,6 @@ def test_whoever_is_told_not_to_listen_looks(
             assert waited.result(10) is True
             actor.call(lock, "release")
     actor.close()
-    vars(store).pop("attendants", None)
+    vars(store).pop("_waiter_services", None)
     subject.engine.dispose()
     assert len([message for message in caplog.messages if "cannot call" in message]) == 1

@@ -19,6 +19,7 @@ DURABLE: Final = (
     "extend",
     "renew",
     "attach",
+    "adopt",
     "detach",
     "accept",
     "hand_over_local",
@@ -40,7 +41,7 @@ _LATER: Final = ("renew", "join", "announce", "grant", "accept", "hand_over_loca
 """What is tried again."""
 BOUNDED: Final = {
     "postgresql": {
-        _ROW: ("take", "reenter", "extend", *_LATER, "attach", "detach", "release", "leave", "reap"),
+        _ROW: ("take", "reenter", "extend", *_LATER, "attach", "adopt", "detach", "release", "leave", "reap"),
         _PLACE: ("grant", "inherit", "leave_queue", "heartbeat", "forget"),
         _CREATION: ("create",),
     },
@@ -64,6 +65,7 @@ GRANT_RETRY: Final = [
         "extend",
         "renew",
         "attach",
+        "adopt",
         "detach",
         "release",
         "leave",

@@ -46,22 +46,28 @@ _AS_WISHED: Final[Record] = {}
 
 
 def _tenure(
-    statement: str, *, fence: bool = True, lease: bool = True, given: Record = _AS_WISHED, on: Any = DATABASES
+    statement: str,
+    *,
+    fence: bool = True,
+    lease: bool = True,
+    given: Record = _AS_WISHED,
+    count: int = 1,
+    on: Any = DATABASES,
 ) -> Iterator[Case]:
     """The statement acts on exactly the tenure that it names."""
 
     def case(behaviour: str, row: Record, **differently: Any) -> Case:
         return Case(statement, behaviour, keys=[row], given={**given, **differently}, on=on)
 
-    yield case("not another key's tenure", held(), key="j")
+    yield case("not another key's tenure", held(count=count), key="j")
     yield case("not that of a free key", free())
     if fence:
-        yield case("not an earlier tenure of the same owner", held(fence=6))
-        yield case("not a later tenure of the same owner", held(fence=8))
+        yield case("not an earlier tenure of the same owner", held(count=count, fence=6))
+        yield case("not a later tenure of the same owner", held(count=count, fence=8))
     if lease:
-        yield case("not one whose lease has ended", held(expires_at=At(-0.5)))
+        yield case("not one whose lease has ended", held(count=count, expires_at=At(-0.5)))
     if statement != "pin":  # that one does not know the owner
-        yield case("not another owner's tenure", held(), owner="other")
+        yield case("not another owner's tenure", held(count=count), owner="other")
 
 
 def _lasts(statement: str, reply: Reply, changes: Record, given: Record = _AS_WISHED) -> Iterator[Case]:
@@ -299,6 +305,19 @@ _ATTACH: Final = (
     ),
     *_lasts("attach", [(2,)], {**WHO, "count": 2}),
     *_tenure("attach"),
+)
+
+_ADOPT: Final = (
+    Case(
+        "adopt",
+        "a tenure that nobody is in is entered, its lease is set, and the row says who entered",
+        keys=[held(count=0), held("j", count=0)],
+        reply=DONE,
+        after={"k": {**WHO, "count": 1, "ttl": 60.0, "expires_at": At(61)}},
+    ),
+    Case("adopt", "nobody enters where somebody is", keys=[held(count=1)]),
+    Case("adopt", "not even who is in it", keys=[held(count=1, **WHO)]),
+    *_tenure("adopt", count=0),
 )
 
 _FLOW: Final = {name: OLD[name] for name in ("host", "pid", "thread")}
@@ -568,6 +587,7 @@ CASES: Final = (
     *_RENEW,
     *_ALIVE,
     *_ATTACH,
+    *_ADOPT,
     *_DETACH,
     *_RELEASE,
     *_LEAVE,

@@ -161,7 +161,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     path = tmp_path / "pretend.sqlite3"
     engine = create_engine(f"sqlite:///{path}")
     with engine.begin() as connection:
-        connection.connection.cursor().executescript(DIALECT.ddl)
+        connection.connection.cursor().executescript("PRAGMA journal_mode = WAL;" + DIALECT.ddl)
     engine.dispose()
     return f"sqlite:///{path}"
 
@@ -189,8 +189,8 @@ def test_a_lock_on_it_excludes_queues_renews_and_is_reaped(path: str) -> None:
         thread.join()
     assert (most[0], len(order)) == (1, 20)
     assert order == sorted(set(order))
-    with sqlalchemy_dblock.db_lock(engines[0], "long", ttl=0.3) as held:
-        time.sleep(0.7)
+    with sqlalchemy_dblock.db_lock(engines[0], "long", ttl=1.0) as held:
+        time.sleep(1.5)
         assert held.verify()
     row = held.inspect()
     assert row is not None

@@ -455,7 +455,14 @@ _INHERIT: Final = (
         keys=[held(owner="other", last_ticket=12)],
         places=[waiter("me", 11), waiter("w", 12)],
         reply=DONE,
-        after={"me": None, "heir": {**waiter("me", 11, joined_at=Left(-1), expires_at=Left(4)), **_INHERITED}},
+        after={
+            "me": None,
+            "heir": {
+                **waiter("me", 11, joined_at=Left(-1), expires_at=Left(4)),
+                **_INHERITED,
+                "channel": "new channel",
+            },
+        },
     ),
     Case("inherit", "not one that has ended", keys=[free()], places=[waiter("me", 11, expires_at=At(-0.5))]),
     Case("inherit", "not another one's", keys=[free()], places=[waiter("ME", 11), waiter("w", 12)]),

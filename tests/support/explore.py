@@ -12,7 +12,7 @@ that gets lost shows in the clock.
 from __future__ import annotations
 
 import math
-import threading
+from _thread import LockType
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -32,7 +32,7 @@ from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Dialect, Statement
 from dblock.core.timing import Timing
 from dblock.core.values import Grant
-from dblock.core.wakeup.local_socket import LocalSocket
+from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.support.model import Interrupted, Post, World, wish
 
@@ -56,8 +56,8 @@ FAULTS = {
 class Mail(Post):
     """Messages to other processes are on their way until they are delivered."""
 
-    def notify(self, channel: str, message: Message) -> bool:
-        cast("Small", self._world).mail.append((channel, message))
+    def notify(self, channel: str, text: str) -> bool:
+        cast("Small", self._world).mail.append((channel, cast("Message", Message.read(text))))
         return True
 
 
@@ -70,7 +70,7 @@ class House(PollingOnly):
         self.channel, self.wakeups, self.holding = f"world_{number}", Wakeups(), set[int]()
         self.alive = True
         world.listening[self.channel] = self.wakeups
-        self.site = Site(world.database(), self.wakeups, lambda: cast("LocalSocket", Mail(world, self.channel)))
+        self.site = Site(world.database(), self.wakeups, lambda: cast("LocalSockets", Mail(world, self.channel)))
 
     def holds(self, key: str) -> bool:
         return bool(self.holding)
@@ -91,6 +91,8 @@ class Flow:
     seen: set[str] | None = None
     answer: Rows | None = None
     """What the statement under way has come to, of which the flow has not heard yet."""
+    answer_by: float = 0.0
+    """When it is there at the latest, as any statement's answer is, or its connection is cut."""
     wakes: float = 0.0
     wakeup: Wakeup | None = None
     grant: Grant | None = None
@@ -141,7 +143,7 @@ class Flow:
     def ready(self) -> bool:
         if self.done or not self.house.alive:
             return False
-        notified = self.wakeup is not None and self.wakeup._event.is_set()
+        notified = self.wakeup is not None and self.wakeup.notified()
         return self.under_way is not None or notified or self.wakes <= self.house.site.database.now()
 
 
@@ -182,6 +184,7 @@ class Small(World):
         ready = [n for n, flow in enumerate(self.flows) if flow.ready()]
         found += [Choice("step", n) for n in ready]
         busy = self.mail or any(self.flows[n].answer is None for n in ready)  # answers and statements may be late
+        busy = busy or any(each.answer is not None and each.answer_by <= self.time for each in self.flows)
         if not busy and any(flow.sleeping() for flow in self.flows):
             found.append(Choice("time"))
         if self.faults and found:
@@ -219,6 +222,7 @@ class Small(World):
                 flow.step(flow.answer)
             case "slow":
                 flow.answer = self.execute(cast("Execute", flow.under_way), flow.seen)
+                flow.answer_by = self.time + self.database().timing.answer
             case "step":
                 step = cast("Execute", flow.under_way)
                 if step.statement.name in SNAPSHOTS and flow.seen is None:
@@ -251,7 +255,8 @@ class Small(World):
                 wakeup.message = Message("k", self.rows["k"]["served"] if "k" in self.rows else 0, fence, "0" * 64)
                 wakeup.notify()
             case "time":
-                self.time = min(each.wakes for each in self.flows if each.sleeping())
+                coming = [each.answer_by for each in self.flows if each.answer is not None]
+                self.time = min([each.wakes for each in self.flows if each.sleeping()] + coming)
         holding = [each.name for each in self.flows if each.grant and self.time < each.grant.trusted_until]
         assert len(holding) <= 1, f"two hold it: {holding}"
         assert self.served.get("k", [])[-2:] == sorted(self.served.get("k", [])[-2:]), "somebody was overtaken"
@@ -327,7 +332,17 @@ class _Canon:
         for f in self._world.flows:
             if f.house is house and not f.done:
                 flows.append([])
-                known = (f.breakable, f.wakes, f.grant, f.seen, f.answer, f.name in house.holding, f.wakeup, f.steps)
+                known = (
+                    f.breakable,
+                    f.wakes,
+                    f.grant,
+                    f.seen,
+                    f.answer,
+                    f.answer_by if f.answer is not None else 0.0,
+                    f.name in house.holding,
+                    f.wakeup,
+                    f.steps,
+                )
                 self._add(known, flows[-1])
         own = list[Any]()
         for flow in sorted(flows, key=repr):
@@ -383,8 +398,8 @@ class _Canon:
                     if name not in _ASIDE:
                         self._add(value, flat)
                 self._add(it.gi_yieldfrom, flat)
-        elif isinstance(it, threading.Event):
-            flat.append(it.is_set())
+        elif isinstance(it, LockType):
+            flat.append(it.locked())
         else:
             flat.append(type(it).__name__)
             for name in _attributes(cast("Any", type(it))):

@@ -19,8 +19,8 @@ from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Dialect
-from dblock.core.wakeup.local_socket import LocalSocket
-from dblock.core.wakeup.registry import Message, Wakeups
+from dblock.core.wakeup.local_socket import LocalSockets
+from dblock.core.wakeup.registry import Wakeups
 
 
 class Post:
@@ -31,11 +31,17 @@ class Post:
     def __init__(self, world: World, channel: str = "nowhere") -> None:
         self._world, self.channel = world, channel
 
-    def notify(self, channel: str, message: Message) -> bool:
+    def lend(self) -> None:
+        """None: messages come through the registry."""
+
+    def take_back(self, lent: None) -> None:
+        pass
+
+    def notify(self, channel: str, text: str) -> bool:
         self._world.calls.append(channel)
         wakeups = self._world.listening.get(channel)
         if wakeups is not None:
-            wakeups.notify(message)
+            wakeups.on_message(text)
         return wakeups is not None
 
 
@@ -78,7 +84,7 @@ class World:
 
     def site(self) -> Site:
         """The table as a flow sees it that shares nothing with others but being woken."""
-        return Site(self.database(), self.wakeups, lambda: cast("LocalSocket", Post(self)))
+        return Site(self.database(), self.wakeups, lambda: cast("LocalSockets", Post(self)))
 
     @property
     def announces(self) -> bool:

@@ -26,6 +26,8 @@ HINTS = {
     "postgres": "apt-get install postgresql",
     "mariadbd": "apt-get install mariadb-server",
     "redis-server": "apt-get install redis-server",
+    "rabbitmq-server": "apt-get install rabbitmq-server",
+    "epmd": "apt-get install rabbitmq-server",
     "pgbouncer": "apt-get install pgbouncer",
 }
 
@@ -166,7 +168,7 @@ class PostgreSQL(Server):
         super().stop(signal.SIGINT if how == signal.SIGTERM else how)
         # The sessions of a server that was killed notice it in a moment; until then it cannot be started again.
         deadline = time.monotonic() + 10
-        while _in_use(self.directory) and time.monotonic() < deadline:
+        while any(_working_in(self.directory)) and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
@@ -307,23 +309,100 @@ class MySQL(MariaDB):
 
 class Redis(Server):
     def command(self) -> list[str]:
-        return [find_program("redis-server"), "--bind", "127.0.0.1", "--port", str(self.port), "--save", ""]
+        """It keeps what it has over a restart."""
+        files = ["--save", "", "--appendonly", "yes", "--dir", str(self.directory)]
+        return [find_program("redis-server"), "--bind", "127.0.0.1", "--port", str(self.port), *files]
+
+    @property
+    def url(self) -> str:
+        """For Celery."""
+        return f"redis://127.0.0.1:{self.port}/0"
 
 
-def _in_use(directory: Path) -> bool:
-    """Does a process work there?"""
+class RabbitMQ(Server):
+    """With a port mapper of its own (epmd), which it would otherwise leave running, and share with others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mapper_port = free_port()
+        self._mapper: subprocess.Popen[bytes] | None = None
+
+    def prepare(self) -> None:
+        for name in ("mnesia", "logs"):
+            self.run("mkdir", name)
+        # nobody may write here, who has no home
+        (self.directory / "plugins").write_text("[].")
+        (self.directory / "rabbitmq.conf").write_text(
+            f"listeners.tcp.default = 127.0.0.1:{self.port}\nloopback_users = none\n"
+            "vm_memory_high_watermark.relative = 0.9\ndisk_free_limit.absolute = 1MB\n"
+        )
+        self._mapper = subprocess.Popen(
+            [find_program("epmd"), "-port", str(self._mapper_port), "-address", "127.0.0.1"],
+            env=self._environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            **self._identity,  # type: ignore[call-overload]
+        )
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.directory),
+            "ERL_EPMD_PORT": str(self._mapper_port),
+            "RABBITMQ_NODENAME": f"dblock{self.port}@localhost",
+            "RABBITMQ_CONFIG_FILE": str(self.directory / "rabbitmq.conf"),
+            "RABBITMQ_CONF_ENV_FILE": "/dev/null",
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(self.directory / "plugins"),
+            "RABBITMQ_MNESIA_BASE": str(self.directory / "mnesia"),
+            "RABBITMQ_LOG_BASE": str(self.directory / "logs"),
+            "RABBITMQ_DIST_PORT": str(free_port()),
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+S 2:2 +sbwt none",
+        }
+
+    def command(self) -> list[str]:
+        # Debian's script in PATH insists on being root or its own account: the program itself does not.
+        programs = sorted(glob.glob("/usr/lib/rabbitmq/lib/*/sbin/rabbitmq-server"))
+        program = programs[-1] if programs else find_program("rabbitmq-server")
+        return ["env", *(f"{name}={value}" for name, value in self._environment().items()), program]
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        # The script ends; the virtual machine is its child.
+        if self.process is not None:
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            for child in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(child), how)
+        super().stop(how)
+
+    def close(self) -> None:
+        super().close()
+        if self._mapper is not None:
+            self._mapper.kill()
+            self._mapper.wait()
+
+    @property
+    def url(self) -> str:
+        """For Celery."""
+        return f"amqp://guest:guest@127.0.0.1:{self.port}//"
+
+
+def _working_in(directory: Path) -> Iterator[int]:
+    """The processes that work there."""
     for process in Path("/proc").glob("[0-9]*/cwd"):
         with contextlib.suppress(OSError):
             if process.readlink().is_relative_to(directory):
-                return True
-    return False
+                yield int(process.parent.name)
 
 
 def remove_leftovers(directory: str) -> None:
-    """Remove what killed test runs have left in `directory`: memory, as a rule."""
+    """Remove what killed test runs have left in `directory`: memory, and RabbitMQ, which outlives its script."""
     for path in Path(directory).glob("dblock-*-*-*"):
         owner = path.name.split("-")[2]
         if owner.isdecimal() and not Path("/proc", owner).exists():
+            for process in _working_in(path):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
             shutil.rmtree(path, ignore_errors=True)
 
 

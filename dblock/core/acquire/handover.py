@@ -14,14 +14,14 @@ import contextlib
 from enum import Enum
 from typing import NamedTuple
 
-from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, Request, Stage
+from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, Stage, about
 from dblock.core.acquire.site import Site
-from dblock.core.errors import LockStoreError, LockTimeout, StoreUnanswered
+from dblock.core.errors import LockError, LockStoreError, StoreUnanswered
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.sending import send
-from dblock.core.protocol.steps import Parameters, Steps, sleep, wait
-from dblock.core.values import Grant, Identity, LockInfo, Tenure
-from dblock.core.wakeup.registry import Message, Wakeup
+from dblock.core.protocol.steps import Parameters, Steps, sleep
+from dblock.core.values import Grant, Tenure
+from dblock.core.wakeup.registry import Message
 
 
 class Passed(Enum):
@@ -47,7 +47,7 @@ def grant(site: Site, key: str, first: int, tenure: Tenure | None = None) -> Ste
 
     False also if a transaction pins the key, or somebody is changing its row at this moment.
     """
-    granted = yield from queue.grant(site.database, key, first, tenure, here=site.socket.neighbourhood)
+    granted = yield from queue.grant(site.database, key, first, tenure, here=site.sockets.neighbourhood)
     if granted is None:
         return False
     site.local_queues.note_contention(key)
@@ -58,11 +58,13 @@ def grant(site: Site, key: str, first: int, tenure: Tenure | None = None) -> Ste
 
 def _tell(site: Site, channel: str, message: Message) -> Steps[None]:
     """Tell a waiter of this process, of this machine, or of anywhere; what does not arrive, it finds for itself."""
-    if (channel in {"", site.socket.channel} and site.wakeups.notify(message)) or not channel:
+    sockets = site.sockets
+    ours = not channel or channel.startswith(sockets.channel)
+    if (ours and site.wakeups.notify(message)) or not channel:
         return
-    if not site.socket.notify(channel, message):
+    if not sockets.notify(channel, message.text()):
         with contextlib.suppress(LockStoreError):
-            yield from queue.call(site.database, channel, message)
+            yield from queue.call(site.database, channel.partition(".")[0], message)
 
 
 def grant_next(site: Site, key: str, first: int = 0) -> Steps[bool]:
@@ -183,8 +185,8 @@ def _hand_over_local(site: Site, local_queue: LocalQueue, heir: LocalWaiter, hel
     """Hand what we hold to the flow of this process that it was offered to."""
     database, request, owner, tenure = site.database, heir.request, heir.owner, held.tenure
     try:
-        yield from wait(0.0, Wakeup())
-    except LockTimeout:  # inside a transaction that may take it all back
+        database.before_waiting()
+    except LockError:  # inside a transaction that may take it all back, or on an event loop
         return Passed.REFUSED
     parameters: Parameters = {
         **request.parameters(tenure.owner),
@@ -205,15 +207,8 @@ def _hand_over_local(site: Site, local_queue: LocalQueue, heir: LocalWaiter, hel
         return Passed.REFUSED
     now_held = Tenure(tenure.key, owner, int(rows[0][0]))
     grant = Grant(now_held, sent, request.ttl, held.ticket, held.local_handovers + 1)
-    local_queue.holder = _about(request, grant)
+    local_queue.holder = about(request, grant)
     if not local_queue.tell(heir, grant):  # it has gone in the meantime
         with contextlib.suppress(LockStoreError):
             _ = yield from release(site, grant.tenure, 1, grant.ticket)
     return Passed.DONE
-
-
-def _about(request: Request, grant: Grant) -> LockInfo:
-    """The row of a tenure that has just begun."""
-    who = Identity(request.host, request.pid, request.thread, request.program, request.task)
-    (key, owner, fence), ttl = grant.tenure, grant.ttl
-    return LockInfo(key, owner, fence, 1, ttl, 0.0, request.life, request.label, who)

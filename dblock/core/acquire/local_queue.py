@@ -34,13 +34,13 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.sending import Database
-from dblock.core.values import Grant, LockInfo
+from dblock.core.values import Grant, Identity, LockInfo
 from dblock.core.wakeup.registry import Wakeup
 
 CONTENDED: Final = 1000
@@ -102,6 +102,13 @@ class Request(NamedTuple):
         return {**self._asdict(), "owner": owner, "channel": channel}
 
 
+def about(request: Request, grant: Grant) -> LockInfo:
+    """The row of a tenure that has just begun."""
+    who = Identity(request.host, request.pid, request.thread, request.program, request.task)
+    (key, owner, fence), ttl = grant.tenure, grant.ttl
+    return LockInfo(key, owner, fence, 1, ttl, 0.0, request.life, request.label, who)
+
+
 @dataclass(slots=True, eq=False)
 class LocalWaiter:
     """A flow that waits in a local queue."""
@@ -145,7 +152,8 @@ class LocalQueue:
     def holder(self) -> LockInfo | None:
         """The holder of the key, if somebody has looked lately."""
         info, seen = self._holder
-        return info if self._now() < seen + self._timing.holder_cache else None
+        ago = self._now() - seen
+        return replace(info, age=info.age + ago) if info is not None and ago < self._timing.holder_cache else None
 
     @holder.setter
     def holder(self, info: LockInfo | None) -> None:
@@ -173,8 +181,8 @@ class LocalQueue:
     def add(self, waiter: LocalWaiter, *, first: bool = False) -> None:
         """Stand last; or first, unless somebody asks the database already."""
         waiter.local_queue, waiter.seen = self, self._now()
-        asked = [each for each in self._waiters[:1] if each.stage is not Stage.WAITING]
-        self._waiters.insert(len(asked) if first else len(self._waiters), waiter)
+        asked = bool(self._waiters) and self._waiters[0].stage is not Stage.WAITING
+        self._waiters.insert(int(asked) if first else len(self._waiters), waiter)
 
     def until_asking(self, waiter: LocalWaiter) -> float:
         """Seconds until it is for that waiter to ask the database, as far as is known; 0.0 if it is now."""
@@ -230,6 +238,7 @@ class LocalQueue:
             if was_first and first is not None:
                 got = got or waiter.grant
                 if got is not None:
+                    self.holder = about(waiter.request, got)
                     self.hope_until = self._now() + self._timing.local_handover_wait
                 # An heir gives back what was granted to the place that it was left: no tenure that somebody has.
                 free = left is not None and (got is None or left.owner != got.tenure.owner)

@@ -41,7 +41,7 @@ class WaiterServices(Protocol):
 
     @property
     def channel(self) -> str:
-        """Where the process listens, or soon will; empty where it cannot."""
+        """Where the database may call the process, now or soon; empty where nobody can."""
         ...
 
     @property

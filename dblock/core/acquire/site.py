@@ -9,20 +9,20 @@ from collections.abc import Callable
 
 from dblock.core.acquire.local_queue import LocalQueues
 from dblock.core.protocol.sending import Database
-from dblock.core.wakeup.local_socket import LocalSocket
+from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Wakeups
 
 
 class Site:
     """The rows, and those of this process who want them."""
 
-    def __init__(self, database: Database, wakeups: Wakeups, socket: Callable[[], LocalSocket]) -> None:
+    def __init__(self, database: Database, wakeups: Wakeups, sockets: Callable[[], LocalSockets]) -> None:
         self.database = database
         self.wakeups = wakeups
         self.local_queues = LocalQueues(database)
-        self._socket = socket
+        self._sockets = sockets
 
     @property
-    def socket(self) -> LocalSocket:
-        """Where this process is called; made when somebody needs it."""
-        return self._socket()
+    def sockets(self) -> LocalSockets:
+        """Where flows of this process are called; made when somebody needs it."""
+        return self._sockets()

@@ -88,7 +88,7 @@ class Waiter:
 
         `holder` is who was seen holding the key; `first`: before all those who came while we tried to take it.
         """
-        yield from wait(0.0, self.wakeup)  # refused where it could not end well, before anybody counts on us
+        self.site.database.before_waiting()  # before anybody counts on us
         me, queues, key, services = self.me, self.site.local_queues, self.request.key, self.services
         self.holder, self.attempt.owner = holder, me.owner
         try:
@@ -211,35 +211,47 @@ class Waiter:
 
         Or None if there is something else to see to: the time is up, or we were handed the key inside the process.
         """
-        me, database = self.me, self.site.database
+        me, database, sockets = self.me, self.site.database, self.site.sockets
         before = local_queue.begin_asking(me)
         if before is Stage.TOLD:
             return None
-        self.channel = self.services.channel
         if before is Stage.OFFERED:  # and whoever offered it the key has not said what became of that
             grant = yield from queue.accept(database, self._parameters(), 0, self.attempt.until)
             if grant is not None:
                 return grant if (yield from self._of_use(grant)) else Outcome.PASSED_OVER
-        standing = yield from self._stand()
-        if standing is None:
-            return Outcome.TAKE_AGAIN
-        place, view = standing
-        self.site.wakeups.register(self.request.key, place.ticket, self.wakeup)
-        served, alone = False, True
+        self.channel = self.services.channel
+        socket = self.wakeup.socket = sockets.lend() if self.channel else None
+        if socket is not None:
+            self.channel = socket.channel
         try:
-            alone = not self.services.keep(place)
-            found = yield from self._await_grant(place, view, alone=alone)
-            served = isinstance(found, Grant) and found.ticket > 0
+            standing = yield from self._stand()
+            if standing is None:
+                return Outcome.TAKE_AGAIN
+            place, view = standing
+            found = yield from self._keep_place(place, view)
         finally:
-            self.site.wakeups.unregister(self.request.key, place.ticket, self.wakeup)
-            self.services.leave(place.owner, served=served)
-        if served:
+            self.wakeup.socket = None
+            sockets.take_back(socket)
+        if isinstance(found, Grant) and found.ticket:
             me.place = None
             if not (self.services.tidies or database.dialect.queue.grant_leaves):  # its row does no harm meanwhile
                 yield from queue.leave_queue(database, place.owner, self.timing.handover_retry / 10)
         if isinstance(found, Grant) and not (yield from self._of_use(found)):
             return Outcome.PASSED_OVER
         return found
+
+    def _keep_place(self, place: Place, view: QueueStatus | None) -> Steps[Grant | Outcome | None]:
+        """What becomes of a place, which is kept meanwhile."""
+        key, served, alone = self.request.key, False, True
+        self.site.wakeups.register(key, place.ticket, self.wakeup)
+        try:
+            alone = not self.services.keep(place)
+            found = yield from self._await_grant(place, view, alone=alone)
+            served = isinstance(found, Grant) and found.ticket > 0
+            return found
+        finally:
+            self.site.wakeups.unregister(key, place.ticket, self.wakeup)
+            self.services.leave(place.owner, served=served)
 
     def _stand(self) -> Steps[tuple[Place, QueueStatus | None] | None]:
         """A place in the queue; None if there is no row, or no ticket."""
@@ -307,8 +319,7 @@ class Waiter:
             if view.last < place.ticket:  # the row is another one
                 yield from queue.announce(database, key, place.ticket, self.attempt.until)
             self.services.listen()
-            called = self.services.called and self.services.channel == self.channel
-            pause = self._until_next_look(view, now() - since, called=called)
+            pause = self._until_next_look(view, now() - since, called=self.services.called)
             pause = min(pause, self.request.ttl / 2)  # what we are granted lasts no longer before we accept it
             if self._due(view) > 0:
                 growing = pauses(longest=self.timing.grant_retry)

@@ -69,6 +69,8 @@ class PooledConnection:
     wal: bool = False
     """Is it to a SQLite file with a write-ahead log?"""
     idle_since: float = 0.0
+    keeps: bool = False
+    """Was it lent to keep or to give back what is held?"""
 
     def cut(self) -> None:
         """End whatever waits for an answer on it."""
@@ -152,18 +154,19 @@ class AutocommitPool:
 
         `keeps`: to keep or to give back what is held.
         """
-        loop, out, most = self.loop(), self._out[keeps], self._most[keeps]
-        pause = 0.001
-        while (connection := self._enter(loop, out, most)) is None:
+        loop, pause = self.loop(), 0.001
+        while (connection := self._enter(loop, keeps=keeps)) is None:
             if clock.now() + pause > until:
-                raise StoreConflict(f"all {most:g} connections of the lock are in use")
+                raise StoreConflict(f"all {self._most[keeps]:g} connections of the lock are in use")
             self.rest(pause)
             pause = min(pause * 2, 0.02)
         if connection.raw is not None:
             return connection
+        out = self._out[keeps]
         try:
             while self._expect_late(loop, until):
                 if (idle := self._idle_for(loop)) is not None:
+                    idle.keeps = keeps
                     out.add(idle)
                     out.discard(connection)
                     return idle
@@ -174,8 +177,8 @@ class AutocommitPool:
 
     def give(self, connection: PooledConnection) -> None:
         """Keep it for the next statement."""
-        self._out[0].discard(connection)
-        self._out[1].discard(connection)
+        if not self._returned(connection):
+            return
         connection.idle_since = now = clock.now()
         surplus: list[PooledConnection] | None = None
         with self._mutex:
@@ -194,8 +197,8 @@ class AutocommitPool:
 
     def drop(self, connection: PooledConnection) -> None:
         """Close one in an unknown state, and those that wait: they broke with it."""
-        self._out[0].discard(connection)
-        self._out[1].discard(connection)
+        if not self._returned(connection):
+            return
         loop = self.loop()
         for each in (connection, *self._all_idle()):
             each.cut()  # so that whatever a driver does to close it waits for nobody
@@ -217,16 +220,25 @@ class AutocommitPool:
 
     # -- helpers
 
-    def _enter(self, loop: object, out: weakref.WeakSet[PooledConnection], most: float) -> PooledConnection | None:
+    def _returned(self, connection: PooledConnection) -> bool:
+        """It is not lent any more; False if it was lent before a fork: it is the parent's."""
+        out = self._out[connection.keeps]
+        ours = connection in out
+        out.discard(connection)
+        return ours
+
+    def _enter(self, loop: object, *, keeps: bool) -> PooledConnection | None:
         """One that is idle, or a new one that is yet to be opened; None if too many are in use."""
+        out = self._out[keeps]
         with self._mutex:
-            if len(out) >= most:
+            if len(out) >= self._most[keeps]:
                 return None
             idle = self._idle
             if idle and idle[-1].loop is loop:
                 connection = idle.pop()
             else:
                 connection = self._idle_for(loop) or PooledConnection(loop=loop, epoch=self._epoch)
+            connection.keeps = keeps
             out.add(connection)
             return connection
 

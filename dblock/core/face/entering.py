@@ -120,6 +120,24 @@ def attach(lock: L, token: Token) -> Steps[L]:
     return lock
 
 
+def adopt(lock: BaseLock, token: Token) -> Steps[bool]:
+    """Hold the tenure of a token as its only holder, as if it had been taken here, with a lease of the lock's own ttl.
+
+    False if somebody is in it: for a token that one bearer uses at a time, and that may come to another one twice.
+    Raises LockLost if the tenure is over.
+    """
+    flow, database, tenure = current_flow(), lock._store().database, token.tenure
+    grant = yield from tenures.adopt(database, tenure, who_we_are(), lock._ttl, lock.options.grace)
+    if grant is None:
+        info = yield from tenures.inspect(database, tenure.key)
+        if info is not None and (info.owner, info.fence) == (tenure.owner, tenure.fence) and info.remaining > 0:
+            return False
+        loss = Loss(*(yield from tenures.why_lost(database, tenure)))
+        raise lock._lost_tenure(tenure.fence, loss)
+    _ = begin_hold(lock, flow, grant, Entry(lock, "attach"), flow.holds.get((lock._store(), lock._key)))
+    return True
+
+
 def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: Entry) -> Steps[bool]:
     """Enter a hold of this flow once more; False if it is over."""
     if hold.lease.remaining() <= 0:

@@ -9,6 +9,7 @@ cause.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -21,8 +22,8 @@ from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements.base import Failure, Statement, perform
 
-_SPENT: Final = frozenset({Failure.DISCONNECTED, Failure.READ_ONLY})
-"""After these the connection is of no more use: the server is gone, or another one takes the writes now."""
+_SPENT: Final = frozenset({Failure.DISCONNECTED, Failure.SPENT})
+"""After these the connection is of no more use."""
 
 
 class ConnectionSource(Protocol):
@@ -127,7 +128,7 @@ class BaseStore:
             return _always
         deadlines = runtime.current.deadlines
         deadlines.watch(connection, until)
-        return lambda: deadlines.answered(connection)
+        return functools.partial(deadlines.answered, connection)
 
     def _perform(self, connection: PooledConnection, step: Execute) -> Rows:
         if connection.prepared is not None:

@@ -67,7 +67,7 @@ def store_error(failure: Failure, error: BaseException, step: Execute, store: De
     detail = f"{type(error).__name__}: {_first_line(error)}"
     kind: type[LockError]
     match failure:
-        case Failure.CONFLICT | Failure.READ_ONLY:
+        case Failure.CONFLICT | Failure.SPENT:
             kind, text = StoreConflict, f"{database} kept refusing to {what}: {detail}"
         case Failure.LOCKED:
             kind, text = StoreLocked, f"{database} kept refusing to {what}: {detail}; {store._why_locked(error)}"

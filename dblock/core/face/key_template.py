@@ -6,7 +6,6 @@ refused before any I/O.
 
 from __future__ import annotations
 
-import contextlib
 import inspect as python
 import string
 from collections.abc import Callable
@@ -20,9 +19,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Template:
-    """The key of a decorator: a format string over the arguments of each call."""
+    """The key of a decorator: a format string over the arguments of each call.
 
-    def __init__(self, key: str, function: Callable[..., Any]) -> None:
+    `bound`: the first parameter is given by whoever calls, and is no argument.
+    """
+
+    def __init__(self, key: str, function: Callable[..., Any], *, bound: bool = False) -> None:
         _refuse_unguardable(function)
         self._format, self._function = key, function
         try:
@@ -32,6 +34,8 @@ class Template:
         self._plain = not fields
         # A wrapper is called with what the wrapped function takes, or with what it takes itself.
         self._signatures = [python.signature(function, follow_wrapped=follow) for follow in (True, False)]
+        if bound:
+            self._signatures = [_without_first(signature) for signature in self._signatures]
         parameters = [each for signature in self._signatures for each in signature.parameters.values()]
         names = {parameter.name for parameter in parameters}
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -53,15 +57,29 @@ class Template:
             message = f"the key {self._format!r} of {_name(self._function)} cannot be formed from this call: {error}"
             raise InvalidKey(message, key=self._format) from error
 
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Those of one call by name, defaults included."""
+        return dict(self._bind(args, kwargs).arguments)
+
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> python.BoundArguments:
+        why = ""
         for signature in self._signatures:
-            with contextlib.suppress(TypeError):
+            try:
                 bound = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                why = why or str(error)
+            else:
                 bound.apply_defaults()
                 return bound
-        raise TypeError(
-            f"{_name(self._function)} does not take these arguments, so there is no key {self._format!r} for them"
-        )
+        key = f"no key {self._format!r}" if self._format else "no key"
+        raise TypeError(f"{_name(self._function)} does not take these arguments ({why}), so there is {key} for them")
+
+
+def _without_first(signature: python.Signature) -> python.Signature:
+    first, *others = signature.parameters.values()
+    if first.kind is first.VAR_POSITIONAL:
+        return signature
+    return signature.replace(parameters=others)
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -1,34 +1,38 @@
 """Run the steps of the protocol: once for synchronous code, once for asyncio.
 
 Rule: whatever interrupts a step (an error, Ctrl-C, a cancellation) is thrown *into* the generator, which cleans up with
-further steps and is always driven to its end.
+further steps and is always driven to its end. But a process that was forked in the middle of a step does not go on with
+it: what the steps are about, the owner token above all, is its parent's.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Coroutine
 from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any, TypeVar
 
+from dblock.core.errors import LockNotHeld
 from dblock.core.protocol.steps import Execute, Rows, Steps, Wait
 from dblock.core.protocol.store import Store
 
 T = TypeVar("T")
 
 
-def drive(steps: Steps[T], store: Store, error: BaseException | None = None) -> T:
+def drive(steps: Steps[T], store: Store, error: BaseException | None = None, process: int = 0) -> T:
     """Drive `steps` to their end in this thread and return their result; they begin with `error` if there is one."""
     reply: Rows | None = None
+    process = process or os.getpid()
     try:
         while True:
             try:
+                _leave_to_parent(steps, process, error)
                 step = steps.send(reply) if error is None else steps.throw(error)
                 reply = error = None
                 if isinstance(step, Execute):
                     reply = store.execute(step)
                 elif isinstance(step, Wait):
-                    store.before_waiting()
                     step.wakeup.wait(step.seconds)
                 else:
                     time.sleep(step.seconds)
@@ -42,12 +46,14 @@ def drive(steps: Steps[T], store: Store, error: BaseException | None = None) -> 
     except BaseException as raised:
         if getgeneratorstate(steps) == GEN_CLOSED:
             raise
-        return drive(steps, store, raised)  # a signal handler may raise between any two lines, the loop's own included
+        return drive(steps, store, raised, process)  # a signal handler may raise between any two lines, ours included
     finally:
         del error  # it refers to this frame
 
 
-async def adrive(steps: Steps[T], store: Store, error: BaseException | None = None, *, undisturbed: bool = False) -> T:
+async def adrive(
+    steps: Steps[T], store: Store, error: BaseException | None = None, process: int = 0, *, undisturbed: bool = False
+) -> T:
     """Drive `steps` to their end in this task and return their result.
 
     A cancellation is thrown into them once. What they do about it, or all that they do if `undisturbed`, goes on to its
@@ -58,9 +64,11 @@ async def adrive(steps: Steps[T], store: Store, error: BaseException | None = No
 
     reply: Rows | None = None
     put_off: list[BaseException] = []
+    process = process or os.getpid()
     try:
         while True:
             try:
+                _leave_to_parent(steps, process, error)
                 step = steps.send(reply) if error is None else steps.throw(error)
                 error = None
                 if isinstance(step, Execute):
@@ -83,9 +91,15 @@ async def adrive(steps: Steps[T], store: Store, error: BaseException | None = No
     except BaseException as raised:
         if getgeneratorstate(steps) == GEN_CLOSED:
             raise
-        return await adrive(steps, store, raised, undisturbed=undisturbed)
+        return await adrive(steps, store, raised, process, undisturbed=undisturbed)
     finally:
         del error
+
+
+def _leave_to_parent(steps: Steps[Any], process: int, error: BaseException | None) -> None:
+    if os.getpid() != process:
+        steps.close()  # nobody drives them any more
+        raise error or LockNotHeld(f"process {process} was at it when it forked this one: the lock is its own")
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T], put_off: list[BaseException]) -> T:

@@ -26,11 +26,18 @@ class Database:
     dialect: Dialect
     now: Callable[[], float] = clock.now
     own_timing: Timing | None = None
+    refuse_waiting: Callable[[], None] | None = None
+    """Raises where a wait for somebody else could not end well, because we keep that one from going on."""
 
     @property
     def timing(self) -> Timing:
         """The times that it goes by."""
         return self.own_timing or timing.DEFAULT
+
+    def before_waiting(self) -> None:
+        """Raise a LockError where a wait for somebody else could not end well: LockTimeout in a SQLite transaction."""
+        if self.refuse_waiting is not None:
+            self.refuse_waiting()
 
 
 def send(

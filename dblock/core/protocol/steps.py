@@ -37,7 +37,7 @@ class Sleep(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Pause because somebody else holds the key, or until it is notified; refused where it could not end well."""
+    """Pause because somebody else holds the key, or until it is notified."""
 
     seconds: float
     wakeup: Wakeup
@@ -59,5 +59,5 @@ def sleep(seconds: float) -> Steps[None]:
 
 
 def wait(seconds: float, wakeup: Wakeup) -> Steps[None]:
-    """Return after `seconds`, or when it is notified; raises LockTimeout where waiting is pointless."""
+    """Return after `seconds`, or when it is notified."""
     yield Wait(seconds, wakeup)

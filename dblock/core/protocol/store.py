@@ -41,7 +41,3 @@ class Store(NotificationSource, Protocol):
     def renewable(self) -> bool:
         """Does another thread's connection see the same rows? If not: no renewal, no local queue, no listener."""
         ...
-
-    def before_waiting(self) -> None:
-        """Raise LockTimeout where a wait could not end well, because we keep the holder from going on."""
-        ...

@@ -13,7 +13,7 @@ and these are the moves without waiters (`dblock.core.protocol.queue` adds `gran
 part of a longer transaction (but see `joined` below):
 
     (no row) --create--> held       free --take--> held       expired --take--> held      a new tenure, a new fence
-    held --extend, reenter, renew, attach, detach--> held                                 the same tenure
+    held --extend, reenter, renew, attach, adopt, detach--> held                          the same tenure
     held --release, leave--> held, count - 1     or, from count 1,     free
     held --time--> expired
     free, expired --reap, after the retention--> (no row)
@@ -199,6 +199,14 @@ def attach(
     return (Grant(tenure, sent, ttl), int(rows[0][0])) if rows else None
 
 
+def adopt(database: Database, tenure: Tenure, request: Parameters, ttl: float, grace: float) -> Steps[Grant | None]:
+    """Enter a tenure by its token as the only one, with a lease of `ttl`; None if somebody is in it, or it is over."""
+    parameters: Parameters = {**request, **tenure._asdict(), "ttl": ttl, "life": ttl + grace}
+    until = database.now() + min(database.timing.patience, ttl)
+    sent, rows = yield from send(database, database.dialect.adopt, parameters, until, resend=True)
+    return Grant(tenure, sent, ttl) if rows else None
+
+
 def detach(
     database: Database, tenure: Tenure, ttl: float, grace: float, *, count: int = 0, who: Parameters = NOBODY
 ) -> Steps[bool]:
@@ -276,29 +284,46 @@ def release(database: Database, tenure: Tenure, count: int) -> Steps[Left]:
     return Left.of(rows)
 
 
-def reap(database: Database, retention: float) -> Steps[int]:
+class Reaped(NamedTuple):
+    """How many rows were deleted."""
+
+    locks: int
+    lock_waiters: int
+
+
+def reap(database: Database, retention: float) -> Steps[Reaped]:
     """Delete the rows that have been free or expired for longer than `retention` seconds; how many there were.
 
     And places in queues that ended as long ago.
     """
     dialect = database.dialect
-    deleted = yield from _tidy(database, dialect.stale, dialect.reap, "key", retention)
-    _ = yield from _tidy(database, dialect.queue.dead, dialect.queue.forget, "owner", retention)
-    return deleted
+    locks = yield from _tidy(database, dialect.stale, dialect.reap, "key", retention)
+    places = yield from _tidy(database, dialect.queue.dead, dialect.queue.forget, "owner", retention)
+    return Reaped(locks, places)
+
+
+_BURST: Final = 0.005
+"""So many seconds of statements are followed by a pause that is a few times as long: whoever works waits for one row at
+most, and shares processor, disk and, on SQLite, the only writer with a part of what would be possible."""
 
 
 def _tidy(database: Database, find: Statement, delete: Statement, name: str, retention: float) -> Steps[int]:
-    """Delete what `find` finds, one row at a time; how many there were."""
-    deleted, before = 0, -1
+    """Delete what `find` finds, one row at a time and a few in a row; how many there were."""
+    deleted, before, spent = 0, -1, 0.0
+    rest = 9 if database.dialect.single_writer else 3
     while before < deleted:
         before = deleted
         until = database.now() + database.timing.patience
         _, found = yield from send(database, find, {"retention": retention}, until, resend=True)
         for (value,) in found:
             parameters: Parameters = {name: value, "retention": retention}
-            until = database.now() + database.timing.patience
-            _, rows = yield from send(database, delete, parameters, until, resend=True)
+            began = database.now()
+            _, rows = yield from send(database, delete, parameters, began + database.timing.patience, resend=True)
             deleted += len(rows)
+            spent += database.now() - began
+            if spent > _BURST:
+                yield from sleep(spent * rest)
+                spent = 0.0
     return deleted
 
 

@@ -28,7 +28,7 @@ class Failure(Enum):
     BUSY = "another transaction has locked the row, nothing happened"
     LOCKED = "another transaction has locked the whole database, nothing happened"
     DUPLICATE = "the row is there already, nothing happened"
-    READ_ONLY = "the server takes no writes, around a promotion for example; nothing happened"
+    SPENT = "the session is of no more use: the server takes no writes, or its plan is out of date; nothing happened"
     STALE = "the transaction has read what others have changed since: it can never write"
     DISCONNECTED = "the connection broke, the outcome is unknown"
     NO_TABLE = "the table is missing"
@@ -108,6 +108,8 @@ class Dialect:
     """Those of many tenures that are alive -> key, owner, fence."""
     attach: Statement
     """Enter a live tenure by its token -> count."""
+    adopt: Statement
+    """Enter a live tenure that nobody is in, and set its lease to end one life from now."""
     detach: Statement
     """Leave a live tenure to whoever bears its token: set the count to one less than `count` if it is no higher and
     nobody has attached since the flow with `host`, `pid` and `thread`; lower it by one where `count` is 0."""

@@ -74,6 +74,7 @@ def dialect(
         renew=renew,
         alive=alive,
         attach=attach(words),
+        adopt=adopt(words),
         detach=detach(words),
         release=release(words),
         leave=leave(words),
@@ -197,6 +198,27 @@ WHERE {_alive(words)} {words.durable}
 {words.returning("count")}
 """
     return Statement("attach", sql, words.numbers)
+
+
+def adopt(words: Vocabulary) -> Statement:
+    """Safe: names the tenure and revives none, and lets nobody in where somebody is.
+
+    Sent again after a lost answer it finds somebody in, who is itself: nobody enters until the lease ends that it has
+    set. Durable: that is relied on.
+    """
+    sql = f"""
+{words.change()}
+    count = 1,
+    ttl = :ttl,
+    expires_at = {words.after(":life")},
+    host = :host,
+    pid = :pid,
+    thread = :thread,
+    program = :program,
+    celery_task_id = :task
+WHERE {_alive(words)} AND count = 0 {words.durable}
+"""
+    return Statement("adopt", sql, Reply.COUNT)
 
 
 def detach(words: Vocabulary) -> Statement:
@@ -367,7 +389,8 @@ def inherit(words: Vocabulary) -> Statement:
     pid = :pid,
     thread = :thread,
     program = :program,
-    celery_task_id = :task
+    celery_task_id = :task,
+    channel = :channel
 WHERE owner = :owner AND expires_at > {words.now} {words.unserved} {words.asynchronous}
 """
     return Statement("inherit", sql, Reply.COUNT, keeps=True)

@@ -234,7 +234,7 @@ WITH next AS MATERIALIZED (
 )
 SELECT ticket, channel, owner, fence,
        CASE WHEN channel <> '' AND left(channel, length(:here)) <> :here
-            THEN CAST(pg_notify(channel, concat_ws(' ', ticket, fence, {_PROOF}, :key)) AS text) END
+            THEN CAST(pg_notify(split_part(channel, '.', 1), concat_ws(' ', ticket, fence, {_PROOF}, :key)) AS text) END
 FROM granted
 """,
     Reply.ROWS,
@@ -264,11 +264,12 @@ RETURNING owner
 )
 
 _MEANINGS: Final = {
-    # Serialization failure, deadlock; a prepared statement that a pooler gave to somebody else; cancelled, by
-    # statement_timeout or somebody who cancels what takes long.
-    **dict.fromkeys(("40001", "40P01", "26000", "42P05", "57014"), Failure.CONFLICT),
+    # Serialization failure, deadlock; cancelled, by statement_timeout or somebody who cancels what takes long.
+    **dict.fromkeys(("40001", "40P01", "57014"), Failure.CONFLICT),
+    # Prepared statements that a pooler gave to somebody else, or somebody discarded; one for a table that has changed
+    # since; a standby.
+    **dict.fromkeys(("26000", "42P05", "0A000", "25006"), Failure.SPENT),
     "55P03": Failure.BUSY,  # lock_timeout
-    "25006": Failure.READ_ONLY,
     "42P01": Failure.NO_TABLE,
     "42703": Failure.OTHER_TABLE,
 }

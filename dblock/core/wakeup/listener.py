@@ -1,4 +1,4 @@
-"""Listens for what other processes have to say to the waiters of this one.
+"""Listens for what the database has to say to the waiters of this process, of those who give back elsewhere.
 
 One connection for each database and process, or event loop, however many wait; opened when somebody does, closed some
 time after nobody does any more. A message says which waiter is to look. Whatever is lost, because the connection broke
@@ -16,7 +16,6 @@ from typing import Final, Protocol
 
 from dblock.core import clock
 from dblock.core.log import warn
-from dblock.core.wakeup.local_socket import LocalSocket
 from dblock.core.wakeup.registry import Wakeups
 
 LINGER: Final = 2.0
@@ -38,12 +37,8 @@ class Subscription(Protocol):
 class NotificationSource(Protocol):
     """The part of a store that can listen."""
 
-    def subscribe(self, own: LocalSocket, /) -> Subscription | None:
-        """Begin to listen to the database, and to neighbours, as `own`; None where that does not work."""
-        ...
-
-    def subscribe_to_neighbours(self, own: LocalSocket, /) -> Subscription | None:
-        """Begin to listen to the processes of this machine; None where that does not work."""
+    def subscribe(self, channel: str, /) -> Subscription | None:
+        """Begin to listen to the database; None where that does not work."""
         ...
 
     def in_background(self, function: Callable[[], None], /) -> Callable[[], bool]:
@@ -58,24 +53,21 @@ class NotificationSource(Protocol):
 class Listener:
     """Listens for the waiters of one database."""
 
-    def __init__(self, store: NotificationSource, wakeups: Wakeups, own: LocalSocket, *, called: bool) -> None:
+    def __init__(self, store: NotificationSource, wakeups: Wakeups, channel: str) -> None:
         self._store = store
         self._wakeups = wakeups
-        self._own = own
-        self.called = called
-        """Does, as far as is known, the database call this process?"""
+        self._channel = channel
         self._wanted_at = 0.0
         self._lock = threading.Lock()
         self._runs: Callable[[], bool] = lambda: False
-        self.unavailable = False
-        """Has it turned out that nobody can be heard?"""
+        self._unavailable = False
         self.ready = False
         """Does it listen?"""
 
     def want(self) -> None:
         """Somebody waits."""
         self._wanted_at = clock.now()
-        if self.unavailable or self._runs() or not self._lock.acquire(blocking=False):
+        if self._unavailable or self._runs() or not self._lock.acquire(blocking=False):
             return
         try:
             if not self._runs():
@@ -90,7 +82,7 @@ class Listener:
 
     def _run(self) -> None:
         try:
-            while self._wanted() and not self.unavailable:
+            while self._wanted() and not self._unavailable:
                 try:
                     self._listen()
                 except Exception as error:  # noqa: BLE001 - whatever happens to it, waiters get on without it
@@ -101,15 +93,11 @@ class Listener:
             self._tell_all(ready=False)
 
     def _listen(self) -> None:
-        subscription = self._store.subscribe(self._own) if self.called else None
+        subscription = self._store.subscribe(self._channel)
         if subscription is None:
-            if self.called:
-                self.called = False
-                why = "a pooler is in between, the driver has no way to, or listening is switched off"
-                warn("the database cannot call this process (%s): waiters look more often", why)
-            subscription = self._store.subscribe_to_neighbours(self._own)
-        if subscription is None:
-            self.unavailable = True
+            self._unavailable = True
+            why = "a pooler is in between, the driver has no way to, or listening is switched off"
+            warn("the database cannot call this process (%s): waiters look more often", why)
             return
         try:
             self._tell_all(ready=True)  # whatever was said before

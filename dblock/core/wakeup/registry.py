@@ -6,10 +6,14 @@ depends on it but how soon a waiter looks.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import MutableMapping
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
+
+from dblock.core import clock
+from dblock.core.wakeup.local_socket import LocalSocket
 
 
 class Message(NamedTuple):
@@ -37,44 +41,80 @@ class Message(NamedTuple):
 
 
 class Wakeup:
-    """Wakes one waiting flow, a thread or a task; a notification before the wait begins ends the wait at once."""
+    """Wakes one waiting flow, a thread or a task; a notification before the wait begins ends the wait at once.
 
-    __slots__ = ("__weakref__", "_event", "_future", "_loop", "message")
+    It waits at a socket, if it has one, where neighbours call it without anybody in between. What is said there goes
+    by `Wakeups`, as all messages do, which knows for whom it is.
+    """
+
+    __slots__ = ("__weakref__", "_future", "_loop", "_quiet", "_receives", "message", "socket")
 
     def __init__(self) -> None:
         self.message: Message | None = None
         """What its flow was told last."""
-        self._event = threading.Event()
+        self.socket: LocalSocket | None = None
+        """Where it waits, if it waits at one."""
+        self._quiet = threading.Lock()
+        """Locked until it is notified: a binary semaphore."""
+        _ = self._quiet.acquire()
+        self._receives = False
+        """Does it wait at its socket?"""
         self._loop: Any = None
         self._future: Any = None
 
+    def notified(self) -> bool:
+        """Was it notified since that was last consumed?"""
+        return not self._quiet.locked()
+
     def notify(self) -> None:
         """Wake the flow; from any thread."""
-        self._event.set()
-        loop, future = self._loop, self._future
+        self._set()
+        loop, future, socket = self._loop, self._future, self.socket
         if loop is not None:
             try:
-                loop.call_soon_threadsafe(_set, future)
+                loop.call_soon_threadsafe(_end, future)
             except RuntimeError:  # the loop is closed, and the flow with it
                 return
+        elif self._receives and socket is not None:
+            socket.poke()
+
+    def _set(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it is not locked: notified already
+            self._quiet.release()
 
     def wait(self, seconds: float) -> None:
         """Wait in this thread until it is notified."""
-        _ = self._event.wait(seconds)
+        socket, end = self.socket, clock.now() + seconds
+        while not self.notified() and (left := end - clock.now()) > 0:
+            if socket is None or socket.fileno() < 0:  # closed, in a forked child
+                if self._quiet.acquire(timeout=left):
+                    self._set()
+                continue
+            self._receives = True  # before it looks: whoever notifies from now on pokes
+            text = None if self.notified() else socket.receive(left)
+            self._receives = False
+            if text:
+                socket.hear(text)
 
     async def wait_async(self, seconds: float) -> None:
         """Wait in this task until it is notified."""
         import asyncio  # noqa: PLC0415 - only where it is in use
 
-        loop = asyncio.get_running_loop()
-        self._future = loop.create_future()
+        loop, socket = asyncio.get_running_loop(), self.socket
+        fileno = -1 if socket is None else socket.fileno()
+        self._future = future = loop.create_future()
         self._loop = loop
-        if not self._event.is_set():
+        if not self.notified():
             try:
+                if socket is not None and fileno >= 0:
+                    loop.add_reader(fileno, _hear, socket)
                 async with asyncio.timeout(seconds):
-                    await self._future
+                    await future
             except TimeoutError:
                 pass
+            finally:
+                if fileno >= 0:
+                    _ = loop.remove_reader(fileno)
         self._loop = None
 
     def closed(self) -> bool:
@@ -89,12 +129,16 @@ class Wakeup:
 
     def consume(self) -> bool:
         """Was it notified since the last time this was asked?"""
-        notified = self._event.is_set()
-        self._event.clear()
-        return notified
+        return self._quiet.acquire(blocking=False)
 
 
-def _set(future: Any) -> None:
+def _hear(socket: LocalSocket) -> None:
+    text = socket.receive(0.0)
+    if text:
+        socket.hear(text)
+
+
+def _end(future: Any) -> None:
     if not future.done():
         future.set_result(None)
 

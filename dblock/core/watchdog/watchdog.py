@@ -32,7 +32,7 @@ from dblock.core.errors import Reason, StoreBusy
 from dblock.core.holding.flow import Flows, Hold
 from dblock.core.holding.lease import Loss
 from dblock.core.log import warn
-from dblock.core.protocol.drive import adrive
+from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.store import Store
 from dblock.core.watchdog.heartbeats import Heartbeat, KeptPlace
 from dblock.core.watchdog.renewals import Renewal, Renewer, quietly
@@ -64,7 +64,7 @@ class Watchdog:
         self._added = self._finalized = False
         self._given_up: list[Hold] = []
         """Declared lost by `release_all`, and not given back in the database yet."""
-        self._ending: list[Hold] = []
+        self._ending: list[Hold] | None = None
         self._ended = threading.Event()
 
     # -- for the flows
@@ -167,9 +167,10 @@ class Watchdog:
     def _watch(self) -> None:
         idle = False
         while True:
-            if self._ending:
+            if self._ending is not None:
                 self._give_all_back(self._ending)
-                self._ending = []
+                self._tidy_up()
+                self._ending = None
                 self._ended.set()
             self._wake_at = math.inf  # whoever adds a hold during the look makes us look again
             try:
@@ -238,14 +239,15 @@ class Watchdog:
             self._gather(store, loop, holds)
             self._send(Renewal(store, holds, self.keeps, self.look), loop)
         soonest = min(soonest, self._keep_places(stores))
-        for store in [store for store in self._renewers if store not in stores]:
+        for store in self._renewers.keys() - stores:
             self._renewers.pop(store).batches.put(None)
         return max(soonest, 0.001)
 
     def _keep_places(self, stores: set[Store]) -> float:
         """Keep the places that are due, and with them all others of the same database; seconds until the next are."""
-        for owner in [owner for owner, kept in list(self._places.items()) if kept.abandoned()]:
-            self.leave(owner)
+        for owner, kept in list(self._places.items()):
+            if kept.abandoned():
+                self.leave(owner)
         places, now = list(self._places.values()), clock.now()
         stores.update(kept.store for kept in places)
         for store, loop in {(kept.store, kept.loop) for kept in places if kept.due <= now}:
@@ -290,6 +292,9 @@ class Watchdog:
 
         def begin() -> None:
             task = loop.create_task(quietly(adrive(steps, batch.store)))
+            for each in list(self._tasks):
+                if each.get_loop().is_closed():
+                    self._tasks.discard(each)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -312,7 +317,7 @@ class Watchdog:
             if hold.lease.loss is None and (flow is None or flow is mine or flow.ended()):
                 self.discard(hold)
                 ending.append(hold)
-        if not ending:
+        if not (ending or self._places):
             return
         # By the watching thread, since Python 3.12 starts no new ones then, and a database that does not answer must
         # not keep us from ending.
@@ -333,6 +338,12 @@ class Watchdog:
                 warn("could not give %r back at exit: %s", hold.tenure.key, error)
                 if not isinstance(error, StoreBusy):
                     silent.add(hold.store)
+
+    def _tidy_up(self) -> None:
+        """Delete the rows of places that were served."""
+        for kept in list(self._places.values()):
+            if kept.served:
+                drive(Heartbeat(kept.store, [kept], self.leave).steps(), kept.store)
 
     # -- for those who want to know
 

@@ -96,6 +96,15 @@ AND owner = :owner
 AND fence = :fence
 AND expires_at > UTC_TIMESTAMP(6);
 
+-- adopt: one empty row for each row that it changed
+UPDATE locks FORCE INDEX (PRIMARY)
+SET count = 1, ttl = :ttl, expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND expires_at > UTC_TIMESTAMP(6)
+AND count = 0;
+
 -- detach: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
 SET count = CASE WHEN :count > 0 THEN :count ELSE count END - 1, expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
@@ -214,7 +223,7 @@ AND expires_at > UTC_TIMESTAMP(6);
 
 -- inherit: one empty row for each row that it changed
 UPDATE lock_waiters
-SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task, channel = :channel
 WHERE owner = :owner
 AND expires_at > UTC_TIMESTAMP(6);
 

@@ -105,6 +105,17 @@ AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING count;
 
+-- adopt: one empty row for each row that it changed
+UPDATE locks
+SET count = 1, ttl = :ttl, expires_at = clock_timestamp() + make_interval(secs => :life), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND expires_at > clock_timestamp()
+AND count = 0
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL);
+
 -- detach: one empty row for each row that it changed
 UPDATE locks
 SET count = CASE WHEN CAST(:count AS integer) > 0 THEN CAST(:count AS integer) ELSE count END - 1, expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
@@ -227,7 +238,7 @@ RETURNING next.ticket, next.channel, next.owner, locks.fence ), gone AS ( DELETE
 WHERE lock_key = :key
 AND lock_waiters.ticket = granted.ticket )
 SELECT ticket, channel, owner, fence, CASE WHEN channel <> ''
-AND left(channel, length(:here)) <> :here THEN CAST(pg_notify(channel, concat_ws(' ', ticket, fence, encode(sha256(convert_to(concat_ws(' ', ticket, fence, owner), 'UTF8')), 'hex'), :key)) AS text) END FROM granted;
+AND left(channel, length(:here)) <> :here THEN CAST(pg_notify(split_part(channel, '.', 1), concat_ws(' ', ticket, fence, encode(sha256(convert_to(concat_ws(' ', ticket, fence, owner), 'UTF8')), 'hex'), :key)) AS text) END FROM granted;
 
 -- accept: the rows it returns
 UPDATE locks
@@ -241,7 +252,7 @@ RETURNING fence;
 
 -- inherit: one empty row for each row that it changed
 UPDATE lock_waiters
-SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task, channel = :channel
 WHERE owner = :owner
 AND expires_at > clock_timestamp()
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL

@@ -92,6 +92,15 @@ AND fence = :fence
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 RETURNING count;
 
+-- adopt: one empty row for each row that it changed
+UPDATE locks
+SET count = 1, ttl = :ttl, expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND count = 0;
+
 -- detach: one empty row for each row that it changed
 UPDATE locks
 SET count = CASE WHEN :count > 0 THEN :count ELSE count END - 1, expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
@@ -197,7 +206,7 @@ RETURNING fence;
 
 -- inherit: one empty row for each row that it changed
 UPDATE lock_waiters
-SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task, channel = :channel
 WHERE owner = :owner
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 AND ticket > (SELECT served_ticket

@@ -1,0 +1,68 @@
+"""The two kinds of locks that a task can have: over a database of Django's, or over an engine of SQLAlchemy's.
+
+Rule: neither framework is imported before a task asks for its lock.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from dblock.core.face.locks import SyncLock
+
+
+class Face(Protocol):
+    """Where locks come from."""
+
+    def lock(self, key: str, **options: Any) -> SyncLock:
+        """One that is not taken yet; `options` are those of `db_lock`."""
+        ...
+
+
+class DjangoFace:
+    """Locks of Django's `db_lock`."""
+
+    def lock(self, key: str, **options: Any) -> SyncLock:
+        """One that is not taken yet."""
+        from django.core.exceptions import ImproperlyConfigured  # noqa: PLC0415 - needs Django
+
+        from dblock import conf  # noqa: PLC0415 - needs Django
+        from dblock.locks import db_lock  # noqa: PLC0415 - likewise
+
+        try:
+            _ = conf.settings()
+            return db_lock(key, **options)
+        except ImproperlyConfigured as error:
+            raise ImproperlyConfigured(f"{error} (Without Django: locked_task(..., bind=engine).)") from error
+
+
+class EngineFace:
+    """Locks of SQLAlchemy's `db_lock` over one engine, which a function may make in each process."""
+
+    def __init__(self, engine: Any) -> None:
+        self._given = engine
+
+    def lock(self, key: str, **options: Any) -> SyncLock:
+        """One that is not taken yet."""
+        from sqlalchemy_dblock import Lock, db_lock  # noqa: PLC0415 - needs SQLAlchemy
+
+        lock = db_lock(self._given() if callable(self._given) else self._given, key, **options)
+        if not isinstance(lock, Lock):
+            raise TypeError(_NO_ASYNC)
+        return lock
+
+
+_NO_ASYNC = "a task runs in a thread: bind= takes an Engine, not an AsyncEngine"
+
+
+def face_for(bind: Any) -> Face:
+    """By what `locked_task(bind=...)` was given: Celery's bool, an Engine, or a function that returns one."""
+    if isinstance(bind, bool):
+        return DjangoFace()
+    if hasattr(bind, "sync_engine"):
+        raise TypeError(_NO_ASYNC)
+    engine = getattr(sys.modules.get("sqlalchemy"), "Engine", ())
+    if not (isinstance(bind, engine) or (callable(bind) and not hasattr(bind, "engine"))):
+        raise TypeError(f"bind= is Celery's True or False, an Engine, or a function that returns one, not {bind!r}")
+    return EngineFace(bind)

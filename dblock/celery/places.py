@@ -1,0 +1,159 @@
+"""The lock that a message carries: taken where it is sent, held by whoever runs it, left when the task has ended.
+
+    take        where the message is sent
+    Carried     a worker holds it for as long as the run lasts; what the run sends in its own place carries it on
+    give_up     a message that nobody will run
+
+Rule: the lock is where the message is. Between a sender and a worker nobody keeps it: it is a lease of `queue_ttl`
+seconds from the moment at which the task is due. One bearer is in it at a time, however often the message comes.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from celery.exceptions import Reject
+
+from dblock.celery.results import place_lost
+from dblock.celery.spec import OnBusy, Scope, Spec
+from dblock.core import clock
+from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout
+from dblock.core.face.entering import adopt
+from dblock.core.identity import acting_for
+from dblock.core.log import warn
+from dblock.core.tokens import Token, token_text, valid_token
+
+if TYPE_CHECKING:
+    from dblock.core.face.locks import SyncLock
+
+OWN: Final = 2.0
+"""Seconds for which a run waits for an earlier one of the same task: its `retry()` sent the message while it was still
+running, and is about to end."""
+
+
+def take(spec: Spec, task: Any, key: str, task_id: str, delay: float) -> str:
+    """The token of a new place for the message of task `task_id`, due in `delay` seconds; raises LockTimeout."""
+    timeout = spec.timeout if spec.on_busy is OnBusy.WAIT or spec.timeout is not ... else 0
+    lock = spec.queue_lock(task, spec.queue_key(key), timeout, spec.queue_ttl + delay)
+    if lock._hold_here() is not None:  # it would be entered once more
+        raise LockTimeout(f"{lock.key!r} is held by whoever sends {task.name}", key=lock.key)
+    with acting_for(task_id), lock:
+        return lock.detach()
+
+
+def give_up(spec: Spec, task: Any, text: str) -> None:
+    """Nobody will run that message. What fails here ends with its lease."""
+    try:
+        token = valid_token(text)
+        lock = spec.queue_lock(task, token.tenure.key, 0)
+        if lock._drive(adopt(lock, token)):
+            lock.release()
+    except LockLost:
+        return
+    except LockError as error:
+        warn("the lock of a message of %s that nobody will run ends with its lease: %s", task.name, error)
+
+
+def let_go(lock: SyncLock) -> None:
+    """Leave a lock that a run should have left: it was interrupted on its way in or out."""
+    with suppress(LockError):
+        hold = lock._hold_here()
+        if lock._blocks:
+            lock.__exit__(None, None, None)
+        elif hold is not None and hold.entered_by(lock):
+            lock.release()
+
+
+class Carried:
+    """The lock of a message, held by its worker for one run."""
+
+    def __init__(self, spec: Spec, task: Any, text: str, entered: list[SyncLock]) -> None:
+        self._spec, self._task, self._text, self._token = spec, task, text, valid_token(text)
+        self._entered = entered
+        """Where to note what is entered."""
+        self.lock: SyncLock | None = None
+        """None if this run does not hold it."""
+        self.busy: LockTimeout | LockStoreError | None = None
+        """Another run of the same message is under way, or one ended without a word within the last ttl; or the
+        database is away."""
+        self._goes_on: float | None = None
+        """Seconds until the next run of the message is due that carries it on."""
+
+    def __enter__(self) -> Self:
+        key, deadline = self._token.tenure.key, clock.now() + OWN
+        both = self._spec.scope is Scope.BOTH
+        lock = self._spec.queue_lock(self._task, key, 0) if both else self._spec.lock(self._task, key, 0)
+        self._entered.append(lock)
+        try:
+            while not lock._drive(adopt(lock, self._token)):
+                if clock.now() > deadline:
+                    who = f"{self._task.name}[{self._task.request.id}]"
+                    self.busy = LockTimeout(f"another run of task {who} is under way, or has died", key=key)
+                    return self
+                time.sleep(OWN / 40)
+            _ = lock.__enter__()  # what was adopted becomes the block
+            self.lock = lock
+        except LockLost as error:
+            warn("the lock of task %s[%s] was lost before it ran: %s", self._task.name, self._task.request.id, error)
+            _ = place_lost.send(self._task, task_id=self._task.request.id, key=key, error=error)
+        except LockStoreError as error:
+            self.busy = error
+        except BaseException:  # interrupted
+            let_go(lock)
+            raise
+        return self
+
+    def carry_on(self, delay: float) -> str:
+        """The token for a message that is due in `delay` seconds: the lock is its, once this run has ended."""
+        if self.lock is None:
+            return self._text if self.busy else ""
+        self._goes_on = delay
+        return token_text(Token(self._token.tenure, self._life, 0.0, 0.0))
+
+    def keep(self) -> None:
+        """That message has not been sent."""
+        self._goes_on = None
+
+    def give_up(self) -> None:
+        """It is needed no more, before the run has ended."""
+        if self.lock is not None:
+            with suppress(LockError):
+                self.lock.release()
+
+    @property
+    def _life(self) -> float:
+        return self._spec.queue_ttl + (self._goes_on or 0.0)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.lock is None:
+            return
+        put_back = isinstance(error, Reject) and error.requeue  # the message stays as it is, and so does its lock
+        try:
+            if put_back or self._goes_on is not None:
+                with suppress(LockError):
+                    self.lock.extend(self._life)
+                    _ = self.lock.detach()
+        finally:
+            self._leave(kind, error, trace, put_back=put_back)
+
+    def _leave(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        *,
+        put_back: bool,
+    ) -> None:
+        lock, self.lock = self.lock, None
+        try:
+            if lock is not None:
+                lock.__exit__(kind, error, trace)
+        except LockError:
+            # Given up, or gone on; or a lock that the run did not rely on.
+            if self._spec.scope is not Scope.BOTH and self._goes_on is None and not put_back:
+                raise

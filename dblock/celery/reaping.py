@@ -1,0 +1,31 @@
+"""The task that tidies up, for an app without Django.
+
+Rule: with Django it is in `dblock.tasks`, where Celery finds it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import shared_task
+
+from dblock.core.values import Seconds
+
+
+def reaper(bind: Any, *, retention: Seconds = 3600.0) -> Any:
+    """Make the task `dblock.reap_expired` for the database of an Engine, for `beat_schedule()` to call.
+
+    Args:
+        bind: an Engine of SQLAlchemy's, or a function that returns one.
+        retention: delete the rows that nobody has held for so many seconds.
+    """
+
+    @shared_task(name="dblock.reap_expired")  # type: ignore[untyped-decorator]
+    def reap_expired(retention: Seconds = retention) -> dict[str, dict[str, int]]:
+        """Delete the rows that nobody has held for `retention` seconds; how many there were, by database and table."""
+        from sqlalchemy_dblock.locks import reaped  # noqa: PLC0415 - needs SQLAlchemy
+
+        engine = bind() if callable(bind) else bind
+        return {str(engine.url.database): reaped(engine, retention)._asdict()}
+
+    return reap_expired

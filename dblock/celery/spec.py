@@ -1,0 +1,146 @@
+"""What a locked task was told: its key, what happens when that is busy, and for how long which lock is asked for.
+
+Rule: all of it is checked when the task is decorated; only a call's arguments can make a key that cannot be built.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from celery import Task
+from kombu.exceptions import EncodeError
+from kombu.serialization import dumps as serialize
+from kombu.serialization import loads as deserialize
+from kombu.utils.json import dumps
+
+from dblock.celery.faces import Face
+from dblock.core.errors import InvalidKey
+from dblock.core.face.key_template import Template
+from dblock.core.validation import TEXT_LENGTH, valid_key
+
+if TYPE_CHECKING:
+    from dblock.core.face.locks import SyncLock
+
+MakeKey = Callable[..., str]
+"""`(task, *args, **kwargs)`, the arguments of the call."""
+
+
+class OnBusy(enum.StrEnum):
+    """What becomes of a task whose key somebody else holds."""
+
+    RETRY = "retry"
+    """Its message goes back to the broker, for later."""
+    WAIT = "wait"
+    """It stands in the queue of the key, and its worker with it."""
+    SKIP = "skip"
+    """Its run is left out; its result says who holds the key."""
+    RAISE = "raise"
+    """It fails with LockTimeout."""
+    JOIN = "join"
+    """Where it is sent: the message that was sent before stands for this one. Else as RETRY."""
+
+
+class Scope(enum.StrEnum):
+    """From when to when the lock is held."""
+
+    RUN = "run"
+    """While the task runs."""
+    QUEUE = "queue"
+    """From its sending until it has ended."""
+    BOTH = "both"
+    """One lock while it waits for a worker, and another while it runs: one runs and one is queued."""
+
+
+class OnRetry(enum.StrEnum):
+    """What becomes of the lock of a message when the task calls its own `retry()`."""
+
+    KEEP = "keep"
+    RELEASE = "release"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What one locked task was told."""
+
+    function: Callable[..., Any]
+    made_key: str | MakeKey | None
+    face: Face
+    options: dict[str, Any]
+    """Those of `db_lock`, but `timeout` and `label`."""
+    timeout: Any
+    """That of `db_lock`; `...` if none was given."""
+    label: str
+    on_busy: OnBusy
+    scope: Scope
+    on_retry: OnRetry
+    busy_timeout: float | None
+    busy_retries: int | None
+    queue_ttl: float
+    interrupt: bool
+
+    def key(self, task: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, bound: bool) -> str:
+        """That of one call; InvalidKey if there is none.
+
+        Args:
+            task: the Celery task.
+            args: without the task itself, if that is `bound`.
+            kwargs: likewise.
+            bound: does the function take the task first?
+        """
+        args, kwargs = _as_received(task, args, kwargs)
+        if isinstance(self.made_key, str):
+            return Template(self.made_key, self.function, bound=bound).key(args, kwargs)
+        if self.made_key is not None:
+            try:
+                made = self.made_key(task, *args, **kwargs)
+            except TypeError as error:
+                why = f"the key of task {task.name} is made by a function of (task, *args, **kwargs): {error}"
+                raise InvalidKey(why) from error
+            if not isinstance(made, str):
+                raise InvalidKey(f"the key of task {task.name} is to be text, not {made!r}")
+            return valid_key(made)
+        arguments = Template("", self.function, bound=bound).arguments(args, kwargs)
+        try:
+            text = dumps(arguments, sort_keys=True)
+        except TypeError as error:
+            raise InvalidKey(f"task {task.name} needs a key: its arguments cannot be compared ({error})") from error
+        return valid_key(f"{task.name}:{hashlib.blake2s(text.encode(), digest_size=16).hexdigest()}")
+
+    def lock(self, task: Any, key: str, timeout: Any = ...) -> SyncLock:
+        """The lock of one run; `timeout` as that of `db_lock`."""
+        return self._lock(task, key, timeout, self.options)
+
+    def queue_lock(self, task: Any, key: str, timeout: Any, ttl: float | None = None) -> SyncLock:
+        """The lock of one message, which nobody renews for the `ttl` until a worker holds it."""
+        kept = {name: value for name, value in self.options.items() if name in {"using", "fair"}}
+        life = {"ttl": self.options.get("ttl")} if ttl is None else {"ttl": ttl, "renew": False}
+        return self._lock(task, key, timeout, {**kept, **life, "release": "now"})
+
+    def _lock(self, task: Any, key: str, timeout: Any, options: dict[str, Any]) -> SyncLock:
+        if timeout is not ...:
+            options = {**options, "timeout": timeout}
+        return self.face.lock(key, label=self.label_of(task), **options)
+
+    def label_of(self, task: Any) -> str:
+        """The task's name is stored with the lock, beside its id."""
+        return (f"{task.name}: {self.label}" if self.label else str(task.name))[:TEXT_LENGTH]
+
+    def queue_key(self, key: str) -> str:
+        """The key of a queued message; where the running one has a lock of its own, it is another one."""
+        return valid_key(f"{key} (queued)") if self.scope is Scope.BOTH else key
+
+
+def _as_received(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as a worker sees them: lists for tuples, values for enums."""
+    if not isinstance(task, Task):
+        return args, kwargs
+    try:
+        content_type, encoding, data = serialize((args, kwargs), task.serializer or task.app.conf.task_serializer)
+    except EncodeError:  # a call that is no message
+        return args, kwargs
+    args, kwargs = deserialize(data, content_type, encoding, accept=[content_type])
+    return tuple(args), kwargs

@@ -1,0 +1,226 @@
+"""Brokers and workers of the tests' own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery._state import _set_current_app, _tls
+
+from tests.celery import locked
+from tests.conftest import ready, run, url
+from tests.support.servers import RabbitMQ, Redis, running
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Worker:
+    """A worker with a pool of processes, on the app `locked`."""
+
+    def __init__(
+        self, environment: dict[str, str], log: Path, *arguments: str, app: str = "tests.celery.locked"
+    ) -> None:
+        self.log = log
+        command = [sys.executable, "-m", "celery", "-A", app, "worker", "--loglevel=INFO", "--without-gossip"]
+        if not any(each.startswith("--pool") for each in arguments):
+            arguments = (*arguments, "--pool=prefork")
+        if not any(each.startswith("--concurrency") for each in arguments):
+            arguments = (*arguments, "--concurrency=4")
+        with open(log, "ab") as file:
+            self.process = subprocess.Popen(
+                [*command, "--without-mingle", "-n", f"{log.name}@%h", *arguments],
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=file,
+            )
+
+    def wait_until_ready(self) -> None:
+        """It takes tasks."""
+        wait_until(lambda: self.ready() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.text()
+
+    def ready(self) -> bool:
+        """Does it take tasks?"""
+        return self.process.poll() is None and " ready." in self.text()
+
+    def text(self) -> str:
+        """What it has logged."""
+        return self.log.read_text()
+
+    def children(self) -> list[int]:
+        """The processes of its pool."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(child) for child in path.read_text().split()]
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        """End it."""
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                raise
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 40.0) -> None:
+    """Until it is true; fails if that takes too long."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+class Celery:
+    """The app of the tests on a broker and a database, and its workers."""
+
+    def __init__(self, broker: str, database: str, directory: Path, **told: Any) -> None:
+        results = directory / "results"
+        results.mkdir()
+        self.told = {
+            "broker_url": broker,
+            "result_backend": f"file://{results}",
+            "task_default_queue": directory.name,
+            "broker_connection_retry_on_startup": True,
+            "worker_prefetch_multiplier": 1,
+            "broker_transport_options": {},
+            **told,
+        }
+        if broker.startswith("filesystem:"):
+            for name in ("messages", "control"):
+                (directory / name).mkdir()
+            messages = str(directory / "messages")
+            options = {"data_folder_in": messages, "data_folder_out": messages}
+            self.told["broker_transport_options"] = {**options, "control_folder": str(directory / "control")}
+        self._directory, self._database, self.workers = directory, url(database), list[Worker]()
+        self._started = 0
+        self.resume()
+
+    def resume(self) -> None:
+        """This process speaks to its broker and its database, where nothing has been written down."""
+        locked.use(self.told, self._database)
+        locked.RUNS.metadata.drop_all(locked.engine())
+        locked.RUNS.metadata.create_all(locked.engine())
+        locked.app.control.purge()
+
+    def worker(self, *arguments: str, **told: Any) -> Worker:
+        """Start one more, and wait until it takes tasks."""
+        environment = {
+            **{name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"},
+            "CELERY_TEST": json.dumps({**self.told, **told}),
+            "CELERY_TEST_DATABASE": self._database,
+        }
+        self._started += 1
+        worker = Worker(environment, self._directory / f"worker{self._started}", *arguments)
+        self.workers.append(worker)
+        worker.wait_until_ready()
+        return worker
+
+    def close(self) -> None:
+        """End all workers, and forget the broker."""
+        for worker in self.workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.stop(signal.SIGQUIT)
+        for worker in self.workers:
+            worker.stop(signal.SIGKILL)
+        locked.app._after_fork()
+        locked.engine().dispose()
+
+    def log(self) -> str:
+        """Of all workers, those that have ended too."""
+        return "\n".join(path.read_text() for path in sorted(self._directory.glob("worker*")))
+
+
+@pytest.fixture(autouse=True)
+def _current_app() -> Iterator[None]:
+    """Whichever app was the current one is so again."""
+    before = _tls.current_app
+    yield
+    _set_current_app(before)
+
+
+@pytest.fixture(scope="session")
+def redis() -> Iterator[Redis]:
+    """A broker."""
+    with running(Redis) as server:
+        assert isinstance(server, Redis)
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rabbitmq() -> Iterator[RabbitMQ]:
+    """A broker."""
+    with running(RabbitMQ) as server:
+        assert isinstance(server, RabbitMQ)
+        yield server
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Celery]]:
+    """Makes an app on a broker ("redis", "rabbitmq", "filesystem") and a database, with settings."""
+    made = list[Celery]()
+
+    def maker(broker: str = "redis", database: str = "postgresql", **told: Any) -> Celery:
+        ready(request, database)
+        address = "filesystem://" if broker == "filesystem" else request.getfixturevalue(broker).url
+        made.append(Celery(address, database, tmp_path, **told))
+        return made[-1]
+
+    yield maker
+    for each in made:
+        each.close()
+
+
+def runs() -> list[Any]:
+    """What was written down, in the order in which it began."""
+    with locked.engine().connect() as connection:
+        return list(connection.execute(locked.RUNS.select().order_by(locked.RUNS.c.began)))
+
+
+def overlaps() -> list[Any]:
+    """Runs on one resource of which the second began before the first had ended, or whose fences do not grow."""
+    last: dict[str, Any] = {}
+    found = []
+    for each in runs():
+        before = last.get(each.resource)
+        if before is not None and (
+            (before.ended is not None and before.ended > each.began)
+            or (int(before.fence), before.task) >= (int(each.fence), each.task)
+        ):
+            found.append((before, each))
+        last[each.resource] = each
+    return found
+
+
+def held(database: str = "postgresql") -> list[Any]:
+    """The keys that somebody holds."""
+    return [row[0] for row in run(database, "SELECT lock_key FROM locks WHERE owner IS NOT NULL")]
+
+
+@pytest.fixture(scope="session")
+def standing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Celery]:
+    """An app on Redis and PostgreSQL with one worker, for all tests that leave it as they found it."""
+    _ = ready(request, "postgresql")
+    celery = Celery(request.getfixturevalue("redis").url, "postgresql", tmp_path_factory.mktemp("celery"))
+    celery.worker()
+    yield celery
+    celery.close()
+
+
+@pytest.fixture
+def celery(request: pytest.FixtureRequest, standing: Celery) -> Celery:
+    """That app, with nothing to do."""
+    standing.resume()
+    _ = ready(request, "postgresql")
+    return standing

@@ -1,0 +1,217 @@
+"""A Celery app that has no Django: tasks under each policy and scope, that write down when they ran.
+
+`CELERY_TEST` says, as JSON, what the app is told; `CELERY_TEST_DATABASE` where the locks and the records are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import kombu.pools
+from celery import Celery
+from sqlalchemy import Column, Float, Integer, MetaData, String, Table, create_engine
+from sqlalchemy.engine import Engine
+
+from dblock.celery import current_lock, locked_task
+from dblock.core.errors import LockLost
+from sqlalchemy_dblock import LockTimeout
+
+RUNS = Table(
+    "celery_runs",
+    MetaData(),
+    Column("id", Integer, primary_key=True),
+    Column("task", String(60)),
+    Column("resource", String(60)),
+    Column("fence", String(30)),
+    Column("began", Float),
+    Column("ended", Float),
+)
+
+app = Celery("locked")
+
+
+def use(told: dict[str, Any], database: str) -> None:
+    """Let the app go by these settings from now on."""
+    global where
+    where = database
+    app.conf.update(told)
+    kombu.pools.reset()
+    app._after_fork()  # other connections
+    _ = app.__dict__.pop("control", None)  # which has one of its own
+    app._local.__dict__.clear()  # another backend
+    app._backend_cache = None
+    app.set_current()
+
+
+where = os.environ.get("CELERY_TEST_DATABASE", "")
+
+
+@functools.cache
+def _engine(url: str, _: int) -> Engine:
+    return create_engine(url)
+
+
+def engine() -> Engine:
+    """That of the tests' database, one in each process."""
+    return _engine(where, os.getpid())
+
+
+def write(statement: Any) -> Any:
+    """Execute and commit."""
+    with engine().begin() as connection:
+        return connection.execute(statement)
+
+
+@contextlib.contextmanager
+def record(resource: str, task: str) -> Any:
+    """Write down that a run is under way; what it is not told by its end stays open."""
+    lock = current_lock()
+    row = RUNS.insert().values(task=task, resource=resource, fence=str(lock.fence), began=time.time())
+    number = write(row).inserted_primary_key[0]
+    yield lock
+    write(RUNS.update().where(RUNS.c.id == number).values(ended=time.time()))
+
+
+def body(self: Any, resource: str, seconds: float = 0.02) -> str:
+    """Work for a while."""
+    with record(resource, self.request.id):
+        time.sleep(seconds)
+    return f"done {resource}"
+
+
+POLICIES = ("retry", "wait", "skip", "raise")
+SCOPES = ("run", "queue", "both")
+TASKS: dict[tuple[str, str], Any] = {}
+for _policy in (*POLICIES, "join"):
+    for _scope in SCOPES:
+        if (_policy, _scope) == ("join", "run"):
+            continue
+        _options: dict[str, Any] = {"on_busy": _policy, "scope": _scope, "ttl": 3}
+        if _policy == "wait":
+            _options["timeout"] = 60
+        _name = f"locked.{_policy}_{_scope}"
+        TASKS[_policy, _scope] = app.task(bind=True, name=_name)(
+            locked_task(f"{_policy} {_scope} {{resource}}", bind=engine, **_options)(body)
+        )
+
+
+@locked_task("plain {number}", bind=engine, ttl=3)
+def plain(number: int, by: int = 1) -> int:
+    """Count."""
+    return number + by
+
+
+@app.task(bind=True, max_retries=2)
+@locked_task("own {resource}", bind=engine, on_busy="skip", ttl=3)
+def own_retry(self: Any, resource: str) -> Any:
+    """Retries at once, twice, and ends slowly."""
+    with record(resource, self.request.id):
+        if self.request.retries < 2:
+            try:
+                raise self.retry(countdown=0)
+            finally:
+                time.sleep(0.3)
+    return self.request.retries
+
+
+@app.task(bind=True, max_retries=2)
+@locked_task("carried {resource}", bind=engine, scope="queue", ttl=3)
+def carried_retry(self: Any, resource: str) -> Any:
+    """Likewise, and its lock goes along with the message."""
+    fence = current_lock().fence
+    if self.request.retries < 2:
+        raise self.retry(countdown=0.2)
+    return str(fence)
+
+
+@app.task(bind=True, max_retries=2)
+@locked_task("released {resource}", bind=engine, scope="queue", on_retry="release", ttl=3)
+def released_retry(self: Any, resource: str) -> Any:
+    """Likewise, but its lock does not."""
+    fence = current_lock().fence
+    if self.request.retries < 2:
+        raise self.retry(countdown=0.2)
+    return str(fence)
+
+
+@app.task(bind=True, acks_late=True, reject_on_worker_lost=True)
+@locked_task("late {resource}", bind=engine, ttl=3)
+def late(self: Any, resource: str, seconds: float = 0.5) -> str:
+    """Is delivered again where its worker dies."""
+    with record(resource, self.request.id):
+        time.sleep(seconds)
+    return "done"
+
+
+@app.task(bind=True, soft_time_limit=1)
+@locked_task("soft {resource}", bind=engine, ttl=3)
+def soft(self: Any, resource: str) -> str:
+    """Takes too long."""
+    with record(resource, self.request.id):
+        time.sleep(20)
+    return "done"
+
+
+@app.task(bind=True, time_limit=1)
+@locked_task("hard {resource}", bind=engine, scope="queue", ttl=3)
+def hard(self: Any, resource: str) -> str:
+    """Takes too long, and hears of nothing."""
+    with record(resource, self.request.id):
+        time.sleep(20)
+    return "done"
+
+
+@app.task(bind=True)
+@locked_task("lost {resource}", bind=engine, ttl=3, interrupt=True)
+def interrupted(self: Any, resource: str) -> str:
+    """Is told that its lock is lost, in mid-sleep."""
+    with record(resource, self.request.id):
+        for _ in range(200):
+            time.sleep(0.1)
+    return "done"
+
+
+@app.task(bind=True)
+@locked_task("lost {resource}", bind=engine, ttl=3)
+def uninterrupted(self: Any, resource: str) -> str:
+    """Ends before it is told, if it does not ask."""
+    with record(resource, self.request.id) as lock:
+        deadline = time.monotonic() + 20
+        try:
+            while time.monotonic() < deadline:
+                lock.check()
+                time.sleep(0.05)
+        except LockLost:
+            return "a failure, whatever is returned"
+    return "done"
+
+
+@app.task
+def where_am_i() -> dict[str, Any]:
+    """What a worker of this app has imported."""
+    return {"django": "django.db" in sys.modules, "pid": os.getpid()}
+
+
+@app.task(ignore_result=True)
+def count() -> None:
+    """Say that it was done, where the broker is."""
+    import redis
+
+    redis.Redis.from_url(app.conf.broker_url).incr("done")
+
+
+@app.task
+def wrap_up(results: Any) -> Any:
+    """The end of a chord, or a link."""
+    return results
+
+
+__all__ = ["LockTimeout"]
+if "CELERY_TEST" in os.environ:
+    use(json.loads(os.environ["CELERY_TEST"]), where)

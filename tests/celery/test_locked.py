@@ -1,0 +1,190 @@
+"""Locked tasks in real workers, whose processes can be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded, WorkerLostError
+
+from dblock.celery import skipped
+from dblock.core.errors import LockLost, LockTimeout
+from tests.celery import locked
+from tests.celery.conftest import Celery, held, overlaps, runs, wait_until
+from tests.conftest import run
+
+LONG = os.environ.get("DBLOCK_CELERY") == "long"
+LEASE = 3.0
+"""Seconds: that of the tasks."""
+
+
+@pytest.mark.parametrize("scope", locked.SCOPES)
+@pytest.mark.parametrize("policy", [*locked.POLICIES, "join"])
+def test_tasks_take_turns(celery: Celery, policy: str, scope: str) -> None:
+    """On each key one at a time, and each task ends as its policy says."""
+    if (policy, scope) not in locked.TASKS:
+        pytest.skip("who locks where the task runs has nobody to join")
+    task, results, refused = locked.TASKS[policy, scope], [], 0
+    for number in range(16):
+        try:
+            results.append(task.delay(f"r{number % 4}"))
+        except LockTimeout:
+            refused += 1
+    outcomes = [result.get(timeout=50, propagate=False) for result in results]
+    assert not overlaps()
+    assert not held()
+    done, left_out, failed = _kinds(outcomes)
+    assert done + left_out + failed == len(outcomes)
+    assert not left_out or policy == "skip"
+    assert not failed or policy == "raise"
+    assert not refused or (policy == "raise" and scope != "run")
+    ran = len(runs())
+    if scope == "run" and policy in {"retry", "wait"}:
+        assert ran == 16
+    assert ran == len({result.id for result in results if str(result.get(propagate=False)).startswith("done")})
+
+
+def _kinds(outcomes: list[Any]) -> tuple[int, int, int]:
+    done = sum(isinstance(each, str) and each.startswith("done") for each in outcomes)
+    return done, sum(skipped(each) for each in outcomes), sum(isinstance(each, LockTimeout) for each in outcomes)
+
+
+def test_no_django(celery: Celery) -> None:
+    """An app without Django has none of it afterwards."""
+    assert locked.plain.delay(3, by=4).get(timeout=20) == 7
+    assert locked.where_am_i.delay().get(timeout=20)["django"] is False
+
+
+def test_its_own_retry_does_not_meet_its_own_lock(celery: Celery) -> None:
+    """It is sent, and comes to another process, while the one that sent it is still under way; it is not skipped."""
+    result = locked.own_retry.delay("r")
+    assert result.get(timeout=30) == 2
+    assert not [each for each in overlaps() if each[0].task != each[1].task]
+    assert len(runs()) == 3
+
+
+def test_its_own_retry_takes_the_lock_along(celery: Celery) -> None:
+    """One tenure from the first sending to the last run; or one for each run."""
+    kept, released = locked.carried_retry.delay("r"), locked.released_retry.delay("r")
+    assert locked.carried_retry.delay("r").id == kept.id
+    [first] = run("postgresql", "SELECT fence FROM locks WHERE lock_key = 'carried r'")
+    assert kept.get(timeout=30) == str(first[0])
+    assert released.get(timeout=30)
+    assert not held()
+
+
+def test_a_long_task_keeps_its_lock(celery: Celery) -> None:
+    """For longer than the ttl; whoever comes later waits."""
+    first = locked.TASKS["wait", "run"].delay("r", LEASE * 1.5)
+    second = locked.TASKS["wait", "run"].delay("r")
+    assert first.get(timeout=30) == second.get(timeout=30) == "done r"
+    assert not overlaps()
+    assert len(runs()) == 2
+
+
+@pytest.mark.parametrize(("name", "error"), [("soft", SoftTimeLimitExceeded), ("hard", TimeLimitExceeded)])
+def test_time_limits_free_the_key(celery: Celery, name: str, error: type[Exception]) -> None:
+    """At once where the task hears of it, and within its ttl where it is killed."""
+    result = getattr(locked, name).delay("r")
+    with pytest.raises(error):
+        result.get(timeout=30)
+    ended = time.monotonic()
+    wait_until(lambda: not run("postgresql", "SELECT 1 FROM locks WHERE owner IS NOT NULL AND expires_at > now()"))
+    assert time.monotonic() - ended < (LEASE + 2 if name == "hard" else 1)
+
+
+@pytest.mark.parametrize("name", ["interrupted", "uninterrupted"])
+def test_a_lock_that_is_lost_fails_the_task(celery: Celery, name: str) -> None:
+    """In mid-sleep, or at its end, whatever it returns."""
+    result = getattr(locked, name).delay("r")
+    wait_until(lambda: len(runs()) == 1)
+    assert run("postgresql", "UPDATE locks SET owner = NULL, count = 0 WHERE lock_key = 'lost r' RETURNING 1")
+    with pytest.raises(LockLost):
+        result.get(timeout=10)
+    assert locked.plain.delay(1).get(timeout=20) == 2  # the process goes on
+
+
+@pytest.mark.parametrize("when", ["queued", "waiting", "running"])
+def test_revoking_frees_the_key(make: Callable[..., Celery], when: str) -> None:
+    """Before it runs, while it waits for its time, and (killed) while it runs: then within its ttl."""
+    celery = make()  # of its own: after a kill by revoke() Celery's pool may lose what it gives that process next
+    celery.worker("--concurrency=1")
+    task = locked.TASKS["join", "queue"]
+    if when == "queued":
+        blocker = locked.TASKS["wait", "run"].delay("b", 3.0)
+        wait_until(runs)
+    result = task.apply_async(("r", 20.0), countdown=1 if when == "waiting" else None)
+    if when == "running":
+        wait_until(runs)
+    locked.app.control.revoke(result.id, terminate=when == "running", signal="SIGKILL")
+    with pytest.raises((TaskRevokedError, WorkerLostError)):
+        result.get(timeout=30)
+    alive = "SELECT 1 FROM locks WHERE lock_key LIKE 'join%' AND expires_at > now()"
+    wait_until(lambda: not run("postgresql", alive), LEASE + 6)
+    if when == "queued":
+        assert blocker.get(timeout=20) == "done b"
+    if when != "running":
+        assert task.delay("r").get(timeout=20) == "done r"
+
+
+def test_a_killed_process_keeps_nobody_waiting_for_long(celery: Celery) -> None:
+    """Whoever waits runs when the lease has ended; its task is run again, if it is acknowledged late."""
+    result = locked.late.delay("r", 1.0)
+    wait_until(runs)
+    [holder] = run("postgresql", "SELECT pid FROM locks WHERE lock_key = 'late r'")
+    os.kill(int(str(holder[0])), signal.SIGKILL)
+    killed = time.monotonic()
+    assert result.get(timeout=40) == "done"
+    assert time.monotonic() - killed > LEASE - 1
+    first, second = runs()
+    assert first.ended is None
+    assert int(first.fence) < int(second.fence)
+
+
+@pytest.mark.skipif(not LONG, reason="make celery: Redis looks every ten seconds for what it is to deliver again")
+def test_a_message_that_is_delivered_again_runs_by_itself(make: Callable[..., Celery]) -> None:
+    """Redis gives a message to another worker when the visibility timeout is over: the first run still goes on."""
+    celery = make(broker_transport_options={"visibility_timeout": 2})
+    celery.worker("--concurrency=2")
+    celery.worker("--concurrency=2")
+    result = locked.late.delay("r", 14.0)
+    wait_until(lambda: len([each for each in runs() if each.ended]) == 1)
+    assert result.get(timeout=20) == "done"
+    time.sleep(3)
+    assert celery.log().count(f"late[{result.id}] received") > 1
+    assert not [each for each in overlaps() if each[0].ended is None or each[0].ended > each[1].began]
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGQUIT])
+def test_shutting_down(make: Callable[..., Celery], how: signal.Signals) -> None:
+    """A warm shutdown waits for the task; a cold one ends it: then its key is free within its ttl."""
+    celery = make()
+    worker = celery.worker()
+    result = locked.late.delay("r", 2.0)
+    wait_until(runs)
+    worker.stop(how)
+    if how is signal.SIGTERM:
+        assert not held()
+    celery.worker()
+    assert result.get(timeout=40) == "done"
+    assert not [each for each in overlaps() if each[0].ended is not None]
+
+
+@pytest.mark.parametrize("pool", ["threads", "solo", "gevent", "eventlet"])
+def test_other_pools(make: Callable[..., Celery], pool: str) -> None:
+    """Threads are flows of their own, and a process that does one thing after the other sends back."""
+    celery = make()
+    celery.worker(f"--pool={pool}")
+    task = locked.TASKS["retry", "run"]
+    results = [task.delay(f"r{number % 2}") for number in range(8)]
+    assert {result.get(timeout=40) for result in results} == {"done r0", "done r1"}
+    assert not overlaps()
+    lost = locked.uninterrupted.delay("r")
+    wait_until(lambda: len(runs()) == 9)
+    _ = run("postgresql", "UPDATE locks SET owner = NULL, count = 0 WHERE lock_key = 'lost r'")
+    with pytest.raises(LockLost):
+        lost.get(timeout=20)

@@ -1,0 +1,107 @@
+"""The task that tidies up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import celery
+import pytest
+
+from dblock import db_lock
+from dblock.core.protocol import sending, tenures
+from dblock.core.protocol.steps import Steps
+from tests.conftest import ALIASES, run
+
+
+@pytest.fixture
+def app() -> Iterator[celery.Celery]:
+    """One of the test's own."""
+    app = celery.Celery("reaping", broker="memory://", backend="cache+memory://")
+    app.set_current()
+    yield app
+    app.close()
+
+
+def test_it_counts_by_database_and_table(app: celery.Celery, sqlite: Path, database: str) -> None:
+    """Rows of locks, and of those who waited and died."""
+    from dblock.tasks import reap_expired
+
+    alias = ALIASES[database]
+    for key in ("a", "b"):
+        with db_lock(key, using=alias):
+            pass
+    run(
+        database,
+        "INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id,"
+        " channel, joined_at, expires_at) SELECT 'dead', 'c', 1, 5, '', '', 1, '', '', '', '', acquired_at, expires_at"
+        " FROM locks WHERE lock_key = 'a'",
+    )
+    task = reap_expired._get_current_object()
+    assert task.apply(kwargs={"using": alias}).get() == {alias: {"locks": 0, "lock_waiters": 0}}
+    found = task.apply(kwargs={"using": [alias], "retention": 0}).get()
+    assert found == {alias: {"locks": 2, "lock_waiters": 1}}
+    assert task.apply().get() == {"default": {"locks": 0, "lock_waiters": 0}}
+
+
+def test_it_is_made_for_an_app_without_django(tmp_path: Path) -> None:
+    """Under the name that the schedule calls."""
+    code = """
+import sys
+sys.modules["django"] = None
+from celery import Celery
+from sqlalchemy import create_engine
+from dblock.celery import beat_schedule, reaper
+from sqlalchemy_dblock import db_lock, metadata
+
+app = Celery("plain", broker="memory://", backend="cache+memory://", set_as_current=True)
+engine = create_engine(f"sqlite:///{sys.argv[1]}/locks.sqlite3")
+metadata.create_all(engine)
+with db_lock(engine, "k"):
+    pass
+task = reaper(lambda: engine, retention=0)
+[entry] = beat_schedule(every=60, retention=0).values()
+assert (entry["schedule"], entry["options"]) == (60.0, {"expires": 60.0})
+found = app.tasks[entry["task"]].apply(kwargs=entry["kwargs"]).get()
+assert found == {str(engine.url.database): {"locks": 1, "lock_waiters": 0}}, found
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]})
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_pauses_for_most_of_the_time(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For nine times as long as its statements took where one can write at a time, and three elsewhere."""
+    pauses, spent = list[float](), list[float]()
+
+    def pause(seconds: float) -> Steps[None]:
+        pauses.append(seconds)
+        yield from ()
+
+    def send(store: Any, *arguments: Any, **options: Any) -> Steps[Any]:
+        began = store.now()
+        found = yield from plainly(store, *arguments, **options)
+        if arguments[0].name == "reap":
+            spent.append(store.now() - began)
+        return found
+
+    plainly = sending.send
+    monkeypatch.setattr(tenures, "sleep", pause)
+    monkeypatch.setattr(tenures, "send", send)
+    monkeypatch.setattr(tenures, "_BURST", 0.0)
+    for key in ("a", "b", "c"):
+        with db_lock(key, using=ALIASES[database]):
+            pass
+    time.sleep(0.01)  # SQLite counts milliseconds
+    pauses.clear()  # of takes
+    from dblock import reap
+
+    assert reap(retention=0, using=ALIASES[database]) == 3
+    times = 9 if database == "sqlite" else 3
+    assert len(pauses) == 3
+    assert pauses == pytest.approx([times * each for each in spent], rel=0.3, abs=1e-3)

@@ -1,0 +1,1387 @@
+"""Locked tasks, message by message: each is taken from a broker in memory and run here as a worker does."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import celery
+import kombu.pools
+import pytest
+from celery import chain, chord, group
+from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+from celery.worker import state
+from celery.worker.request import Request
+from sqlalchemy import Engine, create_engine
+from sqlalchemy.pool import NullPool
+
+from dblock.celery import current_lock, locked_task, place_lost, places, running, skipped, task_skipped
+from dblock.celery.header import NAME, Header
+from dblock.celery.pace import Pace
+from dblock.core import clock
+from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockStoreError, LockTimeout
+from dblock.core.face import leaving, operations
+from dblock.core.protocol import tenures
+from dblock.core.runtime import current_flow
+from sqlalchemy_dblock import db_lock, metadata
+
+NUMBERS = itertools.count()
+CELERYS = (*("max_retries", "autoretry_for", "dont_autoretry_for", "retry_backoff", "acks_late", "throws", "typing"),)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    """The locks' database."""
+    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3", poolclass=NullPool)
+    metadata.create_all(engine)
+    yield engine
+    engine.dispose()
+
+
+@contextlib.contextmanager
+def somebody(engine: Engine, key: str) -> Iterator[Any]:
+    """Another flow holds the key."""
+    lock = db_lock(engine, key, label="somebody")
+    with ThreadPoolExecutor(1) as elsewhere:
+        assert elsewhere.submit(lock.acquire).result()
+        yield lambda: elsewhere.submit(lock.release).result()
+        if elsewhere.submit(lock.owned).result():
+            elsewhere.submit(lock.release).result()
+
+
+def elsewhere(call: Callable[[], Any]) -> Any:
+    """What it returns when another thread calls it."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+class Site:
+    """An app, and the worker that the test is."""
+
+    def __init__(self, directory: Path, engine: Engine) -> None:
+        self.app = celery.Celery(f"site{next(NUMBERS)}", broker="memory://", backend=f"file://{directory}")
+        self.app.conf.task_default_queue = self.app.main
+        self.engine = engine
+
+    def task(self, *key: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+        """A locked task of that app."""
+        celerys = {name: options.pop(name) for name in CELERYS if name in options}
+
+        def decorate(function: Callable[..., Any]) -> Any:
+            name = f"{self.app.main}.{function.__name__}"
+            locked = locked_task(*key, bind=self.engine, **options)(function)
+            return self.app.task(bind=True, name=name, shared=False, **celerys)(locked)
+
+        return decorate
+
+    def messages(self) -> int:
+        """How many wait."""
+        with self.app.connection_for_read() as connection:
+            return int(connection.default_channel.queue_declare(self.app.main, durable=True).message_count)
+
+    def fetch(self, *, redelivered: bool = False) -> Request:
+        """The next message, as a worker sees it."""
+        with self.app.connection_for_read() as connection:
+            message = connection.default_channel.basic_get(self.app.main, no_ack=True)
+            assert message is not None
+            if redelivered:
+                message.delivery_info["redelivered"] = True
+            return self.request(message)
+
+    def request(self, message: Any) -> Request:
+        """What a worker makes of a message."""
+        task = self.app.tasks[message.headers["task"]]
+        return Request(message, app=self.app, task=task, hostname="here")
+
+    def run(self) -> Request:
+        """Run the next message; what became of it is in its result."""
+        request = self.fetch()
+        request.execute()
+        return request
+
+    def held(self) -> dict[str, str]:
+        """The keys that somebody holds, and for which task."""
+        with self.engine.connect() as connection:
+            sql = "SELECT lock_key, celery_task_id FROM locks WHERE owner <> '' AND expires_at > datetime('now')"
+            return {row[0]: row[1] for row in connection.exec_driver_sql(sql)}
+
+
+@pytest.fixture
+def site(tmp_path: Path, engine: Engine) -> Iterator[Site]:
+    """An app on a broker in memory."""
+    (tmp_path / "results").mkdir()
+    site = Site(tmp_path / "results", engine)
+    site.app.set_current()
+    with site.app.connection_for_write() as connection:
+        connection.default_channel.queue_declare(site.app.main, durable=True)
+        exchange = kombu.Queue(site.app.main, exchange=site.app.main, routing_key=site.app.main)
+        exchange(connection.default_channel).declare()
+    yield site
+    site.app.close()
+
+
+def header(request: Request) -> Header:
+    """What the message says of its lock."""
+    return Header.of(request.request_dict, request.id)
+
+
+# -- the key
+
+
+def test_the_key_is_made_of_the_call(site: Site) -> None:
+    """Of its arguments with their defaults, but not of the task; its name is stored with the lock, and its id."""
+
+    @site.task("{a}-{b}", label="why")
+    def work(self: Any, a: int, b: int = 2) -> Any:
+        info = current_lock().inspect()
+        return [current_lock().key, info.label, info.identity.celery_task_id]
+
+    result = work.delay(1)
+    site.run()
+    assert result.get() == ["1-2", f"{work.name}: why", result.id]
+    assert not site.held()
+
+
+def test_a_key_by_default_is_that_of_the_arguments(site: Site) -> None:
+    """The same for the same, however they are given; another one for others."""
+
+    @site.task()
+    def work(self: Any, a: Any, b: Any = None) -> Any:
+        return current_lock().key
+
+    keys = []
+    for args, kwargs in (([1], {}), ([], {"a": 1}), ([1, None], {}), ([2], {}), ([(1, 2)], {}), ([[1, 2]], {})):
+        result = work.apply_async(args, kwargs)
+        site.run()
+        keys.append(result.get())
+    assert keys[0] == keys[1] == keys[2]
+    assert keys[0] != keys[3] != keys[4] == keys[5]
+    assert keys[0].startswith(f"{work.name}:")
+
+
+def test_a_key_may_be_made_by_a_function(site: Site) -> None:
+    """It is given the task and the arguments."""
+
+    @site.task(lambda task, a, **rest: f"{task.name}/{a}/{sorted(rest)}")
+    def work(self: Any, a: int, **rest: Any) -> Any:
+        return current_lock().key
+
+    result = work.delay(1, c=2)
+    site.run()
+    assert result.get() == f"{work.name}/1/['c']"
+
+
+@pytest.mark.parametrize(
+    ("key", "args", "named"),
+    [
+        ("{a.missing}", (1,), "missing"),
+        ("{a}", ("x" * 300,), "255"),
+        ("{a}", ("",), "characters"),
+        ("{a[k]}", (1,), "a"),
+    ],
+)
+def test_a_key_that_cannot_be_built_fails_the_send(site: Site, key: str, args: Any, named: str) -> None:
+    """Nothing is sent, and the message names what is missing."""
+
+    @site.task(key)
+    def work(self: Any, a: Any) -> None: ...
+
+    for send in (work.delay, lambda *args: site.app.send_task(work.name, args), lambda *args: work.s(*args).delay()):
+        with pytest.raises((InvalidKey, TypeError), match=named):
+            send(*args)
+    assert site.messages() == 0
+
+
+def test_arguments_that_do_not_fit_fail_the_send_by_name(site: Site) -> None:
+    """Where Celery does not look at them, too."""
+
+    @site.task("{account_id}")
+    def work(self: Any, account_id: int) -> None: ...
+
+    with pytest.raises(TypeError, match="account_id"):
+        site.app.send_task(work.name, ())
+    assert site.messages() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_busy": "maybe"}, "maybe"),
+        ({"scope": "always"}, "always"),
+        ({"on_busy": "join"}, "scope"),
+        ({"timout": 3}, "timeout"),
+        ({"queue_tll": 3}, "queue_ttl"),
+        ({"on_bussy": "skip"}, "on_busy"),
+        ({"scop": "run"}, "scope"),
+        ({"engine": None}, "bind"),
+        ({"on_busy": "skipp"}, "'retry', 'wait', 'skip', 'raise', 'join'"),
+        ({"ttl": -1}, "ttl"),
+        ({"timeout": -3}, "timeout"),
+        ({"busy_retries": -1}, "busy_retries"),
+        ({"busy_retries": True}, "busy_retries"),
+        ({"queue_ttl": 0}, "queue_ttl"),
+        ({"bind": 3}, "Engine"),
+        ({"grace": -1}, "grace"),
+        ({"on_retry": "lose"}, "lose"),
+    ],
+)
+def test_bad_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    """By name."""
+    with pytest.raises((TypeError, ValueError), match=message):
+        locked_task("k", **options)
+
+
+def test_what_cannot_be_decorated_is_refused(engine: Engine) -> None:
+    """With what to do instead."""
+
+    async def coroutine() -> None: ...
+
+    with pytest.raises(TypeError, match="coroutine"):
+        locked_task("k")(coroutine)
+
+    def named(a: int) -> int: ...  # type: ignore[empty-body]
+
+    with pytest.raises(InvalidKey, match="missing"):
+        locked_task("{missing}")(named)
+    with pytest.raises(TypeError, match="no name"):
+        locked_task("k")(lambda a: a)
+    with pytest.raises(TypeError, match="no name"):
+        locked_task("k")(functools.partial(named, 1))
+    with pytest.raises(TypeError, match="below @app.task"):
+        locked_task("k")(celery.Celery().task(named))
+    with pytest.raises(TypeError, match="bind=engine"):
+        locked_task(engine)  # type: ignore[arg-type]
+    with engine.connect() as connection, pytest.raises(TypeError, match="Engine"):
+        locked_task("k", bind=connection)
+    forgot: Any = locked_task(lambda a: a)
+    with pytest.raises(AttributeError, match="brackets"):
+        forgot.delay(1)
+    with pytest.raises(TypeError, match="brackets"):
+        forgot(1)
+
+
+def test_a_task_of_its_own_has_all_options_of_celery(site: Site) -> None:
+    """And it is registered under its own name; one below another decorator is that one's."""
+
+    @locked_task("{a}", bind=site.engine, max_retries=9, rate_limit="3/m", name=f"{site.app.main}.own")
+    def own(a: int) -> int:
+        """Says so."""
+        return a
+
+    assert (own.name, own.max_retries, own.rate_limit) == (f"{site.app.main}.own", 9, "3/m")
+    assert own(3) == 3
+    assert own.apply((4,)).get() == 4
+    assert own.__doc__ == "Says so."
+    result = own.delay(5)
+    site.run()
+    assert result.get() == 5
+
+    @locked_task("{a}", bind=True, name=f"{site.app.main}.django")
+    def django(self: Any, a: int) -> None: ...
+
+    assert django.name in site.app.tasks
+    with pytest.raises(TypeError, match="a"):
+        django.delay()
+
+    @site.app.task(max_retries=7, shared=False)
+    @locked_task("{a}", bind=site.engine)
+    def below(a: int) -> int:
+        return a
+
+    assert below.max_retries == 7
+    assert below(3) == 3
+    assert site.app.tasks[below.name] is below
+
+
+# -- busy
+
+
+def test_busy_goes_back_to_the_broker_and_takes_nothing_up(site: Site) -> None:
+    """Later, and with all that the message had; `max_retries` and `retries` are as they were."""
+    seen = []
+
+    @site.task("k", max_retries=0)
+    def work(self: Any) -> str:
+        request = self.request
+        seen.append((request.id, request.retries, request.eta, request.headers["mine"], request.expires))
+        return "done"
+
+    eta = datetime.now(UTC) - timedelta(seconds=1)
+    with somebody(site.engine, "k"):
+        result = work.apply_async(headers={"mine": "x"}, priority=3, expires=3600, eta=eta, ignore_result=False)
+        before = site.fetch()
+        before.execute()
+        times = [datetime.now(UTC)]
+        for tries in range(1, 4):
+            assert result.state == "RETRY"
+            again = site.fetch()
+            assert again.id == result.id
+            assert again._eta > times[-1] + timedelta(seconds=0.4 * 2 ** (tries - 1))
+            for name in ("expires", "mine", "retries", "root_id", "origin", "timelimit", "task"):
+                assert again.request_dict[name] == before.request_dict[name], name
+            assert again.delivery_info["priority"] == before.delivery_info["priority"]
+            assert again.delivery_info["routing_key"] == before.delivery_info["routing_key"]
+            assert header(again).tries == tries
+            times.append(datetime.now(UTC))
+            if tries < 3:
+                again.execute()
+    again.execute()
+    assert result.get() == "done"
+    assert seen == [(result.id, 0, eta.isoformat(), "x", before.request_dict["expires"])]
+
+
+def test_countdowns_grow_and_differ(site: Site) -> None:
+    """Between half and the whole of 1, 2, 4 ... 60 s, and at least half of what the holder has had."""
+
+    def countdown(tries: int, held_for: float) -> float:
+        return Pace().countdown("k", tries, held_for)
+
+    for tries in range(12):
+        drawn = {countdown(tries, 0.0) for _ in range(50)}
+        bound = min(60.0, 2.0**tries)
+        assert len(drawn) > 40
+        assert bound / 2 <= min(drawn) <= max(drawn) <= bound
+    assert min(countdown(0, 40.0) for _ in range(50)) >= 20.0
+    assert max(countdown(0, 4000.0) for _ in range(50)) <= 60.0
+    assert countdown(10**6, 0.0) <= 60.0
+
+
+def test_those_of_one_key_come_back_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far apart as the holder holds, a second at most; in time, what was sent back is forgotten."""
+    now = 1000.0
+    monkeypatch.setattr(clock, "now", lambda: now)
+    pace = Pace()
+    late = [pace.countdown("long", 0, 5.0) for _ in range(100)]
+    assert sorted(late[5:]) == late[5:]
+    assert late[99] == pytest.approx(100)
+    assert [pace.countdown("short", 0, 0.0) for _ in range(100)][99] == pytest.approx(10)
+    assert pace.countdown("another", 0, 0.0) <= 1
+    for number in range(1000):
+        _ = pace.countdown(f"k{number}", 0, 0.0)
+    now += 50
+    assert pace.countdown("long", 0, 5.0) == pytest.approx(51)
+    assert pace._slots.keys() == {"long"}
+    assert pace.countdown("short", 0, 0.0) <= 1
+    for _ in range(1000):
+        assert pace.countdown("crowd", 0, 5.0) <= 300, "brokers deliver again what waits for too long"
+
+
+@pytest.mark.parametrize("limit", [{"busy_retries": 2}, {"busy_timeout": 0.3}])
+def test_going_back_has_a_bound(site: Site, limit: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Then the task fails with LockTimeout, which names the holder, and is no error in the log."""
+
+    @site.task("k", **limit)
+    def work(self: Any) -> None: ...
+
+    with somebody(site.engine, "k"):
+        result = work.delay()
+        tries = 0
+        while result.state in {"PENDING", "RETRY"}:
+            site.run()
+            tries += 1
+            time.sleep(0.1)
+    assert tries == 3 if "busy_retries" in limit else tries > 1
+    with pytest.raises(LockTimeout, match="somebody") as caught:
+        result.get()
+    assert f"found its key busy {tries} times" in str(caught.value)
+    assert site.messages() == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_going_back_for_a_time_tries_at_its_end(site: Site) -> None:
+    """The last countdown is no longer than what is left."""
+
+    @site.task("k", busy_timeout=0.2)
+    def work(self: Any) -> None: ...
+
+    with somebody(site.engine, "k"):
+        _ = work.delay()
+        site.run()
+    again = site.fetch()
+    assert again._eta < datetime.now(UTC) + timedelta(seconds=0.21)
+
+
+def test_skipping_says_who_holds_it(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """In a result that JSON can say, and by a signal."""
+    told = []
+
+    @site.task("k", on_busy="skip")
+    def work(self: Any) -> str:
+        inner = work.delay()
+        elsewhere(site.run)
+        return str(inner.id)
+
+    def hear(**said: Any) -> None:
+        told.append(said)
+
+    task_skipped.connect(hear)
+    outer = work.delay()
+    site.run()
+    result = site.app.AsyncResult(outer.get()).get()
+    assert skipped(result)
+    assert not skipped(outer.get())
+    assert result == json.loads(json.dumps(result))
+    holder = result["holder"]
+    assert (holder["task_id"], holder["label"], result["key"]) == (outer.id, work.name, "k")
+    assert [(each["task_id"], each["key"], each["result"]) for each in told] == [(outer.get(), "k", result)]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("on_busy", ["raise", "wait"])
+def test_failing_is_no_error_in_the_log(site: Site, on_busy: str, caplog: pytest.LogCaptureFixture) -> None:
+    """LockTimeout is the task's failure."""
+
+    @site.task("k", on_busy=on_busy, timeout=0.05)
+    def work(self: Any) -> None: ...
+
+    with somebody(site.engine, "k"):
+        result = work.delay()
+        site.run()
+    with pytest.raises(LockTimeout, match="somebody"):
+        result.get()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_an_earlier_run_of_the_same_task_is_waited_for(site: Site) -> None:
+    """Its `retry()` sends the message while it still holds the lock: that one is neither skipped nor sent back."""
+
+    @site.task("k", on_busy="skip", max_retries=3)
+    def work(self: Any) -> int:
+        if not self.request.retries:
+            raise self.retry(countdown=0)
+        return int(self.request.retries)
+
+    result = work.delay()
+    first = site.fetch()
+    first.execute()
+    with somebody(site.engine, "k") as release:
+        with site.engine.begin() as connection:
+            connection.exec_driver_sql(f"UPDATE locks SET celery_task_id = '{result.id}'")
+        with ThreadPoolExecutor(1) as pool:
+            second = pool.submit(site.run)
+            time.sleep(0.3)
+            assert result.state == "RETRY"
+            release()
+            _ = second.result()
+    assert result.get() == 1
+
+
+# -- from its sending on
+
+
+def test_a_second_call_is_answered_with_the_first(site: Site) -> None:
+    """As long as the first one is queued or running; then a third one is sent."""
+
+    @site.task("k", scope="queue", ttl=3)
+    def work(self: Any) -> Any:
+        return [work.delay().id, elsewhere(work.delay).id, current_lock().inspect().remaining < 4]
+
+    first = work.delay()
+    assert site.held() == {"k": first.id}
+    for send in (work.delay, work.s().delay, lambda: site.app.send_task(work.name)):
+        assert send().id == first.id
+    assert site.messages() == 1
+    site.run()
+    assert first.get() == [first.id, first.id, True]
+    assert site.messages() == 0
+    assert work.delay().id != first.id
+
+
+def test_sending_may_refuse_instead(site: Site) -> None:
+    """With the id of the first."""
+
+    @site.task("k", scope="queue", on_busy="raise")
+    def work(self: Any) -> str:
+        return "done"
+
+    first = work.delay()
+    with pytest.raises(LockTimeout, match=first.id):
+        work.delay()
+    site.run()
+    assert first.get() == "done"
+    assert not site.held()
+    assert work.delay().id != first.id
+
+
+@pytest.mark.parametrize("end", ["return", "raise", "ignore", "reject", "requeue"])
+def test_the_lock_ends_with_the_task(site: Site, end: str) -> None:
+    """However it ends; a message that is put back keeps it."""
+
+    @site.task("k", scope="queue", acks_late=True)
+    def work(self: Any) -> None:
+        ends = {
+            "raise": ValueError("x"),
+            "ignore": Ignore(),
+            "reject": Reject("x"),
+            "requeue": Reject("x", requeue=True),
+        }
+        if end in ends:
+            raise ends[end]
+
+    first = work.delay()
+    request = site.fetch()
+    request.execute()
+    if end == "requeue":
+        assert site.held() == {"k": first.id}
+        assert work.delay().id == first.id
+        request.execute()
+        assert site.held() == {"k": first.id}
+    else:
+        assert not site.held()
+
+
+def test_a_message_that_is_not_sent_has_no_lock(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker is away, or the arguments cannot be sent."""
+
+    @site.task("k", scope="queue", typing=False)
+    def work(self: Any, what: Any) -> None: ...
+
+    with pytest.raises(kombu.exceptions.EncodeError):
+        work.delay(object())
+    assert not site.held()
+
+
+@pytest.mark.parametrize("how", ["revoked", "expired"])
+def test_a_message_that_nobody_runs_gives_its_lock_back(site: Site, how: str) -> None:
+    """Where a worker throws it away."""
+
+    @site.task("k", scope="queue")
+    def work(self: Any) -> None: ...
+
+    result = work.apply_async(expires=0.05 if how == "expired" else None)
+    time.sleep(0.1)
+    if how == "revoked":
+        state.revoked.add(result.id)
+    request = site.fetch()
+    assert request.revoked()
+    deadline = time.monotonic() + 5
+    while site.held() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not site.held()
+
+
+def test_its_own_retry_takes_the_lock_along(site: Site) -> None:
+    """The same tenure, while nobody runs it too; what comes in the meantime joins it."""
+
+    @site.task("k", scope="queue", max_retries=5)
+    def work(self: Any) -> Any:
+        fences.append(current_lock().fence)
+        if self.request.retries < 2:
+            raise self.retry(countdown=3)
+        return "done"
+
+    fences = list[int]()
+    first = work.delay()
+    for _ in range(2):
+        site.run()
+        assert site.held() == {"k": first.id}
+        assert work.delay().id == first.id
+    site.run()
+    assert first.get() == "done"
+    assert len(set(fences)) == 1
+    assert not site.held()
+    assert site.messages() == 0
+
+
+def test_its_own_retry_may_give_the_lock_up(site: Site) -> None:
+    """Then the next run takes it anew."""
+
+    @site.task("k", scope="queue", max_retries=5, on_retry="release")
+    def work(self: Any) -> Any:
+        fences.append(current_lock().fence)
+        if not self.request.retries:
+            raise self.retry(countdown=0)
+        return "done"
+
+    fences = list[int]()
+    first = work.delay()
+    site.run()
+    assert not site.held()
+    site.run()
+    assert first.get() == "done"
+    assert fences[0] < fences[1]
+
+
+def test_a_retry_that_is_not_sent_keeps_the_lock_here(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the task ends."""
+
+    @site.task("k", scope="queue", max_retries=5)
+    def work(self: Any) -> Any:
+        with pytest.raises(kombu.exceptions.EncodeError):
+            site.app.send_task(work.name, (object(),), task_id=self.request.id)
+        current_lock().check()
+        return current_lock().verify()
+
+    first = work.apply_async()
+    site.run()
+    assert first.get() is True
+    assert not site.held()
+
+
+def test_a_lost_place_is_told_and_taken_anew(site: Site) -> None:
+    """If nobody has the key since."""
+    told = []
+
+    @site.task("k", scope="queue", queue_ttl=0.1)
+    def work(self: Any) -> Any:
+        return current_lock().fence
+
+    def hear(**said: Any) -> None:
+        told.append((said["task_id"], said["key"], type(said["error"])))
+
+    place_lost.connect(hear)
+    first = work.delay()
+    time.sleep(0.2)
+    second = work.delay()
+    assert second.id != first.id
+    site.run()
+    assert told == [(first.id, "k", LockLost)]
+    assert first.state == "RETRY"
+    site.run()
+    assert site.messages() == 1
+    site.run()
+    assert first.get() > second.get()
+
+
+def test_a_message_that_comes_twice_is_run_by_one_at_a_time(site: Site) -> None:
+    """The second one, while the first is running, goes back; it has the same lock."""
+
+    @site.task("k", scope="queue", acks_late=True)
+    def work(self: Any) -> Any:
+        if not runs:
+            runs.append(current_lock().fence)
+            elsewhere(twice.execute)
+            assert result.state == "RETRY"
+            current_lock().check()
+        else:
+            runs.append(current_lock().fence)
+        return "done"
+
+    runs = list[int]()
+    result = work.delay()
+    with site.app.connection_for_read() as connection:
+        message = connection.default_channel.basic_get(site.app.main, no_ack=True)
+    assert message is not None
+    twice = site.request(message)
+    site.request(message).execute()
+    assert len(runs) == 1
+    assert not site.held()
+    site.run()
+    assert len(runs) == 2
+    assert runs[0] < runs[1]
+
+
+def test_one_runs_and_one_is_queued(site: Site) -> None:
+    """A second message while one runs, and no third."""
+
+    @site.task("k", scope="both")
+    def work(self: Any) -> Any:
+        if self.request.id == first.id:
+            later.append(work.delay().id)
+            later.append(work.delay().id)
+            elsewhere(site.run)
+            assert site.app.AsyncResult(later[0]).state == "RETRY"
+            later.append(work.delay().id)
+        return "done"
+
+    later = list[str]()
+    first = work.delay()
+    assert work.delay().id == first.id
+    site.run()
+    assert first.get() == "done"
+    assert len(set(later)) == 1
+    assert first.id not in later
+    site.run()
+    assert site.app.AsyncResult(later[0]).get() == "done"
+    assert not site.held()
+    assert site.messages() == 0
+
+
+def test_a_queued_lock_lasts_until_the_task_is_due(site: Site) -> None:
+    """`queue_ttl` counts from then on."""
+
+    @site.task("k", scope="queue", queue_ttl=50)
+    def work(self: Any) -> Any:
+        return current_lock().ttl, current_lock().inspect().remaining
+
+    for options, least in (({"countdown": 1000}, 1000), ({"eta": datetime.now(UTC) + timedelta(hours=1)}, 3590)):
+        result = work.apply_async(**options)
+        info = db_lock(site.engine, "k").inspect()
+        assert info is not None
+        assert least + 40 < info.remaining <= least + 60
+        site.run()
+        ttl, remaining = result.get()
+        assert ttl == 30
+        assert remaining <= 30
+
+
+# -- canvas
+
+
+def test_nothing_that_hangs_on_a_message_is_lost(site: Site) -> None:
+    """Another message can stand for a call, but not for what was to come after it."""
+
+    @site.task("k", scope="queue")
+    def work(self: Any, *_: Any) -> Any:
+        return "done"
+
+    @site.app.task(shared=False, name=f"{site.app.main}.then")
+    def then(results: Any) -> Any:
+        return results
+
+    first = work.delay()
+    after = chain(work.si(), then.s())()
+    linked = work.apply_async(link=then.s())
+    several = group(work.si(), work.si())()
+    joined = chord([work.si(), work.si()], then.s())()
+    while site.messages():
+        site.run()
+    assert first.get() == after.get() == linked.get() == "done"
+    assert several.get() == joined.get() == ["done", "done"]
+    assert site.messages() == 0
+    assert not site.held()
+
+
+def test_eager_tasks_take_their_locks_in_turn(site: Site) -> None:
+    """With `apply()` and `task_always_eager` a busy key is waited for: there is no broker to go back to."""
+
+    @site.task("k", timeout=0.05)
+    def work(self: Any) -> Any:
+        return current_lock().key
+
+    assert work.apply().get() == "k"
+    with somebody(site.engine, "k"), pytest.raises(LockTimeout, match="somebody"):
+        work.apply(throw=True).get()
+    site.app.conf.task_always_eager = True
+    assert work.delay().get() == "k"
+
+
+def test_there_is_no_current_lock_elsewhere() -> None:
+    """Outside of a locked task."""
+    with pytest.raises(LockNotHeld, match="no locked task"):
+        current_lock()
+
+
+def test_a_broker_that_does_not_take_it_back_is_waited_for_here(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the task runs when the key is free."""
+
+    @site.task("k")
+    def work(self: Any) -> Any:
+        return current_lock().key
+
+    def refuse(*_: Any, **__: Any) -> None:
+        release()
+        raise kombu.exceptions.OperationalError("away")
+
+    result = work.delay()
+    with somebody(site.engine, "k") as release:
+        request = site.fetch()
+        monkeypatch.setattr(site.app.amqp, "send_task_message", refuse)
+        request.execute()
+    assert result.get() == "k"
+
+
+def test_headers_are_read_whatever_they_are() -> None:
+    """Nonsense says nothing."""
+    for nonsense in (None, {}, {NAME: "{"}, {NAME: "[]"}, {NAME: 3}, {NAME: "{}"}, {NAME: '{"task": "i"}'}, 3):
+        assert Header.of(nonsense, "i") == Header("i")
+    told = Header("i", "t", 3, 5.0, "2026-01-01T00:00:00+00:00")
+    assert Header.of(told.into({"x": 1}), "i") == told
+    assert Header.of(told.into({"x": 1}), "another") == Header("another")
+    assert told.into({"x": 1})["x"] == 1
+    assert Header("i").into({"x": 1, NAME: "old"}) == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "celerys", "settings", "said"),
+    [
+        ({"renew": False, "ttl": 5}, {"time_limit": 10}, {}, "loses its lock after 5 s"),
+        ({"max_hold": 5}, {}, {"task_time_limit": 10}, "max_hold"),
+        ({"max_hold": 50}, {}, {"task_time_limit": 10}, ""),
+        ({"ttl": 5}, {"time_limit": 10}, {}, ""),
+        ({"scope": "queue"}, {}, {"result_backend": "disabled://"}, "result backend"),
+        ({"scope": "queue", "on_busy": "raise"}, {}, {"result_backend": "disabled://"}, ""),
+        ({}, {"time_limit": 10}, {"broker_transport_options": {"visibility_timeout": 5}}, "visibility_timeout"),
+        ({}, {"time_limit": 10}, {"broker_transport_options": {"visibility_timeout": 50}}, ""),
+    ],
+)
+def test_a_worker_says_what_does_not_go_together(
+    site: Site, options: dict[str, Any], celerys: dict[str, Any], settings: dict[str, Any], said: str
+) -> None:
+    """When it begins."""
+    from dblock.celery.checks import problems
+
+    if settings.get("result_backend"):
+        site.app = celery.Celery(site.app.main, broker="memory://", backend="disabled://")
+    site.app.conf.update(settings)
+
+    @site.task("k", **options)
+    def work(self: Any) -> None: ...
+
+    site.app.tasks[work.name].time_limit = celerys.get("time_limit")
+    found = [text for text in problems(site.app) if site.app.main in text or "visibility" in text]
+    assert len(found) == bool(said)
+    assert said in "".join(found)
+
+
+# -- what others have run into
+
+
+@pytest.mark.parametrize("on_retry", ["keep", "release"])
+def test_autoretry_is_a_retry(site: Site, on_retry: str) -> None:
+    """Celery's wraps the whole run: the lock goes along with what it sends, or is taken anew."""
+
+    @site.task("k", scope="queue", on_retry=on_retry, autoretry_for=(ValueError,), max_retries=3)
+    def work(self: Any) -> str:
+        fences.append(current_lock().fence)
+        if self.request.retries < 2:
+            raise ValueError
+        return "done"
+
+    fences = list[int]()
+    first = work.apply_async()
+    for _ in range(2):
+        site.run()
+        assert first.state == "RETRY"
+        assert site.held() == ({"k": first.id} if on_retry == "keep" else {})
+    site.run()
+    assert first.get() == "done"
+    assert len(set(fences)) == (1 if on_retry == "keep" else 3)
+    assert not site.held()
+
+    @site.task("b", busy_retries=1, autoretry_for=(ValueError,), max_retries=1, retry_backoff=False)
+    def busy(self: Any) -> str:
+        if not self.request.retries:
+            raise ValueError
+        return "done"
+
+    result = busy.delay()
+    for holds in (True, False, True, False):
+        with somebody(site.engine, "b") if holds else contextlib.nullcontext():
+            site.run()
+    assert result.get() == "done", "what was busy before a retry does not count after it"
+
+
+def test_what_has_its_id_already_is_sent(site: Site) -> None:
+    """The end of a chain, what replaces a task, and a link: somebody waits for just that result."""
+
+    @site.task("k", scope="queue")
+    def work(self: Any) -> str:
+        return "done"
+
+    @site.task("r", scope="queue", on_busy="raise")
+    def strict(self: Any) -> str:
+        return "done"
+
+    @site.app.task(shared=False, bind=True, name=f"{site.app.main}.replaced")
+    def replaced(self: Any) -> Any:
+        raise self.replace(work.si())
+
+    @site.app.task(shared=False, name=f"{site.app.main}.first")
+    def first() -> str:
+        return "first"
+
+    queued = [work.delay(), strict.delay()]
+    results = [chain(first.si(), work.si())(), chain(first.si(), strict.si())(), replaced.delay()]
+    linked = first.apply_async(link=work.si())
+    while site.messages():
+        site.run()
+    assert [each.get() for each in (*queued, *results)] == ["done"] * 5
+    assert linked.get() == "first"
+    assert not site.held()
+
+
+@pytest.mark.parametrize("on_busy", ["skip", "raise", "wait"])
+@pytest.mark.parametrize("scope", ["run", "queue"])
+def test_who_meets_its_own_dead_run_comes_again(
+    site: Site, on_busy: str, scope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message of a killed process is delivered again, and is neither left out nor failed by the lock of that."""
+    monkeypatch.setattr(running, "OWN", 0.05)
+    monkeypatch.setattr(places, "OWN", 0.05)
+
+    @site.task("k", on_busy=on_busy, scope=scope, timeout=0.05, acks_late=True, ttl=1)
+    def work(self: Any) -> str:
+        return "done"
+
+    result = work.delay()
+    request = site.fetch()
+    with somebody(site.engine, "k") if scope == "run" else contextlib.nullcontext():
+        with site.engine.begin() as connection:
+            who = f"celery_task_id = '{result.id}', count = 1, host = 'dead'"
+            connection.exec_driver_sql(f"UPDATE locks SET {who}")
+        request.execute()
+        assert result.state == "RETRY"
+    with site.engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE locks SET expires_at = datetime('now', '-1 second')")
+    site.run()
+    assert result.get() == "done"
+
+
+def test_only_a_task_of_the_same_kind_is_joined(site: Site) -> None:
+    """Where anybody else has the key, the message waits for its turn in the worker."""
+
+    @site.task("k", scope="queue")
+    def work(self: Any) -> str:
+        return "done"
+
+    with somebody(site.engine, "k"):
+        with site.engine.begin() as connection:
+            connection.exec_driver_sql("UPDATE locks SET celery_task_id = 'theirs'")
+        result = work.delay()
+        assert result.id != "theirs"
+    with db_lock(site.engine, "k"):
+        another = work.delay()
+        assert another.id not in {result.id, "theirs"}
+        assert site.held() == {"k": ""}
+    site.run()
+    site.run()
+    assert result.get() == another.get() == "done"
+
+
+def test_a_dead_one_is_not_joined(site: Site) -> None:
+    """Its process was killed: it has a result, and its lock is about to end."""
+
+    @site.task("k", scope="queue")
+    def work(self: Any) -> str:
+        return "done"
+
+    first = work.delay()
+    site.app.backend.mark_as_failure(first.id, ValueError("killed"))
+    assert work.delay().id != first.id
+
+
+def test_one_that_is_queued_may_lose_its_place(site: Site) -> None:
+    """With `renew=False` too, the run goes by its own lock."""
+
+    @site.task("k", scope="both", renew=False, ttl=0.1, timeout=1, on_busy="wait")
+    def work(self: Any) -> str:
+        return "done"
+
+    result = work.delay()
+    with somebody(site.engine, "k") as release, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(site.run)
+        time.sleep(0.4)
+        release()
+        running.result()
+    assert result.get() == "done"
+
+
+def test_min_hold_is_that_of_the_run(site: Site) -> None:
+    """A message that runs is queued no more."""
+
+    @site.task("k", scope="both", min_hold=5)
+    def work(self: Any) -> list[str]:
+        return list(site.held())
+
+    first = work.delay()
+    site.run()
+    assert first.get() == ["k"]
+
+
+def test_a_retry_with_other_arguments_has_another_key(site: Site) -> None:
+    """It does not run under the lock of the first one."""
+
+    @site.task("k{n}", scope="queue", max_retries=3)
+    def work(self: Any, n: int) -> str:
+        if n == 1:
+            raise self.retry(args=(2,), countdown=0)
+        return str(current_lock().key)
+
+    result = work.delay(1)
+    site.run()
+    assert site.held() == {"k2": result.id}
+    site.run()
+    assert result.get() == "k2"
+    assert not site.held()
+
+
+def test_the_key_is_that_of_the_message(site: Site) -> None:
+    """Where it is sent, too: JSON makes lists of tuples, and values of enums."""
+
+    class Color(str, enum.Enum):  # noqa: UP042 - of which Celery's users have some
+        RED = "red"
+
+    @site.task("{a}", scope="queue")
+    def work(self: Any, a: Any) -> Any:
+        return current_lock().key
+
+    for argument, key in (((1, 2), "[1, 2]"), (Color.RED, "red")):
+        result = work.delay(argument)
+        assert list(site.held()) == [key]
+        site.run()
+        assert result.get() == key
+
+
+def test_headers_that_are_passed_on_carry_no_lock(site: Site) -> None:
+    """They are for one task."""
+
+    @site.task("inner")
+    def inner(self: Any) -> Any:
+        return current_lock().key
+
+    @site.task("outer", scope="queue")
+    def outer(self: Any) -> Any:
+        sent = inner.apply_async(headers=self.request.headers)
+        foreign = site.app.Task.apply_async(inner, headers=self.request.headers)
+        return [sent.id, foreign.id]
+
+    result = outer.delay()
+    site.run()
+    for name in result.get():
+        site.run()
+        assert site.app.AsyncResult(name).get() == "inner"
+
+
+@pytest.mark.parametrize("on_retry", ["keep", "release"])
+def test_the_lock_is_held_until_the_body_has_ended(site: Site, on_retry: str) -> None:
+    """After `raise self.retry()` too; the message that it sent waits for that."""
+
+    @site.task("k", scope="queue", max_retries=3, on_retry=on_retry)
+    def work(self: Any) -> str:
+        try:
+            if not self.request.retries:
+                raise self.retry(countdown=0)
+        finally:
+            current_lock().check()
+            assert current_lock().verify()
+        return "done"
+
+    result = work.delay()
+    site.run()
+    site.run()
+    assert result.get() == "done"
+
+
+def test_a_soft_time_limit_ends_the_sending_back(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no broker's error, so the task does not run here as well."""
+
+    @site.task("k")
+    def work(self: Any) -> None: ...
+
+    def limit(*_: Any, **__: Any) -> None:
+        raise SoftTimeLimitExceeded
+
+    with somebody(site.engine, "k"):
+        result = work.delay()
+        request = site.fetch()
+        monkeypatch.setattr(site.app.amqp, "send_task_message", limit)
+        request.execute()
+    with pytest.raises(SoftTimeLimitExceeded):
+        result.get()
+
+
+@pytest.mark.parametrize("how", ["key", "before_start"])
+def test_what_fails_before_it_runs_gives_its_lock_back(site: Site, how: str) -> None:
+    """A function that makes keys, and what a base class does first."""
+
+    class Base(celery.Task):  # type: ignore[misc]
+        def before_start(self, *_: Any) -> None:
+            if how == "before_start":
+                raise ValueError
+
+    def make_key(task: Any) -> str:
+        if how == "key" and made:
+            raise ValueError
+        made.append(True)
+        return "k"
+
+    made = list[bool]()
+
+    @site.app.task(base=Base, shared=False, name=f"{site.app.main}.work")
+    @locked_task(make_key, bind=site.engine, scope="both")
+    def work() -> None: ...
+
+    result = work.delay()
+    assert site.held()
+    site.run()
+    with pytest.raises(ValueError):
+        result.get()
+    assert not site.held()
+
+
+def test_a_database_that_is_away_is_a_busy_key(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message goes back, with the lock that it carries."""
+
+    @site.task("k")
+    def run(self: Any) -> str:
+        return "done"
+
+    @site.task("q", scope="queue")
+    def queue(self: Any) -> str:
+        return "done"
+
+    results = [run.delay(), queue.delay()]
+    with monkeypatch.context() as away:
+        away.setattr(tenures, "send", refuse)
+        site.run()
+        site.run()
+    assert [result.state for result in results] == ["RETRY", "RETRY"]
+    site.run()
+    site.run()
+    assert [result.get() for result in results] == ["done", "done"]
+    assert not site.held()
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    """A database that is away."""
+    yield from ()
+    raise LockStoreError("away")
+
+
+def test_many_are_thrown_away_by_one_thread(site: Site) -> None:
+    """Not by one for each."""
+
+    @site.task("k{n}", scope="queue")
+    def work(self: Any, n: int) -> None: ...
+
+    for number in range(20):
+        _ = work.apply_async((number,), expires=0.01)
+    time.sleep(0.1)
+    before = threading.active_count()
+    for _ in range(20):
+        assert site.fetch().revoked()
+    assert threading.active_count() <= before + 1
+    deadline = time.monotonic() + 10
+    while site.held():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_time_without_a_zone_is_one_of_utc(site: Site) -> None:
+    """As Celery takes it, whatever the app's is."""
+    site.app.conf.timezone = "America/New_York"
+
+    @site.task("k", scope="queue", queue_ttl=50)
+    def work(self: Any) -> None: ...
+
+    _ = work.apply_async(eta=datetime.now(UTC).replace(tzinfo=None) + timedelta(hours=1))
+    info = db_lock(site.engine, "k").inspect()
+    assert info is not None
+    assert 3640 < info.remaining < 3660
+    assert abs((site.fetch()._eta - datetime.now(UTC)).total_seconds() - 3600) < 5
+
+
+def test_options_that_others_have(site: Site) -> None:
+    """`throws` of one class; an id given by position; a queue."""
+    _ = locked_task("k", bind=site.engine, queue="q", exchange="e", routing_key="r")
+
+    @site.task("k", throws=ValueError, dont_autoretry_for=(KeyError,))
+    def work(self: Any) -> str:
+        raise ValueError
+
+    result = site.app.send_task(work.name, (), {}, None, None, "an id")
+    assert result.id == "an id"
+    site.run()
+    with pytest.raises(ValueError):
+        result.get()
+    work.throws = ()
+    with pytest.raises(ValueError):
+        work.run()
+
+
+def test_options_of_the_task_belong_to_the_decorator_above(site: Site) -> None:
+    """Else they would be lost."""
+    app = celery.Celery("above", set_as_current=False)
+
+    @app.task(shared=False)
+    @locked_task("k", bind=site.engine, max_retries=9)
+    def work() -> None: ...
+
+    with pytest.raises(TypeError, match="decorator above"):
+        work.apply(throw=True)
+
+    @app.task(shared=False, bind=True)
+    @locked_task("k", bind=site.engine, max_retries=9)
+    def bound(self: Any) -> None: ...
+
+    with pytest.raises(TypeError, match="decorator above"):
+        bound.apply(throw=True)
+
+
+def test_another_task_of_that_name_is_not_taken_for_it(site: Site) -> None:
+    """It would run without a lock."""
+
+    @site.app.task(name=f"{site.app.main}.same", shared=False)
+    def plain() -> None: ...
+
+    @locked_task("k", bind=site.engine, name=f"{site.app.main}.same", shared=False)
+    def same() -> None: ...
+
+    with pytest.raises(ValueError, match="registered"):
+        same.delay()
+
+
+def test_without_django_it_says_what_to_do(tmp_path: Path) -> None:
+    """`bind=engine`."""
+    code = """
+from celery import Celery
+from dblock.celery import locked_task
+app = Celery("x", broker="memory://")
+@locked_task("k")
+def work(): ...
+work.apply(throw=True)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "bind=engine" in done.stderr
+
+
+@pytest.mark.parametrize("scope", ["run", "queue"])
+def test_a_task_may_call_its_own_function(site: Site, scope: str) -> None:
+    """That is no run of its message: it has the key of its own arguments, and the lock stays where it is."""
+
+    @site.task("k{n}", scope=scope)
+    def work(self: Any, n: int) -> list[str]:
+        inner = [] if not n else work.run(n - 1) if n % 2 else work(n - 1)
+        current_lock().check()
+        assert current_lock().verify()
+        return [current_lock().key, *inner]
+
+    result = work.delay(3)
+    site.run()
+    assert result.get() == ["k3", "k2", "k1", "k0"]
+    assert not site.held()
+
+    @locked_task("walk{n}", bind=site.engine, max_retries=5, name=f"{site.app.main}.walk", shared=False)
+    def walk(n: int) -> list[str]:
+        return [current_lock().key, *(walk(n - 1) if n else [])]
+
+    assert walk(2) == ["walk2", "walk1", "walk0"]
+    result = walk.delay(1)
+    site.run()
+    assert result.get() == ["walk1", "walk0"]
+
+
+@pytest.mark.parametrize("where", ["extend", "detach", "release"])
+def test_a_soft_time_limit_on_the_way_out_leaves_no_lock(
+    site: Site, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a `retry()` was sent, or at the end; nobody renews it."""
+
+    @site.task("k", scope="queue", max_retries=3)
+    def work(self: Any) -> str:
+        if not self.request.retries and where != "release":
+            raise self.retry(countdown=0)
+        return "done"
+
+    def limit(*arguments: Any, **options: Any) -> Any:
+        if not limited:
+            limited.append(True)
+            raise SoftTimeLimitExceeded
+        return (yield from plainly(*arguments, **options))
+
+    module = operations if where == "extend" else leaving
+    name, limited = "leave_block" if where == "release" else where, list[bool]()
+    plainly, result = getattr(module, name), work.delay()
+    with monkeypatch.context() as late:
+        late.setattr(module, name, limit)
+        site.run()
+    assert limited
+    assert not current_flow().holds
+    if where != "release":
+        assert not site.held()
+        site.run()
+        assert result.get() == "done"
+
+
+@pytest.mark.parametrize("how", ["retry", "reject"])
+def test_what_ends_before_it_came_to_its_lock(site: Site, how: str) -> None:
+    """A retry takes it along; a rejected message gives it back."""
+
+    class Base(celery.Task):  # type: ignore[misc]
+        def before_start(self, *_: Any) -> None:
+            if how == "reject":
+                raise Reject("x", requeue=False)
+            if not self.request.retries:
+                raise self.retry(countdown=0)
+
+    @site.app.task(base=Base, shared=False, name=f"{site.app.main}.work", max_retries=3)
+    @locked_task("k", bind=site.engine, scope="queue")
+    def work() -> int:
+        return int(current_lock().fence or 0)
+
+    result = work.delay()
+    info = db_lock(site.engine, "k").inspect()
+    assert info is not None
+    site.run()
+    if how == "retry":
+        assert site.held() == {"k": result.id}
+        site.run()
+        assert result.get() == info.fence
+    assert not site.held()
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("on_busy", ["skip", "raise"])
+def test_a_direct_call_does_not_wait_where_it_is_not_to(site: Site, on_busy: str) -> None:
+    """Only "retry", which has nowhere to go back to."""
+
+    @site.task("k", on_busy=on_busy)
+    def work(self: Any) -> None: ...
+
+    with somebody(site.engine, "k"):
+        began = time.monotonic()
+        if on_busy == "skip":
+            assert skipped(work())
+            assert skipped(work.apply().get())
+        else:
+            with pytest.raises(LockTimeout):
+                work()
+        assert time.monotonic() - began < 5
+
+
+def test_what_replaces_a_task_takes_a_place(site: Site) -> None:
+    """If nobody has it; and so does the retry of one that runs, where it is not queued any more."""
+
+    @site.task("k", scope="queue")
+    def work(self: Any) -> str:
+        return "done"
+
+    @site.app.task(shared=False, bind=True, name=f"{site.app.main}.replaced")
+    def replaced(self: Any) -> Any:
+        raise self.replace(work.si())
+
+    @site.task("b", scope="both", max_retries=3)
+    def both(self: Any) -> str:
+        if not self.request.retries:
+            raise self.retry(countdown=0)
+        return "done"
+
+    result = replaced.delay()
+    site.run()
+    assert site.held() == {"k": result.id}
+    assert work.delay().id == result.id
+    site.run()
+    assert result.get() == "done"
+    retried = both.delay()
+    site.run()
+    assert site.held() == {"b (queued)": retried.id}
+    site.run()
+    assert retried.get() == "done"
+    assert not site.held()
+    assert site.messages() == 0
+
+
+def test_a_direct_call_has_the_key_of_a_message(site: Site) -> None:
+    """Lists for tuples."""
+
+    @site.task("{a}")
+    def work(self: Any, a: Any) -> Any:
+        return current_lock().key
+
+    assert work((1, 2)) == work.apply(((1, 2),)).get() == "[1, 2]"

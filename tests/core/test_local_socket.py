@@ -1,0 +1,217 @@
+"""Where a flow waits to be called by its neighbours: what wakes it, what does not, and what a fork leaves alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dblock.core.wakeup.local_socket import KEPT, LocalSocket, LocalSockets
+from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
+from tests.support.lab import until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
+MESSAGE = Message("k", 7, 8, "proof")
+HOUR = 3600.0
+
+
+@pytest.fixture
+def wakeups() -> Wakeups:
+    """Who waits in this process."""
+    return Wakeups()
+
+
+@pytest.fixture
+def sockets(wakeups: Wakeups) -> Iterator[LocalSockets]:
+    """Those of this process."""
+    made = LocalSockets(wakeups.on_message)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def others() -> Iterator[LocalSockets]:
+    """Those of another process."""
+    made = LocalSockets(lambda _: None)
+    yield made
+    made.close()
+
+
+def lent(sockets: LocalSockets) -> LocalSocket:
+    """One for a flow."""
+    socket = sockets.lend()
+    assert socket is not None
+    return socket
+
+
+def in_thread(wakeup: Wakeup) -> None:
+    """Wait as a thread does."""
+    wakeup.wait(HOUR)
+
+
+def in_task(wakeup: Wakeup) -> None:
+    """Wait as a task does."""
+    asyncio.run(wakeup.wait_async(HOUR))
+
+
+@pytest.fixture(params=[in_thread, in_task], ids=["thread", "task"])
+def waits(request: pytest.FixtureRequest) -> Callable[[Wakeup], None]:
+    """How a flow waits."""
+    function: Callable[[Wakeup], None] = request.param
+    return function
+
+
+def waiting(wakeup: Wakeup, waits: Callable[[Wakeup], None]) -> threading.Thread:
+    """A flow that waits by now."""
+    thread = threading.Thread(target=waits, args=(wakeup,), daemon=True)
+    thread.start()
+    time.sleep(0.1)
+    assert thread.is_alive()
+    return thread
+
+
+@pytest.mark.parametrize("neighbour", [True, False], ids=["of another process", "of this one"])
+def test_a_flow_that_waits_at_a_socket_is_woken(
+    wakeups: Wakeups, sockets: LocalSockets, others: LocalSockets, waits: Callable[[Wakeup], None], *, neighbour: bool
+) -> None:
+    """By a datagram, which it reads itself; and by whoever shares its process. Not by what is not for it."""
+    wakeup, socket = Wakeup(), lent(sockets)
+    wakeup.socket = socket
+    wakeups.register("k", 7, wakeup)
+    flow = waiting(wakeup, waits)
+    for nonsense in ("", "1 2", "x 2 3 k", "\x00", MESSAGE._replace(ticket=6).text(), MESSAGE._replace(key="j").text()):
+        assert others.notify(socket.channel, nonsense)
+        time.sleep(0.02)
+    _ = others._sends().sendto(b"\xff", "\0" + socket.channel)
+    time.sleep(0.1)
+    assert flow.is_alive()
+    assert not wakeup.notified()
+    if neighbour:
+        assert others.notify(socket.channel, MESSAGE.text())
+    else:
+        wakeup.notify()
+    flow.join(5)
+    assert not flow.is_alive()
+    assert wakeup.message == (MESSAGE if neighbour else None)
+    assert wakeup.consume()
+    assert not wakeup.consume()
+
+
+@pytest.mark.parametrize("at_socket", [True, False])
+def test_what_comes_before_the_wait_ends_it(
+    sockets: LocalSockets, waits: Callable[[Wakeup], None], *, at_socket: bool
+) -> None:
+    """Whoever notifies does not know whether the flow waits already."""
+    wakeup = Wakeup()
+    if at_socket:
+        wakeup.socket = lent(sockets)
+    for _ in range(3):
+        wakeup.notify()
+        waits(wakeup)
+        assert wakeup.consume()
+
+
+def test_whoever_has_a_socket_next_hears_nothing_that_was_said_before(sockets: LocalSockets) -> None:
+    """They are kept for the next flow, a few of them."""
+    several = [lent(sockets) for _ in range(KEPT + 2)]
+    assert len({socket.channel for socket in several}) == len(several)
+    for each in several:
+        assert sockets.notify(each.channel, MESSAGE.text())
+        sockets.take_back(each)
+    again = lent(sockets)
+    assert again in several
+    assert again.receive(0.0) is None
+    assert len(sockets._idle) == KEPT - 1
+
+
+def test_nobody_is_called_where_nobody_is(sockets: LocalSockets, others: LocalSockets) -> None:
+    """Then the database calls, where it can."""
+    channel = lent(others).channel
+    others.close()
+    assert not sockets.notify(channel, MESSAGE.text())
+    assert not sockets.notify("dblock_elsewhere_1", MESSAGE.text())
+    assert others.lend() is None
+
+
+def test_no_descriptor_is_left(sockets: LocalSockets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the flow waits without."""
+
+    def none_left(_: str) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dblock.core.wakeup.local_socket._bound", none_left)
+        assert sockets.lend() is None
+        sockets.take_back(None)
+    assert sockets.lend() is not None
+
+
+def test_a_fork_leaves_the_names_to_the_parent(sockets: LocalSockets) -> None:
+    """A child that kept one open would keep its name, and swallow what is said there, when its parent is gone."""
+    socket = lent(sockets)
+    (reads, writes), (ends, end) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        sockets.close()
+        wakeup = Wakeup()
+        wakeup.socket = socket
+        began = time.process_time()
+        wakeup.wait(0.1)  # at no socket
+        os.write(writes, b"1" if wakeup.socket.fileno() < 0 and time.process_time() < began + 0.05 else b"0")
+        os.read(ends, 1)
+        os._exit(0)
+    assert os.read(reads, 1) == b"1"
+    assert sockets.notify(socket.channel, MESSAGE.text())
+    assert socket.receive(1.0) == MESSAGE.text()
+    socket.close()
+    assert until(lambda: not sockets.notify(socket.channel, MESSAGE.text()), 1.0)
+    os.write(end, b"1")
+    os.waitpid(child, 0)
+    for descriptor in (reads, writes, ends, end):
+        os.close(descriptor)
+
+
+def test_somebody_closes_every_descriptor(sockets: LocalSockets) -> None:
+    """A thread waits on without its socket, in no hurry; whoever waits next has another one."""
+    wakeup, socket, idle = Wakeup(), lent(sockets), lent(sockets)
+    wakeup.socket = socket
+    sockets.take_back(idle)
+    for each in (socket, idle):
+        os.close(each.fileno())
+    began = time.process_time()
+    flow = waiting(wakeup, in_thread)
+    assert time.process_time() < began + 0.05
+    wakeup.notify()
+    flow.join(5)
+    assert not flow.is_alive()
+    assert socket.fileno() < 0
+    os.close((unseen := lent(sockets)).fileno())
+    unseen.close()
+    other = lent(sockets)
+    assert other is not idle
+    assert sockets.notify(other.channel, MESSAGE.text())
+    assert other.receive(1.0) == MESSAGE.text()
+
+
+def test_threads_that_begin_at_once_share_the_socket_that_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is made, so that none is left to be collected."""
+    sockets, made = LocalSockets(lambda _: None), list[socket.socket]()
+
+    def slow(*arguments: int) -> socket.socket:
+        time.sleep(0.05)
+        made.append(socket_class(*arguments))
+        return made[-1]
+
+    socket_class = socket.socket
+    monkeypatch.setattr(socket, "socket", slow)
+    with ThreadPoolExecutor(4) as pool:
+        _ = list(pool.map(lambda _: sockets.notify(sockets.channel, ""), range(4)))
+    assert len(made) == 1
+    sockets.close()
