@@ -19,7 +19,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from django.db import connections
@@ -27,7 +27,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
 from dblock.core import runtime, timing
-from dblock.core.connections.pool import AutocommitPool, PooledConnection
+from dblock.core.connections.pool import AutocommitPool, Opening, PooledConnection
 from dblock.drivers.sessions import set_up
 
 MOST: Final = 5
@@ -99,9 +99,9 @@ class DjangoPool(AutocommitPool):
         """In a thread; a file needs none."""
         if self._vendor != "sqlite":
             return super().in_background(work)
-        future = Future[PooledConnection]()
-        future.set_result(work())
-        return future
+        opening = Opening(work)
+        opening.run()
+        return opening
 
     def rest(self, seconds: float) -> None:
         """Sleep."""

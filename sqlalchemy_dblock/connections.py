@@ -18,7 +18,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 from sqlalchemy import Dialect, Engine, NullPool, QueuePool, StaticPool, event
@@ -26,7 +25,7 @@ from sqlalchemy.pool import PoolProxiedConnection
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from dblock.core import clock, runtime
-from dblock.core.connections.pool import KEPT, AutocommitPool, PooledConnection
+from dblock.core.connections.pool import KEPT, AutocommitPool, Opening, PooledConnection
 from dblock.core.errors import StoreConflict
 from dblock.core.holding.flow import current_task
 from dblock.core.statements import DIALECTS
@@ -134,19 +133,19 @@ class EnginePool(AutocommitPool):
             return asyncio.get_running_loop().create_task(greenlet_spawn(work))
         if not DIALECTS[self._dialect.name].single_writer:
             return super().in_background(work)
-        future = Future[PooledConnection]()
-        future.set_result(work())
-        return future
+        opening = Opening(work)
+        opening.run()
+        return opening
 
     def await_background(self, future: Any, seconds: float) -> bool:
         """In this thread or task."""
-        if isinstance(future, Future):
+        if isinstance(future, Opening):
             return super().await_background(future, seconds)
         return bool(await_only(asyncio.wait({future}, timeout=seconds))[0])
 
     def break_off(self, future: Any, seconds: float) -> None:
         """A task can be cancelled, so that it keeps no other from being the first."""
-        if not isinstance(future, Future):
+        if not isinstance(future, Opening):
             _ = future.get_loop().call_later(seconds, future.cancel)
 
     def leave_to_parent(self) -> Any:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import itertools
 import os
+import sys
 import threading
 import time
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,7 +19,7 @@ from dblock.core import clock
 from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import AutocommitPool, PooledConnection
 from dblock.core.errors import StoreConflict
-from tests.support.lab import until
+from tests.support.lab import threads, until
 
 
 class Pool(AutocommitPool):
@@ -135,3 +140,42 @@ def test_a_descriptor_that_somebody_has_closed() -> None:
         assert until(partial(getattr, connection, "overdue"))
         assert not deadlines.answered(connection)
     broken.wire = -1
+
+
+class Strike:
+    """Traces a thread in its pool, and interrupts it before the given instruction there."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+        self.struck = False
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Strike | None:
+        code = frame.f_code
+        if not code.co_filename.endswith(("/pool.py", "/concurrent/futures/_base.py")) or code.co_name == "__del__":
+            return None
+        frame.f_trace_opcodes = True
+        self._left -= event == "opcode"
+        if self._left < 0 and not self.struck:
+            self.struck = True
+            raise KeyboardInterrupt
+        return self
+
+
+def test_whoever_is_interrupted_while_a_connection_is_opened_holds_up_no_thread() -> None:
+    """An exception of a signal handler, at each place of the wait in turn: the thread ends, and its slot is free."""
+    for place in itertools.count():
+        pool, strike = Pool(most=1), Strike(place)
+        opens = threading.Timer(0.01, pool.may.set)
+        opens.start()
+        sys.settrace(strike)
+        with contextlib.suppress(KeyboardInterrupt):
+            pool.take(soon(5), keeps=False)
+        sys.settrace(None)
+        opens.join()
+        assert until(lambda: not threads(), 2), place
+        if pool._out[0]:
+            gc.collect()  # frames that were traced
+        pool.give(pool.take(soon(5), keeps=False))
+        if not strike.struck:
+            break
+    assert place > 100

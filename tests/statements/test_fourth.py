@@ -118,6 +118,12 @@ RETURNING served_ticket, (SELECT channel FROM lock_waiters WHERE lock_waiters.ow
     keeps=True,
     row_locked=WhenLocked.SKIP,
 )
+LEAVE_QUEUE: Final = Statement(
+    "leave_queue",
+    "DELETE FROM lock_waiters WHERE owner IN (SELECT value FROM json_each(:owners))",
+    Reply.COUNT,
+    keeps=True,
+)
 HEARTBEAT: Final = Statement(
     "heartbeat",
     f"""
@@ -146,6 +152,7 @@ DIALECT: Final = dialect(
     locate=None,
     join=JOIN,
     grant=GRANT,
+    leave_queue=LEAVE_QUEUE,
     heartbeat=HEARTBEAT,
     grant_answers=True,
     single_writer=True,

@@ -255,7 +255,7 @@ def _grants_past_leavers(isolation: str) -> Iterator[Case]:
     """A waiter's row is locked before it is served, at any level: one that is leaving is not."""
     session = LEVELS[isolation]
     leaver: dict[str, Any] = {"keys": [_WAITED], "places": _TWO, "session": session}
-    leaving = [Do("leave_queue", {"owner": "w"}, DONE)]
+    leaving = [Do("leave_queue", owners("w"), DONE)]
     behaviour = f"a waiter that is leaving is not served ({isolation})"
     yield _refuses(behaviour, **leaver, beside=leaving, reply=REFUSED, on=SERVERS)
     yield _refuses(
@@ -274,7 +274,7 @@ def _grants_past_leavers(isolation: str) -> Iterator[Case]:
     yield from _grants(
         f"a later one that is leaving is no obstacle ({isolation})",
         session=session,
-        beside=[Do("leave_queue", {"owner": "v"}, DONE)],
+        beside=[Do("leave_queue", owners("v"), DONE)],
         on=SERVERS,
     )
 
@@ -352,7 +352,7 @@ _GRANT: Final = (
         places=_TWO,
         given={"heir": "w"},
         reply=None,
-        then=[Do("leave_queue", {"owner": "v"}, DONE), Do("leave_queue", {"owner": "w"}, HINDERED)],
+        then=[Do("leave_queue", owners("v"), DONE), Do("leave_queue", owners("w"), HINDERED)],
         on=SERVERS,
     ),
     Case(
@@ -522,8 +522,15 @@ _RELAY: Final = (
 )
 
 _QUIT: Final = (
-    Case("leave_queue", "one's own place", places=[waiter("me", 11), waiter("w", 12)], reply=DONE, after={"me": None}),
-    Case("leave_queue", "none where there is none", places=[waiter("w", 12)]),
+    Case(
+        "leave_queue",
+        "places of one process",
+        places=[waiter("me", 11), waiter("w", 12), waiter("v", 13)],
+        given=owners("me", "v"),
+        reply=DONE * 2,
+        after={"me": None, "v": None},
+    ),
+    Case("leave_queue", "none where there is none", places=[waiter("ME", 12)], given=owners("me")),
 )
 
 _KEYS: Final[Any] = [held(owner="other", last_ticket=13)]

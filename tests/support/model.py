@@ -217,7 +217,7 @@ class World:
         return rows
 
     def _leave_queue(self, p: dict[str, Any]) -> Rows:
-        return [()] if self.waiters.pop(p["owner"], None) else []
+        return [() for owner in json.loads(p["owners"]) if self.waiters.pop(owner, None)]
 
     def _heartbeat(self, p: dict[str, Any]) -> Rows:
         waiters = [self.waiters[owner] for owner in json.loads(p["owners"]) if owner in self.waiters]

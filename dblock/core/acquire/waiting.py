@@ -104,7 +104,7 @@ class Waiter:
             found = yield from self._until_found(local_queue)
             left_over = local_queue.leave(me, got=found if isinstance(found, Grant) else None)
             if left_over is not None:  # it was handed the key inside the process meanwhile
-                yield from queue.leave_queue(self.site.database, left_over.owner, self._left())
+                yield from queue.leave_queue(self.site.database, [left_over.owner], self._left())
         except BaseException as error:
             may_have_it = me.stage is not Stage.WAITING
             place = None if me.local_queue is None else me.local_queue.leave(me)
@@ -114,7 +114,7 @@ class Waiter:
                 if self.attempt.owner != me.owner:
                     owners.append(self.attempt.owner)
                 if place is not None:
-                    yield from queue.leave_queue(self.site.database, place.owner, patience)
+                    yield from queue.leave_queue(self.site.database, [place.owner], patience)
                     owners.append(place.owner)
                 for owner in dict.fromkeys(owners):
                     yield from undo_take(self.site, key, owner, patience)
@@ -167,7 +167,7 @@ class Waiter:
 
     def _give_up(self, owner: str) -> Steps[None]:
         """Leave the queue, and give back what was granted under that token."""
-        yield from queue.leave_queue(self.site.database, owner, self._left())
+        yield from queue.leave_queue(self.site.database, [owner], self._left())
         yield from undo_take(self.site, self.request.key, owner, self._left())
 
     def _of_use(self, grant: Grant) -> Steps[bool]:
@@ -185,7 +185,7 @@ class Waiter:
         elif place.owner != me.owner:  # one that we were left, and have not taken over
             yield from self._give_up(place.owner)
         else:
-            yield from queue.leave_queue(self.site.database, place.owner, self._left())
+            yield from queue.leave_queue(self.site.database, [place.owner], self._left())
             info = yield from self._last_look()
             me.place = None
             if info is not None and info.owner == me.owner:  # our turn came as we were leaving
@@ -235,7 +235,7 @@ class Waiter:
         if isinstance(found, Grant) and found.ticket:
             me.place = None
             if not (self.services.tidies or database.dialect.queue.grant_leaves):  # its row does no harm meanwhile
-                yield from queue.leave_queue(database, place.owner, self.timing.handover_retry / 10)
+                yield from queue.leave_queue(database, [place.owner], self.timing.handover_retry / 10)
         if isinstance(found, Grant) and not (yield from self._of_use(found)):
             return Outcome.PASSED_OVER
         return found
@@ -262,7 +262,7 @@ class Waiter:
         except (GeneratorExit, LockStoreError):
             raise
         except BaseException:  # interrupted: it may be on its way; a place that was left to us is seen to further out
-            yield from queue.leave_queue(self.site.database, self.me.owner)
+            yield from queue.leave_queue(self.site.database, [self.me.owner])
             raise
         self.me.place = None if standing is None else standing[0]
         return standing

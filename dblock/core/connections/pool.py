@@ -19,15 +19,15 @@ Rule: what a connection is, and where its driver waits (in a thread or on an eve
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import os
 import socket
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from dblock.core import clock
 from dblock.core.errors import StoreConflict
@@ -133,12 +133,17 @@ class AutocommitPool:
         return None
 
     def in_background(self, work: Callable[[], PooledConnection]) -> Any:
-        """Begin it; a Future, of whatever kind."""
-        return _in_thread(work)
+        """Begin it; an `Opening`, or a Future of whatever kind."""
+        opening = Opening(work)
+        try:
+            threading.Thread(target=opening.run, name="dblock connect", daemon=True).start()
+        except RuntimeError:  # out of threads, or the interpreter is ending
+            opening.run()
+        return opening
 
     def await_background(self, future: Any, seconds: float) -> bool:
-        """Wait for such a Future, no longer than so many seconds; is it done?"""
-        return bool(concurrent.futures.wait([future], timeout=seconds).done)
+        """Wait for it, no longer than so many seconds; is it done?"""
+        return bool(future.wait(seconds))
 
     def break_off(self, future: Any, seconds: float) -> None:
         """Give it up if it is not done in so many seconds, where that is possible."""
@@ -317,17 +322,59 @@ class AutocommitPool:
             self.terminate(connection)
 
 
-def _in_thread(work: Callable[[], PooledConnection]) -> concurrent.futures.Future[PooledConnection]:
-    future = concurrent.futures.Future[PooledConnection]()
+class Opening:
+    """A connection that is being opened, in a thread or at once; it offers what the pool needs of a Future.
 
-    def run() -> None:
+    A Future itself would not do: where an exception of a signal handler strikes whoever waits for it between the lock
+    of its Condition and the next line (python/cpython#74174), the thread would wait for that lock for good.
+    """
+
+    def __init__(self, work: Callable[[], PooledConnection]) -> None:
+        self._work = work
+        self._opened: PooledConnection | None = None
+        self._error: BaseException | None = None
+        self._running = threading.Lock()
+        _ = self._running.acquire()
+        self._over = False
+        self._then = deque[Callable[[Opening], None]]()
+
+    def run(self) -> None:
+        """Open it here."""
         try:
-            future.set_result(work())
+            self._opened = self._work()
         except BaseException as error:  # noqa: BLE001 - whoever waits for it decides
-            future.set_exception(error)
+            self._error = error
+        self._over = True
+        self._running.release()
+        self._call_back()
 
-    try:
-        threading.Thread(target=run, name="dblock connect", daemon=True).start()
-    except RuntimeError:  # out of threads, or the interpreter is ending
-        run()
-    return future
+    def wait(self, seconds: float) -> bool:
+        """Is it over, in so many seconds?"""
+        if not self._over and self._running.acquire(timeout=seconds):
+            self._running.release()
+        return self._over
+
+    def result(self) -> PooledConnection:
+        """Once it is over."""
+        if self._error is not None:
+            raise self._error
+        return cast("PooledConnection", self._opened)
+
+    def exception(self) -> BaseException | None:
+        """Once it is over."""
+        return self._error
+
+    def cancelled(self) -> bool:
+        """A thread cannot be."""
+        return False
+
+    def add_done_callback(self, call: Callable[[Opening], None]) -> None:
+        """Call it once it is over, here or in its thread."""
+        self._then.append(call)
+        if self._over:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        with contextlib.suppress(IndexError):  # each is called once, whoever pops it
+            while True:
+                self._then.pop()(self)

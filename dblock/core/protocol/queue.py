@@ -250,11 +250,12 @@ def clear(database: Database, key: str, last: int) -> Steps[None]:
     _ = yield from send(database, database.dialect.queue.clear, parameters, until, resend=True)
 
 
-def leave_queue(database: Database, owner: str, patience: float | None = None) -> Steps[None]:
-    """Leave the queue; what cannot be deleted now is nobody's when the place ends."""
+def leave_queue(database: Database, owners: Sequence[str], patience: float | None = None) -> Steps[None]:
+    """Let these waiters leave; what cannot be deleted now is nobody's when the place ends."""
     try:
         until = database.now() + (database.timing.patience if patience is None else patience)
-        _ = yield from send(database, database.dialect.queue.leave_queue, {"owner": owner}, until, resend=True)
+        parameters: Parameters = {"owners": json.dumps(list(owners))}
+        _ = yield from send(database, database.dialect.queue.leave_queue, parameters, until, resend=True)
     except LockStoreError:
         return
 

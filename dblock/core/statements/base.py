@@ -176,7 +176,7 @@ class Queue:
     hand_over_local: Statement
     """End a tenure and begin one of the owner `heir`, if nobody is in the queue or some `handovers_left` -> fence."""
     leave_queue: Statement
-    """Leave the queue."""
+    """Let waiters leave their queues."""
     first_waiter: Statement
     """The first live waiter from ticket `first` on: ticket, channel, owner token."""
     call: Statement | None

@@ -34,6 +34,7 @@ def dialect(
     locate: Statement | None,
     join: Statement,
     grant: Statement,
+    leave_queue: Statement,
     heartbeat: Statement,
     call: Statement | None = None,
     join_answers: bool = False,
@@ -51,7 +52,7 @@ def dialect(
         grant=grant,
         accept=accept(words),
         hand_over_local=hand_over_local(words),
-        leave_queue=leave_queue(words),
+        leave_queue=leave_queue,
         inherit=inherit(words),
         first_waiter=first_waiter(words),
         call=call,
@@ -394,12 +395,6 @@ def inherit(words: Vocabulary) -> Statement:
 WHERE owner = :owner AND expires_at > {words.now} {words.unserved} {words.asynchronous}
 """
     return Statement("inherit", sql, Reply.COUNT, keeps=True)
-
-
-def leave_queue(words: Vocabulary) -> Statement:
-    """Safe: one row, by primary key, which is the waiter's own."""
-    sql = f"{words.at_once}DELETE FROM lock_waiters WHERE owner = :owner {words.asynchronous}"
-    return Statement("leave_queue", sql, Reply.COUNT, keeps=True)
 
 
 def waits(words: Vocabulary) -> Statement:

@@ -239,11 +239,24 @@ SET place.expires_at = place.joined_at,
     row_locked=WhenLocked.SKIP,
 )
 
+_OWNERS: Final = f"JSON_TABLE(:owners, '$[*]' COLUMNS (holder varchar(64) {_EXACT} PATH '$')) AS due"
+
+# Safe: one row for each waiter, by primary key, which is its own.
+LEAVE_QUEUE: Final = Statement(
+    "leave_queue",
+    f"""
+{SQL.at_once}DELETE lock_waiters FROM {_OWNERS}
+    STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY) ON owner = due.holder
+""",
+    Reply.COUNT,
+    keeps=True,
+)
+
 # Safe: shortens nothing and revives none, so it may arrive late and twice. One row for each waiter, by primary key.
 HEARTBEAT: Final = Statement(
     "heartbeat",
     f"""
-{SQL.at_once}UPDATE JSON_TABLE(:owners, '$[*]' COLUMNS (holder varchar(64) {_EXACT} PATH '$')) AS due
+{SQL.at_once}UPDATE {_OWNERS}
     STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY) ON owner = due.holder AND expires_at > {SQL.now}
 SET expires_at = GREATEST(expires_at, {SQL.after(":waiter_ttl")})
 """,
@@ -290,6 +303,7 @@ DIALECT: Final = dialect(
     locate=LOCATE,
     join=JOIN,
     grant=GRANT,
+    leave_queue=LEAVE_QUEUE,
     heartbeat=HEARTBEAT,
     quote="`",
 )

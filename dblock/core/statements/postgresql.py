@@ -249,13 +249,23 @@ CALL: Final = Statement(
     Reply.ROWS,
 )
 
+_OWNERS: Final = "json_array_elements_text(CAST(:owners AS json)) AS due (holder)"
+
+# Safe: one row for each waiter, by primary key, which is its own.
+LEAVE_QUEUE: Final = Statement(
+    "leave_queue",
+    f"DELETE FROM lock_waiters USING {_OWNERS} WHERE owner = due.holder {SQL.asynchronous}",
+    Reply.COUNT,
+    keeps=True,
+)
+
 # Safe: shortens nothing and revives none, so it may arrive late and twice. Durable: what its answer names is trusted to
 # last, by whoever is granted the key there.
 HEARTBEAT: Final = Statement(
     "heartbeat",
     f"""
 UPDATE lock_waiters SET expires_at = greatest(expires_at, {SQL.after(":waiter_ttl")})
-FROM json_array_elements_text(CAST(:owners AS json)) AS due (holder)
+FROM {_OWNERS}
 WHERE owner = due.holder AND expires_at > {SQL.now} {SQL.durable}
 RETURNING owner
 """,
@@ -303,6 +313,7 @@ DIALECT: Final = dialect(
     locate=LOCATE,
     join=JOIN,
     grant=GRANT,
+    leave_queue=LEAVE_QUEUE,
     heartbeat=HEARTBEAT,
     call=CALL,
     join_answers=True,

@@ -153,6 +153,14 @@ RETURNING served_ticket, (SELECT channel FROM lock_waiters WHERE lock_waiters.ow
     row_locked=WhenLocked.SKIP,
 )
 
+# Safe: one row for each waiter, by primary key, which is its own.
+LEAVE_QUEUE: Final = Statement(
+    "leave_queue",
+    "DELETE FROM lock_waiters WHERE owner IN (SELECT value FROM json_each(:owners))",
+    Reply.COUNT,
+    keeps=True,
+)
+
 # Safe: shortens nothing and revives none, so it may arrive late and twice; nor does it extend a place that was served.
 HEARTBEAT: Final = Statement(
     "heartbeat",
@@ -190,6 +198,7 @@ DIALECT: Final = dialect(
     locate=None,
     join=JOIN,
     grant=GRANT,
+    leave_queue=LEAVE_QUEUE,
     heartbeat=HEARTBEAT,
     grant_answers=True,
     single_writer=True,

@@ -51,9 +51,10 @@ class Heartbeat:
         try:
             if self.leases:
                 yield from queue.heartbeat(database, self.leases, until)
-            for owner in self._served:
-                yield from queue.leave_queue(database, owner, until - database.now())
-                self._leave(owner)
+            if self._served:
+                yield from queue.leave_queue(database, self._served, until - database.now())
+                for owner in self._served:
+                    self._leave(owner)
         except LockError as error:
             warn("could not keep %d places in queues, trying again: %s", len(self.leases), error)
         finally:

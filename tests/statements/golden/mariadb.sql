@@ -232,8 +232,9 @@ AND expires_at > UTC_TIMESTAMP(6))
 AND (last_ticket = served_ticket OR :handovers_left > 0);
 
 -- leave_queue: one empty row for each row that it changed
-SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR DELETE FROM lock_waiters
-WHERE owner = :owner;
+SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR DELETE lock_waiters FROM JSON_TABLE(:owners, '$[*]' COLUMNS (holder varchar(64) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$')) AS due STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY)
+ON owner = due.holder;
 
 -- first_waiter: the rows it returns
 SELECT ticket, channel, owner FROM lock_waiters FORCE INDEX (lock_waiters_queue)

@@ -272,8 +272,8 @@ AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_c
 RETURNING fence;
 
 -- leave_queue: one empty row for each row that it changed
-DELETE FROM lock_waiters
-WHERE owner = :owner
+DELETE FROM lock_waiters USING json_array_elements_text(CAST(:owners AS json)) AS due (holder)
+WHERE owner = due.holder
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 

@@ -226,7 +226,7 @@ RETURNING fence;
 
 -- leave_queue: one empty row for each row that it changed
 DELETE FROM lock_waiters
-WHERE owner = :owner;
+WHERE owner IN (SELECT value FROM json_each(:owners));
 
 -- first_waiter: the rows it returns
 SELECT ticket, channel, owner FROM lock_waiters
