@@ -35,7 +35,8 @@ def set_up(connection: PooledConnection, vendor: str, driver: Any) -> bool:
     `connection.raw` is the connection as DB-API knows it, `driver` as the driver made it.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
-        connection.wire = os.dup(_fileno(driver))
+        connection.descriptor = _fileno(driver)
+        connection.wire = os.dup(connection.descriptor)
     if vendor == "postgresql":
         process = _process(driver)
         return process is not None and _ask(connection.raw, _POSTGRESQL.format(process=process)) is not None

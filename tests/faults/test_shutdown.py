@@ -139,6 +139,37 @@ def test_a_fork_while_a_thread_waits(subject: Subject, leave: str) -> None:
     forked(subject, FORKS.replace("LEAVE", leave) + IN_A_THREAD)
 
 
+IN_A_STATEMENT = """
+from dblock.core.protocol.drive import drive
+from dblock.core.protocol.sending import send
+from dblock.core.statements.base import Reply, Statement
+
+def fork(*_):
+    os.fork()
+
+store = lock._store()
+sleeping = send(store.database, Statement("sleep", "SELECT SEVEN", Reply.ROWS), {}, store.database.now() + 5)
+signal.signal(signal.SIGALRM, fork)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+try:
+    _, rows = drive(sleeping, store)
+except dblock.LockError:
+    assert os.getpid() != parent
+    os._exit(0)
+assert os.getpid() == parent, "two heard the answer"
+assert int(rows[0][0]) == 7
+assert os.wait()[1] == 0
+"""
+
+
+def test_a_fork_in_the_middle_of_a_statement(subject: Subject) -> None:
+    """The answer is the parent's: the child neither hears it nor waits for another one."""
+    if subject.database == "sqlite":
+        pytest.skip("a file has no connection on which to wait")
+    seven = "7 FROM pg_sleep(1)" if subject.database == "postgresql" else "7 + SLEEP(1)"
+    _ = process(subject, FORKS + IN_A_STATEMENT.replace("SEVEN", seven))
+
+
 @pytest.mark.parametrize(
     "subject", [cell for cell in MATRIX if cell.driver in {"psycopg", "asyncpg", "aiomysql"}], indirect=True, ids=str
 )

@@ -20,7 +20,6 @@ from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockStoreError, StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.protocol import queue
-from dblock.core.protocol.deadlock import deadlock
 from dblock.core.protocol.queue import Place, QueueStatus
 from dblock.core.protocol.sending import pauses
 from dblock.core.protocol.steps import Steps, sleep, wait
@@ -366,6 +365,8 @@ class Waiter:
             soonest = self.heartbeat_due - now()
         if self.holds_other_keys:
             if now() >= self.deadlock_check_due:
+                from dblock.core.protocol.deadlock import deadlock  # noqa: PLC0415 - for those who wait for long
+
                 error = yield from deadlock(database, place.owner, self.attempt.held(), self.attempt.until)
                 if error is not None:
                     raise error

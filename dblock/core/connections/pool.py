@@ -60,8 +60,10 @@ class PooledConnection:
     """Is the statement part of a transaction of the caller's?"""
     lent: Any = None
     """What to give back to the engine's own pool."""
+    descriptor: int = -1
+    """Of its socket, if it has one."""
     wire: int = -1
-    """A second descriptor of its socket, if it has one: it stays valid whatever the driver does with its own."""
+    """A second one: it stays valid whatever the driver does with its own."""
     overdue: bool = False
     """Was it cut?"""
     busy_timeout: int = 0
@@ -82,6 +84,18 @@ class PooledConnection:
                     handle.shutdown(socket.SHUT_RDWR)
                 finally:
                     _ = handle.detach()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: end whatever waits here for an answer, which is the parent's, and say nothing to the server.
+
+        So a child that was forked in a signal handler, in the middle of a statement, does not hang there.
+        """
+        with contextlib.suppress(OSError):  # closed
+            if self.wire >= 0 and os.path.sameopenfile(self.descriptor, self.wire):
+                ours, theirs = socket.socketpair()
+                theirs.close()
+                _ = os.dup2(ours.fileno(), self.descriptor, inheritable=False)
+                ours.close()
 
     def __del__(self, lock: Any = WIRES, close: Callable[[int], None] = os.close) -> None:
         with lock:  # by default values, which are still there when the interpreter ends
@@ -218,6 +232,8 @@ class AutocommitPool:
     def leave_to_parent(self) -> Any:
         """In a forked child: what is the parent's, to be kept so that nothing finalizes it."""
         parents = (self._idle, self._late, *map(list, self._out))
+        for connection in (*self._idle, *self._out[0], *self._out[1]):
+            connection.leave_to_parent()
         self._idle, self._late = [], {}
         self._out = (weakref.WeakSet(), weakref.WeakSet())
         self._mutex = threading.RLock()
