@@ -86,9 +86,9 @@ class PooledConnection:
                     _ = handle.detach()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: end whatever waits here for an answer, which is the parent's, and say nothing to the server.
+        """In a forked child: whoever waits here for an answer, which is the parent's, waits no more.
 
-        So a child that was forked in a signal handler, in the middle of a statement, does not hang there.
+        So one that was forked in a signal handler, in the middle of a statement, does not hang. The server is told nothing.
         """
         with contextlib.suppress(OSError):  # closed
             if self.wire >= 0 and os.path.sameopenfile(self.descriptor, self.wire):
