@@ -88,7 +88,7 @@ class PooledConnection:
     def leave_to_parent(self) -> None:
         """In a forked child: whoever waits here for an answer, which is the parent's, waits no more.
 
-        So one that was forked in a signal handler, in the middle of a statement, does not hang. The server is told nothing.
+        So one that was forked in a signal handler, in the middle of a statement, does not hang. The server hears nothing.
         """
         with contextlib.suppress(OSError):  # closed
             if self.wire >= 0 and os.path.sameopenfile(self.descriptor, self.wire):
