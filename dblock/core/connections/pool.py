@@ -85,10 +85,10 @@ class PooledConnection:
                 finally:
                     _ = handle.detach()
 
-    def leave_to_parent(self) -> None:
+    def unplug(self) -> None:
         """In a forked child: whoever waits here for an answer, which is the parent's, waits no more.
 
-        So one that was forked in a signal handler, in the middle of a statement, does not hang. The server hears nothing.
+        So one that was forked in a signal handler, amid a statement, does not hang. The server is not told.
         """
         with contextlib.suppress(OSError):  # closed
             if self.wire >= 0 and os.path.sameopenfile(self.descriptor, self.wire):
@@ -232,8 +232,9 @@ class AutocommitPool:
     def leave_to_parent(self) -> Any:
         """In a forked child: what is the parent's, to be kept so that nothing finalizes it."""
         parents = (self._idle, self._late, *map(list, self._out))
-        for connection in (*self._idle, *self._out[0], *self._out[1]):
-            connection.leave_to_parent()
+        known: list[PooledConnection] = [*self._idle, *self._out[0], *self._out[1]]
+        for connection in known:
+            connection.unplug()
         self._idle, self._late = [], {}
         self._out = (weakref.WeakSet(), weakref.WeakSet())
         self._mutex = threading.RLock()

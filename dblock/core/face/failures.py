@@ -40,6 +40,8 @@ class Described(Protocol):
 _INDEXES: Final = ("locks_pin ON locks (lock_key)", "lock_waiters_queue ON lock_waiters (lock_key, ticket)")
 """Those that statements name."""
 
+_TABLES: Final = ("locks", "lock_waiters", "lock_states")
+
 SCHEMA: Final = frozenset({Failure.NO_TABLE, Failure.OTHER_TABLE})
 """These tell of the tables, not of the statement."""
 
@@ -47,7 +49,7 @@ SCHEMA: Final = frozenset({Failure.NO_TABLE, Failure.OTHER_TABLE})
 def schema_error(failure: Failure, error: BaseException, step: Execute, store: Described) -> LockStoreError:
     """The error to raise from the driver's `error` of `step`: the tables are not as they should be."""
     dialect, database = store.database.dialect, store._described
-    names = [f"`{dialect.tables.name(each, '')}`" for each in ("locks", "lock_waiters") if each in step.statement.sql]
+    names = [f"`{dialect.tables.name(each, '')}`" for each in _TABLES if each in step.statement.sql]
     if failure is Failure.NO_TABLE:
         text = f"{database} has no table {' or no table '.join(names)}: {store._create_table}"
         return LockStoreError(text, key=key_of(step))

@@ -53,12 +53,12 @@ class Tables:
     """In MySQL's words a database; where sessions look for tables that name none, if empty."""
 
     def name(self, table: str, quote: str) -> str:
-        """The full name of `locks` or `lock_waiters`, as SQL that quotes names with `quote`."""
+        """The full name of `locks`, say, as SQL that quotes names with `quote`."""
         parts = [self.schema, self.prefix + table] if self.schema else [self.prefix + table]
         return ".".join(quote + part.replace(quote, quote * 2) + quote for part in parts)
 
     def named(self, sql: str, quote: str) -> str:
-        """`sql` over these tables instead of `locks` and `lock_waiters`."""
+        """`sql` over these tables instead of `locks`, `lock_waiters` and `lock_states`."""
 
         def name(found: re.Match[str]) -> str:
             table, index = found[1], found[2]
@@ -67,7 +67,7 @@ class Tables:
         return sql if self == Tables() else _TABLE.sub(name, sql)
 
 
-_TABLE: Final = re.compile(r"\b(locks|lock_waiters)(_pin|_queue|)\b")
+_TABLE: Final = re.compile(r"\b(locks|lock_waiters|lock_states)(_pin|_queue|)\b")
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,10 +103,10 @@ class MySQL(Vocabulary):
 
 
 SQL: Final = MySQL(COLLATIONS["mysql"])
-_EXACT: Final = "CHARACTER SET utf8mb4 /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */"
+EXACT: Final = "CHARACTER SET utf8mb4 /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */"
 """What text in JSON is compared as."""
-_DUE: Final = f"""name varchar(255) {_EXACT} PATH '$.key',
-    holder varchar(64) {_EXACT} PATH '$.owner',
+_DUE: Final = f"""name varchar(255) {EXACT} PATH '$.key',
+    holder varchar(64) {EXACT} PATH '$.owner',
     number bigint PATH '$.fence'"""
 _OF_DUE: Final = f"""
     ON lock_key = due.name AND owner = due.holder AND fence = due.number AND expires_at > {SQL.now}"""
@@ -239,7 +239,7 @@ SET place.expires_at = place.joined_at,
     row_locked=WhenLocked.SKIP,
 )
 
-_OWNERS: Final = f"JSON_TABLE(:owners, '$[*]' COLUMNS (holder varchar(64) {_EXACT} PATH '$')) AS due"
+_OWNERS: Final = f"JSON_TABLE(:owners, '$[*]' COLUMNS (holder varchar(64) {EXACT} PATH '$')) AS due"
 
 # Safe: one row for each waiter, by primary key, which is its own.
 LEAVE_QUEUE: Final = Statement(

@@ -1,0 +1,47 @@
+"""A *state*: a short text that whoever holds a key leaves to whoever holds it next.
+
+Each tenure *enters* the state with its fence before it reads it. From then on nothing that an earlier tenure writes is
+accepted, however late it comes (Kleppmann 2016, "How to do distributed locking"; Burrows 2006, section 2.4), so what it
+has read stays the last word until it writes itself. That needs no clock, and holds whatever becomes of the lease.
+
+States are in the table `lock_states`, which is made when somebody first enters one: most who lock need none.
+
+Rule: a `write` that is answered is on disk, and so is the `enter` before it.
+"""
+
+from __future__ import annotations
+
+from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
+from dblock.core.protocol.sending import Database, send
+from dblock.core.protocol.steps import Parameters, Rows, Steps
+from dblock.core.statements.base import Statement
+from dblock.core.statements.states import STATES
+
+
+def _send(database: Database, statement: Statement, parameters: Parameters) -> Steps[Rows]:
+    over = statement.over(database.dialect.tables, database.dialect.quote)
+    until = database.now() + database.timing.patience
+    _, rows = yield from send(database, over, parameters, until, resend=True)
+    return rows
+
+
+def enter(database: Database, key: str, fence: int) -> Steps[str | None]:
+    """The state as earlier tenures have left it, "" at first; None if a later one has entered it already."""
+    states = STATES[database.dialect.name]
+    parameters: Parameters = {"key": key, "fence": fence}
+    try:
+        _ = yield from _send(database, states.enter, parameters)
+    except (StoreConflict, StoreUnanswered):
+        raise
+    except LockStoreError:  # no table, most likely; if not, it is refused again
+        _ = yield from _send(database, states.make, {})
+        _ = yield from _send(database, states.enter, parameters)
+    rows = yield from _send(database, states.read, parameters)
+    return str(rows[0][0]) if rows else None
+
+
+def write(database: Database, key: str, fence: int, state: str) -> Steps[bool]:
+    """Write it; False if a later tenure has entered the state, or if this one has not."""
+    parameters: Parameters = {"key": key, "fence": fence, "state": state}
+    rows = yield from _send(database, STATES[database.dialect.name].write, parameters)
+    return bool(rows)

@@ -1,0 +1,54 @@
+"""The statements on `lock_states`, and the one that makes it: few who lock need that table (`protocol.states`)."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from dblock.core.statements import mysql, postgresql, sqlite
+from dblock.core.statements.base import Reply, Statement
+from dblock.core.statements.vocabulary import Vocabulary
+
+
+class States(NamedTuple):
+    """What each does is said in `dblock.core.protocol.states`."""
+
+    make: Statement
+    enter: Statement
+    read: Statement
+    write: Statement
+
+
+def _states(words: Vocabulary, *, key: str, text: str, if_there: str) -> States:
+    make = f"""
+CREATE TABLE IF NOT EXISTS lock_states (
+    lock_key {key} NOT NULL PRIMARY KEY,
+    fence bigint NOT NULL,
+    writes bigint NOT NULL,
+    state {text} NOT NULL
+){words.table_options}
+"""
+    # Safe: the fence only grows, so it may arrive twice.
+    enter = f"""
+INSERT INTO lock_states (lock_key, fence, writes, state) VALUES (:key, :fence, 0, '')
+{if_there} fence = {words.greatest}(lock_states.fence, {words.bigint(":fence")})
+"""
+    read = "SELECT state FROM lock_states WHERE lock_key = :key AND fence = :fence"
+    # Safe: names the tenure, and writes the same when it arrives twice. Whatever is written, it changes the row.
+    write = f"""
+UPDATE lock_states SET writes = writes + 1, state = :state WHERE lock_key = :key AND fence = :fence {words.durable}
+"""
+    return States(
+        Statement("make_states", make, Reply.COUNT, keeps=True),
+        Statement("enter_state", enter, Reply.COUNT, keeps=True),
+        Statement("read_state", read, Reply.ROWS, keeps=True),
+        Statement("write_state", write, Reply.COUNT, keeps=True),
+    )
+
+
+_CONFLICT: Final = "ON CONFLICT (lock_key) DO UPDATE SET"
+STATES: Final = {
+    "postgresql": _states(postgresql.SQL, key=postgresql.SQL.text.format(255), text="text", if_there=_CONFLICT),
+    "mysql": _states(mysql.SQL, key=f"varchar(255) {mysql.EXACT}", text="longtext", if_there="ON DUPLICATE KEY UPDATE"),
+    "sqlite": _states(sqlite.SQL, key="varchar(255)", text="text", if_there=_CONFLICT),
+}
+"""By the dialect's name."""
