@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dblock import __version__
 from dblock.core.errors import UnsupportedDatabase
 from dblock.core.statements import DIALECTS, dialect_for
+from dblock.core.statements.states import STATES
 from dblock.core.validation import valid_tables
 
 
@@ -21,12 +22,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     schema.add_argument("database", choices=sorted(DIALECTS), help="the kind of database")
     schema.add_argument("--prefix", default="", help="stands before the names of the tables")
     schema.add_argument("--schema", default="", help="the schema of the tables (in MySQL: the database)")
+    schema.add_argument("--states", action="store_true", help="and `lock_states`, which beats make if they may")
     options = parser.parse_args(arguments)
     try:
-        dialect = dialect_for(options.database, valid_tables(options.prefix, options.schema))
+        tables = valid_tables(options.prefix, options.schema)
+        dialect = dialect_for(options.database, tables)
     except (ValueError, UnsupportedDatabase) as error:
         parser.error(str(error))
     sys.stdout.write(dialect.ddl)
+    if options.states:
+        sys.stdout.write(STATES[dialect.name].make.over(tables, dialect.quote).sql.strip() + ";\n")
     return 0
 
 

@@ -7,6 +7,9 @@
     place_lost            the lock that a message carried had ended before a worker came to it
     beat_schedule         for the reaper: app.conf.beat_schedule = {**beat_schedule(every=60), ...}
     BEAT_SCHEDULE         that of every ten minutes
+    PersistentScheduler   celery beat -S dblock.celery:PersistentScheduler: any number run, and one is active
+    DatabaseScheduler     the same for the schedule of django-celery-beat
+    SingleBeat            mixed in before another scheduler, the same
     reaper                makes the task that it calls, in an app without Django
 
 Rule: importing this imports no Celery, so that settings may use it too; the names that need it are resolved at first
@@ -20,6 +23,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from dblock.celery.beat import PersistentScheduler, SingleBeat
+    from dblock.celery.database_beat import DatabaseScheduler
     from dblock.celery.decorator import locked_task
     from dblock.celery.reaping import reaper
     from dblock.celery.results import place_lost, skipped, task_skipped
@@ -27,6 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BEAT_SCHEDULE",
+    "DatabaseScheduler",
+    "PersistentScheduler",
+    "SingleBeat",
     "beat_schedule",
     "current_lock",
     "locked_task",
@@ -53,6 +61,9 @@ BEAT_SCHEDULE: Final = beat_schedule()
 """Reap every ten minutes."""
 
 _MODULES: Final = {
+    "DatabaseScheduler": "database_beat",
+    "PersistentScheduler": "beat",
+    "SingleBeat": "beat",
     "locked_task": "decorator",
     "current_lock": "running",
     "place_lost": "results",

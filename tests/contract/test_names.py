@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +27,8 @@ from sqlalchemy import Engine, create_engine, inspect, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core.errors import LockStoreError, UnsupportedDatabase
+from dblock.core.protocol import states
+from dblock.core.protocol.drive import drive
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Statement, Tables
 from dblock.core.validation import valid_tables
@@ -165,6 +168,24 @@ def test_every_statement_is_about_them(place: Place) -> None:
         session.send(named, {"leases": "[]", "owners": "[]"})
         assert session.error is None, (statement.name, session.error)
     session.close()
+
+
+def test_states_are_under_that_name_too(place: Place) -> None:
+    """Made by who enters one, or by hand from what `dblock schema --states` prints."""
+    metadata_for(prefix=PREFIX, schema=place.schema).create_all(place.engine)
+    store = db_lock(place.engine, "k")._store()
+    enter = partial(states.enter, store.database, "k")
+    assert drive(enter(7), store) == ""
+    assert drive(states.write(store.database, "k", 7, "told"), store)
+    made = inspect(place.engine).get_columns(f"{PREFIX}lock_states", schema=place.schema)
+    name = store.database.dialect.tables.name("lock_states", store.database.dialect.quote)
+    with place.engine.begin() as connection:
+        connection.execute(text(f"DROP TABLE {name}"))
+    schema = ["--schema", place.schema] if place.schema else []
+    printed = plain_ddl(place.database, "--prefix", PREFIX, *schema, "--states")
+    apply(place.engine, printed[printed.index("CREATE TABLE IF NOT EXISTS") :])
+    assert str(inspect(place.engine).get_columns(f"{PREFIX}lock_states", schema=place.schema)) == str(made)
+    assert drive(enter(8), store) == ""
 
 
 def wait_for_it(engine: Engine, turns: list[int | None]) -> None:

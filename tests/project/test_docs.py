@@ -118,6 +118,27 @@ def test_tasks(page: str, name: str, tmp_path: Path) -> None:
     run(DJANGO.format(example=example, settings=block("README.md", "settings")), tmp_path)
 
 
+BEAT = """
+from celery import Celery
+from sqlalchemy import create_engine
+from sqlalchemy_dblock import metadata
+engine = create_engine("sqlite:///beat.sqlite3")
+metadata.create_all(engine)
+{example}
+beats = [Beat(Celery("shop", broker="memory://")) for _ in range(2)]
+assert beats[0].tick() > 0, "active"
+beats[0].close()
+assert beats[1].tick() > 0, "active"
+assert issubclass(Beat, SingleBeat)
+beats[1].close()
+"""
+
+
+def test_beat(tmp_path: Path) -> None:
+    """One after the other is active."""
+    run(BEAT.format(example=block("docs/celery.md", "celery-beat")), tmp_path)
+
+
 @pytest.mark.parametrize(("page", "name"), [("docs/testing.md", "memory"), ("docs/databases.md", "names")])
 def test_programs(page: str, name: str, tmp_path: Path) -> None:
     """Whole by themselves."""
@@ -126,7 +147,16 @@ def test_programs(page: str, name: str, tmp_path: Path) -> None:
 
 def test_every_example_is_tried() -> None:
     """Here, or elsewhere under its name."""
-    known = {"django", "sqlalchemy", "celery", "celery-tasks", "memory", "names", "names-settings"} | ELSEWHERE
+    known = {
+        "django",
+        "sqlalchemy",
+        "celery",
+        "celery-beat",
+        "celery-tasks",
+        "memory",
+        "names",
+        "names-settings",
+    } | ELSEWHERE
     named = [name for page in PAGES for name, _ in blocks(page)]
     assert set(named) == known
     fences = sum(len(re.findall(r"^```\w+$", text(page), re.MULTILINE)) for page in PAGES)

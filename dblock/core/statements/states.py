@@ -48,7 +48,12 @@ UPDATE lock_states SET writes = writes + 1, state = :state WHERE lock_key = :key
 _CONFLICT: Final = "ON CONFLICT (lock_key) DO UPDATE SET"
 STATES: Final = {
     "postgresql": _states(postgresql.SQL, key=postgresql.SQL.text.format(255), text="text", if_there=_CONFLICT),
-    "mysql": _states(mysql.SQL, key=f"varchar(255) {mysql.EXACT}", text="longtext", if_there="ON DUPLICATE KEY UPDATE"),
+    "mysql": _states(
+        mysql.SQL,
+        key=f"varchar(255) {mysql.EXACT}",
+        text="longtext CHARACTER SET utf8mb4",
+        if_there="ON DUPLICATE KEY UPDATE",
+    ),
     "sqlite": _states(sqlite.SQL, key="varchar(255)", text="text", if_there=_CONFLICT),
 }
 """By the dialect's name."""

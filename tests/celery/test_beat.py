@@ -1,0 +1,272 @@
+"""One active beat: in one process, where each moment can be met; the real ones are in `test_beats`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import celery
+import pytest
+from celery.schedules import schedule
+from kombu.exceptions import EncodeError, OperationalError
+from sqlalchemy import create_engine
+
+from dblock.celery import PersistentScheduler
+from dblock.celery.beat import PAUSE
+from dblock.core.errors import StoreUnanswered
+from dblock.core.protocol import states
+from dblock.core.protocol.drive import drive
+from sqlalchemy_dblock import db_lock
+from tests.conftest import ALIASES, ready, run, url
+
+HOUR = 3600.0
+
+
+class Beat:
+    """A beat, and what it has sent."""
+
+    def __init__(self, face: str, database: str, entries: dict[str, Any] | None = None, **attributes: Any) -> None:
+        app = celery.Celery("beats", broker="memory://", set_as_current=False)
+        app.conf.beat_schedule = entries or {"e": {"task": "t", "schedule": schedule(HOUR)}}
+        self._engine = create_engine(url(database)) if face == "sqlalchemy" else None
+        where = {"bind": self._engine} if self._engine else {"using": ALIASES[database]}
+        self.sent = list[str]()
+        self.on_send: Callable[[str], object] = str
+        kind = type("Beat", (PersistentScheduler,), {"lock_ttl": 5.0, **where, **attributes})
+        self.scheduler = kind(app, max_interval=0.05)
+        self.scheduler.send_task = self._send
+
+    def _send(self, task: str, args: Any, kwargs: Any, **options: Any) -> None:
+        _ = self.on_send(task)
+        self.sent.append(task)
+
+    def tick(self, times: int = 1) -> list[float]:
+        """Let it run for a while."""
+        return [self.scheduler.tick() for _ in range(times)]
+
+    def close(self) -> None:
+        """End it in order."""
+        self.scheduler.close()
+        if self._engine is not None:
+            self._engine.dispose()
+
+
+@pytest.fixture(params=["django", "sqlalchemy"])
+def face(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest, database: str) -> Iterator[Callable[..., Beat]]:
+    """Makes beats on one database."""
+    made = list[Beat]()
+
+    def maker(face: str = "sqlalchemy", **differently: Any) -> Beat:
+        ready(request, database)
+        made.append(Beat(face, database, **differently))
+        return made[-1]
+
+    yield maker
+    for each in made:
+        each.close()
+    run(database, "DROP TABLE IF EXISTS lock_states")
+
+
+@pytest.fixture
+def known(database: str) -> Callable[[], dict[str, tuple[datetime, int]]]:
+    """What is known of each entry: when it was sent last, and how often."""
+
+    def read() -> dict[str, tuple[datetime, int]]:
+        [(state,)] = run(database, "SELECT state FROM lock_states WHERE lock_key = 'celery-beat:beats'")
+        told = json.loads(str(state))
+        return {name: (datetime.fromisoformat(moment), count) for name, (moment, count) in told.items()}
+
+    return read
+
+
+def leave(database: str, fence: int, **entries: tuple[float, int]) -> None:
+    """As another beat that was active: it has sent these so many seconds ago, and so often."""
+    engine = create_engine(url(database))
+    lock = db_lock(engine, "celery-beat:beats")
+    store = lock._store()
+    now = datetime.now(UTC)
+    runs = {name: ((now - timedelta(seconds=ago)).isoformat(), count) for name, (ago, count) in entries.items()}
+    assert drive(states.enter(store.database, lock.key, fence), store) is not None
+    assert drive(states.write(store.database, lock.key, fence, json.dumps(runs)), store)
+    engine.dispose()
+
+
+def raises(error: Exception, task: str) -> Callable[[str], object]:
+    def fail(sent: str) -> object:
+        if sent == task:
+            raise error
+        return None
+
+    return fail
+
+
+def test_what_is_due_is_sent_once_and_the_next_one_knows(
+    make: Callable[..., Beat], face: str, database: str, known: Callable[[], Any]
+) -> None:
+    """By whoever is active; after it has ended in order the next one is at once, and sends it when it is due again."""
+    leave(database, 1, e=(2 * HOUR, 5), gone=(HOUR, 1), forgotten=(100 * HOUR, 1))
+    first, second = make(face), make(face)
+    with ThreadPoolExecutor(1) as another:
+        first.tick(3)
+        assert first.sent == ["t"]
+        assert [another.submit(second.tick).result() for _ in range(2)] == [[0.0], [0.0]]
+        first.scheduler.close()
+        another.submit(second.tick, 3).result()
+        assert second.sent == []
+        moment, count = known()["e"]
+        assert count == 6
+        assert abs(datetime.now(UTC) - moment).total_seconds() < 60
+        assert second.scheduler.schedule["e"].last_run_at == moment
+        assert "gone" in known()
+        assert "forgotten" not in known()
+        assert another.submit(second.scheduler.close).result() is None
+
+
+def test_an_entry_that_is_new_is_first_sent_after_its_interval(
+    make: Callable[..., Beat], known: Callable[[], Any]
+) -> None:
+    """As Celery does; and a fail-over in between does not begin that time anew."""
+    first = make()
+    first.tick(2)
+    begun = known()["e"]
+    first.scheduler.close()
+    second = make()
+    second.tick(2)
+    assert first.sent + second.sent == []
+    assert known()["e"] == begun
+
+
+def test_a_beat_that_was_deposed_sends_nothing(
+    make: Callable[..., Beat], database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was frozen for so long that another one is active, and its clock, too, has stood still."""
+    leave(database, 1, e=(2 * HOUR, 5))
+    beat = make()
+    with caplog.at_level(logging.INFO):
+        assert beat.scheduler._wait()
+        beat.scheduler._take_over()
+        leave(database, 2**62, e=(1.0, 6))
+        assert beat.tick() == [0.0]
+    assert beat.sent == []
+    assert beat.scheduler._lock is None
+    assert "not active any more" in caplog.text
+
+
+def test_what_the_broker_does_not_take_is_sent_when_it_is_back(
+    make: Callable[..., Beat], database: str, known: Callable[[], Any]
+) -> None:
+    """Once, whoever is active then."""
+    leave(database, 1, e=(2 * HOUR, 5))
+    beat = make()
+    beat.on_send = raises(OperationalError("away"), "t")
+    assert beat.tick(2) == [PAUSE] * 2
+    assert (beat.sent, known()["e"][1]) == ([], 6)
+    beat.on_send = str
+    beat.tick(3)
+    assert (beat.sent, known()["e"][1]) == (["t"], 6)
+
+
+def test_what_cannot_be_sent_at_all_keeps_nothing_else_waiting(make: Callable[..., Beat], database: str) -> None:
+    """It is logged and left out, as Celery does."""
+    leave(database, 1, e=(2 * HOUR, 5), f=(HOUR + 1, 5))
+    entries = {name: {"task": name, "schedule": schedule(HOUR)} for name in ("e", "f")}
+    beat = make(entries=entries)
+    beat.on_send = raises(EncodeError("no JSON"), "e")
+    beat.tick(4)
+    assert beat.sent == ["f"]
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_claim_whose_answer_is_lost_is_claimed_again(
+    make: Callable[..., Beat], database: str, known: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, written: bool
+) -> None:
+    """Whether it was written or not: it is sent once."""
+    leave(database, 1, e=(2 * HOUR, 5))
+    beat = make()
+    assert beat.scheduler._wait()
+    beat.scheduler._take_over()
+    real = states.write
+
+    def write(*arguments: Any) -> Any:
+        monkeypatch.setattr(states, "write", real)
+        if written:
+            yield from real(*arguments)
+        raise StoreUnanswered("lost")
+
+    monkeypatch.setattr(states, "write", write)
+    assert beat.tick() == [PAUSE]
+    assert beat.sent == []
+    beat.tick(3)
+    assert (beat.sent, known()["e"][1]) == (["t"], 6)
+
+
+def test_what_is_claimed_is_sent_before_a_beat_ends(
+    make: Callable[..., Beat], database: str, known: Callable[[], Any]
+) -> None:
+    """SIGTERM between the claim and the message: it is lost otherwise; and then the key is free."""
+    leave(database, 1, e=(2 * HOUR, 5))
+    beat = make()
+
+    def stop(*_: object) -> None:
+        beat.scheduler.close()
+        raise SystemExit
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        beat.on_send = lambda _: os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            beat.tick(3)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (beat.sent, known()["e"][1]) == (["t"], 6)
+    assert run(database, "SELECT owner FROM locks WHERE lock_key = 'celery-beat:beats'") == [(None,)]
+
+
+def test_a_standby_says_so_once(make: Callable[..., Beat], caplog: pytest.LogCaptureFixture) -> None:
+    """And who is active."""
+    first, second = make(), make()
+    with ThreadPoolExecutor(1) as another, caplog.at_level(logging.INFO):
+        first.tick()
+        another.submit(second.tick, 5).result()
+        another.submit(second.scheduler.close).result()
+    [said] = [each for each in caplog.messages if "standing by" in each]
+    assert f"pid {os.getpid()}" in said
+
+
+def test_a_database_that_is_away_ends_no_beat(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It says so once, and is active when the database is back."""
+    from sqlalchemy_dblock import metadata
+
+    path = tmp_path / "there" / "beat.sqlite3"
+    engine = create_engine(f"sqlite:///{path}")
+    beat = Beat("django", "sqlite", bind=engine, using=None)
+    with caplog.at_level(logging.INFO):
+        assert beat.tick(3) == [PAUSE] * 3
+        path.parent.mkdir()
+        metadata.create_all(engine)
+        beat.tick()
+    said = [each.partition(":")[2][:16] for each in caplog.messages if each.startswith("beat:")]
+    assert said == [" cannot be activ", " active (fence 1"]
+    beat.close()
+    engine.dispose()
+
+
+def test_a_beat_without_a_database_says_so_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not when Celery only asks for its banner."""
+    kind = type("Beat", (PersistentScheduler,), {"bind": 7})
+    app = celery.Celery("beats", broker="memory://", set_as_current=False)
+    assert "celery-beat:beats (10 s)" in kind(app, lazy=True).info
+    with pytest.raises(TypeError, match="bind="):
+        kind(app)

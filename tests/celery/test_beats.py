@@ -1,0 +1,194 @@
+"""Real beats that stand by for each other: stopped, killed and frozen."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kombu import Connection
+
+from tests.celery.conftest import ROOT, wait_until
+from tests.conftest import ready, run, url
+from tests.support.servers import Redis
+
+LONG = os.environ.get("DBLOCK_CELERY", "short") == "long"
+
+
+class Beats:
+    """Beats of one app, and what they have sent."""
+
+    def __init__(self, broker: str, directory: Path, **environment: str) -> None:
+        self._directory, self._broker, self._queue = directory, broker, directory.name
+        known = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
+        self.environment = {**known, "BEATS_BROKER": broker, "BEATS_QUEUE": self._queue, **environment}
+        self.processes = dict[str, subprocess.Popen[bytes]]()
+
+    def start(self) -> str:
+        """One more; its name."""
+        name = f"beat{len(self.processes)}"
+        command = [sys.executable, "-m", "celery", "-A", "tests.celery.beats", "beat", "--loglevel=INFO", "--pidfile="]
+        with open(self._directory / name, "wb") as log:
+            self.processes[name] = subprocess.Popen(command, cwd=ROOT, env=self.environment, stdout=log, stderr=log)
+        wait_until(lambda: re.search(r"beat: (active|standing by)", self.text(name)) or self.over(name))
+        assert not self.over(name), self.text(name)
+        return name
+
+    def text(self, name: str) -> str:
+        return (self._directory / name).read_text()
+
+    def over(self, name: str) -> bool:
+        return self.processes[name].poll() is not None
+
+    def active(self) -> str:
+        """The last one that became active."""
+        fences = {name: re.findall(r"beat: active \(fence (\d+)\)", self.text(name)) for name in self.processes}
+        return max((int(fence), name) for name, found in fences.items() for fence in found)[1]
+
+    def end(self, how: signal.Signals, *, of: str) -> None:
+        """Send it a signal, and wait for another one to be active that sends."""
+        self.processes[of].send_signal(how)
+        wait_until(lambda: self.active() != of)
+        heir = self.active()
+        wait_until(lambda: "Sending due task" in self.text(heir).rpartition("beat: active")[2])
+
+    def sent(self) -> dict[str, list[float]]:
+        """When each entry was sent."""
+        found = defaultdict[str, list[float]](list)
+        with Connection(self._broker) as connection, connection.SimpleQueue(self._queue) as queue:
+            while True:
+                try:
+                    message = queue.get(block=False)
+                except queue.Empty:
+                    break
+                (name, *moment), *_ = message.payload
+                found[name].append(float(moment[0]) if moment else 0.0)
+                message.ack()
+        return found
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def make(redis: Redis, tmp_path: Path) -> Iterator[Callable[..., Beats]]:
+    made = list[Beats]()
+
+    def maker(**environment: str) -> Beats:
+        made.append(Beats(redis.url, tmp_path, **environment))
+        return made[-1]
+
+    yield maker
+    for each in made:
+        each.close()
+
+
+def gaps(sent: dict[str, list[float]]) -> list[float]:
+    """Seconds between two messages of one entry."""
+    return [b - a for times in sent.values() for a, b in itertools.pairwise(times)]
+
+
+def test_after_a_stop_the_next_one_sends_at_once(request: pytest.FixtureRequest, make: Callable[..., Beats]) -> None:
+    """Nothing twice, nothing left out; its ttl does not matter."""
+    ready(request, "postgresql")
+    beats = make(BEATS_DATABASE=url("postgresql"), BEATS_TTL="30")
+    for _ in range(2):
+        beats.start()
+    for _ in range(12 if LONG else 3):
+        _ = beats.start()
+        time.sleep(1.3)
+        beats.end(signal.SIGTERM, of=beats.active())
+    found = gaps(beats.sent())
+    assert min(found) > 0.4
+    assert max(found) < 10
+    assert "Traceback" not in "".join(map(beats.text, beats.processes))
+    run("postgresql", "DROP TABLE lock_states")
+
+
+def test_after_a_kill_or_a_freeze_another_one_sends(
+    request: pytest.FixtureRequest, make: Callable[..., Beats], redis: Redis
+) -> None:
+    """Within a ttl; who was frozen knows when it wakes up, and stands by."""
+    ready(request, "postgresql")
+    beats = make(BEATS_DATABASE=url("postgresql"))
+    for _ in range(2):
+        beats.start()
+    for _ in range(6 if LONG else 1):
+        for how in (signal.SIGKILL, signal.SIGSTOP):
+            beats.start()
+            time.sleep(1.3)
+            victim = beats.active()
+            beats.end(how, of=victim)
+            if how is signal.SIGSTOP:
+                said = len(beats.text(victim))
+                beats.processes[victim].send_signal(signal.SIGCONT)
+                wait_until(lambda: "not active any more" in beats.text(victim)[said:])  # noqa: B023
+                assert "Sending" not in beats.text(victim)[said:]
+    found = gaps(beats.sent())
+    assert min(found) > 0.4, sorted(found)[:4]
+    assert max(found) < 20
+    run("postgresql", "DROP TABLE lock_states")
+
+
+DJANGO = """
+import django
+django.setup()
+from django.core.management import call_command
+call_command("migrate", verbosity=0)
+from django_celery_beat.models import IntervalSchedule, PeriodicTask
+import json
+often, _ = IntervalSchedule.objects.get_or_create(every=1, period="seconds")
+for name in ("a", "b"):
+    PeriodicTask.objects.create(name=name, task="t", interval=often, args=json.dumps([name]))
+PeriodicTask.objects.create(name="once", task="t", interval=often, args=json.dumps(["once"]), one_off=True)
+"""
+TOLD = """
+import django
+django.setup()
+from django_celery_beat.models import PeriodicTask
+print(*PeriodicTask.objects.filter(name="a").values_list("total_run_count", flat=True))
+"""
+
+
+def test_schedules_in_djangos_database(make: Callable[..., Beats], tmp_path: Path) -> None:
+    """Its own memory is minutes old when a beat is killed: the next one knows better, and writes it there."""
+    told = {"DJANGO_SETTINGS_MODULE": "tests.celery.beat_settings", "BEATS_FILE": str(tmp_path / "db.sqlite3")}
+    beats = make(**told)
+
+    def django(code: str) -> Any:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=ROOT, env=beats.environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    django(DJANGO)
+    first, second = beats.start(), beats.start()
+    assert beats.active() == first
+    wait_until(lambda: beats.text(first).count("Sending due task a") >= 5)
+    assert int(django(TOLD)) < 5, "that is written down minutes later"
+    beats.end(signal.SIGKILL, of=first)
+    wait_until(lambda: beats.text(second).count("Sending due task a") >= 2)
+    beats.close()
+    sent = beats.sent()
+    assert len(sent["once"]) == 1
+    assert int(django(TOLD)) == len(sent["a"])
+    logs = beats.text(first) + beats.text(second)
+    assert len(sent["a"]) == logs.count("Sending due task a")
+    assert "Traceback" not in logs

@@ -1,0 +1,136 @@
+"""The state of a key: the last word of whoever held it, and nobody's after the next one has entered it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from dblock.core.errors import LockStoreError, StoreUnanswered
+from dblock.core.protocol import sending, states, steps
+from dblock.core.protocol.drive import drive
+from dblock.core.protocol.steps import Execute, Steps
+from tests.conftest import run
+from tests.support.lab import FEW
+from tests.support.subjects import Subject
+
+pytestmark = pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+
+
+class States:
+    """The functions of `states`, over one subject's database."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.store = subject.lock("k")._store()
+        self.database = self.store.database
+
+    def enter(self, fence: int, key: str = "k") -> str | None:
+        return drive(states.enter(self.database, key, fence), self.store)
+
+    def write(self, fence: int, state: str, key: str = "k") -> bool:
+        return drive(states.write(self.database, key, fence, state), self.store)
+
+
+@pytest.fixture
+def over(subject: Subject) -> Iterator[States]:
+    """Where there is no table yet."""
+    run(subject.database, "DROP TABLE IF EXISTS lock_states")
+    yield States(subject)
+    run(subject.database, "DROP TABLE IF EXISTS lock_states")
+
+
+def test_the_next_one_reads_what_the_last_one_wrote(over: States) -> None:
+    """Word by word, however long it is; the table is made when somebody needs it."""
+    assert over.enter(7) == ""
+    text = '{"a": "%s:x \\" é😀"}' * 3000
+    assert over.write(7, text)
+    assert over.write(7, text), "again"
+    assert over.enter(8) == text
+    assert over.write(8, "")
+    assert over.enter(9) == ""
+    assert over.enter(9) == "", "again"
+
+
+def test_an_earlier_tenure_writes_nothing_once_a_later_one_has_entered(over: States) -> None:
+    """Nor does it enter any more; it may have been frozen for as long as it likes."""
+    assert over.enter(7) == ""
+    assert over.write(7, "seven")
+    assert over.enter(2**62) == "seven"
+    assert not over.write(7, "late")
+    assert over.enter(7) is None
+    assert over.write(2**62, "last")
+    assert not over.write(7, "late")
+    assert over.enter(2**62) == "last"
+
+
+def test_nobody_writes_without_entering(over: States) -> None:
+    """A fence that is not the last one to enter, be it higher."""
+    assert over.enter(7) == ""
+    assert not over.write(8, "early")
+    assert over.enter(8) == ""
+
+
+def test_each_key_has_its_own(over: States) -> None:
+    """Code point by code point."""
+    assert over.enter(7) == ""
+    assert over.write(7, "k")
+    for key in ("K", "k "):
+        assert over.enter(5, key) == ""
+        assert over.write(5, "other", key)
+    assert over.enter(8) == "k"
+
+
+def test_of_many_who_enter_at_once_the_last_fence_writes(over: States) -> None:
+    """And what the others have written before is read by it."""
+    assert over.enter(1) == ""
+    start = threading.Barrier(8)
+
+    def one(fence: int) -> bool:
+        start.wait()
+        mine = over.enter(fence)
+        return mine is not None and over.write(fence, f"{mine} {fence}")
+
+    with ThreadPoolExecutor(8) as pool:
+        wrote = list(pool.map(one, range(2, 10)))
+    state = over.enter(10)
+    assert state is not None
+    assert state.split() == [str(fence) for fence in range(2, 10) if wrote[fence - 2]]
+    assert wrote[-1]
+
+
+def test_a_lost_answer_is_no_refusal(over: States, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was sent twice is written, and answered as if it had been sent once."""
+    lost = list[str]()
+    real = steps.execute
+
+    def execute(statement: Any, parameters: Any, until: float) -> Steps[Any]:
+        rows = yield Execute(statement, parameters, until)
+        if statement.name not in lost:
+            lost.append(statement.name)
+            raise StoreUnanswered("lost")
+        return rows
+
+    assert over.enter(6) == ""
+    monkeypatch.setattr(sending, "execute", execute)
+    assert over.enter(7) == ""
+    assert over.write(7, "seven")
+    assert lost == ["enter_state", "read_state", "write_state"]
+    monkeypatch.setattr(sending, "execute", real)
+    assert over.enter(8) == "seven"
+
+
+def test_who_may_not_make_the_table_is_told_so(over: States, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that there is none, which is what made it try."""
+    real = steps.execute
+
+    def execute(statement: Any, parameters: Any, until: float) -> Steps[Any]:
+        if statement.name == "make_states":
+            raise LockStoreError("you may not")
+        return (yield from real(statement, parameters, until))
+
+    monkeypatch.setattr(sending, "execute", execute)
+    with pytest.raises(LockStoreError, match="you may not"):
+        over.enter(7)
