@@ -99,7 +99,10 @@ def check_reaping(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Che
     if _is_reaped():
         return []
     text = "No schedule is known to have the task dblock.reap_expired, and rows of keys that nobody uses stay."
-    hint = "Add dblock.celery.beat_schedule() to Celery's; or have dblock.reap() called by cron, and silence this."
+    hint = (
+        "Add dblock.celery.beat_schedule() to Celery's, or run manage.py dblock schedule-reaper; or have dblock.reap() "
+        "called by cron, and silence this."
+    )
     return [Warning(text, hint=hint, id="dblock.W005")]
 
 

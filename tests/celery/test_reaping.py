@@ -12,6 +12,7 @@ from typing import Any
 
 import celery
 import pytest
+from django.core.management import CommandError, call_command
 
 from dblock import db_lock
 from dblock.core.protocol import sending, tenures
@@ -105,3 +106,37 @@ def test_it_pauses_for_most_of_the_time(database: str, monkeypatch: pytest.Monke
     times = 9 if database == "sqlite" else 3
     assert len(pauses) == 3
     assert pauses == pytest.approx([times * each for each in spent], rel=0.3, abs=1e-3)
+
+
+SCHEDULED = """
+import django
+django.setup()
+from django.core.management import call_command
+call_command("migrate", verbosity=0)
+from django_celery_beat.models import IntervalSchedule, PeriodicTask
+call_command("dblock", "schedule-reaper", "--every", "60")
+call_command("dblock", "schedule-reaper", "--every", "30", "--using", "default")
+[task] = PeriodicTask.objects.all()
+assert (task.name, task.task) == ("dblock.reap_expired", "dblock.reap_expired")
+assert task.schedule.run_every.total_seconds() == task.expire_seconds == 30
+assert (task.kwargs, task.enabled) == ('{"using": ["default"]}', True)
+from django.core.checks import run_checks
+assert "dblock.W005" not in [found.id for found in run_checks(include_deployment_checks=True)]
+"""
+
+
+def test_django_celery_beat_is_told_of_it(tmp_path: Path) -> None:
+    """Again and again: there is one entry."""
+    told = {"DJANGO_SETTINGS_MODULE": "tests.celery.beat_settings", "BEATS_FILE": str(tmp_path / "db.sqlite3")}
+    command = [sys.executable, "-c", SCHEDULED]
+    done = subprocess.run(command, env=os.environ | told, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "django-celery-beat runs dblock.reap_expired every 30 s"
+
+
+def test_without_django_celery_beat_it_is_said_what_to_do() -> None:
+    """And what is no number of seconds."""
+    with pytest.raises(CommandError, match="CELERY_BEAT_SCHEDULE"):
+        call_command("dblock", "schedule-reaper")
+    with pytest.raises(CommandError, match="1 at least"):
+        call_command("dblock", "schedule-reaper", "--every", "0")
