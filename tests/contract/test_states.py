@@ -5,15 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import pymysql
 import pytest
+from sqlalchemy import create_engine, make_url
 
 from dblock.core.errors import LockStoreError, StoreUnanswered
 from dblock.core.protocol import sending, states, steps
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Steps
-from tests.conftest import run
+from sqlalchemy_dblock import db_lock
+from tests.conftest import INNODB, run, url
 from tests.support.lab import FEW
 from tests.support.subjects import Subject
 
@@ -120,6 +124,27 @@ def test_a_lost_answer_is_no_refusal(over: States, monkeypatch: pytest.MonkeyPat
     assert lost == ["enter_state", "read_state", "write_state"]
     monkeypatch.setattr(sending, "execute", real)
     assert over.enter(8) == "seven"
+
+
+def test_a_driver_that_counts_what_has_changed(subject: Subject, over: States) -> None:
+    """And not what was found: the same state written again is no refusal."""
+    if subject.database not in INNODB:
+        pytest.skip("these count what was found")
+    address = make_url(url(subject.database))
+    connect = partial(
+        pymysql.connect,
+        host=address.host,
+        port=address.port or 0,
+        user=address.username,
+        password=address.password or "",
+        database=address.database,
+    )
+    engine = create_engine("mysql+pymysql://", creator=connect)
+    store = db_lock(engine, "k")._store()
+    assert drive(states.enter(store.database, "k", 7), store) == ""
+    for _ in range(2):
+        assert drive(states.write(store.database, "k", 7, "same"), store)
+    engine.dispose()
 
 
 def test_who_may_not_make_the_table_is_told_so(over: States, monkeypatch: pytest.MonkeyPatch) -> None:
