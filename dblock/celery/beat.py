@@ -2,7 +2,7 @@
 
     standby ── the lock ──> taking over ── the state entered, the schedule read ──> active
        ^                      ^    │                                                 │ │
-       │                      └────┼── the database or the broker was away ──────────┘ │
+       │                      └────┼── the database was away ────────────────────────┘ │
        └───────────────────────────┴── the lock is lost ───────────────────────────────┘
 
 When each entry was sent last is in the database, under the lock's fence (`dblock.core.protocol.states`): whoever takes
@@ -13,20 +13,24 @@ later it wakes up.
 What remains. A beat that is killed between a claim and the broker's answer has sent that one message or not, and nobody
 knows: it is not sent again. One that is frozen just there sends it when it wakes up; nobody else does.
 
-Rule: what is claimed and could not be sent is given back by who claimed it. Nothing that passes ends a beat.
+Rule: what is claimed and could not be sent is given back by who claimed it, as soon as that knows, and only while the
+state still shows its claim. Nothing that passes ends a beat, and no entry keeps another one waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import json
 import logging
+import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from datetime import UTC, datetime
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from celery import beat
 from celery.utils.log import get_logger
@@ -43,14 +47,21 @@ if TYPE_CHECKING:
 
 WAIT: Final = 5.0
 """Seconds for which a standby waits at most before it lets Celery see whether it is to stop."""
-PAUSE: Final = 1.0
+PAUSE: Final = 2.0
 """Seconds after which what was away is tried again."""
-MEMORY: Final = timedelta(days=1)
-"""For so long an entry that is no more in the schedule is remembered."""
+PATIENCE: Final = 3.0
+"""Seconds for which a signal that ends the beat waits at most until what was claimed has been sent."""
 
 _log = get_logger("celery.beat")
 _mixin: Any = object
 """Which calls the scheduler that it is mixed in before."""
+
+
+class Sent(NamedTuple):
+    """When an entry was sent last, as ISO 8601 in UTC, and how often it was sent."""
+
+    moment: str
+    times: int
 
 
 class SingleBeat(_mixin):  # type: ignore[misc]
@@ -70,20 +81,23 @@ class SingleBeat(_mixin):  # type: ignore[misc]
 
     _passing: ClassVar[tuple[type[Exception], ...]] = (LockError,)
     """What ends by itself."""
-    _remembers: ClassVar[bool] = False
-    """Has the scheduler a memory of its own of when entries were sent?"""
 
     def __init__(self, app: Any, *args: Any, **kwargs: Any) -> None:
         self._key = self.lock_key or f"celery-beat:{app.main or 'celery'}"
         self._lock: SyncLock | None = None
-        self._runs: dict[str, tuple[str, int]] | None = None
-        """By entry: when it was sent last, and how often; None unless active."""
-        self._unsent: dict[str, tuple[str, int]] = {}
-        """What is claimed and not sent yet, and how it was before."""
-        self._sending = ExitStack()
+        self._read: SyncLock | None = None
+        """The lock under which the schedule was read."""
+        self._runs: dict[str, Sent] | None = None
+        """By entry; None unless active."""
+        self._unsent: dict[str, tuple[Sent, Sent]] = {}
+        """What is claimed and not sent: how it was before, and the claim."""
+        self._sending: ExitStack | None = None
+        self._heap: Any = None
         self._told = ""
         if not kwargs.get("lazy"):
             _ = self._new_lock()  # whatever is wrong with it is said at once
+            if not (app.main or self.lock_key):
+                _log.warning("beat: the app has no name, and shares %r with others that have none", self._key)
         super().__init__(app, *args, **kwargs)
 
     # -- what Celery calls
@@ -100,42 +114,50 @@ class SingleBeat(_mixin):  # type: ignore[misc]
                 self._take_over()
             with ExitStack() as self._sending:
                 seconds = float(super().tick(*args, **kwargs))
+                if self._unsent:
+                    self._give_back()
             self._current().check()
         except LockLost as lost:
             self._stand_by()
             self._tell("standing by", "beat: not active any more: %s", lost, level=logging.WARNING)
-            return 0.0
+            return PAUSE
         except self._passing as error:
             self._runs = None
             self._tell(f"away: {type(error).__name__}", "beat: cannot be active: %s", error, level=logging.WARNING)
             return PAUSE
-        if self._unsent:
-            self._runs = None
+        except OperationalError as error:  # no connection to the broker, and nothing claimed
+            self._heap = None
+            self._no_broker(error)
             return PAUSE
+        finally:
+            self._sending = None
         return min(seconds, self.lock_ttl)
 
     def reserve(self, entry: Any) -> Any:
         """Claim it: no other beat sends it any more."""
         _ = self.producer  # connected, before anything is claimed
-        _ = self._sending.enter_context(_undisturbed())
+        if self._sending is not None:
+            self._sending.enter_context(_undisturbed())
         self._current().check()
-        runs = {} if self._runs is None else self._runs
-        self._unsent[entry.name] = runs.get(entry.name) or _stamp(entry)
-        claimed = super().reserve(entry)
-        runs[entry.name] = _stamp(claimed)
-        self._write(runs)
-        return claimed
+        before = _sent(entry)
+        reserved = super().reserve(entry)
+        self._unsent[entry.name] = before, _sent(reserved)
+        self._write({**(self._runs or {}), entry.name: _sent(reserved)})
+        return reserved
 
-    def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
-        """Send it; what the broker does not take is due again."""
+    def apply_entry(self, entry: Any, producer: Any = None) -> None:
+        """Send it, and log what becomes of that."""
+        _log.info("Scheduler: Sending due task %s (%s)", entry.name, entry.task)
         try:
-            sent = super().apply_async(entry, *args, **kwargs)
+            _ = self.apply_async(entry, producer=producer, advance=False)
         except beat.SchedulingError as error:
-            if not isinstance(error.__context__, (OperationalError, OSError)):
-                _ = self._unsent.pop(entry.name, None)  # it would fail again
-            raise
+            if isinstance(error.__context__, (OperationalError, ConnectionError)):
+                self._no_broker(error)
+                return
+            _log.exception("Message Error")  # it would fail again: left out, as Celery does
+        else:
+            self._told = "active"
         _ = self._unsent.pop(entry.name, None)
-        return sent
 
     def sync(self) -> None:
         """Save the schedule, if it is ours."""
@@ -149,7 +171,8 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         try:
             super().close()
         finally:
-            self._stand_by()
+            with _undisturbed():
+                self._stand_by()
 
     @property
     def info(self) -> str:
@@ -182,49 +205,63 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         """Read what was sent last by whoever was active before, and the schedule."""
         lock = self._current()
         lock.check()
-        fence = lock.fence
-        store = lock._store()
+        store, fence = lock._store(), lock.fence
         state = None if fence is None else drive(states.enter(store.database, self._key, fence), store)
         if state is None:
-            raise LockLost("somebody else has become active", key=self._key)
-        known = json.loads(state) if state else {}
-        runs = self._runs = {**{name: (moment, count) for name, (moment, count) in known.items()}, **self._unsent}
-        self._read_schedule()
-        oldest = (datetime.now(UTC) - MEMORY).isoformat()
-        for name, entry in self.schedule.items():
-            self._date(entry)
-            runs[name] = _stamp(entry)
-        for name in [name for name, (moment, _) in runs.items() if name not in self.schedule and moment < oldest]:
-            del runs[name]
-        self._write(runs)
+            raise LockLost(f"somebody has been active on {self._key!r} with a later fence", key=self._key)
+        runs = {name: Sent(*sent) for name, sent in json.loads(state or "{}").items()}
+        for name, (before, claimed) in self._unsent.items():
+            if runs.get(name) == claimed:
+                runs[name] = before
+        self._runs, self._heap = runs, None
+        anew = self._read is not lock
+        if anew:
+            super().setup_schedule()
+            self._read = lock
+        schedule = self.schedule
+        for entry in schedule.values():
+            (self._date_anew if anew else self._date)(entry)
+        self._write({name: _sent(entry) for name, entry in schedule.items()})
         self._unsent.clear()
         self._tell("active", "beat: active (fence %d)", fence)
 
-    def _read_schedule(self) -> None:
-        self._heap = self.old_schedulers = None
-        super().setup_schedule()
+    def _give_back(self) -> None:
+        """What the broker did not take is due again, soon, and until then other entries have their turns."""
+        self._write({**(self._runs or {}), **{name: before for name, (before, _) in self._unsent.items()}})
+        schedule = self.schedule
+        heap = [event for event in self._heap or () if event.entry.name not in self._unsent]
+        for entry in [schedule[name] for name in self._unsent if name in schedule]:
+            self._date(entry)
+            heap.append(beat.event_t(self._when(entry, PAUSE), 5, entry))
+        heapq.heapify(heap)
+        self._heap = heap
+        self._unsent.clear()
 
     def _date(self, entry: Any) -> None:
         """It was sent last when the state says so."""
-        if self._runs is None or entry.name not in self._runs:
-            return
-        text, count = self._runs[entry.name]
-        moment, before = datetime.fromisoformat(text), entry.last_run_at
-        if self._remembers and maybe_make_aware(before) >= moment:
-            return
-        entry.last_run_at = moment.replace(tzinfo=None) if before.tzinfo is None else moment.astimezone(before.tzinfo)
-        entry.total_run_count = count
+        sent = (self._runs or {}).get(entry.name)
+        if sent is not None:
+            moment, zone = datetime.fromisoformat(sent.moment), entry.last_run_at.tzinfo
+            entry.last_run_at = moment.replace(tzinfo=None) if zone is None else moment.astimezone(zone)
+            entry.total_run_count = sent.times
 
-    def _write(self, runs: Mapping[str, tuple[str, int]]) -> None:
+    def _date_anew(self, entry: Any) -> None:
+        """The same for an entry that has just been read."""
+        self._date(entry)
+
+    def _write(self, runs: dict[str, Sent]) -> None:
         lock = self._current()
         store, fence = lock._store(), lock.fence
         text = json.dumps(runs, separators=(",", ":"))
         if fence is None or not drive(states.write(store.database, self._key, fence, text), store):
             raise LockLost("somebody else has become active", key=self._key)
+        self._runs = runs
+
+    def _no_broker(self, error: Exception) -> None:
+        self._tell("no broker", "beat: the broker takes nothing for now: %s", error, level=logging.WARNING)
 
     def _stand_by(self) -> None:
         lock, self._lock, self._runs = self._lock, None, None
-        self._unsent.clear()
         if lock is not None:
             with contextlib.suppress(LockError):  # it ends by itself
                 lock.release()
@@ -248,6 +285,10 @@ class _Memory(dict[str, Any]):
 class PersistentScheduler(SingleBeat, beat.PersistentScheduler):  # type: ignore[misc]
     """Celery's default scheduler, of which any number may run; it remembers in the database, and makes no file."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._store = _Memory(entries={})
+        super().__init__(*args, **kwargs)
+
     class persistence:  # noqa: N801 - Celery's name for the module `shelve`
         """In place of a file."""
 
@@ -256,28 +297,45 @@ class PersistentScheduler(SingleBeat, beat.PersistentScheduler):  # type: ignore
             """Empty: what it would tell is in the database."""
             return _Memory()
 
-    _store: Any = _Memory()
 
-
-def _stamp(entry: Any) -> tuple[str, int]:
-    return maybe_make_aware(entry.last_run_at).astimezone(UTC).isoformat(), entry.total_run_count
+def _sent(entry: Any) -> Sent:
+    return Sent(maybe_make_aware(entry.last_run_at).astimezone(UTC).isoformat(), entry.total_run_count)
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """What would end this beat has to wait: between a claim and its message there is no good moment for that."""
+    """What would end this beat waits a moment: between a claim and its message there is no good one for that.
+
+    A second signal does not wait.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came = list[int]()
-    before = {
-        number: signal.signal(number, lambda number, _: came.append(number))
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    came, timers = list[int](), list[threading.Timer]()
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            _ = signal.signal(number, handler)
+
+    def wait(number: int, _: FrameType | None) -> None:
+        if came:
+            came.clear()
+            restore()
+            signal.raise_signal(number)
+            return
+        came.append(number)
+        timers.append(threading.Timer(PATIENCE, os.kill, (os.getpid(), number)))
+        timers[0].daemon = True
+        timers[0].start()
+
+    for each in before:
+        _ = signal.signal(each, wait)
     try:
         yield
     finally:
-        for which, handler in before.items():
-            _ = signal.signal(which, handler)
+        restore()
+        for timer in timers:
+            timer.cancel()
         for number in came:
             signal.raise_signal(number)

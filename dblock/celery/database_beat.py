@@ -1,39 +1,78 @@
 """One active beat over django-celery-beat's `DatabaseScheduler`.
 
-That one writes down when an entry was sent minutes later, or not at all if it is killed; so what the state says is
-believed where it is newer, after each reading of its tables, and written there by whoever is active.
+Each message is written to its tables as soon as it is sent, and not minutes later. Where a beat was killed before that,
+or one that was deposed wrote late, what the state says is newer, and is believed.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from datetime import datetime, timedelta
+from typing import Any, ClassVar, Final
 
+from celery.utils.time import maybe_make_aware
 from django.db import Error
 from django_celery_beat import schedulers
 
 from dblock.celery.beat import SingleBeat
+
+_IN_THE_PAST: Final = timedelta(days=365 * 30)
+"""So long ago, `ModelEntry` takes it, was what has a `start_time` and no `last_run_at`."""
+_DEFAULT: Final = "celery.backend_cleanup"
+"""The entry that the scheduler adds itself."""
 
 
 class DatabaseScheduler(SingleBeat, schedulers.DatabaseScheduler):  # type: ignore[misc]
     """The scheduler of django-celery-beat, of which any number may run."""
 
     _passing: ClassVar[tuple[type[Exception], ...]] = (*SingleBeat._passing, Error)
-    _remembers: ClassVar[bool] = True
 
     def all_as_schedule(self) -> Any:
         """Read its tables."""
         entries = super().all_as_schedule()
         for entry in entries.values():
-            self._date(entry)
+            self._date_anew(entry)
         return entries
 
-    def _read_schedule(self) -> None:
-        self._schedule, self._initial_read, self._dirty = None, True, set[str]()
-        super()._read_schedule()
+    def apply_entry(self, entry: Any, producer: Any = None) -> None:
+        """Send it, and write that down."""
+        super().apply_entry(entry, producer)
+        self.sync()
+
+    def sync(self) -> None:
+        """Write down what was sent; what is only claimed is not."""
+        claimed = self._dirty & self._unsent.keys()
+        self._dirty -= claimed
+        try:
+            super().sync()
+        finally:
+            self._dirty |= claimed
+
+    def _take_over(self) -> None:
+        if self._read is not self._lock:
+            self._schedule, self._initial_read, self._dirty = None, True, set[str]()
+        super()._take_over()
 
     def _date(self, entry: Any) -> None:
-        before = entry.last_run_at
         super()._date(entry)
-        if entry.last_run_at != before:
-            entry.model.last_run_at, entry.model.total_run_count = entry.last_run_at, entry.total_run_count
+        model = entry.model
+        if (model.last_run_at, model.total_run_count) != (entry.last_run_at, entry.total_run_count):
+            model.last_run_at, model.total_run_count = entry.last_run_at, entry.total_run_count
             self._dirty.add(entry.name)
+
+    def _date_anew(self, entry: Any) -> None:
+        sent = (self._runs or {}).get(entry.name)
+        if sent is not None and self._told_by(entry) < datetime.fromisoformat(sent.moment):
+            self._date(entry)
+
+    def _told_by(self, entry: Any) -> datetime:
+        """The moment from which the row knows what it says.
+
+        Without a `last_run_at` it was last changed then: it is to begin anew, as one that was enabled again. But rows
+        of entries that the app's settings tell of are changed by each beat that starts.
+        """
+        told: datetime = maybe_make_aware(entry.last_run_at)
+        changed = entry.model.date_changed
+        if changed is None or told not in {maybe_make_aware(changed), maybe_make_aware(changed) - _IN_THE_PAST}:
+            return told
+        ours = entry.name == _DEFAULT or entry.name in self.app.conf.beat_schedule
+        return told - _IN_THE_PAST if ours else maybe_make_aware(changed)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -19,6 +20,7 @@ from kombu.exceptions import EncodeError, OperationalError
 from sqlalchemy import create_engine
 
 from dblock.celery import PersistentScheduler
+from dblock.celery import beat as beat_module
 from dblock.celery.beat import PAUSE
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol import states
@@ -116,7 +118,7 @@ def test_what_is_due_is_sent_once_and_the_next_one_knows(
     make: Callable[..., Beat], face: str, database: str, known: Callable[[], Any]
 ) -> None:
     """By whoever is active; after it has ended in order the next one is at once, and sends it when it is due again."""
-    leave(database, 1, e=(2 * HOUR, 5), gone=(HOUR, 1), forgotten=(100 * HOUR, 1))
+    leave(database, 1, e=(2 * HOUR, 5), gone=(HOUR, 1))
     first, second = make(face), make(face)
     with ThreadPoolExecutor(1) as another:
         first.tick(3)
@@ -129,8 +131,7 @@ def test_what_is_due_is_sent_once_and_the_next_one_knows(
         assert count == 6
         assert abs(datetime.now(UTC) - moment).total_seconds() < 60
         assert second.scheduler.schedule["e"].last_run_at == moment
-        assert "gone" in known()
-        assert "forgotten" not in known()
+        assert "gone" not in known()
         assert another.submit(second.scheduler.close).result() is None
 
 
@@ -158,23 +159,93 @@ def test_a_beat_that_was_deposed_sends_nothing(
         assert beat.scheduler._wait()
         beat.scheduler._take_over()
         leave(database, 2**62, e=(1.0, 6))
-        assert beat.tick() == [0.0]
+        assert beat.tick() == [PAUSE]
     assert beat.sent == []
     assert beat.scheduler._lock is None
     assert "not active any more" in caplog.text
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let the time pass after which what was away is tried again, which is short."""
+    monkeypatch.setattr(beat_module, "PAUSE", 0.05)
+    return lambda: time.sleep(0.06)
+
+
 def test_what_the_broker_does_not_take_is_sent_when_it_is_back(
-    make: Callable[..., Beat], database: str, known: Callable[[], Any]
+    make: Callable[..., Beat], database: str, known: Callable[[], Any], soon: Callable[[], None]
 ) -> None:
-    """Once, whoever is active then."""
-    leave(database, 1, e=(2 * HOUR, 5))
-    beat = make()
-    beat.on_send = raises(OperationalError("away"), "t")
-    assert beat.tick(2) == [PAUSE] * 2
-    assert (beat.sent, known()["e"][1]) == ([], 6)
+    """Once; and in the meantime others have their turns."""
+    leave(database, 1, e=(2 * HOUR, 5), f=(HOUR + 1, 5))
+    beat = make(entries={name: {"task": name, "schedule": schedule(HOUR)} for name in ("e", "f")})
+    beat.on_send = raises(OperationalError("away"), "e")
+    for _ in range(3):
+        beat.tick(3)
+        soon()
+    assert beat.sent == ["f"]
+    assert known()["e"][1] == 5
     beat.on_send = str
     beat.tick(3)
+    assert beat.sent == ["f", "e"]
+    assert known()["e"][1] == 6
+
+
+def test_what_the_broker_did_not_take_is_sent_by_the_next_beat(make: Callable[..., Beat], database: str) -> None:
+    """Where the active one ends first."""
+    leave(database, 1, e=(2 * HOUR, 5))
+    first = make()
+    first.on_send = raises(OperationalError("away"), "t")
+    first.tick()
+    first.scheduler.close()
+    second = make()
+    second.tick()
+    assert (first.sent, second.sent) == ([], ["t"])
+
+
+def test_who_knows_that_it_sent_nothing_does_not_forget_it(
+    make: Callable[..., Beat], database: str, known: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broker and database were away at once, and then the lock was lost: it is sent when this one is active again."""
+    leave(database, 1, e=(2 * HOUR, 5))
+    beat = make()
+    beat.scheduler._wait()
+    beat.scheduler._take_over()
+    writes = list[str]()
+    real = states.write
+
+    def write(*arguments: Any) -> Any:
+        writes.append(arguments[-1])
+        if len(writes) > 1:
+            raise StoreUnanswered("away")
+        return (yield from real(*arguments))
+
+    monkeypatch.setattr(states, "write", write)
+    beat.on_send = raises(OperationalError("away"), "t")
+    assert beat.tick() == [PAUSE]
+    assert known()["e"][1] == 6
+    beat.scheduler._stand_by()
+    monkeypatch.setattr(states, "write", real)
+    beat.on_send = str
+    beat.tick(2)
+    assert (beat.sent, known()["e"][1]) == (["t"], 6)
+
+
+def test_a_broker_that_cannot_be_reached_ends_no_beat(
+    make: Callable[..., Beat], database: str, known: Callable[[], Any]
+) -> None:
+    """Nothing is claimed before there is a connection."""
+    leave(database, 1, e=(2 * HOUR, 5))
+    beat = make()
+    real = beat.scheduler._ensure_connected
+
+    def fail() -> None:
+        raise OperationalError("away")
+
+    beat.scheduler._ensure_connected = fail
+    assert beat.tick(2) == [PAUSE] * 2
+    assert known()["e"][1] == 5
+    beat.scheduler._ensure_connected = real
+    beat.tick(2)
     assert (beat.sent, known()["e"][1]) == (["t"], 6)
 
 
@@ -231,6 +302,31 @@ def test_what_is_claimed_is_sent_before_a_beat_ends(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (beat.sent, known()["e"][1]) == (["t"], 6)
+    assert run(database, "SELECT owner FROM locks WHERE lock_key = 'celery-beat:beats'") == [(None,)]
+
+
+def test_a_second_signal_does_not_wait(make: Callable[..., Beat], database: str) -> None:
+    """Where the broker hangs, a beat ends all the same; of its own, if nobody asks twice, after some seconds."""
+    leave(database, 1, e=(2 * HOUR, 5))
+    beat = make()
+
+    def stop(*_: object) -> None:
+        beat.scheduler.close()
+        raise SystemExit
+
+    def hang(_: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        beat.on_send = hang
+        with pytest.raises(SystemExit):
+            beat.tick()
+        assert signal.getsignal(signal.SIGTERM) is stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert beat.sent == []
     assert run(database, "SELECT owner FROM locks WHERE lock_key = 'celery-beat:beats'") == [(None,)]
 
 
