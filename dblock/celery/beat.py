@@ -91,6 +91,8 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         """By entry; None unless active."""
         self._unsent: dict[str, tuple[Sent, Sent]] = {}
         """What is claimed and not sent: how it was before, and the claim."""
+        self._number = 0
+        """Of the last write of the state."""
         self._sending: ExitStack | None = None
         self._heap: Any = None
         self._told = ""
@@ -206,10 +208,11 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         lock = self._current()
         lock.check()
         store, fence = lock._store(), lock.fence
-        state = None if fence is None else drive(states.enter(store.database, self._key, fence), store)
-        if state is None:
+        entered = None if fence is None else drive(states.enter(store.database, self._key, fence), store)
+        if entered is None:
             raise LockLost(f"somebody has been active on {self._key!r} with a later fence", key=self._key)
-        runs = {name: Sent(*sent) for name, sent in json.loads(state or "{}").items()}
+        runs = {name: Sent(*sent) for name, sent in json.loads(entered.state or "{}").items()}
+        self._number = max(self._number, entered.number)
         for name, (before, claimed) in self._unsent.items():
             if runs.get(name) == claimed:
                 runs[name] = before
@@ -253,7 +256,8 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         lock = self._current()
         store, fence = lock._store(), lock.fence
         text = json.dumps(runs, separators=(",", ":"))
-        if fence is None or not drive(states.write(store.database, self._key, fence, text), store):
+        self._number += 1
+        if fence is None or not drive(states.write(store.database, self._key, fence, self._number, text), store):
             raise LockLost("somebody else has become active", key=self._key)
         self._runs = runs
 

@@ -30,12 +30,18 @@ class States:
     def __init__(self, subject: Subject) -> None:
         self.store = subject.lock("k")._store()
         self.database = self.store.database
+        self.number = 0
 
     def enter(self, fence: int, key: str = "k") -> str | None:
-        return drive(states.enter(self.database, key, fence), self.store)
+        entered = drive(states.enter(self.database, key, fence), self.store)
+        if entered is not None:
+            self.number = max(self.number, entered.number)
+        return None if entered is None else entered.state
 
-    def write(self, fence: int, state: str, key: str = "k") -> bool:
-        return drive(states.write(self.database, key, fence, state), self.store)
+    def write(self, fence: int, state: str, key: str = "k", number: int | None = None) -> bool:
+        if number is None:
+            self.number = number = self.number + 1
+        return drive(states.write(self.database, key, fence, number, state), self.store)
 
 
 @pytest.fixture
@@ -58,6 +64,13 @@ def test_the_next_one_reads_what_the_last_one_wrote(over: States) -> None:
     assert over.enter(9) == "", "again"
 
 
+def test_the_table_is_made_as_often_as_it_is_missing(over: States, subject: Subject) -> None:
+    """On one connection, and by a statement without parameters."""
+    for _ in range(8):
+        assert over.enter(7) == ""
+        run(subject.database, "DROP TABLE lock_states")
+
+
 def test_an_earlier_tenure_writes_nothing_once_a_later_one_has_entered(over: States) -> None:
     """Nor does it enter any more; it may have been frozen for as long as it likes."""
     assert over.enter(7) == ""
@@ -68,6 +81,15 @@ def test_an_earlier_tenure_writes_nothing_once_a_later_one_has_entered(over: Sta
     assert over.write(2**62, "last")
     assert not over.write(7, "late")
     assert over.enter(2**62) == "last"
+
+
+def test_a_write_that_was_given_up_and_comes_late_changes_nothing(over: States) -> None:
+    """Its tenure goes on, and has written since: that is the last word."""
+    assert over.enter(7) == ""
+    assert over.write(7, "second", number=2)
+    assert not over.write(7, "first", number=1)
+    assert over.write(7, "second", number=2), "the same once more"
+    assert over.enter(8) == "second"
 
 
 def test_nobody_writes_without_entering(over: States) -> None:
@@ -141,9 +163,9 @@ def test_a_driver_that_counts_what_has_changed(subject: Subject, over: States) -
     )
     engine = create_engine("mysql+pymysql://", creator=connect)
     store = db_lock(engine, "k")._store()
-    assert drive(states.enter(store.database, "k", 7), store) == ""
-    for _ in range(2):
-        assert drive(states.write(store.database, "k", 7, "same"), store)
+    assert drive(states.enter(store.database, "k", 7), store) == ("", 0)
+    for number in (1, 1, 2):
+        assert drive(states.write(store.database, "k", 7, number, "same"), store)
     engine.dispose()
 
 

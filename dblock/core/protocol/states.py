@@ -11,6 +11,8 @@ Rule: a `write` that is answered is on disk, and so is the `enter` before it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps
@@ -25,8 +27,17 @@ def _send(database: Database, statement: Statement, parameters: Parameters) -> S
     return rows
 
 
-def enter(database: Database, key: str, fence: int) -> Steps[str | None]:
-    """The state as earlier tenures have left it, "" at first; None if a later one has entered it already."""
+class Entered(NamedTuple):
+    """A state as earlier tenures have left it."""
+
+    state: str
+    """ "" at first."""
+    number: int
+    """Of the last write; the next ones have higher ones."""
+
+
+def enter(database: Database, key: str, fence: int) -> Steps[Entered | None]:
+    """The state as it is; None if a later tenure has entered it already."""
     states = STATES[database.dialect.name]
     parameters: Parameters = {"key": key, "fence": fence}
     try:
@@ -37,11 +48,18 @@ def enter(database: Database, key: str, fence: int) -> Steps[str | None]:
         _ = yield from _send(database, states.make, {})
         _ = yield from _send(database, states.enter, parameters)
     rows = yield from _send(database, states.read, parameters)
-    return str(rows[0][0]) if rows else None
+    return Entered(str(rows[0][0]), int(rows[0][1])) if rows else None
 
 
-def write(database: Database, key: str, fence: int, state: str) -> Steps[bool]:
-    """Write it; False if a later tenure has entered the state, or if this one has not."""
-    parameters: Parameters = {"key": key, "fence": fence, "state": state}
-    rows = yield from _send(database, STATES[database.dialect.name].write, parameters)
-    return bool(rows)
+def write(database: Database, key: str, fence: int, number: int, state: str) -> Steps[bool]:
+    """Write it; False if a later tenure has entered the state, or this one has not.
+
+    `number` is higher than those of all writes before, whether they were answered or not: one that was given up and
+    still comes to the server does no harm then.
+    """
+    states = STATES[database.dialect.name]
+    parameters: Parameters = {"key": key, "fence": fence, "number": number, "state": state}
+    if (yield from _send(database, states.write, parameters)):
+        return True
+    rows = yield from _send(database, states.read, {"key": key, "fence": fence})  # its first sending was not answered
+    return bool(rows) and int(rows[0][1]) == number

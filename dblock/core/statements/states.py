@@ -32,10 +32,11 @@ CREATE TABLE IF NOT EXISTS lock_states (
 INSERT INTO lock_states (lock_key, fence, writes, state) VALUES (:key, :fence, 0, '')
 {if_there} fence = {words.greatest}(lock_states.fence, {words.bigint(":fence")})
 """
-    read = "SELECT state FROM lock_states WHERE lock_key = :key AND fence = :fence"
-    # Safe: names the tenure, and writes the same when it arrives twice. Whatever is written, it changes the row.
+    read = "SELECT state, writes FROM lock_states WHERE lock_key = :key AND fence = :fence"
+    # Safe: names the tenure and which of its writes it is; once a later one is there it changes nothing.
     write = f"""
-UPDATE lock_states SET writes = writes + 1, state = :state WHERE lock_key = :key AND fence = :fence {words.durable}
+UPDATE lock_states SET writes = {words.bigint(":number")}, state = :state
+WHERE lock_key = :key AND fence = :fence AND writes < {words.bigint(":number")} {words.durable}
 """
     return States(
         Statement("make_states", make, Reply.COUNT, keeps=True),
