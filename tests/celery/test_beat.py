@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -283,12 +284,9 @@ def test_a_claim_whose_answer_is_lost_is_claimed_again(
     assert (beat.sent, known()["e"][1]) == (["t"], 6)
 
 
-def test_what_is_claimed_is_sent_before_a_beat_ends(
-    make: Callable[..., Beat], database: str, known: Callable[[], Any]
-) -> None:
-    """SIGTERM between the claim and the message: it is lost otherwise; and then the key is free."""
-    leave(database, 1, e=(2 * HOUR, 5))
-    beat = make()
+@contextmanager
+def ends_on_sigterm(beat: Beat) -> Iterator[None]:
+    """As Celery has a beat end; its handler is in place again afterwards."""
 
     def stop(*_: object) -> None:
         beat.scheduler.close()
@@ -296,11 +294,22 @@ def test_what_is_claimed_is_sent_before_a_beat_ends(
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        beat.on_send = lambda _: os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(SystemExit):
-            beat.tick(3)
+            yield
+        assert signal.getsignal(signal.SIGTERM) is stop
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_what_is_claimed_is_sent_before_a_beat_ends(
+    make: Callable[..., Beat], database: str, known: Callable[[], Any]
+) -> None:
+    """SIGTERM between the claim and the message: it is lost otherwise; and then the key is free."""
+    leave(database, 1, e=(2 * HOUR, 5))
+    beat = make()
+    beat.on_send = lambda _: os.kill(os.getpid(), signal.SIGTERM)
+    with ends_on_sigterm(beat):
+        beat.tick(3)
     assert (beat.sent, known()["e"][1]) == (["t"], 6)
     assert run(database, "SELECT owner FROM locks WHERE lock_key = 'celery-beat:beats'") == [(None,)]
 
@@ -310,22 +319,13 @@ def test_a_second_signal_does_not_wait(make: Callable[..., Beat], database: str)
     leave(database, 1, e=(2 * HOUR, 5))
     beat = make()
 
-    def stop(*_: object) -> None:
-        beat.scheduler.close()
-        raise SystemExit
-
     def hang(_: str) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        beat.on_send = hang
-        with pytest.raises(SystemExit):
-            beat.tick()
-        assert signal.getsignal(signal.SIGTERM) is stop
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    beat.on_send = hang
+    with ends_on_sigterm(beat):
+        beat.tick()
     assert beat.sent == []
     assert run(database, "SELECT owner FROM locks WHERE lock_key = 'celery-beat:beats'") == [(None,)]
 
