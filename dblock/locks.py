@@ -189,6 +189,8 @@ class DbLock:
             label: free text of up to 255 characters for whoever inspects the lock.
             on_lost: called once, in a thread of its own, with the lock and a `Reason` when the lock is lost.
             on_at_risk: called likewise, with the lock, when a renewal is late.
+            on_revoke: called likewise, with the lock and by whom and why, when somebody asks for it back; the lease is
+                then renewed once a second, which is how that is heard.
             release: "auto": left inside an atomic() that was open when the lock was taken, the lock is kept until that
                 transaction has ended, by commit or rollback (kept, not guarded); "now".
             grace: seconds for which the key stays closed after a lease that expired (not after a release), for work

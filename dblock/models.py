@@ -100,6 +100,9 @@ class Lock(_Row):
     celery_task_id = ExactCharField(_("Celery task"), max_length=255)
     last_ticket = models.BigIntegerField(_("last ticket"), db_default=0)
     served_ticket = models.BigIntegerField(_("last ticket served"), db_default=0)
+    revoked_fence = models.BigIntegerField(_("last fence asked back"), db_default=0)
+    freed_fence = models.BigIntegerField(_("last fence freed"), db_default=0)
+    revocation = ExactCharField(_("by whom and why"), max_length=255, db_default="")
 
     class Meta:
         db_table = table("locks")

@@ -145,6 +145,8 @@ def db_lock(engine: Any = None, key: Any = ..., **options: Any) -> Lock | AsyncL
         label: free text of up to 255 characters for whoever inspects the lock.
         on_lost: called once, in a thread of its own, with the lock and a `Reason` when the lock is lost.
         on_at_risk: called likewise, with the lock, when a renewal is late.
+        on_revoke: called likewise, with the lock and by whom and why, when somebody asks for it back; the lease is
+            then renewed once a second, which is how that is heard.
         session: a Session (AsyncSession for an AsyncEngine). Left while its transaction is open, the lock is kept until
             that has ended, by commit or rollback.
         release: "auto"; "now" gives the lock back without regard to `session`.

@@ -79,6 +79,9 @@ def _add_locks(made: MetaData, prefix: str) -> None:
         Column("celery_task_id", _exact(255), nullable=False),
         Column("last_ticket", BigInteger, nullable=False, server_default=text("0")),
         Column("served_ticket", BigInteger, nullable=False, server_default=text("0")),
+        Column("revoked_fence", BigInteger, nullable=False, server_default=text("0")),
+        Column("freed_fence", BigInteger, nullable=False, server_default=text("0")),
+        Column("revocation", _exact(255), nullable=False, server_default=text("''")),
         # In MySQL `lock.guard()` locks its entries; the others have it too, so that Alembic sees one table everywhere.
         Index(f"{prefix}locks_pin", "lock_key", unique=True),
         **_INNODB,

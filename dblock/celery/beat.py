@@ -38,7 +38,7 @@ from celery.utils.time import maybe_make_aware
 from kombu.exceptions import OperationalError
 
 from dblock.celery.faces import face_for
-from dblock.core.errors import LockError, LockLost
+from dblock.core.errors import LockError, LockLost, LockRevoked
 from dblock.core.protocol import states
 from dblock.core.protocol.drive import drive
 
@@ -119,7 +119,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
                 if self._unsent:
                     self._give_back()
             self._current().check()
-        except LockLost as lost:
+        except (LockLost, LockRevoked) as lost:
             self._stand_by()
             self._tell("standing by", "beat: not active any more: %s", lost, level=logging.WARNING)
             return PAUSE

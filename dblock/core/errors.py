@@ -4,6 +4,7 @@
     |- LockTimeout            (TimeoutError)   somebody else held the key for as long as we were told to wait
     |- LockDeadlock                            flows wait for each other's locks in a circle
     |- LockLost                                the lease ended before the work did; `reason` says how
+    |- LockRevoked                             it is held, and somebody asks for it back
     |- LockNotHeld            (RuntimeError)   released, extended or used by a flow that does not hold it
     |- StaleSnapshot          (RuntimeError)   the transaction reads as of a moment before the lock was taken
     |- SynchronousOnlyOperation (RuntimeError) a wait that would block the event loop
@@ -101,6 +102,10 @@ class LockLost(LockError):
         super().__init__(message, key=key)
         self.reason = reason
         self.holder = holder
+
+
+class LockRevoked(LockError):
+    """Somebody, an administrator for example, asks for the lock back, which is held: finish, and release it."""
 
 
 class LockNotHeld(LockError, RuntimeError):

@@ -28,6 +28,7 @@ class Given(TypedDict, total=False):
     label: str
     on_lost: Callback | None
     on_at_risk: Callable[[Any], object] | None
+    on_revoke: Callable[[Any, str], object] | None
     release: Literal["auto", "now"]
     grace: Seconds
     min_hold: Seconds
@@ -43,6 +44,7 @@ class Options(NamedTuple):
     label: str = ""
     on_lost: Callback | None = None
     on_at_risk: Callable[[Any], object] | None = None
+    on_revoke: Callable[[Any, str], object] | None = None
     release: str = "auto"
     grace: float = 0.0
     min_hold: float = 0.0
@@ -57,6 +59,7 @@ def valid_options(
     label: str = "",
     on_lost: Callback | None = None,
     on_at_risk: Callable[[Any], object] | None = None,
+    on_revoke: Callable[[Any, str], object] | None = None,
     release: str = "auto",
     grace: Seconds = 0.0,
     min_hold: Seconds = 0.0,
@@ -68,7 +71,7 @@ def valid_options(
     for name, flag in (("renew", renew), ("interrupt", interrupt), ("fair", fair)):
         if flag is not True and flag is not False:
             raise TypeError(f"{name} is True or False, not {flag!r}")
-    told: dict[str, object] = {"on_lost": on_lost, "on_at_risk": on_at_risk}
+    told: dict[str, object] = {"on_lost": on_lost, "on_at_risk": on_at_risk, "on_revoke": on_revoke}
     for name, function in told.items():
         if function is not None and not (callable(function) and not inspect.iscoroutinefunction(function)):
             raise TypeError(f"{name} is a plain function or None, run in a thread of its own, not {function!r}")
@@ -76,11 +79,14 @@ def valid_options(
         raise ValueError(f'release is "auto" or "now", not {release!r}')
     if max_hold is not None and not renew:
         raise ValueError("max_hold says when renewal ends, and with renew=False there is none: leave one of them out")
+    if on_revoke is not None and not renew:
+        raise ValueError("on_revoke is heard of by renewals, and with renew=False there is none: leave one of them out")
     return Options(
         renew,
         valid_text(label, "label"),
         on_lost,
         on_at_risk,
+        on_revoke,
         release,
         valid_span(grace, "grace", "how long an expired lease keeps the key closed"),
         valid_span(min_hold, "min_hold", "how long a tenure keeps the key at least"),
@@ -100,6 +106,7 @@ _MEANINGS: Final = {
     "renew": "False for a lease that simply ends",
     "label": "free text for whoever inspects the lock",
     "on_lost": "called when the lock is lost",
+    "on_revoke": "called when somebody asks for the lock back",
     "min_hold": "seconds for which the key stays taken at least",
     "max_hold": "seconds after which renewal ends",
     "engine": "which comes first, before the key",

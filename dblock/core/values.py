@@ -101,6 +101,17 @@ class LockInfo:
     """Seconds until the lease ends; zero or less when it has ended."""
     label: str
     identity: Identity
+    revoked_fence: int = 0
+    """The last tenure that was asked back."""
+    freed_fence: int = 0
+    """The last tenure that was ended from outside."""
+    revocation: str = ""
+    """By whom and why the later of the two was."""
+
+    @property
+    def revoked(self) -> str | None:
+        """By whom and why this tenure was asked back; None if it was not."""
+        return self.revocation if self.owner and self.revoked_fence == self.fence else None
 
     def masked(self) -> LockInfo:
         """The same without the owner's token, which is nobody else's business."""

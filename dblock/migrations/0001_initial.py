@@ -84,6 +84,12 @@ class Migration(migrations.Migration):
                 ("celery_task_id", dblock.models.ExactCharField(max_length=255, verbose_name="Celery task")),
                 ("last_ticket", models.BigIntegerField(db_default=0, verbose_name="last ticket")),
                 ("served_ticket", models.BigIntegerField(db_default=0, verbose_name="last ticket served")),
+                ("revoked_fence", models.BigIntegerField(db_default=0, verbose_name="last fence asked back")),
+                ("freed_fence", models.BigIntegerField(db_default=0, verbose_name="last fence freed")),
+                (
+                    "revocation",
+                    dblock.models.ExactCharField(db_default="", max_length=255, verbose_name="by whom and why"),
+                ),
             ],
             options={"verbose_name": "lock", "verbose_name_plural": "locks", "db_table": dblock.models.table("locks")},
         ),

@@ -515,7 +515,7 @@ def test_the_longest_life_of_one_tenure_counts(store: FakeStore) -> None:
     grant = Grant(TENURE, clock.now(), 30.0)
     long, short = (Hold(store, current_flow(), grant, Entry(FakeLock(store), "acquire"), None) for _ in range(2))
     short.lease.reset(2.0, clock.now() + 1.8)
-    drive(Renewal(store, [long, short], runtime.current.watchdog.keeps, runtime.current.watchdog.look).steps(), store)
+    drive(Renewal(store, [long, short], runtime.current.watchdog).steps(), store)
     assert [[lease["life"] for lease in leases] for leases in written] == [[30.0]]
 
 
@@ -531,7 +531,7 @@ def test_a_row_that_is_busy_for_a_moment_is_no_news(
     store.answers["renew"] = busy
     grant = Grant(TENURE, clock.now() - (16.0 if late else 10.0), 30.0)
     hold = Hold(store, current_flow(), grant, Entry(FakeLock(store), "acquire"), None)
-    drive(Renewal(store, [hold], runtime.current.watchdog.keeps, runtime.current.watchdog.look).steps(), store)
+    drive(Renewal(store, [hold], runtime.current.watchdog).steps(), store)
     assert len([record for record in caplog.records if "could not renew" in record.getMessage()]) == late
 
 
@@ -556,7 +556,7 @@ def test_an_extension_that_fails_leaves_no_answer_valid(store: FakeStore) -> Non
     batches: list[Renewal] = []
 
     def cut(step: Execute) -> Rows:
-        batches.append(Renewal(store, [hold], runtime.current.watchdog.keeps, runtime.current.watchdog.look))
+        batches.append(Renewal(store, [hold], runtime.current.watchdog))
         raise LockStoreError("refused")
 
     store.answers["extend"] = cut

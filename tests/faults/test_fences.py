@@ -201,7 +201,7 @@ def test_a_renewal_says_which_tenures_live(subject: Subject) -> None:
     tenure, store = hold_of(lock).tenure, lock._store()
     old = tenure._replace(owner="somebody's", fence=tenure.fence - 1)
     _, living = drive(tenures.renew(store.database, [(old, 60.0), (tenure, 60.0)], now() + 5), store)
-    assert living == {tenure}
+    assert living == {tenure: None}
     lock.release()
 
 

@@ -114,6 +114,7 @@ def test_public_names() -> None:
         "LockError",
         "LockLost",
         "LockNotHeld",
+        "LockRevoked",
         "LockStoreError",
         "LockTimeout",
         "Reason",

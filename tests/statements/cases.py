@@ -173,6 +173,9 @@ def held(key: str = "k", **differently: Any) -> Record:
         "expires_at": At(20),
         "last_ticket": 10,
         "served_ticket": 10,
+        "revoked_fence": 6,
+        "freed_fence": 5,
+        "revocation": "root: please",
         **differently,
     }
 
@@ -199,9 +202,11 @@ def waiter(owner: str, ticket: int, **differently: Any) -> Record:
     }
 
 
-def leases(*due: tuple[str, str, int], life: float = 61.0) -> Record:
-    """The parameters that name many tenures."""
-    named = [{"key": key, "owner": owner, "fence": fence, "life": life} for key, owner, fence in due]
+def leases(*due: tuple[str, str, int], life: float = 61.0, unaware: int = 1) -> Record:
+    """The parameters that name many tenures, and whether their holders know that they were asked back."""
+    named = [
+        {"key": key, "owner": owner, "fence": fence, "life": life, "unaware": unaware} for key, owner, fence in due
+    ]
     return {"leases": json.dumps(named)}
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from tests.conftest import DATABASES
-from tests.statements import keys, waiters
+from tests.statements import administrators, keys, waiters
 from tests.statements.cases import BUSY, MYSQL, SERVERS, Case, Do, held, waiter
 
-_OF_EACH: Final = (*keys.CASES, *waiters.CASES)
+_OF_EACH: Final = (*keys.CASES, *waiters.CASES, *administrators.CASES)
 
 DURABLE: Final = (
     "take",
@@ -25,6 +25,8 @@ DURABLE: Final = (
     "hand_over_local",
     "grant",
     "heartbeat",
+    "free",
+    "revoke",
 )
 """What is relied on: it may not be lost in a crash, even if the session has synchronous_commit = off."""
 FAST: Final = ("release", "leave", "reap", "join", "announce", "inherit", "leave_queue", "clear", "forget")
@@ -39,9 +41,22 @@ _CREATION: Final = Do(
 )
 _LATER: Final = ("renew", "join", "announce", "grant", "accept", "hand_over_local", "clear")
 """What is tried again."""
+_OUTSIDE: Final = ("free", "revoke")
 BOUNDED: Final = {
     "postgresql": {
-        _ROW: ("take", "reenter", "extend", *_LATER, "attach", "adopt", "detach", "release", "leave", "reap"),
+        _ROW: (
+            "take",
+            "reenter",
+            "extend",
+            *_LATER,
+            "attach",
+            "adopt",
+            "detach",
+            "release",
+            "leave",
+            "reap",
+            *_OUTSIDE,
+        ),
         _PLACE: ("grant", "inherit", "leave_queue", "heartbeat", "forget"),
         _CREATION: ("create",),
     },
@@ -74,6 +89,8 @@ GRANT_RETRY: Final = [
         "accept",
         "inherit",
         "clear",
+        "free",
+        "revoke",
     ),
 ]
 """What goes on while a transaction pins the key."""

@@ -146,7 +146,15 @@ _TAKE: Final = (
     ),
 )
 
-_CREATED: Final = {**BEGUN, "lock_key": "k", "last_ticket": 0, "served_ticket": 0}
+_CREATED: Final = {
+    **BEGUN,
+    "lock_key": "k",
+    "last_ticket": 0,
+    "served_ticket": 0,
+    "revoked_fence": 0,
+    "freed_fence": 0,
+    "revocation": "",
+}
 
 _CREATE: Final = (
     Case(
@@ -181,7 +189,10 @@ _INSPECT: Final = (
         "the row of a key",
         keys=[held(), held("j", owner="other")],
         reply=[
-            ("me", 7, 1, 30.0, Ago(10), Left(20), "old label", "old host", 1, "old thread", "old program", "old task"),
+            (
+                *("me", 7, 1, 30.0, Ago(10), Left(20)),
+                *("old label", "old host", 1, "old thread", "old program", "old task", 6, 5, "root: please"),
+            ),
         ],
     ),
     Case("inspect", "none where there is none", keys=[held("j")]),
@@ -266,6 +277,22 @@ _RENEW: Final = (
         given=leases(("k", "me", 7)),
         reply=DONE,
     ),
+    Case(
+        "renew",
+        "one that was asked back is not renewed while its holder is unaware of that",
+        keys=[held(revoked_fence=7), held("j")],
+        given=leases(("k", "me", 7), ("j", "me", 7)),
+        reply=DONE,
+        after={"j": {"expires_at": At(61)}},
+    ),
+    Case(
+        "renew",
+        "it is once its holder knows",
+        keys=[held(revoked_fence=7)],
+        given=leases(("k", "me", 7), unaware=0),
+        reply=DONE,
+        after={"k": {"expires_at": At(61)}},
+    ),
     Case("renew", "a lease that has ended is not revived", keys=[held(expires_at=At(-0.5))], given=leases(_SOME[0])),
     Case("renew", "an owner's later tenure is not renewed", keys=[held(fence=8)], given=leases(_SOME[0])),
     Case("renew", "another owner's is not", keys=[held(owner="other")], given=leases(_SOME[0])),
@@ -279,7 +306,21 @@ _RENEW: Final = (
 )
 
 _ALIVE: Final = (
-    Case("alive", "those of many that are", keys=_OF_SOME, given=leases(*_SOME), reply=[("k", "me", 7)]),
+    Case("alive", "those of many that are", keys=_OF_SOME, given=leases(*_SOME), reply=[("k", "me", 7, None)]),
+    Case(
+        "alive",
+        "and by whom and why it was asked back",
+        keys=[held(revoked_fence=7), held("j")],
+        given=leases(("k", "me", 7)),
+        reply=[("k", "me", 7, "root: please")],
+    ),
+    Case(
+        "alive",
+        "if only without words",
+        keys=[held(revoked_fence=7, revocation="")],
+        given=leases(("k", "me", 7)),
+        reply=[("k", "me", 7, "")],
+    ),
     Case(
         "alive",
         "keys and owners that differ in case are others",

@@ -21,6 +21,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.pool import NullPool
 
 from dblock.core.statements import DIALECTS
+from dblock.core.statements.administration import Administration, administration
 from dblock.core.statements.base import Dialect, Failure, Queue, Reply, Statement, perform
 from tests.statements.cases import LEVELS, MYSQL, REQUEST, Ago, Answer, At, Case, Do, Left, Record
 
@@ -320,6 +321,7 @@ class Laboratory:
 KEYS: Final = (
     *("lock_key", "owner", "fence", "count", "ttl", "acquired_at", "expires_at", "label", "host", "pid", "thread"),
     *("program", "celery_task_id", "last_ticket", "served_ticket"),
+    *("revoked_fence", "freed_fence", "revocation"),
 )
 PLACES: Final = (
     *("owner", "lock_key", "ticket", "ttl", "label", "host", "pid", "thread", "program", "celery_task_id", "channel"),
@@ -328,14 +330,15 @@ PLACES: Final = (
 
 
 def named(dialect: Dialect, name: str) -> Statement:
-    """A statement by its name, be it of the key's row or of the queue."""
-    statement: Statement = getattr(dialect if hasattr(dialect, name) else dialect.queue, name)
+    """A statement by its name, be it of the key's row, of the queue or of an administrator."""
+    homes = (dialect, dialect.queue, administration(dialect.name))
+    statement: Statement = next(getattr(home, name) for home in homes if hasattr(home, name))
     return statement
 
 
 def statements(dialect: Dialect) -> dict[str, Statement]:
     """All of them."""
-    names = [field.name for part in (Dialect, Queue) for field in fields(part)]
+    names = [*(field.name for part in (Dialect, Queue) for field in fields(part)), *Administration._fields]
     found = {name: named(dialect, name) for name in names}
     return {name: statement for name, statement in found.items() if isinstance(statement, Statement)}
 

@@ -68,7 +68,15 @@ EQUIVALENT: Final = (
         "the only index of use has the tickets in order (the other order is noticed)",
     ),
     Excuse(
-        *("m*", "[sd]*", "ORDER BY * -> nothing"),
+        *("*", "list_waiters", "ORDER BY ticket -> nothing"),
+        "the index that leads to them has the tickets in order (the other order is noticed)",
+    ),
+    Excuse(
+        *("sqlite", "list_keys", "ORDER BY lock_key -> nothing"),
+        "the index that leads to them has the keys in order (the other order is noticed)",
+    ),
+    Excuse(
+        *("m*", "[sdl]*", "ORDER BY * -> nothing"),
         "InnoDB keeps a table in the order of its primary key (the other order is noticed)",
     ),
     Excuse(

@@ -15,9 +15,8 @@ import pytest
 from sqlalchemy import create_engine
 
 import sqlalchemy_dblock
-from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
-from dblock.core.statements.common import TENURE, WAITER, dialect
+from dblock.core.statements.common import REVOKED, TENURE, WAITER, dialect
 from dblock.core.statements.vocabulary import Vocabulary
 from tests.support.lab import until
 
@@ -64,7 +63,7 @@ RENEW: Final = Statement(
     "renew",
     f"""
 UPDATE locks SET expires_at = max(expires_at, {SQL.after("json_extract(due.value, '$.life')")})
-FROM json_each(:leases) AS due {_DUE}
+FROM json_each(:leases) AS due {_DUE} AND (revoked_fence <> fence OR json_extract(due.value, '$.unaware') = 0)
 """,
     Reply.COUNT,
     keeps=True,
@@ -72,7 +71,7 @@ FROM json_each(:leases) AS due {_DUE}
 )
 ALIVE: Final = Statement(
     "alive",
-    f"SELECT lock_key, owner, fence FROM json_each(:leases) AS due CROSS JOIN locks {_DUE}",
+    f"SELECT lock_key, owner, fence, {REVOKED} FROM json_each(:leases) AS due CROSS JOIN locks {_DUE}",
     Reply.ROWS,
     keeps=True,
 )
@@ -164,7 +163,7 @@ DIALECT: Final = dialect(
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(DIALECTS, "sqlite", DIALECT)
+    monkeypatch.setattr("dblock.core.statements.sqlite.DIALECT", DIALECT)
     path = tmp_path / "pretend.sqlite3"
     engine = create_engine(f"sqlite:///{path}")
     with engine.begin() as connection:

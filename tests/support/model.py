@@ -249,6 +249,9 @@ class World:
             "expires_at": self.time + p["life"],
             "last": row["last"] if row else 0,
             "served": row["served"] if row else 0,
+            "revoked": row["revoked"] if row else 0,
+            "freed": row["freed"] if row else 0,
+            "revocation": row["revocation"] if row else "",
         }
         return [(fence,)]
 
@@ -271,7 +274,10 @@ class World:
         if row is None:
             return []
         age, left = self.time - row["acquired_at"], row["expires_at"] - self.time
-        return [(row["owner"], row["fence"], row["count"], row["ttl"], age, left, "", "h", 1, "t", "p", "")]
+        revocation = (row["revoked"], row["freed"], row["revocation"])
+        return [
+            (row["owner"], row["fence"], row["count"], row["ttl"], age, left, "", "h", 1, "t", "p", "", *revocation)
+        ]
 
     def _tenure(self, p: dict[str, Any]) -> dict[str, Any] | None:
         row = self.rows.get(p["key"])
@@ -293,16 +299,21 @@ class World:
         return [()]
 
     def _renew(self, p: dict[str, Any]) -> Rows:
-        rows = [self._tenure(lease) for lease in json.loads(p["leases"])]
-        alive = [row for row in rows if row and row["expires_at"] > self.time]
-        for row, lease in zip(rows, json.loads(p["leases"]), strict=True):
-            if row in alive and row:
+        renewed = []
+        for lease in json.loads(p["leases"]):
+            row = self._tenure(lease)
+            if row and row["expires_at"] > self.time and not (row["revoked"] == row["fence"] and lease["unaware"]):
                 row["expires_at"] = max(row["expires_at"], self.time + lease["life"])
-        return [()] * len(alive)
+                renewed.append(())
+        return renewed
 
     def _alive(self, p: dict[str, Any]) -> Rows:
         rows = [(lease["key"], self._tenure(lease)) for lease in json.loads(p["leases"])]
-        return [(key, row["owner"], row["fence"]) for key, row in rows if row and row["expires_at"] > self.time]
+        alive = [(key, row) for key, row in rows if row and row["expires_at"] > self.time]
+        return [(key, row["owner"], row["fence"], self._revoked(row)) for key, row in alive]
+
+    def _revoked(self, row: dict[str, Any]) -> str | None:
+        return row["revocation"] if row["revoked"] == row["fence"] else None
 
     def _release(self, p: dict[str, Any]) -> Rows:
         row = self._tenure(p)

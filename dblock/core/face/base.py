@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire.acquiring import Refused
-from dblock.core.errors import LockLost, LockNotHeld, LockTimeout, Reason
+from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, LockTimeout, Reason
 from dblock.core.face.key_template import Template
 from dblock.core.holding.flow import Block, Hold
 from dblock.core.holding.lease import Loss
@@ -78,6 +78,9 @@ class BaseLock:
 
     def _who_hears_of_risk(self) -> list[Callable[[], object]]:
         return [functools.partial(self.options.on_at_risk, self)] if self.options.on_at_risk else []
+
+    def _who_hears_of_revocation(self, words: str) -> list[Callable[[], object]]:
+        return [functools.partial(self.options.on_revoke, self, words)] if self.options.on_revoke else []
 
     def _interrupt_body(self, hold: Hold) -> None:
         """Cancel what runs under the lock in an asyncio task, where that was asked for."""
@@ -170,14 +173,23 @@ class BaseLock:
         hold = self._hold()
         return None if hold is None else hold.lease.state
 
-    def check(self) -> None:
-        """Raise LockLost unless this flow surely holds the lock at this moment; no I/O."""
+    @property
+    def revoked(self) -> str | None:
+        """By whom and why this flow's hold was asked back, as far as it is known here; None if it was not. No I/O."""
         hold = self._hold()
-        if hold is None:
-            never = "is not held by this thread or task, which has not acquired it or has released it already"
-            raise LockLost(f"{self._key!r} {never}", key=self._key)
-        if hold.lease.remaining() <= 0:
-            raise self._lost(hold)
+        return None if hold is None else hold.revoked
+
+    def check(self) -> None:
+        """Raise LockLost unless this flow surely holds the lock at this moment; no I/O.
+
+        And LockRevoked once it was asked back (which the next renewal brings to light): it is held, and to be given
+        back soon.
+        """
+        hold = self._surely_held()
+        if hold.revoked is not None:
+            raise LockRevoked(
+                f"{self._key!r} (fence {hold.tenure.fence}) was asked back: {hold.revoked}", key=self._key
+            )
 
     def __repr__(self) -> str:
         hold = self._hold()
@@ -185,6 +197,15 @@ class BaseLock:
         return f"<{type(self).__name__} {self._key!r}: {held}>"
 
     # -- helpers
+
+    def _surely_held(self) -> Hold:
+        hold = self._hold()
+        if hold is None:
+            never = "is not held by this thread or task, which has not acquired it or has released it already"
+            raise LockLost(f"{self._key!r} {never}", key=self._key)
+        if hold.lease.remaining() <= 0:
+            raise self._lost(hold)
+        return hold
 
     def _hold(self) -> Hold | None:
         """What this flow holds, else what the one open `with` of this object does, wherever that was entered."""

@@ -59,7 +59,7 @@ def detach(lock: BaseLock) -> Steps[str]:
     if lock.forked_from is not None:
         raise lock._forked()
     hold = lock._own_hold("detach")
-    lock.check()
+    _ = lock._surely_held()
     database, count = hold.store.database, len(hold.entries) if hold.shared_entries is None else 0
     if not (
         yield from tenures.detach(database, hold.tenure, hold.lease.ttl, hold.lease.grace, count=count, who=hold.who)

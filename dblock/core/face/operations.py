@@ -5,8 +5,6 @@ Rule: a function here acts for the flow that runs it, on that flow's hold and on
 
 from __future__ import annotations
 
-from typing import cast
-
 from dblock.core import runtime
 from dblock.core.errors import LockStoreError, Reason, StaleSnapshot
 from dblock.core.face.base import BaseLock
@@ -25,7 +23,7 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
     if lock.forked_from is not None:
         raise lock._forked()
     hold = lock._own_hold("extend")
-    lock.check()
+    _ = lock._surely_held()
     database, before = lock._store().database, hold.lease.ttl
     # It may take effect and its answer never come: from now on no more is trusted than the new lease gives.
     hold.lease.reset(ttl, Grant(hold.tenure, database.now(), ttl).trusted_until)
@@ -52,9 +50,8 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
 
 def verify(lock: BaseLock) -> Steps[bool]:
     """True if the row still shows this flow's tenure; else raises LockLost."""
-    lock.check()
-    hold = lock._hold()
-    if hold is not None and not (yield from tenures.verify(lock._store().database, hold.tenure)):
+    hold = lock._surely_held()
+    if not (yield from tenures.verify(lock._store().database, hold.tenure)):
         yield from find_out(hold)
         raise lock._lost(hold)
     return True
@@ -62,8 +59,7 @@ def verify(lock: BaseLock) -> Steps[bool]:
 
 def guarding(lock: BaseLock) -> Steps[tuple[Hold, Execute]]:
     """The hold of this flow, and the statement that pins it in the transaction in which it is run."""
-    lock.check()
-    hold = cast("Hold", lock._hold())
+    hold = lock._surely_held()
     store = hold.store
     if store.pin is None:
         store.pin = yield from tenures.pin(store.database)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import secrets
 import sys
 import threading
@@ -23,7 +24,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 from dblock.core.errors import Reason
 from dblock.core.holding.lease import Lease
@@ -31,6 +32,9 @@ from dblock.core.identity import process_identity, storable
 from dblock.core.options import Options
 from dblock.core.protocol.store import Store
 from dblock.core.values import Grant, Tenure
+
+LISTENING_PACE: Final = 1.0
+"""Seconds between two renewals of what its holder wants to be asked back (`on_revoke`)."""
 
 
 class Flow:
@@ -144,6 +148,8 @@ class HoldObserver(Protocol):
 
     def _who_hears_of_risk(self) -> list[Callable[[], object]]: ...
 
+    def _who_hears_of_revocation(self, words: str, /) -> list[Callable[[], object]]: ...
+
     def _defers(self, hold: Hold, /) -> bool:
         """Is the hold to be kept until a transaction of the caller's ends? Then that will give it back."""
         ...
@@ -198,6 +204,7 @@ class Hold:
         "max_hold",
         "min_hold",
         "outer",
+        "revoked",
         "risk_reported",
         "shared_entries",
         "store",
@@ -215,7 +222,13 @@ class Hold:
         """The flow that has it, for as long as that lives; the block of a `with` may outlive it."""
         self.who = flow.who
         self.tenure: Tenure = grant.tenure
-        self.lease = Lease(grant, store.database.now, grace=options.grace, renewing=options.renew and store.renewable)
+        self.lease = Lease(
+            grant,
+            store.database.now,
+            grace=options.grace,
+            renewing=options.renew and store.renewable,
+            pace=LISTENING_PACE if options.on_revoke else math.inf,
+        )
         self.ticket = grant.ticket
         self.local_handovers = grant.local_handovers
         self.min_hold = options.min_hold
@@ -232,6 +245,8 @@ class Hold:
         """How many entries of others the row counts, as far as we know; None while no token has been handed out."""
         self.unused_tokens = 0
         """How many tokens were handed out from inside of it, and may not have been used yet."""
+        self.revoked: str | None = None
+        """By whom and why it was asked back, once a renewal has met that."""
         self.risk_reported = False
         """Has somebody been told that a renewal is late?"""
         self.loss_reported = False

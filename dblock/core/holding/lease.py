@@ -34,12 +34,15 @@ class Loss(NamedTuple):
 
     reason: Reason
     holder: LockInfo | None = None
+    words: str = ""
+    """By whom and why it was freed, where that was said."""
     early: bool = False
     """Did somebody take it over while the lease was good?"""
 
     def __str__(self) -> str:
         early = "it was freed by somebody (or the database's clock set forward) before its lease ended, and taken over"
-        what = early if self.early else _WHAT_HAPPENED[self.reason]
+        what = early if self.early and not self.words else _WHAT_HAPPENED[self.reason]
+        what += f" ({self.words})" if self.words else ""
         if self.holder is None:
             return what
         then = "" if self.reason is Reason.TAKEN_OVER else "; it was taken over"
@@ -57,6 +60,7 @@ class Lease:
         "grace",
         "loss",
         "now",
+        "pace",
         "reason_if_lost",
         "renewed",
         "renewing",
@@ -65,13 +69,17 @@ class Lease:
         "ttl",
     )
 
-    def __init__(self, grant: Grant, now: Callable[[], float], *, grace: float, renewing: bool) -> None:
+    def __init__(
+        self, grant: Grant, now: Callable[[], float], *, grace: float, renewing: bool, pace: float = math.inf
+    ) -> None:
         self._mutex = threading.RLock()  # a signal handler may run between any two lines
         self.now = now
         """The local clock."""
         self.ttl = grant.ttl
         self.grace = grace
         self.renewing = renewing
+        self.pace = pace
+        """It is renewed after so many seconds even if a third of the term is longer: renewals also bring news."""
         self.acquired = self.renewed = grant.sent
         self.term = grant.lasts
         """The seconds that the last statement gave; less than the ttl if the tenure began with the lease of a place."""
@@ -81,7 +89,7 @@ class Lease:
         """What to report if trust runs out before the renewal that is due succeeds; None while none is due."""
         self.epoch = 0
         """How often the ttl was set: the answer to a renewal sent before does not count."""
-        self.due = grant.sent + self.term / 3 if renewing else grant.trusted_until
+        self.due = grant.sent + min(self.term / 3, pace) if renewing else grant.trusted_until
         """The local time at which the watchdog has to do something about it."""
 
     @property
@@ -123,7 +131,7 @@ class Lease:
                 self.trusted_until = max(self.trusted_until, grant.trusted_until)
                 if grant.sent > self.renewed:
                     self.renewed, self.term = grant.sent, self.ttl
-                    self.due = grant.sent + self.term / 3 if self.renewing else self.trusted_until
+                    self.due = grant.sent + min(self.term / 3, self.pace) if self.renewing else self.trusted_until
                     self.reason_if_lost = None
             return True
 
@@ -155,7 +163,7 @@ class Lease:
             if not self.lose(loss):
                 before = self.loss or loss
                 known = before.early or before.reason in {Reason.BLOCKED, Reason.RELEASED}
-                self.loss = before._replace(holder=loss.holder) if known else loss
+                self.loss = before._replace(holder=loss.holder, words=loss.words) if known else loss
 
     def snapshot(self) -> Lease:
         """A copy that changes no more."""

@@ -15,6 +15,7 @@ part of a longer transaction (but see `joined` below):
     (no row) --create--> held       free --take--> held       expired --take--> held      a new tenure, a new fence
     held --extend, reenter, renew, attach, adopt, detach--> held                          the same tenure
     held --release, leave--> held, count - 1     or, from count 1,     free
+    held, expired --free--> free                                                          from outside: `administration`
     held --time--> expired
     free, expired --reap, after the retention--> (no row)
 
@@ -70,9 +71,9 @@ Rule of this module: pure generators and functions; no I/O, no sleeping, no cloc
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from dblock.core.errors import LockStoreError, Reason, StoreUnanswered
 from dblock.core.log import warn
@@ -118,9 +119,14 @@ def inspect(database: Database, key: str, until: float | None = None) -> Steps[L
     _, rows = yield from send(database, database.dialect.inspect, {"key": key}, end, resend=True)
     if not rows:
         return None
-    owner, fence, count, ttl, age, remaining, label, host, pid, thread, program, task = rows[0]
+    return info_of(key, rows[0])
+
+
+def info_of(key: str, columns: Sequence[Any]) -> LockInfo:
+    """The row of a key, by the columns that `inspect` answers."""
+    owner, fence, count, ttl, age, remaining, label, host, pid, thread, program, task, *revocation = columns
     identity = Identity(host, pid, thread, program, task)
-    return LockInfo(key, owner, fence, count, float(ttl), float(age), float(remaining), label, identity)
+    return LockInfo(key, owner, fence, count, float(ttl), float(age), float(remaining), label, identity, *revocation)
 
 
 def verify(database: Database, tenure: Tenure) -> Steps[bool]:
@@ -158,32 +164,46 @@ def reenter(database: Database, tenure: Tenure, count: int, ttl: float, grace: f
 
 
 def renew(
-    database: Database, leases: Sequence[tuple[Tenure, float]], until: float
-) -> Steps[tuple[float, set[Tenure] | None]]:
+    database: Database, leases: Sequence[tuple[Tenure, float]], until: float, unaware: Collection[Tenure] = ()
+) -> Steps[tuple[float, Mapping[Tenure, str | None] | None]]:
     """Let each of many leases last its number of seconds more; when that was sent, and which are alive (None: all).
 
-    One round trip, a second one only if some tenure is over. `until` is the local time after which conflicts are not
-    tried again; an answer is of use for as long as the longest of the leases. Raises StoreBusy at once if a stranger
-    has locked one of the rows.
+    One round trip, a second one only if some tenure is over, or was asked back while its holder is `unaware` of that:
+    then it is alive, and was not renewed. With each that is alive comes by whom and why it was asked back, or None.
+    `until` is the local time after which conflicts are not tried again; an answer is of use for as long as the longest
+    of the leases. Raises StoreBusy at once if a stranger has locked one of the rows.
     """
-    due = [{**tenure._asdict(), "life": life} for tenure, life in leases]
+    due = [{**tenure._asdict(), "life": life, "unaware": int(tenure in unaware)} for tenure, life in leases]
     parameters: Parameters = {"leases": json.dumps(due, ensure_ascii=False)}
     answer = database.now() + max(life for _, life in leases)
     sent, rows = yield from send(database, database.dialect.renew, parameters, until, resend=True, answer=answer)
     if len(rows) == len(leases):
         return sent, None
     _, rows = yield from send(database, database.dialect.alive, parameters, until, resend=True, answer=answer)
-    return sent, {Tenure(key, owner, int(fence)) for key, owner, fence in rows}
+    return sent, {Tenure(key, owner, int(fence)): revoked for key, owner, fence, revoked in rows}
 
 
-def why_lost(database: Database, tenure: Tenure) -> Steps[tuple[Reason, LockInfo | None]]:
-    """What became of a tenure that is over, and who took the key over."""
+class WhyLost(NamedTuple):
+    """What became of a tenure that is over."""
+
+    reason: Reason
+    holder: LockInfo | None = None
+    """Who took the key over, if somebody did."""
+    words: str = ""
+    """By whom and why it was ended, where that was said."""
+
+
+def why_lost(database: Database, tenure: Tenure) -> Steps[WhyLost]:
+    """What became of a tenure that is over."""
     info = yield from inspect(database, tenure.key)
     if info is None:
-        return Reason.GONE, None
-    if info.fence != tenure.fence:
-        return Reason.TAKEN_OVER, info.masked()
-    return (Reason.EXPIRED if info.owner == tenure.owner else Reason.FREED), None
+        return WhyLost(Reason.GONE)
+    heir = None if info.fence == tenure.fence else info.masked()
+    if info.freed_fence == tenure.fence:
+        return WhyLost(Reason.FREED, heir, info.revocation if info.revoked_fence <= info.freed_fence else "")
+    if heir is not None:
+        return WhyLost(Reason.TAKEN_OVER, heir)
+    return WhyLost(Reason.EXPIRED if info.owner == tenure.owner else Reason.FREED)
 
 
 def attach(

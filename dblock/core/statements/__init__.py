@@ -5,18 +5,32 @@ Rule: `common` writes the statements once; a database's module gives its vocabul
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Final
 
 from dblock.core.errors import UnsupportedDatabase
-from dblock.core.statements import mysql, postgresql, sqlite
 from dblock.core.statements.base import Dialect, Tables
 
-DIALECTS: Final[dict[str, Dialect]] = {
-    "postgresql": postgresql.DIALECT,
-    "mysql": mysql.DIALECT,
-    "mariadb": mysql.MARIADB,
-    "sqlite": sqlite.DIALECT,
-}
+
+class _Dialects(Mapping[str, Dialect]):
+    """Each is imported when somebody asks for it."""
+
+    _homes: Final = {"postgresql": "postgresql", "mysql": "mysql", "mariadb": "mysql", "sqlite": "sqlite"}
+
+    def __getitem__(self, vendor: str) -> Dialect:
+        home = import_module(f"{__name__}.{self._homes[vendor]}")
+        found: Dialect = home.MARIADB if vendor == "mariadb" else home.DIALECT
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._homes)
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+
+DIALECTS: Final = _Dialects()
 """By the vendor names that Django and SQLAlchemy use."""
 
 

@@ -97,15 +97,17 @@ class Dialect:
     create: Statement
     """Begin the first tenure of a key that has no row -> fence."""
     inspect: Statement
-    """Read a key's row: owner, fence, count, ttl, age, remaining, label, host, pid, thread, program, task."""
+    """Read a key's row: owner, fence, count, ttl, age, remaining, label, host, pid, thread, program, task,
+    revoked_fence, freed_fence, revocation."""
     reenter: Statement
     """Raise the count of a live tenure by one; the lease never gets shorter."""
     extend: Statement
     """Set the lease of a live tenure to end one life from now."""
     renew: Statement
-    """Let the leases of many live tenures last at least one life more -> how many there were."""
+    """Let the leases of many live tenures last at least one life more -> how many there were. One that was asked back
+    is left out if its holder is `unaware` of that."""
     alive: Statement
-    """Those of many tenures that are alive -> key, owner, fence."""
+    """Those of many tenures that are alive -> key, owner, fence, revocation (null if nobody has asked it back)."""
     attach: Statement
     """Enter a live tenure by its token -> count."""
     adopt: Statement

@@ -18,6 +18,8 @@ from dblock.core.statements.base import Dialect, Failure, Queue, Reply, Statemen
 from dblock.core.statements.vocabulary import Vocabulary
 
 WHO: Final = "label, host, pid, thread, program, celery_task_id"
+REVOKED: Final = "CASE WHEN revoked_fence = locks.fence THEN revocation END"
+"""By whom and why the tenure in a row was asked back; null if it was not."""
 TENURE: Final = f"lock_key, owner, fence, count, ttl, acquired_at, expires_at, {WHO}"
 WAITER: Final = f"owner, lock_key, ticket, ttl, {WHO}, channel, joined_at, expires_at"
 
@@ -146,7 +148,8 @@ WHERE lock_key = :key AND {free}
 def inspect(words: Vocabulary) -> Statement:
     """Safe: reads only, without locks."""
     sql = f"""
-SELECT owner, fence, count, ttl, {words.since("acquired_at")}, {words.until("expires_at")}, {WHO}
+SELECT owner, fence, count, ttl, {words.since("acquired_at")}, {words.until("expires_at")}, {WHO},
+       revoked_fence, freed_fence, revocation
 FROM locks WHERE lock_key = :key
 """
     return Statement("inspect", sql, Reply.ROWS)
@@ -463,7 +466,10 @@ CREATE TABLE locks (
     acquired_at {words.time} NOT NULL,
     expires_at {words.time} NOT NULL,{who}
     last_ticket bigint DEFAULT 0 NOT NULL,
-    served_ticket bigint DEFAULT 0 NOT NULL
+    served_ticket bigint DEFAULT 0 NOT NULL,
+    revoked_fence bigint DEFAULT 0 NOT NULL,
+    freed_fence bigint DEFAULT 0 NOT NULL,
+    revocation {long} DEFAULT '' NOT NULL
 ){words.table_options};
 CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 CREATE TABLE lock_waiters (

@@ -37,7 +37,7 @@ from dataclasses import replace
 from typing import Final
 
 from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
-from dblock.core.statements.common import TENURE, WAITER, dialect, tables
+from dblock.core.statements.common import REVOKED, TENURE, WAITER, dialect, tables
 from dblock.core.statements.vocabulary import Vocabulary
 
 COLLATIONS: Final = {"mysql": "utf8mb4_0900_bin", "mariadb": "utf8mb4_nopad_bin"}
@@ -133,11 +133,14 @@ VALUES (:key, :owner, {SQL.remember(SQL.micros)}, 1, :ttl, {SQL.now}, {SQL.after
 RENEW: Final = Statement(
     "renew",
     f"""
-{SQL.at_once}UPDATE /*!80017 (SELECT due.name, holder, number, life FROM */ JSON_TABLE(:leases, '$[*]' COLUMNS (
+{SQL.at_once}UPDATE /*!80017 (SELECT due.name, holder, number, life, unaware FROM */
+JSON_TABLE(:leases, '$[*]' COLUMNS (
     {_DUE},
-    life double PATH '$.life'
+    life double PATH '$.life',
+    unaware integer PATH '$.unaware'
 )) AS due /*!80017 STRAIGHT_JOIN locks AS mine FORCE INDEX (PRIMARY) ON mine.lock_key = due.name
     LIMIT 18446744073709551615 FOR UPDATE OF mine NOWAIT) AS due */ STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) {_OF_DUE}
+    AND (revoked_fence <> fence OR unaware = 0)
 SET expires_at = GREATEST(expires_at, {SQL.after("due.life")})
 """,
     Reply.COUNT,
@@ -149,7 +152,7 @@ SET expires_at = GREATEST(expires_at, {SQL.after("due.life")})
 ALIVE: Final = Statement(
     "alive",
     f"""
-SELECT lock_key, owner, fence
+SELECT lock_key, owner, fence, {REVOKED}
 FROM JSON_TABLE(:leases, '$[*]' COLUMNS ({_DUE})) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) {_OF_DUE}
 """,
     Reply.ROWS,

@@ -33,7 +33,7 @@ from __future__ import annotations
 from typing import Final
 
 from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
-from dblock.core.statements.common import TENURE, WAITER, WHO, dialect
+from dblock.core.statements.common import REVOKED, TENURE, WAITER, WHO, dialect
 from dblock.core.statements.vocabulary import Vocabulary
 
 
@@ -82,7 +82,8 @@ class PostgreSQL(Vocabulary):
 SQL: Final = PostgreSQL()
 _KEY: Final = 'CAST(:key AS text) COLLATE "C"'
 _DUE: Final = (
-    "json_to_recordset(CAST(:leases AS json)) AS due (key text, owner text, fence bigint, life double precision)"
+    "json_to_recordset(CAST(:leases AS json))"
+    " AS due (key text, owner text, fence bigint, life double precision, unaware integer)"
 )
 
 # Safe: DO NOTHING neither locks nor writes when the key exists; and a pin outlasts the row that it was for. Durable, as
@@ -112,6 +113,7 @@ RENEW: Final = Statement(
 UPDATE locks SET expires_at = greatest(expires_at, {SQL.after("due.life")})
 FROM {_DUE}
 WHERE lock_key = due.key AND locks.owner = due.owner AND locks.fence = due.fence AND expires_at > {SQL.now}
+  AND (revoked_fence <> locks.fence OR unaware = 0)
   {SQL.durable}
 """,
     Reply.COUNT,
@@ -123,7 +125,7 @@ WHERE lock_key = due.key AND locks.owner = due.owner AND locks.fence = due.fence
 ALIVE: Final = Statement(
     "alive",
     f"""
-SELECT lock_key, locks.owner, locks.fence
+SELECT lock_key, locks.owner, locks.fence, {REVOKED}
 FROM {_DUE}
 JOIN locks ON lock_key = due.key AND locks.owner = due.owner AND locks.fence = due.fence
 WHERE expires_at > {SQL.now}

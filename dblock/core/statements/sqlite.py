@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Final
 
 from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
-from dblock.core.statements.common import TENURE, WAITER, dialect
+from dblock.core.statements.common import REVOKED, TENURE, WAITER, dialect
 from dblock.core.statements.vocabulary import Vocabulary
 
 
@@ -75,6 +75,7 @@ RENEW: Final = Statement(
     f"""
 UPDATE locks SET expires_at = max(expires_at, {SQL.after("json_extract(due.value, '$.life')")})
 FROM json_each(:leases) AS due {_TENURE_DUE}
+  AND (revoked_fence <> fence OR json_extract(due.value, '$.unaware') = 0)
 """,
     Reply.COUNT,
     keeps=True,
@@ -84,7 +85,7 @@ FROM json_each(:leases) AS due {_TENURE_DUE}
 # Safe: reads only.
 ALIVE: Final = Statement(
     "alive",
-    f"SELECT lock_key, owner, fence FROM json_each(:leases) AS due CROSS JOIN locks {_TENURE_DUE}",
+    f"SELECT lock_key, owner, fence, {REVOKED} FROM json_each(:leases) AS due CROSS JOIN locks {_TENURE_DUE}",
     Reply.ROWS,
     keeps=True,
 )

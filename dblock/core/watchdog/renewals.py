@@ -6,9 +6,9 @@ Rule: it fails softly. What could not be renewed is tried again, by the watchdog
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from dblock.core.errors import LockError, Reason, StoreBusy
 from dblock.core.holding.flow import Hold
@@ -34,16 +34,29 @@ class Due(NamedTuple):
     epoch: int
 
 
+class Keeper(Protocol):
+    """Who wants the leases renewed."""
+
+    def keeps(self, hold: Hold, /) -> bool:
+        """Has it not been given back?"""
+        ...
+
+    def look(self) -> None:
+        """Look again at what is due."""
+        ...
+
+    def revoke(self, hold: Hold, words: str, /) -> None:
+        """Somebody has asked for it back."""
+        ...
+
+
 class Renewal:
     """Leases of one database that are to be renewed by one statement."""
 
-    def __init__(
-        self, store: Store, holds: Sequence[Hold], keeps: Callable[[Hold], bool], look: Callable[[], None]
-    ) -> None:
-        """`keeps`: has a hold not been given back? `look` tells the watchdog to look again."""
+    def __init__(self, store: Store, holds: Sequence[Hold], keeper: Keeper) -> None:
         self.store = store
         self.leases = [Due(hold, *hold.lease.renewal()) for hold in holds]
-        self._keeps, self._look = keeps, look
+        self._keeper = keeper
 
     def set_reason_if_lost(self, reason: Reason) -> None:
         """What to report if a lease is lost before this has succeeded."""
@@ -56,7 +69,7 @@ class Renewal:
         patience = min(due.hold.lease.term for due in self.leases) / 20
         for start in range(0, len(self.leases), BATCH):
             yield from self._renew(self.leases[start : start + BATCH], patience)
-        self._look()
+        self._keeper.look()
 
     def give_up(self) -> None:
         """Nobody can run this."""
@@ -68,8 +81,9 @@ class Renewal:
         lives: dict[Tenure, float] = {}  # two flows may hold one tenure: the longer life counts
         for hold, _, life, _ in leases:
             lives[hold.tenure] = max(life, lives.get(hold.tenure, 0.0))
+        unaware = {due.hold.tenure for due in leases if due.hold.revoked is None}
         try:
-            sent, alive = yield from tenures.renew(database, list(lives.items()), database.now() + patience)
+            sent, alive = yield from tenures.renew(database, list(lives.items()), database.now() + patience, unaware)
         except LockError as error:
             if type(error) is StoreBusy and len(leases) > 1:
                 # One row that a stranger has locked must not cost the others their leases.
@@ -83,19 +97,29 @@ class Renewal:
             for hold, _, _, _ in leases:
                 hold.lease.due = min(hold.lease.due, database.now() + min(1.0, hold.lease.term / 20))
             return
-        over: list[Hold] = []
-        for hold, ttl, _, epoch in leases:
-            if alive is None or hold.tenure in alive:
-                _ = hold.lease.lengthen(Grant(hold.tenure, sent, ttl), epoch)
+        met: list[Due] = []
+        for due in leases:
+            hold, tenure = due.hold, due.hold.tenure
+            if alive is None or (tenure in alive and (alive[tenure] is None or tenure not in unaware)):
+                _ = hold.lease.lengthen(Grant(tenure, sent, due.ttl), due.epoch)
             else:
-                over.append(hold)
-        for hold in over:
-            if self._keeps(hold):
+                met.append(due)
+        yield from self._meet(met, alive or {}, patience)
+
+    def _meet(self, met: Sequence[Due], alive: Mapping[Tenure, str | None], patience: float) -> Steps[None]:
+        """They were not renewed: some were asked back, which their holders are told first; the others are over."""
+        revoked = [due for due in met if due.hold.tenure in alive]
+        for due in revoked:
+            self._keeper.revoke(due.hold, alive[due.hold.tenure] or "")
+        if revoked:
+            yield from self._renew(revoked, patience)
+        for hold in (due.hold for due in met if due.hold.tenure not in alive):
+            if self._keeper.keeps(hold):
                 try:
-                    loss = Loss(*(yield from tenures.why_lost(database, hold.tenure)))
+                    loss = Loss(*(yield from tenures.why_lost(self.store.database, hold.tenure)))
                 except LockError:
                     loss = Loss(Reason.EXPIRED)
-                if self._keeps(hold):  # not given back meanwhile
+                if self._keeper.keeps(hold):  # not given back meanwhile
                     _ = hold.lease.lose(loss)
 
 

@@ -130,6 +130,15 @@ class Watchdog:
             lock._interrupt_body(hold)
         self._tell([call for lock in seen.locks() for call in lock._who_hears_of_loss(loss.reason)], seen)
 
+    def revoke(self, hold: Hold, words: str) -> None:
+        """Somebody has asked for it back: tell those who want to know, once."""
+        told, hold.revoked = hold.revoked is not None, words
+        if told or not self.keeps(hold):
+            return
+        warn("%r (fence %d) was asked back: %s", hold.tenure.key, hold.tenure.fence, words)
+        seen = hold.snapshot()
+        self._tell([call for lock in seen.locks() for call in lock._who_hears_of_revocation(words)], seen)
+
     def give_up(self, store: Store) -> list[Hold]:
         """All that this process holds in a database is lost, from now on; those to be given back, last taken first."""
         holds = [hold for hold in reversed(list(self._holds)) if hold.store is store]
@@ -237,7 +246,7 @@ class Watchdog:
             soonest = min(soonest, left)
         for (store, loop), holds in due.items():
             self._gather(store, loop, holds)
-            self._send(Renewal(store, holds, self.keeps, self.look), loop)
+            self._send(Renewal(store, holds, self), loop)
         soonest = min(soonest, self._keep_places(stores))
         for store in self._renewers.keys() - stores:
             self._renewers.pop(store).batches.put(None)

@@ -13,7 +13,10 @@ CREATE TABLE locks (
     program varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
     celery_task_id varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
     last_ticket bigint DEFAULT 0 NOT NULL,
-    served_ticket bigint DEFAULT 0 NOT NULL
+    served_ticket bigint DEFAULT 0 NOT NULL,
+    revoked_fence bigint DEFAULT 0 NOT NULL,
+    freed_fence bigint DEFAULT 0 NOT NULL,
+    revocation varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin DEFAULT '' NOT NULL
 ) ENGINE = InnoDB;
 CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 CREATE TABLE lock_waiters (
@@ -48,7 +51,7 @@ INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, 
 VALUES (:key, :owner, LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), 1, :ttl, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, :label, :host, :pid, :thread, :program, :task);
 
 -- inspect: the rows it returns
-SELECT owner, fence, count, ttl, TIMESTAMPDIFF(MICROSECOND, acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6, label, host, pid, thread, program, celery_task_id
+SELECT owner, fence, count, ttl, TIMESTAMPDIFF(MICROSECOND, acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6, label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation
 FROM locks
 WHERE lock_key = :key;
 
@@ -69,18 +72,19 @@ AND fence = :fence
 AND expires_at > UTC_TIMESTAMP(6);
 
 -- renew: one empty row for each row that it changed
-UPDATE (SELECT due.name, holder, number, life FROM JSON_TABLE(:leases, '$[*]' COLUMNS ( name varchar(255) CHARACTER
+UPDATE (SELECT due.name, holder, number, life, unaware FROM JSON_TABLE(:leases, '$[*]' COLUMNS ( name varchar(255) CHARACTER
 SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$.key', holder varchar(64) CHARACTER
-SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$.owner', number bigint PATH '$.fence', life double PATH '$.life' )) AS due STRAIGHT_JOIN locks AS mine FORCE INDEX (PRIMARY)
+SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$.owner', number bigint PATH '$.fence', life double PATH '$.life', unaware integer PATH '$.unaware' )) AS due STRAIGHT_JOIN locks AS mine FORCE INDEX (PRIMARY)
 ON mine.lock_key = due.name LIMIT 18446744073709551615 FOR UPDATE OF mine NOWAIT) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
 ON lock_key = due.name
 AND owner = due.holder
 AND fence = due.number
 AND expires_at > UTC_TIMESTAMP(6)
+AND (revoked_fence <> fence OR unaware = 0)
 SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(due.life * 1000000) MICROSECOND);
 
 -- alive: the rows it returns
-SELECT lock_key, owner, fence FROM JSON_TABLE(:leases, '$[*]' COLUMNS (name varchar(255) CHARACTER
+SELECT lock_key, owner, fence, CASE WHEN revoked_fence = locks.fence THEN revocation END FROM JSON_TABLE(:leases, '$[*]' COLUMNS (name varchar(255) CHARACTER
 SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$.key', holder varchar(64) CHARACTER
 SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$.owner', number bigint PATH '$.fence')) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
 ON lock_key = due.name
@@ -290,3 +294,34 @@ WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICRO
 DELETE FROM lock_waiters
 WHERE owner = :owner
 AND expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND;
+
+-- list_keys: the rows it returns
+SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, TIMESTAMPDIFF(MICROSECOND, locks.acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6, locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, (SELECT count(*) FROM lock_waiters AS waiter
+WHERE waiter.lock_key = locks.lock_key
+AND waiter.ticket > locks.served_ticket
+AND waiter.expires_at > UTC_TIMESTAMP(6))
+FROM locks
+WHERE lock_key > :after
+AND (owner IS NOT NULL OR :free = 1) ORDER BY lock_key LIMIT :most;
+
+-- list_waiters: the rows it returns
+SELECT ticket, TIMESTAMPDIFF(MICROSECOND, waiter.joined_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), waiter.expires_at) / 1e6, waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
+ON locks.lock_key = waiter.lock_key
+WHERE waiter.lock_key = :key
+AND waiter.ticket > served_ticket
+AND waiter.expires_at > UTC_TIMESTAMP(6) ORDER BY ticket;
+
+-- free: one empty row for each row that it changed
+UPDATE locks FORCE INDEX (PRIMARY)
+SET owner = NULL, expires_at = UTC_TIMESTAMP(6), count = 0, freed_fence = :fence, revocation = :words
+WHERE lock_key = :key
+AND fence = :fence
+AND owner IS NOT NULL;
+
+-- revoke: one empty row for each row that it changed
+UPDATE locks FORCE INDEX (PRIMARY)
+SET revoked_fence = :fence, revocation = :words
+WHERE lock_key = :key
+AND fence = :fence
+AND owner <> ''
+AND expires_at > UTC_TIMESTAMP(6);

@@ -13,7 +13,10 @@ CREATE TABLE locks (
     program varchar(255) COLLATE "C" NOT NULL,
     celery_task_id varchar(255) COLLATE "C" NOT NULL,
     last_ticket bigint DEFAULT 0 NOT NULL,
-    served_ticket bigint DEFAULT 0 NOT NULL
+    served_ticket bigint DEFAULT 0 NOT NULL,
+    revoked_fence bigint DEFAULT 0 NOT NULL,
+    freed_fence bigint DEFAULT 0 NOT NULL,
+    revocation varchar(255) COLLATE "C" DEFAULT '' NOT NULL
 ) WITH (fillfactor = 50);
 CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 CREATE TABLE lock_waiters (
@@ -53,7 +56,7 @@ ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence;
 
 -- inspect: the rows it returns
-SELECT owner, fence, count, ttl, CAST(extract(epoch FROM clock_timestamp() - acquired_at) AS double precision), CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision), label, host, pid, thread, program, celery_task_id
+SELECT owner, fence, count, ttl, CAST(extract(epoch FROM clock_timestamp() - acquired_at) AS double precision), CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation
 FROM locks
 WHERE lock_key = :key;
 
@@ -79,16 +82,17 @@ AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_c
 
 -- renew: one empty row for each row that it changed
 UPDATE locks
-SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => due.life)) FROM json_to_recordset(CAST(:leases AS json)) AS due (key text, owner text, fence bigint, life double precision)
+SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => due.life)) FROM json_to_recordset(CAST(:leases AS json)) AS due (key text, owner text, fence bigint, life double precision, unaware integer)
 WHERE lock_key = due.key
 AND locks.owner = due.owner
 AND locks.fence = due.fence
 AND expires_at > clock_timestamp()
+AND (revoked_fence <> locks.fence OR unaware = 0)
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL);
 
 -- alive: the rows it returns
-SELECT lock_key, locks.owner, locks.fence FROM json_to_recordset(CAST(:leases AS json)) AS due (key text, owner text, fence bigint, life double precision) JOIN locks
+SELECT lock_key, locks.owner, locks.fence, CASE WHEN revoked_fence = locks.fence THEN revocation END FROM json_to_recordset(CAST(:leases AS json)) AS due (key text, owner text, fence bigint, life double precision, unaware integer) JOIN locks
 ON lock_key = due.key
 AND locks.owner = due.owner
 AND locks.fence = due.fence
@@ -328,3 +332,39 @@ WHERE owner = :owner
 AND expires_at < clock_timestamp() - make_interval(secs => :retention)
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
+
+-- list_keys: the rows it returns
+SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, CAST(extract(epoch FROM clock_timestamp() - locks.acquired_at) AS double precision), CAST(extract(epoch
+FROM locks.expires_at - clock_timestamp()) AS double precision), locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, (SELECT count(*) FROM lock_waiters AS waiter
+WHERE waiter.lock_key = locks.lock_key
+AND waiter.ticket > locks.served_ticket
+AND waiter.expires_at > clock_timestamp())
+FROM locks
+WHERE lock_key > :after
+AND (owner IS NOT NULL OR CAST(:free AS integer) = 1) ORDER BY lock_key LIMIT CAST(:most AS integer);
+
+-- list_waiters: the rows it returns
+SELECT ticket, CAST(extract(epoch FROM clock_timestamp() - waiter.joined_at) AS double precision), CAST(extract(epoch FROM waiter.expires_at - clock_timestamp()) AS double precision), waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
+ON locks.lock_key = waiter.lock_key
+WHERE waiter.lock_key = :key
+AND waiter.ticket > served_ticket
+AND waiter.expires_at > clock_timestamp() ORDER BY ticket;
+
+-- free: one empty row for each row that it changed
+UPDATE locks
+SET owner = NULL, expires_at = clock_timestamp(), count = 0, freed_fence = :fence, revocation = :words
+WHERE lock_key = :key
+AND fence = :fence
+AND owner IS NOT NULL
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL);
+
+-- revoke: one empty row for each row that it changed
+UPDATE locks
+SET revoked_fence = :fence, revocation = :words
+WHERE lock_key = :key
+AND fence = :fence
+AND owner <> ''
+AND expires_at > clock_timestamp()
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL);

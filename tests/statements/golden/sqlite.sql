@@ -13,7 +13,10 @@ CREATE TABLE locks (
     program varchar(255) NOT NULL,
     celery_task_id varchar(255) NOT NULL,
     last_ticket bigint DEFAULT 0 NOT NULL,
-    served_ticket bigint DEFAULT 0 NOT NULL
+    served_ticket bigint DEFAULT 0 NOT NULL,
+    revoked_fence bigint DEFAULT 0 NOT NULL,
+    freed_fence bigint DEFAULT 0 NOT NULL,
+    revocation varchar(255) DEFAULT '' NOT NULL
 );
 CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 CREATE TABLE lock_waiters (
@@ -48,7 +51,7 @@ ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence;
 
 -- inspect: the rows it returns
-SELECT owner, fence, count, ttl, round((julianday('now') - julianday(acquired_at)) * 86400.0, 3), round((julianday(expires_at) - julianday('now')) * 86400.0, 3), label, host, pid, thread, program, celery_task_id
+SELECT owner, fence, count, ttl, round((julianday('now') - julianday(acquired_at)) * 86400.0, 3), round((julianday(expires_at) - julianday('now')) * 86400.0, 3), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation
 FROM locks
 WHERE lock_key = :key;
 
@@ -74,10 +77,11 @@ SET expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf(
 WHERE lock_key = json_extract(due.value, '$.key')
 AND owner = json_extract(due.value, '$.owner')
 AND fence = json_extract(due.value, '$.fence')
-AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND (revoked_fence <> fence OR json_extract(due.value, '$.unaware') = 0);
 
 -- alive: the rows it returns
-SELECT lock_key, owner, fence FROM json_each(:leases) AS due CROSS JOIN locks
+SELECT lock_key, owner, fence, CASE WHEN revoked_fence = locks.fence THEN revocation END FROM json_each(:leases) AS due CROSS JOIN locks
 WHERE lock_key = json_extract(due.value, '$.key')
 AND owner = json_extract(due.value, '$.owner')
 AND fence = json_extract(due.value, '$.fence')
@@ -273,3 +277,34 @@ WHERE expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds
 DELETE FROM lock_waiters
 WHERE owner = :owner
 AND expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention));
+
+-- list_keys: the rows it returns
+SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, round((julianday('now') - julianday(locks.acquired_at)) * 86400.0, 3), round((julianday(locks.expires_at) - julianday('now')) * 86400.0, 3), locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, (SELECT count(*) FROM lock_waiters AS waiter
+WHERE waiter.lock_key = locks.lock_key
+AND waiter.ticket > locks.served_ticket
+AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'))
+FROM locks
+WHERE lock_key > :after
+AND (owner IS NOT NULL OR :free = 1) ORDER BY lock_key LIMIT :most;
+
+-- list_waiters: the rows it returns
+SELECT ticket, round((julianday('now') - julianday(waiter.joined_at)) * 86400.0, 3), round((julianday(waiter.expires_at) - julianday('now')) * 86400.0, 3), waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
+ON locks.lock_key = waiter.lock_key
+WHERE waiter.lock_key = :key
+AND waiter.ticket > served_ticket
+AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') ORDER BY ticket;
+
+-- free: one empty row for each row that it changed
+UPDATE locks
+SET owner = NULL, expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), count = 0, freed_fence = :fence, revocation = :words
+WHERE lock_key = :key
+AND fence = :fence
+AND owner IS NOT NULL;
+
+-- revoke: one empty row for each row that it changed
+UPDATE locks
+SET revoked_fence = :fence, revocation = :words
+WHERE lock_key = :key
+AND fence = :fence
+AND owner <> ''
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');

@@ -1,0 +1,81 @@
+"""The statements of whoever looks after the locks of others; most who lock need none of them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final, NamedTuple
+
+from dblock.core.statements import mysql, postgresql, sqlite
+from dblock.core.statements.base import Reply, Statement
+from dblock.core.statements.common import WHO
+from dblock.core.statements.vocabulary import Vocabulary
+
+
+class Administration(NamedTuple):
+    """Below each statement: what it does -> the columns that it answers."""
+
+    list_keys: Statement
+    """Up to `most` keys after the key `after`, of which there are rows to show -> key; those of `inspect`; waiters."""
+    list_waiters: Statement
+    """Who waits for a key, in the order in which they are served -> ticket, seconds since it joined, seconds that its
+    place lasts, label, host, pid, thread, program, task."""
+    free: Statement
+    """End a tenure from outside, and say by whom and why."""
+    revoke: Statement
+    """Ask for a tenure back."""
+
+
+def _statements(words: Vocabulary) -> Administration:
+    info = f"""locks.owner, locks.fence, locks.count, locks.ttl, {words.since("locks.acquired_at")},
+       {words.until("locks.expires_at")}, {", ".join(f"locks.{name}" for name in WHO.split(", "))},
+       revoked_fence, freed_fence, revocation"""
+    waiting = f"""SELECT count(*) FROM lock_waiters AS waiter
+        WHERE waiter.lock_key = locks.lock_key AND waiter.ticket > locks.served_ticket
+          AND waiter.expires_at > {words.now}"""
+    # Safe: reads only, without locks; a page at a time, by primary key.
+    list_keys = f"""
+SELECT lock_key, {info}, ({waiting}) FROM locks
+WHERE lock_key > :after AND (owner IS NOT NULL OR {words.integer(":free")} = 1)
+ORDER BY lock_key LIMIT {words.integer(":most")}
+"""
+    # Safe: reads only, without locks.
+    list_waiters = f"""
+SELECT ticket, {words.since("waiter.joined_at")}, {words.until("waiter.expires_at")},
+       {", ".join(f"waiter.{name}" for name in WHO.split(", "))}
+FROM lock_waiters AS waiter JOIN locks ON locks.lock_key = waiter.lock_key
+WHERE waiter.lock_key = :key AND waiter.ticket > served_ticket AND waiter.expires_at > {words.now}
+ORDER BY ticket
+"""
+    # Safe: names the tenure by its fence, which no other one of the key ever has, so it may be sent twice, or late.
+    # Durable: who asked for it is told that it has happened.
+    free = f"""
+{words.change()}
+    owner = NULL,
+    expires_at = {words.now},
+    count = 0,
+    freed_fence = :fence,
+    revocation = :words
+WHERE lock_key = :key AND fence = :fence AND owner IS NOT NULL {words.durable}
+"""
+    # Safe: as above; it changes nothing but what the holder is told.
+    revoke = f"""
+{words.change()}
+    revoked_fence = :fence,
+    revocation = :words
+WHERE lock_key = :key AND fence = :fence AND owner <> '' AND expires_at > {words.now} {words.durable}
+"""
+    return Administration(
+        Statement("list_keys", list_keys, Reply.ROWS),
+        Statement("list_waiters", list_waiters, Reply.ROWS),
+        Statement("free", free, Reply.COUNT),
+        Statement("revoke", revoke, Reply.COUNT),
+    )
+
+
+_WORDS: Final = {"postgresql": postgresql.SQL, "mysql": mysql.SQL, "sqlite": sqlite.SQL}
+
+
+@cache
+def administration(dialect: str) -> Administration:
+    """Of a database, by its dialect's name."""
+    return _statements(_WORDS[dialect])

@@ -1,0 +1,302 @@
+"""Looking after the locks of others: a tenure is seen, asked back, and ended from outside, and no other one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from dblock import LockLost, LockRevoked, Reason
+from dblock.core.errors import StoreUnanswered
+from dblock.core.face import administration
+from dblock.core.protocol.drive import drive
+from dblock.core.protocol.steps import Execute, Steps
+from dblock.core.values import Identity
+from tests.conftest import SELDOM, timed
+from tests.support.lab import FEW, remaining, until
+from tests.support.subjects import MATRIX, Actor, Subject, twin
+
+Actors = Callable[[int], list[Actor]]
+few = pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+
+
+def beside(subject: Subject) -> Subject:
+    """The same database, by a stranger."""
+    return next(
+        each
+        for each in MATRIX
+        if (each.variant, each.face) == ("sqlalchemy", "sync") and each.database == subject.database
+    )
+
+
+class Desk:
+    """Whoever looks after the locks of a subject's database."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.store: Any = beside(subject).lock("k")._store()
+
+    def _do(self, steps: Steps[Any]) -> Any:
+        return drive(steps, self.store)
+
+    def force(self, key: str, fence: int, words: str = "root: stuck") -> bool:
+        done: bool = self._do(administration.force_release(self.store, key, fence, words))
+        return done
+
+    def revoke(self, key: str, fence: int, words: str = "root: please") -> bool:
+        done: bool = self._do(administration.revoke(self.store, key, fence, words))
+        return done
+
+    def survey(self, *args: Any, **options: Any) -> list[administration.Surveyed]:
+        found: list[administration.Surveyed] = self._do(administration.survey(self.store, *args, **options))
+        return found
+
+    def waiters(self, key: str) -> list[administration.WaiterInfo]:
+        found: list[administration.WaiterInfo] = self._do(administration.waiters(self.store, key))
+        return found
+
+
+@pytest.fixture
+def desk(subject: Subject) -> Desk:
+    return Desk(subject)
+
+
+# -- ending a tenure
+
+
+def test_its_holder_has_lost_it_and_is_told_by_whom_and_why(subject: Subject, actors: Actors, desk: Desk) -> None:
+    """At its next renewal; entered twice, too, and it leaves the key alone afterwards."""
+    [holder] = actors(1)
+    told: list[Reason] = []
+    lock = subject.lock("k", ttl=0.6, on_lost=lambda _, reason: told.append(reason))
+    holder.call(lock, "acquire")
+    holder.call(lock, "acquire")
+    assert desk.force("k", holder.get(lock, "fence"), "root: it hangs in a dialogue")
+    assert subject.row("k")["owner"] is None
+    assert until(lambda: told == [Reason.FREED], 5)
+    with pytest.raises(LockLost, match=r"freed by somebody \(root: it hangs in a dialogue\)$"):
+        holder.call(lock, "verify")
+    for _ in range(2):
+        with pytest.raises(LockLost, match="dialogue") as caught:
+            holder.call(lock, "release")
+        assert caught.value.reason is Reason.FREED
+
+
+def test_the_next_waiter_is_served(
+    subject: Subject, actors: Actors, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, by being called, though the holder's lease would last on. That one learns who did it, and who has it."""
+    holder, heir = actors(2)
+    timed(monkeypatch, **SELDOM)
+    lock, later = subject.lock("k", ttl=3), subject.lock("k", timeout=30)
+    holder.call(lock, "acquire")
+    fence = holder.get(lock, "fence")
+    waiting = heir.start(getattr(later, subject.method("acquire")))
+    assert until(lambda: len(desk.waiters("k")) == 1, 10)
+    assert desk.force("k", fence)
+    assert waiting.result(10)
+    assert until(lambda: holder.get(lock, "state") == "lost", 10)
+    with pytest.raises(LockLost, match=r"root: stuck.*taken over by") as caught:
+        holder.call(lock, "release")
+    assert caught.value.reason is Reason.FREED
+    assert caught.value.holder is not None
+    assert heir.call(later, "verify"), "and what the first one did since left it alone"
+    heir.call(later, "release")
+
+
+@few
+def test_only_the_tenure_that_was_named_ends(subject: Subject, desk: Desk) -> None:
+    """A successor never, nor another key's; nor is anything changed where nobody holds the key."""
+    first, second, other = subject.lock("k"), subject.lock("k"), subject.lock("j")
+    with first, other:
+        fence = first.fence
+        assert not desk.force("j", fence)
+        assert not desk.force("nobody's", fence)
+        assert other.verify()
+    assert not desk.force("k", fence), "it was given back"
+    with second:
+        assert not desk.force("k", fence)
+        assert not desk.force("k", second.fence + 1)
+        assert second.verify()
+        with pytest.raises(ValueError, match="say why"):
+            desk.force("k", second.fence, "  ")
+        with pytest.raises(ValueError, match="255"):
+            desk.force("k", second.fence, "x" * 256)
+        assert second.verify()
+    with pytest.raises(LockLost, match="ü" * 249), second:
+        assert desk.force("k", second.fence, "root: " + "ü" * 249)
+
+
+@few
+def test_what_nobody_is_in_any_more_can_be_freed_too(subject: Subject, desk: Desk) -> None:
+    """A lease that has ended, a token that nobody has used, the rest of `min_hold`."""
+    with subject.lock("short", min_hold=60) as lock:
+        fence = lock.fence
+    assert subject.row("short")["owner"] == ""
+    assert desk.force("short", fence)
+    token = subject.lock("token")
+    token.acquire()
+    fence = token.fence
+    token.detach()
+    assert desk.force("token", fence)
+    assert subject.lock("over", ttl=0.05, renew=False).acquire()
+    [over] = [each.info for each in desk.survey() if each.info.key == "over"]
+    assert until(lambda: remaining(subject, "over") < 0)
+    assert desk.force("over", over.fence)
+    assert desk.survey() == []
+    for key in ("short", "token"):
+        assert subject.lock(key).acquire(timeout=0)
+        subject.lock(key).release()
+
+
+@few
+def test_an_answer_that_is_lost_is_looked_up(subject: Subject, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ended is ended; where it may not have been, the error is told."""
+    execute = type(desk.store).execute
+
+    def cut(store: Any, step: Execute, *, after: bool) -> Any:
+        if step.statement.name != "free":
+            return execute(store, step)
+        if after:
+            execute(store, step)
+        raise StoreUnanswered("cut")
+
+    with pytest.raises(LockLost, match="root: stuck"), subject.lock("k", ttl=600) as lock:
+        monkeypatch.setattr(type(desk.store), "execute", partial(cut, desk.store, after=False))
+        with pytest.raises(StoreUnanswered):
+            desk.force("k", lock.fence)
+        assert lock.verify()
+        monkeypatch.setattr(type(desk.store), "execute", partial(cut, desk.store, after=True))
+        assert desk.force("k", lock.fence)
+        monkeypatch.undo()
+
+
+# -- asking for it back
+
+
+def test_the_holder_is_asked_and_keeps_it_until_it_releases(subject: Subject, actors: Actors, desk: Desk) -> None:
+    """Within about a second, though a third of its ttl is ten; once. All but check() goes on as before."""
+    [holder] = actors(1)
+    asked: list[tuple[str, str]] = []
+    lock = subject.lock("k", ttl=30, on_revoke=lambda lock, words: asked.append((lock.key, words)))
+    holder.call(lock, "acquire")
+    fence = holder.get(lock, "fence")
+    assert desk.revoke("k", fence, "root: deploying")
+    assert until(lambda: asked, 5)
+    assert holder.get(lock, "revoked") == "root: deploying"
+    with pytest.raises(LockRevoked, match="root: deploying"):
+        holder.call(lock, "check") if subject.face == "sync" else holder.do(lock.check)
+    assert holder.call(lock, "verify")
+    holder.call(lock, "extend", 40)
+    before = subject.row("k")["expires_at"]
+    assert until(lambda: subject.row("k")["expires_at"] > before, 5), "and it is renewed on"
+    holder.call(lock, "release")
+    assert asked == [("k", "root: deploying")]
+    holder.call(lock, "acquire")
+    assert holder.get(lock, "revoked") is None, "the next tenure was not asked back"
+    holder.do(lock.check)
+    holder.call(lock, "release")
+
+
+@few
+def test_without_a_callback_check_tells_it_after_the_next_renewal(subject: Subject, desk: Desk) -> None:
+    """Beside other locks of the process, which are renewed by the same statement and are not asked."""
+    with subject.lock("j", ttl=0.9) as other, subject.lock("k", ttl=0.9) as lock:
+        assert desk.revoke("k", lock.fence)
+        lock.check()
+
+        def asked() -> bool:
+            try:
+                lock.check()
+            except LockRevoked:
+                return True
+            return False
+
+        assert until(asked, 5)
+        other.check()
+        ends = remaining(subject), remaining(subject, "j")
+        assert until(lambda: remaining(subject) > ends[0] and remaining(subject, "j") > ends[1], 5)
+        assert other.revoked is None
+        assert lock.state == "held"
+
+
+@few
+def test_only_a_tenure_that_lives_is_asked(subject: Subject, desk: Desk) -> None:
+    """And one that ended without having answered was not ended by who had asked."""
+    lock = subject.lock("k", ttl=0.3, renew=False)
+    with pytest.raises(LockLost, match="the lease ended, and it was taken over by") as caught, lock:
+        assert not desk.revoke("k", lock.fence - 1)
+        assert not desk.revoke("j", lock.fence)
+        assert desk.revoke("k", lock.fence)
+        assert until(lambda: remaining(subject) < 0)
+        assert not desk.revoke("k", lock.fence)
+        with beside(subject).lock("k", ttl=60):
+            lock.verify()
+    assert caught.value.reason is Reason.TAKEN_OVER
+
+
+def test_on_revoke_needs_renewals(subject: Subject) -> None:
+    """They are how it is heard of."""
+    with pytest.raises(ValueError, match="on_revoke"):
+        subject.lock("k", renew=False, on_revoke=print)
+    with pytest.raises(TypeError, match="on_revoke"):
+        subject.lock("k", on_revoke="print")
+
+
+# -- seeing
+
+
+@few
+def test_all_keys_are_seen_a_page_at_a_time(subject: Subject, desk: Desk) -> None:
+    """In the order of their code points; whoever is in `min_hold` counts as holding; no owner token is shown."""
+    keys = ["a", "b", "c", "Z", "é", "😀", "'; --"]
+    for key in keys:
+        with subject.lock(key):
+            pass
+    with subject.lock("b", label="mine"), subject.lock("m", min_hold=5):
+        pass
+    with subject.lock("b", label="mine") as lock:
+        assert [each.info.key for each in desk.survey()] == ["b", "m"]
+        assert [each.info.key for each in desk.survey("b")] == ["m"]
+        seen = desk.survey(free=True)
+        assert [each.info.key for each in seen] == sorted([*keys, "m"])
+        pages = [desk.survey(after, 3, free=True) for after in ("", "a", "é")]
+        assert [[each.info.key for each in page] for page in pages] == [["'; --", "Z", "a"], ["b", "c", "m"], ["😀"]]
+        [info] = [each.info for each in seen if each.info.key == "b"]
+        assert (info.state, info.label, info.fence, info.owner) == ("held", "mine", lock.fence, "***")
+        assert info.identity.pid
+        assert lock.owner not in repr(seen)
+
+
+def test_the_queue_of_a_key_is_seen_in_order(subject: Subject, actors: Actors, desk: Desk) -> None:
+    """With how long each has waited; those who have left are not in it."""
+    holder, first, second = actors(3)
+    lock, patient = subject.lock("k"), subject.lock("k", timeout=20, label="one")
+    holder.call(lock, "acquire")
+    waiting = first.start(getattr(patient, subject.method("acquire")))
+    assert until(lambda: len(desk.waiters("k")) == 1, 10)
+    hasty = twin(subject).lock("k", timeout=1.0, label="two")
+    later = second.start(getattr(hasty, subject.method("acquire")))
+    assert until(lambda: len(desk.waiters("k")) == 2, 10)
+    one, two = desk.waiters("k")
+    assert (one.key, one.label, two.label) == ("k", "one", "two")
+    assert one.ticket < two.ticket
+    assert one.age > two.age >= 0
+    assert one.remaining > 0
+    assert one.identity == patient_identity(desk)
+    [row] = desk.survey()
+    assert row.waiters == 2
+    assert later.result(10) is False
+    assert until(lambda: [each.label for each in desk.waiters("k")] == ["one"], 5)
+    holder.call(lock, "release")
+    assert waiting.result(10)
+    assert desk.waiters("k") == []
+    first.call(patient, "release")
+
+
+def patient_identity(desk: Desk) -> Identity:
+    """Of the first waiter: the same process as the holder's, in another thread or task."""
+    [row] = desk.survey()
+    return replace(row.info.identity, thread=desk.waiters("k")[0].identity.thread)

@@ -1,0 +1,119 @@
+"""The cases of the statements of whoever looks after the locks of others."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from tests.statements.cases import DONE, NOW, Ago, At, Case, Left, Record, free, held, waiter
+
+_WORDS: Final = {"words": "root: enough"}
+_FREED: Final[Record] = {
+    "owner": None,
+    "count": 0,
+    "expires_at": NOW,
+    "freed_fence": 7,
+    "revocation": "root: enough",
+}
+
+
+def _row(key: str, waiting: int, owner: str | None = "me", left: float = 20) -> tuple[Any, ...]:
+    """A key's row as `list_keys` answers it."""
+    who = ("old label", "old host", 1, "old thread", "old program", "old task")
+    count = 0 if owner is None else 1
+    return (key, owner, 7, count, 30.0, Ago(10), Left(left), *who, 6, 5, "root: please", waiting)
+
+
+_LIST: Final[Record] = {"after": "", "most": 10, "free": 0}
+
+_LIST_KEYS: Final = (
+    Case(
+        "list_keys",
+        "all that are held, in order, also those whose lease has ended",
+        keys=[held("k"), held("j", expires_at=At(-3)), held("l", owner=""), free("i")],
+        given=_LIST,
+        reply=[_row("j", 0, left=-3), _row("k", 0), _row("l", 0, owner="")],
+    ),
+    Case(
+        "list_keys",
+        "and those that are free",
+        keys=[held("k"), free("j")],
+        given={**_LIST, "free": 1},
+        reply=[_row("j", 0, owner=None, left=-5), _row("k", 0)],
+    ),
+    Case(
+        "list_keys",
+        "a page of them, after a key that may be gone",
+        keys=[held(key) for key in ("a", "b", "c", "d", "e")],
+        given={**_LIST, "after": "aa", "most": 2},
+        reply=[_row("b", 0), _row("c", 0)],
+    ),
+    Case(
+        "list_keys",
+        "with how many wait for it: the living who were not served",
+        keys=[held("k", last_ticket=14), held("j", served_ticket=0)],
+        places=[
+            waiter("served", 10),
+            waiter("dead", 11, expires_at=At(-0.5)),
+            waiter("elsewhere", 12, lock_key="j"),
+            waiter("w", 13),
+            waiter("v", 14),
+        ],
+        given=_LIST,
+        reply=[_row("j", 1), _row("k", 2)],
+    ),
+)
+
+_LIST_WAITERS: Final = (
+    Case(
+        "list_waiters",
+        "the living of a key who were not served, in the order of their tickets",
+        keys=[held("k", last_ticket=14), held("j", served_ticket=0)],
+        places=[
+            waiter("a", 14),
+            waiter("served", 10),
+            waiter("dead", 11, expires_at=At(-0.5)),
+            waiter("elsewhere", 12, lock_key="j"),
+            waiter("z", 13),
+        ],
+        reply=[
+            (13, Ago(1), Left(4), "z label", "z host", 13, "z thread", "z program", "z task"),
+            (14, Ago(1), Left(4), "a label", "a host", 14, "a thread", "a program", "a task"),
+        ],
+    ),
+)
+
+_FREE: Final = (
+    Case("free", "the tenure ends", keys=[held(count=3), held("j")], given=_WORDS, reply=DONE, after={"k": _FREED}),
+    Case(
+        "free",
+        "also one whose lease has ended",
+        keys=[held(expires_at=At(-3))],
+        given=_WORDS,
+        reply=DONE,
+        after={"k": _FREED},
+    ),
+    Case(
+        "free",
+        "also the rest of min_hold",
+        keys=[held(owner="", count=0)],
+        given=_WORDS,
+        reply=DONE,
+        after={"k": _FREED},
+    ),
+    Case("free", "not a free key", keys=[free()], given=_WORDS),
+    Case("free", "not an earlier tenure", keys=[held(fence=8)], given=_WORDS),
+    Case("free", "not another key's", keys=[held("j")], given=_WORDS),
+)
+
+_REVOKED: Final[Record] = {"revoked_fence": 7, "revocation": "root: enough"}
+
+_REVOKE: Final = (
+    Case("revoke", "the row says so", keys=[held(), held("j")], given=_WORDS, reply=DONE, after={"k": _REVOKED}),
+    Case("revoke", "not of an earlier tenure", keys=[held(fence=8)], given=_WORDS),
+    Case("revoke", "not of another key's", keys=[held("j")], given=_WORDS),
+    Case("revoke", "not of a free key", keys=[free()], given=_WORDS),
+    Case("revoke", "not of one that was given back", keys=[held(owner="")], given=_WORDS),
+    Case("revoke", "not of one whose lease has ended", keys=[held(expires_at=At(-0.5))], given=_WORDS),
+)
+
+CASES: Final = (*_LIST_KEYS, *_LIST_WAITERS, *_FREE, *_REVOKE)
