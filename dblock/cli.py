@@ -1,37 +1,144 @@
-"""The command `dblock`."""
+"""The command `dblock`, for those without Django: `dblock --url postgresql+psycopg://... ls`.
+
+Rule: with Django it is `manage.py dblock`, which knows the database by itself.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from dblock import __version__
-from dblock.core.errors import UnsupportedDatabase
+from dblock.commands.console import complain
+from dblock.commands.desk import Desk
+from dblock.commands.parser import add_verbs
+from dblock.core.errors import LockError, UnsupportedDatabase
+from dblock.core.log import log
 from dblock.core.statements import DIALECTS, dialect_for
-from dblock.core.statements.states import STATES
 from dblock.core.validation import valid_tables
+
+FAILED = 69
+"""The exit status when the database failed (EX_UNAVAILABLE of sysexits.h)."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the whole command line."""
+    made = argparse.ArgumentParser(prog="dblock", description="A distributed lock in the database you already have.")
+    made.add_argument("--version", action="version", version=f"dblock {__version__}")
+    made.add_argument(
+        "--url", default=os.environ.get("DBLOCK_URL"), help="the database, as SQLAlchemy has it; DBLOCK_URL by default"
+    )
+    made.add_argument("--prefix", default="", help="stands before the names of the tables")
+    made.add_argument("--schema", default="", help="the schema of the tables (in MySQL: the database)")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_verbs(commands)
+    schema = commands.add_parser("schema", help="print the tables as plain SQL")
+    schema.add_argument(
+        "database", nargs="?", choices=sorted(DIALECTS), help="the kind of database; that of --url by default"
+    )
+    schema.add_argument("--prefix", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    schema.add_argument("--schema", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    schema.add_argument("--states", action="store_true", help="and `lock_states`, which beats make if they may")
+    completion = commands.add_parser("completion", help="print what makes a shell complete this command")
+    completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit status."""
-    parser = argparse.ArgumentParser(prog="dblock", description="A distributed lock in the database you already have.")
-    parser.add_argument("--version", action="version", version=f"dblock {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    schema = commands.add_parser("schema", help="print the tables as plain SQL")
-    schema.add_argument("database", choices=sorted(DIALECTS), help="the kind of database")
-    schema.add_argument("--prefix", default="", help="stands before the names of the tables")
-    schema.add_argument("--schema", default="", help="the schema of the tables (in MySQL: the database)")
-    schema.add_argument("--states", action="store_true", help="and `lock_states`, which beats make if they may")
-    options = parser.parse_args(arguments)
+    made = parser()
+    options = made.parse_args(arguments)
     try:
-        tables = valid_tables(options.prefix, options.schema)
-        dialect = dialect_for(options.database, tables)
+        if options.command == "completion":
+            return _completion(made, options.shell)
+        if options.command == "schema":
+            return _schema(made, options)
+        if not options.url:
+            made.error("name the database: dblock --url postgresql+psycopg://user@host/name ..., or DBLOCK_URL")
+        with _desk(options) as desk:
+            return answered(options, desk)
     except (ValueError, UnsupportedDatabase) as error:
-        parser.error(str(error))
-    sys.stdout.write(dialect.ddl)
-    if options.states:
-        sys.stdout.write(STATES[dialect.name].make.over(tables, dialect.quote).sql.strip() + ";\n")
+        made.error(str(error))
+
+
+def answered(options: argparse.Namespace, desk: Desk) -> int:
+    """Run the verb; its exit status, also where the database fails, the user has had enough or nobody reads on."""
+    if not (log.level or logging.root.handlers):  # warnings of the lock are for whoever typed this
+        logging.basicConfig(format="dblock: %(message)s")
+    try:
+        status: int = options.verb(desk, options)
+    except UnsupportedDatabase:
+        raise
+    except LockError as error:
+        complain(str(error))
+        return FAILED
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `dblock ls | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status
+
+
+@contextlib.contextmanager
+def _desk(options: argparse.Namespace) -> Iterator[Desk]:
+    try:
+        from sqlalchemy import create_engine  # noqa: PLC0415 - of the extra `cli`
+
+        from sqlalchemy_dblock import db_lock, metadata_for  # noqa: PLC0415
+        from sqlalchemy_dblock.store import store_for  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"dblock: {error}: pip install 'dblock[cli]'") from None
+    names = {"dblock_prefix": options.prefix, "dblock_schema": options.schema or None}
+    try:
+        engine = create_engine(options.url, execution_options={name: value for name, value in names.items() if value})
+        metadata = metadata_for(options.prefix, options.schema or None)
+        store = store_for(engine)
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"dblock: {error}: the driver of {options.url.partition(':')[0]} is not installed") from None
+    try:
+        yield Desk(
+            store,
+            lambda key, **given: db_lock(engine, key, **given),
+            lambda: metadata.create_all(engine),
+            engine.url.render_as_string(hide_password=True),
+        )
+    finally:
+        engine.dispose()
+
+
+def _schema(made: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    kind = options.database
+    if kind is None:
+        if not options.url:
+            made.error("which kind of database? dblock schema postgresql")
+        kind = options.url.partition(":")[0].partition("+")[0]
+    sys.stdout.write(ddl(kind, options.prefix, options.schema, states=options.states))
+    return 0
+
+
+def ddl(kind: str, prefix: str = "", schema: str = "", *, states: bool = False) -> str:
+    """The tables in plain SQL."""
+    from dblock.core.statements.states import STATES  # noqa: PLC0415 - all dialects at once
+
+    tables = valid_tables(prefix, schema)
+    if kind not in DIALECTS:
+        raise UnsupportedDatabase(f"{kind} is none of {', '.join(DIALECTS)}")
+    dialect = dialect_for(kind, tables)
+    more = STATES[dialect.name].make.over(tables, dialect.quote).sql.strip() + ";\n" if states else ""
+    return dialect.ddl + more
+
+
+def _completion(made: argparse.ArgumentParser, shell: str) -> int:
+    try:
+        import shtab  # noqa: PLC0415 - of the extra `cli`
+    except ModuleNotFoundError:
+        raise SystemExit("dblock: completion needs the package shtab: pip install 'dblock[cli]'") from None
+    sys.stdout.write(shtab.complete(made, shell=shell))
     return 0
 
 

@@ -87,3 +87,17 @@ def test_a_holder_that_dies_is_followed_within_a_ttl(subject: Subject, holder: R
     assert lock.acquire()
     assert time.monotonic() - began < TTL + 1
     lock.release()
+
+
+@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+def test_a_process_that_handles_the_end_of_its_pause_is_told_all_the_same(subject: Subject, holder: Remote) -> None:
+    """The signal may interrupt the watchdog, and long after it wanted to look again; the next lock is renewed."""
+    holder.do("__import__('signal').signal(__import__('signal').SIGCONT, lambda *_: None) and None")
+    holder.do("__import__('signal').pthread_sigmask(0, {__import__('signal').SIGCONT}) and None")  # for other threads
+    holder.freeze()
+    time.sleep(max(3 * TTL, 1.2))
+    holder.thaw()
+    assert until(lambda: holder.do("len(calls)"))
+    holder.do("(next := subject.lock('next', ttl=0.6)).acquire()")
+    time.sleep(1.2)
+    assert holder.do("next.state") == "held"

@@ -10,14 +10,13 @@ cut is never used again.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
-from queue import Empty, SimpleQueue
 from typing import Final, Protocol
 
 from dblock.core import clock
 from dblock.core.log import warn
+from dblock.core.semaphore import BinarySemaphore
 
 LINGER: Final = 1.0
 """Seconds for which the thread goes on when there is nothing to watch."""
@@ -38,7 +37,7 @@ class Deadlines:
         self._due: dict[Cuttable, float] = {}
         self._wake_at = math.inf
         """The local time at which the thread looks again; never, while it looks or there is none."""
-        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._look_again = BinarySemaphore()
         self._lock = threading.RLock()  # a signal handler may send a statement
         self._thread: threading.Thread | None = None
 
@@ -53,7 +52,7 @@ class Deadlines:
         return self._due.pop(connection, None) is not None
 
     def _look(self) -> None:
-        self._bell.put(None)
+        self._look_again.set()
         with self._lock:  # a thread that is about to end decides so under it
             if self._thread is not None and (self._thread.ident is None or self._thread.is_alive()):
                 return
@@ -84,6 +83,5 @@ class Deadlines:
                     return
             idle = not self._due
             self._wake_at = soonest
-            with contextlib.suppress(Empty):
-                self._bell.get(timeout=soonest - now)
+            if self._look_again.wait(soonest - now):
                 idle = False

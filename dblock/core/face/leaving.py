@@ -78,6 +78,14 @@ def detach(lock: BaseLock) -> Steps[str]:
     return token_text(Token(hold.tenure, hold.lease.ttl, hold.lease.grace, hold.min_hold))
 
 
+def share(lock: BaseLock) -> str:
+    """A token with which others may enter beside this flow, while somebody is in: who leaves last frees the key."""
+    hold = lock._own_hold("share")
+    _ = lock._surely_held()
+    hold.shared_entries = hold.shared_entries or 0
+    return token_text(Token(hold.tenure, hold.lease.ttl, hold.lease.grace, hold.min_hold))
+
+
 def finish(hold: Hold) -> Steps[None]:
     """The transaction that kept a hold has ended: give it back, unless its flow has entered it again."""
     hold.deferred = False

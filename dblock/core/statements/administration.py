@@ -72,10 +72,11 @@ WHERE lock_key = :key AND fence = :fence AND owner <> '' AND expires_at > {words
     )
 
 
-_WORDS: Final = {"postgresql": postgresql.SQL, "mysql": mysql.SQL, "sqlite": sqlite.SQL}
+WORDS: Final[dict[str, Vocabulary]] = {"postgresql": postgresql.SQL, "mysql": mysql.SQL, "sqlite": sqlite.SQL}
+"""By the dialect's name."""
 
 
 @cache
 def administration(dialect: str) -> Administration:
     """Of a database, by its dialect's name."""
-    return _statements(_WORDS[dialect])
+    return _statements(WORDS[dialect])

@@ -19,12 +19,10 @@ Rule: nothing here decides who holds a key. The watchdog moves the moment until 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import threading
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from dblock.core import clock
@@ -34,6 +32,7 @@ from dblock.core.holding.lease import Loss
 from dblock.core.log import warn
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.store import Store
+from dblock.core.semaphore import BinarySemaphore
 from dblock.core.watchdog.heartbeats import Heartbeat, KeptPlace
 from dblock.core.watchdog.renewals import Renewal, Renewer, quietly
 
@@ -56,7 +55,7 @@ class Watchdog:
         self._wake_at = math.inf
         # Both may be entered again by a signal handler that takes a lock.
         self._lock = threading.RLock()
-        self._look_again: SimpleQueue[None] = SimpleQueue()
+        self._look_again = BinarySemaphore()
         self._thread: threading.Thread | None = None
         self._starting = False
         self._renewers: dict[Store, Renewer] = {}
@@ -110,7 +109,7 @@ class Watchdog:
 
     def look(self) -> None:
         """Look again now: something is due earlier than we thought."""
-        self._look_again.put(None)
+        self._look_again.set()
         with self._lock:  # a watch that is about to end decides so under it
             if not self._starting and (self._thread is None or not self._thread.is_alive()):
                 self._start()
@@ -195,18 +194,7 @@ class Watchdog:
                     return
             self._added = False
             self._wake_at = clock.now() + wait
-            idle = self._rest(wait)
-
-    def _rest(self, seconds: float) -> bool:
-        """Wait until told to look again; True if nobody did."""
-        try:
-            self._look_again.get(timeout=seconds)
-        except Empty:
-            return True
-        with contextlib.suppress(Empty):
-            while True:
-                self._look_again.get_nowait()
-        return False
+            idle = not self._look_again.wait(wait)
 
     def _look_at_all(self) -> float:
         """Do what is due; seconds until something else is."""

@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentTypeError
+import sys
+from argparse import ArgumentTypeError, Namespace
 from typing import Any
 
 from django.apps import apps
+from django.core import checks
+from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import DatabaseError, connections
 
-from dblock.celery import beat_schedule
+from dblock import conf
+from dblock.cli import answered, ddl
+from dblock.commands import doctor
+from dblock.commands.checkup import Finding, Level
+from dblock.commands.desk import Desk
+from dblock.commands.parser import add_verbs
+from dblock.core import clock
+from dblock.core.errors import LockError
+from dblock.core.face import administration
+from dblock.core.protocol.drive import drive
+from dblock.core.validation import valid_retention
+from dblock.locks import db_lock, default_alias
+from dblock.store import store_for
 
 
 class Command(BaseCommand):
     """What an administrator asks of dblock."""
 
-    help = "Administer the locks in the database."
+    help = "See who holds which lock, free one, run a command under one, find what is wrong."
+    requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
         """One command each."""
-        commands = parser.add_subparsers(dest="command", required=True)
+        commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+        add_verbs(commands)
+        schema = commands.add_parser("schema", help="print the tables as plain SQL")
+        schema.add_argument("--states", action="store_true", help="and `lock_states`, which beats make if they may")
+        for each in commands.choices.values():
+            each.add_argument("--using", metavar="ALIAS", help="the database alias; by default that of the locks")
         reaper = commands.add_parser(
             "schedule-reaper",
             help="have django-celery-beat run the task dblock.reap_expired; once more: change how often",
@@ -28,29 +50,94 @@ class Command(BaseCommand):
         reaper.add_argument("--using", action="append", metavar="ALIAS", help="reap there; may be given several times")
 
     def handle(self, *_: Any, **options: Any) -> None:
-        """Run it."""
-        if not apps.is_installed("django_celery_beat"):
-            raise CommandError(
-                "django_celery_beat is not in INSTALLED_APPS. Without it the schedule is in the settings: "
-                "CELERY_BEAT_SCHEDULE = {**dblock.celery.beat_schedule(every=600), ...}"
-            )
-        every, using = options["every"], options["using"]
-        [(name, entry)] = beat_schedule(every, **({"using": using} if using else {})).items()
-        models = apps.get_app_config("django_celery_beat")
-        intervals = models.get_model("IntervalSchedule")._default_manager
-        wanted = {"every": every, "period": "seconds"}
-        interval = intervals.filter(**wanted).first() or intervals.create(**wanted)
-        others = ("crontab", "solar", "clocked")
-        told = {
-            "task": entry["task"],
-            "kwargs": json.dumps(entry["kwargs"]),
-            "interval": interval,
-            "expire_seconds": every,
-            "enabled": True,
-            **dict.fromkeys(others),
-        }
-        models.get_model("PeriodicTask")._default_manager.update_or_create(name=name, defaults=told)
-        self.stdout.write(f"django-celery-beat runs {name} every {every} s")
+        """Run it; any exit status but 0 is raised."""
+        if options["command"] == "schedule-reaper":
+            self.stdout.write(schedule_reaper(options["every"], options["using"]))
+            return
+        alias = options["using"] or default_alias()
+        if alias not in connections:
+            raise CommandError(f"there is no database {alias!r}: DATABASES has {', '.join(sorted(connections))}")
+        if options["command"] == "schema":
+            tables, connection = conf.tables(), connections[alias]
+            kind = "mariadb" if getattr(connection, "mysql_is_mariadb", False) else connection.vendor
+            self.stdout.write(ddl(kind, tables.prefix, tables.schema, states=options["states"]), ending="")
+            return
+        given = Namespace(**options)
+        if given.verb is doctor.doctor:
+            given.verb = lambda desk, told: doctor.doctor(desk, told, _system_checks(alias))
+        status = answered(given, desk(alias))
+        if status:
+            sys.exit(status)
+
+
+def desk(alias: str) -> Desk:
+    """The database of an alias, for the commands."""
+    return Desk(
+        store_for(alias),
+        lambda key, **given: db_lock(key, using=alias, **given),
+        lambda: make_tables(alias),
+        f"database {alias!r}",
+        valid_retention(conf.settings().RETENTION),
+    )
+
+
+def make_tables(alias: str) -> None:
+    """Run this app's migrations if the tables are missing; any number of processes may do so at once.
+
+    Django's migrations are not made for that: where they fail somebody else was faster, or they are run again.
+    """
+    until = clock.now() + 60
+    while not _has_tables(alias):
+        try:
+            call_command("migrate", "dblock", database=alias, verbosity=0, interactive=False)
+        except DatabaseError:
+            if clock.now() > until:
+                raise
+            connections[alias].close()
+
+
+def _has_tables(alias: str) -> bool:
+    store = store_for(alias)
+    try:
+        return drive(administration.survey(store, most=1), store) is not None
+    except LockError:
+        return False
+
+
+def schedule_reaper(every: int, using: list[str] | None) -> str:
+    """Have django-celery-beat reap; what to say about it."""
+    from dblock.celery import beat_schedule  # noqa: PLC0415 - needs Celery
+
+    if not apps.is_installed("django_celery_beat"):
+        raise CommandError(
+            "django_celery_beat is not in INSTALLED_APPS. Without it the schedule is in the settings: "
+            "CELERY_BEAT_SCHEDULE = {**dblock.celery.beat_schedule(every=600), ...}"
+        )
+    [(name, entry)] = beat_schedule(every, **({"using": using} if using else {})).items()
+    models = apps.get_app_config("django_celery_beat")
+    intervals = models.get_model("IntervalSchedule")._default_manager
+    wanted = {"every": every, "period": "seconds"}
+    interval = intervals.filter(**wanted).first() or intervals.create(**wanted)
+    others = ("crontab", "solar", "clocked")
+    told = {
+        "task": entry["task"],
+        "kwargs": json.dumps(entry["kwargs"]),
+        "interval": interval,
+        "expire_seconds": every,
+        "enabled": True,
+        **dict.fromkeys(others),
+    }
+    models.get_model("PeriodicTask")._default_manager.update_or_create(name=name, defaults=told)
+    return f"django-celery-beat runs {name} every {every} s"
+
+
+def _system_checks(alias: str) -> list[Finding]:
+    """What Django's checks of this app say."""
+    found = checks.run_checks(tags=["dblock"], include_deployment_checks=True, databases=[alias])
+    levels = {checks.ERROR: Level.ERROR, checks.WARNING: Level.WARNING}
+    return [
+        Finding(levels.get(each.level, Level.NOTE), str(each.id), str(each.msg), str(each.hint or "")) for each in found
+    ]
 
 
 def _seconds(text: str) -> int:

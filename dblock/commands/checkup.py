@@ -1,0 +1,463 @@
+"""What the doctor looks at: each check is a few questions to the database and what follows from the answers.
+
+Rule: a check reads only (`probe` takes and gives back a key of its own), and one that cannot look says so and keeps the
+others from nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from typing import Any, Final, NamedTuple
+
+from dblock.commands.console import plain, span
+from dblock.commands.desk import Desk
+from dblock.core.errors import LockError
+from dblock.core.face import administration
+from dblock.core.statements.administration import WORDS
+from dblock.core.statements.base import Tables
+
+
+class Level(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    NOTE = "note"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class Finding(NamedTuple):
+    """What a check has found."""
+
+    level: Level
+    check: str
+    text: str
+    hint: str = ""
+
+
+Checked = Iterator[Finding]
+OLD_SNAPSHOT: Final = 600.0
+"""Seconds after which an open snapshot keeps enough dead versions of hot rows to slow them down."""
+CLOCK: Final = 2.0
+"""Seconds that clocks may differ by before somebody reads a time wrongly."""
+
+
+class Checkup:
+    """The checks of one database."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.dialect = desk.store.database.dialect
+        self.kind = self.dialect.name
+        self.words = WORDS[self.kind]
+
+    def findings(self) -> Iterator[Finding]:
+        """Of all checks that concern this kind of database; only the first where it cannot be reached."""
+        for check in CHECKS:
+            try:
+                found = list(check(self))
+            except LockError as error:
+                why = Finding(Level.WARNING, check.__name__, f"could not look: {error}", "Look into that first.")
+                found = [why._replace(level=Level.ERROR) if check in _FIRST else why]
+            yield from found
+            if check in _FIRST and any(each.level is Level.ERROR for each in found):
+                return
+
+    def value(self, sql: str) -> Any:
+        """The one value that a query answers, None if there is none."""
+        rows = self.desk.query(sql)
+        return rows[0][0] if rows else None
+
+    def variable(self, name: str) -> str:
+        """A server variable, as text; empty if there is no such."""
+        if self.kind == "postgresql":
+            return str(self.value(f"SELECT coalesce(current_setting('{name}', true), '')"))
+        home = "/*M! information_schema */ /*!80017 performance_schema */"
+        sql = f"SELECT variable_value FROM {home} .global_variables WHERE variable_name = '{name}'"
+        return str(self.value(sql) or "")
+
+
+# -- can it work at all?
+
+
+def reachable(checkup: Checkup) -> Checked:
+    """The database answers."""
+    began = time.monotonic()
+    checkup.value("SELECT 1")
+    yield Finding(Level.OK, "reachable", f"{checkup.desk.where} answers ({(time.monotonic() - began) * 1000:.1f} ms)")
+
+
+def tables(checkup: Checkup) -> Checked:
+    """Both are there, with all of their columns and indexes."""
+    wanted = _columns(checkup.dialect.ddl, checkup.dialect.tables)
+    for table, columns in wanted.items():
+        try:
+            checkup.desk.query(f"SELECT 1 FROM {table} WHERE 1 = 0")
+        except LockError as error:
+            yield Finding(
+                Level.ERROR,
+                "tables",
+                f"there is no table {table}, or no right to read it: {error}",
+                "manage.py migrate, metadata.create_all(engine), or what `dblock schema` prints.",
+            )
+            continue
+        missing = [column for column in columns if not _has(checkup, table, column)]
+        if missing:
+            yield Finding(
+                Level.ERROR,
+                "tables",
+                f"{table} lacks {', '.join(missing)}",
+                "It is another application's, or of another version of dblock: run the migrations, or give "
+                "dblock's tables other names.",
+            )
+        else:
+            yield Finding(Level.OK, "tables", f"{table} has all of its columns")
+
+
+def _columns(ddl: str, names: Tables) -> dict[str, list[str]]:
+    """The columns of each table that the plain SQL makes."""
+    found: dict[str, list[str]] = {}
+    for statement in ddl.split(";\n"):
+        head, _, body = statement.partition("(\n")
+        if head.startswith("CREATE TABLE"):
+            plain_name = head.split()[2].replace('"', "").replace("`", "").rpartition(".")[2]
+            table = plain_name.removeprefix(names.prefix)
+            found[table] = [line.split()[0] for line in body.splitlines() if line.startswith("    ")]
+    return found
+
+
+def _has(checkup: Checkup, table: str, column: str) -> bool:
+    try:
+        checkup.desk.query(f"SELECT {table}.{column} FROM {table} WHERE 1 = 0")
+    except LockError:
+        return False
+    return True
+
+
+def probe(checkup: Checkup) -> Checked:
+    """A key is taken and given back, by the way that all locks go."""
+    lock = checkup.desk.lock("dblock doctor", ttl=10, timeout=2)
+    began = time.monotonic()
+    if not lock.acquire():
+        yield Finding(
+            Level.ERROR, "probe", "a key that hardly anybody wants could not be taken", "See what has locked the table."
+        )
+        return
+    taken = time.monotonic()
+    lock.release()
+    given = time.monotonic()
+    yield Finding(
+        Level.OK,
+        "probe",
+        f"a key was taken ({(taken - began) * 1000:.1f} ms) and given back ({(given - taken) * 1000:.1f} ms)",
+    )
+
+
+# -- does it promise what it should?
+
+
+def collation(checkup: Checkup) -> Checked:
+    """Keys that differ are different keys."""
+    if checkup.kind != "mysql":
+        return
+    names = checkup.dialect.tables
+    where = f"'{names.schema}'" if names.schema else "DATABASE()"
+    sql = f"""
+SELECT collation_name FROM information_schema.columns
+WHERE table_schema = {where} AND table_name = CONCAT('{names.prefix}', 'lock', 's') AND column_name = 'lock_key'
+"""
+    found = str(checkup.value(sql) or "")
+    if found.endswith("_bin") and ("nopad" in found or found.startswith("utf8mb4_0900")):
+        yield Finding(Level.OK, "collation", f"keys are compared exactly ({found})")
+    elif found:
+        yield Finding(
+            Level.ERROR,
+            "collation",
+            f"keys that differ in case, accents or blanks are one key ({found})",
+            "ALTER the columns to utf8mb4_0900_bin (MySQL) or utf8mb4_nopad_bin (MariaDB), as migrate makes them.",
+        )
+
+
+def clock(checkup: Checkup) -> Checked:
+    """This machine's against the database's: nothing depends on it but what people read."""
+    before = time.time()
+    theirs = int(checkup.value(f"SELECT {checkup.words.micros}")) / 1e6
+    after = time.time()
+    off = max(before - theirs, theirs - after, 0.0)
+    if off > CLOCK:
+        yield Finding(
+            Level.WARNING,
+            "clock",
+            f"this machine's clock and the database's differ by {span(off)}",
+            "Leases go by the database's alone; but times in logs do not fit together. Run NTP on both.",
+        )
+    else:
+        yield Finding(Level.OK, "clock", "this machine's clock agrees with the database's")
+
+
+def durability(checkup: Checkup) -> Checked:
+    """A take that was answered outlives a crash."""
+    if checkup.kind == "postgresql":
+        for name in ("fsync", "full_page_writes"):
+            if checkup.variable(name) == "off":
+                yield Finding(
+                    Level.ERROR,
+                    "durability",
+                    f"{name} is off: a crash of the server may corrupt the table",
+                    f"Set {name} = on.",
+                )
+    elif checkup.kind == "mysql":
+        flush, binlog = checkup.variable("innodb_flush_log_at_trx_commit"), checkup.variable("sync_binlog")
+        if flush != "1":
+            yield Finding(
+                Level.ERROR,
+                "durability",
+                f"innodb_flush_log_at_trx_commit = {flush}: a crash of the server "
+                "may lose a take, and let two holders in",
+                "Set it to 1.",
+            )
+        if checkup.variable("log_bin") == "ON" and binlog != "1":
+            yield Finding(
+                Level.NOTE,
+                "durability",
+                f"sync_binlog = {binlog}: after a crash of the server its replicas may have more or less than it has",
+                "Set it to 1 where replicas are promoted.",
+            )
+
+
+def replication(checkup: Checkup) -> Checked:
+    """Says what a failover promises."""
+    if checkup.kind == "postgresql":
+        if checkup.value("SELECT CAST(pg_is_in_recovery() AS integer)"):
+            yield Finding(
+                Level.ERROR,
+                "replication",
+                "this server is a standby, and takes no writes",
+                "Connect to the primary (target_session_attrs=read-write).",
+            )
+            return
+        names, commit = checkup.variable("synchronous_standby_names"), checkup.variable("synchronous_commit")
+        standbys = int(checkup.value("SELECT count(*) FROM pg_stat_replication") or 0)
+        if names and commit not in {"off", "local"}:
+            yield Finding(
+                Level.OK,
+                "replication",
+                f"synchronous ({names}, synchronous_commit = {commit}): a standby that is promoted has every tenure",
+            )
+        elif standbys:
+            yield Finding(
+                Level.NOTE,
+                "replication",
+                f"asynchronous, {standbys} standbys: one that is promoted may lack "
+                "the last tenures, and two may hold a key until the earlier holder's next renewal",
+                "Fences still increase: check them where you write; or set synchronous_standby_names.",
+            )
+    elif checkup.kind == "mysql":
+        if checkup.variable("read_only") == "ON" or checkup.variable("super_read_only") == "ON":
+            yield Finding(Level.ERROR, "replication", "this server is read-only", "Connect to the primary.")
+        if checkup.variable("wsrep_on") == "ON":
+            yield Finding(
+                Level.WARNING,
+                "galera",
+                "this is a Galera cluster: locks exclude across its nodes, guard() on one node only",
+                "Let one node take all guarded writes.",
+            )
+
+
+def pooler(checkup: Checkup) -> Checked:
+    """Does the database call those who wait?"""
+    subscribe = getattr(checkup.desk.store, "subscribe", None)
+    if checkup.kind != "postgresql" or subscribe is None:
+        return
+    channel = f"dblock_doctor_{os.getpid()}_{secrets.token_hex(4)}"
+    subscription = subscribe(channel)
+    hint = "Locks work, and whoever waits on another machine looks up to once a second. Let the lock's engine or alias "
+    if subscription is None:
+        yield Finding(
+            Level.WARNING,
+            "listen",
+            "the database cannot call those who wait: a pooler in transaction mode is "
+            "in between, the driver cannot listen, or listening is switched off",
+            hint + "connect directly, or in session mode.",
+        )
+        return
+    try:
+        checkup.desk.query(f"SELECT pg_notify('{channel}', 'x')")
+        until = time.monotonic() + 2.0
+        heard = False
+        while not heard and time.monotonic() < until:
+            heard = bool(subscription.listen(0.5))
+    finally:
+        subscription.close()
+    if heard:
+        yield Finding(Level.OK, "listen", "the database calls those who wait")
+    else:
+        yield Finding(Level.WARNING, "listen", "a NOTIFY did not arrive within 2 s", hint + "connect directly.")
+
+
+def sqlite(checkup: Checkup) -> Checked:
+    """A file of one machine."""
+    if checkup.kind != "sqlite":
+        return
+    mode = str(checkup.value("PRAGMA journal_mode"))
+    if mode == "memory":
+        yield Finding(Level.WARNING, "sqlite", "the database is in memory: nobody but this process sees its locks")
+        return
+    yield Finding(
+        Level.NOTE,
+        "sqlite",
+        "locks in SQLite exclude the processes of one machine",
+        "For more than one machine use PostgreSQL, MySQL or MariaDB; never share the file over a network.",
+    )
+    if mode != "wal":
+        yield Finding(
+            Level.WARNING,
+            "sqlite",
+            f"the journal mode is {mode}: each commit waits for the disk, and readers block writers",
+            "PRAGMA journal_mode=WAL, once.",
+        )
+
+
+# -- is it in good order?
+
+
+def reaping(checkup: Checkup) -> Checked:
+    """Rows that nobody uses any more go away."""
+    old = checkup.words.before("86400")
+    stale = int(
+        checkup.value(f"SELECT count(*) FROM (SELECT 1 FROM locks WHERE expires_at < {old} LIMIT 10000) AS stale")
+    )
+    if stale >= 1000:
+        many = "10000 or more" if stale >= 10000 else str(stale)
+        yield Finding(
+            Level.WARNING,
+            "reaper",
+            f"{many} rows of keys that nobody has used for a day: nothing reaps",
+            "Schedule the task dblock.reap_expired, or `dblock reap` by cron.",
+        )
+
+
+def heap_only(checkup: Checkup) -> Checked:
+    """PostgreSQL: renewals and takes leave the indexes alone."""
+    if checkup.kind != "postgresql":
+        return
+    names = checkup.dialect.tables
+    where = f"'{names.schema}'" if names.schema else "current_schema()"
+    rows = checkup.desk.query(f"""
+SELECT n_tup_upd, n_tup_hot_upd, n_dead_tup FROM pg_stat_user_tables
+WHERE relname = concat('{names.prefix}', 'lock', 's') AND schemaname = {where}
+""")
+    for updates, hot, dead in rows:
+        if int(updates) >= 10_000 and int(hot) < 0.8 * int(updates):
+            share = 100 * int(hot) // int(updates)
+            yield Finding(
+                Level.WARNING,
+                "heap-only",
+                f"only {share} % of the updates of locks were heap-only",
+                "Is there an index on a column that changes, or fillfactor 100? "
+                "ALTER TABLE locks SET (fillfactor = 50), drop the index, VACUUM FULL.",
+            )
+        if int(dead) > 100_000:
+            yield Finding(
+                Level.WARNING, "heap-only", f"locks has {dead} dead row versions", "See that autovacuum runs."
+            )
+
+
+def snapshots(checkup: Checkup) -> Checked:
+    """No old transaction keeps dead versions of hot rows alive."""
+    sql = {
+        "postgresql": """
+SELECT CAST(coalesce(max(extract(epoch FROM clock_timestamp() - xact_start)), 0) AS double precision),
+       coalesce((array_agg(pid ORDER BY xact_start))[1], 0)
+FROM pg_stat_activity WHERE backend_xmin IS NOT NULL AND datname = current_database()
+""",
+        "mysql": """
+SELECT coalesce(max(timestampdiff(SECOND, trx_started, now())), 0), coalesce(min(trx_mysql_thread_id), 0)
+FROM information_schema.innodb_trx
+""",
+    }.get(checkup.kind)
+    if sql is None:
+        return
+    for age, session in checkup.desk.query(sql):
+        if float(age) > OLD_SNAPSHOT:
+            yield Finding(
+                Level.WARNING,
+                "snapshot",
+                f"a transaction has been open for {span(float(age))} (session {session}): "
+                "every hot row gets slower meanwhile, those of busy locks first",
+                "End it.",
+            )
+
+
+# -- what is going on?
+
+
+def holders(checkup: Checkup) -> Checked:
+    """Keys that holders have died with, and keys that are always wanted."""
+    ended, slow = [], []
+    for row in checkup.desk.survey():
+        if row.info.state == "expired":
+            ended.append(row.info.key)
+        elif row.waiters:
+            waiting = checkup.desk.do(administration.waiters(checkup.desk.store, row.info.key))
+            longest = max((each.age for each in waiting), default=0.0)
+            if longest > max(row.info.ttl, 10.0):
+                slow.append((longest, row))
+    if ended:
+        some = ", ".join(repr(plain(key)) for key in ended[:3])
+        yield Finding(
+            Level.NOTE,
+            "holders",
+            f"{len(ended)} leases ended without being given back ({some}, ...)",
+            "Their holders died, or the work took longer than renew=False or max_hold allowed. The keys are free.",
+        )
+    for age, row in sorted(slow, key=lambda each: -each[0])[:5]:
+        label = f' "{row.info.label}"' if row.info.label else ""
+        yield Finding(
+            Level.WARNING,
+            "contended",
+            f"{plain(row.info.key)!r} has {row.waiters} waiters, one of them for {span(age)}; "
+            f"held by {plain(str(row.info.identity))}{plain(label)}",
+            "See what it does: `dblock show`.",
+        )
+
+
+def waiters(checkup: Checkup) -> Checked:
+    """Places in queues that nobody keeps any more."""
+    dead = int(
+        checkup.value(
+            "SELECT count(*) FROM lock_waiters AS waiter JOIN locks ON locks.lock_key = waiter.lock_key"
+            f" WHERE waiter.expires_at < {checkup.words.now} AND waiter.ticket > locks.served_ticket"
+        )
+    )
+    if dead:
+        yield Finding(
+            Level.NOTE,
+            "waiters",
+            f"{dead} waiters died in a queue",
+            "They are passed over; reaping deletes their rows.",
+        )
+
+
+Check = Callable[[Checkup], Checked]
+_FIRST: Final[tuple[Check, ...]] = (reachable, tables)
+CHECKS: Final[tuple[Check, ...]] = (
+    reachable,
+    tables,
+    replication,
+    probe,
+    collation,
+    clock,
+    durability,
+    pooler,
+    sqlite,
+    reaping,
+    heap_only,
+    snapshots,
+    holders,
+    waiters,
+)

@@ -1,0 +1,130 @@
+"""What the commands print, and ask.
+
+Rule: keys, labels and names are strangers' text: what could steer a terminal is shown escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+from dblock.core.face.administration import Surveyed, WaiterInfo
+from dblock.core.values import Identity, LockInfo
+
+
+def span(seconds: float) -> str:
+    """A length of time as people say it: 0.4 s, 12 s, 3 min 20 s, 5 h 2 min, 3 d."""
+    seconds = max(0.0, seconds)
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d"
+
+
+def plain(text: str) -> str:
+    """Without what could steer a terminal, or hide something there."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def _width(text: str) -> int:
+    wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)
+    return len(text) + wide - sum(unicodedata.combining(each) > 0 for each in text)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as what is in them; the last one ends the line."""
+    cells = [list(header), *([plain(cell) for cell in row] for row in rows)]
+    widths = [max(_width(row[n]) for row in cells) for n in range(len(header))]
+    padded = [
+        "  ".join(cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)) for row in cells
+    ]
+    return "\n".join(line.rstrip() for line in padded)
+
+
+def say(text: str) -> None:
+    """On standard output."""
+    print(text, flush=True)  # noqa: T201 - that is what it is for
+
+
+def complain(text: str) -> None:
+    """On standard error."""
+    print(f"dblock: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def say_json(value: Any) -> None:
+    """As one JSON text."""
+    say(json.dumps(value, ensure_ascii=False, indent=2 if sys.stdout.isatty() else None))
+
+
+def agreed(question: str, *, yes: bool) -> bool | None:
+    """Does the user agree? None where nobody can be asked."""
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        return None
+    return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
+
+
+# -- what is known of a lock
+
+
+def who(identity: Identity) -> dict[str, Any]:
+    """As JSON."""
+    return {
+        "host": identity.host,
+        "pid": identity.pid,
+        "thread": identity.thread,
+        "program": identity.program,
+        "celery_task_id": identity.celery_task_id,
+    }
+
+
+def lock_json(info: LockInfo, waiters: int) -> dict[str, Any]:
+    """A key's row; lengths of time in seconds, by the database's clock."""
+    held = info.owner is not None
+    return {
+        "key": info.key,
+        "state": info.state,
+        "fence": info.fence,
+        "count": info.count,
+        "ttl": info.ttl,
+        "held_for": round(info.age, 6) if held else None,
+        "remaining": round(info.remaining, 6) if held else None,
+        "waiters": waiters,
+        "label": info.label,
+        **who(info.identity),
+        "revoked": info.revoked,
+    }
+
+
+def waiter_json(waiter: WaiterInfo) -> dict[str, Any]:
+    """A place in a queue."""
+    return {
+        "ticket": waiter.ticket,
+        "waiting_for": round(waiter.age, 6),
+        "remaining": round(waiter.remaining, 6),
+        "label": waiter.label,
+        **who(waiter.identity),
+    }
+
+
+HEADER = ("KEY", "STATE", "HELD FOR", "LEFT", "WAITERS", "HOLDER", "LABEL")
+
+
+def lock_row(row: Surveyed) -> tuple[str, ...]:
+    """A line of `HEADER`'s table."""
+    info = row.info
+    waiting = str(row.waiters) if row.waiters else "-"
+    if info.state == "free":
+        return (info.key, "free", "-", "-", waiting, "-", "-")
+    left = span(info.remaining) if info.state == "held" else f"ended {span(-info.remaining)} ago"
+    state = "closed" if info.owner == "" else info.state
+    return (info.key, state, span(info.age), left, waiting, str(info.identity), info.label or "-")

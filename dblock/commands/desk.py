@@ -1,0 +1,67 @@
+"""What a face gives to the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dblock.core.face import administration
+from dblock.core.face.administration import PAGE, Surveyed
+from dblock.core.face.locks import SyncLock
+from dblock.core.protocol import tenures
+from dblock.core.protocol.drive import drive
+from dblock.core.protocol.sending import send
+from dblock.core.protocol.steps import Rows, Steps
+from dblock.core.protocol.store import Store
+from dblock.core.statements.base import Reply, Statement
+from dblock.core.values import LockInfo
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Desk:
+    """A database with locks, and how a face speaks to it."""
+
+    store: Store
+    lock: Callable[..., SyncLock]
+    """`lock(key, **options)`: a lock there."""
+    make_tables: Callable[[], None]
+    """Make the tables if they are missing."""
+    where: str
+    """The database, for people."""
+    retention: float = 3600.0
+    """Seconds for which rows of free keys stay, by default."""
+
+    def do(self, steps: Steps[T]) -> T:
+        """Run them."""
+        return drive(steps, self.store)
+
+    def query(self, sql: str) -> Rows:
+        """The rows of a statement of our own, without parameters, over these tables."""
+        database = self.store.database
+        statement = Statement("query", sql, Reply.ROWS).over(database.dialect.tables, database.dialect.quote)
+        until = database.now() + database.timing.patience
+        return self.do(send(database, statement, {}, until, resend=True))[1]
+
+    def inspect(self, key: str) -> LockInfo | None:
+        """A key's row, without the owner's token."""
+        info = self.do(tenures.inspect(self.store.database, key))
+        return None if info is None else info.masked()
+
+    def survey(self, prefix: str = "", *, free: bool = False) -> Iterator[Surveyed]:
+        """The rows of all keys that begin with `prefix`, in order, a page at a time."""
+        after = prefix[:-1]
+        while page := self.do(administration.survey(self.store, after, PAGE, free=free)):
+            for row in page:
+                after = row.info.key
+                if after.startswith(prefix):
+                    yield row
+                elif after > prefix:
+                    return
+
+
+def options_of(options: Any, *names: str) -> dict[str, Any]:
+    """Those that were given."""
+    return {name: value for name in names if (value := getattr(options, name, None)) is not None}

@@ -1,0 +1,29 @@
+"""`doctor`: what is wrong, and how to mend it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Final
+
+from dblock.commands.checkup import Checkup, Finding, Level
+from dblock.commands.console import say, say_json
+from dblock.commands.desk import Desk
+
+STATUS: Final = {Level.OK: 0, Level.NOTE: 0, Level.WARNING: 1, Level.ERROR: 2}
+_MARKS: Final = {Level.OK: "ok     ", Level.NOTE: "note   ", Level.WARNING: "WARNING", Level.ERROR: "ERROR  "}
+
+
+def doctor(desk: Desk, options: Namespace, more: Sequence[Finding] = ()) -> int:
+    """Look at everything; 0 if nothing is wrong, 1 for warnings, 2 for errors. `more`: what the face has found."""
+    found = [*Checkup(desk).findings(), *more]
+    if options.json:
+        say_json([each._asdict() for each in found])
+    else:
+        for each in found:
+            say(f"{_MARKS[each.level]}  {each.check}: {each.text}")
+            if each.hint:
+                say(f"         {each.hint}")
+        bad = [each for each in found if STATUS[each.level]]
+        say(f"\n{desk.where}: " + (f"to be mended: {len(bad)}" if bad else "all is well"))
+    return max(STATUS[each.level] for each in found)

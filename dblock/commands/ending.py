@@ -1,0 +1,73 @@
+"""`release` and `reap`: what changes something."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+from argparse import Namespace
+
+from dblock.commands.console import agreed, complain, lock_json, lock_row, plain, say, say_json
+from dblock.commands.desk import Desk
+from dblock.core.face import administration
+from dblock.core.face.administration import Surveyed
+from dblock.core.protocol import tenures
+from dblock.core.validation import TEXT_LENGTH, valid_retention
+from dblock.core.values import LockInfo
+
+DONE, NOT_HELD, NOT_AGREED = 0, 1, 2
+
+
+def release(desk: Desk, options: Namespace) -> int:
+    """End the tenure of a key, or ask its holder to; 1 if nobody holds it, 2 if that was not agreed to."""
+    key, info = options.key, desk.inspect(options.key)
+    if info is None or info.owner is None or options.fence not in {None, info.fence}:
+        complain(f"{plain(key)!r} is not held" + (f" under fence {options.fence}" if options.fence else ""))
+        return NOT_HELD
+    question = f"Ask it to release {plain(key)!r}?" if options.ask else f"{_warning(info)}\nFree {plain(key)!r}?"
+    yes = agreed(f"{plain(key)!r} is {_story(info)}.\n{question}", yes=options.yes)
+    if yes is None:
+        complain("say --yes where nobody can be asked")
+    if not yes:
+        return NOT_AGREED
+    end = administration.revoke if options.ask else administration.force_release
+    done = desk.do(end(desk.store, key, info.fence, _words(options.reason)))
+    if options.json:
+        say_json({**lock_json(info, 0), "done": done})
+    elif done:
+        say(f"{plain(key)!r} (fence {info.fence}) " + ("was asked back" if options.ask else "is free"))
+    else:
+        complain(f"{plain(key)!r} (fence {info.fence}) was over before; whoever holds it now was left alone")
+    return DONE if done else NOT_HELD
+
+
+def reap(desk: Desk, options: Namespace) -> int:
+    """Delete the rows of keys that nobody has used for long; 0."""
+    retention = desk.retention if options.retention is None else valid_retention(options.retention)
+    reaped = desk.do(tenures.reap(desk.store.database, retention))
+    if options.json:
+        say_json(reaped._asdict())
+    else:
+        say(f"{reaped.locks} rows of locks and {reaped.lock_waiters} of lock_waiters were deleted")
+    return DONE
+
+
+def _story(info: LockInfo) -> str:
+    _, state, since, left, *_ = lock_row(Surveyed(info, 0))
+    label = f' "{info.label}"' if info.label else ""
+    return plain(f"held by {info.identity}{label} for {since} ({state}, {left} left, fence {info.fence})")
+
+
+def _warning(info: LockInfo) -> str:
+    return (
+        f"Its holder is not stopped: it learns of this at its next renewal, in {info.ttl / 3:.0f} s at the latest. "
+        "What it writes under guard() or with its fence until then is refused."
+    )
+
+
+def _words(reason: str | None) -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # no name goes with the number, in a container for example
+        user = f"user {os.getuid()}"
+    return f"{user}@{socket.gethostname()}: {reason or 'no reason given'}"[:TEXT_LENGTH]

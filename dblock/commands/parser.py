@@ -1,0 +1,102 @@
+"""The command line, the same for both faces."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, _SubParsersAction
+from collections.abc import Callable
+from typing import Any
+
+from dblock.commands.desk import Desk
+from dblock.commands.doctor import doctor
+from dblock.commands.ending import reap, release
+from dblock.commands.looking import ls, show
+from dblock.commands.running import BUSY, run
+from dblock.commands.watching import top
+
+Verb = Callable[[Desk, Namespace], int]
+
+_STATUS = f"""\
+exit status: that of the command, or 128 + n if signal n ended it; {BUSY} if the lock was not free in time
+(--conflict-exit-code); 76 if it was lost meanwhile, and the command ended because of that; 69 if the database failed;
+126 or 127 if the command cannot be run, or found. The command has DBLOCK_KEY, DBLOCK_FENCE and DBLOCK_TOKEN in its
+environment; the last is a secret, with which one can attach to the lock."""
+
+
+def add_verbs(commands: _SubParsersAction[Any]) -> None:
+    """ls, show, release, reap, run, top and doctor; `verb` of the parsed options is the function."""
+    listing = _add(commands, "ls", ls, "list who holds what")
+    listing.add_argument("pattern", nargs="?", default="*", metavar="PATTERN", help="keys that fit, such as 'stock:*'")
+    listing.add_argument("-a", "--all", action="store_true", help="also keys that nobody holds")
+    listing.add_argument("--limit", type=_count, default=1000, metavar="N", help="1000 keys by default")
+
+    showing = _add(commands, "show", show, "show who holds a key, and who waits for it")
+    showing.add_argument("key", metavar="KEY")
+
+    releasing = _add(commands, "release", release, "free a key by force, or ask for it back")
+    releasing.add_argument("key", metavar="KEY")
+    releasing.add_argument("--fence", type=_count, metavar="N", help="only if that is the tenure's number")
+    releasing.add_argument("--reason", metavar="TEXT", help="what its holder is told, beside who you are")
+    releasing.add_argument("--ask", action="store_true", help="only ask its holder to release it")
+    releasing.add_argument("-y", "--yes", action="store_true", help="do not ask whether to go on")
+
+    reaping = _add(commands, "reap", reap, "delete the rows of keys that nobody uses any more")
+    reaping.add_argument("--retention", type=_seconds, metavar="SECONDS", help="that have not been used for so long")
+
+    _add_run(commands)
+
+    watching = _add(commands, "top", top, "watch who holds what, live; --json: a line each time")
+    watching.add_argument("-n", "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="1 by default")
+    watching.add_argument("-c", "--count", type=_count, metavar="N", help="so many times, then end")
+
+    _ = _add(
+        commands, "doctor", doctor, "find what is wrong, and say how to mend it (0: nothing, 1: warnings, 2: errors)"
+    )
+
+
+def _add_run(commands: _SubParsersAction[Any]) -> None:
+    running = _add(commands, "run", run, "run a command under a lock", json=False, epilog=_STATUS)
+    running.add_argument("key", metavar="KEY")
+    running.add_argument("command", nargs="+", metavar="CMD", help="the command, after --")
+    wait = running.add_mutually_exclusive_group()
+    wait.add_argument("-w", "--timeout", type=_seconds, metavar="SECONDS", help="wait for so long; for ever by default")
+    wait.add_argument("-n", "--nb", action="store_true", help="do not wait")
+    running.add_argument("--ttl", type=_seconds, metavar="SECONDS", help="life of the lease, which is renewed")
+    running.add_argument("--label", metavar="TEXT", help="for whoever inspects the lock")
+    running.add_argument("--min-hold", type=_seconds, metavar="SECONDS", help="keep the key for so long at least")
+    running.add_argument(
+        "--kill-after",
+        type=_seconds,
+        default=5.0,
+        metavar="SECONDS",
+        help="when the lock is lost KILL comes so long after TERM, and nobody else gets the key before; 5 by default",
+    )
+    running.add_argument("-E", "--conflict-exit-code", type=int, default=BUSY, metavar="N", help=f"{BUSY} by default")
+    running.add_argument(
+        "--create-tables", action="store_true", help="make the lock's tables first, if they are missing"
+    )
+
+
+def _add(
+    commands: _SubParsersAction[Any], name: str, verb: Verb, text: str, *, json: bool = True, **options: Any
+) -> ArgumentParser:
+    parser: ArgumentParser = commands.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + ".", **options
+    )
+    if json:
+        parser.add_argument("--json", action="store_true", help="as JSON, times in seconds")
+    parser.set_defaults(verb=verb)
+    return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < 1e9:
+        raise ArgumentTypeError("seconds, 0 at least")
+    return seconds
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise ArgumentTypeError("a whole number, 1 at least")
+    return count

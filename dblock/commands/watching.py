@@ -1,0 +1,111 @@
+"""`top`: the keys that are held, live."""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from dblock.commands.console import HEADER, complain, lock_json, lock_row, plain, say
+from dblock.commands.desk import Desk
+from dblock.core.face.administration import Surveyed
+
+WINDOW: Final = 10.0
+"""Seconds over which a rate is told."""
+
+
+@dataclass
+class Rates:
+    """How often keys change hands, as far as samples show: a tenure that begins and ends between two is not seen."""
+
+    fences: dict[str, int] = field(default_factory=dict)
+    changes: deque[tuple[float, str]] = field(default_factory=deque)
+    since: float = field(default_factory=time.monotonic)
+
+    def sample(self, rows: list[Surveyed]) -> None:
+        """Look at who holds what now."""
+        now = time.monotonic()
+        for row in rows:
+            before = self.fences.get(row.info.key)
+            if before is not None and before != row.info.fence:
+                self.changes.append((now, row.info.key))
+        self.fences.update({row.info.key: row.info.fence for row in rows})
+        while self.changes and self.changes[0][0] < now - WINDOW:
+            _ = self.changes.popleft()
+
+    def rate(self, key: str | None = None) -> float:
+        """New tenures a second, of one key or of all."""
+        seen = sum(key in {None, each} for _, each in self.changes)
+        return seen / max(min(WINDOW, time.monotonic() - self.since), 1.0)
+
+
+def top(desk: Desk, options: Namespace) -> int:
+    """Show them until Ctrl-C or `--count`; 0."""
+    rates = Rates()
+    if options.json:
+        return _loop(desk, options, rates, lambda rows: say(json.dumps(_snapshot(rows, rates), ensure_ascii=False)))
+    try:
+        from rich.console import Console  # noqa: PLC0415 - of the extra `cli`
+        from rich.live import Live  # noqa: PLC0415
+    except ModuleNotFoundError:
+        complain("top needs the package rich: pip install 'dblock[cli]'")
+        return 1
+    console = Console()
+    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        return _loop(
+            desk, options, rates, lambda rows: live.update(_view(desk, rows, rates, console.size.height), refresh=True)
+        )
+
+
+def _loop(desk: Desk, options: Namespace, rates: Rates, show: Any) -> int:
+    left: float = options.count or float("inf")
+    while True:
+        began = time.monotonic()
+        rows = sorted(desk.survey(), key=lambda row: (-row.waiters, -row.info.age))
+        rates.sample(rows)
+        show(rows)
+        left -= 1
+        if left <= 0:
+            return 0
+        time.sleep(max(options.interval - (time.monotonic() - began), 0.05))
+
+
+def _snapshot(rows: list[Surveyed], rates: Rates) -> dict[str, Any]:
+    return {
+        "held": sum(row.info.state == "held" for row in rows),
+        "waiting": sum(row.waiters for row in rows),
+        "tenures_per_second": round(rates.rate(), 2),
+        "locks": [
+            {**lock_json(row.info, row.waiters), "tenures_per_second": round(rates.rate(row.info.key), 2)}
+            for row in rows
+        ],
+    }
+
+
+def _view(desk: Desk, rows: list[Surveyed], rates: Rates, height: int) -> Any:
+    from rich.console import Group  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    held, waiting = sum(row.info.state == "held" for row in rows), sum(row.waiters for row in rows)
+    head = Text.assemble(
+        ("dblock top", "bold"),
+        f"  {plain(desk.where)}  {time.strftime('%H:%M:%S')}\n",
+        f"{held} held, {waiting} waiting (the first of each process), {rates.rate():.1f} tenures/s seen",
+        ("   Ctrl-C ends", "dim"),
+    )
+    view = Table(box=None, pad_edge=False, expand=True, header_style="reverse")
+    for name in (*HEADER[:5], "TEN./S", *HEADER[5:]):
+        number = name in {"HELD FOR", "LEFT", "WAITERS", "TEN./S"}
+        view.add_column(
+            name, justify="right" if number else "left", no_wrap=True, overflow="ellipsis", ratio=None if number else 1
+        )
+    for row in rows[: max(height - 4, 1)]:
+        cells = [Text(plain(cell)) for cell in lock_row(row)]
+        rate = rates.rate(row.info.key)
+        style = "red" if row.info.state == "expired" else "yellow" if row.waiters else ""
+        view.add_row(*cells[:5], Text(f"{rate:.1f}" if rate else "-"), *cells[5:], style=style)
+    return Group(head, view)

@@ -1,0 +1,236 @@
+"""`dblock` and `manage.py dblock`, as somebody types them: what they say, what they change, how they exit."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from dblock import LockLost
+from dblock.cli import main
+from dblock.commands.console import plain, span, table
+from tests.commands.conftest import Shell
+from tests.support.lab import until
+
+# -- ls, show
+
+
+def test_ls_lists_who_holds_what(shell: Shell) -> None:
+    """As a table for people, as JSON for programs; a pattern, also what is free."""
+    with shell.lock("stock:41"):
+        pass
+    assert shell("ls").stdout == "no lock is held\n"
+    with shell.lock("stock:42", label="picking ü 货"), shell.lock("report"):
+        listed = shell("ls")
+        assert (listed.returncode, listed.stderr) == (0, "")
+        header, report, stock = listed.stdout.splitlines()
+        assert header.split() == ["KEY", "STATE", "HELD", "FOR", "LEFT", "WAITERS", "HOLDER", "LABEL"]
+        assert report.startswith("report    held")
+        assert stock.startswith("stock:42  held")
+        assert f"pid {os.getpid()}" in stock
+        assert stock.endswith("picking ü 货")
+        found = json.loads(shell("ls", "stock:*", "--all", "--json").stdout)
+        assert [(row["key"], row["state"]) for row in found] == [("stock:41", "free"), ("stock:42", "held")]
+        assert found[1]["label"] == "picking ü 货"
+        assert found[1]["pid"] == os.getpid()
+        assert 0 <= found[1]["held_for"] < 60
+        assert 0 < found[1]["remaining"] <= 30
+        assert "owner" not in found[1]
+        limited = shell("ls", "--limit", "1")
+        assert len(limited.stdout.splitlines()) == 2
+        assert "there are more" in limited.stderr
+        assert shell("ls", "stock:[5-9]*").stdout == "no lock that fits stock:[5-9]* is held\n"
+
+
+def test_show_tells_all_about_a_key(shell: Shell) -> None:
+    """Who holds it, and the queue in order; a key without a row is an error."""
+    missing = shell("show", "nothing")
+    assert missing.returncode == 1
+    assert "'nothing' has no row" in missing.stderr
+    with shell.lock("k", label="mine") as lock:
+        waiting = threading.Thread(target=lambda: shell.lock("k", label="next", timeout=30).acquire())
+        waiting.start()
+        assert until(lambda: shell.run("SELECT 1 FROM lock_waiters"), 10)
+        told = shell("show", "k").stdout
+        for line in ("key:          k", "state:        held", f"fence:        {lock.fence}", "waiters:      1"):
+            assert line in told.splitlines()
+        assert "next" in told
+        found = json.loads(shell("show", "k", "--json").stdout)
+        assert (found["key"], found["fence"], found["label"], found["waiters"]) == ("k", lock.fence, "mine", 1)
+        [waiter] = found["queue"]
+        assert waiter["label"] == "next"
+        assert waiter["waiting_for"] >= 0
+        assert "owner" not in told
+    waiting.join()
+    assert "state:        held" in shell("show", "k").stdout
+
+
+def test_what_could_steer_a_terminal_is_escaped(one: Shell) -> None:
+    """Keys and labels are strangers' text."""
+    with one.lock("evil\x1b[2Jkey", label="\u202eright to left\n"):
+        for verb in (("ls",), ("show", "evil\x1b[2Jkey")):
+            told = one(*verb).stdout
+            assert "\x1b" not in told
+            assert "\u202e" not in told
+            assert r"evil\x1b[2Jkey" in told
+
+
+# -- release, reap
+
+
+def test_release_frees_the_tenure_that_was_shown(shell: Shell) -> None:
+    """Nobody is asked where nobody can answer; its holder is told who did it, and why."""
+    with pytest.raises(LockLost, match=r"@.*: it hangs\)"), shell.lock("k", ttl=60) as lock:
+        refused = shell("release", "k")
+        assert refused.returncode == 2
+        assert "say --yes" in refused.stderr
+        other = shell("release", "k", "--yes", "--fence", "7")
+        assert (other.returncode, other.stdout) == (1, "")
+        assert "not held under fence 7" in other.stderr
+        assert lock.verify()
+        done = shell("release", "k", "--yes", "--reason", "it hangs", "--fence", str(lock.fence))
+        assert (done.returncode, done.stdout) == (0, f"'k' (fence {lock.fence}) is free\n")
+    again = shell("release", "k", "--yes")
+    assert (again.returncode, again.stdout, again.stderr) == (1, "", "dblock: 'k' is not held\n")
+
+
+def test_release_can_ask_instead(shell: Shell) -> None:
+    """The lock is held on, and its holder hears of it."""
+    asked: list[str] = []
+    with shell.lock("k", on_revoke=lambda _, words: asked.append(words)) as lock:
+        done = shell("release", "k", "--ask", "--yes", "--reason", "deploy", "--json")
+        assert done.returncode == 0
+        assert json.loads(done.stdout)["done"] is True
+        assert until(lambda: asked, 5)
+        assert asked[0].endswith(": deploy")
+        assert lock.verify()
+        assert "asked back:" in shell("show", "k").stdout
+
+
+@pytest.mark.parametrize(("answer", "freed"), [("y", True), ("n", False), ("", False)])
+def test_at_a_terminal_it_asks(one: Shell, answer: str, freed: bool) -> None:
+    """And shows whom it is about."""
+    lock = one.lock("k", ttl=60, label="nightly")
+    lock.acquire()
+    master, slave = pty.openpty()
+    process = one.start("release", "k", stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    seen = b""
+    while b"[y/N]" not in seen:
+        seen += os.read(master, 1000)
+    assert b'"nightly"' in seen
+    assert b"Its holder is not stopped" in seen
+    os.write(master, answer.encode() + b"\n")
+    assert process.wait(20) == (0 if freed else 2)
+    process.communicate()
+    os.close(master)
+    if freed:
+        with pytest.raises(LockLost):
+            lock.release()
+    else:
+        lock.release()
+
+
+def test_reap_deletes_what_nobody_uses(shell: Shell) -> None:
+    """As the function does."""
+    with shell.lock("old"):
+        pass
+    assert shell("reap").stdout == "0 rows of locks and 0 of lock_waiters were deleted\n"
+    with shell.lock("held"):
+        assert until(lambda: json.loads(shell("reap", "--retention", "0.05", "--json").stdout)["locks"] == 1, 10)
+        assert shell.run("SELECT lock_key FROM locks") == [("held",)]
+
+
+# -- when something is wrong
+
+
+def test_a_database_that_is_not_there(one: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sentence and an exit status, no traceback."""
+    if one.face == "django":
+        gone = one("show", "k", "--using", "nowhere")
+        assert gone.returncode == 1
+        assert "there is no database 'nowhere'" in gone.stderr
+        return
+    url = ["--url", "postgresql+psycopg://nobody@127.0.0.1:1/x"]
+    for verb, status in ((["reap"], 69), (["run", "-w", "0.5", "k", "--", "true"], 69), (["doctor"], 2)):
+        assert main([*url, *verb]) == status
+        told = capsys.readouterr()
+        assert "127.0.0.1" in told.out + told.err
+
+
+def test_mistakes_are_told(one: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is missing, or makes no sense."""
+    monkeypatch.delenv("DBLOCK_URL", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        main(["ls"])
+    assert "name the database" in capsys.readouterr().err
+    for wrong in (
+        ("run", "k"),
+        ("ls", "--limit", "0"),
+        ("reap", "--retention", "-1"),
+        ("run", "-n", "-w", "1", "k", "true"),
+    ):
+        done = one(*wrong)
+        assert done.returncode == 2, wrong
+        assert "Traceback" not in done.stderr
+    long = one("show", "x" * 256)
+    assert long.returncode != 0
+    assert "Traceback" not in long.stderr
+
+
+def test_the_url_may_come_from_the_environment_and_names_other_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DBLOCK_URL; --prefix."""
+    monkeypatch.setenv("DBLOCK_URL", f"sqlite:///{tmp_path}/x.sqlite3")
+    assert main(["--prefix", "my_", "run", "--create-tables", "k", "--", "true"]) == 0
+    assert main(["--prefix", "my_", "ls", "-a"]) == 0
+    assert "k " in capsys.readouterr().out
+    assert main(["ls"]) == 69
+    assert main(["schema"]) == 0
+    assert "CREATE TABLE locks" in capsys.readouterr().out
+    assert main(["schema", "mysql", "--states"]) == 0
+    assert "lock_states" in capsys.readouterr().out
+
+
+def test_a_reader_that_goes_away_is_no_error(one: Shell) -> None:
+    """`dblock ls | head -1`."""
+    with one.lock("k"):
+        process = one.start("ls", "--json")
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(20) in {0, 141}
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+        process.stderr.close()
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def test_shells_can_complete_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """The script knows the verbs."""
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert "doctor" in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+# -- how things are said
+
+
+def test_lengths_of_time() -> None:
+    """As people say them."""
+    said = [span(seconds) for seconds in (-1, 0.44, 9.96, 59, 60, 3599, 3600, 172799, 172800)]
+    assert said == ["0.0 s", "0.4 s", "10.0 s", "59 s", "1 min 0 s", "59 min 59 s", "1 h 0 min", "47 h 59 min", "2 d"]
+
+
+def test_tables_line_up_whatever_is_in_them() -> None:
+    """Wide characters take two columns, combining ones none; what cannot be seen is escaped."""
+    drawn = table(("A", "B"), [("货", "1"), ("e\u0301", "2"), ("xyz", "3")])
+    assert drawn.splitlines() == ["A    B", "货   1", "e\u0301    2", "xyz  3"]
+    assert plain("a\tb\0\x7f") == r"a\tb\x00\x7f"

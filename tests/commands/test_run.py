@@ -1,0 +1,278 @@
+"""`dblock run`: a command under a lock, as flock(1) runs one under a file's."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands.conftest import Shell
+from tests.conftest import url
+from tests.support.lab import ROOT, until
+
+
+def free(shell: Shell, key: str = "k") -> bool:
+    """Does nobody hold the key?"""
+    return shell.run("SELECT owner FROM locks WHERE lock_key = :k", k=key) in ([(None,)], [])
+
+
+def test_its_status_is_the_commands(shell: Shell) -> None:
+    """Which runs under the lock, knows about it, and has our standard streams."""
+    script = 'read line; echo "$line $DBLOCK_KEY $DBLOCK_FENCE"; echo complaint >&2; exit 7'
+    process = shell.start("run", "--label", "nightly", "k", "--", "sh", "-c", script)
+    out, err = process.communicate("hello\n", timeout=30)
+    assert (process.returncode, err) == (7, "complaint\n")
+    [(fence, label)] = shell.run("SELECT fence, label FROM locks WHERE lock_key = 'k'")
+    assert (out, label) == (f"hello k {fence}\n", "nightly")
+    assert free(shell)
+    killed = shell("run", "k", "--", "sh", "-c", "kill -USR2 $$")
+    assert killed.returncode == 128 + signal.SIGUSR2
+    assert shell("run", "k", "--", "no such command").returncode == 127
+    assert shell("run", "k", "--", "/etc/passwd").returncode == 126
+    assert free(shell)
+
+
+def test_busy(shell: Shell, tmp_path: Path) -> None:
+    """At once, or after a while; with another status if one was given. The command does not run."""
+    with shell.lock("k", label="theirs"):
+        for options, status in ((["--nb"], 75), (["--timeout", "0.3"], 75), (["-n", "-E", "9"], 9)):
+            done = shell.apart("run", *options, "k", "--", "touch", f"{tmp_path}/ran")
+            assert done.returncode == status
+            assert '"theirs"' in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_it_waits_as_long_as_it_takes(shell: Shell) -> None:
+    """Without a timeout, and takes over when it is its turn."""
+    with shell.lock("k"):
+        process = shell.start("run", "k", "--", "echo", "ran")
+        assert until(lambda: shell.run("SELECT 1 FROM lock_waiters"), 20)
+    out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "ran\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_signals_are_passed_on(one: Shell, tmp_path: Path, number: int) -> None:
+    """The command answers to them, with all that it has started."""
+    name = signal.Signals(number).name.removeprefix("SIG")
+    script = f'trap "echo got {name}; exit 5" {name}; echo ready; sleep 30 >/dev/null 2>&1 & wait; sleep 1'
+    process = one.start("run", "k", "--", "sh", "-c", script)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=10)
+    assert (process.returncode, out) == (5, f"got {name}\n")
+    assert free(one)
+
+
+def test_a_signal_ends_the_wait(one: Shell) -> None:
+    """And leaves nobody in the queue."""
+    with one.lock("k"):
+        for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+            process = one.start("run", "k", "--", "true")
+            assert until(lambda: one.run("SELECT 1 FROM lock_waiters"), 20)
+            process.send_signal(number)
+            _, err = process.communicate(timeout=10)
+            assert process.returncode == status
+            assert "Traceback" not in err
+            assert one.run("SELECT 1 FROM lock_waiters") == []
+
+
+def test_the_command_is_ended_when_the_lock_is_lost(shell: Shell, tmp_path: Path) -> None:
+    """By TERM, and what it has started with it."""
+    script = f'trap "echo bye; exit 3" TERM; echo $$ ready; (sleep 2; touch {tmp_path}/late) & wait; sleep 1'
+    process = shell.start("run", "--ttl", "3", "k", "--", "sh", "-c", script)
+    assert process.stdout is not None
+    assert process.stdout.readline().endswith("ready\n")
+    assert shell("release", "--yes", "--reason", "enough", "k").returncode == 0
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, out) == (76, "bye\n")
+    assert "enough" in err
+    time.sleep(2.2)
+    assert not (tmp_path / "late").exists()
+
+
+def test_one_that_does_not_end_is_killed(one: Shell) -> None:
+    """After a while."""
+    process = one.start(
+        "run",
+        "--ttl",
+        "1",
+        "--kill-after",
+        "0.5",
+        "k",
+        "--",
+        "sh",
+        "-c",
+        'trap "" TERM; echo $$; while :; do sleep 1; done',
+    )
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    assert one("release", "--yes", "k").returncode == 0
+    process.communicate(timeout=15)
+    assert process.returncode == 76
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_nobody_has_the_key_before_the_command_is_dead(one: Shell) -> None:
+    """Where renewals do not get through: the row is closed for as long as ending it may take."""
+    process = one.start(
+        "run",
+        "--ttl",
+        "1",
+        "--kill-after",
+        "2",
+        "k",
+        "--",
+        "sh",
+        "-c",
+        'trap "" TERM; echo $$; while :; do sleep 1; done',
+    )
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    process.send_signal(signal.SIGSTOP)
+    heir = one.lock("k", timeout=20)
+    began = time.monotonic()
+    assert heir.acquire()
+    assert time.monotonic() - began > 1.5
+    heir.release()
+    process.send_signal(signal.SIGCONT)
+    process.communicate(timeout=15)
+    assert process.returncode == 76
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_the_command_does_not_outlive_who_keeps_its_lock(one: Shell) -> None:
+    """SIGKILL, or out of memory."""
+    process = one.start("run", "k", "--", "sleep", "60", stdout=subprocess.DEVNULL)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    assert until(lambda: "sleep" in _names(children), 20)
+    [child] = [int(pid) for pid in children.read_text().split()]
+    process.kill()
+    process.communicate()
+    assert until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text(), 5)
+    one.run("UPDATE locks SET expires_at = acquired_at")
+
+
+def _names(children: Path) -> list[str]:
+    try:
+        return [Path(f"/proc/{pid}/comm").read_text().strip() for pid in children.read_text().split()]
+    except OSError:
+        return []
+
+
+def test_the_token_lets_the_command_in(shell: Shell) -> None:
+    """It enters the same tenure, and the key is free when both have left."""
+    script = f"""
+import os
+from sqlalchemy import create_engine
+from sqlalchemy_dblock import attach
+engine = create_engine({url(shell.database)!r})
+with attach(engine, os.environ["DBLOCK_TOKEN"]) as lock:
+    print(lock.fence == int(os.environ["DBLOCK_FENCE"]), lock.key)
+"""
+    done = shell.apart("run", "k", "--", sys.executable, "-W", "ignore", "-c", script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True k\n", "")
+    assert free(shell)
+
+
+def test_min_hold_keeps_the_key(one: Shell) -> None:
+    """For a job that must not run twice within a minute, by whatever clock each machine has."""
+    assert one("run", "--min-hold", "60", "k", "--", "true").returncode == 0
+    assert one("run", "--nb", "--min-hold", "60", "k", "--", "true").returncode == 75
+    one.run("UPDATE locks SET expires_at = acquired_at")
+
+
+def test_at_a_terminal_the_keys_reach_the_command_once(one: Shell, tmp_path: Path) -> None:
+    """Ctrl-C goes to the whole group in the foreground: it is not sent once more; and the command may read."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import signal, sys, time\nseen = []\n"
+        "signal.signal(signal.SIGINT, lambda *_: seen.append(1))\n"
+        "print('said', input(), flush=True)\n"
+        "end = time.monotonic() + 1.5\n"
+        "while time.monotonic() < end: time.sleep(0.05)\n"
+        "print('interrupts', len(seen), flush=True)\n"
+    )
+    environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
+    pid, master = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        argv = one.argv("run", "k", "--", sys.executable, str(program))
+        os.execve(argv[0], argv, environment)
+    os.write(master, b"hello\n")
+    seen = _until(master, b"said hello")
+    os.write(master, b"\x03")
+    seen += _until(master, b"interrupts")
+    _, status = os.waitpid(pid, 0)
+    seen += _rest(master)
+    assert b"interrupts 1" in seen
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert free(one)
+
+
+def _until(master: int, text: bytes) -> bytes:
+    seen = b""
+    while text not in seen:
+        seen += os.read(master, 1000)
+    return seen
+
+
+def _rest(master: int) -> bytes:
+    seen = b""
+    try:
+        while more := os.read(master, 1000):
+            seen += more
+    except OSError:  # the other end is closed
+        pass
+    os.close(master)
+    return seen
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgresql", "mariadb"])
+def test_migrations_take_turns_on_a_new_database(request: pytest.FixtureRequest, tmp_path: Path, database: str) -> None:
+    """Five pods start at once; the lock's own table is not there yet. Each ends well, one after the other."""
+    settings = _new_site(request, tmp_path, database)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "DJANGO_SETTINGS_MODULE": settings}
+    log = tmp_path / "log"
+    job = f"import time; open({str(log)!r}, 'a').write('in '); time.sleep(0.05); open({str(log)!r}, 'a').write('out ')"
+    migrate = f'{sys.executable} -m django migrate -v 0 && {sys.executable} -c "{job}"'
+    argv = [sys.executable, "-m", "django", "dblock", "run", "--create-tables", "migrate", "--", "sh", "-c", migrate]
+    pods = [
+        subprocess.Popen(
+            argv, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for _ in range(5)
+    ]
+    told = [pod.communicate(timeout=55)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0] * 5, told
+    assert log.read_text() == "in out " * 5
+
+
+def _new_site(request: pytest.FixtureRequest, tmp_path: Path, database: str) -> str:
+    """The settings of a site whose database is empty."""
+    from tests import settings
+
+    options: dict[str, Any] = {"ENGINE": "django.db.backends.sqlite3", "NAME": f"{tmp_path}/new.sqlite3"}
+    if database != "sqlite":
+        request.getfixturevalue(database)
+        options = {**settings.DATABASES[database], "NAME": f"pods_{os.getpid()}"}
+        from tests.conftest import observer
+
+        with observer(database).connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.exec_driver_sql(f"CREATE DATABASE {options['NAME']}")
+    name = f"pod_settings_{database}"
+    (tmp_path / f"{name}.py").write_text(
+        "from tests.settings import *\n"
+        f"DATABASES = {{'default': {options!r}}}\n"
+        "INSTALLED_APPS = [*INSTALLED_APPS]\nSILENCED_SYSTEM_CHECKS = ['dblock.W001', 'dblock.W004']\n"
+    )
+    return name

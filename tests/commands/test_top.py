@@ -1,0 +1,87 @@
+"""`dblock top`, in a pseudo-terminal and as lines of JSON."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import sys
+import termios
+import threading
+
+from tests.commands.conftest import Shell
+from tests.support.lab import ROOT, until
+
+
+def test_snapshots_as_json(shell: Shell) -> None:
+    """A line each time, with how often keys change hands."""
+    process = shell.start("top", "--json", "--interval", "0.2")
+    assert process.stdout is not None
+    with shell.lock("k", label="first"):
+        while not (seen := json.loads(process.stdout.readline()))["locks"]:
+            pass
+        assert seen["held"] == 1
+        assert seen["locks"][0]["label"] == "first"
+    with shell.lock("k", label="second"):
+        while (seen := json.loads(process.stdout.readline()))["tenures_per_second"] == 0:
+            pass
+        assert seen["locks"][0]["label"] == "second"
+        assert seen["locks"][0]["tenures_per_second"] > 0
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (130, "")
+
+
+def test_a_live_view(one: Shell) -> None:
+    """Full screen; who waits most stands first; Ctrl-C leaves the terminal as it was."""
+    environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    with one.lock("quiet"), one.lock("wanted", label="import"):
+        waiting = threading.Thread(target=lambda: one.lock("wanted", timeout=30).acquire())
+        waiting.start()
+        assert until(lambda: one.run("SELECT 1 FROM lock_waiters"), 10)
+        pid, master = pty.fork()
+        if pid == 0:
+            os.chdir(ROOT)
+            argv = one.argv("top", "--interval", "0.2")
+            os.execve(argv[0], argv, environment)
+        fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 140, 0, 0))
+        seen = b""
+        while seen.count(b"wanted") < 3:
+            seen += os.read(master, 10000)
+        os.write(master, b"\x03")
+        try:
+            while more := os.read(master, 10000):
+                seen += more
+        except OSError:
+            pass
+        os.close(master)
+        _, status = os.waitpid(pid, 0)
+    waiting.join()
+    assert os.waitstatus_to_exitcode(status) == 130
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode())
+    assert "2 held, 1 waiting" in text
+    assert text.index("wanted") < text.index("quiet")
+    assert "import" in text
+    assert b"\x1b[?1049h" in seen, "the other screen"
+    assert b"\x1b[?1049l" in seen, "and back"
+
+
+def test_rich_is_only_needed_for_that(one: Shell) -> None:
+    """It says what to install."""
+    import subprocess
+
+    code = """
+import sys
+sys.modules |= {"rich": None, "rich.console": None}
+from dblock.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    argv = [sys.executable, "-c", code, *Shell("sqlalchemy", one.database).argv()[3:]]
+    done = subprocess.run([*argv, "top"], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert "pip install 'dblock[cli]'" in done.stderr
+    assert subprocess.run([*argv, "ls"], capture_output=True, cwd=ROOT, check=False).returncode == 0
