@@ -1,6 +1,6 @@
 """What reaping costs others: the rate of a working lock while old rows are deleted, against that when they are not.
 
-The two alternate, since the machine is shared: the reaper stops between two statements for every other window, and a
+The two alternate, since the machine is shared: the reaper stays in one of its pauses for every other window, and a
 ratio is that of one window to its neighbours. Beside it, how long the longest cycle of that lock took, and the longest
 statement of the reaper's. Run it as `make bench`; ROWS=100000 for the numbers of the contract (ten minutes).
 """
@@ -121,7 +121,6 @@ def _reap(url: str, go: Any, answers: Any) -> None:
     execute = store.execute
 
     def timed(step: Any) -> Any:
-        go.wait()
         asked = time.perf_counter()
         try:
             return execute(step)
@@ -129,10 +128,16 @@ def _reap(url: str, go: Any, answers: Any) -> None:
             name = step.statement.name
             longest[name] = max(longest.get(name, 0.0), time.perf_counter() - asked)
 
+    def rest(seconds: Any) -> None:
+        sleep(seconds)
+        go.wait()  # here, since what its statements take is followed by a pause that is a multiple of it
+
     with db_lock(engine, "connected"):
         pass
+    sleep, time.sleep = time.sleep, rest
     store.execute = timed  # type: ignore[method-assign]
     answers.put("ready")
+    go.wait()
     answers.put(Reaped(reap(engine, retention=3600), longest))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,12 +14,16 @@ from django.test import override_settings
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from dblock.core import runtime
+from dblock.core import clock, runtime
+from dblock.core.errors import LockStoreError
 from dblock.core.holding.flow import current_task
 from dblock.core.protocol import reaping as protocol
-from dblock.core.protocol.steps import Steps
-from sqlalchemy_dblock import db_lock, reap
-from tests.conftest import run, url
+from dblock.core.protocol.steps import Execute, Steps
+from dblock.core.protocol.store import Store
+from dblock.core.watchdog import reaping as background
+from sqlalchemy_dblock import db_lock, metadata, reap
+from sqlalchemy_dblock.store import store_for
+from tests.conftest import ready, run, url
 from tests.faults.test_shutdown import process
 from tests.support.lab import until
 from tests.support.subjects import Actor, Subject
@@ -190,10 +195,81 @@ def test_what_is_no_time_is_refused_at_the_first_lock(option: str) -> None:
 def test_the_engines_retention_is_that_of_reap(tmp_path: Any) -> None:
     """Unless it is told otherwise."""
     engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3", execution_options={"dblock_retention": 0})
-    from sqlalchemy_dblock import metadata
-
     metadata.create_all(engine)
     with db_lock(engine, "k"):
         pass
     assert until(lambda: reap(engine, retention=60) == 0 and reap(engine) == 1)
     engine.dispose()
+
+
+def test_a_database_in_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread might see another one, or meet the caller's open transaction; it ends with the process."""
+    engine = create_engine("sqlite://", execution_options={"dblock_reap_every": EVERY})
+    metadata.create_all(engine)
+    due: dict[Store, float] = {store_for(engine): 0.0}
+    with db_lock(engine, "k"):
+        assert background.begin(store_for(engine), due) is None
+    monkeypatch.setattr(store_for(engine), "renewable", True)
+    assert background.begin(store_for(engine), due) is not None
+    engine.dispose()
+
+
+def test_what_fails_is_logged_and_tried_again(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Without the tables, say; and one is under way at a time."""
+    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3", execution_options={"dblock_reap_every": 60})
+    store = store_for(engine)
+    due: dict[Store, float] = {store: 0.0}
+    steps = background.begin(store, due)
+    assert steps is not None
+    assert 0 < due[store] - clock.now() <= 120
+    step = next(steps)
+    assert isinstance(step, Execute)
+    assert due[store] == math.inf
+    assert background.begin(store, due) is None
+    try:
+        store.execute(step)
+    except LockStoreError as error:
+        with pytest.raises(StopIteration):
+            steps.throw(error)
+    [record] = caplog.records
+    assert "could not reap, trying again later" in record.getMessage()
+    assert "locks" in record.getMessage()
+    assert clock.now() <= due[store] < math.inf
+    due[store] = 0.0
+    assert background.begin(store, due) is not None
+    engine.dispose()
+
+
+def test_renewals_do_not_wait_for_it(actor_of_postgresql: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease of a second is renewed while a reaping gets no answer, and the watchdog goes on."""
+    subject, go, waits = actor_of_postgresql.subject, threading.Event(), threading.Event()
+    engine = create_engine(url(subject.database), execution_options={"dblock_reap_every": EVERY})
+    store = store_for(engine)
+    plainly = store.execute
+
+    def execute(step: Execute) -> Any:
+        if step.statement.name == "stale":
+            waits.set()
+            go.wait(30)
+        return plainly(step)
+
+    monkeypatch.setattr(store, "execute", execute)
+    try:
+        with db_lock(engine, "k", ttl=1.0) as lock:
+            assert until(lambda: actor_of_postgresql.within(db_lock(engine, "other")) or waits.is_set(), 15)
+            time.sleep(1.5)
+            assert lock.state == "held"
+            assert lock.verify()
+            assert len(reapers()) == 1
+    finally:
+        go.set()
+    assert until(lambda: not reapers())
+    engine.dispose()
+
+
+@pytest.fixture
+def actor_of_postgresql(request: pytest.FixtureRequest) -> Iterator[Actor]:
+    ready(request, "postgresql")
+    actor = Actor(Subject("sqlalchemy", "sync", "postgresql"))
+    yield actor
+    actor.close()

@@ -548,6 +548,7 @@ _STALE: Final = (
         "stale",
         "a thousand at a time",
         keys=[free(f"{n:04}", expires_at=LONG_AGO) for n in range(1001)],
+        given={"after": ""},
         reply=[(f"{n:04}", 1) for n in range(1000)],
     ),
 )

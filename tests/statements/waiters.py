@@ -654,6 +654,7 @@ _DEAD: Final = (
         "dead",
         "a thousand at a time",
         places=[waiter(f"{n:04}", n, expires_at=_LONG_AGO) for n in range(1001)],
+        given={"after": ""},
         reply=[(f"{n:04}", 1) for n in range(1000)],
     ),
 )

@@ -1,8 +1,8 @@
 """Deleting the rows of keys that nobody uses any more, and of those who died while they waited.
 
-One pass goes through a table in the order of its primary key, a page at a time, and looks at each row once: however large
-the table, no statement is long. It may run any number of times at once and stop anywhere, since each row is deleted by a
-statement of its own, which sees for itself that it is old.
+One pass goes through a table in the order of its primary key, a page at a time, and looks at each row once: no
+statement is long, however large the table. It may run any number of times at once and stop anywhere, since each row is
+deleted by a statement of its own, which sees for itself that it is old.
 
 Rule: nobody waits for it for longer than one row takes.
 """
