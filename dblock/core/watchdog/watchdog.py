@@ -10,8 +10,8 @@ A renewal is due a third of the ttl after the last one; it fails softly and is t
 that does not answer at all is given up after a sixth of the ttl, and the next goes over another connection; if its
 answer comes later it still counts, from the time of sending.
 
-Taking a lock costs the watchdog an entry in a dictionary: the watching thread looks once a second anyway while it
-lives, ends when it finds nothing to do, and is started again when needed.
+Taking a lock costs the watchdog an entry in two dictionaries and a set: the watching thread looks once a second anyway
+while it lives, ends when it finds nothing to do, and is started again when needed.
 
 Rule: nothing here decides who holds a key. The watchdog moves the moment until which a hold is trusted (see
 `dblock.core.holding.lease`) and tells.
@@ -65,7 +65,7 @@ class Watchdog:
         self._tasks: set[Any] = set()
         self._finalized = False
         self._added = set[tuple[Store, Any]]()
-        """The databases and event loops of what was added of late."""
+        """The databases and event loops of what was added of late: there it may be time to reap."""
         self._reap_at: MutableMapping[Store, float] = WeakKeyDictionary()
         self._given_up: list[Hold] = []
         """Declared lost by `release_all`, and not given back in the database yet."""
