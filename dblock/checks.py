@@ -16,7 +16,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from dblock import conf
 from dblock.core.statements import DIALECTS
-from dblock.core.validation import valid_retention, valid_timeout, valid_ttl
+from dblock.core.validation import valid_reaping, valid_retention, valid_timeout, valid_ttl
 
 
 @register("dblock")
@@ -40,6 +40,10 @@ def check_settings(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Ch
                 valid(given[name])
         except (TypeError, ValueError) as error:
             found.append(Error(f"DBLOCK[{name!r}]: {error}.", hint="Seconds or a timedelta.", id="dblock.E002"))
+    try:
+        valid_reaping(given.get("REAP_EVERY"), 0, "DBLOCK['REAP_EVERY']")
+    except (TypeError, ValueError) as error:
+        found.append(Error(f"{error}.", hint="Seconds or a timedelta, or None for never.", id="dblock.E002"))
     if not isinstance(given.get("LISTEN", True), bool):
         found.append(Error("DBLOCK['LISTEN'] is neither True nor False.", hint="A bool.", id="dblock.E002"))
     alias = given.get("USING")
@@ -96,12 +100,12 @@ def check_routers(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Che
 @register("dblock", deploy=True)
 def check_reaping(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
     """W005: nothing is known to delete the rows of keys that nobody uses any more."""
-    if _is_reaped():
+    if (isinstance(conf.given(), dict) and conf.given().get("REAP_EVERY") is not None) or _is_reaped():
         return []
     text = "No schedule is known to have the task dblock.reap_expired, and rows of keys that nobody uses stay."
     hint = (
-        "Add dblock.celery.beat_schedule() to Celery's, or run manage.py dblock schedule-reaper; or have dblock.reap() "
-        "called by cron, and silence this."
+        "Add dblock.celery.beat_schedule() to Celery's, or run manage.py dblock schedule-reaper; or set "
+        "DBLOCK['REAP_EVERY']; or have dblock.reap() called by cron, and silence this."
     )
     return [Warning(text, hint=hint, id="dblock.W005")]
 

@@ -15,7 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
 from dblock.core.statements.base import Tables
-from dblock.core.validation import valid_tables
+from dblock.core.validation import valid_reaping, valid_tables
 from dblock.core.values import Seconds
 
 
@@ -31,6 +31,8 @@ class Settings:
     """The database alias; None asks the database routers where to write the model `dblock.Lock`."""
     RETENTION: Seconds = 3600.0
     """Seconds for which the reaper leaves free and expired rows."""
+    REAP_EVERY: Seconds | None = None
+    """Seconds after which, as a rule, a process that takes locks reaps in the background; None: others see to it."""
     LISTEN: bool = True
     """May PostgreSQL call waiters with NOTIFY? It takes one connection for each process in which somebody waits."""
     TABLE_PREFIX: str = ""
@@ -60,6 +62,11 @@ def settings() -> Settings:
     if not isinstance(found, dict):  # which a system check tells
         return Settings()
     return Settings(**{name: value for name, value in found.items() if name in NAMES})
+
+
+def reaping() -> tuple[float, float] | None:
+    """How often a process reaps, and what it keeps. Raises TypeError or ValueError for what is no time."""
+    return valid_reaping(settings().REAP_EVERY, settings().RETENTION, "DBLOCK['REAP_EVERY']")
 
 
 def tables() -> Tables:

@@ -23,7 +23,7 @@ from dblock.core.face.key_template import NoKey
 from dblock.core.face.locks import AsyncLock, Attaching, SyncLock, enter
 from dblock.core.holding.flow import Hold, current_task
 from dblock.core.options import Given
-from dblock.core.protocol import tenures
+from dblock.core.protocol import reaping
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
@@ -295,16 +295,16 @@ async def areap(*, retention: Seconds | None = None, using: str | None = None) -
     return (await adrive(steps, store)).locks
 
 
-def reaped(retention: Seconds | None, using: str | None) -> tenures.Reaped:
+def reaped(retention: Seconds | None, using: str | None) -> reaping.Reaped:
     """Reap, and say how many rows of which table there were."""
     steps, store = _reaping(retention, using)
     return drive(steps, store)
 
 
-def _reaping(retention: Seconds | None, using: str | None) -> tuple[Steps[tenures.Reaped], DjangoStore]:
+def _reaping(retention: Seconds | None, using: str | None) -> tuple[Steps[reaping.Reaped], DjangoStore]:
     store = store_for(using or default_alias())
     seconds = valid_retention(conf.settings().RETENTION if retention is None else retention)
-    return tenures.reap(store.database, seconds), store
+    return reaping.reap(store.database, seconds), store
 
 
 def default_alias() -> str:

@@ -48,7 +48,7 @@ class DjangoStore(BaseStore):
             raise UnsupportedDatabase(
                 f"database {alias!r} is {vendor}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite"
             )
-        tables = conf.tables()
+        tables, _ = conf.tables(), conf.reaping()  # what is wrong with them is said here, not in the background
         if tables.schema and vendor != "postgresql":
             raise UnsupportedDatabase(
                 f"DBLOCK['SCHEMA'] is for PostgreSQL, and database {alias!r} is {connection.display_name}"
@@ -72,6 +72,11 @@ class DjangoStore(BaseStore):
         """Is `alias` the database that the lock's rows live in, perhaps under another name?"""
         ours, theirs = connections[self._alias].settings_dict, connections[alias].settings_dict
         return alias == self._alias or all(ours[name] == theirs[name] for name in ("ENGINE", "NAME", "HOST", "PORT"))
+
+    @property
+    def reaping(self) -> tuple[float, float] | None:
+        """By the settings."""
+        return conf.reaping()
 
     @property
     def renewable(self) -> bool:

@@ -17,7 +17,6 @@ from dblock.core.face.locks import AsyncLock as CoreAsyncLock
 from dblock.core.face.locks import Attaching, SyncLock
 from dblock.core.holding.flow import Hold, current_task
 from dblock.core.options import Given
-from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
     from sqlalchemy.orm import Session
+
+    from dblock.core.protocol.reaping import Reaped
 
 T = TypeVar("T")
 
@@ -205,30 +206,33 @@ def check_sequencer(engine: Engine | AsyncEngine, sequencer: str) -> Sequencer |
 
 
 @overload
-def reap(engine: Engine, *, retention: Seconds = 3600.0) -> int: ...
+def reap(engine: Engine, *, retention: Seconds | None = None) -> int: ...
 @overload
-def reap(engine: AsyncEngine, *, retention: Seconds = 3600.0) -> Coroutine[Any, Any, int]: ...
-def reap(engine: Engine | AsyncEngine, *, retention: Seconds = 3600.0) -> int | Coroutine[Any, Any, int]:
+def reap(engine: AsyncEngine, *, retention: Seconds | None = None) -> Coroutine[Any, Any, int]: ...
+def reap(engine: Engine | AsyncEngine, *, retention: Seconds | None = None) -> int | Coroutine[Any, Any, int]:
     """Delete the rows that have been free or expired for longer than `retention` seconds; how many there were.
 
-    To be awaited for an AsyncEngine. Safe to run at any time, any number of times at once.
+    By default as long as the engine's execution option dblock_retention (one hour) says. To be awaited for an
+    AsyncEngine. Safe to run at any time, any number of times at once.
     """
     steps, store = _reaping(engine, retention)
     return drive(steps, store).locks if isinstance(engine, Engine) else _areap(steps, store)
 
 
-async def _areap(steps: Steps[tenures.Reaped], store: EngineStore) -> int:
+async def _areap(steps: Steps[Reaped], store: EngineStore) -> int:
     return (await adrive(steps, store)).locks
 
 
-def reaped(engine: Engine, retention: Seconds) -> tenures.Reaped:
+def reaped(engine: Engine, retention: Seconds | None) -> Reaped:
     """Reap, and say how many rows of which table there were."""
     return drive(*_reaping(engine, retention))
 
 
-def _reaping(engine: Engine | AsyncEngine, retention: Seconds) -> tuple[Steps[tenures.Reaped], EngineStore]:
+def _reaping(engine: Engine | AsyncEngine, retention: Seconds | None) -> tuple[Steps[Reaped], EngineStore]:
+    from dblock.core.protocol.reaping import reap as steps  # noqa: PLC0415 - where nobody reaps, it is not loaded
+
     store = store_for(_sync_engine(engine))
-    return tenures.reap(store.database, valid_retention(retention)), store
+    return steps(store.database, valid_retention(store.retention if retention is None else retention)), store
 
 
 @overload

@@ -24,7 +24,7 @@ from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Tables
-from dblock.core.validation import valid_tables
+from dblock.core.validation import valid_reaping, valid_tables
 from dblock.core.wakeup.listener import Subscription
 from sqlalchemy_dblock.connections import EnginePool, InMemory, is_in_memory, rest
 
@@ -64,6 +64,8 @@ class EngineStore(BaseStore):
         self._listens = options.get("dblock_listen", True)
         if not isinstance(self._listens, bool):
             raise TypeError(f"the execution option dblock_listen is True or False, not {self._listens!r}")
+        self.retention = options.get("dblock_retention", 3600.0)
+        self.reaping = valid_reaping(options.get("dblock_reap_every"), self.retention, "dblock_reap_every")
         self._tasks: set[asyncio.Task[None]] = set()
         self._paramstyle = "named" if name == "sqlite" else _paramstyle(engine.dialect.paramstyle)
         self._errors = (engine.dialect.loaded_dbapi.Error, OSError, *_untranslated(engine.dialect.driver))

@@ -11,7 +11,7 @@ from dblock.commands.console import agreed, complain, lock_json, lock_row, plain
 from dblock.commands.desk import Desk
 from dblock.core.face import administration
 from dblock.core.face.administration import Surveyed
-from dblock.core.protocol import tenures
+from dblock.core.protocol import reaping
 from dblock.core.validation import TEXT_LENGTH, valid_retention
 from dblock.core.values import LockInfo
 
@@ -44,7 +44,7 @@ def release(desk: Desk, options: Namespace) -> int:
 def reap(desk: Desk, options: Namespace) -> int:
     """Delete the rows of keys that nobody has used for long; 0."""
     retention = desk.retention if options.retention is None else valid_retention(options.retention)
-    reaped = desk.do(tenures.reap(desk.store.database, retention))
+    reaped = desk.do(reaping.reap(desk.store.database, retention))
     if options.json:
         say_json(reaped._asdict())
     else:

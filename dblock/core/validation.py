@@ -86,6 +86,13 @@ def valid_retention(retention: object) -> float:
     return seconds
 
 
+def valid_reaping(every: object, retention: object, what: str) -> tuple[float, float] | None:
+    """How often a process reaps and what it keeps, in seconds, None for never; TypeError or ValueError otherwise."""
+    if every is None:
+        return None
+    return valid_ttl(every, what, "the time between two reapings,"), valid_retention(retention)
+
+
 def valid_tables(prefix: object, schema: object) -> Tables:
     """What the tables are called: plain names, which need no care wherever they are quoted; TypeError or ValueError."""
     schema = "" if schema is None else schema

@@ -203,7 +203,7 @@ def test_the_holder_is_asked_and_keeps_it_until_it_releases(subject: Subject, ac
 @few
 def test_without_a_callback_check_tells_it_after_the_next_renewal(subject: Subject, desk: Desk) -> None:
     """Beside other locks of the process, which are renewed by the same statement and are not asked."""
-    with subject.lock("j", ttl=0.9) as other, subject.lock("k", ttl=0.9) as lock:
+    with subject.lock("j", ttl=2) as other, subject.lock("k", ttl=2) as lock:
         assert desk.revoke("k", lock.fence)
         lock.check()
 

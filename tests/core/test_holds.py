@@ -48,6 +48,7 @@ class FakeStore:
 
     asynchronous = False
     renewable = True
+    reaping: tuple[float, float] | None = None
     pin: Statement | None = None
 
     def __init__(self, now: Callable[[], float] = clock.now) -> None:
@@ -361,7 +362,7 @@ def test_adding_never_misses_the_watch(store: FakeStore) -> None:
         watch.add(hold)
         assert watch._thread is not None
         watch.discard(hold)
-        watch._added = False
+        watch._added = set()
         watch.look()
     hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), None)
     watch.add(hold)

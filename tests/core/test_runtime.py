@@ -33,6 +33,7 @@ class ModelStore:
     pin: Statement | None = None
     asynchronous = False
     renewable = True
+    reaping: tuple[float, float] | None = None
 
     def __init__(self, world: World, mutex: threading.Lock) -> None:
         self._world, self._mutex = world, mutex

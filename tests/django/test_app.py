@@ -89,6 +89,10 @@ def ids(**options: Any) -> list[str]:
         ({"TIMEOUT": "soon"}, ["dblock.E002"]),
         ({"RETENTION": -1, "TTL": None}, ["dblock.E002", "dblock.E002"]),
         ({"LISTEN": "no"}, ["dblock.E002"]),
+        ({"REAP_EVERY": None}, []),
+        ({"REAP_EVERY": timedelta(hours=1)}, []),
+        ({"REAP_EVERY": "hourly"}, ["dblock.E002"]),
+        ({"REAP_EVERY": 0}, ["dblock.E002"]),
         ({"USING": "nowhere"}, ["dblock.E003"]),
     ],
 )
@@ -129,8 +133,10 @@ def test_transactions_that_are_no_blocks_are_a_warning(monkeypatch: pytest.Monke
 
 
 def test_rows_that_nobody_reaps_are_a_warning_before_deployment() -> None:
-    """W005, unless a schedule of Celery's has the task; how others do it, nobody knows here."""
+    """W005, unless processes reap by themselves, or a schedule of Celery's has the task; others, nobody knows here."""
     app = Celery("reaped", set_as_current=False)
+    with override_settings(DBLOCK={"REAP_EVERY": 3600}):
+        assert ids(include_deployment_checks=True) == []
     with override_settings(CELERY_BEAT_SCHEDULE={"other": {"task": "other", "schedule": 1}}):
         assert ids(include_deployment_checks=True) == ["dblock.W005"]
         assert ids() == []

@@ -148,6 +148,7 @@ REQUEST: Final[Record] = {
     "fair": 1,
     "handovers_left": 0,
     "min_hold": 0.0,
+    "after": "",
     "retention": 3600.0,
     "waiter_ttl": 5.0,
     "ticket": 12,

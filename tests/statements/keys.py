@@ -573,15 +573,24 @@ _LOCATE: Final = (Case("locate", "the table's schema, and no cluster", reply=[(.
 _STALE: Final = (
     Case(
         "stale",
-        "keys that have been free or expired for long, in order",
-        keys=[free("k", expires_at=LONG_AGO), held("j", expires_at=LONG_AGO), free("i"), held("h", expires_at=At(-9))],
-        reply=[("j",), ("k",)],
+        "the next keys, in order, and which of them have been free or expired for long",
+        keys=[
+            free("k", expires_at=LONG_AGO),
+            held("j", expires_at=LONG_AGO),
+            free("i"),
+            held("h", expires_at=At(-9)),
+            free("g", expires_at=LONG_AGO),
+            free("f", expires_at=LONG_AGO),
+        ],
+        given={"after": "g"},
+        reply=[("h", 0), ("i", 0), ("j", 1), ("k", 1)],
     ),
     Case(
         "stale",
         "a thousand at a time",
         keys=[free(f"{n:04}", expires_at=LONG_AGO) for n in range(1001)],
-        reply=[(f"{n:04}",) for n in range(1000)],
+        given={"after": ""},
+        reply=[(f"{n:04}", 1) for n in range(1000)],
     ),
 )
 

@@ -76,6 +76,10 @@ EQUIVALENT: Final = (
         "the index that leads to them has the keys in order (the other order is noticed)",
     ),
     Excuse(
+        *("sqlite", "[sd]*", "ORDER BY * -> nothing"),
+        "the index by which it finds those after one has them in order (the other order is noticed)",
+    ),
+    Excuse(
         *("m*", "[sdl]*", "ORDER BY * -> nothing"),
         "InnoDB keeps a table in the order of its primary key (the other order is noticed)",
     ),
@@ -116,6 +120,7 @@ EQUIVALENT: Final = (
     Excuse(*("sqlite", "alive", "CROSS -> nothing"), "it locks nothing: only the plan changes"),
     Excuse(*("m*", "alive", "FORCE -> IGNORE"), "it locks nothing: only the plan changes"),
     Excuse(*("m*", "first_waiter", "FORCE -> IGNORE"), "it locks nothing: only the plan changes"),
+    Excuse(*("m*", "[sd]*", "FORCE -> IGNORE"), "it locks nothing: only the plan changes"),
     Excuse(*("mysql", "locate", "variable_value = 'ON' -> TRUE"), "MySQL itself knows nothing of Galera"),
     Excuse(
         *("m*", "*", "COLLATE utf8mb4_* -> nothing*"),

@@ -638,20 +638,24 @@ _LONG_AGO: Final = At(-7200)
 _DEAD: Final = (
     Case(
         "dead",
-        "who has been dead for long, in order",
+        "the next waiters, in order, and who of them has been dead for long",
         places=[
             waiter("w", 11, expires_at=_LONG_AGO),
             waiter("v", 12, expires_at=_LONG_AGO),
             waiter("u", 13, expires_at=At(-9)),
             waiter("t", 14),
+            waiter("s", 15, expires_at=_LONG_AGO),
+            waiter("r", 16, expires_at=_LONG_AGO),
         ],
-        reply=[("v",), ("w",)],
+        given={"after": "s"},
+        reply=[("t", 0), ("u", 0), ("v", 1), ("w", 1)],
     ),
     Case(
         "dead",
         "a thousand at a time",
         places=[waiter(f"{n:04}", n, expires_at=_LONG_AGO) for n in range(1001)],
-        reply=[(f"{n:04}",) for n in range(1000)],
+        given={"after": ""},
+        reply=[(f"{n:04}", 1) for n in range(1000)],
     ),
 )
 

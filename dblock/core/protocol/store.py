@@ -38,6 +38,11 @@ class Store(NotificationSource, Protocol):
         ...
 
     @property
+    def reaping(self) -> tuple[float, float] | None:
+        """After how many seconds, as a rule, this process reaps again, and the retention; None if others see to it."""
+        ...
+
+    @property
     def renewable(self) -> bool:
-        """Does another thread's connection see the same rows? If not: no renewal, no local queue, no listener."""
+        """Does another thread's connection see the same rows? If not: no renewal, local queue, listener, reaping."""
         ...

@@ -304,48 +304,5 @@ def release(database: Database, tenure: Tenure, count: int) -> Steps[Left]:
     return Left.of(rows)
 
 
-class Reaped(NamedTuple):
-    """How many rows were deleted."""
-
-    locks: int
-    lock_waiters: int
-
-
-def reap(database: Database, retention: float) -> Steps[Reaped]:
-    """Delete the rows that have been free or expired for longer than `retention` seconds; how many there were.
-
-    And places in queues that ended as long ago.
-    """
-    dialect = database.dialect
-    locks = yield from _tidy(database, dialect.stale, dialect.reap, "key", retention)
-    places = yield from _tidy(database, dialect.queue.dead, dialect.queue.forget, "owner", retention)
-    return Reaped(locks, places)
-
-
-_BURST: Final = 0.005
-"""So many seconds of statements are followed by a pause that is a few times as long: whoever works waits for one row at
-most, and shares processor, disk and, on SQLite, the only writer with a part of what would be possible."""
-
-
-def _tidy(database: Database, find: Statement, delete: Statement, name: str, retention: float) -> Steps[int]:
-    """Delete what `find` finds, one row at a time and a few in a row; how many there were."""
-    deleted, before, spent = 0, -1, 0.0
-    rest = 9 if database.dialect.single_writer else 3
-    while before < deleted:
-        before = deleted
-        until = database.now() + database.timing.patience
-        _, found = yield from send(database, find, {"retention": retention}, until, resend=True)
-        for (value,) in found:
-            parameters: Parameters = {name: value, "retention": retention}
-            began = database.now()
-            _, rows = yield from send(database, delete, parameters, began + database.timing.patience, resend=True)
-            deleted += len(rows)
-            spent += database.now() - began
-            if spent > _BURST:
-                yield from sleep(spent * rest)
-                spent = 0.0
-    return deleted
-
-
 def _shows(info: LockInfo | None, tenure: Tenure) -> bool:
     return info is not None and (info.owner, info.fence) == (tenure.owner, tenure.fence) and info.remaining > 0

@@ -127,7 +127,8 @@ class Dialect:
     locate: Statement | None
     """Where the lock's own sessions find `locks` -> its schema, and something on a node of a Galera cluster."""
     stale: Statement
-    """Keys whose rows have been free or expired for longer than `retention`."""
+    """The next keys after `after`, a thousand at most, in order -> key, have they been free or expired for longer than
+    `retention`."""
     reap: Statement
     """Delete one such row."""
     tick: float
@@ -191,7 +192,8 @@ class Queue:
     clear: Statement
     """Forget a queue in which nobody is alive, unless somebody came after ticket `last`."""
     dead: Statement
-    """Owner tokens of waiters that have been dead for longer than `retention`."""
+    """The next waiters after the owner token `after`, likewise -> owner token, have they been dead for longer than
+    `retention`."""
     forget: Statement
     """Delete one such row."""
     join_answers: bool

@@ -282,8 +282,18 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence
 
 def stale(words: Vocabulary) -> Statement:
     """Safe: reads only, without locks. `expires_at` of a free row is when it was released."""
-    sql = f"SELECT lock_key FROM locks WHERE expires_at < {words.before(':retention')} ORDER BY lock_key LIMIT 1000"
-    return Statement("stale", sql, Reply.ROWS)
+    return Statement("stale", _page(words, "locks", "lock_key"), Reply.ROWS)
+
+
+def _page(words: Vocabulary, table: str, name: str) -> str:
+    """The next rows by primary key, old or not: so it is short, however many rows there are before or behind them.
+
+    (An index on `expires_at` would make it so as well, and end heap-only updates.)
+    """
+    return f"""
+SELECT {name}, CASE WHEN expires_at < {words.before(":retention")} THEN 1 ELSE 0 END
+FROM {table}{words.by_key} WHERE {name} > :after ORDER BY {name} LIMIT 1000
+"""
 
 
 def reap(words: Vocabulary) -> Statement:
@@ -430,8 +440,7 @@ WHERE lock_key = :key AND last_ticket = {words.bigint(":last")} AND served_ticke
 
 def dead(words: Vocabulary) -> Statement:
     """Safe: reads only, without locks."""
-    sql = f"SELECT owner FROM lock_waiters WHERE expires_at < {words.before(':retention')} ORDER BY owner LIMIT 1000"
-    return Statement("dead", sql, Reply.ROWS)
+    return Statement("dead", _page(words, "lock_waiters", "owner"), Reply.ROWS)
 
 
 def forget(words: Vocabulary) -> Statement:

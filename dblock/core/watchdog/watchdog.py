@@ -10,8 +10,8 @@ A renewal is due a third of the ttl after the last one; it fails softly and is t
 that does not answer at all is given up after a sixth of the ttl, and the next goes over another connection; if its
 answer comes later it still counts, from the time of sending.
 
-Taking a lock costs the watchdog an entry in a dictionary: the watching thread looks once a second anyway while it
-lives, ends when it finds nothing to do, and is started again when needed.
+Taking a lock costs the watchdog an entry in two dictionaries and a set: the watching thread looks once a second anyway
+while it lives, ends when it finds nothing to do, and is started again when needed.
 
 Rule: nothing here decides who holds a key. The watchdog moves the moment until which a hold is trusted (see
 `dblock.core.holding.lease`) and tells.
@@ -19,11 +19,13 @@ Rule: nothing here decides who holds a key. The watchdog moves the moment until 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 from dblock.core import clock
 from dblock.core.errors import Reason, StoreBusy
@@ -31,6 +33,7 @@ from dblock.core.holding.flow import Flows, Hold
 from dblock.core.holding.lease import Loss
 from dblock.core.log import warn
 from dblock.core.protocol.drive import adrive, drive
+from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.semaphore import BinarySemaphore
 from dblock.core.watchdog.heartbeats import Heartbeat, KeptPlace
@@ -60,7 +63,10 @@ class Watchdog:
         self._starting = False
         self._renewers: dict[Store, Renewer] = {}
         self._tasks: set[Any] = set()
-        self._added = self._finalized = False
+        self._finalized = False
+        self._added = set[tuple[Store, Any]]()
+        """The databases and event loops of what was added of late: there it may be time to reap."""
+        self._reap_at: MutableMapping[Store, float] = WeakKeyDictionary()
         self._given_up: list[Hold] = []
         """Declared lost by `release_all`, and not given back in the database yet."""
         self._ending: list[Hold] | None = None
@@ -72,7 +78,7 @@ class Watchdog:
         """Keep it from now on."""
         self._holds[hold] = None
         self._by_key[hold.store, hold.tenure.key] = hold
-        self._added = True
+        self._added.add((hold.store, hold.loop))
         if hold.lease.due < self._wake_at:
             self.look()
 
@@ -95,7 +101,7 @@ class Watchdog:
     def keep(self, kept: KeptPlace) -> None:
         """Keep a place in a queue from now on."""
         self._places[kept.place.owner] = kept
-        self._added = True
+        self._added.add((kept.store, kept.loop))
         if kept.due < self._wake_at:
             self.look()
 
@@ -180,19 +186,19 @@ class Watchdog:
                 self._tidy_up()
                 self._ending = None
                 self._ended.set()
-            self._wake_at = math.inf  # whoever adds a hold during the look makes us look again
+            self._wake_at, wait = math.inf, LOOK  # whoever adds a hold during the look makes us look again
             try:
                 wait = self._look_at_all()
+                self._reap()
             except Exception as error:  # noqa: BLE001 - must go on: leases depend on it
                 warn("the watchdog failed in one round, and goes on: %r", error)
-                wait = LOOK
             with self._lock:
                 if self._thread is not threading.current_thread():
                     return  # our start was interrupted: the next lock begins another watch
                 if idle and not (self._holds or self._places or self._renewers or self._added):
                     self._thread = None
                     return
-            self._added = False
+            self._added = set()
             self._wake_at = clock.now() + wait
             idle = not self._look_again.wait(wait)
 
@@ -286,19 +292,35 @@ class Watchdog:
     def _send_to_loop(self, batch: Renewal | Heartbeat, loop: Any) -> None:
         steps = batch.steps()
         batch.set_reason_if_lost(Reason.BLOCKED)  # until it has begun
+        try:
+            self._run_on_loop(steps, batch.store, loop)
+        except RuntimeError:  # the loop is closed, and with it the flows
+            batch.give_up()
 
+    def _run_on_loop(self, steps: Steps[None], store: Store, loop: Any) -> None:
         def begin() -> None:
-            task = loop.create_task(quietly(adrive(steps, batch.store)))
+            task = loop.create_task(quietly(adrive(steps, store)))
             for each in list(self._tasks):
                 if each.get_loop().is_closed():
                     self._tasks.discard(each)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-        try:
-            loop.call_soon_threadsafe(begin)
-        except RuntimeError:  # the loop is closed, and with it the flows
-            batch.give_up()
+        loop.call_soon_threadsafe(begin)
+
+    def _reap(self) -> None:
+        """Begin to reap where locks were taken of late, if it is due: in a thread, or a task, of its own."""
+        for store, loop in list(self._added):
+            if store.reaping is None:
+                continue
+            from dblock.core.watchdog import reaping  # noqa: PLC0415 - off by default
+
+            steps = reaping.begin(store, self._reap_at)
+            with contextlib.suppress(RuntimeError):  # out of threads, a closed loop, or the interpreter is ending
+                if steps is not None and loop is None:
+                    threading.Thread(target=drive, args=(steps, store), name="dblock reaper", daemon=True).start()
+                elif steps is not None:
+                    self._run_on_loop(steps, store, loop)
 
     # -- the end
 

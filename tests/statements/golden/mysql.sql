@@ -156,9 +156,9 @@ WHERE variable_name = 'wsrep_on'
 AND variable_value = 'ON');
 
 -- stale: the rows it returns
-SELECT lock_key
-FROM locks
-WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND ORDER BY lock_key LIMIT 1000;
+SELECT lock_key, CASE WHEN expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND THEN 1 ELSE 0 END
+FROM locks FORCE INDEX (PRIMARY)
+WHERE lock_key > :after ORDER BY lock_key LIMIT 1000;
 
 -- reap: one empty row for each row that it changed
 DELETE locks FROM (SELECT lock_key AS name
@@ -287,8 +287,8 @@ AND other.ticket > served_ticket
 AND other.expires_at > UTC_TIMESTAMP(6));
 
 -- dead: the rows it returns
-SELECT owner FROM lock_waiters
-WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND ORDER BY owner LIMIT 1000;
+SELECT owner, CASE WHEN expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND THEN 1 ELSE 0 END FROM lock_waiters FORCE INDEX (PRIMARY)
+WHERE owner > :after ORDER BY owner LIMIT 1000;
 
 -- forget: one empty row for each row that it changed
 DELETE FROM lock_waiters

@@ -168,9 +168,9 @@ ON pg_namespace.oid = relnamespace
 WHERE pg_class.oid = CAST('locks' AS regclass);
 
 -- stale: the rows it returns
-SELECT lock_key
+SELECT lock_key, CASE WHEN expires_at < clock_timestamp() - make_interval(secs => :retention) THEN 1 ELSE 0 END
 FROM locks
-WHERE expires_at < clock_timestamp() - make_interval(secs => :retention) ORDER BY lock_key LIMIT 1000;
+WHERE lock_key > :after ORDER BY lock_key LIMIT 1000;
 
 -- reap: one empty row for each row that it changed
 DELETE
@@ -323,8 +323,8 @@ AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- dead: the rows it returns
-SELECT owner FROM lock_waiters
-WHERE expires_at < clock_timestamp() - make_interval(secs => :retention) ORDER BY owner LIMIT 1000;
+SELECT owner, CASE WHEN expires_at < clock_timestamp() - make_interval(secs => :retention) THEN 1 ELSE 0 END FROM lock_waiters
+WHERE owner > :after ORDER BY owner LIMIT 1000;
 
 -- forget: one empty row for each row that it changed
 DELETE FROM lock_waiters

@@ -145,9 +145,9 @@ AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 RETURNING 1;
 
 -- stale: the rows it returns
-SELECT lock_key
+SELECT lock_key, CASE WHEN expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention)) THEN 1 ELSE 0 END
 FROM locks
-WHERE expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention)) ORDER BY lock_key LIMIT 1000;
+WHERE lock_key > :after ORDER BY lock_key LIMIT 1000;
 
 -- reap: one empty row for each row that it changed
 DELETE
@@ -270,8 +270,8 @@ AND other.ticket > served_ticket
 AND other.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'));
 
 -- dead: the rows it returns
-SELECT owner FROM lock_waiters
-WHERE expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention)) ORDER BY owner LIMIT 1000;
+SELECT owner, CASE WHEN expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention)) THEN 1 ELSE 0 END FROM lock_waiters
+WHERE owner > :after ORDER BY owner LIMIT 1000;
 
 -- forget: one empty row for each row that it changed
 DELETE FROM lock_waiters

@@ -1,0 +1,275 @@
+"""Reaping in the background of a process that takes locks (`REAP_EVERY`, `dblock_reap_every`)."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from django.test import override_settings
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from dblock.core import clock, runtime
+from dblock.core.errors import LockStoreError
+from dblock.core.holding.flow import current_task
+from dblock.core.protocol import reaping as protocol
+from dblock.core.protocol.steps import Execute, Steps
+from dblock.core.protocol.store import Store
+from dblock.core.watchdog import reaping as background
+from sqlalchemy_dblock import db_lock, metadata, reap
+from sqlalchemy_dblock.store import store_for
+from tests.conftest import ready, run, url
+from tests.faults.test_shutdown import process
+from tests.support.lab import until
+from tests.support.subjects import Actor, Subject
+
+LONG_AGO = "'2020-01-01 00:00:00.000000'"
+EVERY = 0.1
+Making = Callable[..., Subject]
+
+
+@pytest.fixture
+def reaping(subject: Subject) -> Iterator[Making]:
+    """The subject with other settings, and one row that nobody has used for years."""
+    run(
+        subject.database,
+        "INSERT INTO locks (lock_key, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program,"
+        f" celery_task_id) VALUES ('old', 1, 0, 30, {LONG_AGO}, {LONG_AGO}, '', '', 1, '', '', '')",
+    )
+    own = replace(subject)
+    settings: list[Any] = []
+
+    def make(**given: Any) -> Subject:
+        if subject.variant == "django":
+            settings.append(override_settings(DBLOCK={name.upper(): value for name, value in given.items()}))
+            settings[-1].enable()
+            return subject
+        engine = create_engine if subject.face == "sync" else create_async_engine
+        options = {f"dblock_{name}": value for name, value in given.items()}
+        own.__dict__["engine"] = engine(url(subject.database, subject.driver), execution_options=options)
+        return own
+
+    yield make
+    for each in settings:
+        each.disable()
+    watchdog = runtime.current.watchdog
+    assert until(lambda: math.inf not in list(watchdog._reap_at.values())), "it goes on"
+    watchdog._reap_at.clear()
+    if "engine" in own.__dict__:
+        disposing = Actor(subject)
+        disposing.do(own.engine.dispose)
+        disposing.close()
+
+
+@pytest.fixture
+def actor(reaping: Making, actors: Callable[[int], list[Actor]]) -> Actor:
+    """One that ends before the settings are what they were."""
+    return actors(1)[0]
+
+
+def reapers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "dblock reaper"]
+
+
+def taking(actor: Actor, subject: Subject, condition: Callable[[], object]) -> bool:
+    """Does it come true while the actor takes a lock now and then?"""
+
+    def taken() -> object:
+        actor.within(subject.lock("k"))
+        return condition()
+
+    return until(taken, 15)
+
+
+def old(subject: Subject) -> bool:
+    return subject.run("SELECT count(*) FROM locks WHERE lock_key = 'old'") == [(1,)]
+
+
+def test_whoever_takes_locks_reaps_now_and_then(
+    subject: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a thread that keeps no process from ending, or in a task; what is held or was of late stays."""
+    threads, tasks, plainly = list[threading.Thread](), set[bool](), protocol.reap
+
+    def noted(*given: Any) -> Steps[protocol.Reaped]:
+        threads.append(threading.current_thread())
+        tasks.add(current_task() is not None)
+        return (yield from plainly(*given))
+
+    monkeypatch.setattr(protocol, "reap", noted)
+    own = reaping(reap_every=EVERY)
+    actor.within(own.lock("of late"), lambda: None)
+    assert taking(actor, own, lambda: not old(subject))
+    assert subject.run("SELECT lock_key FROM locks ORDER BY lock_key") == [("k",), ("of late",)]
+    on_loop = own.lock("k")._store().asynchronous
+    assert tasks == {on_loop}
+    assert on_loop or {(thread.name, thread.daemon) for thread in threads} == {("dblock reaper", True)}
+
+
+def test_it_keeps_what_it_is_told_to_keep(
+    subject: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has been free for less than ten years, here; again and again."""
+    own = reaping(reap_every=EVERY, retention=10 * 366 * 86400)
+    ended = list[protocol.Reaped]()
+
+    def noted(*given: Any) -> Steps[protocol.Reaped]:
+        ended.append((yield from plainly(*given)))
+        return ended[-1]
+
+    plainly = protocol.reap
+    monkeypatch.setattr(protocol, "reap", noted)
+    assert taking(actor, own, lambda: len(ended) > 1)
+    assert set(ended) == {protocol.Reaped(0, 0)}
+    assert old(subject)
+
+
+def test_it_is_off_unless_asked_for(
+    subject: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watchdog has looked, and has nothing in mind."""
+    own, looks = reaping(), list[list[Any]]()
+    watchdog = runtime.current.watchdog
+    plainly = watchdog._reap
+
+    def noted() -> None:
+        looks.append(list(watchdog._added))
+        plainly()
+
+    monkeypatch.setattr(watchdog, "_reap", noted)
+    assert taking(actor, own, lambda: sum(map(bool, looks)) > 1)
+    assert own.lock("k")._store() not in watchdog._reap_at
+    assert not reapers()
+    assert old(subject)
+
+
+ENDING = """
+import traceback
+from django.test import override_settings
+from dblock.core.protocol import reaping as protocol
+from tests.support.lab import until
+from tests.support.subjects import Actor
+
+begun, plainly = [], protocol.sleep
+
+def sleep(seconds):
+    if "_tidy" in [frame.name for frame in traceback.extract_stack(limit=2)]:
+        begun.append(seconds)
+        seconds = 600.0
+    yield from plainly(seconds)
+
+protocol.sleep, protocol._BURST = sleep, 0.0
+if subject.variant == "django":
+    override_settings(DBLOCK={"REAP_EVERY": 0.1}).enable()
+else:
+    subject.__dict__["engine"] = subject.engine.execution_options(dblock_reap_every=0.1)
+actor = Actor(subject)
+assert until(lambda: actor.within(subject.lock("k")) or begun, 20)
+print("begun")
+"""
+
+
+@pytest.mark.usefixtures("reaping")
+def test_a_process_ends_in_the_middle_of_it(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
+    """At once and without a word; whoever reaps next finds the rest."""
+    assert process(subject, ENDING) == "begun\n"
+    assert old(subject)
+    assert actors(1)[0].do(lambda: subject.reap(3600)) == 1
+
+
+@pytest.mark.parametrize("option", ["dblock_reap_every", "dblock_retention"])
+def test_what_is_no_time_is_refused_at_the_first_lock(option: str) -> None:
+    """A word, nothing at all, or what has passed."""
+    for value, error in (("soon", TypeError), (-1, ValueError), (float("nan"), ValueError)):
+        engine = create_engine("sqlite://", execution_options={"dblock_reap_every": 60, option: value})
+        with pytest.raises(error):
+            db_lock(engine, "k")
+        engine.dispose()
+
+
+def test_the_engines_retention_is_that_of_reap(tmp_path: Any) -> None:
+    """Unless it is told otherwise."""
+    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3", execution_options={"dblock_retention": 0})
+    metadata.create_all(engine)
+    with db_lock(engine, "k"):
+        pass
+    assert until(lambda: reap(engine, retention=60) == 0 and reap(engine) == 1)
+    engine.dispose()
+
+
+def test_a_database_in_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread might see another one, or meet the caller's open transaction; it ends with the process."""
+    engine = create_engine("sqlite://", execution_options={"dblock_reap_every": EVERY})
+    metadata.create_all(engine)
+    due: dict[Store, float] = {store_for(engine): 0.0}
+    with db_lock(engine, "k"):
+        assert background.begin(store_for(engine), due) is None
+    monkeypatch.setattr(store_for(engine), "renewable", True)
+    assert background.begin(store_for(engine), due) is not None
+    engine.dispose()
+
+
+def test_what_fails_is_logged_and_tried_again(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Without the tables, say; and one is under way at a time."""
+    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3", execution_options={"dblock_reap_every": 60})
+    store = store_for(engine)
+    due: dict[Store, float] = {store: 0.0}
+    steps = background.begin(store, due)
+    assert steps is not None
+    assert 0 < due[store] - clock.now() <= 120
+    step = next(steps)
+    assert isinstance(step, Execute)
+    assert due[store] > clock.now() + 120
+    assert background.begin(store, due) is None
+    try:
+        store.execute(step)
+    except LockStoreError as error:
+        with pytest.raises(StopIteration):
+            steps.throw(error)
+    [record] = caplog.records
+    assert "could not reap, trying again later" in record.getMessage()
+    assert "locks" in record.getMessage()
+    assert clock.now() <= due[store] < math.inf
+    due[store] = 0.0
+    assert background.begin(store, due) is not None
+    engine.dispose()
+
+
+def test_renewals_do_not_wait_for_it(actor_of_postgresql: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease of a second is renewed while a reaping gets no answer, and the watchdog goes on."""
+    subject, go, waits = actor_of_postgresql.subject, threading.Event(), threading.Event()
+    engine = create_engine(url(subject.database), execution_options={"dblock_reap_every": EVERY})
+    store = store_for(engine)
+    plainly = store.execute
+
+    def execute(step: Execute) -> Any:
+        if step.statement.name == "stale":
+            waits.set()
+            go.wait(30)
+        return plainly(step)
+
+    monkeypatch.setattr(store, "execute", execute)
+    try:
+        with db_lock(engine, "k", ttl=1.0) as lock:
+            assert until(lambda: actor_of_postgresql.within(db_lock(engine, "other")) or waits.is_set(), 15)
+            time.sleep(1.5)
+            assert lock.state == "held"
+            assert lock.verify()
+            assert len(reapers()) == 1
+    finally:
+        go.set()
+    assert until(lambda: not reapers())
+    engine.dispose()
+
+
+@pytest.fixture
+def actor_of_postgresql(request: pytest.FixtureRequest) -> Iterator[Actor]:
+    ready(request, "postgresql")
+    actor = Actor(Subject("sqlalchemy", "sync", "postgresql"))
+    yield actor
+    actor.close()
