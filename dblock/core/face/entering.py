@@ -30,6 +30,13 @@ from dblock.core.values import Grant
 
 def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Steps[Refused | None]:
     """None when acquired; else why not."""
+    steps = _acquire(lock, timeout, kind)
+    for follow in runtime.current.followers:
+        steps = follow(lock, timeout, steps)
+    return steps
+
+
+def _acquire(lock: BaseLock, timeout: float | None, kind: str) -> Steps[Refused | None]:
     if lock.forked_from is not None:
         raise lock._forked()
     store, flow, ttl = lock._store(), current_flow(), lock._ttl
