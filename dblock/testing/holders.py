@@ -17,12 +17,13 @@ from typing import Any, Final, Self
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
-from dblock.core.acquire.acquiring import Refused, acquire
+from dblock.core.acquire.acquiring import acquire
 from dblock.core.acquire.local_queue import Request
 from dblock.core.errors import LockError, LockNotHeld, Reason
 from dblock.core.face.executor import BaseStore
 from dblock.core.holding.flow import Hold, current_task
 from dblock.core.holding.lease import Loss
+from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -33,7 +34,7 @@ from dblock.core.watchdog.renewals import Renewal
 TTL: Final = 300.0
 """Seconds for which a key stays busy at most on a real database, where a test that was killed frees nothing."""
 PATIENCE: Final = 5.0
-"""Seconds for which a test waits for its callbacks to end."""
+"""Seconds for which a test waits for its callbacks to end, and a stranger for a database that is slow."""
 
 
 class InMemory(BaseStore):
@@ -54,10 +55,13 @@ class Busy:
         self._grant: Grant | None = None
 
     def _begin(self) -> Steps[None]:
-        found = yield from acquire(runtime.current.site(self._store), self._request, 0.0)
-        if isinstance(found, Refused):
-            why = found.busy or (found.holder and f"it is held by {found.holder}") or "others were faster"
-            raise RuntimeError(f"cannot make {self._key!r} busy: {why}")  # noqa: TRY004 - not the wrong type
+        site = runtime.current.site(self._store)
+        info = yield from tenures.inspect(site.database, self._key)
+        if info is not None and info.state == "held":
+            raise RuntimeError(f"cannot make {self._key!r} busy: it is held by {info}")
+        found = yield from acquire(site, self._request, PATIENCE)  # the first statement may have to open a connection
+        if not isinstance(found, Grant):
+            raise RuntimeError(f"cannot make {self._key!r} busy: others were faster")  # noqa: TRY004 - no wrong type
         self._grant = found
         if isinstance(self._store, InMemory):
             self._store.strangers[found.tenure] = found.ttl if self._ttl is None else 0.0
@@ -139,7 +143,7 @@ def frozen_renewal() -> Generator[None]:
     the clock that the test moves, else by the real one.
     """
     watchdog = runtime.current.watchdog
-    send = watchdog._send
+    send, before = watchdog._send, vars(watchdog).get("_send")
 
     def keep_back(batch: Any, loop: Any) -> None:
         if isinstance(batch, Renewal):
@@ -151,7 +155,10 @@ def frozen_renewal() -> Generator[None]:
     try:
         yield
     finally:
-        vars(watchdog)["_send"] = send
+        if before is None:
+            del vars(watchdog)["_send"]
+        else:
+            vars(watchdog)["_send"] = before
 
 
 def await_callbacks() -> None:
