@@ -55,7 +55,9 @@ class Thread(threading.Thread):
 
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__(daemon=True)
-        self._function, self._found, self._error = function, None, None
+        self._function = function
+        self._found: Any = None
+        self._error: BaseException | None = None
         self.start()
 
     def run(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -141,13 +142,14 @@ def test_what_was_locked(subject: Subject, actor: Actor, other: Actor) -> None:
         locks.assert_locked("stock:42", times=3)
         locks.assert_not_locked("stock:43")
         there = r"'stock:42' \(released, 3 times\), 'stock:42' \(busy\)"
-        for wrong, message in (
+        wrongs: list[tuple[Callable[[], None], str]] = [
             (lambda: locks.assert_locked("stock:43"), f"'stock:43' was not locked; there was {there}"),
             (lambda: locks.assert_locked("stock:42", times=2), f"locked 3 times, not 2; there was {there}"),
             (lambda: locks.assert_not_locked("stock:42"), "'stock:42' was locked"),
             (locks.assert_not_locked, "something was locked"),
             (lambda: locks.assert_released("stock:43"), "'stock:43' was not locked"),
-        ):
+        ]
+        for wrong, message in wrongs:
             with pytest.raises(AssertionError, match=message):
                 wrong()
     actor.within(subject.lock("later"))
