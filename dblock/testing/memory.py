@@ -34,6 +34,7 @@ from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 from dblock.core import runtime
+from dblock.core.acquire.acquiring import Refused
 from dblock.core.acquire.services import PollingOnly, WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.connections.pool import PooledConnection
@@ -43,7 +44,7 @@ from dblock.core.holding.flow import Flow, Hold
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.sending import Database
-from dblock.core.protocol.steps import Execute, Rows, Sleep, Wait
+from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.protocol.store import Store
 from dblock.core.runtime import Runtime
 from dblock.core.statements import DIALECTS
@@ -163,9 +164,12 @@ class MemoryStore(InMemory):
         self.database = Database(DIALECT, self.clock.now, TIMING)
         self.tables = self._source = Tables(self.clock.now)
         self.strangers = {}
+        self.trying: set[object] = set()
+        """The attempts to take a lock that are under way."""
         self.process: MemoryRuntime
         self.ended = False
-        self._moving = threading.RLock()
+        self.moving = threading.RLock()
+        """Held by whoever moves the clock."""
         self._pauses: dict[Wakeup, Pause] = {}
         self._jumped: WeakKeyDictionary[Wakeup, float] = WeakKeyDictionary()
         """For how many seconds a waiter has moved the clock."""
@@ -200,7 +204,7 @@ class MemoryStore(InMemory):
 
     def _forward(self, seconds: float) -> None:
         """By no more at a time than to the next moment at which something is due."""
-        with self._moving:
+        with self.moving:
             while seconds > 0:
                 due = self.process.watchdog.see_to_it() if self.process.watchdog.keeps_any else math.inf
                 step = min(seconds, due)
@@ -251,7 +255,7 @@ class MemoryStore(InMemory):
         """Is the pause over? If all who wait do so in vain, the clock is moved until one of theirs is."""
         if self.ended:
             raise LockStoreError("memory() has ended while somebody was waiting for a lock")
-        with self._moving:
+        with self.moving:
             _ = self.process.watchdog.see_to_it()
             while not wakeup.notified() and self.clock.now() < pause.until:
                 pauses = self._all_in_vain()
@@ -274,9 +278,10 @@ class MemoryStore(InMemory):
     def _all_in_vain(self) -> list[Pause]:
         """The pauses of all who wait, if each has come to one and they do so in vain; else none."""
         keys = {wakeup: key for (key, _), wakeup in list(self.process.wakeups._registered.items())}
-        pauses = {wakeup: pause for wakeup in keys if (pause := self._pauses.get(wakeup)) is not None}
-        now = self.clock.now()
-        if len(pauses) < len(keys) or any(each.notified() or pauses[each].until <= now for each in keys):
+        pauses, now = dict(self._pauses), self.clock.now()
+        if len(pauses) < len(self.trying) or not pauses.keys() <= keys.keys():
+            return []
+        if any(wakeup.notified() or pause.until <= now for wakeup, pause in pauses.items()):
             return []
         waiting = {pause.flow: (keys[wakeup], pause) for wakeup, pause in pauses.items()}
         in_vain = all(self._in_vain(keys[wakeup], pause, waiting, set()) for wakeup, pause in pauses.items())
@@ -393,6 +398,15 @@ class Memory(Recorder):
         super().__init__()
         self._store = MemoryStore()
         self.clock = self._store.clock
+
+    def _follow(self, lock: BaseLock, timeout: float | None, steps: Steps[Refused | None]) -> Steps[Refused | None]:
+        attempt = object()
+        with self._store.moving:  # else the clock might be on its way to the end of somebody's wait
+            self._store.trying.add(attempt)
+        try:
+            return (yield from super()._follow(lock, timeout, steps))
+        finally:
+            self._store.trying.discard(attempt)
 
     def _begin(self) -> None:
         runtime.current = MemoryRuntime(self._store, runtime.current)

@@ -21,7 +21,9 @@ import dblock
 import sqlalchemy_dblock
 from dblock import LockDeadlock, LockLost, LockNotHeld, LockStoreError, LockTimeout, Reason, testing
 from dblock.core import runtime
+from dblock.core.holding.flow import Flow
 from dblock.core.runtime import Runtime
+from dblock.testing.memory import Pause
 from tests.conftest import run
 
 NOWHERE = "/nonexistent/never.sqlite3"
@@ -217,14 +219,13 @@ def test_the_clock_never_goes_back(locks: testing.Memory, seconds: Any) -> None:
 
 def test_fences_grow_though_the_clock_stands(locks: testing.Memory, db_lock: Make) -> None:
     """Through the deletion of the row, too."""
-    lock, fences = db_lock("k"), list[int]()
-    for _ in range(3):
-        fences += [hold(lock) for _ in range(3)]
-        dblock.reap(retention=0, using="postgresql")
-        locks.clock.advance(0.002)
-        assert dblock.reap(retention=0, using="postgresql") == 1
+    lock = db_lock("k")
+    fences = [hold(lock) for _ in range(2100)]
+    assert locks.clock.now() == 0
+    locks.clock.advance(0.002)
+    assert dblock.reap(retention=0, using="postgresql") == 1
+    fences += [hold(lock) for _ in range(3)]
     assert fences == sorted(set(fences))
-    assert locks.clock.now() == pytest.approx(0.006)
 
 
 # -- somebody else has the key
@@ -358,6 +359,8 @@ def test_in_vain_beside_a_wait_that_is_not(locks: testing.Memory, db_lock: Make)
     taken.wait()
     with locks.busy("b"):
         waiter = Thread(lambda: hold(db_lock("k", timeout=5)))
+        while not runtime.current.wakeups._registered:
+            time.sleep(0.001)
         in_vain = Thread(lambda: hold(db_lock("b", timeout=1000)))
         time.sleep(0.3)
         assert locks.clock.now() < 4
@@ -366,6 +369,30 @@ def test_in_vain_beside_a_wait_that_is_not(locks: testing.Memory, db_lock: Make)
         assert waiter.result()
         with at_once(), pytest.raises(LockTimeout):
             in_vain.result()
+
+
+def test_turns_beside_waits_in_vain(locks: testing.Memory, db_lock: Make) -> None:
+    """Nobody's time is up before it has come to its pause: the clock stands while somebody is on the way to a lock."""
+    done = threading.Event()
+
+    def work() -> None:
+        for _ in range(30):
+            hold(db_lock("k", timeout=2))
+
+    def in_vain() -> None:
+        while not done.is_set():
+            with pytest.raises(LockTimeout):
+                hold(db_lock("b", timeout=3))
+
+    with locks.busy("b"):
+        others = [Thread(in_vain) for _ in range(2)]
+        workers = [Thread(work) for _ in range(4)]
+        for worker in workers:
+            worker.result()
+        done.set()
+        for other in others:
+            other.result()
+    locks.assert_locked("k", times=120)
 
 
 def test_a_deadlock(locks: testing.Memory, db_lock: Make) -> None:
@@ -384,6 +411,18 @@ def test_a_deadlock(locks: testing.Memory, db_lock: Make) -> None:
     with at_once():
         threads = [Thread(lambda: work("a", "b")), Thread(lambda: work("b", "a"))]
         assert sorted(thread.result() for thread in threads) == ["deadlock", "done"]
+
+
+def test_a_circle_is_in_vain(locks: testing.Memory) -> None:
+    """Also while nobody has noticed that it is a deadlock."""
+    store, waiting = locks._store, {}
+    for key in "ab":
+        Thread(dblock.db_lock(key, using="postgresql").acquire).result()
+    flows = [Flow(name, name, {}, locks) for name in "ab"]
+    for flow, key, other in zip(flows, "ab", "ba", strict=True):
+        store.process.watchdog._by_key[store, key].flow = flow.ref
+        waiting[flow] = (other, Pause(10.0, flow, None))
+    assert store._in_vain("a", Pause(10.0, Flow("c", "c", {}, locks), None), waiting, set())
 
 
 def test_a_thread_that_ended_without_releasing(locks: testing.Memory, db_lock: Make) -> None:
@@ -516,7 +555,7 @@ def test_a_thread_that_outlives_it(db_lock: Make) -> None:
         waiter = Thread(lambda: hold(db_lock("k", timeout=60)))
         while not runtime.current.wakeups._registered:
             time.sleep(0.001)
-    with pytest.raises(LockStoreError, match=r"memory\(\) has ended"):
+    with at_once(), pytest.raises(LockStoreError, match=r"memory\(\) has ended"):
         waiter.result()
     go_on.set()
     with pytest.raises(LockLost):
@@ -542,6 +581,29 @@ def test_what_was_locked_before_is_where_it_was(sqlite: object) -> None:
     assert other.verify()
     other.release()
     assert run("sqlite", "SELECT lock_key FROM locks WHERE owner IS NOT NULL") == []
+
+
+def test_who_waits_for_what_was_locked_before(sqlite: object) -> None:
+    """Is handed it inside the process, as ever, though the holder leaves it among locks in memory."""
+    lock, taken = dblock.db_lock("before", using="default"), threading.Event()
+
+    def wait() -> Any:
+        other = dblock.db_lock("before", using="default", timeout=20)
+        with other:
+            taken.set()
+            found = other._hold_here()
+            assert found is not None
+            return found.local_handovers
+
+    with lock:
+        waiter = Thread(wait)
+        while runtime.current.site(lock._store()).local_queues.find("before") is None:
+            time.sleep(0.001)
+        with testing.memory():
+            lock.__exit__(None, None, None)
+            assert taken.wait(10)
+        assert waiter.result() == 1
+        lock.__enter__()
 
 
 def test_decorated_before(engine: Engine) -> None:

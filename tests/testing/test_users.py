@@ -15,6 +15,7 @@ import pytest
 
 from tests.conftest import ALIASES
 from tests.django.test_users_suites import SETTINGS
+from tests.support.pages import block
 
 ROOT = Path(__file__).parents[2]
 
@@ -276,6 +277,16 @@ def test_a_service(tmp_path: Path) -> None:
     done = suite(tmp_path, *PYTEST, "-p", "no:django")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(("name", "passed"), [("testing-pytest", 4), ("testing-unittest", 2)])
+def test_the_pages_examples(name: str, passed: int, tmp_path: Path) -> None:
+    """Those of docs/testing.md."""
+    (tmp_path / "site_settings.py").write_text(SETTINGS.format(alias="default", name=":memory:"))
+    (tmp_path / "test_page.py").write_text(block("docs/testing.md", name))
+    done = suite(tmp_path, *PYTEST, DJANGO_SETTINGS_MODULE="site_settings")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{passed} passed" in done.stdout, done.stdout
 
 
 def test_the_plugin_is_cheap(tmp_path: Path) -> None:
