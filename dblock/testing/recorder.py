@@ -15,6 +15,7 @@ from dblock.core.acquire.acquiring import Refused
 from dblock.core.face.base import BaseLock
 from dblock.core.holding.flow import Entry, Hold
 from dblock.core.protocol.steps import Steps
+from dblock.core.values import Seconds
 from dblock.testing import holders
 
 Outcome = Literal["waiting", "held", "released", "lost", "busy", "failed"]
@@ -66,7 +67,10 @@ class Recorder:
     # -- what was locked
 
     def assert_locked(self, key: str, *, times: int | None = None) -> None:
-        """AssertionError unless that key was locked, so many times if that is said, since the recording began."""
+        """AssertionError unless that key was locked, so many times if that is said, since the recording began.
+
+        Entering again what one holds counts, too.
+        """
         found = sum(each.taken for each in self.history if each.key == key)
         if times is None and not found:
             raise AssertionError(f"{key!r} was not locked; {self._told()}")
@@ -94,9 +98,11 @@ class Recorder:
 
     # -- what others do
 
-    def busy(self, key: str, bind: Any = None, **options: Any) -> holders.Busy:
+    def busy(
+        self, key: str, bind: Any = None, *, ttl: Seconds | None = None, label: str = "", host: str = "elsewhere"
+    ) -> holders.Busy:
         """See `dblock.testing.busy`; `bind` is by default what `record()` was given."""
-        return holders.busy(key, self._bind if bind is None else bind, **options)
+        return holders.busy(key, self._bind if bind is None else bind, ttl=ttl, label=label, host=host)
 
     take_away = staticmethod(holders.take_away)
     atake_away = staticmethod(holders.atake_away)

@@ -436,6 +436,14 @@ def test_a_thread_that_ended_without_releasing(locks: testing.Memory, db_lock: M
         hold(db_lock("x", timeout=20))
 
 
+def test_min_hold(locks: testing.Memory, db_lock: Make) -> None:
+    """Nothing but time ends it."""
+    hold(db_lock("k", min_hold=20))
+    with at_once():
+        hold(db_lock("k", timeout=30))
+    assert locks.clock.now() == pytest.approx(20, abs=0.1)
+
+
 def test_a_task_waits_for_the_thread_that_runs_it(locks: testing.Memory) -> None:
     """That cannot give back anything meanwhile: the wait is in vain."""
 
@@ -479,6 +487,10 @@ def test_the_callers_transaction_is_of_no_account(sqlite: object, locks: testing
             lock.guard()
         assert lock.locked()
     assert not lock.locked()
+    assert lock.acquire()
+    with transaction.atomic():
+        lock.release()
+        assert not lock.locked(), "the transaction began later"
     with contextlib.suppress(ZeroDivisionError), lock:
         with transaction.atomic():
             lock.guard()
