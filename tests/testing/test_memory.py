@@ -293,6 +293,8 @@ def test_taken_away(locks: testing.Memory, db_lock: Make) -> None:
         assert (lock.state, told) == ("lost", [("k", Reason.FREED)])
         with pytest.raises(LockLost):
             lock.check()
+        with pytest.raises(LockNotHeld):
+            locks.take_away("k")
         other = locks.busy("k")
         other.__enter__()
     assert caught.value.reason is Reason.TAKEN_OVER
