@@ -123,6 +123,7 @@ def test_on_an_event_loop(locks: testing.Memory) -> None:
 
     async def use(make: Make) -> None:
         order: list[int] = []
+        states: list[str] = []
 
         async def turn(number: int) -> None:
             async with make("k"):
@@ -139,11 +140,12 @@ def test_on_an_event_loop(locks: testing.Memory) -> None:
         with pytest.raises(LockLost):
             async with make("k") as lock:
                 await locks.atake_away("k")
-                assert lock.state == "lost"
+                states.append(lock.state)
         with pytest.raises(LockLost):
             async with make("k", interrupt=True), locks.busy("other"):
                 locks.take_away("k")
                 await asyncio.sleep(10)
+        assert states == ["lost"], "said in there, LockLost would hide that it is not so"
 
     with at_once():
         for make in makers:
@@ -184,18 +186,19 @@ def test_frozen_renewal(locks: testing.Memory, db_lock: Make) -> None:
     """At risk after half of the ttl, lost before its end; each callback has run once when the clock stands again."""
     told: list[Any] = []
     lock = db_lock("k", on_lost=lambda _, reason: told.append(reason), on_at_risk=lambda _: told.append("risk"))
-    with pytest.raises(LockLost), lock:
-        with locks.frozen_renewal():
-            locks.clock.advance(14)
-            assert lock.state == "held"
-            assert told == []
-            locks.clock.advance(2)
-            assert (lock.state, told) == ("at_risk", ["risk"])
-            locks.clock.advance(14)
-            assert (lock.state, told) == ("lost", ["risk", Reason.UNREACHABLE])
-        locks.clock.advance(100)
-        assert told == ["risk", Reason.UNREACHABLE]
-        lock.check()
+    assert lock.acquire()
+    with locks.frozen_renewal():
+        locks.clock.advance(14)
+        assert lock.state == "held"
+        assert told == []
+        locks.clock.advance(2)
+        assert (lock.state, told) == ("at_risk", ["risk"])
+        locks.clock.advance(14)
+        assert (lock.state, told) == ("lost", ["risk", Reason.UNREACHABLE])
+    locks.clock.advance(100)
+    assert told == ["risk", Reason.UNREACHABLE]
+    with pytest.raises(LockLost):
+        lock.release()
     [attempt] = locks.history
     assert attempt.outcome == "lost"
 
@@ -288,15 +291,17 @@ def test_taken_away(locks: testing.Memory, db_lock: Make) -> None:
     """The holder has lost it, and has been told; the key is free; its late release leaves the next one alone."""
     told: list[Any] = []
     lock = db_lock("k", on_lost=lambda lost, reason: told.append((lost.key, reason)))
-    with pytest.raises(LockLost) as caught, lock:
+    assert lock.acquire()
+    locks.take_away("k")
+    assert (lock.state, told) == ("lost", [("k", Reason.FREED)])
+    with pytest.raises(LockLost):
+        lock.check()
+    with pytest.raises(LockNotHeld):
         locks.take_away("k")
-        assert (lock.state, told) == ("lost", [("k", Reason.FREED)])
-        with pytest.raises(LockLost):
-            lock.check()
-        with pytest.raises(LockNotHeld):
-            locks.take_away("k")
-        other = locks.busy("k")
-        other.__enter__()
+    other = locks.busy("k")
+    other.__enter__()
+    with pytest.raises(LockLost) as caught:
+        lock.release()
     assert caught.value.reason is Reason.TAKEN_OVER
     assert caught.value.holder is not None
     assert db_lock("k").locked()
@@ -488,7 +493,9 @@ def test_the_callers_transaction_is_of_no_account(sqlite: object, locks: testing
         with lock:
             lock.guard()
         assert lock.locked()
+        assert locks.history[0].outcome == "held"
     assert not lock.locked()
+    assert locks.history[0].outcome == "released"
     assert lock.acquire()
     with transaction.atomic():
         lock.release()
@@ -497,9 +504,12 @@ def test_the_callers_transaction_is_of_no_account(sqlite: object, locks: testing
         with transaction.atomic():
             lock.guard()
             raise ZeroDivisionError
-    with pytest.raises(LockLost), transaction.atomic(), lock:
-        locks.take_away("k")
+    assert lock.acquire()
+    locks.take_away("k")
+    with pytest.raises(LockLost), transaction.atomic():
         lock.guard()
+    with pytest.raises(LockLost):
+        lock.release()
     with lock, pytest.raises(transaction.TransactionManagementError, match="call it inside atomic"):
         lock.guard()
     connections.close_all()
@@ -544,6 +554,8 @@ def test_what_is_held_at_the_end_is_lost(db_lock: Make) -> None:
     with testing.memory() as locks:
         left.acquire()
         block.__enter__()
+        other = locks.busy("busy").__enter__()
+    other.__exit__(None, None, None)
     assert told == [Reason.RELEASED]
     assert [attempt.outcome for attempt in locks.history] == ["lost", "lost"]
     with pytest.raises(LockNotHeld):

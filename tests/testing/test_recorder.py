@@ -198,9 +198,12 @@ def test_an_engine_in_memory(shared: bool) -> None:
         with locks.busy("k"):
             with pytest.raises(LockTimeout):
                 sqlalchemy_dblock.db_lock(engine, "k", timeout=0.05).__enter__()
-        with pytest.raises(LockLost), sqlalchemy_dblock.db_lock(engine, "k"):
-            locks.take_away("k")
-            assert not sqlalchemy_dblock.db_lock(engine, "k").locked()
+        lock = sqlalchemy_dblock.db_lock(engine, "k")
+        assert lock.acquire()
+        locks.take_away("k")
+        assert not lock.locked()
+        with pytest.raises(LockLost):
+            lock.release()
 
 
 def test_on_an_event_loop_it_says_what_to_write(sqlite: object) -> None:
