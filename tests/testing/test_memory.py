@@ -290,7 +290,12 @@ def test_a_wait_that_would_never_end(locks: testing.Memory, db_lock: Make) -> No
 def test_taken_away(locks: testing.Memory, db_lock: Make) -> None:
     """The holder has lost it, and has been told; the key is free; its late release leaves the next one alone."""
     told: list[Any] = []
-    lock = db_lock("k", on_lost=lambda lost, reason: told.append((lost.key, reason)))
+
+    def tell(lost: Any, reason: Reason) -> None:
+        time.sleep(0.05)  # whoever took it away waits for that
+        told.append((lost.key, reason))
+
+    lock = db_lock("k", on_lost=tell)
     assert lock.acquire()
     locks.take_away("k")
     assert (lock.state, told) == ("lost", [("k", Reason.FREED)])
