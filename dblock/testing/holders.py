@@ -20,9 +20,10 @@ from dblock.core.acquire import handover
 from dblock.core.acquire.acquiring import acquire
 from dblock.core.acquire.local_queue import Request
 from dblock.core.errors import LockError, LockNotHeld, Reason
+from dblock.core.face.administration import force_release
+from dblock.core.face.bookkeeping import find_out, site_of
 from dblock.core.face.executor import BaseStore
 from dblock.core.holding.flow import Hold, current_task
-from dblock.core.holding.lease import Loss
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
@@ -177,14 +178,12 @@ def _holds(key: str) -> list[Hold]:
 
 
 def _taking_away(hold: Hold) -> Steps[None]:
-    watchdog, site = runtime.current.watchdog, runtime.current.site(hold.store)
-    _ = hold.lease.lose(Loss(Reason.FREED))
+    """As by `force_release`; and its holder finds out now, not by its next renewal."""
+    (key, _, fence), watchdog = hold.tenure, runtime.current.watchdog
+    _ = yield from force_release(hold.store, key, fence, "taken away by a test")
+    yield from find_out(hold)
     watchdog.discard(hold)
-    watchdog.announce(hold)
-    try:
-        yield from runtime.leave_for_good(site, hold)
-    finally:
-        site.local_queues.freed(hold.tenure.key)
+    site_of(hold).local_queues.freed(key)
 
 
 def _store(key: str, bind: Any) -> Any:

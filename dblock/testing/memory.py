@@ -28,9 +28,10 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, Final, TypeVar
+from functools import cache
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from dblock.core import runtime
@@ -48,7 +49,7 @@ from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.protocol.store import Store
 from dblock.core.runtime import Runtime
 from dblock.core.statements import DIALECTS
-from dblock.core.statements.base import Dialect, Queue, Statement
+from dblock.core.statements.base import Statement
 from dblock.core.statements.sqlite import SQL
 from dblock.core.statements.states import STATES
 from dblock.core.timing import Timing
@@ -70,23 +71,17 @@ TIMING: Final = Timing(
 """Nobody dies in the queue, and who waits is always called."""
 
 
+DIALECT: Final = replace(DIALECTS["sqlite"], tick=0.0, single_writer=False)
+"""SQLite's statements, which the test's clock is put into when they are run.
+
+It does not tick, and yet no two of its readings as a number are the same.
+"""
+
+
+@cache
 def _timed(statement: Statement) -> Statement:
     sql = statement.sql.replace(SQL.micros, "dblock_micros()").replace("'now'", "dblock_now()")
     return replace(statement, sql=sql)
-
-
-D = TypeVar("D", Dialect, Queue)
-
-
-def _by_the_clock(statements: D) -> D:
-    each = {field.name: getattr(statements, field.name) for field in fields(statements)}
-    timed: dict[str, Any] = {name: _timed(it) for name, it in each.items() if isinstance(it, Statement)}
-    return replace(statements, **timed)
-
-
-_SQLITE: Final = DIALECTS["sqlite"]
-DIALECT: Final = replace(_by_the_clock(_SQLITE), queue=_by_the_clock(_SQLITE.queue), tick=0.0, single_writer=False)
-"""SQLite's statements by the test's clock. It does not tick, and yet no two readings as a number are the same."""
 
 
 class Tables:
@@ -178,7 +173,7 @@ class MemoryStore(InMemory):
         """In this thread."""
         if self.ended:
             raise LockStoreError("memory() has ended, and with it the locks that were taken in it")
-        return super().execute(step)
+        return super().execute(step._replace(statement=_timed(step.statement)))
 
     async def aexecute(self, step: Execute) -> Rows:
         """Likewise: nobody waits for it."""
