@@ -84,7 +84,7 @@ class Lock(SyncLock):
         return drive(steps, self._store())
 
     def _store(self) -> DjangoStore:
-        return store_for(self.using)
+        return store_for(self.using, self)
 
     def _opened(self, hold: Hold) -> None:
         if current_task() is not None:

@@ -53,14 +53,14 @@ class _EngineLock(BaseLock):
     def __init__(self, engine: Engine, key: str, *, session: Any = None, **options: Any) -> None:
         super().__init__(key, **options)
         self._engine = engine
-        self._engine_store = store_for(engine)
+        _ = store_for(engine)
         # Not kept alive from here: whoever throws a session away in mid-transaction ends it, and renewal with it.
         self._given_session: Callable[[], Any] = _no_session
         if session is not None:
-            self._given_session = weakref.ref(valid_session(session, asynchronous=self._engine_store.asynchronous))
+            self._given_session = weakref.ref(valid_session(session, asynchronous=engine.dialect.is_async))
 
     def _store(self) -> EngineStore:
-        return self._engine_store
+        return store_for(self._engine, self)
 
     @property
     def _session(self) -> Any:
@@ -68,7 +68,7 @@ class _EngineLock(BaseLock):
 
     def _defers(self, hold: Hold) -> bool:
         session = self._session
-        if session is None and hold.transactions and self._engine_store.database.dialect.single_writer:
+        if session is None and hold.transactions and hold.store.database.dialect.single_writer:
             session = hold.transactions[0]()  # a session that guards it: nobody else can write before it has ended
         return session is not None and self.options.release == "auto" and keep_until_end(hold, session)
 
@@ -106,7 +106,7 @@ class Lock(_EngineLock, SyncLock):
         given = self._session if session_or_connection is None else session_or_connection
         connection = connection_of(given)
         hold, step = self._drive(operations.guarding(self))
-        self._drive(operations.guarded(self, hold, pin(self._engine_store, self._engine, connection, step)))
+        self._drive(operations.guarded(self, hold, pin(self._store(), self._engine, connection, step)))
         self._guarded(given)
 
 
@@ -117,7 +117,7 @@ class AsyncLock(_EngineLock, CoreAsyncLock):
         """Keep the lock, come what may, until the open transaction ends: nobody else's tenure begins before."""
         given = self._session if session_or_connection is None else session_or_connection
         hold, step = await self._adrive(operations.guarding(self))
-        store, engine = self._engine_store, self._engine
+        store, engine = self._store(), self._engine
         pinned = await greenlet_spawn(lambda: pin(store, engine, connection_of(given), step))
         await self._adrive(operations.guarded(self, hold, pinned))
         self._guarded(given)

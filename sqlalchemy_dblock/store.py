@@ -10,12 +10,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from typing import cast
 
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import SingletonThreadPool
 from sqlalchemy.util import greenlet_spawn
 
+from dblock.core import runtime
 from dblock.core.connections.pool import PooledConnection
 from dblock.core.errors import SynchronousOnlyOperation, UnsupportedDatabase
 from dblock.core.face.executor import BaseStore
@@ -125,11 +127,15 @@ def _not_on_an_event_loop() -> None:
         raise SynchronousOnlyOperation(f"You cannot wait for a lock from an async context - {INSTEAD}.")
 
 
-def store_for(engine: Engine) -> EngineStore:
-    """The one store of an engine, whoever asks first; it lives and dies with the engine."""
+def store_for(engine: Engine, lock: object = None) -> EngineStore:
+    """The one store of an engine, whoever asks first; it lives and dies with the engine.
+
+    In a test perhaps another one, by the lock object.
+    """
     kept = vars(engine)
     store: EngineStore = kept.get("_dblock_store") or kept.setdefault("_dblock_store", EngineStore(engine))
-    return store
+    stand_in = runtime.current.stand_in
+    return store if stand_in is None else cast("EngineStore", stand_in(lock))
 
 
 def _untranslated(driver: str) -> tuple[type[BaseException], ...]:

@@ -12,12 +12,13 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import MutableMapping, MutableSet
+from collections.abc import Callable, MutableMapping, MutableSet
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from dblock.core import clock
 from dblock.core.acquire import handover
+from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import WIRES, AutocommitPool
@@ -42,6 +43,10 @@ class Runtime:
         self.wakeups = Wakeups()
         self.deadlines = Deadlines()
         self.watchdog = Watchdog(self.flows, self._give_back)
+        self.followers: list[Callable[[Any, float | None, Steps[Any]], Steps[Any]]] = []
+        """In a test: what sees each attempt to take a lock, by the lock object, the timeout and the steps."""
+        self.stand_in: Callable[[Any], Any] | None = None
+        """In a test: the store that takes the place of a lock object's; of any, for None."""
         self._pools: MutableSet[AutocommitPool] = WeakSet()
         self._of_parents: list[Any] = []
         """In a forked child: the parent's connections, kept so that nothing finalizes them."""
@@ -65,7 +70,7 @@ class Runtime:
                 sockets = self._sockets = self._sockets or LocalSockets(self.wakeups.on_message)
         return sockets
 
-    def waiter_services(self, store: Store) -> ProcessServices:
+    def waiter_services(self, store: Store) -> WaiterServices:
         """What this process does for the waiters of a database, in threads or on the running event loop."""
         loop = sys.modules["asyncio"].get_running_loop() if store.asynchronous else None
         # On the store, since they refer to it: they are to live and die together.

@@ -23,6 +23,7 @@ from dblock.core.errors import (
     StoreUnanswered,
 )
 from dblock.core.face.base import BaseLock
+from dblock.core.face.executor import BaseStore
 from dblock.core.face.locks import SyncLock
 from dblock.core.holding.flow import Entry, Hold
 from dblock.core.holding.lease import Loss
@@ -49,6 +50,7 @@ class FakeStore:
     asynchronous = False
     renewable = True
     reaping: tuple[float, float] | None = None
+    pause, apause = BaseStore.pause, BaseStore.apause
     pin: Statement | None = None
 
     def __init__(self, now: Callable[[], float] = clock.now) -> None:

@@ -15,6 +15,7 @@ import sqlalchemy_dblock
 from dblock.core import clock
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.handover import Held
+from dblock.core.face.executor import BaseStore
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Steps
@@ -34,6 +35,7 @@ class ModelStore:
     asynchronous = False
     renewable = True
     reaping: tuple[float, float] | None = None
+    pause, apause = BaseStore.pause, BaseStore.apause
 
     def __init__(self, world: World, mutex: threading.Lock) -> None:
         self._world, self._mutex = world, mutex

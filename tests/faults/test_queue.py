@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core import runtime, timing
 from dblock.core.errors import LockLost
+from dblock.core.runtime import ProcessServices
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import rendered
 from sqlalchemy_dblock import LockTimeout, db_lock, metadata
@@ -96,7 +97,9 @@ def test_a_hand_over_that_meets_a_strangers_lock(subject: Subject, monkeypatch: 
     assert holder.acquire()
     sent = listen_in(subject, monkeypatch)
     lock, waiting_ = wait_for(subject, actor, fair=False)  # as if in another process
-    listener = runtime.current.waiter_services(lock._store())._listener
+    services = runtime.current.waiter_services(lock._store())
+    assert isinstance(services, ProcessServices)
+    listener = services._listener
     assert until(lambda: listener is None or listener.ready or listener._unavailable)  # and everybody looks once
     sent.clear()
     runtime.current.wakeups.notify_all()

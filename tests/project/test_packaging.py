@@ -26,6 +26,8 @@ def python(code: str) -> str:
         ("dblock.core.face.locks", ("django", "sqlalchemy", "celery", "psycopg", "asyncio")),
         ("dblock", ("django", "sqlalchemy", "celery", "asyncio")),
         ("dblock.cli", ("django", "sqlalchemy", "celery")),
+        ("dblock.pytest_plugin", ("django", "sqlalchemy", "celery", "dblock.core")),
+        ("dblock.testing", ("django", "sqlalchemy", "celery")),
         ("dblock.locks", ("sqlalchemy", "celery")),
         ("sqlalchemy_dblock", ("django", "celery", "asgiref", "psycopg", "sqlalchemy.ext.asyncio")),
     ],
@@ -199,20 +201,24 @@ def test_the_metadata_says_what_was_tested() -> None:
 
 
 def test_the_wheel_has_all_it_needs(tmp_path: Path) -> None:
-    """Both packages, their type markers and the migration; no tests."""
+    """Both packages, their type markers, the migration and pytest's way to the fixtures; no tests."""
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
         check=True,
         capture_output=True,
     )
     [wheel] = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
+    archive = zipfile.ZipFile(wheel)
+    names = set(archive.namelist())
     assert {
         "dblock/py.typed",
         "sqlalchemy_dblock/py.typed",
         "dblock/migrations/0001_initial.py",
         "dblock/core/statements/postgresql.py",
+        "dblock/testing/memory.py",
     } <= names
+    [scripts] = [name for name in names if name.endswith(".dist-info/entry_points.txt")]
+    assert "[pytest11]\ndblock = dblock.pytest_plugin\n" in archive.read(scripts).decode()
     assert not any(name.startswith(("tests", "benchmarks", "example_project")) for name in names)
 
 

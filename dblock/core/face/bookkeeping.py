@@ -17,15 +17,22 @@ from dblock.core.holding.lease import Loss
 from dblock.core.identity import celery_task_id
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.store import Store
 from dblock.core.runtime import current_flow
 from dblock.core.values import Grant
 
 
 def begin_hold(
-    lock: BaseLock, flow: Flow, grant: Grant, entry: Entry, outer: Hold | None, *, others: int | None = None
+    lock: BaseLock,
+    flow: Flow,
+    grant: Grant,
+    entry: Entry,
+    outer: Hold | None,
+    *,
+    store: Store,
+    others: int | None = None,
 ) -> Hold:
     """The flow holds a tenure from now on."""
-    store = lock._store()
     hold = Hold(store, flow, grant, entry, outer if outer and outer.open_entries() else None)
     hold.shared_entries = others
     if store.asynchronous:

@@ -30,6 +30,13 @@ from dblock.core.values import Grant
 
 def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Steps[Refused | None]:
     """None when acquired; else why not."""
+    steps = _acquire(lock, timeout, kind)
+    for follow in runtime.current.followers:
+        steps = follow(lock, timeout, steps)
+    return steps
+
+
+def _acquire(lock: BaseLock, timeout: float | None, kind: str) -> Steps[Refused | None]:
     if lock.forked_from is not None:
         raise lock._forked()
     store, flow, ttl = lock._store(), current_flow(), lock._ttl
@@ -65,7 +72,7 @@ def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Ste
             held=lambda: [other.tenure.owner for other in flow.holds.values() if other.lease.loss is None],
         )
         if isinstance(found, Grant):
-            _ = begin_hold(lock, flow, found, entry, hold)
+            _ = begin_hold(lock, flow, found, entry, hold, store=store)
             return None
     except BaseException:
         known = flow.holds.get(resource)
@@ -109,7 +116,7 @@ def attach(lock: L, token: Token) -> Steps[L]:
     else:
         if hold is not None:
             _ = hold.lease.lose(Loss(Reason.EXPIRED))
-        hold = begin_hold(lock, flow, grant, entry, hold, others=count - 1)
+        hold = begin_hold(lock, flow, grant, entry, hold, store=store, others=count - 1)
     if hold.lease.remaining() <= 0:  # the answer came too late to be of use
         kept = hold.entries[:-1]
         if not kept:
@@ -126,7 +133,8 @@ def adopt(lock: BaseLock, token: Token) -> Steps[bool]:
     False if somebody is in it: for a token that one bearer uses at a time, and that may come to another one twice.
     Raises LockLost if the tenure is over.
     """
-    flow, database, tenure = current_flow(), lock._store().database, token.tenure
+    store, flow, tenure = lock._store(), current_flow(), token.tenure
+    database = store.database
     grant = yield from tenures.adopt(database, tenure, who_we_are(), lock._ttl, lock.options.grace)
     if grant is None:
         info = yield from tenures.inspect(database, tenure.key)
@@ -134,7 +142,7 @@ def adopt(lock: BaseLock, token: Token) -> Steps[bool]:
             return False
         loss = Loss(*(yield from tenures.why_lost(database, tenure)))
         raise lock._lost_tenure(tenure.fence, loss)
-    _ = begin_hold(lock, flow, grant, Entry(lock, "attach"), flow.holds.get((lock._store(), lock._key)))
+    _ = begin_hold(lock, flow, grant, Entry(lock, "attach"), flow.holds.get((store, lock._key)), store=store)
     return True
 
 

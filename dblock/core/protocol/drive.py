@@ -8,13 +8,12 @@ it: what the steps are about, the owner token above all, is its parent's.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Coroutine
 from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any, TypeVar
 
 from dblock.core.errors import LockNotHeld
-from dblock.core.protocol.steps import Execute, Rows, Steps, Wait
+from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.protocol.store import Store
 
 T = TypeVar("T")
@@ -32,10 +31,8 @@ def drive(steps: Steps[T], store: Store, error: BaseException | None = None, pro
                 reply = error = None
                 if isinstance(step, Execute):
                     reply = store.execute(step)
-                elif isinstance(step, Wait):
-                    step.wakeup.wait(step.seconds)
                 else:
-                    time.sleep(step.seconds)
+                    store.pause(step)
             except StopIteration as done:
                 result: T = done.value
                 return result
@@ -71,12 +68,9 @@ async def adrive(
                 _leave_to_parent(steps, process, error)
                 step = steps.send(reply) if error is None else steps.throw(error)
                 error = None
-                if isinstance(step, Execute):
-                    work: Coroutine[Any, Any, Rows | None] = store.aexecute(step)
-                elif isinstance(step, Wait):
-                    work = step.wakeup.wait_async(step.seconds)
-                else:
-                    work = asyncio.sleep(step.seconds)
+                work: Coroutine[Any, Any, Rows | None] = (
+                    store.aexecute(step) if isinstance(step, Execute) else store.apause(step)
+                )
                 reply = await (_to_its_end(work, put_off) if undisturbed else work)
             except StopIteration as done:
                 if put_off:

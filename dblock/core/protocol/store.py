@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from dblock.core.protocol.sending import Database
-from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.protocol.steps import Execute, Rows, Sleep, Wait
 from dblock.core.statements.base import Statement
 from dblock.core.wakeup.listener import NotificationSource
 
@@ -30,6 +30,14 @@ class Store(NotificationSource, Protocol):
 
     async def aexecute(self, step: Execute, /) -> Rows:
         """Run one statement on the running event loop."""
+        ...
+
+    def pause(self, step: Sleep | Wait, /) -> None:
+        """Let time pass in this thread."""
+        ...
+
+    async def apause(self, step: Sleep | Wait, /) -> None:
+        """Let time pass in the running task."""
         ...
 
     @property

@@ -1,0 +1,203 @@
+"""What others do to a test's locks: they hold a key, take a lock away, keep renewals from happening.
+
+All of it works in memory and over a real database, under any test runner.
+
+Rule: what is done here is what would be done elsewhere: a stranger's tenure is begun and ended by the protocol's own
+statements, so that whoever waits is woken as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Final, Self
+
+from dblock.core import runtime
+from dblock.core.acquire import handover
+from dblock.core.acquire.acquiring import acquire
+from dblock.core.acquire.local_queue import Request
+from dblock.core.errors import LockError, LockNotHeld, Reason
+from dblock.core.face.administration import force_release
+from dblock.core.face.bookkeeping import find_out, site_of
+from dblock.core.face.executor import BaseStore
+from dblock.core.holding.flow import Hold, current_task
+from dblock.core.protocol import tenures
+from dblock.core.protocol.drive import adrive, drive
+from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.store import Store
+from dblock.core.validation import valid_key, valid_text, valid_ttl
+from dblock.core.values import Grant, Seconds, Tenure
+from dblock.core.watchdog.renewals import Renewal
+
+TTL: Final = 300.0
+"""Seconds for which a key stays busy at most on a real database, where a test that was killed frees nothing."""
+PATIENCE: Final = 5.0
+"""Seconds for which a test waits for its callbacks to end, and a stranger for a database that is slow."""
+
+
+class InMemory(BaseStore):
+    """A store whose clock the test moves."""
+
+    strangers: dict[Tenure, float]
+    """Others who hold a key: for how many seconds theirs are renewed, 0.0 if they have died."""
+
+
+class Busy:
+    """Somebody else who holds a key, for a block: `with`, or `async with`."""
+
+    def __init__(self, key: str, store: Store, ttl: float | None, label: str, host: str) -> None:
+        self._key, self._store, self._ttl = key, store, ttl
+        lease = (30.0 if isinstance(store, InMemory) else TTL) if ttl is None else ttl
+        who = (host, 1, "", "somebody else", "")
+        self._request = Request(key, lease, lease, label, 1, "stranger", *who)
+        self._grant: Grant | None = None
+
+    def _begin(self) -> Steps[None]:
+        site = runtime.current.site(self._store)
+        info = yield from tenures.inspect(site.database, self._key)
+        if info is not None and info.state == "held":
+            raise RuntimeError(f"cannot make {self._key!r} busy: it is held by {info}")
+        found = yield from acquire(site, self._request, PATIENCE)  # the first statement may have to open a connection
+        if not isinstance(found, Grant):
+            raise RuntimeError(f"cannot make {self._key!r} busy: others were faster")  # noqa: TRY004 - no wrong type
+        self._grant = found
+        if isinstance(self._store, InMemory):
+            self._store.strangers[found.tenure] = found.ttl if self._ttl is None else 0.0
+
+    def _end(self) -> Steps[None]:
+        grant, self._grant = self._grant, None
+        if grant is not None:
+            if isinstance(self._store, InMemory):
+                _ = self._store.strangers.pop(grant.tenure, None)
+            with contextlib.suppress(LockError):  # it ends by itself
+                _ = yield from handover.release(runtime.current.site(self._store), grant.tenure, 1)
+
+    def __enter__(self) -> Self:
+        if not isinstance(self._store, InMemory) and current_task() is not None:
+            raise RuntimeError(f"busy({self._key!r}) asks the database: on an event loop write `async with`")
+        drive(self._begin(), self._store)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        drive(self._end(), self._store)
+
+    async def __aenter__(self) -> Self:
+        await adrive(self._begin(), self._store)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await adrive(self._end(), self._store)
+
+
+def busy(key: str, bind: Any = None, *, ttl: Seconds | None = None, label: str = "", host: str = "elsewhere") -> Busy:
+    """Somebody else on another machine holds the key in this block, a `with` or an `async with`.
+
+    In memory nobody waits for real for that: whoever does is at the end of its `timeout` at once.
+
+    Args:
+        key: what is held.
+        bind: the database alias, Engine or AsyncEngine where; by default where Django's `db_lock` has its keys. Of no
+            account in memory.
+        ttl: the holder has died, and the key is free after so many seconds, of the clock of locks in memory or of the
+            real one. By default it is held as long as the block lasts (on a real database, for five minutes at most).
+        label: what the holder says of itself.
+        host: where it runs.
+
+    Raises:
+        RuntimeError: the key is held.
+    """
+    seconds = None if ttl is None else valid_ttl(ttl)
+    return Busy(valid_key(key), _store(key, bind), seconds, valid_text(label, "label"), valid_text(host, "host"))
+
+
+def take_away(key: str) -> None:
+    """Free a key that this process holds, as an administrator might, and let the holder know.
+
+    Its `state` is `lost`, `check()` and the end of its `with` raise LockLost, and `on_lost` has been called. Raises
+    LockNotHeld if no flow of this process holds it. On an event loop `atake_away` does it.
+    """
+    for hold in _holds(key):
+        if not isinstance(hold.store, InMemory) and (hold.store.asynchronous or current_task() is not None):
+            raise RuntimeError(f"take_away({key!r}) asks the database: on an event loop write `await atake_away(...)`")
+        drive(_taking_away(hold), hold.store)
+    await_callbacks()
+
+
+async def atake_away(key: str) -> None:
+    """The asynchronous twin of `take_away`; `on_lost` may still be running."""
+    for hold in _holds(key):
+        await adrive(_taking_away(hold), hold.store)
+
+
+@contextmanager
+def frozen_renewal() -> Generator[None]:
+    """No lease of this process is renewed in this block, as if the database did not answer.
+
+    A lock that is held reads `at_risk` when half of its ttl has passed and `lost` before the end of it, in memory by
+    the clock that the test moves, else by the real one.
+    """
+    watchdog = runtime.current.watchdog
+    send, before = watchdog._send, vars(watchdog).get("_send")
+
+    def keep_back(batch: Any, loop: Any) -> None:
+        if isinstance(batch, Renewal):
+            batch.set_reason_if_lost(Reason.UNREACHABLE)
+        else:
+            send(batch, loop)
+
+    vars(watchdog)["_send"] = keep_back
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(watchdog)["_send"]
+        else:
+            vars(watchdog)["_send"] = before
+
+
+def await_callbacks() -> None:
+    """Wait until those have ended whom the loss of a lock, or the risk of it, was told."""
+    for thread in threading.enumerate():
+        if thread.name == "dblock callback" and thread is not threading.current_thread():
+            thread.join(PATIENCE)
+
+
+def _holds(key: str) -> list[Hold]:
+    """Those of this process."""
+    found = [hold for hold in list(runtime.current.watchdog._holds) if hold.tenure.key == key]
+    if not found:
+        raise LockNotHeld(f"cannot take {key!r} away: no thread or task of this process holds it", key=key)
+    return found
+
+
+def _taking_away(hold: Hold) -> Steps[None]:
+    """As by `force_release`; and its holder finds out now, not by its next renewal."""
+    (key, _, fence), watchdog = hold.tenure, runtime.current.watchdog
+    _ = yield from force_release(hold.store, key, fence, "taken away by a test")
+    yield from find_out(hold)
+    watchdog.discard(hold)
+    site_of(hold).local_queues.freed(key)
+
+
+def _store(key: str, bind: Any) -> Any:
+    """Where the locks of an alias or an engine live."""
+    if runtime.current.stand_in is not None:
+        return runtime.current.stand_in(None)
+    if bind is not None and not isinstance(bind, str):
+        from sqlalchemy_dblock.locks import db_lock as over_engine  # noqa: PLC0415 - needs SQLAlchemy
+
+        return over_engine(bind, key)._store()
+    try:
+        from dblock.locks import db_lock  # noqa: PLC0415 - needs Django
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] not in {"django", "asgiref"}:
+            raise
+        raise TypeError("without Django say where: busy(key, engine), or record(engine)") from error
+    return db_lock(key, using=bind)._store()

@@ -1,0 +1,244 @@
+"""Over real databases: what was locked, strangers who hold a key, locks that are taken away, renewal that is frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import StaticPool, create_engine
+
+import sqlalchemy_dblock
+from dblock import LockError, LockLost, LockNotHeld, LockTimeout, Reason, testing
+from dblock.core import runtime
+from tests.conftest import ALIASES
+from tests.support.subjects import Actor, Subject
+
+
+def bind(subject: Subject) -> Any:
+    """Where its locks live, as the kit is told."""
+    return ALIASES[subject.database] if subject.variant == "django" else subject.engine
+
+
+class Stranger:
+    """Somebody who holds a key, begun and ended in an actor."""
+
+    def __init__(self, actor: Actor, busy: testing.Busy) -> None:
+        self._actor, self._busy = actor, busy
+        self._end = "__exit__" if actor.subject.face == "sync" else "__aexit__"
+
+    def __enter__(self) -> None:
+        self._actor.do(getattr(self._busy, "__enter__" if self._end == "__exit__" else "__aenter__"))
+
+    def __exit__(self, *error: object) -> None:
+        self._actor.do(lambda: getattr(self._busy, self._end)(*error))
+
+
+def take_away(actor: Actor, key: str) -> None:
+    kit = testing.take_away if actor.subject.face == "sync" else testing.atake_away
+    actor.do(lambda: kit(key))
+
+
+def test_busy(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Nobody gets the key until the block ends; then whoever waits is told at once, and the row is as ever."""
+    with testing.record(bind(subject)) as locks:
+        with Stranger(actor, locks.busy("k", label="nightly import", host="worker-7")):
+            assert actor.call(subject.lock("k"), "acquire", blocking=False) is False
+            with pytest.raises(LockTimeout, match="worker-7.*nightly import"):
+                actor.within(subject.lock("k", timeout=0.05))
+            row = subject.row("k")
+            assert (row["host"], row["label"], row["program"], row["ttl"]) == (
+                "worker-7",
+                "nightly import",
+                "somebody else",
+                300,
+            )
+            with pytest.raises(RuntimeError, match="cannot make 'k' busy: it is held by worker-7"):
+                with Stranger(other, locks.busy("k")):
+                    pass
+            lock = subject.lock("k", timeout=20)
+            waiting = other.start(getattr(lock, subject.method("acquire")))
+            time.sleep(0.1)
+            assert not waiting.done()
+        assert waiting.result(20) is True
+        other.call(lock, "release")
+    assert [attempt.outcome for attempt in locks.history] == ["busy", "busy", "released"]
+    assert subject.row("k")["owner"] is None
+
+
+def test_a_stranger_who_died(subject: Subject, actor: Actor) -> None:
+    """`ttl`: the key is free when that is over, and the end of the block leaves the next holder alone."""
+    lock = subject.lock("k", timeout=20)
+    with Stranger(actor, testing.busy("k", bind(subject), ttl=0.2)):
+        assert actor.call(lock, "acquire")
+    assert actor.call(lock, "verify")
+    actor.call(lock, "release")
+
+
+def test_taken_away(subject: Subject, actor: Actor, other: Actor) -> None:
+    """The holder has lost it and the key is free, at once."""
+    told: list[Any] = []
+    lock = subject.lock("k", on_lost=lambda lost, reason: told.append((lost.key, reason)))
+    with testing.record(bind(subject)) as locks:
+        assert actor.call(lock, "acquire")
+        take_away(other, "k")
+        testing.holders.await_callbacks()
+        assert (actor.get(lock, "state"), told) == ("lost", [("k", Reason.FREED)])
+        assert other.call(subject.lock("k"), "acquire", blocking=False)
+        with pytest.raises(LockLost, match="taken over"):
+            actor.call(lock, "release")
+        assert other.call(subject.lock("k"), "verify")
+        other.call(subject.lock("k"), "release")
+        with pytest.raises(LockNotHeld, match="no thread or task of this process holds it"):
+            take_away(other, "k")
+    assert [attempt.outcome for attempt in locks.history] == ["lost", "released"]
+
+
+def test_frozen_renewal(subject: Subject, actor: Actor) -> None:
+    """A lease that would be renewed for ever is lost when its ttl has passed; afterwards all is as ever."""
+    lock = subject.lock("k", ttl=0.6)
+    with testing.frozen_renewal():
+        assert actor.call(lock, "acquire")
+        time.sleep(0.65)
+        assert actor.get(lock, "state") == "lost"
+    with pytest.raises(LockLost):
+        actor.call(lock, "release")
+    other = subject.lock("k", ttl=0.9)
+    assert actor.call(other, "acquire")
+    time.sleep(1.2)
+    assert actor.call(other, "verify")
+    actor.call(other, "release")
+    assert "_send" not in vars(runtime.current.watchdog)
+
+
+def test_what_was_locked(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Key, label, ttl, timeout and what has become of it, of each attempt."""
+    with testing.record(bind(subject)) as locks:
+        locks.assert_not_locked()
+        lock = subject.lock("stock:42", ttl=60, timeout=3, label="sale")
+        actor.within(lock)
+        assert actor.call(lock, "acquire")
+        assert actor.call(lock, "acquire", timeout=1)
+        assert other.call(subject.lock("stock:42"), "acquire", blocking=False) is False
+        first, second, third, fourth = locks.history
+        assert (first.key, first.label, first.ttl, first.timeout) == ("stock:42", "sale", 60, 3)
+        assert [each.outcome for each in locks.history] == ["released", "held", "held", "busy"]
+        assert [each.timeout for each in locks.history] == [3, 3, 1, 0]
+        assert first.fence is not None
+        assert second.fence is not None
+        assert first.fence < second.fence == third.fence
+        assert fourth.fence is None
+        assert all(each.waited is not None and 0 <= each.waited < 3 for each in locks.history)
+        with pytest.raises(AssertionError, match="not released: 'stock:42'"):
+            locks.assert_released()
+        actor.call(lock, "release")
+        assert [each.outcome for each in locks.history] == ["released", "held", "released", "busy"]
+        actor.call(lock, "release")
+        locks.assert_released("stock:42")
+        locks.assert_locked("stock:42")
+        locks.assert_locked("stock:42", times=3)
+        locks.assert_not_locked("stock:43")
+        there = r"'stock:42' \(released, 3 times\), 'stock:42' \(busy\)"
+        wrongs: list[tuple[Callable[[], None], str]] = [
+            (lambda: locks.assert_locked("stock:43"), f"'stock:43' was not locked; there was {there}"),
+            (lambda: locks.assert_locked("stock:42", times=2), f"locked 3 times, not 2; there was {there}"),
+            (lambda: locks.assert_not_locked("stock:42"), "'stock:42' was locked"),
+            (locks.assert_not_locked, "something was locked"),
+            (lambda: locks.assert_released("stock:43"), "'stock:43' was not locked"),
+        ]
+        for wrong, message in wrongs:
+            with pytest.raises(AssertionError, match=message):
+                wrong()
+    actor.within(subject.lock("later"))
+    assert len(locks.history) == 4
+    assert not runtime.current.followers
+
+
+def test_an_attempt_that_fails(subject: Subject, actor: Actor) -> None:
+    """What was raised is kept, and raised."""
+    subject.run("ALTER TABLE locks RENAME TO elsewhere")
+    try:
+        with testing.record() as locks, pytest.raises(LockError) as caught:
+            actor.call(subject.lock("k", timeout=0), "acquire")
+    finally:
+        subject.run("ALTER TABLE elsewhere RENAME TO locks")
+    [attempt] = locks.history
+    assert (attempt.outcome, attempt.error) == ("failed", caught.value)
+
+
+def test_in_one_in_another(sqlite: object) -> None:
+    """Each has recorded what happened while it was on, whichever ended first."""
+    engine = create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
+    sqlalchemy_dblock.metadata.create_all(engine)
+    lock = sqlalchemy_dblock.db_lock(engine, "k")
+    outer, inner = testing.record(), testing.record()
+    first = outer.__enter__()
+    with lock:
+        second = inner.__enter__()
+        with lock:
+            outer.__exit__(None, None, None)
+            with lock:
+                pass
+    inner.__exit__(None, None, None)
+    with lock:
+        pass
+    assert (len(first.history), len(second.history)) == (2, 2)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_engine_in_memory(shared: bool) -> None:
+    """Whether its threads share one database or not."""
+    options: dict[str, Any] = {"poolclass": StaticPool, "connect_args": {"check_same_thread": False}} if shared else {}
+    engine = create_engine("sqlite://", **options)
+    sqlalchemy_dblock.metadata.create_all(engine)
+    with testing.record(engine) as locks:
+        with locks.busy("k"):
+            with pytest.raises(LockTimeout):
+                sqlalchemy_dblock.db_lock(engine, "k", timeout=0.05).__enter__()
+        lock = sqlalchemy_dblock.db_lock(engine, "k")
+        assert lock.acquire()
+        locks.take_away("k")
+        assert not lock.locked()
+        with pytest.raises(LockLost):
+            lock.release()
+
+
+def test_on_an_event_loop_it_says_what_to_write(sqlite: object) -> None:
+    """Rather than to block the loop, or to hang."""
+
+    async def wrong() -> None:
+        with pytest.raises(RuntimeError, match="write `async with`"), testing.busy("k", "default"):
+            pass
+        with pytest.raises(RuntimeError, match="write `await atake_away"):
+            async with testing.busy("other", "default"):
+                from dblock import db_lock
+
+                async with db_lock("k", using="default"):
+                    testing.take_away("k")
+
+    asyncio.run(wrong())
+
+
+def test_a_key_that_is_none() -> None:
+    """Refused as db_lock refuses it."""
+    for key in ("", "k" * 256, 42, None):
+        with testing.memory() as locks, pytest.raises((ValueError, TypeError)):
+            locks.busy(key)  # type: ignore[arg-type]
+    with testing.memory() as locks, pytest.raises((ValueError, TypeError)):
+        locks.busy("k", ttl=-1)
+
+
+def test_a_callback_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs the test some seconds, and no more."""
+    monkeypatch.setattr(testing.holders, "PATIENCE", 0.1)
+    go_on = threading.Event()
+    engine = create_engine("sqlite://")
+    with testing.memory() as locks:
+        lock = sqlalchemy_dblock.db_lock(engine, "k", on_lost=lambda *_: go_on.wait(20))
+        with pytest.raises(LockLost), lock:
+            locks.take_away("k")
+            locks.clock.advance(100)
+    go_on.set()
