@@ -18,7 +18,7 @@ from django.db import connections, router
 from dblock import conf, signals
 from dblock.core import errors
 from dblock.core.errors import Reason
-from dblock.core.face import entering, leaving, operations
+from dblock.core.face import entering, leaving, observing, operations
 from dblock.core.face.key_template import NoKey
 from dblock.core.face.locks import AsyncLock, Attaching, SyncLock, enter
 from dblock.core.holding.flow import Hold, current_task
@@ -302,7 +302,7 @@ def reaped(retention: Seconds | None, using: str | None) -> tenures.Reaped:
 def _reaping(retention: Seconds | None, using: str | None) -> tuple[Steps[tenures.Reaped], DjangoStore]:
     store = store_for(using or default_alias())
     seconds = valid_retention(conf.settings().RETENTION if retention is None else retention)
-    return tenures.reap(store.database, seconds), store
+    return observing.reap(store, seconds, Lock), store
 
 
 def default_alias() -> str:

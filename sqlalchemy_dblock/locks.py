@@ -12,7 +12,6 @@ from sqlalchemy.util import greenlet_spawn
 
 from dblock.core.face import entering, leaving, operations
 from dblock.core.face.base import BaseLock
-from dblock.core.face.key_template import NoKey
 from dblock.core.face.locks import AsyncLock as CoreAsyncLock
 from dblock.core.face.locks import Attaching, SyncLock
 from dblock.core.holding.flow import Hold, current_task
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
     from sqlalchemy.orm import Session
+
+    from dblock.core.face.key_template import NoKey
 
 T = TypeVar("T")
 
@@ -163,7 +164,11 @@ def db_lock(engine: Any = None, key: Any = ..., **options: Any) -> Lock | AsyncL
     """
     inner = _sync_engine(engine)
     kind = Lock if inner is engine else AsyncLock
-    return NoKey(lambda name: kind(inner, name, **options)) if key is ... else kind(inner, key, **options)
+    if key is not ...:
+        return kind(inner, key, **options)
+    from dblock.core.face.key_template import NoKey  # noqa: PLC0415 - for those who decorate
+
+    return NoKey(lambda name: kind(inner, name, **options))
 
 
 @overload
@@ -225,8 +230,10 @@ def reaped(engine: Engine, retention: Seconds) -> tenures.Reaped:
 
 
 def _reaping(engine: Engine | AsyncEngine, retention: Seconds) -> tuple[Steps[tenures.Reaped], EngineStore]:
+    from dblock.core.face import observing  # noqa: PLC0415 - for those who observe, and those who reap
+
     store = store_for(_sync_engine(engine))
-    return tenures.reap(store.database, valid_retention(retention)), store
+    return observing.reap(store, valid_retention(retention), Lock), store
 
 
 @overload

@@ -46,6 +46,7 @@ INFO = LockInfo("k", "***", 8, 1, 30.0, 1.0, 29.0, "", Identity("elsewhere", 1, 
 class FakeStore:
     """One row that is always ours, unless a test says otherwise."""
 
+    name = "model"
     asynchronous = False
     renewable = True
     pin: Statement | None = None

@@ -125,8 +125,11 @@ def test_public_names() -> None:
         "StoreUnanswered",
         "SynchronousOnlyOperation",
         "UnsupportedDatabase",
+        "Event",
+        "Kind",
         "check_sequencer",
         "fenced_update",
+        "observe",
         "release_all",
     }
     assert set(dblock.__all__) == errors | {
@@ -138,8 +141,14 @@ def test_public_names() -> None:
         "areap",
         "arelease_all",
         "db_lock",
+        "lock_acquired",
         "lock_at_risk",
+        "lock_contended",
+        "lock_forced",
+        "lock_gave_up",
         "lock_lost",
+        "lock_reaped",
+        "lock_released",
         "reap",
     }
     assert set(sqlalchemy_dblock.__all__) == errors | {

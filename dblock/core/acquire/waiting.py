@@ -48,6 +48,8 @@ class Attempt:
     services: Callable[[], WaiterServices]
     held: Callable[[], Collection[str]]
     """The owner tokens of what the flow holds."""
+    contended: Callable[[LockInfo | None], None] | None = None
+    """To be called when it begins to wait."""
     owner: str = ""
     """The token under which the key may be ours; empty if it is not, for sure."""
     trying: bool = False
@@ -139,6 +141,7 @@ class Waiter:
                 return (yield from self._time_is_up(local_queue))
             pause = local_queue.until_asking(me)
             if pause > 0:
+                self._contended()
                 yield from wait(min(pause, left), self.wakeup)  # not at all if something has been said already
                 _ = self.wakeup.consume()
                 continue
@@ -155,6 +158,12 @@ class Waiter:
                 yield from self._begin_again(local_queue)
             elif found is not None:
                 return found
+
+    def _contended(self) -> None:
+        """Somebody else has the key, and we begin to wait for that one."""
+        if (contended := self.attempt.contended) is not None:
+            self.attempt.contended, local_queue = None, self.me.local_queue
+            contended(self.holder or (local_queue.holder if local_queue else None))
 
     def _begin_again(self, local_queue: LocalQueue) -> Steps[None]:
         """Go on with another token, and give up what may come under this one; not if we have just been told of it."""
@@ -322,6 +331,7 @@ class Waiter:
             pause = min(pause, self.request.ttl / 2)  # what we are granted lasts no longer before we accept it
             if self._due(view) > 0:
                 growing = pauses(longest=self.timing.grant_retry)
+                self._contended()
             else:  # if nobody gets it, a transaction pins it, and that may last
                 _ = yield from handover.grant(self.site, key, view.first)
                 pause = next(growing)

@@ -54,6 +54,8 @@ class BaseStore:
     """The statement `pin` as sessions of the caller's are to run it, once somebody has asked for it."""
     asynchronous = False
     _source: ConnectionSource
+    name: str
+    """Which database it is, without what a log should not show."""
     _described: str
     """Which database it is, for people."""
     _create_table: str

@@ -6,9 +6,9 @@ Rule: it fails softly. What could not be renewed is tried again, by the watchdog
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from queue import SimpleQueue
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dblock.core.errors import LockError, Reason, StoreBusy
 from dblock.core.holding.flow import Hold
@@ -20,6 +20,9 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.values import Grant, Tenure
 from dblock.core.watchdog.heartbeats import Heartbeat
+
+if TYPE_CHECKING:
+    from dblock.core.holding.observers import Observers
 
 BATCH: Final = 10_000
 """Leases in one statement, at most."""
@@ -38,12 +41,17 @@ class Renewal:
     """Leases of one database that are to be renewed by one statement."""
 
     def __init__(
-        self, store: Store, holds: Sequence[Hold], keeps: Callable[[Hold], bool], look: Callable[[], None]
+        self,
+        store: Store,
+        holds: Sequence[Hold],
+        keeps: Callable[[Hold], bool],
+        look: Callable[[], None],
+        observers: Observers | None = None,
     ) -> None:
         """`keeps`: has a hold not been given back? `look` tells the watchdog to look again."""
         self.store = store
         self.leases = [Due(hold, *hold.lease.renewal()) for hold in holds]
-        self._keeps, self._look = keeps, look
+        self._keeps, self._look, self._observers = keeps, look, observers
 
     def set_reason_if_lost(self, reason: Reason) -> None:
         """What to report if a lease is lost before this has succeeded."""
@@ -83,12 +91,7 @@ class Renewal:
             for hold, _, _, _ in leases:
                 hold.lease.due = min(hold.lease.due, database.now() + min(1.0, hold.lease.term / 20))
             return
-        over: list[Hold] = []
-        for hold, ttl, _, epoch in leases:
-            if alive is None or hold.tenure in alive:
-                _ = hold.lease.lengthen(Grant(hold.tenure, sent, ttl), epoch)
-            else:
-                over.append(hold)
+        over = self._lengthen(leases, sent, alive)
         for hold in over:
             if self._keeps(hold):
                 try:
@@ -97,6 +100,15 @@ class Renewal:
                     loss = Loss(Reason.EXPIRED)
                 if self._keeps(hold):  # not given back meanwhile
                     _ = hold.lease.lose(loss)
+
+    def _lengthen(self, leases: Sequence[Due], sent: float, alive: Collection[Tenure] | None) -> list[Hold]:
+        """Let those that were renewed know; the others (`alive` is None if there are none)."""
+        renewed = [due for due in leases if alive is None or due.hold.tenure in alive]
+        if self._observers is not None:
+            self._observers.renewed(self.store, sent, [due.hold for due in renewed])
+        for hold, ttl, _, epoch in renewed:
+            _ = hold.lease.lengthen(Grant(hold.tenure, sent, ttl), epoch)
+        return [] if alive is None else [due.hold for due in leases if due.hold.tenure not in alive]
 
 
 class Renewer(threading.Thread):
