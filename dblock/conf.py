@@ -31,6 +31,8 @@ class Settings:
     """The database alias; None asks the database routers where to write the model `dblock.Lock`."""
     RETENTION: Seconds = 3600.0
     """Seconds for which the reaper leaves free and expired rows."""
+    SLOW_WAIT: Seconds | None = 5.0
+    """Seconds from which a wait is logged, None for never, unless db_lock() is told otherwise."""
     LISTEN: bool = True
     """May PostgreSQL call waiters with NOTIFY? It takes one connection for each process in which somebody waits."""
     TABLE_PREFIX: str = ""

@@ -27,7 +27,7 @@ from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
-from dblock.core.validation import valid_retention, valid_timeout, valid_ttl
+from dblock.core.validation import valid_retention, valid_slow_wait, valid_timeout, valid_ttl
 from dblock.core.values import Seconds
 from dblock.store import DjangoStore, known_stores, pin, store_for
 from dblock.transactions import follow_rollbacks, keep_until_end, open_blocks
@@ -73,6 +73,9 @@ class Lock(SyncLock):
 
     def _default_timeout(self) -> float | None:
         return valid_timeout(conf.settings().TIMEOUT, "DBLOCK['TIMEOUT']")
+
+    def _default_slow_wait(self) -> float:
+        return valid_slow_wait(conf.settings().SLOW_WAIT, "DBLOCK['SLOW_WAIT']")
 
     def _drive(self, steps: Steps[T]) -> T:
         # As django.utils.asyncio.async_unsafe, without the exception that it raises and catches each time.
@@ -200,6 +203,8 @@ class DbLock:
             interrupt: cancel the body of an `async with`, or an `async def`, when the lock is lost; it ends with
                 LockLost.
             fair: whoever came first gets the key first. False: take it before those who wait, if it happens to be free.
+            slow_wait: seconds from which a wait is logged, once per key and minute; None: never.
+                DBLOCK["SLOW_WAIT"] (5) by default.
 
         Raises:
             InvalidKey: the key cannot be stored exactly on every database.

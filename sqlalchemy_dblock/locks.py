@@ -156,6 +156,7 @@ def db_lock(engine: Any = None, key: Any = ..., **options: Any) -> Lock | AsyncL
         max_hold: seconds after the take at which renewal stops.
         interrupt: cancel the body of an `async with`, or an `async def`, when the lock is lost; it ends with LockLost.
         fair: whoever came first gets the key first. False: take it before those who wait, if it happens to be free.
+        slow_wait: seconds from which a wait is logged, once per key and minute; 5 by default. None: never.
 
     Raises:
         InvalidKey: the key cannot be stored exactly on every database.

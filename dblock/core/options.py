@@ -12,7 +12,7 @@ from types import EllipsisType
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from dblock.core.errors import Reason
-from dblock.core.validation import valid_span, valid_text, valid_ttl
+from dblock.core.validation import valid_slow_wait, valid_span, valid_text, valid_ttl
 from dblock.core.values import Seconds
 
 Callback = Callable[[Any, Reason], object]
@@ -34,6 +34,7 @@ class Given(TypedDict, total=False):
     max_hold: Seconds | None
     interrupt: bool
     fair: bool
+    slow_wait: Seconds | None
 
 
 class Options(NamedTuple):
@@ -49,6 +50,7 @@ class Options(NamedTuple):
     max_hold: float = math.inf
     interrupt: bool = False
     fair: bool = True
+    slow_wait: float | EllipsisType = ...
 
 
 def valid_options(
@@ -63,6 +65,7 @@ def valid_options(
     max_hold: Seconds | None = None,
     interrupt: bool = False,
     fair: bool = True,
+    slow_wait: Seconds | EllipsisType | None = ...,
 ) -> Options:
     """The options, or TypeError or ValueError where one makes no sense."""
     for name, flag in (("renew", renew), ("interrupt", interrupt), ("fair", fair)):
@@ -87,6 +90,7 @@ def valid_options(
         math.inf if max_hold is None else valid_ttl(max_hold, "max_hold", "how long a tenure is renewed at most,"),
         interrupt,
         fair,
+        slow_wait if isinstance(slow_wait, EllipsisType) else valid_slow_wait(slow_wait),
     )
 
 

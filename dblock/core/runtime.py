@@ -136,6 +136,14 @@ class ProcessServices:
         """Does a flow of this process hold that key?"""
         return self._watchdog.holds(self._store, key)
 
+    def holder(self, key: str) -> tuple[str, str, float] | None:
+        """The flow of this process that holds it."""
+        hold = self._watchdog._by_key.get((self._store, key))
+        if hold is None:
+            return None
+        label = next((lock.options.label for lock in hold.locks()), "")
+        return hold.who["thread"], label, hold.lease.now() - hold.lease.acquired
+
     def keep(self, place: Place) -> bool:
         """Keep a place in a queue; False where only its flow can."""
         if self._store.renewable:

@@ -104,6 +104,13 @@ class BaseLock:
     def _default_timeout(self) -> float | None:
         return 10.0
 
+    def _default_slow_wait(self) -> float:
+        return 5.0
+
+    def _slow_wait(self) -> float:
+        given = self.options.slow_wait
+        return self._default_slow_wait() if isinstance(given, EllipsisType) else given
+
     @property
     def _ttl(self) -> float:
         return self._default_ttl() if self._given_ttl is None else self._given_ttl

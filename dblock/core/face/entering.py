@@ -77,6 +77,7 @@ def _acquire(
             held_in_process=runtime.current.watchdog.holds(store, lock._key),
             held=lambda: [other.tenure.owner for other in flow.holds.values() if other.lease.loss is None],
             contended=contended,
+            slow_wait=lock._slow_wait,
         )
         if isinstance(found, Grant):
             _ = begin_hold(lock, flow, found, entry, hold)
