@@ -16,8 +16,8 @@ from dblock.core.errors import LockError, LockLost
 from dblock.core.events import Event, How, Kind
 from dblock.core.face import leaving
 from dblock.core.face.base import BaseLock
-from dblock.core.holding.flow import Entry, Hold
-from dblock.core.holding.observers import Observer, Observers, about, held, masked
+from dblock.core.holding.flow import Entry, Hold, HoldObserver
+from dblock.core.holding.observers import Observer, Observers, about, held, lock_of, masked
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -90,42 +90,74 @@ class FlowObservers(Observers):
 
     def leave(self, hold: Hold, steps: Steps[T], how: How) -> Steps[T]:
         """Leave a hold. Those who hear that it is lost do not hear that it is released."""
-        before = _entered(hold)
-        known: dict[str, object] = {**about(hold), "how": how}
+        before, lock = _entered(hold), lock_of(hold)
         try:
             result = yield from steps
         except (GeneratorExit, LockLost):
             raise
         except BaseException as error:
-            self._tell_left(hold, before, known | {"reason": type(error).__name__})
+            self._tell_left(hold, lock, before, how, type(error).__name__)
             raise
-        self._tell_left(hold, before, known)
+        self._tell_left(hold, lock, before, how)
         return result
 
-    def _tell_left(self, hold: Hold, before: int, known: dict[str, object]) -> None:
-        now = _entered(hold)
-        if now < before and (now or runtime.current.watchdog.ends(hold)):
-            self.tell(Kind.RELEASED, hold.store, **known | {"depth": now}, held=held(hold))
+    def _tell_left(self, hold: Hold, lock: HoldObserver | None, before: int, how: How, reason: str = "") -> None:
+        depth = _entered(hold)
+        if depth < before and (depth or runtime.current.watchdog.ends(hold)):
+            sender, label = (None, "") if lock is None else (type(lock), lock.options.label)
+            self.tell_now(
+                Event(
+                    Kind.RELEASED,
+                    hold.store.name,
+                    sender,
+                    hold.tenure.key,
+                    hold.tenure.fence,
+                    label,
+                    how,
+                    depth,
+                    held=held(hold),
+                    reason=reason,
+                )
+            )
 
 
 def _entered(hold: Hold) -> int:
     """How often; an open transaction that keeps it counts as one."""
+    entries = hold.entries
+    if len(entries) == 1 and entries[0].lock is not None:  # mostly
+        return 1 + hold.deferred
     return len(hold.open_entries()) + hold.deferred
 
 
 class _Attempt:
     """To acquire a lock."""
 
+    __slots__ = ("began", "contended", "ended", "lock", "observers", "store")
+
     def __init__(self, observers: Observers, lock: BaseLock) -> None:
         self.observers, self.lock, self.store = observers, lock, lock._store()
         self.began = self.store.database.now()
         self.contended = self.ended = False
-        self.known = {"key": lock._key, "label": lock.options.label, "sender": type(lock)}
+
+    def _event(self, kind: Kind, fence: int = 0, how: How = "", depth: int = 0, wait: float = 0.0) -> Event:
+        lock = self.lock
+        return Event(
+            kind,
+            self.store.name,
+            type(lock),
+            lock._key,
+            fence,
+            lock.options.label,
+            how,
+            depth,
+            self.contended and kind is not Kind.CONTENDED,
+            wait,
+        )
 
     def contend(self, holder: LockInfo | None) -> None:
         """Somebody else has it."""
         self.contended = True
-        self.observers.tell(Kind.CONTENDED, self.store, **self.known, holder=masked(holder))
+        self.observers.tell_now(self._event(Kind.CONTENDED)._replace(holder=masked(holder)))
 
     def succeed(self, entry: Entry) -> None:
         """We have it, by that entry."""
@@ -133,9 +165,7 @@ class _Attempt:
         hold = self.lock._hold_here()
         if hold is not None and entry in hold.entries:
             wait, how = self.store.database.now() - self.began, _how(hold, contended=self.contended)
-            self.observers.tell(
-                Kind.ACQUIRED, self.store, **about(hold) | self.known, how=how, contended=self.contended, wait=wait
-            )
+            self.observers.tell_now(self._event(Kind.ACQUIRED, hold.tenure.fence, how, _entered(hold), wait))
 
     def fail(self, reason: str, refused: Refused | None = None) -> None:
         """We shall not have it."""
@@ -144,19 +174,13 @@ class _Attempt:
         self.ended = True
         if refused is not None and not self.contended and refused.busy is None:
             self.contend(refused.holder)
-        self.observers.tell(
-            Kind.GAVE_UP,
-            self.store,
-            **self.known,
-            contended=self.contended,
-            wait=self.store.database.now() - self.began,
-            holder=masked(refused.holder) if refused else None,
-            reason=reason,
-        )
+        event = self._event(Kind.GAVE_UP, wait=self.store.database.now() - self.began)
+        holder = masked(refused.holder) if refused else None
+        self.observers.tell_now(event._replace(reason=reason, holder=holder))
 
 
 def _how(hold: Hold, *, contended: bool) -> How:
-    if len(hold.open_entries()) > 1:
+    if len(hold.entries) > 1 and len(hold.open_entries()) > 1:
         return "reentered"
     if hold.local_handovers and contended:
         return "handed_over"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 from dblock.core.events import Event, How, Kind
-from dblock.core.holding.flow import Entry, Hold
+from dblock.core.holding.flow import Entry, Hold, HoldObserver
 from dblock.core.log import warn
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -37,13 +37,12 @@ class Observers:
         self.all = tuple(all_)
         self._kinds = frozenset[Kind]().union(*(each.kinds for each in self.all))
         self._pending: deque[Event] = deque(maxlen=PENDING)
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()  # a signal handler may run between any two lines
         self._thread: threading.Thread | None = None
 
     def tell(self, kind: Kind, store: Store, **known: Any) -> None:
         """Tell them now, in this flow."""
-        if kind in self._kinds:
-            self._tell(Event(kind, store.name, **known))
+        self.tell_now(Event(kind, store.name, **known))
 
     def tell_later(self, kind: Kind, store: Store, **known: Any) -> None:
         """Tell them soon, in another thread."""
@@ -60,9 +59,11 @@ class Observers:
                 else:
                     self._thread = thread
 
-    def _tell(self, event: Event) -> None:
+    def tell_now(self, event: Event) -> None:
+        """Tell them, in this flow."""
+        kind = event.kind
         for callback, kinds in self.all:
-            if event.kind in kinds:
+            if kind in kinds:
                 try:
                     _ = callback(event)
                 except Exception as error:  # noqa: BLE001 - a user's
@@ -75,7 +76,7 @@ class Observers:
                     self._thread = None
                     return
                 event = self._pending.popleft()
-            self._tell(event)
+            self.tell_now(event)
 
     # -- what a face provides: to do what the steps do, and tell of it
 
@@ -113,9 +114,18 @@ class Observers:
 
 def about(hold: Hold) -> dict[str, Any]:
     """Which tenure it is, as an event says it."""
-    lock: Any = next(iter(hold.locks()), hold.leaving)
+    lock = lock_of(hold)
     known = {"sender": type(lock), "label": lock.options.label} if lock is not None else {}
     return {"key": hold.tenure.key, "fence": hold.tenure.fence, "depth": len(hold.open_entries()), **known}
+
+
+def lock_of(hold: Hold) -> HoldObserver | None:
+    """A lock object through which it is held, or being left."""
+    for entry in hold.entries:
+        lock = entry.lock
+        if lock is not None:
+            return lock
+    return hold.leaving
 
 
 def held(hold: Hold) -> float:
