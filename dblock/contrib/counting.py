@@ -27,7 +27,7 @@ class Groups:
     def __init__(self, group: Callable[[str], str], most: int) -> None:
         if not callable(group):
             raise TypeError(f"group is a function from a key to the name of its group, not {group!r}")
-        if not isinstance(most, int) or most < 1:
+        if int(most) < 1:
             raise ValueError(f"max_groups is a number from 1 on, not {most!r}")
         self._group, self._most = group, most
         self._known: set[str] = set()

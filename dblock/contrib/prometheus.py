@@ -1,14 +1,20 @@
 """Metrics for Prometheus, by its own client library (extra `prometheus`).
 
+A flow puts an event aside, and many of them are counted in a row, by a scrape at the latest, which costs less than to
+count each at once. That is done in multiprocess mode, where another process scrapes.
+
 Rule: labels are few: the database, the group of the key, and words of ours.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
 
 from dblock.contrib.counting import Groups, Tenures, prefix
 from dblock.core.events import Event, Kind
@@ -16,6 +22,11 @@ from dblock.core.face.observing import observe
 
 BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Seconds: from a take that nobody contends to a long job."""
+
+PENDING: Final = 256
+"""Events that are put aside, at most."""
+SCRAPE: Final = 1.0
+"""Seconds for which a scrape waits for a flow that is counting."""
 
 
 def instrument(
@@ -43,7 +54,7 @@ def instrument(
 
     def end() -> None:
         stop()
-        for each in metrics.collectors:
+        for each in (metrics, *metrics.collectors) if metrics.collectors else ():
             registry.unregister(each)
         metrics.collectors = ()
 
@@ -55,7 +66,11 @@ class Metrics:
 
     def __init__(self, groups: Groups, buckets: Sequence[float], registry: CollectorRegistry) -> None:
         self._groups, self._tenures = groups, Tenures(self._forked)
+        self._pending: deque[Event] = deque()
+        self._most_pending = 1 if "PROMETHEUS_MULTIPROC_DIR" in os.environ else PENDING
+        self._settling = threading.Lock()
         self._series: dict[tuple[str, str], _Series] = {}
+        registry.register(self)  # first, so that it is asked first
         where = ("database", "group")
         bounds: dict[str, Any] = {"buckets": buckets, "registry": registry}
         live: dict[str, Any] = {"multiprocess_mode": "livesum", "registry": registry}
@@ -81,7 +96,7 @@ class Metrics:
             **bounds,
         )
         self.reaped = Counter("dblock_reaped_rows", "Rows deleted.", ("database", "table"), registry=registry)
-        self.collectors: tuple[Any, ...] = tuple(each for each in vars(self).values() if hasattr(each, "collect"))
+        self.collectors: tuple[Any, ...] = tuple(each for each in vars(self).values() if hasattr(each, "_labelnames"))
         self._act: dict[Kind, Callable[[Event], None]] = {
             Kind.ACQUIRED: self._acquired,
             Kind.CONTENDED: self._contended,
@@ -95,10 +110,35 @@ class Metrics:
         }
 
     def __call__(self, event: Event) -> None:
-        self._act[event.kind](event)
+        self._pending.append(event)
+        if len(self._pending) >= self._most_pending and self._settling.acquire(blocking=False):
+            self._settle()
+
+    def collect(self) -> list[Metric]:
+        """Count what has not been counted yet, before a scrape reads the others."""
+        if self._settling.acquire(timeout=SCRAPE):
+            self._settle()
+        return []
+
+    def describe(self) -> list[Metric]:
+        """None of its own."""
+        return []
+
+    def _settle(self) -> None:
+        """Count, one event after the other: only one flow at a time does, and the others go on."""
+        try:
+            while True:
+                event = self._pending.popleft()
+                self._act[event.kind](event)
+        except IndexError:
+            return
+        finally:
+            self._settling.release()
 
     def _forked(self) -> None:
         """A child holds nothing and waits for nothing; what it counts else goes on from its parent's."""
+        self._pending.clear()
+        self._settling = threading.Lock()
         self._series.clear()
         self.held.clear()
         self.waiting.clear()

@@ -35,6 +35,7 @@ from dblock.core.face.executor import BaseStore
 from dblock.core.protocol.steps import Execute
 from sqlalchemy_dblock import db_lock, metadata, reap
 from tests.support.lab import until
+from tests.support.pages import block, text
 from tests.support.subjects import Actor, Subject
 
 MONITORING = Path(prometheus.__file__).parent / "monitoring"
@@ -175,6 +176,27 @@ def test_a_subject_of_every_kind_is_counted(subject: Subject, actor: Actor, regi
         assert total(values, name, group="stock", database=database) == 1
 
 
+def test_what_is_put_aside_is_counted(engine: Engine, registry: CollectorRegistry) -> None:
+    """By whoever puts one aside when there are many, by a scrape at the latest; nothing twice."""
+    [metrics] = [each for each in registry._collector_to_names if isinstance(each, prometheus.Metrics)]
+    lock = db_lock(engine, "stock:1")
+    cycles = prometheus.PENDING // 2 + 3
+    for _ in range(cycles):
+        with lock:
+            pass
+    assert len(metrics._pending) == 6
+    values = scrape(registry)
+    assert total(values, "dblock_wait_seconds_count") == total(values, "dblock_hold_seconds_count") == cycles
+    assert not metrics._pending
+    assert metrics._settling.acquire(blocking=False), "a flow that meets another one at it goes on"
+    for _ in range(prometheus.PENDING):
+        with lock:
+            pass
+    metrics._settling.release()
+    assert total(scrape(registry), "dblock_hold_seconds_count") == cycles + prometheus.PENDING
+    assert total(scrape(registry), "dblock_held") == 0
+
+
 def test_it_is_instrumented_once(registry: CollectorRegistry) -> None:
     with pytest.raises(ValueError, match="Duplicated"):
         prometheus.instrument(registry=registry)
@@ -184,9 +206,8 @@ def test_groups_are_few() -> None:
     """Whatever keys and functions give: so many, and the rest is another one."""
     groups = Groups(lambda key: key.split("/")[1], 2)
     assert [groups.of(key) for key in ("a/1", "b/2", "c/3", "d/1", "nothing")] == ["1", "2", OTHER, "1", OTHER]
-    for wrong in (0, "a"):
-        with pytest.raises(ValueError, match="max_groups"):
-            prometheus.instrument(max_groups=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_groups"):
+        prometheus.instrument(max_groups=0)
     with pytest.raises(TypeError, match="group"):
         prometheus.instrument(group="stock")  # type: ignore[arg-type]
 
@@ -466,3 +487,32 @@ def test_the_alerts_by_prometheus_itself(tmp_path: Path) -> None:
     for command in (["check", "rules", str(MONITORING / "alerts.yml")], ["test", "rules", str(test)]):
         done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["prometheus", "opentelemetry"])
+def test_the_examples(name: str, tmp_path: Path) -> None:
+    """Of the documentation: they count what comes after them, and the page names every metric that there is."""
+    count = """
+from sqlalchemy import create_engine
+from sqlalchemy_dblock import db_lock, metadata
+engine = create_engine("sqlite:///locks.sqlite3")
+metadata.create_all(engine)
+with db_lock(engine, "stock:42"):
+    pass
+"""
+    seen = {
+        "prometheus": "from prometheus_client import generate_latest\n"
+        'assert b\'dblock_hold_seconds_count{database="sqlite:///locks.sqlite3",group="stock"} 1.0\' in generate_latest()',
+        "opentelemetry": "from dblock.core import runtime\nassert len(runtime.current.watchdog.observers.all) == 2",
+    }
+    code = block("docs/monitoring.md", name) + count + seen[name]
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    page = text("docs/monitoring.md")
+    if name == "prometheus":
+        names = {re.sub("_(bucket|count|sum)$", "", each) for each in exposed()}
+    else:
+        source = Path(opentelemetry.__file__).read_text()
+        names = set(re.findall(r'create_\w+\(\s*"([\w.]+)"', source))
+        assert len(names) == 12
+    assert not {each for each in names if f"`{each}`" not in page}
