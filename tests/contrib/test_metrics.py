@@ -501,8 +501,9 @@ with db_lock(engine, "stock:42"):
     pass
 """
     seen = {
-        "prometheus": "from prometheus_client import generate_latest\n"
-        'assert b\'dblock_hold_seconds_count{database="sqlite:///locks.sqlite3",group="stock"} 1.0\' in generate_latest()',
+        "prometheus": "from prometheus_client import REGISTRY\n"
+        "where = {'database': 'sqlite:///locks.sqlite3', 'group': 'stock'}\n"
+        "assert REGISTRY.get_sample_value('dblock_hold_seconds_count', where) == 1",
         "opentelemetry": "from dblock.core import runtime\nassert len(runtime.current.watchdog.observers.all) == 2",
     }
     code = block("docs/monitoring.md", name) + count + seen[name]
