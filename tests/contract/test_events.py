@@ -312,3 +312,36 @@ def test_one_face_hears_of_the_other(subject: Subject, actor: Actor) -> None:
     assert [kind.__module__.partition(".")[0] for kind in seen if kind] == [
         "dblock" if subject.variant == "django" else "sqlalchemy_dblock"
     ]
+
+
+def test_what_is_lost_is_not_left(
+    subject: Subject, actor: Actor, told: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by its inner entries, nor when the loss is told while the key is being given back."""
+    lock = subject.lock("k")
+    assert [actor.call(lock, "acquire") for _ in range(2)] == [True, True]
+    subject.run("UPDATE locks SET fence = fence + 1 WHERE lock_key = 'k'")
+    for _ in range(2):
+        with pytest.raises(LockLost):
+            actor.call(lock, "release")
+    assert until(lambda: len(told) == 3, 5)
+    assert [(event.kind, event.how or event.depth) for event in told] == [
+        (Kind.ACQUIRED, "at_once"),
+        (Kind.ACQUIRED, "reentered"),
+        (Kind.LOST, 2),
+    ]
+    told.clear()
+
+    lock = subject.lock("j")
+    assert actor.call(lock, "acquire")
+    [hold] = [hold for hold in runtime.current.watchdog._holds if hold.tenure.key == "j"]
+    execute = BaseStore.execute
+
+    def lose(self: BaseStore, step: Execute) -> Any:
+        if step.statement.name == "release":
+            assert runtime.current.watchdog.ends(hold)
+        return execute(self, step)
+
+    monkeypatch.setattr(BaseStore, "execute", lose)
+    actor.call(lock, "release")
+    assert brief(told, "j") == [("acquired", "at_once")]
