@@ -5,10 +5,8 @@ Rule: memory is bounded by the number of groups and of locks that are held, neve
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
-from weakref import WeakSet
 
 from dblock.core.events import Event
 
@@ -48,20 +46,13 @@ class Groups:
 class Tenures:
     """Those that were counted as held, so that each is counted as given back or lost once."""
 
-    def __init__(self, forked: Callable[[], None] = lambda: None) -> None:
-        """`forked` is called in a child, which holds nothing of its parent's."""
-        self._forked = forked
-        self._empty()
-        _all.add(self)
-
-    def _empty(self) -> None:
-        self._mutex = threading.RLock()  # a signal handler may take a lock
-        self._open: dict[tuple[str, str, int], int] = {}
+    def __init__(self) -> None:
+        self.leave_to_parent()
 
     def leave_to_parent(self) -> None:
-        """In a forked child."""
-        self._empty()
-        self._forked()
+        """A forked child holds nothing of its parent's."""
+        self._mutex = threading.RLock()  # a signal handler may take a lock
+        self._open: dict[tuple[str, str, int], int] = {}
 
     def begun(self, event: Event) -> None:
         """A flow has it."""
@@ -77,15 +68,3 @@ class Tenures:
             if count > 1:
                 self._open[tenure] = count - 1
         return count > 0
-
-
-_all: WeakSet[Tenures] = WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for each in _all:
-        each.leave_to_parent()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

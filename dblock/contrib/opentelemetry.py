@@ -115,6 +115,10 @@ class Metrics:
             where["dblock.group"] = self._groups.of(event.key)
         getattr(self, f"_on_{event.kind.value}")(event, where)
 
+    def forked(self) -> None:
+        """A child holds nothing."""
+        self._tenures.leave_to_parent()
+
     def _on_acquired(self, event: Event, where: dict[str, Any]) -> None:
         if event.how == "reentered":
             return

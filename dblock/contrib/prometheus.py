@@ -65,7 +65,7 @@ class Metrics:
     """The metrics, which are told of events."""
 
     def __init__(self, groups: Groups, buckets: Sequence[float], registry: CollectorRegistry) -> None:
-        self._groups, self._tenures = groups, Tenures(self._forked)
+        self._groups, self._tenures = groups, Tenures()
         self._pending: deque[Event] = deque()
         self._most_pending = 1 if "PROMETHEUS_MULTIPROC_DIR" in os.environ else PENDING
         self._settling = threading.Lock()
@@ -135,8 +135,9 @@ class Metrics:
         finally:
             self._settling.release()
 
-    def _forked(self) -> None:
+    def forked(self) -> None:
         """A child holds nothing and waits for nothing; what it counts else goes on from its parent's."""
+        self._tenures.leave_to_parent()
         self._pending.clear()
         self._settling = threading.Lock()
         self._series.clear()

@@ -99,7 +99,7 @@ class Runtime:
         child = Runtime()
         child._pools = self._pools
         if (observers := self.watchdog.observers) is not None:  # those of a worker are told of before it is forked
-            child.watchdog.observers = type(observers)(observers.all)
+            child.watchdog.observers = observers.forked()
         child._of_parents = [self._of_parents, *(pool.leave_to_parent() for pool in self._pools)]
         for site in self._sites.values():  # what is under way in the one thread that has come along must find its end
             site.local_queues.leave_to_parent()

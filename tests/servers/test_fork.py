@@ -237,3 +237,24 @@ def test_who_observes_goes_on_to_in_a_child(subject: Subject, request: pytest.Fi
         assert len(told) == 4
     finally:
         stop()
+
+
+def test_a_callback_that_keeps_something_is_told_of_a_fork() -> None:
+    """By its method `forked`, in the child; one that fails there keeps nobody from going on."""
+
+    class Keeps:
+        kept = 7
+
+        def __call__(self, event: dblock.Event) -> None: ...
+
+        def forked(self) -> None:
+            self.kept = 0
+            raise RuntimeError("mine")
+
+    keeps = Keeps()
+    stop = dblock.observe(keeps)
+    try:
+        assert in_child(lambda: (keeps.kept, dblock.core.runtime.current.watchdog.observers is not None)) == (0, True)
+        assert keeps.kept == 7
+    finally:
+        stop()

@@ -40,6 +40,15 @@ class Observers:
         self._mutex = threading.RLock()  # a signal handler may run between any two lines
         self._thread: threading.Thread | None = None
 
+    def forked(self) -> Observers:
+        """Those of a forked child. A callback that keeps something of its process has a method `forked`, called now."""
+        for callback, _ in self.all:
+            try:
+                _ = getattr(callback, "forked", int)()
+            except Exception as error:  # noqa: BLE001 - a user's
+                warn("an observer of locks failed after a fork: %r", error, exc_info=True)
+        return type(self)(self.all)
+
     def tell(self, kind: Kind, store: Store, **known: Any) -> None:
         """Tell them now, in this flow."""
         self.tell_now(Event(kind, store.name, **known))
