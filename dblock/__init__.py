@@ -28,18 +28,31 @@ if TYPE_CHECKING:
         SynchronousOnlyOperation,
         UnsupportedDatabase,
     )
+    from dblock.core.events import Event, Kind
+    from dblock.core.face.observing import observe
     from dblock.core.tokens import Sequencer
     from dblock.core.values import LockInfo
     from dblock.fences import FencedModel, afenced_update, fenced_update
     from dblock.locks import Lock, acheck_sequencer, areap, arelease_all, check_sequencer, db_lock, reap, release_all
-    from dblock.signals import lock_at_risk, lock_lost
+    from dblock.signals import (
+        lock_acquired,
+        lock_at_risk,
+        lock_contended,
+        lock_forced,
+        lock_gave_up,
+        lock_lost,
+        lock_reaped,
+        lock_released,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Event",
     "FencedModel",
     "InvalidKey",
     "InvalidToken",
+    "Kind",
     "Lock",
     "LockDeadlock",
     "LockError",
@@ -65,8 +78,15 @@ __all__ = [
     "check_sequencer",
     "db_lock",
     "fenced_update",
+    "lock_acquired",
     "lock_at_risk",
+    "lock_contended",
+    "lock_forced",
+    "lock_gave_up",
     "lock_lost",
+    "lock_reaped",
+    "lock_released",
+    "observe",
     "reap",
     "release_all",
 ]
@@ -75,7 +95,9 @@ _HOMES = {
     **dict.fromkeys(("Lock", "acheck_sequencer", "areap", "arelease_all", "check_sequencer"), "dblock.locks"),
     **dict.fromkeys(("db_lock", "reap", "release_all"), "dblock.locks"),
     **dict.fromkeys(("FencedModel", "afenced_update", "fenced_update"), "dblock.fences"),
-    **dict.fromkeys(("lock_at_risk", "lock_lost"), "dblock.signals"),
+    **dict.fromkeys((name for name in __all__ if name.startswith("lock_")), "dblock.signals"),
+    **dict.fromkeys(("Event", "Kind"), "dblock.core.events"),
+    "observe": "dblock.core.face.observing",
     "LockInfo": "dblock.core.values",
     "Sequencer": "dblock.core.tokens",
 }

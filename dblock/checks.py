@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from django.apps import AppConfig, apps
@@ -16,7 +16,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from dblock import conf
 from dblock.core.statements import DIALECTS
-from dblock.core.validation import valid_reaping, valid_retention, valid_timeout, valid_ttl
+from dblock.core.validation import valid_reaping, valid_retention, valid_slow_wait, valid_timeout, valid_ttl
 
 
 @register("dblock")
@@ -34,7 +34,13 @@ def check_settings(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Ch
         for name in given
         if name not in conf.NAMES
     ]
-    for name, valid in (("TTL", valid_ttl), ("TIMEOUT", valid_timeout), ("RETENTION", valid_retention)):
+    spans: dict[str, Callable[[object], object]] = {
+        "TTL": valid_ttl,
+        "TIMEOUT": valid_timeout,
+        "RETENTION": valid_retention,
+        "SLOW_WAIT": valid_slow_wait,
+    }
+    for name, valid in spans.items():
         try:
             if name in given:
                 valid(given[name])

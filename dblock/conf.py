@@ -33,6 +33,8 @@ class Settings:
     """Seconds for which the reaper leaves free and expired rows."""
     REAP_EVERY: Seconds | None = None
     """Seconds after which, as a rule, a process that takes locks reaps in the background; None: others see to it."""
+    SLOW_WAIT: Seconds | None = 5.0
+    """Seconds from which a wait is logged, None for never, unless db_lock() is told otherwise."""
     LISTEN: bool = True
     """May PostgreSQL call waiters with NOTIFY? It takes one connection for each process in which somebody waits."""
     TABLE_PREFIX: str = ""

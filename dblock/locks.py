@@ -18,7 +18,7 @@ from django.db import connections, router
 from dblock import conf, signals
 from dblock.core import errors
 from dblock.core.errors import Reason
-from dblock.core.face import entering, leaving, operations
+from dblock.core.face import entering, leaving, observing, operations
 from dblock.core.face.key_template import NoKey
 from dblock.core.face.locks import AsyncLock, Attaching, SyncLock, enter
 from dblock.core.holding.flow import Hold, current_task
@@ -27,7 +27,7 @@ from dblock.core.protocol import reaping
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
-from dblock.core.validation import valid_retention, valid_timeout, valid_ttl
+from dblock.core.validation import valid_retention, valid_slow_wait, valid_timeout, valid_ttl
 from dblock.core.values import Seconds
 from dblock.store import DjangoStore, known_stores, pin, store_for
 from dblock.transactions import follow_rollbacks, keep_until_end, open_blocks
@@ -73,6 +73,9 @@ class Lock(SyncLock):
 
     def _default_timeout(self) -> float | None:
         return valid_timeout(conf.settings().TIMEOUT, "DBLOCK['TIMEOUT']")
+
+    def _default_slow_wait(self) -> float:
+        return valid_slow_wait(conf.settings().SLOW_WAIT, "DBLOCK['SLOW_WAIT']")
 
     def _drive(self, steps: Steps[T]) -> T:
         # As django.utils.asyncio.async_unsafe, without the exception that it raises and catches each time.
@@ -202,6 +205,8 @@ class DbLock:
             interrupt: cancel the body of an `async with`, or an `async def`, when the lock is lost; it ends with
                 LockLost.
             fair: whoever came first gets the key first. False: take it before those who wait, if it happens to be free.
+            slow_wait: seconds from which a wait is logged, once per key and minute; None: never.
+                DBLOCK["SLOW_WAIT"] (5) by default.
 
         Raises:
             InvalidKey: the key cannot be stored exactly on every database.
@@ -304,7 +309,7 @@ def reaped(retention: Seconds | None, using: str | None) -> reaping.Reaped:
 def _reaping(retention: Seconds | None, using: str | None) -> tuple[Steps[reaping.Reaped], DjangoStore]:
     store = store_for(using or default_alias())
     seconds = valid_retention(conf.settings().RETENTION if retention is None else retention)
-    return reaping.reap(store.database, seconds), store
+    return observing.reap(store, seconds, Lock), store
 
 
 def default_alias() -> str:

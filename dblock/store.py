@@ -55,7 +55,7 @@ class DjangoStore(BaseStore):
                 f"DBLOCK['SCHEMA'] is for PostgreSQL, and database {alias!r} is {connection.display_name}"
             )
         self.database = Database(dialect_for(vendor, tables), refuse_waiting=self._refuse_waiting)
-        self._alias = alias
+        self._alias = self.name = alias
         self._described = f"database {alias!r}"
         self._create_table = f"add 'dblock' to INSTALLED_APPS and run `manage.py migrate dblock --database {alias}`"
         if tables != Tables():

@@ -31,14 +31,18 @@ from dblock.core.values import LockInfo
 from sqlalchemy_dblock.locks import AsyncLock, Lock, attach, check_sequencer, db_lock, reap, release_all
 
 if TYPE_CHECKING:
+    from dblock.core.events import Event, Kind
+    from dblock.core.face.observing import observe
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
     from sqlalchemy_dblock.table import lock_waiters, locks, metadata, metadata_for
 
 __all__ = [
     "AsyncLock",
+    "Event",
     "FencedMixin",
     "InvalidKey",
     "InvalidToken",
+    "Kind",
     "Lock",
     "LockDeadlock",
     "LockError",
@@ -65,6 +69,7 @@ __all__ = [
     "locks",
     "metadata",
     "metadata_for",
+    "observe",
     "reap",
     "release_all",
 ]
@@ -73,11 +78,15 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker is to know every name
 
     def __getattr__(name: str) -> Any:
-        """What loads much of SQLAlchemy, when asked for: the dialects of three databases, or the ORM."""
+        """What loads much of SQLAlchemy, when asked for: the dialects of three databases, the ORM; or what few need."""
         if name in {"lock_waiters", "locks", "metadata", "metadata_for"}:
             from sqlalchemy_dblock import table as home  # noqa: PLC0415
         elif name in {"FencedMixin", "fenced_update"}:
             from sqlalchemy_dblock import fences as home  # noqa: PLC0415
+        elif name in {"Event", "Kind"}:
+            from dblock.core import events as home  # noqa: PLC0415
+        elif name == "observe":
+            from dblock.core.face import observing as home  # noqa: PLC0415
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(home, name)

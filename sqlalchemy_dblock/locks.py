@@ -12,7 +12,6 @@ from sqlalchemy.util import greenlet_spawn
 
 from dblock.core.face import entering, leaving, operations
 from dblock.core.face.base import BaseLock
-from dblock.core.face.key_template import NoKey
 from dblock.core.face.locks import AsyncLock as CoreAsyncLock
 from dblock.core.face.locks import Attaching, SyncLock
 from dblock.core.holding.flow import Hold, current_task
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
     from sqlalchemy.orm import Session
 
+    from dblock.core.face.key_template import NoKey
     from dblock.core.protocol.reaping import Reaped
 
 T = TypeVar("T")
@@ -158,6 +158,7 @@ def db_lock(engine: Any = None, key: Any = ..., **options: Any) -> Lock | AsyncL
         max_hold: seconds after the take at which renewal stops.
         interrupt: cancel the body of an `async with`, or an `async def`, when the lock is lost; it ends with LockLost.
         fair: whoever came first gets the key first. False: take it before those who wait, if it happens to be free.
+        slow_wait: seconds from which a wait is logged, once per key and minute; 5 by default. None: never.
 
     Raises:
         InvalidKey: the key cannot be stored exactly on every database.
@@ -166,7 +167,11 @@ def db_lock(engine: Any = None, key: Any = ..., **options: Any) -> Lock | AsyncL
     """
     inner = _sync_engine(engine)
     kind = Lock if inner is engine else AsyncLock
-    return NoKey(lambda name: kind(inner, name, **options)) if key is ... else kind(inner, key, **options)
+    if key is not ...:
+        return kind(inner, key, **options)
+    from dblock.core.face.key_template import NoKey  # noqa: PLC0415 - for those who decorate
+
+    return NoKey(lambda name: kind(inner, name, **options))
 
 
 @overload
@@ -229,10 +234,10 @@ def reaped(engine: Engine, retention: Seconds | None) -> Reaped:
 
 
 def _reaping(engine: Engine | AsyncEngine, retention: Seconds | None) -> tuple[Steps[Reaped], EngineStore]:
-    from dblock.core.protocol.reaping import reap as steps  # noqa: PLC0415 - where nobody reaps, it is not loaded
+    from dblock.core.face import observing  # noqa: PLC0415 - for those who observe, and those who reap
 
     store = store_for(_sync_engine(engine))
-    return steps(store.database, valid_retention(store.retention if retention is None else retention)), store
+    return observing.reap(store, valid_retention(store.retention if retention is None else retention), Lock), store
 
 
 @overload

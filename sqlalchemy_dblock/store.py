@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import cast
 
-from sqlalchemy import Engine
+from sqlalchemy import URL, Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import SingletonThreadPool
 from sqlalchemy.util import greenlet_spawn
@@ -61,6 +61,8 @@ class EngineStore(BaseStore):
                 'poolclass=StaticPool and connect_args={"check_same_thread": False}'
             )
         self.renewable = isinstance(self._source, EnginePool)
+        url = engine.url
+        self.name = str(URL.create(url.drivername, host=url.host, port=url.port, database=url.database))
         self._described = str(engine.url.render_as_string(hide_password=True))
         self._dialect, self._driver = engine.dialect, engine.dialect.driver
         self._listens = options.get("dblock_listen", True)

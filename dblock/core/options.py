@@ -1,18 +1,18 @@
 """What `db_lock` can be told besides the key: checked once, the same on every face.
 
-Rule: whoever comes from another library, or mistypes, is told what the option is called here.
+Rule: it is checked when the lock is made, and then frozen.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, Final, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from dblock.core.errors import Reason
-from dblock.core.validation import valid_span, valid_text, valid_ttl
+from dblock.core.validation import valid_slow_wait, valid_span, valid_text, valid_ttl
 from dblock.core.values import Seconds
 
 Callback = Callable[[Any, Reason], object]
@@ -35,6 +35,7 @@ class Given(TypedDict, total=False):
     max_hold: Seconds | None
     interrupt: bool
     fair: bool
+    slow_wait: Seconds | None
 
 
 class Options(NamedTuple):
@@ -51,6 +52,7 @@ class Options(NamedTuple):
     max_hold: float = math.inf
     interrupt: bool = False
     fair: bool = True
+    slow_wait: float | EllipsisType = ...
 
 
 def valid_options(
@@ -66,6 +68,7 @@ def valid_options(
     max_hold: Seconds | None = None,
     interrupt: bool = False,
     fair: bool = True,
+    slow_wait: Seconds | EllipsisType | None = ...,
 ) -> Options:
     """The options, or TypeError or ValueError where one makes no sense."""
     for name, flag in (("renew", renew), ("interrupt", interrupt), ("fair", fair)):
@@ -93,60 +96,9 @@ def valid_options(
         math.inf if max_hold is None else valid_ttl(max_hold, "max_hold", "how long a tenure is renewed at most,"),
         interrupt,
         fair,
+        slow_wait if isinstance(slow_wait, EllipsisType) else valid_slow_wait(slow_wait),
     )
 
 
 PLAIN = Options()
 """What most locks are told: nothing."""
-
-_MEANINGS: Final = {
-    "key": "the name of the lock, which comes first",
-    "ttl": "the life of the lease in seconds",
-    "timeout": "the longest wait in seconds, 0 to try once",
-    "renew": "False for a lease that simply ends",
-    "label": "free text for whoever inspects the lock",
-    "on_lost": "called when the lock is lost",
-    "on_revoke": "called when somebody asks for the lock back",
-    "min_hold": "seconds for which the key stays taken at least",
-    "max_hold": "seconds after which renewal ends",
-    "engine": "which comes first, before the key",
-    "using": "the database alias",
-    "session": "the Session whose transaction the lock is kept for",
-    "release": "whether an open transaction keeps the lock",
-}
-_WAIT = ("timeout",)
-_LIFE = ("ttl",)
-_WHERE = ("using", "engine")
-_ELSEWHERE: Final[dict[str, tuple[str, ...]]] = {
-    **dict.fromkeys(("name", "lock_name", "lock_id", "resource"), ("key",)),
-    **dict.fromkeys(("wait", "wait_time", "wait_timeout", "max_wait", "blocking", "blocking_timeout"), _WAIT),
-    **dict.fromkeys(("acquire_timeout", "nowait"), _WAIT),
-    **dict.fromkeys(("expire", "expires", "expiry", "expiration", "lease", "lease_time", "life", "lifetime"), _LIFE),
-    **dict.fromkeys(("duration", "lock_at_most_for"), _LIFE),
-    "lock_timeout": ("timeout", "ttl"),  # a database's wait, and a Redis lock's life
-    **dict.fromkeys(("auto_renewal", "auto_renew", "autorenew", "watchdog"), ("renew",)),
-    **dict.fromkeys(("description", "metadata"), ("label",)),
-    "lock_at_least_for": ("min_hold",),
-    "max_lifetime": ("max_hold",),
-    **dict.fromkeys(("using", "database", "alias", "engine", "bind", "connection"), _WHERE),
-    **dict.fromkeys(("session", "xact"), ("session", "release")),
-}
-"""What other libraries, and our other face, call it."""
-
-
-def unknown_options(unknown: Iterable[str], known: Iterable[str]) -> TypeError:
-    """The error for options that there are not: the nearest of ours, and all of them. `known`: those of this face."""
-    ours = list(known)
-    told = [f"no option {name!r}{_nearest(name, {*ours, 'key'})}" for name in unknown]
-    return TypeError(f"db_lock has {', and '.join(told)}; its options are {', '.join(ours)}")
-
-
-def _nearest(name: str, known: set[str]) -> str:
-    import difflib  # noqa: PLC0415 - for those who mistype
-
-    if "using" not in known:
-        known = {*known, "engine"}
-    near = [each for each in _ELSEWHERE.get(name.lower(), ()) if each in known]
-    near = near or difflib.get_close_matches(name.lower(), known, 1)
-    said = [f"{each} ({_MEANINGS[each]})" if each in _MEANINGS else each for each in near]
-    return f" (did you mean {' or '.join(said)}?)" if said else ""

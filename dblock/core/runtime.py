@@ -103,6 +103,8 @@ class Runtime:
             self._sockets.close()
         child = Runtime()
         child._pools = self._pools
+        if (observers := self.watchdog.observers) is not None:  # those of a worker are told of before it is forked
+            child.watchdog.observers = observers.forked()
         child._of_parents = [self._of_parents, *(pool.leave_to_parent() for pool in self._pools)]
         for site in self._sites.values():  # what is under way in the one thread that has come along must find its end
             site.local_queues.leave_to_parent()
@@ -138,6 +140,14 @@ class ProcessServices:
     def holds(self, key: str) -> bool:
         """Does a flow of this process hold that key?"""
         return self._watchdog.holds(self._store, key)
+
+    def holder(self, key: str) -> tuple[str, str, float] | None:
+        """The flow of this process that holds it."""
+        hold = self._watchdog._by_key.get((self._store, key))
+        if hold is None:
+            return None
+        label = next((lock.options.label for lock in hold.locks()), "")
+        return hold.who["thread"], label, hold.lease.now() - hold.lease.acquired
 
     def keep(self, place: Place) -> bool:
         """Keep a place in a queue; False where only its flow can."""

@@ -78,6 +78,11 @@ def valid_timeout(timeout: object, what: str = "timeout") -> float | None:
     return seconds
 
 
+def valid_slow_wait(seconds: object, what: str = "slow_wait") -> float:
+    """Seconds from which a wait is logged, infinite for None; TypeError or ValueError otherwise."""
+    return math.inf if seconds is None else valid_span(seconds, what, "the wait from which the log has it")
+
+
 def valid_retention(retention: object) -> float:
     """How long to keep rows that nobody holds, in seconds; TypeError or ValueError otherwise."""
     seconds = _seconds(retention, "retention")

@@ -145,7 +145,7 @@ class Pause:
 class MemoryStore(InMemory):
     """The locks of a test, and what its waiters do."""
 
-    _described = "the locks in memory"
+    _described = name = "the locks in memory"
     _create_table = "it is made by dblock.testing.memory()"
     _rename_tables = "nobody else has tables there"
     _paramstyle = "named"
@@ -153,6 +153,7 @@ class MemoryStore(InMemory):
     _connect_errors = (sqlite3.Error,)
     pins = False
     renewable = True
+    reaping: tuple[float, float] | None = None
 
     def __init__(self) -> None:
         self.clock = Clock(self.move)

@@ -36,7 +36,7 @@ from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockStoreError
 from dblock.core.face import leaving, operations
 from dblock.core.protocol import tenures
 from dblock.core.runtime import current_flow
-from sqlalchemy_dblock import db_lock, metadata
+from sqlalchemy_dblock import db_lock, metadata, observe
 
 NUMBERS = itertools.count()
 CELERYS = (*("max_retries", "autoretry_for", "dont_autoretry_for", "retry_backoff", "acks_late", "throws", "typing"),)
@@ -1385,3 +1385,34 @@ def test_a_direct_call_has_the_key_of_a_message(site: Site) -> None:
         return current_lock().key
 
     assert work((1, 2)) == work.apply(((1, 2),)).get() == "[1, 2]"
+
+
+# -- seen from outside
+
+
+def test_observers_hear_of_tasks(site: Site) -> None:
+    """A task's lock is acquired and released in its worker; one that is taken by its sending is attached there."""
+
+    @site.task("running", label="mine")
+    def running_one(self: Any) -> None: ...
+
+    @site.task("queued", scope="queue")
+    def queued_one(self: Any) -> None: ...
+
+    told: list[tuple[str, ...]] = []
+    stop = observe(lambda event: told.append((event.key, str(event.kind), event.how)))
+    try:
+        running_one.delay()
+        site.run()
+        queued_one.delay()
+        site.run()
+    finally:
+        stop()
+    lines = [line for line in told if line[0] == "running"]
+    assert lines == [("running", "acquired", "at_once"), ("running", "released", "released")]
+    assert [line[1:] for line in told if line not in lines] == [
+        ("acquired", "at_once"),
+        ("released", "detached"),
+        ("acquired", "attached"),
+        ("released", "released"),
+    ]

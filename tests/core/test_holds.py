@@ -47,6 +47,7 @@ INFO = LockInfo("k", "***", 8, 1, 30.0, 1.0, 29.0, "", Identity("elsewhere", 1, 
 class FakeStore:
     """One row that is always ours, unless a test says otherwise."""
 
+    name = "model"
     asynchronous = False
     renewable = True
     reaping: tuple[float, float] | None = None

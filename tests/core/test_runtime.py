@@ -31,6 +31,7 @@ from tests.support.model import World, wish
 class ModelStore:
     """The model of the table, as threads see it."""
 
+    name = "model"
     pin: Statement | None = None
     asynchronous = False
     renewable = True

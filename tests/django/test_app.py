@@ -20,9 +20,25 @@ from django.core import checks
 from django.db import connections
 from django.test import Client, override_settings
 
-from dblock import Lock, LockLost, Reason, areap, db_lock, lock_at_risk, lock_lost, reap
+from dblock import (
+    Event,
+    Kind,
+    Lock,
+    LockLost,
+    Reason,
+    areap,
+    db_lock,
+    lock_acquired,
+    lock_at_risk,
+    lock_lost,
+    lock_reaped,
+    lock_released,
+    reap,
+    signals,
+)
 from dblock.admin import span
 from dblock.celery import beat_schedule
+from dblock.core import runtime
 from dblock.core.errors import StoreConflict
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.store import store_for
@@ -406,3 +422,35 @@ def test_signals_of_the_lease(sqlite: Path, monkeypatch: pytest.MonkeyPatch) -> 
         lock_lost.disconnect(fails)
         lock_lost.disconnect(lost)
     assert heard == [("at risk", Lock, "k", "at_risk"), ("lost", Lock, "k", "lost", Reason.UNREACHABLE)]
+
+
+def test_signals_of_events(sqlite: Path) -> None:
+    """Sent by the lock's class from the first receiver on until the last has gone; one that fails disturbs nobody."""
+    heard: list[tuple[str, object, str]] = []
+
+    def receive(sender: type, event: Event, **_: object) -> None:
+        heard.append((str(event.kind), sender, event.key))
+
+    def fails(**_: object) -> None:
+        raise RuntimeError("mine")
+
+    sent: list[signals.EventSignal] = [each for each in vars(signals).values() if isinstance(each, signals.EventSignal)]
+    renewed = {Kind.RENEWED, Kind.AT_RISK, Kind.LOST}  # of the watchdog; two of them with signals of their own
+    assert {each.kind for each in sent} == set(Kind) - renewed
+    for signal in sent:
+        signal.connect(fails)
+        signal.connect(receive, sender=Lock)
+        signal.connect(receive, sender=str, dispatch_uid="of something else")
+    try:
+        with db_lock("k"):
+            pass
+        time.sleep(0.01)
+        reap(retention=0)
+    finally:
+        for signal in sent:
+            assert signal.disconnect(fails)
+            assert signal.disconnect(receive, sender=Lock)
+            assert signal.disconnect(sender=str, dispatch_uid="of something else")
+    assert heard == [("acquired", Lock, "k"), ("released", Lock, "k"), ("reaped", Lock, "")]
+    assert {lock_acquired, lock_released, lock_reaped} < set(sent)
+    assert runtime.current.watchdog.observers is None, "and nothing is observed any more"

@@ -87,6 +87,21 @@ print(len(new) - len(ours), sum(len(marshal.dumps(code)) for code in ours))
         assert ours < most_bytes
 
 
+def test_nobody_observes() -> None:
+    """Then a cycle of take and release loads nothing of it, and makes no event."""
+    code = """
+import sys
+from sqlalchemy import create_engine
+from sqlalchemy_dblock import db_lock, metadata
+engine = create_engine("sqlite://")
+metadata.create_all(engine)
+with db_lock(engine, "k"), db_lock(engine, "k"):
+    pass
+print([name for name in sys.modules if name.startswith("dblock") and ("observ" in name or "event" in name)])
+"""
+    assert python(code) == "[]"
+
+
 def test_the_command_needs_what_its_extra_has() -> None:
     """Nothing but this package and the standard library."""
     code = "import sys; before = {*sys.modules}; import dblock.cli; print({*sys.modules} - before)"
@@ -130,8 +145,11 @@ def test_public_names() -> None:
         "StoreUnanswered",
         "SynchronousOnlyOperation",
         "UnsupportedDatabase",
+        "Event",
+        "Kind",
         "check_sequencer",
         "fenced_update",
+        "observe",
         "release_all",
     }
     assert set(dblock.__all__) == errors | {
@@ -143,8 +161,14 @@ def test_public_names() -> None:
         "areap",
         "arelease_all",
         "db_lock",
+        "lock_acquired",
         "lock_at_risk",
+        "lock_contended",
+        "lock_forced",
+        "lock_gave_up",
         "lock_lost",
+        "lock_reaped",
+        "lock_released",
         "reap",
     }
     assert set(sqlalchemy_dblock.__all__) == errors | {

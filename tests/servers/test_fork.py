@@ -209,3 +209,52 @@ def test_a_child_whose_parent_is_opening_its_first_connection(tmp_path: Path) ->
 
     with pool._first:
         assert in_child(lambda: asyncio.run(main())) is True
+
+
+@pytest.mark.parametrize("subject", SYNC, ids=str)
+def test_who_observes_goes_on_to_in_a_child(subject: Subject, request: pytest.FixtureRequest) -> None:
+    """What a server subscribes before it forks its workers is subscribed in them; what a child ends, goes on here."""
+    ready(request, subject.database)
+    told: list[dblock.Event] = []
+    stop = dblock.observe(told.append)
+    try:
+        with subject.lock("k"):
+            pass
+        assert [event.kind for event in told] == ["acquired", "released"]
+
+        def observed() -> list[str]:
+            told.clear()
+            with subject.lock("k"):
+                pass
+            stop()
+            with subject.lock("k"):
+                pass
+            return [str(event.kind) for event in told]
+
+        assert in_child(observed) == ["acquired", "released"]
+        with subject.lock("k"):
+            pass
+        assert len(told) == 4
+    finally:
+        stop()
+
+
+def test_a_callback_that_keeps_something_is_told_of_a_fork() -> None:
+    """By its method `forked`, in the child; one that fails there keeps nobody from going on."""
+
+    class Keeps:
+        kept = 7
+
+        def __call__(self, event: dblock.Event) -> None: ...
+
+        def forked(self) -> None:
+            self.kept = 0
+            raise RuntimeError("mine")
+
+    keeps = Keeps()
+    stop = dblock.observe(keeps)
+    try:
+        assert in_child(lambda: (keeps.kept, dblock.core.runtime.current.watchdog.observers is not None)) == (0, True)
+        assert keeps.kept == 7
+    finally:
+        stop()

@@ -49,17 +49,21 @@ def acquire(
     *,
     held_in_process: bool = False,
     held: Callable[[], Collection[str]] = tuple,
+    contended: Callable[[LockInfo | None], None] | None = None,
+    slow_wait: Callable[[], float] = lambda: math.inf,
 ) -> Steps[Grant | Refused]:
     """A grant; or that the key could not be had in `timeout` seconds (None: for ever), and why.
 
     Outages of the database are part of the wait. `held_in_process`: another flow of this process is thought to have the
     key, so that there is no use in trying to take it. `held`: the owner tokens of what this flow holds already; if
     there are some, the wait may close a circle, which raises LockDeadlock.
+    `contended` is called once, if it waits for somebody, with the holder if that is known.
+    `slow_wait` says how many seconds are a wait for the log.
     """
     start, timing = site.database.now(), site.database.timing
     deadline = math.inf if timeout is None else start + timeout
     until = deadline + timing.leave_timeout if timeout != 0 else start + timing.single_try
-    attempt = Attempt(site, request, deadline, until, services, held)
+    attempt = Attempt(site, request, deadline, until, services, held, contended, slow_wait)
     try:
         found = yield from _acquire(attempt, held_in_process=held_in_process)
     except StoreBusy as busy:

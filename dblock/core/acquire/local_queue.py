@@ -149,6 +149,11 @@ class LocalQueue:
         self._holder: tuple[LockInfo | None, float] = None, 0.0
 
     @property
+    def last_seen(self) -> tuple[LockInfo | None, float]:
+        """Whoever was seen holding it last, however long ago, and the local time of that."""
+        return self._holder
+
+    @property
     def holder(self) -> LockInfo | None:
         """The holder of the key, if somebody has looked lately."""
         info, seen = self._holder

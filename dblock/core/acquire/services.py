@@ -22,6 +22,10 @@ class WaiterServices(Protocol):
         """Does a flow of this process hold that key, who may hand it over?"""
         ...
 
+    def holder(self, key: str, /) -> tuple[str, str, float] | None:
+        """The flow of this process that holds it, if one does: its thread or task, its label, for how many seconds."""
+        ...
+
     def keep(self, place: Place, /) -> bool:
         """See to it that a place in the queue is kept; False if the waiter has to."""
         ...
@@ -59,6 +63,9 @@ class PollingOnly:
 
     def holds(self, key: str) -> bool:
         return False
+
+    def holder(self, key: str) -> tuple[str, str, float] | None:
+        return None
 
     def keep(self, place: Place) -> bool:
         return False

@@ -20,6 +20,8 @@ class Site:
         self.database = database
         self.wakeups = wakeups
         self.local_queues = LocalQueues(database)
+        self.slow_waits: dict[str, float] = {}
+        """When a wait for a key was last logged."""
         self._sockets = sockets
 
     @property

@@ -48,6 +48,10 @@ class Attempt:
     services: Callable[[], WaiterServices]
     held: Callable[[], Collection[str]]
     """The owner tokens of what the flow holds."""
+    contended: Callable[[LockInfo | None], None] | None = None
+    """To be called when it begins to wait."""
+    slow_wait: Callable[[], float] = lambda: math.inf
+    """Seconds from which a wait is to be logged."""
     owner: str = ""
     """The token under which the key may be ours; empty if it is not, for sure."""
     trying: bool = False
@@ -68,6 +72,9 @@ class Waiter:
     deadlock_check_due: float = 0.0
     """The local time from which to look for a deadlock."""
     wakeup: Wakeup = field(default_factory=Wakeup)
+    waiting_since: float = 0.0
+    slow_from: float = math.inf
+    """The local time from which the log is to know."""
     holder: LockInfo | None = None
     """Whom it found holding the key before it began to wait."""
     me: LocalWaiter = field(init=False)
@@ -90,6 +97,8 @@ class Waiter:
         self.site.database.before_waiting()  # before anybody counts on us
         me, queues, key, services = self.me, self.site.local_queues, self.request.key, self.services
         self.holder, self.attempt.owner = holder, me.owner
+        self.waiting_since = self.site.database.now()
+        self.slow_from = self.waiting_since + self.attempt.slow_wait()
         try:
             if self.request.fair and services.shared and not self.holds_other_keys:
                 local_queue = queues.enter(me, hopeful=services.holds(key), first=first)
@@ -139,6 +148,7 @@ class Waiter:
                 return (yield from self._time_is_up(local_queue))
             pause = local_queue.until_asking(me)
             if pause > 0:
+                self._others_have_it()
                 yield from wait(min(pause, left), self.wakeup)  # not at all if something has been said already
                 _ = self.wakeup.consume()
                 continue
@@ -155,6 +165,22 @@ class Waiter:
                 yield from self._begin_again(local_queue)
             elif found is not None:
                 return found
+
+    def _others_have_it(self) -> None:
+        """And we wait for them: to be told when that begins, and logged when it takes long."""
+        if (contended := self.attempt.contended) is not None:
+            self.attempt.contended, local_queue = None, self.me.local_queue
+            contended(self.holder or (local_queue.holder if local_queue else None))
+        self._log_slow_wait()
+
+    def _log_slow_wait(self) -> None:
+        now, slow_from = self.site.database.now(), self.slow_from
+        if now < slow_from:
+            return
+        from dblock.core.acquire import slow  # noqa: PLC0415 - for those who wait for long
+
+        self.slow_from = now + slow.INTERVAL
+        slow.say(self.site, self.request, now - self.waiting_since, self.me.local_queue, self.services)
 
     def _begin_again(self, local_queue: LocalQueue) -> Steps[None]:
         """Go on with another token, and give up what may come under this one; not if we have just been told of it."""
@@ -179,6 +205,7 @@ class Waiter:
     def _time_is_up(self, local_queue: LocalQueue) -> Steps[Grant | LockInfo | Literal[Outcome.TAKE_AGAIN]]:
         """What we were granted at the last moment; else whom to name as the holder; or TAKE_AGAIN."""
         me, place, info = self.me, self.me.place, None
+        self._log_slow_wait()
         if place is None or local_queue.bequeath(me):
             pass
         elif place.owner != me.owner:  # one that we were left, and have not taken over
@@ -322,6 +349,7 @@ class Waiter:
             pause = min(pause, self.request.ttl / 2)  # what we are granted lasts no longer before we accept it
             if self._due(view) > 0:
                 growing = pauses(longest=self.timing.grant_retry)
+                self._others_have_it()
             else:  # if nobody gets it, a transaction pins it, and that may last
                 _ = yield from handover.grant(self.site, key, view.first)
                 pause = next(growing)

@@ -12,15 +12,14 @@ import functools
 import os
 from collections.abc import Callable, Coroutine
 from types import EllipsisType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire.acquiring import Refused
 from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, LockTimeout, Reason
-from dblock.core.face.key_template import Template
 from dblock.core.holding.flow import Block, Hold
 from dblock.core.holding.lease import Loss
-from dblock.core.options import PLAIN, Options, unknown_options, valid_options
+from dblock.core.options import PLAIN, Options, valid_options
 from dblock.core.protocol.drive import adrive
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -28,6 +27,9 @@ from dblock.core.runtime import current_flow
 from dblock.core.tokens import Sequencer
 from dblock.core.validation import valid_key, valid_timeout, valid_ttl
 from dblock.core.values import Seconds, State
+
+if TYPE_CHECKING:
+    from dblock.core.face.key_template import Template
 
 T = TypeVar("T")
 
@@ -52,6 +54,8 @@ class BaseLock:
         self._given_ttl = None if ttl is None else valid_ttl(ttl)
         self._given_timeout = timeout if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
         if unknown := options.keys() - set(Options._fields):
+            from dblock.core.spelling import unknown_options  # noqa: PLC0415 - for those who mistype
+
             raise unknown_options(sorted(unknown), ("ttl", "timeout", *Options._fields, *self._face_options))
         self.options: Options = valid_options(**options) if options else PLAIN
         self._blocks: list[Block] = []
@@ -102,6 +106,13 @@ class BaseLock:
 
     def _default_timeout(self) -> float | None:
         return 10.0
+
+    def _default_slow_wait(self) -> float:
+        return 5.0
+
+    def _slow_wait(self) -> float:
+        given = self.options.slow_wait
+        return self._default_slow_wait() if isinstance(given, EllipsisType) else given
 
     @property
     def _ttl(self) -> float:

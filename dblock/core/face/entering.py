@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import TypeVar, cast
 
 from dblock.core import runtime
@@ -25,22 +26,31 @@ from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Token
-from dblock.core.values import Grant
+from dblock.core.values import Grant, LockInfo
 
 
 def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Steps[Refused | None]:
     """None when acquired; else why not."""
-    steps = _acquire(lock, timeout, kind)
+    entry, observers = Entry(lock, kind), runtime.current.watchdog.observers
+    if observers is None:
+        steps = _acquire(lock, timeout, entry)
+    else:
+        steps = observers.acquire(lock, entry, functools.partial(_acquire, lock, timeout, entry))
     for follow in runtime.current.followers:
         steps = follow(lock, timeout, steps)
     return steps
 
 
-def _acquire(lock: BaseLock, timeout: float | None, kind: str) -> Steps[Refused | None]:
+def _acquire(
+    lock: BaseLock,
+    timeout: float | None,
+    entry: Entry,
+    contended: Callable[[LockInfo | None], None] | None = None,
+) -> Steps[Refused | None]:
     if lock.forked_from is not None:
         raise lock._forked()
     store, flow, ttl = lock._store(), current_flow(), lock._ttl
-    database, resource, entry = store.database, (store, lock._key), Entry(lock, kind)
+    database, resource = store.database, (store, lock._key)
     hold = flow.holds.get(resource)
     if hold is not None and hold.is_snapshot:
         hold = None  # a callback that looks at its lock's hold is a flow of its own
@@ -70,6 +80,8 @@ def _acquire(lock: BaseLock, timeout: float | None, kind: str) -> Steps[Refused 
             functools.partial(runtime.current.waiter_services, store),
             held_in_process=runtime.current.watchdog.holds(store, lock._key),
             held=lambda: [other.tenure.owner for other in flow.holds.values() if other.lease.loss is None],
+            contended=contended,
+            slow_wait=lock._slow_wait,
         )
         if isinstance(found, Grant):
             _ = begin_hold(lock, flow, found, entry, hold, store=store)
@@ -102,6 +114,11 @@ L = TypeVar("L", bound=BaseLock)
 
 def attach(lock: L, token: Token) -> Steps[L]:
     """Enter the tenure of a token, as a hold of this flow; raises LockLost if it is over."""
+    steps, observers = _attach(lock, token), runtime.current.watchdog.observers
+    return steps if observers is None else observers.attach(lock, steps)
+
+
+def _attach(lock: L, token: Token) -> Steps[L]:
     store, flow, tenure = lock._store(), current_flow(), token.tenure
     database, entry = store.database, Entry(lock, "attach")
     attached = yield from tenures.attach(database, tenure, who_we_are(), token.ttl, token.grace)
@@ -133,6 +150,11 @@ def adopt(lock: BaseLock, token: Token) -> Steps[bool]:
     False if somebody is in it: for a token that one bearer uses at a time, and that may come to another one twice.
     Raises LockLost if the tenure is over.
     """
+    steps, observers = _adopt(lock, token), runtime.current.watchdog.observers
+    return steps if observers is None else observers.attach(lock, steps)
+
+
+def _adopt(lock: BaseLock, token: Token) -> Steps[bool]:
     store, flow, tenure = lock._store(), current_flow(), token.tenure
     database = store.database
     grant = yield from tenures.adopt(database, tenure, who_we_are(), lock._ttl, lock.options.grace)

@@ -57,6 +57,8 @@ class BaseStore:
     pins = True
     """Can guard() pin a row in a transaction of the caller's?"""
     _source: ConnectionSource
+    name: str
+    """Which database it is, without what a log should not show."""
     _described: str
     """Which database it is, for people."""
     _create_table: str

@@ -6,6 +6,7 @@ Rule: an entry is left once, whatever interrupts that; the last one's hold is fo
 from __future__ import annotations
 
 import contextlib
+from typing import TYPE_CHECKING, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
@@ -20,6 +21,11 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Token, token_text
+
+if TYPE_CHECKING:
+    from dblock.core.events import How
+
+T = TypeVar("T")
 
 
 def leave_block(lock: BaseLock) -> Steps[None]:
@@ -59,6 +65,10 @@ def detach(lock: BaseLock) -> Steps[str]:
     if lock.forked_from is not None:
         raise lock._forked()
     hold = lock._own_hold("detach")
+    return (yield from _observed(hold, _detach(lock, hold), "detached"))
+
+
+def _detach(lock: BaseLock, hold: Hold) -> Steps[str]:
     _ = lock._surely_held()
     database, count = hold.store.database, len(hold.entries) if hold.shared_entries is None else 0
     if not (
@@ -88,6 +98,10 @@ def share(lock: BaseLock) -> str:
 
 def finish(hold: Hold) -> Steps[None]:
     """The transaction that kept a hold has ended: give it back, unless its flow has entered it again."""
+    return _observed(hold, _finish(hold))
+
+
+def _finish(hold: Hold) -> Steps[None]:
     hold.deferred = False
     if not hold.entries:
         try:
@@ -157,6 +171,15 @@ def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:
 
 def _release(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
     """Leave one entry, the last one when an open transaction has ended; raises LockLost if the lease is over."""
+    return _observed(hold, _leave_entry(lock, hold, left))
+
+
+def _observed(hold: Hold, steps: Steps[T], how: How = "released") -> Steps[T]:
+    observers = runtime.current.watchdog.observers
+    return steps if observers is None else observers.leave(hold, steps, how)
+
+
+def _leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
     in_time = hold.lease.remaining() > 0
     if not in_time:
         runtime.current.watchdog.announce(hold)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 from dblock.core.errors import LockError, LockLost, LockTimeout
 from dblock.core.face import entering, leaving, operations
 from dblock.core.face.base import BaseLock
-from dblock.core.face.key_template import Template
 from dblock.core.holding.flow import Hold, current_task
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Steps
@@ -176,6 +175,8 @@ class SyncLock(BaseLock):
         """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
         if python.iscoroutinefunction(function):
             raise TypeError(f"{function!r} is a coroutine function: decorate it with the lock of an async engine")
+        from dblock.core.face.key_template import Template  # noqa: PLC0415 - for those who decorate
+
         template = Template(self._key, function)
 
         @functools.wraps(function)
@@ -247,6 +248,8 @@ class AsyncLock(BaseLock):
         """Decorate a coroutine function: each call holds the lock; the key is formatted with the call's arguments."""
         if not python.iscoroutinefunction(function):
             raise TypeError(f"{function!r} is not a coroutine function: decorate it with the lock of a sync engine")
+        from dblock.core.face.key_template import Template  # noqa: PLC0415 - for those who decorate
+
         template = Template(self._key, function)
 
         @functools.wraps(function)

@@ -21,6 +21,11 @@ class Store(NotificationSource, Protocol):
         """The protocol's view of it."""
         ...
 
+    @property
+    def name(self) -> str:
+        """Which database it is, for people; no secret."""
+        ...
+
     pin: Statement | None
     """The statement `pin` as sessions of the caller's are to run it, once somebody has asked for it."""
 

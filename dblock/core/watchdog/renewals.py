@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from dblock.core.errors import LockError, Reason, StoreBusy
 from dblock.core.holding.flow import Hold
@@ -20,6 +20,9 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.values import Grant, Tenure
 from dblock.core.watchdog.heartbeats import Heartbeat
+
+if TYPE_CHECKING:
+    from dblock.core.holding.observers import Observers
 
 BATCH: Final = 10_000
 """Leases in one statement, at most."""
@@ -36,6 +39,9 @@ class Due(NamedTuple):
 
 class Keeper(Protocol):
     """Who wants the leases renewed."""
+
+    observers: Observers | None
+    """Those who want to hear what becomes of locks; None if nobody does."""
 
     def keeps(self, hold: Hold, /) -> bool:
         """Has it not been given back?"""
@@ -98,12 +104,15 @@ class Renewal:
                 hold.lease.due = min(hold.lease.due, database.now() + min(1.0, hold.lease.term / 20))
             return
         met: list[Due] = []
+        renewed: list[Due] = []
         for due in leases:
-            hold, tenure = due.hold, due.hold.tenure
-            if alive is None or (tenure in alive and (alive[tenure] is None or tenure not in unaware)):
-                _ = hold.lease.lengthen(Grant(tenure, sent, due.ttl), due.epoch)
-            else:
-                met.append(due)
+            tenure = due.hold.tenure
+            kept = alive is None or (tenure in alive and (alive[tenure] is None or tenure not in unaware))
+            (renewed if kept else met).append(due)
+        if self._keeper.observers is not None:
+            self._keeper.observers.renewed(self.store, sent, [due.hold for due in renewed])
+        for hold, ttl, _, epoch in renewed:
+            _ = hold.lease.lengthen(Grant(hold.tenure, sent, ttl), epoch)
         yield from self._meet(met, alive or {}, patience)
 
     def _meet(self, met: Sequence[Due], alive: Mapping[Tenure, str | None], patience: float) -> Steps[None]:

@@ -24,7 +24,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, MutableMapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from dblock.core import clock
@@ -38,6 +38,9 @@ from dblock.core.protocol.store import Store
 from dblock.core.semaphore import BinarySemaphore
 from dblock.core.watchdog.heartbeats import Heartbeat, KeptPlace
 from dblock.core.watchdog.renewals import Renewal, Renewer, quietly
+
+if TYPE_CHECKING:
+    from dblock.core.holding.observers import Observers
 
 LOOK: Final = 1.0
 """Seconds between two looks of the watching thread, at most."""
@@ -67,6 +70,8 @@ class Watchdog:
         self._added = set[tuple[Store, Any]]()
         """The databases and event loops of what was added of late: there it may be time to reap."""
         self._reap_at: MutableMapping[Store, float] = WeakKeyDictionary()
+        self.observers: Observers | None = None
+        """Those who want to hear what becomes of locks; None if nobody does."""
         self._given_up: list[Hold] = []
         """Declared lost by `release_all`, and not given back in the database yet."""
         self._ending: list[Hold] | None = None
@@ -125,15 +130,28 @@ class Watchdog:
         loss = hold.lease.loss
         if loss is None or hold.is_snapshot:
             return
-        with self._lock:  # whoever leaves a lost hold comes through here first
-            told, hold.loss_reported = hold.loss_reported, True
-            seen = hold.snapshot()
-        if told:
+        seen = hold.snapshot()
+        if not self.ends(hold):
             return
         warn("lost the lease on %r (fence %d): %s", hold.tenure.key, hold.tenure.fence, loss)
         for lock in seen.locks():
             lock._interrupt_body(hold)
         self._tell([call for lock in seen.locks() for call in lock._who_hears_of_loss(loss.reason)], seen)
+        if self.observers is not None:
+            self.observers.lost(seen)
+
+    def _tell_risk(self, hold: Hold) -> None:
+        hold.risk_reported = True
+        seen = hold.snapshot()
+        self._tell([call for lock in seen.locks() for call in lock._who_hears_of_risk()], seen)
+        if self.observers is not None:
+            self.observers.at_risk(seen)
+
+    def ends(self, hold: Hold) -> bool:
+        """It has ended, and nobody has been told so yet: whoever asks first is to do it."""
+        with self._lock:
+            told, hold.loss_reported = hold.loss_reported, True
+        return not told
 
     def revoke(self, hold: Hold, words: str) -> None:
         """Somebody has asked for it back: tell those who want to know, once."""
@@ -234,9 +252,7 @@ class Watchdog:
                     hold.risk_reported = False
                     soonest = min(soonest, late)
                 elif not hold.risk_reported:
-                    hold.risk_reported = True
-                    seen = hold.snapshot()
-                    self._tell([call for lock in seen.locks() for call in lock._who_hears_of_risk()], seen)
+                    self._tell_risk(hold)
             soonest = min(soonest, left)
         for (store, loop), holds in due.items():
             self._gather(store, loop, holds)

@@ -1,0 +1,119 @@
+"""What observing costs a cycle of take and release that nobody contends: its processor time, as a share of the cycle.
+
+An observer only computes, so that its cost is the processor time of the thread, which a shared machine disturbs less
+than time itself. Each short round is compared with those that nobody observed just before and after it, and the median
+of the differences put into relation to the median time of a cycle, in the same run. SQLite, which waits for no server
+and here for no disk, has no target: its cycle is five times as short. `LOCAL=1`: SQLite alone. Part of `make bench`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry
+from rich.console import Console
+from rich.table import Table
+from sqlalchemy import create_engine
+
+from benchmarks.places import places
+from dblock.contrib import opentelemetry, prometheus
+from sqlalchemy_dblock import db_lock, metadata, observe
+
+ROUNDS, CYCLES = 20, prometheus.PENDING // 2
+"""Cycles whose events are counted within their round: what is put aside is not paid for."""
+MOST = 0.05
+Begin = Callable[[], Callable[[], None]]
+
+
+class Cost(NamedTuple):
+    """Seconds a cycle."""
+
+    passed: float
+    computed: float
+    more: float
+    """Of `computed`, than with nobody observing."""
+
+
+def main() -> int:
+    """Measure and print; 1 if a figure misses its target."""
+    table = Table("observing", "µs a cycle", "of the processor", "cost", "target")
+    missed = False
+    with _places() as urls:
+        for name, url in urls.items():
+            costs = measured(url)
+            nobody = costs["nobody"]
+            for what, cost in costs.items():
+                share = cost.more / nobody.passed
+                target = f"< {MOST:.0%}" if what == "Prometheus" and name != "SQLite" else ""
+                if target and share >= MOST:
+                    missed, target = True, f"[red]{target} missed"
+                table.add_row(
+                    f"{what} ({name})",
+                    f"{1e6 * cost.passed:,.0f}",
+                    f"{1e6 * cost.computed:,.0f}",
+                    f"{share:+.1%}",
+                    target,
+                )
+            table.add_section()
+    Console(width=110).print(table)
+    return int(missed)
+
+
+@contextlib.contextmanager
+def _places() -> Iterator[dict[str, str]]:
+    if not os.environ.get("LOCAL"):
+        with places() as urls:
+            yield urls
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        yield {"SQLite": f"sqlite:///{directory}/locks.sqlite3"}
+
+
+def _nothing(event: object) -> None:
+    """Hear of it."""
+
+
+CANDIDATES: dict[str, Begin] = {
+    "nobody": lambda: lambda: None,
+    "nobody, once more": lambda: lambda: None,
+    "a callback": lambda: observe(_nothing),
+    "Prometheus": lambda: prometheus.instrument(registry=CollectorRegistry()),
+    "OpenTelemetry, no SDK": opentelemetry.instrument,
+}
+
+
+def measured(url: str) -> dict[str, Cost]:
+    """The medians, by candidate."""
+    engine = create_engine(url)
+    metadata.create_all(engine)
+
+    def timed(begin: Begin) -> tuple[float, float]:
+        end = begin()
+        with db_lock(engine, "stock:1"):  # what is made at first use
+            pass
+        start, thread = time.perf_counter(), time.thread_time()
+        for _ in range(CYCLES):
+            with db_lock(engine, "stock:1"):
+                pass
+        took = (time.perf_counter() - start) / CYCLES, (time.thread_time() - thread) / CYCLES
+        end()
+        return took
+
+    rounds: dict[str, list[Cost]] = {name: [] for name in CANDIDATES}
+    for _ in range(ROUNDS):
+        for name, begin in CANDIDATES.items():
+            before, (passed, computed), after = timed(CANDIDATES["nobody"]), timed(begin), timed(CANDIDATES["nobody"])
+            rounds[name].append(Cost(passed, computed, computed - (before[1] + after[1]) / 2))
+    engine.dispose()
+    return {name: Cost(*map(statistics.median, zip(*costs, strict=True))) for name, costs in rounds.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What metrics of every kind need: keys put into few groups, and the tenures that were counted.
+
+Rule: memory is bounded by the number of groups and of locks that are held, never by that of keys.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from dblock.core.events import Event
+
+OTHER = "other"
+"""The group of keys that have none, or come when there are as many groups as may be."""
+
+
+def prefix(key: str) -> str:
+    """What stands before the first colon."""
+    return key.partition(":")[0]
+
+
+class Groups:
+    """The groups of keys, of which there are few."""
+
+    def __init__(self, group: Callable[[str], str], most: int) -> None:
+        if not callable(group):
+            raise TypeError(f"group is a function from a key to the name of its group, not {group!r}")
+        if int(most) < 1:
+            raise ValueError(f"max_groups is a number from 1 on, not {most!r}")
+        self._group, self._most = group, most
+        self._known: set[str] = set()
+
+    def of(self, key: str) -> str:
+        """The group of a key; `other` if the function fails, or names one too many."""
+        try:
+            name = str(self._group(key))
+        except Exception:  # noqa: BLE001 - a user's
+            return OTHER
+        if name not in self._known:
+            if len(self._known) >= self._most:
+                return OTHER
+            self._known.add(name)
+        return name
+
+
+class Tenures:
+    """Those that were counted as held, so that each is counted as given back or lost once."""
+
+    def __init__(self) -> None:
+        self.leave_to_parent()
+
+    def leave_to_parent(self) -> None:
+        """A forked child holds nothing of its parent's."""
+        self._mutex = threading.RLock()  # a signal handler may take a lock
+        self._open: dict[tuple[str, str, int], int] = {}
+
+    def begun(self, event: Event) -> None:
+        """A flow has it."""
+        tenure = event.database, event.key, event.fence
+        with self._mutex:
+            self._open[tenure] = self._open.get(tenure, 0) + 1
+
+    def ended(self, event: Event) -> bool:
+        """One has it no more; False if it was not counted."""
+        tenure = event.database, event.key, event.fence
+        with self._mutex:
+            count = self._open.pop(tenure, 0)
+            if count > 1:
+                self._open[tenure] = count - 1
+        return count > 0

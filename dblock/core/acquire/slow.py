@@ -1,0 +1,50 @@
+"""What the log says of a wait that takes long: who has been waiting, for how long, and for whom.
+
+Rule: it says what is known already. Nothing is asked of the database for it, so that the holder may have been another
+one meanwhile; the line says when it was seen.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dblock.core.acquire.local_queue import LocalQueue, Request
+from dblock.core.acquire.services import WaiterServices
+from dblock.core.acquire.site import Site
+from dblock.core.log import warn
+from dblock.core.values import Identity
+
+INTERVAL: Final = 60.0
+"""Seconds between two lines about a key."""
+KEYS: Final = 1000
+"""Keys of which it is known when the last line was; of more than that the oldest are forgotten."""
+
+
+def say(site: Site, request: Request, waited: float, local_queue: LocalQueue | None, services: WaiterServices) -> None:
+    """Log a wait, unless one for the same key was logged by this process within a minute."""
+    key, now, said = request.key, site.database.now(), site.slow_waits
+    with site.local_queues.mutex:
+        if now < said.get(key, -INTERVAL) + INTERVAL:
+            return
+        _ = said.pop(key, None)
+        said[key] = now
+        if len(said) > KEYS:
+            del said[next(iter(said))]
+    us = Identity(request.host, request.pid, request.thread, request.program, request.task)
+    label = f' "{request.label}"' if request.label else ""
+    warn("%s%s has been waiting %.1f s for %r: %s", us, label, waited, key, _holder(key, now, local_queue, services))
+
+
+def _holder(key: str, now: float, local_queue: LocalQueue | None, services: WaiterServices) -> str:
+    if (here := services.holder(key)) is not None:
+        thread, label, held = here
+        return f"{thread} of this process holds it{_labelled(label)}, for {held:.1f} s"
+    info, seen = (None, 0.0) if local_queue is None else local_queue.last_seen
+    if info is None or info.state != "held":
+        return "its holder was not seen"
+    ago = f"when seen {now - seen:.1f} s ago"
+    return f"{info.identity} held it{_labelled(info.label)}, for {info.age:.1f} s {ago}"
+
+
+def _labelled(label: str) -> str:
+    return f' as "{label}"' if label else ""

@@ -1,0 +1,196 @@
+"""Observing locks: whoever wants to hear what happens to them is told.
+
+Rule: only the flows of a process that is observed come here. What is told here is told in the flow that it is about,
+when the lock is as the event says; and an interrupt of that leaves nobody with a lock that he does not know of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from dblock.core import runtime
+from dblock.core.acquire.acquiring import Refused
+from dblock.core.errors import LockError, LockLost
+from dblock.core.events import Event, How, Kind
+from dblock.core.face import leaving
+from dblock.core.face.base import BaseLock
+from dblock.core.holding.flow import Entry, Hold, HoldObserver
+from dblock.core.holding.observers import Observer, Observers, about, held, lock_of, masked
+from dblock.core.protocol import reaping
+from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.store import Store
+from dblock.core.values import LockInfo
+
+T = TypeVar("T")
+
+
+def observe(callback: Callable[[Event], object], *kinds: Kind) -> Callable[[], None]:
+    """Have `callback` called with an `Event` for whatever happens to locks of this process; a function that ends that.
+
+    It hears of the locks of every face, sync and async, and goes on to in processes that are forked later, so that what
+    a server subscribes before it forks its workers is subscribed in them. `kinds` are what it hears of, all by default.
+
+    ACQUIRED, CONTENDED, GAVE_UP, RELEASED and REAPED are told in the flow that it is about, which goes on when the
+    callback returns: no I/O there, and no locks. The others come in a thread of their own, one after the other. What it
+    raises is logged. Raises TypeError for what cannot be called, ValueError for what is no `Kind`.
+    """
+    if not callable(callback):
+        raise TypeError(f"observe() calls a function with an Event: {callback!r} is none")
+    observer = Observer(callback, frozenset(Kind(kind) for kind in kinds or Kind))
+    _change(lambda all_: (*all_, observer))
+    return lambda: _change(lambda all_: tuple(each for each in all_ if each is not observer))
+
+
+def _change(changed: Callable[[tuple[Observer, ...]], tuple[Observer, ...]]) -> None:
+    watchdog = runtime.current.watchdog
+    with watchdog._lock:
+        before = watchdog.observers
+        all_ = changed(() if before is None else before.all)
+        watchdog.observers = FlowObservers(all_) if all_ else None
+
+
+class FlowObservers(Observers):
+    """Told by the flows as well."""
+
+    def acquire(self, lock: BaseLock, entry: Entry, begin: Callable[..., Steps[T]]) -> Steps[T]:
+        """Acquire by the steps that `begin` makes, which is given what to call when it begins to wait."""
+        attempt = _Attempt(self, lock)
+        try:
+            refused = yield from begin(attempt.contend)
+            if isinstance(refused, Refused):
+                attempt.fail("timeout", refused)
+            else:
+                attempt.succeed(entry)
+        except GeneratorExit:  # nobody drives us any more
+            raise
+        except BaseException as error:
+            hold = lock._hold_here()
+            if hold is not None and entry in hold.entries:  # interrupted when we had it
+                with contextlib.suppress(LockError):
+                    yield from leaving._release(lock, hold, entry)
+            attempt.fail(type(error).__name__)
+            raise
+        return refused
+
+    def attach(self, lock: BaseLock, steps: Steps[T]) -> Steps[T]:
+        """Enter a tenure, unless the steps say False."""
+        found = yield from steps
+        hold = lock._hold_here()
+        if not found or hold is None:
+            return found
+        try:
+            self.tell(Kind.ACQUIRED, hold.store, **about(hold), how="attached")
+        except BaseException:  # interrupted
+            with contextlib.suppress(LockError):
+                yield from leaving._release(lock, hold, hold.entries[-1])
+            raise
+        return found
+
+    def leave(self, hold: Hold, steps: Steps[T], how: How) -> Steps[T]:
+        """Leave a hold. Those who hear that it is lost do not hear that it is released."""
+        before, lock = _entered(hold), lock_of(hold)
+        try:
+            result = yield from steps
+        except (GeneratorExit, LockLost):
+            raise
+        except BaseException as error:
+            self._tell_left(hold, lock, before, how, type(error).__name__)
+            raise
+        self._tell_left(hold, lock, before, how)
+        return result
+
+    def _tell_left(self, hold: Hold, lock: HoldObserver | None, before: int, how: How, reason: str = "") -> None:
+        depth = _entered(hold)
+        if depth < before and (depth or runtime.current.watchdog.ends(hold)):
+            sender, label = (None, "") if lock is None else (type(lock), lock.options.label)
+            self.tell_now(
+                Event(
+                    Kind.RELEASED,
+                    hold.store.name,
+                    sender,
+                    hold.tenure.key,
+                    hold.tenure.fence,
+                    label,
+                    how,
+                    depth,
+                    held=held(hold),
+                    reason=reason,
+                )
+            )
+
+
+def _entered(hold: Hold) -> int:
+    """How often; an open transaction that keeps it counts as one."""
+    entries = hold.entries
+    if len(entries) == 1 and entries[0].lock is not None:  # mostly
+        return 1 + hold.deferred
+    return len(hold.open_entries()) + hold.deferred
+
+
+class _Attempt:
+    """To acquire a lock."""
+
+    __slots__ = ("began", "contended", "ended", "lock", "observers", "store")
+
+    def __init__(self, observers: Observers, lock: BaseLock) -> None:
+        self.observers, self.lock, self.store = observers, lock, lock._store()
+        self.began = self.store.database.now()
+        self.contended = self.ended = False
+
+    def _event(self, kind: Kind, fence: int = 0, how: How = "", depth: int = 0, wait: float = 0.0) -> Event:
+        lock = self.lock
+        return Event(
+            kind,
+            self.store.name,
+            type(lock),
+            lock._key,
+            fence,
+            lock.options.label,
+            how,
+            depth,
+            self.contended and kind is not Kind.CONTENDED,
+            wait,
+        )
+
+    def contend(self, holder: LockInfo | None) -> None:
+        """Somebody else has it."""
+        self.contended = True
+        self.observers.tell_now(self._event(Kind.CONTENDED)._replace(holder=masked(holder)))
+
+    def succeed(self, entry: Entry) -> None:
+        """We have it, by that entry."""
+        self.ended = True
+        hold = self.lock._hold_here()
+        if hold is not None and entry in hold.entries:
+            wait, how = self.store.database.now() - self.began, _how(hold, contended=self.contended)
+            self.observers.tell_now(self._event(Kind.ACQUIRED, hold.tenure.fence, how, _entered(hold), wait))
+
+    def fail(self, reason: str, refused: Refused | None = None) -> None:
+        """We shall not have it."""
+        if self.ended:
+            return
+        self.ended = True
+        if refused is not None and not self.contended and refused.busy is None:
+            self.contend(refused.holder)
+        event = self._event(Kind.GAVE_UP, wait=self.store.database.now() - self.began)
+        holder = masked(refused.holder) if refused else None
+        self.observers.tell_now(event._replace(reason=reason, holder=holder))
+
+
+def _how(hold: Hold, *, contended: bool) -> How:
+    if len(hold.entries) > 1 and len(hold.open_entries()) > 1:
+        return "reentered"
+    if hold.local_handovers and contended:
+        return "handed_over"
+    return "waited" if contended else "at_once"
+
+
+def reap(store: Store, retention: float, sender: type) -> Steps[reaping.Reaped]:
+    """Reap, and tell of it."""
+    reaped = yield from reaping.reap(store.database, retention)
+    observers = runtime.current.watchdog.observers
+    if observers is not None:
+        observers.tell(Kind.REAPED, store, sender=sender, amount=reaped.locks, places=reaped.lock_waiters)
+    return reaped

@@ -1,0 +1,60 @@
+"""What options of `db_lock` are called elsewhere, and by those who mistype; loaded when somebody does.
+
+Rule: whoever comes from another library, or mistypes, is told what the option is called here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Final
+
+_MEANINGS: Final = {
+    "key": "the name of the lock, which comes first",
+    "ttl": "the life of the lease in seconds",
+    "timeout": "the longest wait in seconds, 0 to try once",
+    "renew": "False for a lease that simply ends",
+    "label": "free text for whoever inspects the lock",
+    "on_lost": "called when the lock is lost",
+    "on_revoke": "called when somebody asks for the lock back",
+    "min_hold": "seconds for which the key stays taken at least",
+    "max_hold": "seconds after which renewal ends",
+    "engine": "which comes first, before the key",
+    "using": "the database alias",
+    "session": "the Session whose transaction the lock is kept for",
+    "release": "whether an open transaction keeps the lock",
+}
+_WAIT = ("timeout",)
+_LIFE = ("ttl",)
+_WHERE = ("using", "engine")
+_ELSEWHERE: Final[dict[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("name", "lock_name", "lock_id", "resource"), ("key",)),
+    **dict.fromkeys(("wait", "wait_time", "wait_timeout", "max_wait", "blocking", "blocking_timeout"), _WAIT),
+    **dict.fromkeys(("acquire_timeout", "nowait"), _WAIT),
+    **dict.fromkeys(("expire", "expires", "expiry", "expiration", "lease", "lease_time", "life", "lifetime"), _LIFE),
+    **dict.fromkeys(("duration", "lock_at_most_for"), _LIFE),
+    "lock_timeout": ("timeout", "ttl"),  # a database's wait, and a Redis lock's life
+    **dict.fromkeys(("auto_renewal", "auto_renew", "autorenew", "watchdog"), ("renew",)),
+    **dict.fromkeys(("description", "metadata"), ("label",)),
+    "lock_at_least_for": ("min_hold",),
+    "max_lifetime": ("max_hold",),
+    **dict.fromkeys(("using", "database", "alias", "engine", "bind", "connection"), _WHERE),
+    **dict.fromkeys(("session", "xact"), ("session", "release")),
+}
+"""What other libraries, and our other face, call it."""
+
+
+def unknown_options(unknown: Iterable[str], known: Iterable[str]) -> TypeError:
+    """The error for options that there are not: the nearest of ours, and all of them. `known`: those of this face."""
+    ours = list(known)
+    told = [f"no option {name!r}{_nearest(name, {*ours, 'key'})}" for name in unknown]
+    return TypeError(f"db_lock has {', and '.join(told)}; its options are {', '.join(ours)}")
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    if "using" not in known:
+        known = {*known, "engine"}
+    near = [each for each in _ELSEWHERE.get(name.lower(), ()) if each in known]
+    near = near or difflib.get_close_matches(name.lower(), known, 1)
+    said = [f"{each} ({_MEANINGS[each]})" if each in _MEANINGS else each for each in near]
+    return f" (did you mean {' or '.join(said)}?)" if said else ""

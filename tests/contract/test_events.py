@@ -1,0 +1,347 @@
+"""What those who observe locks are told, on every face: each attempt and each tenure has one beginning and one end."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import dblock
+import sqlalchemy_dblock
+from dblock import Event, Kind, LockLost, LockTimeout, Reason, observe
+from dblock.core import runtime
+from dblock.core.errors import StoreConflict
+from dblock.core.face.executor import BaseStore
+from dblock.core.holding.observers import Observers
+from dblock.core.protocol.steps import Execute
+from tests.conftest import ALIASES
+from tests.support.lab import until
+from tests.support.subjects import Actor, Subject
+
+
+@pytest.fixture
+def told() -> Iterator[list[Event]]:
+    """All that is told during a test."""
+    events: list[Event] = []
+    stop = observe(events.append)
+    yield events
+    stop()
+    assert runtime.current.watchdog.observers is None
+
+
+def brief(events: list[Event], key: str = "k") -> list[tuple[str, ...]]:
+    """What happened to a key, in short; renewals apart, which come when they will."""
+    return [(str(event.kind), event.how or event.reason) for event in events if event.key == key]
+
+
+def test_a_lock_that_nobody_contends(subject: Subject, actor: Actor, told: list[Event]) -> None:
+    """Taken at once, entered once more, left twice; with whose it is, its fence, its label and its database."""
+    lock = subject.lock("k", label="tea")
+    fence = actor.within(lock, lambda: lock.fence)
+    acquired, released = told
+    assert (acquired.kind, acquired.how, acquired.depth, acquired.contended) == (Kind.ACQUIRED, "at_once", 1, False)
+    assert (released.kind, released.how, released.depth) == (Kind.RELEASED, "released", 0)
+    assert 0 <= acquired.wait < 5
+    assert 0 < released.held < 5
+    for event in told:
+        assert (event.key, event.fence, event.label, event.sender) == ("k", fence, "tea", type(lock))
+        assert event.database == (ALIASES[subject.database] if subject.variant == "django" else str(lock._store().name))
+    assert "@" not in acquired.database
+    told.clear()
+    assert [actor.call(lock, "acquire") for _ in range(2)] == [True, True]
+    for _ in range(2):
+        actor.call(lock, "release")
+    depths = [(str(event.kind), event.how, event.depth) for event in told]
+    assert depths == [
+        ("acquired", "at_once", 1),
+        ("acquired", "reentered", 2),
+        ("released", "released", 1),
+        ("released", "released", 0),
+    ]
+
+
+def test_who_waits(subject: Subject, actor: Actor, other: Actor, told: list[Event]) -> None:
+    """Is told to be contended once, when it begins to wait, and how it got the key in the end; and how it did not."""
+    lock = subject.lock("k", timeout=20, label="mine")
+    assert actor.call(lock, "acquire")
+    waiting = other.start(getattr(subject.lock("k", timeout=20), subject.method("acquire")))
+    assert until(lambda: brief(told)[1:] == [("contended", "")], 10)
+    time.sleep(0.1)
+    actor.call(lock, "release")
+    assert waiting.result(20)
+    other.call(subject.lock("k"), "release")
+    assert until(lambda: len(told) == 5, 5)
+    [contended], [_, second] = (
+        [event for event in told if event.kind is kind] for kind in (Kind.CONTENDED, Kind.ACQUIRED)
+    )
+    assert second.how in {"handed_over", "waited"}
+    assert second.contended
+    assert 0.1 <= second.wait < 20
+    assert contended.holder is None or (contended.holder.label, contended.holder.owner) == ("mine", "***")
+    assert sorted(str(event.kind) for event in told) == ["acquired", "acquired", "contended", "released", "released"]
+    told.clear()
+
+    assert actor.call(lock, "acquire")
+    with pytest.raises(LockTimeout):
+        other.within(subject.lock("k", timeout=0.1))
+    assert not other.call(subject.lock("k"), "acquire", blocking=False)
+    assert brief(told)[1:] == [("contended", ""), ("gave_up", "timeout")] * 2
+    waited, refused = (event for event in told if event.kind is Kind.GAVE_UP)
+    assert waited.wait >= 0.1
+    assert waited.contended
+    assert refused.contended
+    assert refused.holder is not None
+    assert (refused.holder.label, refused.holder.owner) == ("mine", "***")
+    actor.call(lock, "release")
+
+
+def test_inside_a_process_the_key_is_handed_over(
+    subject: Subject, actor: Actor, other: Actor, told: list[Event]
+) -> None:
+    """To a flow that is seen to wait for it here, where flows wait together."""
+    if subject.variant == "django" and subject.database == "sqlite":
+        pytest.skip("whoever polls there may be faster")
+    for _ in range(20):
+        told.clear()
+        lock = subject.lock("k", timeout=20)
+        assert actor.call(lock, "acquire")
+        waiting = other.start(getattr(subject.lock("k", timeout=20), subject.method("acquire")))
+        assert until(lambda: len(told) == 2, 10)
+        actor.call(lock, "release")
+        assert waiting.result(20)
+        other.call(subject.lock("k"), "release")
+        if ("acquired", "handed_over") in brief(told):
+            return
+    pytest.fail(f"never handed over: {told}")
+
+
+def test_a_tenure_that_goes_on_elsewhere(subject: Subject, actor: Actor, other: Actor, told: list[Event]) -> None:
+    """Detached by one flow, attached by the other: each had it once."""
+    lock = subject.lock("k")
+    assert actor.call(lock, "acquire")
+    token = actor.call(lock, "detach")
+    if subject.variant == "django":
+        attach = getattr(dblock.db_lock, subject.method("attach"))
+        same = other.do(lambda: attach(token, using=ALIASES[subject.database]))
+    else:
+        same = other.do(lambda: sqlalchemy_dblock.attach(subject.engine, token))
+    other.call(same, "release")
+    assert brief(told) == [
+        ("acquired", "at_once"),
+        ("released", "detached"),
+        ("acquired", "attached"),
+        ("released", "released"),
+    ]
+    assert len({event.fence for event in told}) == 1
+
+
+def test_a_lock_that_is_lost(
+    subject: Subject, actor: Actor, told: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First at risk, then lost, for how long it was held and why; and what is lost is not released."""
+    execute = BaseStore.execute
+
+    def refuse(self: BaseStore, step: Execute) -> Any:
+        if step.statement.name == "renew":
+            raise StoreConflict("down")
+        return execute(self, step)
+
+    monkeypatch.setattr(BaseStore, "execute", refuse)
+    lock = subject.lock("k", ttl=0.9, label="tea")
+    if not lock._store().renewable:
+        pytest.skip("nothing is renewed there")
+    assert actor.call(lock, "acquire")
+    assert until(lambda: any(event.kind is Kind.LOST for event in told), 20)
+    with pytest.raises(LockLost):
+        actor.call(lock, "release")
+    time.sleep(0.05)
+    assert [event.kind for event in told] == [Kind.ACQUIRED, Kind.AT_RISK, Kind.LOST]
+    _, risk, lost = told
+    assert 0.1 < risk.lateness < 0.6
+    assert (lost.reason, lost.label, lost.depth) == (Reason.UNREACHABLE, "tea", 1)
+    assert lost.held > 0.8
+    assert len({event.fence for event in told}) == 1
+
+
+def test_renewals_and_reaping(subject: Subject, actor: Actor, told: list[Event]) -> None:
+    """One event for a statement, however many leases or rows it was about."""
+    locks = [subject.lock(f"k{number}", ttl=0.6) for number in range(3)]
+    renewable = locks[0]._store().renewable
+    for lock in locks:
+        assert actor.call(lock, "acquire")
+    if renewable:
+        assert until(lambda: any(event.kind is Kind.RENEWED and event.amount == 3 for event in told), 20)
+        renewed = next(event for event in told if event.kind is Kind.RENEWED)
+        assert 0 <= renewed.lateness < 0.4
+    for lock in locks:
+        actor.call(lock, "release")
+    time.sleep(0.05)  # SQLite's clock goes by milliseconds
+    actor.do(lambda: subject.reap(0))
+    [reaped] = [event for event in told if event.kind is Kind.REAPED]
+    assert (reaped.amount, reaped.places, reaped.key) == (3, 0, "")
+    assert reaped.sender is not None
+
+
+def test_release_all(subject: Subject, actor: Actor, told: list[Event]) -> None:
+    """Whoever still works under a lock has lost it, and is told to."""
+    assert actor.call(subject.lock("k"), "acquire")
+    if subject.variant == "sqlalchemy":
+        actor.do(lambda: sqlalchemy_dblock.release_all(subject.engine))
+    else:
+        actor.do(lambda: getattr(dblock, subject.method("release_all"))(using=ALIASES[subject.database]))
+    assert until(lambda: len(told) == 2, 5)
+    assert brief(told) == [("acquired", "at_once"), ("lost", str(Reason.RELEASED))]
+
+
+def test_a_callback_that_fails(
+    subject: Subject, actor: Actor, told: list[Event], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Is logged, and breaks neither the lock nor what others are told."""
+
+    def fails(event: Event) -> None:
+        raise RuntimeError(f"mine {event.kind}")
+
+    stop = observe(fails, Kind.RELEASED)
+    try:
+        actor.within(subject.lock("k"))
+    finally:
+        stop()
+    assert brief(told) == [("acquired", "at_once"), ("released", "released")]
+    [record] = [record for record in caplog.records if "observer" in record.message]
+    assert "mine released" in record.message
+    assert record.exc_info
+    assert subject.row("k")["owner"] is None
+
+
+class Interrupt(BaseException):
+    """As Ctrl-C."""
+
+
+def test_an_interrupt_while_others_are_told(subject: Subject, actor: Actor) -> None:
+    """Who acquired has nothing; who left has left; and both are told once."""
+    told: list[Event] = []
+
+    def interrupt(event: Event) -> None:
+        told.append(event)
+        if event.kind is kind:
+            raise Interrupt
+
+    for kind in (Kind.ACQUIRED, Kind.RELEASED):  # noqa: B007 - for the callback
+        told.clear()
+        lock = subject.lock("k")
+        stop = observe(interrupt, Kind.ACQUIRED, Kind.RELEASED, Kind.GAVE_UP)
+        with pytest.raises(Interrupt), contextlib.ExitStack() as stack:
+            stack.callback(stop)
+            actor.call(lock, "acquire")
+            actor.call(lock, "release")
+        assert subject.row("k")["owner"] is None
+        assert actor.get(lock, "state") is None
+        assert [event.kind for event in told] == [Kind.ACQUIRED, Kind.RELEASED]
+
+
+def test_a_wait_that_is_broken_off(subject: Subject, actor: Actor, other: Actor, told: list[Event]) -> None:
+    """The attempt has ended, and what with."""
+    if subject.face == "sync":
+        pytest.skip("threads are not cancelled")
+    assert actor.call(subject.lock("k"), "acquire")
+
+    async def cancelled() -> None:
+        import asyncio
+
+        task = asyncio.ensure_future(getattr(subject.lock("k", timeout=20), subject.method("acquire"))())
+        assert await asyncio.to_thread(until, lambda: any(event.kind is Kind.CONTENDED for event in told), 10)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    other.do(cancelled)
+    assert brief(told)[1:] == [("contended", ""), ("gave_up", "CancelledError")]
+    actor.call(subject.lock("k"), "release")
+
+
+def test_it_is_for_functions_and_kinds() -> None:
+    """A mistake is told at once; who ends twice ends nobody else's; one that hears of little hears of that alone."""
+    with pytest.raises(TypeError, match="none"):
+        observe("me")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="told"):
+        observe(print, "told")  # type: ignore[arg-type]
+    first, second = observe(print), observe(print)
+    first()
+    first()
+    assert runtime.current.watchdog.observers is not None
+    second()
+    assert runtime.current.watchdog.observers is None
+
+
+def test_events_of_the_watchdog_come_in_order_in_one_thread() -> None:
+    """However many they are: a callback that takes its time holds up neither it, nor others' memory."""
+    seen: list[tuple[int, str]] = []
+    go = threading.Event()
+
+    def slow(event: Event) -> None:
+        assert go.wait(20)
+        seen.append((event.amount, threading.current_thread().name))
+
+    stop = observe(slow, Kind.RENEWED)
+    observers: Any = runtime.current.watchdog.observers
+    stop()
+    assert isinstance(observers, Observers)
+    store: Any = type("Somewhere", (), {"name": "x"})
+    for number in range(500):
+        observers.tell_later(Kind.RENEWED, store, amount=number)
+        observers.tell_later(Kind.LOST, store)
+    assert sum(thread.name == "dblock observers" for thread in threading.enumerate()) == 1
+    go.set()
+    assert until(lambda: len(seen) == 500, 20)
+    assert seen == [(number, "dblock observers") for number in range(500)]
+    assert until(lambda: observers._thread is None, 5)
+    assert observers._pending.maxlen
+
+
+def test_one_face_hears_of_the_other(subject: Subject, actor: Actor) -> None:
+    """They share what observes them: one call in a process is enough."""
+    assert sqlalchemy_dblock.observe is observe
+    seen: list[type | None] = []
+    stop: Callable[[], None] = sqlalchemy_dblock.observe(lambda event: seen.append(event.sender), Kind.ACQUIRED)
+    actor.within(subject.lock("k"))
+    stop()
+    assert [kind.__module__.partition(".")[0] for kind in seen if kind] == [
+        "dblock" if subject.variant == "django" else "sqlalchemy_dblock"
+    ]
+
+
+def test_what_is_lost_is_not_left(
+    subject: Subject, actor: Actor, told: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by its inner entries, nor when the loss is told while the key is being given back."""
+    lock = subject.lock("k")
+    assert [actor.call(lock, "acquire") for _ in range(2)] == [True, True]
+    subject.run("UPDATE locks SET fence = fence + 1 WHERE lock_key = 'k'")
+    for _ in range(2):
+        with pytest.raises(LockLost):
+            actor.call(lock, "release")
+    assert until(lambda: len(told) == 3, 5)
+    assert [(event.kind, event.how or event.depth) for event in told] == [
+        (Kind.ACQUIRED, "at_once"),
+        (Kind.ACQUIRED, "reentered"),
+        (Kind.LOST, 2),
+    ]
+    told.clear()
+
+    lock = subject.lock("j")
+    assert actor.call(lock, "acquire")
+    [hold] = [hold for hold in runtime.current.watchdog._holds if hold.tenure.key == "j"]
+    execute = BaseStore.execute
+
+    def lose(self: BaseStore, step: Execute) -> Any:
+        if step.statement.name == "release":
+            assert runtime.current.watchdog.ends(hold)
+        return execute(self, step)
+
+    monkeypatch.setattr(BaseStore, "execute", lose)
+    actor.call(lock, "release")
+    assert brief(told, "j") == [("acquired", "at_once")]

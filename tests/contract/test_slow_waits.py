@@ -1,0 +1,140 @@
+"""What the log says of waits: nothing while they are short, and one line for a key and a minute when one is not."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+from django.test import override_settings
+
+from dblock.core import runtime
+from dblock.core.acquire import slow
+from dblock.core.face.base import BaseLock
+from dblock.core.protocol.steps import Execute
+from tests.support.lab import SYNC
+from tests.support.subjects import Actor, Subject, twin
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said_yet() -> None:
+    for site in runtime.current._sites.values():
+        site.slow_waits.clear()
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "has been waiting" in record.getMessage()]
+
+
+def test_who_waits_long_is_named_and_for_whom(
+    subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its thread or task and label, the holder's, and how long; a second one within a minute is not."""
+    holder = subject.lock("k", label="import")
+    assert actor.call(holder, "acquire")
+    waiter = subject.lock("k", timeout=0.9, slow_wait=0.3, label="checkout")
+    assert not other.call(waiter, "acquire")
+    [line] = lines(caplog)
+    assert '"checkout" has been waiting' in line
+    assert "for 'k': " in line
+    assert ('of this process holds it as "import"' in line) == holder._store().renewable
+    assert "import" in line
+    [record] = [record for record in caplog.records if record.getMessage() == line]
+    assert (record.levelno, record.name) == (logging.WARNING, "dblock")
+    caplog.clear()
+    assert not other.call(waiter, "acquire")
+    assert not lines(caplog)
+    for site in runtime.current._sites.values():
+        for key in site.slow_waits:
+            site.slow_waits[key] -= slow.INTERVAL
+    assert not other.call(waiter, "acquire")
+    assert len(lines(caplog)) == 1
+    actor.call(holder, "release")
+
+
+def test_a_holder_elsewhere_is_as_it_was_seen(
+    subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of another process, or through another engine or alias: named, with when that was; no statement more is sent."""
+    holder = twin(subject).lock("k", label="import")
+    assert actor.call(holder, "acquire")
+    assert not other.call(subject.lock("k", timeout=0.8, slow_wait=0.2), "acquire")
+    [line] = lines(caplog)
+    assert 'held it as "import", for ' in line
+    assert "when seen" in line
+    actor.call(holder, "release")
+
+
+def test_short_waits_are_not_logged(
+    subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor busy locks that nobody waits for, nor any wait with None."""
+    holder = subject.lock("k")
+    assert actor.call(holder, "acquire")
+    for options in ({"timeout": 0.3}, {"timeout": 0}, {"timeout": 0.5, "slow_wait": None}):
+        assert not other.call(subject.lock("k", **options), "acquire")
+    waiting = other.start(getattr(subject.lock("k", slow_wait=20), subject.method("acquire")))
+    actor.call(holder, "release")
+    assert waiting.result(20)
+    other.call(subject.lock("k"), "release")
+    assert not lines(caplog)
+    assert not [record for record in caplog.records if record.levelno > logging.WARNING]
+
+
+@pytest.mark.parametrize("subject", SYNC[-1:], ids=str, indirect=True)
+def test_it_costs_no_statement(subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A waiter whose wait is logged sends what one does whose wait is not."""
+    lock = subject.lock("k")
+    store: Any = lock._store()
+    execute, sent = store.execute, list[tuple[int, str]]()
+
+    def count(step: Execute) -> Any:
+        sent.append((threading.get_ident(), step.statement.name))
+        return execute(step)
+
+    monkeypatch.setattr(store, "execute", count)
+    assert actor.call(lock, "acquire")
+    seen: list[set[str]] = []
+    for slow_wait in (None, 0):
+        sent.clear()
+        assert not other.call(subject.lock("k", timeout=0.3, slow_wait=slow_wait), "acquire")
+        seen.append({name for _, name in sent} - {"heartbeat"})
+    assert seen[0] == seen[1]
+    actor.call(lock, "release")
+
+
+def test_what_is_known_of_it_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    """However many keys are waited for."""
+
+    class Somewhere:
+        slow_waits: dict[str, float] = {}  # noqa: RUF012
+
+        class database:  # noqa: N801
+            now = staticmethod(lambda: 1.0)
+
+        class local_queues:  # noqa: N801
+            mutex = threading.RLock()
+
+    site: Any = Somewhere()
+    from dblock.core.acquire.local_queue import Request
+    from dblock.core.acquire.services import PollingOnly
+
+    for number in range(slow.KEYS + 50):
+        request = Request(f"k{number}", 1, 1, "", 1, "flow", "host", 1, "thread", "program", "")
+        slow.say(site, request, 9.0, None, PollingOnly())
+    assert len(site.slow_waits) == slow.KEYS
+    assert "k0" not in site.slow_waits
+    assert lines(caplog)[-1].endswith(f"waiting 9.0 s for 'k{slow.KEYS + 49}': its holder was not seen")
+
+
+def test_the_default_is_django_s_setting(subject: Subject) -> None:
+    """Or five seconds; and the option stands before it."""
+    lock: BaseLock = subject.lock("k")
+    assert lock._slow_wait() == 5
+    assert subject.lock("k", slow_wait=7)._slow_wait() == 7
+    with override_settings(DBLOCK={"SLOW_WAIT": None}):
+        assert lock._slow_wait() == (float("inf") if subject.variant == "django" else 5)
+    for wrong in (-1, "a"):
+        with pytest.raises((TypeError, ValueError), match="slow_wait"):
+            subject.lock("k", slow_wait=wrong)
