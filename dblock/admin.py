@@ -1,4 +1,6 @@
-"""The lock inspector in Django's admin: who holds what, since when and for how long. Nothing can be changed here.
+"""The lock inspector in Django's admin: who holds what, since when and for how long, and who waits.
+
+Rows are not edited: what can be done is in `dblock.inspector`.
 
 Rule: states and spans are computed from the clock of the database that holds the rows, asked in the same query, and the
 owner token is never shown, nor asked for: an answer to a look-up tells as much.
@@ -6,26 +8,31 @@ owner token is never shown, nor asked for: an answer to a look-up tells as much.
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+import functools
+from datetime import datetime
+from typing import Any
 
 from django.contrib import admin
+from django.contrib.admin.utils import unquote
+from django.core.paginator import Paginator
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models import DateTimeField, F, Func, Q, QuerySet
+from django.db.models import Count, DateTimeField, Exists, F, Func, OuterRef, Q, QuerySet, Subquery
 from django.db.models.constants import LOOKUP_SEP
-from django.http import HttpRequest
+from django.db.models.functions import Coalesce
+from django.http import HttpRequest, HttpResponse
+from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from django.utils.translation import gettext, ngettext
+from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from dblock.commands.console import span
+from dblock.core.face import administration
+from dblock.core.protocol.drive import drive
+from dblock.inspector import Inspector, queue
 from dblock.locks import default_alias
-from dblock.models import Lock
-
-if TYPE_CHECKING:
-    _ModelAdmin = admin.ModelAdmin[Lock]
-else:
-    _ModelAdmin = admin.ModelAdmin
+from dblock.models import Lock, Waiter
+from dblock.store import store_for
 
 
 class DatabaseClock(Func):
@@ -47,45 +54,104 @@ class DatabaseClock(Func):
         return self.as_sql(compiler, connection, template=template, **context)
 
 
-STATES = {
-    "held": (_("held"), Q(owner__isnull=False, expires_at__gt=F("clock")), "#2f8f4e"),
-    "expired": (_("expired"), Q(owner__isnull=False, expires_at__lte=F("clock")), "#d0453b"),
-    "free": (_("free"), Q(owner__isnull=True), "var(--body-quiet-color, #666)"),
+STATES: dict[str, tuple[Any, Q]] = {
+    "held": (_("held"), Q(owner__isnull=False, expires_at__gt=F("clock")) & ~Q(owner="")),
+    "expired": (_("expired"), Q(owner__isnull=False, expires_at__lte=F("clock"))),
+    "closed": (_("closed"), Q(owner="", expires_at__gt=F("clock"))),
+    "free": (_("free"), Q(owner__isnull=True)),
 }
+"""`closed`: given back, and kept closed for the rest of its `min_hold`."""
+AT_RISK = _("at risk")
+MANY = 10_000
+"""Rows that a list counts, and has pages for; whoever has more searches."""
 
 
 class StateFilter(admin.SimpleListFilter):
-    """Held, expired or free at this moment."""
+    """Held, expired, closed or free at this moment."""
 
     title = _("state")
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return [(name, label) for name, (label, _, _) in STATES.items()]
+        return [(name, label) for name, (label, _) in STATES.items()]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Lock]) -> QuerySet[Lock]:
         value = self.value()
         return queryset.filter(STATES[value][1]) if value in STATES else queryset
 
 
+class WaitersFilter(admin.SimpleListFilter):
+    """Does somebody wait?"""
+
+    title = _("waiters")
+    parameter_name = "waiters"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
+        return [("yes", _("somebody waits")), ("no", _("nobody waits"))]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Lock]) -> QuerySet[Lock]:
+        value = self.value()
+        waited_for = Exists(_waiters())
+        return queryset.filter({"yes": waited_for, "no": ~waited_for}[value]) if value in {"yes", "no"} else queryset
+
+
+class HostFilter(admin.SimpleListFilter):
+    """The machine of whoever holds it: those that hold something now."""
+
+    title = _("host")
+    parameter_name = "host"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
+        hosts = (
+            model_admin.get_queryset(request).filter(STATES["held"][1]).order_by("host").values_list("host", flat=True)
+        )
+        return [(host, host) for host in hosts.distinct()[:50]]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Lock]) -> QuerySet[Lock]:
+        value = self.value()
+        return queryset if value is None else queryset.filter(host=value, owner__isnull=False)
+
+
+class BoundedPaginator(Paginator):  # type: ignore[type-arg]
+    """Never counts a whole table."""
+
+    @functools.cached_property
+    def count(self) -> int:
+        rows: Any = self.object_list
+        return int(rows.order_by().values("pk")[:MANY].count())
+
+
+def _waiters() -> QuerySet[Waiter]:
+    """Those who wait for the row at hand."""
+    return Waiter.objects.filter(
+        lock_key=OuterRef("lock_key"), ticket__gt=OuterRef("served_ticket"), expires_at__gt=DatabaseClock()
+    )
+
+
 @admin.register(Lock)
-class LockAdmin(_ModelAdmin):
+class LockAdmin(Inspector):
     """A read-only list: rows belong to the protocol."""
 
-    list_display = ("lock_key", "state", "holder", "held_for", "time_left", "label")
-    list_filter = (StateFilter,)
+    list_display = ("lock_key", "state", "holder", "held_for", "time_left", "waiters", "entries", "label")
+    list_filter = (StateFilter, WaitersFilter, HostFilter)
     search_fields = ("lock_key", "label", "host", "program", "celery_task_id")
+    search_help_text = _("key, label, host, program or Celery task")
     ordering = ("lock_key",)
+    actions = None
+    paginator = BoundedPaginator
+    show_full_result_count = False
     fields = readonly_fields = (
         "lock_key",
         "state",
         "label",
         "held_for",
         "time_left",
-        "acquired_at",
-        "expires_at",
+        "asked_back",
+        "waiters",
+        "acquired",
+        "expires",
         "ttl",
-        "count",
+        "entries",
         "fence",
         "host",
         "pid",
@@ -94,12 +160,18 @@ class LockAdmin(_ModelAdmin):
         "celery_task_id",
     )
 
+    class Media:
+        css = {"all": ("dblock/inspector.css",)}  # noqa: RUF012 - as Django has it
+        js = ("dblock/inspector.js",)
+
     def get_queryset(self, request: HttpRequest) -> QuerySet[Lock]:
-        return super().get_queryset(request).using(default_alias()).annotate(clock=DatabaseClock())
+        count = _waiters().order_by().values("lock_key").annotate(number=Count("*")).values("number")
+        rows = super().get_queryset(request).using(default_alias()).annotate(clock=DatabaseClock())
+        return rows.annotate(waiting=Coalesce(Subquery(count), 0))
 
     def lookup_allowed(self, lookup: str, value: Any, request: HttpRequest | None = None) -> bool:
         """What the query string may filter by: the columns that are shown."""
-        return lookup.split(LOOKUP_SEP, maxsplit=1)[0] in self.fields
+        return lookup.split(LOOKUP_SEP, maxsplit=1)[0] in _COLUMNS
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False
@@ -110,11 +182,29 @@ class LockAdmin(_ModelAdmin):
     def has_delete_permission(self, request: HttpRequest, obj: Lock | None = None) -> bool:
         return False
 
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        return super().changelist_view(request, {**(extra_context or {}), "may_reap": self.may(request, "reap")})
+
+    def change_view(
+        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        key, store = unquote(object_id), store_for(default_alias())
+        row = self.get_object(request, key) if self.has_view_permission(request) else None
+        context: dict[str, Any] = {}
+        if row is not None:
+            context = {
+                "is_held": bool(row.owner) and _state(row) != "free",
+                "may_revoke": self.may(request, "revoke"),
+                "may_force_release": self.may(request, "force_release"),
+                "waiters": queue(drive(administration.waiters(store, key), store)),
+            }
+        return super().change_view(request, object_id, form_url, {**(extra_context or {}), **context})
+
     @admin.display(description=_("state"))
     def state(self, row: Lock) -> SafeString:
         name = _state(row)
-        label, _condition, colour = STATES[name]
-        return format_html('<strong style="color: {}" data-state="{}">{}</strong>', colour, name, label)
+        label = AT_RISK if name == "at_risk" else STATES[name][0]
+        return format_html('<span class="dblock-state" data-state="{}">{}</span>', name, label)
 
     @admin.display(description=_("holder"), ordering="host")
     def holder(self, row: Lock) -> str:
@@ -127,31 +217,53 @@ class LockAdmin(_ModelAdmin):
 
     @admin.display(description=_("held for"), ordering="acquired_at")
     def held_for(self, row: Lock) -> str:
-        return "–" if _state(row) == "free" else span(_clock(row) - row.acquired_at)
+        return "–" if _state(row) == "free" else span((_clock(row) - row.acquired_at).total_seconds())
 
     @admin.display(description=_("time left"), ordering="expires_at")
     def time_left(self, row: Lock) -> str:
-        left = row.expires_at - _clock(row)
-        state = _state(row)
+        left, state = (row.expires_at - _clock(row)).total_seconds(), _state(row)
         if state == "expired":
             return gettext("ended %s ago") % span(-left)
-        return span(left) if state == "held" else "–"
+        if state == "free":
+            return "–"
+        return format_html(
+            '<span class="dblock-left"><meter min="0" max="{}" value="{}" aria-hidden="true"></meter>{}</span>',
+            f"{max(row.ttl, left):.3f}",
+            f"{left:.3f}",
+            span(left),
+        )
+
+    @admin.display(description=_("waiters"))
+    def waiters(self, row: Lock) -> str:
+        return str(vars(row)["waiting"] or "–")
+
+    @admin.display(description=_("entries"), ordering="count")
+    def entries(self, row: Lock) -> str:
+        return "–" if _state(row) == "free" else str(row.count)
+
+    @admin.display(description=_("asked back"))
+    def asked_back(self, row: Lock) -> str:
+        return row.revocation if row.owner and row.revoked_fence == row.fence else "–"
+
+    @admin.display(description=_("acquired at"), ordering="acquired_at")
+    def acquired(self, row: Lock) -> str:
+        return _moment(row.acquired_at)
+
+    @admin.display(description=_("expires at"), ordering="expires_at")
+    def expires(self, row: Lock) -> str:
+        return _moment(row.expires_at)
 
 
-def span(length: timedelta) -> str:
-    """A length of time as people say it: 0.4 s, 12 s, 3 min 20 s, 5 h 2 min, 3 days."""
-    seconds = max(0.0, length.total_seconds())
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min"
-    return ngettext("%d day", "%d days", hours // 24) % (hours // 24)
+_COLUMNS = {
+    *("lock_key", "label", "host", "pid", "program", "thread", "celery_task_id", "fence", "ttl", "count"),
+    *("acquired_at", "expires_at", "state", "waiters"),
+}
+
+
+def _moment(time: datetime) -> str:
+    """With seconds, in the time zone of whoever looks."""
+    local = timezone.localtime(time) if timezone.is_aware(time) else time
+    return f"{local:%Y-%m-%d %H:%M:%S} {local.tzname() or ''}".rstrip()
 
 
 def _clock(row: Lock) -> datetime:
@@ -162,4 +274,10 @@ def _clock(row: Lock) -> datetime:
 def _state(row: Lock) -> str:
     if row.owner is None:
         return "free"
-    return "held" if row.expires_at > _clock(row) else "expired"
+    left = (row.expires_at - _clock(row)).total_seconds()
+    if left <= 0:
+        return "expired"
+    if not row.owner:
+        return "closed"
+    renewed = (row.expires_at - row.acquired_at).total_seconds() > row.ttl * 1.01
+    return "at_risk" if renewed and left < row.ttl / 2 else "held"

@@ -88,6 +88,7 @@ def answered(options: argparse.Namespace, desk: Desk) -> int:
 def _desk(options: argparse.Namespace) -> Iterator[Desk]:
     try:
         from sqlalchemy import create_engine  # noqa: PLC0415 - of the extra `cli`
+        from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415
 
         from sqlalchemy_dblock import db_lock, metadata_for  # noqa: PLC0415
         from sqlalchemy_dblock.store import store_for  # noqa: PLC0415
@@ -105,6 +106,7 @@ def _desk(options: argparse.Namespace) -> Iterator[Desk]:
             store,
             lambda key, **given: db_lock(engine, key, **given),
             lambda: metadata.create_all(engine),
+            (SQLAlchemyError,),
             engine.url.render_as_string(hide_password=True),
         )
     finally:

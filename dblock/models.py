@@ -108,6 +108,11 @@ class Lock(_Row):
         db_table = table("locks")
         verbose_name = _("lock")
         verbose_name_plural = _("locks")
+        permissions = (
+            ("force_release_lock", "Can end a lock that somebody holds"),
+            ("revoke_lock", "Can ask for a lock back"),
+            ("reap_lock", "Can delete the rows of unused locks"),
+        )
 
     def __str__(self) -> str:
         return str(self.lock_key)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from dblock.core import clock
+from dblock.core.errors import LockError
 from dblock.core.face import administration
 from dblock.core.face.administration import PAGE, Surveyed
 from dblock.core.face.locks import SyncLock
@@ -27,8 +31,10 @@ class Desk:
     store: Store
     lock: Callable[..., SyncLock]
     """`lock(key, **options)`: a lock there."""
-    make_tables: Callable[[], None]
-    """Make the tables if they are missing."""
+    make_tables: Callable[[], object]
+    """Make the tables."""
+    errors: tuple[type[Exception], ...]
+    """What that raises where somebody else is making them."""
     where: str
     """The database, for people."""
     retention: float = 3600.0
@@ -37,6 +43,27 @@ class Desk:
     def do(self, steps: Steps[T]) -> T:
         """Run them."""
         return drive(steps, self.store)
+
+    def has_tables(self) -> bool:
+        """Are both there?"""
+        try:
+            return self.do(administration.survey(self.store, most=1)) is not None
+        except LockError:
+            return False
+
+    def ensure_tables(self) -> None:
+        """Make the tables if they are missing; any number of processes may do so at once.
+
+        Nothing that makes tables is meant for that: where it fails somebody else was faster, or it is done again.
+        """
+        until = clock.now() + 60
+        while not self.has_tables():
+            try:
+                self.make_tables()
+            except self.errors:
+                if clock.now() > until:
+                    raise
+                time.sleep(random.uniform(0.05, 0.5))  # noqa: S311 - jitter, not a secret
 
     def query(self, sql: str) -> Rows:
         """The rows of a statement of our own, without parameters, over these tables."""

@@ -56,7 +56,7 @@ def add_verbs(commands: _SubParsersAction[Any]) -> None:
 def _add_run(commands: _SubParsersAction[Any]) -> None:
     running = _add(commands, "run", run, "run a command under a lock", json=False, epilog=_STATUS)
     running.add_argument("key", metavar="KEY")
-    running.add_argument("command", nargs="+", metavar="CMD", help="the command, after --")
+    running.add_argument("argv", nargs="+", metavar="CMD", help="the command, after --")
     wait = running.add_mutually_exclusive_group()
     wait.add_argument("-w", "--timeout", type=_seconds, metavar="SECONDS", help="wait for so long; for ever by default")
     wait.add_argument("-n", "--nb", action="store_true", help="do not wait")

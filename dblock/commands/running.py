@@ -67,7 +67,7 @@ except OSError as error:
 def run(desk: Desk, options: Namespace) -> int:
     """Run the command under the lock; its exit status, 128 + n if signal n ended it, or one of the above."""
     if options.create_tables:
-        desk.make_tables()
+        desk.ensure_tables()
     with _Pipe() as pipe:
         lock = desk.lock(
             options.key,
@@ -109,7 +109,7 @@ def _run(lock: SyncLock, options: Namespace, pipe: _Pipe) -> int:
     except LockLost as error:
         complain(str(error))
         return LOST
-    status = _Child(options.command, environment, pipe, options.kill_after).wait()
+    status = _Child(options.argv, environment, pipe, options.kill_after).wait()
     try:
         lock.release()
     except LockLost as error:

@@ -91,7 +91,16 @@ class Migration(migrations.Migration):
                     dblock.models.ExactCharField(db_default="", max_length=255, verbose_name="by whom and why"),
                 ),
             ],
-            options={"verbose_name": "lock", "verbose_name_plural": "locks", "db_table": dblock.models.table("locks")},
+            options={
+                "verbose_name": "lock",
+                "verbose_name_plural": "locks",
+                "db_table": dblock.models.table("locks"),
+                "permissions": (
+                    ("force_release_lock", "Can end a lock that somebody holds"),
+                    ("revoke_lock", "Can ask for a lock back"),
+                    ("reap_lock", "Can delete the rows of unused locks"),
+                ),
+            },
         ),
         migrations.CreateModel(
             name="Waiter",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import subprocess
 import threading
 from pathlib import Path
@@ -12,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from dblock import LockLost
-from dblock.cli import main
+from dblock.cli import main, parser
 from dblock.commands.console import plain, span, table
 from tests.commands.conftest import Shell
 from tests.support.lab import until
+from tests.support.pages import block
 
 # -- ls, show
 
@@ -218,6 +220,14 @@ def test_shells_can_complete_it(capsys: pytest.CaptureFixture[str]) -> None:
     script = capsys.readouterr().out
     assert "doctor" in script
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+def test_the_commands_of_the_docs() -> None:
+    """Each is one."""
+    lines = [shlex.split(line, comments=True) for line in block("docs/operating.md", "commands").splitlines()]
+    assert {line[0] for line in lines} == {"dblock"}
+    verbs = [parser().parse_args(line[1:]).command for line in lines]
+    assert set(verbs) == {"ls", "show", "release", "top", "doctor", "run"}
 
 
 # -- how things are said

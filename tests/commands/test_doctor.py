@@ -23,7 +23,7 @@ from tests.support.lab import until
 def findings(database: str, **options: Any) -> dict[str, list[Finding]]:
     """By the check's name; over an engine of its own."""
     engine = create_engine(url(database), **options)
-    desk = Desk(store_for(engine), lambda key, **given: db_lock(engine, key, **given), lambda: None, "here")
+    desk = Desk(store_for(engine), lambda key, **given: db_lock(engine, key, **given), lambda: None, (), "here")
     found: dict[str, list[Finding]] = {}
     try:
         for each in Checkup(desk).findings():

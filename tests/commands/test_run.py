@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import make_url
 
 from tests.commands.conftest import Shell
-from tests.conftest import url
+from tests.conftest import observer, url
 from tests.support.lab import ROOT, until
 
 
@@ -257,18 +258,56 @@ def test_migrations_take_turns_on_a_new_database(request: pytest.FixtureRequest,
     assert log.read_text() == "in out " * 5
 
 
+@pytest.mark.parametrize("database", ["sqlite", "postgresql", "mariadb"])
+def test_the_recipe_for_alembic(request: pytest.FixtureRequest, tmp_path: Path, database: str) -> None:
+    """The same, without Django: `alembic upgrade head` of a project that has tables of its own only."""
+    address = f"sqlite:///{tmp_path}/new.sqlite3" if database == "sqlite" else _new_database(request, database)
+    (tmp_path / "migrations/versions").mkdir(parents=True)
+    (tmp_path / "alembic.ini").write_text(f"[alembic]\nscript_location = migrations\nsqlalchemy.url = {address}\n")
+    (tmp_path / "migrations/env.py").write_text(
+        "from alembic import context\nfrom sqlalchemy import create_engine\n"
+        f"with create_engine({address!r}).begin() as connection:\n"
+        "    context.configure(connection=connection, transactional_ddl=False)\n"
+        "    context.run_migrations()\n"
+    )
+    (tmp_path / "migrations/versions/1_first.py").write_text(
+        "import time\nfrom alembic import op\nimport sqlalchemy as sa\nrevision, down_revision = '1', None\n"
+        "def upgrade():\n    op.create_table('mine', sa.Column('id', sa.Integer))\n    time.sleep(0.2)\n"
+    )
+    argv = [sys.executable, "-m", "dblock.cli", "--url", address, "run", "--create-tables", "migrate", "--"]
+    upgrade = "import sys; from alembic.config import main; main(['upgrade', 'head'])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pods = [
+        subprocess.Popen(
+            [*argv, sys.executable, "-c", upgrade],
+            env=environment,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(5)
+    ]
+    told = [pod.communicate(timeout=55)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0] * 5, told
+
+
+def _new_database(request: pytest.FixtureRequest, database: str) -> str:
+    """The address of an empty one."""
+    request.getfixturevalue(database)
+    name = f"pods_{os.getpid()}_{time.monotonic_ns()}"
+    with observer(database).connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql(f"CREATE DATABASE {name}")
+    return str(make_url(url(database)).set(database=name).render_as_string(hide_password=False))
+
+
 def _new_site(request: pytest.FixtureRequest, tmp_path: Path, database: str) -> str:
     """The settings of a site whose database is empty."""
     from tests import settings
 
     options: dict[str, Any] = {"ENGINE": "django.db.backends.sqlite3", "NAME": f"{tmp_path}/new.sqlite3"}
     if database != "sqlite":
-        request.getfixturevalue(database)
-        options = {**settings.DATABASES[database], "NAME": f"pods_{os.getpid()}"}
-        from tests.conftest import observer
-
-        with observer(database).connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            connection.exec_driver_sql(f"CREATE DATABASE {options['NAME']}")
+        options = {**settings.DATABASES[database], "NAME": make_url(_new_database(request, database)).database}
     name = f"pod_settings_{database}"
     (tmp_path / f"{name}.py").write_text(
         "from tests.settings import *\n"

@@ -36,7 +36,6 @@ from dblock import (
     reap,
     signals,
 )
-from dblock.admin import span
 from dblock.celery import beat_schedule
 from dblock.core import runtime
 from dblock.core.errors import StoreConflict
@@ -352,15 +351,6 @@ def test_an_owner_is_found_whole_or_not_at_all(sqlite: Path) -> None:
                             model.objects.filter(**{f"{name}__{lookup}": value})
             assert not model._meta.get_field("owner").editable
     assert not admin.site.is_registered(models.Waiter)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(-1, "0.0 s"), (0.44, "0.4 s"), (42.4, "42 s"), (200, "3 min 20 s"), (18120, "5 h 2 min"), (300000, "3 days")],
-)
-def test_spans_of_time_are_readable(seconds: float, text: str) -> None:
-    """From tenths of a second to days."""
-    assert span(timedelta(seconds=seconds)) == text
 
 
 @pytest.mark.direct

@@ -96,7 +96,7 @@ assert found[0].startswith("3 more of 42, fence 1") and rebuild.delay().get() ==
 RUN = [(page, name) for page in PAGES for name in dict(blocks(page)) if name in {"django", "sqlalchemy"}]
 SERVED = {"asgi", "celery-shutdown", "fastapi", "fastapi-dependency", "gunicorn"}  # in test_recipes
 ELSEWHERE = SERVED | {"alembic", "defaults", "free", "opentelemetry", "prometheus", "settings", "waiting"}
-ELSEWHERE |= {"testing-pytest", "testing-unittest"}  # in tests/testing
+ELSEWHERE |= {"commands", "testing-pytest", "testing-unittest"}  # in tests/commands and tests/testing
 
 
 def run(code: str, directory: Path) -> None:

@@ -82,6 +82,32 @@ _LIST_WAITERS: Final = (
     ),
 )
 
+_LIST_ALL_WAITERS: Final = (
+    Case(
+        "list_all_waiters",
+        "the living of all keys who were not served, those first who came first",
+        keys=[held("k", last_ticket=14), held("j", served_ticket=0)],
+        places=[
+            waiter("late", 13, joined_at=At(-1)),
+            waiter("served", 10, joined_at=At(-9)),
+            waiter("dead", 11, joined_at=At(-8), expires_at=At(-0.5)),
+            waiter("other", 12, lock_key="j", joined_at=At(-2)),
+            waiter("early", 14, joined_at=At(-3)),
+            waiter("latest", 15),
+        ],
+        given={"most": 3},
+        reply=[("k", 14, Ago(3), ...), ("j", 12, Ago(2), ...), ("k", 13, Ago(1), ...)],
+    ),
+    Case(
+        "list_all_waiters",
+        "of two who came at once, the one with the lower ticket first",
+        keys=[held("k", last_ticket=14)],
+        places=[waiter("b", 12, joined_at=At(-3)), waiter("a", 11, joined_at=At(-3))],
+        given={"most": 3},
+        reply=[("k", 11, ...), ("k", 12, ...)],
+    ),
+)
+
 _FREE: Final = (
     Case("free", "the tenure ends", keys=[held(count=3), held("j")], given=_WORDS, reply=DONE, after={"k": _FREED}),
     Case(
@@ -116,4 +142,4 @@ _REVOKE: Final = (
     Case("revoke", "not of one whose lease has ended", keys=[held(expires_at=At(-0.5))], given=_WORDS),
 )
 
-CASES: Final = (*_LIST_KEYS, *_LIST_WAITERS, *_FREE, *_REVOKE)
+CASES: Final = (*_LIST_KEYS, *_LIST_WAITERS, *_LIST_ALL_WAITERS, *_FREE, *_REVOKE)

@@ -13,7 +13,7 @@ Rule: owner tokens are not shown.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
@@ -68,10 +68,17 @@ def survey(store: Store, after: str = "", most: int = PAGE, *, free: bool = Fals
 def waiters(store: Store, key: str) -> Steps[list[WaiterInfo]]:
     """Who waits for a key, in the order in which they are served."""
     rows = yield from _send(store, "list_waiters", {"key": valid_key(key)})
-    return [
-        WaiterInfo(key, int(ticket), float(age), float(remaining), label, Identity(*who))
-        for ticket, age, remaining, label, *who in rows
-    ]
+    return [_waiter(key, *columns) for columns in rows]
+
+
+def all_waiters(store: Store, most: int = PAGE) -> Steps[list[WaiterInfo]]:
+    """Up to so many of all who wait, for whatever key, those first who have waited for the longest."""
+    rows = yield from _send(store, "list_all_waiters", {"most": most})
+    return [_waiter(*columns) for columns in rows]
+
+
+def _waiter(key: str, ticket: int, age: float, remaining: float, label: str, *who: Any) -> WaiterInfo:
+    return WaiterInfo(key, int(ticket), float(age), float(remaining), label, Identity(*who))
 
 
 def force_release(store: Store, key: str, fence: int, words: str) -> Steps[bool]:
@@ -88,6 +95,11 @@ def force_release(store: Store, key: str, fence: int, words: str) -> Steps[bool]
         if not ended:
             raise
     if ended:
+        observers = runtime.current.watchdog.observers
+        if observers is not None:
+            from dblock.core.events import Kind  # noqa: PLC0415 - where nobody observes, it is not loaded
+
+            observers.tell(Kind.FORCED, store, key=key, fence=fence, reason=words)
         _ = yield from handover.grant_next(runtime.current.site(store), key)
     return ended
 

@@ -19,6 +19,8 @@ class Administration(NamedTuple):
     list_waiters: Statement
     """Who waits for a key, in the order in which they are served -> ticket, seconds since it joined, seconds that its
     place lasts, label, host, pid, thread, program, task."""
+    list_all_waiters: Statement
+    """Up to `most` of all who wait, for whatever key, those first who came first -> key; as `list_waiters`."""
     free: Statement
     """End a tenure from outside, and say by whom and why."""
     revoke: Statement
@@ -38,13 +40,14 @@ SELECT lock_key, {info}, ({waiting}) FROM locks
 WHERE lock_key > :after AND (owner IS NOT NULL OR {words.integer(":free")} = 1)
 ORDER BY lock_key LIMIT {words.integer(":most")}
 """
-    # Safe: reads only, without locks.
-    list_waiters = f"""
-SELECT ticket, {words.since("waiter.joined_at")}, {words.until("waiter.expires_at")},
+    waiters = f"""waiter.ticket, {words.since("waiter.joined_at")}, {words.until("waiter.expires_at")},
        {", ".join(f"waiter.{name}" for name in WHO.split(", "))}
 FROM lock_waiters AS waiter JOIN locks ON locks.lock_key = waiter.lock_key
-WHERE waiter.lock_key = :key AND waiter.ticket > served_ticket AND waiter.expires_at > {words.now}
-ORDER BY ticket
+WHERE waiter.ticket > locks.served_ticket AND waiter.expires_at > {words.now}"""
+    # Safe: both read only, without locks.
+    list_waiters = f"SELECT {waiters} AND waiter.lock_key = :key ORDER BY ticket"
+    list_all_waiters = f"""
+SELECT waiter.lock_key, {waiters} ORDER BY waiter.joined_at, waiter.ticket LIMIT {words.integer(":most")}
 """
     # Safe: names the tenure by its fence, which no other one of the key ever has, so it may be sent twice, or late.
     # Durable: who asked for it is told that it has happened.
@@ -67,6 +70,7 @@ WHERE lock_key = :key AND fence = :fence AND owner <> '' AND expires_at > {words
     return Administration(
         Statement("list_keys", list_keys, Reply.ROWS),
         Statement("list_waiters", list_waiters, Reply.ROWS),
+        Statement("list_all_waiters", list_all_waiters, Reply.ROWS),
         Statement("free", free, Reply.COUNT),
         Statement("revoke", revoke, Reply.COUNT),
     )

@@ -19,10 +19,6 @@ from dblock.commands import doctor
 from dblock.commands.checkup import Finding, Level
 from dblock.commands.desk import Desk
 from dblock.commands.parser import add_verbs
-from dblock.core import clock
-from dblock.core.errors import LockError
-from dblock.core.face import administration
-from dblock.core.protocol.drive import drive
 from dblock.core.validation import valid_retention
 from dblock.locks import db_lock, default_alias
 from dblock.store import store_for
@@ -76,32 +72,19 @@ def desk(alias: str) -> Desk:
         store_for(alias),
         lambda key, **given: db_lock(key, using=alias, **given),
         lambda: make_tables(alias),
+        (DatabaseError,),
         f"database {alias!r}",
         valid_retention(conf.settings().RETENTION),
     )
 
 
 def make_tables(alias: str) -> None:
-    """Run this app's migrations if the tables are missing; any number of processes may do so at once.
-
-    Django's migrations are not made for that: where they fail somebody else was faster, or they are run again.
-    """
-    until = clock.now() + 60
-    while not _has_tables(alias):
-        try:
-            call_command("migrate", "dblock", database=alias, verbosity=0, interactive=False)
-        except DatabaseError:
-            if clock.now() > until:
-                raise
-            connections[alias].close()
-
-
-def _has_tables(alias: str) -> bool:
-    store = store_for(alias)
+    """Run this app's migrations."""
     try:
-        return drive(administration.survey(store, most=1), store) is not None
-    except LockError:
-        return False
+        call_command("migrate", "dblock", database=alias, verbosity=0, interactive=False)
+    except DatabaseError:
+        connections[alias].close()  # which may be in the middle of something
+        raise
 
 
 def schedule_reaper(every: int, using: list[str] | None) -> str:

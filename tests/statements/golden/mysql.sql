@@ -305,11 +305,17 @@ WHERE lock_key > :after
 AND (owner IS NOT NULL OR :free = 1) ORDER BY lock_key LIMIT :most;
 
 -- list_waiters: the rows it returns
-SELECT ticket, TIMESTAMPDIFF(MICROSECOND, waiter.joined_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), waiter.expires_at) / 1e6, waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
+SELECT waiter.ticket, TIMESTAMPDIFF(MICROSECOND, waiter.joined_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), waiter.expires_at) / 1e6, waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
 ON locks.lock_key = waiter.lock_key
-WHERE waiter.lock_key = :key
-AND waiter.ticket > served_ticket
-AND waiter.expires_at > UTC_TIMESTAMP(6) ORDER BY ticket;
+WHERE waiter.ticket > locks.served_ticket
+AND waiter.expires_at > UTC_TIMESTAMP(6)
+AND waiter.lock_key = :key ORDER BY ticket;
+
+-- list_all_waiters: the rows it returns
+SELECT waiter.lock_key, waiter.ticket, TIMESTAMPDIFF(MICROSECOND, waiter.joined_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), waiter.expires_at) / 1e6, waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
+ON locks.lock_key = waiter.lock_key
+WHERE waiter.ticket > locks.served_ticket
+AND waiter.expires_at > UTC_TIMESTAMP(6) ORDER BY waiter.joined_at, waiter.ticket LIMIT :most;
 
 -- free: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)

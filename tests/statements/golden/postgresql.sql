@@ -344,11 +344,17 @@ WHERE lock_key > :after
 AND (owner IS NOT NULL OR CAST(:free AS integer) = 1) ORDER BY lock_key LIMIT CAST(:most AS integer);
 
 -- list_waiters: the rows it returns
-SELECT ticket, CAST(extract(epoch FROM clock_timestamp() - waiter.joined_at) AS double precision), CAST(extract(epoch FROM waiter.expires_at - clock_timestamp()) AS double precision), waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
+SELECT waiter.ticket, CAST(extract(epoch FROM clock_timestamp() - waiter.joined_at) AS double precision), CAST(extract(epoch FROM waiter.expires_at - clock_timestamp()) AS double precision), waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
 ON locks.lock_key = waiter.lock_key
-WHERE waiter.lock_key = :key
-AND waiter.ticket > served_ticket
-AND waiter.expires_at > clock_timestamp() ORDER BY ticket;
+WHERE waiter.ticket > locks.served_ticket
+AND waiter.expires_at > clock_timestamp()
+AND waiter.lock_key = :key ORDER BY ticket;
+
+-- list_all_waiters: the rows it returns
+SELECT waiter.lock_key, waiter.ticket, CAST(extract(epoch FROM clock_timestamp() - waiter.joined_at) AS double precision), CAST(extract(epoch FROM waiter.expires_at - clock_timestamp()) AS double precision), waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
+ON locks.lock_key = waiter.lock_key
+WHERE waiter.ticket > locks.served_ticket
+AND waiter.expires_at > clock_timestamp() ORDER BY waiter.joined_at, waiter.ticket LIMIT CAST(:most AS integer);
 
 -- free: one empty row for each row that it changed
 UPDATE locks

@@ -288,11 +288,17 @@ WHERE lock_key > :after
 AND (owner IS NOT NULL OR :free = 1) ORDER BY lock_key LIMIT :most;
 
 -- list_waiters: the rows it returns
-SELECT ticket, round((julianday('now') - julianday(waiter.joined_at)) * 86400.0, 3), round((julianday(waiter.expires_at) - julianday('now')) * 86400.0, 3), waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
+SELECT waiter.ticket, round((julianday('now') - julianday(waiter.joined_at)) * 86400.0, 3), round((julianday(waiter.expires_at) - julianday('now')) * 86400.0, 3), waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
 ON locks.lock_key = waiter.lock_key
-WHERE waiter.lock_key = :key
-AND waiter.ticket > served_ticket
-AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') ORDER BY ticket;
+WHERE waiter.ticket > locks.served_ticket
+AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND waiter.lock_key = :key ORDER BY ticket;
+
+-- list_all_waiters: the rows it returns
+SELECT waiter.lock_key, waiter.ticket, round((julianday('now') - julianday(waiter.joined_at)) * 86400.0, 3), round((julianday(waiter.expires_at) - julianday('now')) * 86400.0, 3), waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
+ON locks.lock_key = waiter.lock_key
+WHERE waiter.ticket > locks.served_ticket
+AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') ORDER BY waiter.joined_at, waiter.ticket LIMIT :most;
 
 -- free: one empty row for each row that it changed
 UPDATE locks

@@ -1,0 +1,203 @@
+"""What the lock inspector in the admin can do: end a tenure, ask for it back, tidy up, and show who waits.
+
+Rule: each is a page of its own that says what will happen, has a permission of its own, changes something by POST only,
+and names the tenure that was shown by its fence: a successor is never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from django import forms
+from django.contrib import admin, messages
+from django.contrib.admin.utils import label_for_field, quote, unquote
+from django.core.exceptions import PermissionDenied
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import URLPattern, path, reverse
+from django.utils.translation import gettext as _
+from django.utils.translation import ngettext
+
+from dblock.commands.console import span
+from dblock.core.errors import InvalidKey, LockError
+from dblock.core.face import administration
+from dblock.core.face.administration import WaiterInfo
+from dblock.core.protocol.drive import drive
+from dblock.core.protocol.steps import Steps
+from dblock.core.validation import TEXT_LENGTH, valid_key
+from dblock.locks import default_alias, reap
+from dblock.models import Lock
+from dblock.store import DjangoStore, store_for
+
+if TYPE_CHECKING:
+    _ModelAdmin = admin.ModelAdmin[Lock]
+else:
+    _ModelAdmin = admin.ModelAdmin
+
+End = Callable[[Any, str, int, str], Steps[bool]]
+SHOWN = 200
+"""Waiters on one page."""
+
+
+class ReasonForm(forms.Form):
+    """Why, and which tenure was shown."""
+
+    fence = forms.IntegerField(min_value=0, max_value=2**63 - 1, widget=forms.HiddenInput)
+    reason = forms.CharField(max_length=150, widget=forms.Textarea(attrs={"rows": 2, "autofocus": True}))
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.fields["reason"].label = _("Reason")
+        self.fields["reason"].help_text = _(
+            "Its holder is told, with your name, and it goes into the log of the admin."
+        )
+
+
+class Inspector(_ModelAdmin):
+    """The pages beside the list and the details."""
+
+    def get_urls(self) -> list[URLPattern]:
+        """Those of ours come first: a key that is called as one of them has a slash behind it."""
+
+        def page(route: str, name: str, view: Callable[..., HttpResponse]) -> URLPattern:
+            return path(route, self.admin_site.admin_view(view), name=f"dblock_lock_{name}")
+
+        return [
+            page("waiters/", "waiters", self.waiters_view),
+            page("reap/", "reap", self.reap_view),
+            page("<path:object_id>/release/", "release", self.release_view),
+            page("<path:object_id>/revoke/", "revoke", self.revoke_view),
+            *super().get_urls(),
+        ]
+
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Lock | None:
+        """The row of a key; None also for what can be no key, which a database would not be asked for."""
+        try:
+            return super().get_object(request, valid_key(object_id), from_field)
+        except InvalidKey:
+            return None
+
+    def may(self, request: HttpRequest, what: str) -> bool:
+        """Has the user that permission of ours, and may see locks?"""
+        return self.has_view_permission(request) and request.user.has_perm(f"dblock.{what}_lock")
+
+    def _demand(self, request: HttpRequest, what: str) -> None:
+        if not self.may(request, what):
+            raise PermissionDenied
+
+    def _page(self, request: HttpRequest, template: str, title: str, **context: Any) -> TemplateResponse:
+        known = {**self.admin_site.each_context(request), "opts": self.opts, "media": self.media, "title": title}
+        return TemplateResponse(request, f"admin/dblock/lock/{template}.html", {**known, **context})
+
+    # -- ending a tenure, or asking for it back
+
+    def release_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
+        """Force release."""
+        self._demand(request, "force_release")
+        return self._end(
+            request,
+            unquote(object_id),
+            administration.force_release,
+            title=_("Force release"),
+            verb=_("Yes, force its release"),
+            what_happens=_(
+                "The lock ends now, and whoever waits gets the key. Its holder is not stopped: it learns of this at "
+                "its next renewal, within a third of the time to live. What it writes until then is refused only where "
+                "it uses guard() or fences."
+            ),
+            done=_("The lock on “%(key)s” was released."),
+            log=_("Forced its release: %(reason)s"),
+        )
+
+    def revoke_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
+        """Ask its holder to release it."""
+        self._demand(request, "revoke")
+        return self._end(
+            request,
+            unquote(object_id),
+            administration.revoke,
+            title=_("Ask for it back"),
+            verb=_("Yes, ask its holder"),
+            what_happens=_(
+                "Its holder is asked to finish and release the lock, by on_revoke and at its next check(). It keeps "
+                "the lock until it does."
+            ),
+            done=_("The holder of “%(key)s” is asked to release it."),
+            log=_("Asked for it back: %(reason)s"),
+        )
+
+    def _end(
+        self, request: HttpRequest, key: str, end: End, *, done: str, log: str, title: str, **words: str
+    ) -> HttpResponse:
+        row = self.get_object(request, key)
+        if row is None:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, key)  # type: ignore[attr-defined,no-any-return]
+        back = reverse("admin:dblock_lock_change", args=[quote(key)])
+        if not row.owner and request.method != "POST":
+            messages.warning(request, _("Nobody holds “%(key)s”.") % {"key": key})
+            return HttpResponseRedirect(back)
+        form = ReasonForm(request.POST if request.method == "POST" else None, initial={"fence": row.fence})
+        if form.is_valid():
+            reason = form.cleaned_data["reason"]
+            if self._told(request, lambda store, words: end(store, key, form.cleaned_data["fence"], words), reason):
+                messages.success(request, done % {"key": key})
+                self.log_change(request, row, log % {"reason": reason})
+            return HttpResponseRedirect(back)
+        names = ("lock_key", "state", "holder", "label", "held_for", "fence")
+        facts = [(label_for_field(name, Lock, self), self._shown(row, name)) for name in names]
+        return self._page(request, "end", title, object=row, form=form, facts=facts, back=back, **words)
+
+    def _told(self, request: HttpRequest, end: Callable[[DjangoStore, str], Steps[bool]], reason: str) -> bool:
+        """Has it been done? Else the user is told why not."""
+        store = store_for(default_alias())
+        words = f"{request.user.get_username()}: {' '.join(reason.split())}"[:TEXT_LENGTH]
+        try:
+            if drive(end(store, words), store):
+                return True
+            messages.warning(request, _("That lock was over already. Nothing was changed."))
+        except (LockError, ValueError) as error:
+            messages.error(request, str(error))
+        return False
+
+    def _shown(self, row: Lock, name: str) -> Any:
+        """A column's value, as the list has it."""
+        column = getattr(self, name, None)
+        return column(row) if callable(column) else getattr(row, name)
+
+    # -- all others
+
+    def reap_view(self, request: HttpRequest) -> HttpResponse:
+        """Delete what nobody uses any more."""
+        self._demand(request, "reap")
+        back = reverse("admin:dblock_lock_changelist")
+        if request.method == "POST":
+            count = reap()
+            words = ngettext("%d row was deleted.", "%d rows were deleted.", count) % count
+            messages.success(request, words)
+            return HttpResponseRedirect(back)
+        return self._page(
+            request,
+            "end",
+            _("Tidy up"),
+            form=forms.Form(),
+            back=back,
+            verb=_("Yes, tidy up"),
+            what_happens=_("Rows of keys that nobody has used for long are deleted. No lock that is held is touched."),
+        )
+
+    def waiters_view(self, request: HttpRequest) -> HttpResponse:
+        """Who waits, for whatever key, those first who have waited for the longest."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        store = store_for(default_alias())
+        found = drive(administration.all_waiters(store, SHOWN + 1), store)
+        more = SHOWN if len(found) > SHOWN else 0
+        return self._page(request, "waiters", _("Who waits"), waiters=queue(found[:SHOWN]), more=more)
+
+
+def queue(waiters: list[WaiterInfo]) -> list[dict[str, Any]]:
+    """As the templates show it."""
+    return [
+        {"key": each.key, "waiting": span(each.age), "identity": each.identity, "label": each.label} for each in waiters
+    ]

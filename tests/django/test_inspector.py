@@ -1,0 +1,264 @@
+"""The lock inspector in the admin: what a person on call sees and can do, and what nobody else can."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.contrib.admin.utils import quote
+from django.db import connections
+from django.test import Client, override_settings
+from django.test.utils import CaptureQueriesContext
+
+from dblock import LockLost, db_lock
+from tests.conftest import ALIASES, run
+from tests.django.test_app import Everything
+from tests.support.lab import until
+
+LIST = "/admin/dblock/lock/"
+PERMISSIONS = ("view_lock", "force_release_lock", "revoke_lock", "reap_lock")
+
+
+class Site:
+    """The admin over one database, and whoever looks at it."""
+
+    def __init__(self, alias: str) -> None:
+        self.alias = alias
+
+    def user(self, *permissions: str, **options: Any) -> Client:
+        """Somebody of the staff who may do so much."""
+        from django.contrib.auth.models import Permission, User
+
+        User.objects.filter(username="oncall").delete()
+        user = User.objects.create_user("oncall", is_staff=True)
+        user.user_permissions.set(Permission.objects.filter(codename__in=permissions, content_type__app_label="dblock"))
+        client = Client(**options)
+        client.force_login(user)
+        return client
+
+    def lock(self, key: str, **options: Any) -> Any:
+        return db_lock(key, using=self.alias, **options)
+
+
+@pytest.fixture
+def site(database: str) -> Iterator[Site]:
+    """On each database in turn."""
+    alias = ALIASES[database]
+    with override_settings(DATABASE_ROUTERS=["tests.django.test_app.Everything"], ALLOWED_HOSTS=["*"]):
+        Everything.alias = alias
+        yield Site(alias)
+        connections[alias].close()
+
+
+def page(client: Client, path: str, **query: str) -> str:
+    """A page as text."""
+    answer = client.get(path, query)
+    assert answer.status_code == 200, (path, answer.status_code)
+    return str(answer.content.decode())
+
+
+def change(key: str, what: str = "change") -> str:
+    """The address of a key's page."""
+    return f"{LIST}{quote(key)}/{what}/"
+
+
+class Waiting:
+    """Somebody who waits for a key in another thread, and has it for a moment."""
+
+    def __init__(self, site: Site, key: str, **options: Any) -> None:
+        self.fence = 0
+        self._go = threading.Event()
+        lock = site.lock(key, timeout=30, **options)
+        self._thread = threading.Thread(target=self._run, args=(lock,))
+        self._thread.start()
+
+    def _run(self, lock: Any) -> None:
+        with lock:
+            self.fence = lock.fence
+            assert self._go.wait(30)
+        connections.close_all()
+
+    def leave(self) -> None:
+        self._go.set()
+        self._thread.join()
+
+
+KEYS = ["stock:42", "a/b c?d#e&f=g", "waiters", "<b>'\"; --", "ключ 货 😀", "x" * 255, "_5F", "reap/"]
+
+
+def test_the_list_and_the_details_of_any_key(site: Site) -> None:
+    """In words as in colour, with seconds; how many wait, and who; nothing to edit; the token nowhere."""
+    client = site.user("view_lock")
+    for key in KEYS:
+        with site.lock(key, label="nightly <i>") as lock:
+            for text in (page(client, LIST), page(client, change(key))):
+                assert 'data-state="held"' in text
+                assert ">held<" in text
+                assert "<meter" in text
+                assert "nightly &lt;i&gt;" in text
+                assert "<i>" not in text
+                assert lock.owner not in text
+            assert str(lock.fence) in page(client, change(key))
+            assert "Nobody waits." in page(client, change(key))
+    free = page(client, LIST, state="free")
+    assert free.count('data-state="free"') == len(KEYS)
+    for absent in ("Force release", "Ask for it back", "Tidy up", 'name="action"', "deletelink"):
+        assert absent not in free
+        assert absent not in page(client, change("stock:42"))
+
+
+def test_who_waits_is_seen(site: Site) -> None:
+    """In the list, in the details, on a page of its own; filters find the keys that are waited for, and hosts."""
+    client = site.user("view_lock")
+    with site.lock("quiet"), site.lock("wanted", label="import") as lock:
+        heir = Waiting(site, "wanted", label="next <one>")
+        assert until(lambda: run(_name(site), "SELECT 1 FROM lock_waiters"), 10)
+        assert "next &lt;one&gt;" in page(client, change("wanted"))
+        everybody = page(client, f"{LIST}waiters/")
+        assert "next &lt;one&gt;" in everybody
+        assert 'href="/admin/dblock/lock/wanted/change/"' in everybody
+        for text in (everybody, page(client, LIST), page(client, change("wanted"))):
+            for (owner,) in run(_name(site), "SELECT owner FROM lock_waiters"):
+                assert str(owner) not in text
+        for query, keys in (
+            ({"waiters": "yes"}, ["wanted"]),
+            ({"waiters": "no"}, ["quiet"]),
+            ({"q": "impo"}, ["wanted"]),
+            ({"state": "held", "o": "-4"}, ["quiet", "wanted"]),
+            ({"state": "expired"}, []),
+        ):
+            assert _keys(page(client, LIST, **query)) == keys, query
+        [(host,)] = run(_name(site), "SELECT DISTINCT host FROM locks")
+        assert _keys(page(client, LIST, host=str(host))) == ["quiet", "wanted"]
+        assert _keys(page(client, LIST, host="elsewhere")) == []
+        assert lock.verify()
+    heir.leave()
+    assert "Nobody waits." in page(client, f"{LIST}waiters/")
+
+
+def _keys(text: str) -> list[str]:
+    """The keys in a list, in the order of the alphabet."""
+    import re
+
+    return sorted(re.findall(r'class="field-lock_key"><a href="[^"]*">([^<]*)</a>', text))
+
+
+def _name(site: Site) -> str:
+    """The database's."""
+    return str({alias: name for name, alias in ALIASES.items()}[site.alias])
+
+
+def test_force_release(site: Site) -> None:
+    """A page says what will happen to whom; then that tenure ends, the next waiter is served, and it is on record."""
+    from django.contrib.admin.models import LogEntry
+
+    client = site.user("view_lock", "force_release_lock")
+    LogEntry.objects.all().delete()
+    with pytest.raises(LockLost, match="oncall: it hangs  ?in <b>, says Ann"), site.lock("k/1", ttl=600) as lock:
+        heir = Waiting(site, "k/1")
+        assert until(lambda: run(_name(site), "SELECT 1 FROM lock_waiters"), 10)
+        assert "Force release" in page(client, change("k/1"))
+        text = page(client, change("k/1", "release"))
+        for part in ("Its holder is not stopped", str(lock.fence), 'data-state="held"', 'name="reason"'):
+            assert part in text
+        assert lock.verify(), "a look changes nothing"
+        empty = client.post(change("k/1", "release"), {"fence": lock.fence, "reason": " "})
+        assert "This field is required." in empty.content.decode()
+        assert lock.verify()
+        answer = client.post(
+            change("k/1", "release"), {"fence": lock.fence, "reason": "it hangs\n in <b>, says Ann"}, follow=True
+        )
+        assert "was released" in answer.content.decode()
+        assert until(lambda: heir.fence, 10)
+    [entry] = LogEntry.objects.all()
+    assert (entry.object_id, entry.user.username) == ("k/1", "oncall")
+    assert "says Ann" in entry.get_change_message()
+    late = client.post(change("k/1", "release"), {"fence": lock.fence or 1, "reason": "again"}, follow=True)
+    assert "Nothing was changed" in late.content.decode()
+    assert LogEntry.objects.count() == 1
+    heir.leave()
+    gone = client.get(change("k/1", "release"), follow=True)
+    assert "Nobody holds" in gone.content.decode()
+
+
+def test_ask_for_it_back(site: Site) -> None:
+    """Its holder hears of it and keeps it; the page shows that it was asked."""
+    client = site.user("view_lock", "revoke_lock")
+    asked: list[str] = []
+    with site.lock("k", on_revoke=lambda _, words: asked.append(words)) as lock:
+        text = page(client, change("k"))
+        assert "Ask for it back" in text
+        assert "Force release" not in text
+        assert "is asked to finish" in page(client, change("k", "revoke"))
+        answer = client.post(change("k", "revoke"), {"fence": lock.fence, "reason": "deploy"}, follow=True)
+        assert "is asked to release it" in answer.content.decode()
+        assert "oncall: deploy" in page(client, change("k"))
+        assert until(lambda: asked == ["oncall: deploy"], 5)
+        assert lock.verify()
+
+
+def test_tidy_up(site: Site) -> None:
+    """Deletes what nobody uses any more."""
+    client = site.user("view_lock", "reap_lock")
+    with site.lock("old"):
+        pass
+    assert "Tidy up" in page(client, LIST)
+    assert "No lock that is held is touched" in page(client, f"{LIST}reap/")
+    with site.lock("held"), override_settings(DBLOCK={"RETENTION": 0}):
+        assert until(lambda: "1 row was deleted" in client.post(f"{LIST}reap/", follow=True).content.decode(), 5)
+        assert run(_name(site), "SELECT lock_key FROM locks") == [("held",)]
+
+
+def test_a_hostile_user(site: Site) -> None:
+    """Without a permission every address answers 403, by GET and by POST, and nothing has changed."""
+    with site.lock("k", ttl=600) as lock:
+        needs = {
+            change("k", "release"): "force_release_lock",
+            change("k", "revoke"): "revoke_lock",
+            f"{LIST}reap/": "reap_lock",
+            f"{LIST}waiters/": "view_lock",
+            LIST: "view_lock",
+            change("k"): "view_lock",
+        }
+        given = {"fence": str(lock.fence), "reason": "because"}
+        for address, needed in needs.items():
+            for permissions in ([each for each in PERMISSIONS if each != needed], ["view_lock"], [needed], []):
+                if needed in permissions and ("view_lock" in permissions):
+                    continue
+                client = site.user(*permissions)
+                assert client.get(address).status_code == 403, (address, permissions)
+                assert client.post(address, given).status_code == 403, (address, permissions)
+        assert Client().post(change("k", "release"), given).status_code == 302, "to the login"
+        strict = site.user(*PERMISSIONS, enforce_csrf_checks=True)
+        for address in (change("k", "release"), change("k", "revoke"), f"{LIST}reap/"):
+            assert strict.post(address, given).status_code == 403, "without the form's token"
+        client = site.user(*PERMISSIONS)
+        for wrong in ({}, {"reason": "x"}, {"fence": "x", "reason": "x"}, {"fence": "1' OR 1=1", "reason": "x"}):
+            assert client.post(change("k", "release"), wrong).status_code == 200, "the form again"
+        for fence in ("1", "-1", str(2**62)):
+            _ = client.post(change("k", "release"), {"fence": fence, "reason": "x"})
+        _ = client.post(change("k", "release"), {"fence": "9" * 400, "reason": "x"})
+        for key in ("nothing", "x" * 300, "\x00"):
+            assert client.get(change(key, "release")).status_code in {302, 404}
+            assert client.post(change(key, "release"), given).status_code in {302, 404}
+        assert lock.verify()
+        assert lock.revoked is None
+
+
+def test_a_list_of_many_asks_little(site: Site) -> None:
+    """The same few queries however many locks there are, and no count of the whole table."""
+    client = site.user("view_lock")
+    counts = []
+    for many in (3, 30):
+        for number in range(many):
+            with site.lock(f"k{number}"):
+                pass
+        with CaptureQueriesContext(connections[site.alias]) as seen:
+            page(client, LIST)
+        asked = [each["sql"] for each in seen if "locks" in each["sql"]]
+        counts.append(len(asked))
+        for sql in asked:
+            assert not sql.startswith("SELECT COUNT") or "LIMIT" in sql, sql
+    assert counts[0] == counts[1] <= 3
