@@ -137,6 +137,7 @@ class LockAdmin(Inspector):
     search_fields = ("lock_key", "label", "host", "program", "celery_task_id")
     search_help_text = _("key, label, host, program or Celery task")
     ordering = ("lock_key",)
+    empty_value_display = "–"
     actions = None
     paginator = BoundedPaginator
     show_full_result_count = False
@@ -239,7 +240,7 @@ class LockAdmin(Inspector):
 
     @admin.display(description=_("entries"), ordering="count")
     def entries(self, row: Lock) -> str:
-        return "–" if _state(row) == "free" else str(row.count)
+        return str(row.count or "–")
 
     @admin.display(description=_("asked back"))
     def asked_back(self, row: Lock) -> str:

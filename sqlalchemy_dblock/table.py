@@ -81,7 +81,7 @@ def _add_locks(made: MetaData, prefix: str) -> None:
         Column("served_ticket", BigInteger, nullable=False, server_default=text("0")),
         Column("revoked_fence", BigInteger, nullable=False, server_default=text("0")),
         Column("freed_fence", BigInteger, nullable=False, server_default=text("0")),
-        Column("revocation", _exact(255), nullable=False, server_default=text("''")),
+        Column("revocation", _exact(255), nullable=False, server_default=""),
         # In MySQL `lock.guard()` locks its entries; the others have it too, so that Alembic sees one table everywhere.
         Index(f"{prefix}locks_pin", "lock_key", unique=True),
         **_INNODB,

@@ -127,7 +127,7 @@ def attempts(store: Store, tenure: Tenure) -> dict[str, Any]:
 
 
 NOTHING: dict[str, Any] = {
-    "renew": set(),
+    "renew": {},
     "extend": None,
     "reenter": None,
     "attach": None,
