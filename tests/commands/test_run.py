@@ -24,37 +24,37 @@ def free(shell: Shell, key: str = "k") -> bool:
     return shell.run("SELECT owner FROM locks WHERE lock_key = :k", k=key) in ([(None,)], [])
 
 
-def test_its_status_is_the_commands(shell: Shell) -> None:
+def test_its_status_is_the_commands(one: Shell) -> None:
     """Which runs under the lock, knows about it, and has our standard streams."""
     script = 'read line; echo "$line $DBLOCK_KEY $DBLOCK_FENCE"; echo complaint >&2; exit 7'
-    process = shell.start("run", "--label", "nightly", "k", "--", "sh", "-c", script)
+    process = one.start("run", "--label", "nightly", "k", "--", "sh", "-c", script)
     out, err = process.communicate("hello\n", timeout=30)
     assert (process.returncode, err) == (7, "complaint\n")
-    [(fence, label)] = shell.run("SELECT fence, label FROM locks WHERE lock_key = 'k'")
+    [(fence, label)] = one.run("SELECT fence, label FROM locks WHERE lock_key = 'k'")
     assert (out, label) == (f"hello k {fence}\n", "nightly")
-    assert free(shell)
-    killed = shell("run", "k", "--", "sh", "-c", "kill -USR2 $$")
+    assert free(one)
+    killed = one("run", "k", "--", "sh", "-c", "kill -USR2 $$")
     assert killed.returncode == 128 + signal.SIGUSR2
-    assert shell("run", "k", "--", "no such command").returncode == 127
-    assert shell("run", "k", "--", "/etc/passwd").returncode == 126
-    assert free(shell)
+    assert one("run", "k", "--", "no such command").returncode == 127
+    assert one("run", "k", "--", "/etc/passwd").returncode == 126
+    assert free(one)
 
 
-def test_busy(shell: Shell, tmp_path: Path) -> None:
+def test_busy(one: Shell, tmp_path: Path) -> None:
     """At once, or after a while; with another status if one was given. The command does not run."""
-    with shell.lock("k", label="theirs"):
+    with one.lock("k", label="theirs"):
         for options, status in ((["--nb"], 75), (["--timeout", "0.3"], 75), (["-n", "-E", "9"], 9)):
-            done = shell.apart("run", *options, "k", "--", "touch", f"{tmp_path}/ran")
+            done = one.apart("run", *options, "k", "--", "touch", f"{tmp_path}/ran")
             assert done.returncode == status
             assert '"theirs"' in done.stderr
     assert not (tmp_path / "ran").exists()
 
 
-def test_it_waits_as_long_as_it_takes(shell: Shell) -> None:
+def test_it_waits_as_long_as_it_takes(one: Shell) -> None:
     """Without a timeout, and takes over when it is its turn."""
-    with shell.lock("k"):
-        process = shell.start("run", "k", "--", "echo", "ran")
-        assert until(lambda: shell.run("SELECT 1 FROM lock_waiters"), 20)
+    with one.lock("k"):
+        process = one.start("run", "k", "--", "echo", "ran")
+        assert until(lambda: one.run("SELECT 1 FROM lock_waiters"), 20)
     out, _ = process.communicate(timeout=20)
     assert (process.returncode, out) == (0, "ran\n")
 
@@ -86,13 +86,13 @@ def test_a_signal_ends_the_wait(one: Shell) -> None:
             assert one.run("SELECT 1 FROM lock_waiters") == []
 
 
-def test_the_command_is_ended_when_the_lock_is_lost(shell: Shell, tmp_path: Path) -> None:
+def test_the_command_is_ended_when_the_lock_is_lost(one: Shell, tmp_path: Path) -> None:
     """By TERM, and what it has started with it."""
     script = f'trap "echo bye; exit 3" TERM; echo $$ ready; (sleep 2; touch {tmp_path}/late) & wait; sleep 1'
-    process = shell.start("run", "--ttl", "3", "k", "--", "sh", "-c", script)
+    process = one.start("run", "--ttl", "3", "k", "--", "sh", "-c", script)
     assert process.stdout is not None
     assert process.stdout.readline().endswith("ready\n")
-    assert shell("release", "--yes", "--reason", "enough", "k").returncode == 0
+    assert one("release", "--yes", "--reason", "enough", "k").returncode == 0
     out, err = process.communicate(timeout=10)
     assert (process.returncode, out) == (76, "bye\n")
     assert "enough" in err
@@ -170,19 +170,19 @@ def _names(children: Path) -> list[str]:
         return []
 
 
-def test_the_token_lets_the_command_in(shell: Shell) -> None:
+def test_the_token_lets_the_command_in(one: Shell) -> None:
     """It enters the same tenure, and the key is free when both have left."""
     script = f"""
 import os
 from sqlalchemy import create_engine
 from sqlalchemy_dblock import attach
-engine = create_engine({url(shell.database)!r})
+engine = create_engine({url(one.database)!r})
 with attach(engine, os.environ["DBLOCK_TOKEN"]) as lock:
     print(lock.fence == int(os.environ["DBLOCK_FENCE"]), lock.key)
 """
-    done = shell.apart("run", "k", "--", sys.executable, "-W", "ignore", "-c", script)
+    done = one.apart("run", "k", "--", sys.executable, "-W", "ignore", "-c", script)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True k\n", "")
-    assert free(shell)
+    assert free(one)
 
 
 def test_min_hold_keeps_the_key(one: Shell) -> None:

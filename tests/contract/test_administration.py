@@ -15,11 +15,21 @@ from dblock.core.face import administration
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Steps
 from dblock.core.values import Identity
-from tests.conftest import SELDOM, timed
-from tests.support.lab import FEW, remaining, until
+from tests.conftest import SELDOM, ready, timed
+from tests.support.lab import FEW, SOME, remaining, until
 from tests.support.subjects import MATRIX, Actor, Subject, twin
 
 Actors = Callable[[int], list[Actor]]
+
+
+@pytest.fixture(params=SOME, ids=str)
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """Each database, both faces, sync and async."""
+    subject: Subject = request.param
+    ready(request, subject.database)
+    return subject
+
+
 few = pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
 
 
@@ -217,7 +227,9 @@ def test_without_a_callback_check_tells_it_after_the_next_renewal(subject: Subje
         assert until(asked, 5)
         other.check()
         before = [subject.row(key)["expires_at"] for key in "jk"]
-        assert until(lambda: all(subject.row(key)["expires_at"] > end for key, end in zip("jk", before, strict=True)), 5)
+        assert until(
+            lambda: all(subject.row(key)["expires_at"] > end for key, end in zip("jk", before, strict=True)), 5
+        )
         assert other.revoked is None
         assert lock.state == "held"
 

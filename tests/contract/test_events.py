@@ -18,9 +18,17 @@ from dblock.core.errors import StoreConflict
 from dblock.core.face.executor import BaseStore
 from dblock.core.holding.observers import Observers
 from dblock.core.protocol.steps import Execute
-from tests.conftest import ALIASES
-from tests.support.lab import until
+from tests.conftest import ALIASES, ready
+from tests.support.lab import SOME, until
 from tests.support.subjects import Actor, Subject
+
+
+@pytest.fixture(params=SOME, ids=str)
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """Each database, both faces, sync and async."""
+    subject: Subject = request.param
+    ready(request, subject.database)
+    return subject
 
 
 @pytest.fixture

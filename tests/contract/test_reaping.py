@@ -25,12 +25,20 @@ from sqlalchemy_dblock import db_lock, metadata, reap
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import ready, run, url
 from tests.faults.test_shutdown import process
-from tests.support.lab import until
+from tests.support.lab import SOME, until
 from tests.support.subjects import Actor, Subject
 
 LONG_AGO = "'2020-01-01 00:00:00.000000'"
 EVERY = 0.1
 Making = Callable[..., Subject]
+
+
+@pytest.fixture(params=SOME, ids=str)
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """Each database, both faces, sync and async."""
+    subject: Subject = request.param
+    ready(request, subject.database)
+    return subject
 
 
 @pytest.fixture

@@ -13,8 +13,17 @@ from dblock.core import runtime
 from dblock.core.acquire import slow
 from dblock.core.face.base import BaseLock
 from dblock.core.protocol.steps import Execute
-from tests.support.lab import SYNC
+from tests.conftest import ready
+from tests.support.lab import SOME, SYNC
 from tests.support.subjects import Actor, Subject, twin
+
+
+@pytest.fixture(params=SOME, ids=str)
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """Each database, both faces, sync and async."""
+    subject: Subject = request.param
+    ready(request, subject.database)
+    return subject
 
 
 @pytest.fixture(autouse=True)

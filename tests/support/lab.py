@@ -40,6 +40,8 @@ FEW = (
     ]
 )
 """For tests that take long."""
+SOME = [*FEW, Subject("django", "async", "sqlite"), Subject("sqlalchemy", "async", "postgresql", "asyncpg")]
+"""For those that both kinds of faces should take."""
 
 
 def times(short: int, long: int) -> int:

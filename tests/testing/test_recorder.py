@@ -14,8 +14,17 @@ from sqlalchemy import StaticPool, create_engine
 import sqlalchemy_dblock
 from dblock import LockError, LockLost, LockNotHeld, LockTimeout, Reason, testing
 from dblock.core import runtime
-from tests.conftest import ALIASES
+from tests.conftest import ALIASES, ready
+from tests.support.lab import SOME
 from tests.support.subjects import Actor, Subject
+
+
+@pytest.fixture(params=SOME, ids=str)
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """Each database, both faces, sync and async."""
+    subject: Subject = request.param
+    ready(request, subject.database)
+    return subject
 
 
 def bind(subject: Subject) -> Any:
