@@ -40,12 +40,13 @@ UNAVAILABLE: Final = 69
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 """As shells say it."""
 
-_PASSED_ON: Final = [
-    getattr(signal, name)
-    for name in ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGWINCH")
-    if hasattr(signal, name)
+_OF_TERMINALS: Final = [
+    getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGQUIT", "SIGWINCH") if hasattr(signal, name)
 ]
-_OF_TERMINALS: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGWINCH)
+_PASSED_ON: Final = [
+    *_OF_TERMINALS,
+    *(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT") if hasattr(signal, name)),
+]
 _NEWS: Final = b"\0"
 """On the pipe: no signal, but look."""
 
@@ -66,6 +67,9 @@ except OSError as error:
 
 def run(desk: Desk, options: Namespace) -> int:
     """Run the command under the lock; its exit status, 128 + n if signal n ended it, or one of the above."""
+    if os.name != "posix":
+        complain("run needs a POSIX system: signals, process groups")
+        return NOT_EXECUTABLE
     if options.create_tables:
         desk.ensure_tables()
     with _Pipe() as pipe:
@@ -189,6 +193,8 @@ class _Child:
                 return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
             while process.poll() is None:
                 self._handle(process, self._pipe.read(self._patience()))
+            if self._kill_at is not None and not self._shared:
+                self._send(process, signal.SIGKILL)  # what it has started, and has not ended by TERM
             return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
     def _patience(self) -> float | None:
@@ -207,7 +213,7 @@ class _Child:
                 self._send(process, number)
 
     def _send(self, process: subprocess.Popen[Any], number: int) -> None:
-        """To it and, where that is its own, to its group; it has not been waited for yet, so the number is its own."""
+        """To it or, where that is its own, to its group, whose number is not given out anew while somebody is in it."""
         with contextlib.suppress(ProcessLookupError):
             (os.kill if self._shared else os.killpg)(process.pid, number)
 

@@ -36,7 +36,7 @@ class Kind(StrEnum):
     REAPED = "reaped"
     """Rows that nobody uses any more were deleted: `amount` of keys, `places` of waiters."""
     FORCED = "forced"
-    """Somebody has freed a key that another one held."""
+    """This process has freed a key that another one held, for an administrator; `reason` is by whom and why."""
 
 
 How = Literal["", "at_once", "waited", "handed_over", "reentered", "attached", "released", "detached"]
@@ -65,7 +65,7 @@ class Event(NamedTuple):
     held: float = 0.0
     """RELEASED, LOST: since this flow had it."""
     holder: LockInfo | None = None
-    """CONTENDED, GAVE_UP: whom we saw last, if anybody has looked. LOST, FORCED: who has, or had, the key."""
+    """CONTENDED, GAVE_UP: whom we saw last, if anybody has looked. LOST: who has the key now."""
     reason: str = ""
     """LOST: a `Reason`. GAVE_UP: `timeout`, or the class of what broke it off; RELEASED: likewise."""
     lateness: float = 0.0

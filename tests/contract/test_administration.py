@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dblock import LockLost, LockRevoked, Reason
+from dblock import Event, Kind, LockLost, LockRevoked, Reason, observe
 from dblock.core.errors import StoreUnanswered
 from dblock.core.face import administration
 from dblock.core.protocol.drive import drive
@@ -181,6 +181,20 @@ def test_an_answer_that_is_lost_is_looked_up(subject: Subject, desk: Desk, monke
         monkeypatch.setattr(type(desk.store), "execute", partial(cut, desk.store, after=True))
         assert desk.force("k", lock.fence)
         monkeypatch.undo()
+
+
+def test_whoever_observes_is_told(subject: Subject, desk: Desk) -> None:
+    """What was done, by whom and why; nothing of what was not."""
+    told: list[Event] = []
+    stop = observe(told.append, Kind.FORCED)
+    other = beside(subject).lock("k", ttl=600)
+    with pytest.raises(LockLost), other:
+        assert not desk.force("k", 7)
+        assert desk.force("k", other.fence, "root: enough")
+    stop()
+    [event] = told
+    assert (event.key, event.reason) == ("k", "root: enough")
+    assert event.fence
 
 
 # -- asking for it back
