@@ -28,7 +28,7 @@ from dblock.core.errors import (
 )
 from dblock.core.tokens import Sequencer
 from dblock.core.values import LockInfo
-from sqlalchemy_dblock.locks import AsyncLock, Lock, attach, check_sequencer, db_lock, reap, release_all
+from sqlalchemy_dblock.face import AsyncLock, Lock, attach, check_sequencer, db_lock, reap, release_all
 
 if TYPE_CHECKING:
     from dblock.core.events import Event, Kind

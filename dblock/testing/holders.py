@@ -191,7 +191,7 @@ def _store(key: str, bind: Any) -> Any:
     if runtime.current.stand_in is not None:
         return runtime.current.stand_in(None)
     if bind is not None and not isinstance(bind, str):
-        from sqlalchemy_dblock.locks import db_lock as over_engine  # noqa: PLC0415 - needs SQLAlchemy
+        from sqlalchemy_dblock.face import db_lock as over_engine  # noqa: PLC0415 - needs SQLAlchemy
 
         return over_engine(bind, key)._store()
     try:

@@ -239,7 +239,7 @@ def _rest(master: int) -> bytes:
     return seen
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgresql", "mariadb"])
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"])
 def test_migrations_take_turns_on_a_new_database(request: pytest.FixtureRequest, tmp_path: Path, database: str) -> None:
     """Five pods start at once; the lock's own table is not there yet. Each ends well, one after the other."""
     settings = _new_site(request, tmp_path, database)
@@ -259,7 +259,7 @@ def test_migrations_take_turns_on_a_new_database(request: pytest.FixtureRequest,
     assert log.read_text() == "in out " * 5
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgresql", "mariadb"])
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
 def test_the_recipe_for_alembic(request: pytest.FixtureRequest, tmp_path: Path, database: str) -> None:
     """The same, without Django: `alembic upgrade head` of a project that has tables of its own only."""
     address = f"sqlite:///{tmp_path}/new.sqlite3" if database == "sqlite" else _new_database(request, database)

@@ -365,7 +365,7 @@ def test_adding_never_misses_the_watch(store: FakeStore) -> None:
         watch.add(hold)
         assert watch._thread is not None
         watch.discard(hold)
-        watch._added = set()
+        watch._added = False
         watch.look()
     hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), None)
     watch.add(hold)

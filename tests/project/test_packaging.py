@@ -192,6 +192,20 @@ def test_public_names() -> None:
         dblock.nonsense  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_no_public_name_is_a_module() -> None:
+    """A module of ours that is called like one would take its place once it is loaded: `locks` is the table."""
+    code = """
+import importlib, pkgutil, types
+for name in ("sqlalchemy_dblock", "dblock"):
+    package = importlib.import_module(name)
+    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    print(sorted(modules & set(package.__all__)))
+import sqlalchemy_dblock
+print(type(sqlalchemy_dblock.locks).__name__, type(sqlalchemy_dblock.lock_waiters).__name__)
+"""
+    assert python(code).splitlines() == ["[]", "[]", "Table Table"]
+
+
 def errors_of(root: type[Exception]) -> set[str]:
     """The names of a class and of all that derive from it."""
     return {root.__name__}.union(*map(errors_of, root.__subclasses__()))

@@ -256,9 +256,10 @@ PYTEST = ("pytest", "-q", "-p", "no:randomly", "-W", "error", "-o", "asyncio_def
 
 
 @pytest.mark.direct
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"], indirect=True)
 @pytest.mark.parametrize("runner", ["django", "pytest"])
 def test_a_site(database: str, runner: str, tmp_path: Path) -> None:
-    """Django's: on SQLite in memory, and on each server."""
+    """Django's: on SQLite in memory, and on a server."""
     name = ":memory:" if database == "sqlite" else f"test_kit_{os.environ['DBLOCK_TEST_WORKER']}"
     (tmp_path / "site_settings.py").write_text(SETTINGS.format(alias=ALIASES[database], name=name))
     (tmp_path / "test_site.py").write_text(SITE)

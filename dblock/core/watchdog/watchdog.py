@@ -66,9 +66,9 @@ class Watchdog:
         self._starting = False
         self._renewers: dict[Store, Renewer] = {}
         self._tasks: set[Any] = set()
-        self._finalized = False
-        self._added = set[tuple[Store, Any]]()
-        """The databases and event loops of what was added of late: there it may be time to reap."""
+        self._added = self._finalized = False
+        self._locked_of_late = set[tuple[Store, Any]]()
+        """Databases that this process reaps, and event loops, where something was locked since the last look."""
         self._reap_at: MutableMapping[Store, float] = WeakKeyDictionary()
         self.observers: Observers | None = None
         """Those who want to hear what becomes of locks; None if nobody does."""
@@ -83,7 +83,9 @@ class Watchdog:
         """Keep it from now on."""
         self._holds[hold] = None
         self._by_key[hold.store, hold.tenure.key] = hold
-        self._added.add((hold.store, hold.loop))
+        self._added = True
+        if hold.store.reaping is not None:
+            self._locked_of_late.add((hold.store, hold.loop))
         if hold.lease.due < self._wake_at:
             self.look()
 
@@ -106,7 +108,7 @@ class Watchdog:
     def keep(self, kept: KeptPlace) -> None:
         """Keep a place in a queue from now on."""
         self._places[kept.place.owner] = kept
-        self._added.add((kept.store, kept.loop))
+        self._added = True
         if kept.due < self._wake_at:
             self.look()
 
@@ -216,7 +218,7 @@ class Watchdog:
                 if idle and not (self._holds or self._places or self._renewers or self._added):
                     self._thread = None
                     return
-            self._added = set()
+            self._added = False
             self._wake_at = clock.now() + wait
             idle = not self._look_again.wait(wait)
 
@@ -326,9 +328,8 @@ class Watchdog:
 
     def _reap(self) -> None:
         """Begin to reap where locks were taken of late, if it is due: in a thread, or a task, of its own."""
-        for store, loop in list(self._added):
-            if store.reaping is None:
-                continue
+        of_late, self._locked_of_late = self._locked_of_late, set()
+        for store, loop in list(of_late):
             from dblock.core.watchdog import reaping  # noqa: PLC0415 - off by default
 
             steps = reaping.begin(store, self._reap_at)
