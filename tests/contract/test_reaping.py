@@ -68,6 +68,7 @@ def reaping(subject: Subject) -> Iterator[Making]:
     watchdog = runtime.current.watchdog
     assert until(lambda: max([0.0, *watchdog._reap_at.values()]) < clock.now() + 1000), "it goes on"
     watchdog._reap_at.clear()
+    watchdog._locked_of_late.clear()
     if "engine" in own.__dict__:
         disposing = Actor(subject)
         disposing.do(own.engine.dispose)
