@@ -103,8 +103,8 @@ class Inspector(_ModelAdmin):
             verb=_("Yes, force its release"),
             what_happens=_(
                 "The lock ends now, and whoever waits gets the key. Its holder is not stopped: it learns of this at "
-                "its next renewal, within a third of the time to live. What it writes until then is refused only where "
-                "it uses guard() or fences."
+                "its next renewal, within a third of the time to live. What it writes until then only guard() refuses, "
+                "and fences once somebody else has written."
             ),
             done=_("The lock on “%(key)s” was released."),
             log=_("Forced its release: %(reason)s"),
@@ -172,9 +172,12 @@ class Inspector(_ModelAdmin):
         self._demand(request, "reap")
         back = reverse("admin:dblock_lock_changelist")
         if request.method == "POST":
-            count = reap()
-            words = ngettext("%d row was deleted.", "%d rows were deleted.", count) % count
-            messages.success(request, words)
+            try:
+                count = reap()
+            except LockError as error:
+                messages.error(request, str(error))
+            else:
+                messages.success(request, ngettext("%d row was deleted.", "%d rows were deleted.", count) % count)
             return HttpResponseRedirect(back)
         return self._page(
             request,

@@ -64,12 +64,13 @@ def say_json(value: Any) -> None:
     say(json.dumps(value, ensure_ascii=False, indent=2 if sys.stdout.isatty() else None))
 
 
-def agreed(question: str, *, yes: bool) -> bool | None:
-    """Does the user agree? None where nobody can be asked."""
-    if yes:
-        return True
-    if not sys.stdin.isatty():
-        return None
+def can_ask() -> bool:
+    """Is there somebody to answer?"""
+    return sys.stdin.isatty()
+
+
+def agreed(question: str) -> bool:
+    """Does whoever sits there agree?"""
     return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
 
 

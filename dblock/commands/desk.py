@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dblock.core import clock
-from dblock.core.errors import LockError
+from dblock.core.errors import LockError, LockStoreError
 from dblock.core.face import administration
 from dblock.core.face.administration import PAGE, Surveyed
 from dblock.core.face.locks import SyncLock
@@ -47,22 +47,25 @@ class Desk:
     def has_tables(self) -> bool:
         """Are both there?"""
         try:
-            return self.do(administration.survey(self.store, most=1)) is not None
+            _ = self.do(administration.survey(self.store, most=1))
         except LockError:
             return False
+        return True
 
     def ensure_tables(self) -> None:
         """Make the tables if they are missing; any number of processes may do so at once.
 
         Nothing that makes tables is meant for that: where it fails somebody else was faster, or it is done again.
+        Raises LockStoreError if they are not there after a minute.
         """
-        until = clock.now() + 60
+        until, failure = clock.now() + 60, None
         while not self.has_tables():
+            if clock.now() > until:
+                raise LockStoreError(f"could not make the tables: {failure or 'they cannot be read'}") from failure
             try:
                 self.make_tables()
-            except self.errors:
-                if clock.now() > until:
-                    raise
+            except self.errors as error:
+                failure = error
                 time.sleep(random.uniform(0.05, 0.5))  # noqa: S311 - jitter, not a secret
 
     def query(self, sql: str) -> Rows:

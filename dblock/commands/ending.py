@@ -7,7 +7,7 @@ import os
 import socket
 from argparse import Namespace
 
-from dblock.commands.console import agreed, complain, lock_json, lock_row, plain, say, say_json
+from dblock.commands.console import agreed, can_ask, complain, lock_json, lock_row, plain, say, say_json
 from dblock.commands.desk import Desk
 from dblock.core.face import administration
 from dblock.core.face.administration import Surveyed
@@ -25,10 +25,10 @@ def release(desk: Desk, options: Namespace) -> int:
         complain(f"{plain(key)!r} is not held" + (f" under fence {options.fence}" if options.fence else ""))
         return NOT_HELD
     question = f"Ask it to release {plain(key)!r}?" if options.ask else f"{_warning(info)}\nFree {plain(key)!r}?"
-    yes = agreed(f"{plain(key)!r} is {_story(info)}.\n{question}", yes=options.yes)
-    if yes is None:
+    if not (options.yes or can_ask()):
         complain("say --yes where nobody can be asked")
-    if not yes:
+        return NOT_AGREED
+    if not (options.yes or agreed(f"{plain(key)!r} is {_story(info)}.\n{question}")):
         return NOT_AGREED
     end = administration.revoke if options.ask else administration.force_release
     done = desk.do(end(desk.store, key, info.fence, _words(options.reason)))
@@ -61,7 +61,7 @@ def _story(info: LockInfo) -> str:
 def _warning(info: LockInfo) -> str:
     return (
         f"Its holder is not stopped: it learns of this at its next renewal, in {info.ttl / 3:.0f} s at the latest. "
-        "What it writes under guard() or with its fence until then is refused."
+        "What it writes until then only guard() refuses, and fences once somebody else has written."
     )
 
 

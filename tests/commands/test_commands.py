@@ -9,12 +9,17 @@ import shlex
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from sqlalchemy import create_engine
 
-from dblock import LockLost
+from dblock import LockLost, LockStoreError
 from dblock.cli import main, parser
 from dblock.commands.console import plain, span, table
+from dblock.commands.desk import Desk
+from sqlalchemy_dblock import db_lock
+from sqlalchemy_dblock.store import store_for
 from tests.commands.conftest import Shell
 from tests.support.lab import until
 from tests.support.pages import block
@@ -198,6 +203,24 @@ def test_the_url_may_come_from_the_environment_and_names_other_tables(
     assert "CREATE TABLE locks" in capsys.readouterr().out
     assert main(["schema", "mysql", "--states"]) == 0
     assert "lock_states" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_tables_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Or read, for want of a right: that ends after a minute, with an error of ours."""
+    time = iter(range(0, 1000, 25))
+    monkeypatch.setattr("dblock.commands.desk.clock", SimpleNamespace(now=lambda: next(time)))
+    monkeypatch.setattr(Desk, "has_tables", lambda _: False)
+
+    def make() -> None:
+        if fails:
+            raise KeyError("no right to")
+
+    engine = create_engine("sqlite://")
+    desk = Desk(store_for(engine), lambda key: db_lock(engine, key), make, (KeyError,), "here")
+    with pytest.raises(LockStoreError, match="no right to" if fails else "cannot be read"):
+        desk.ensure_tables()
+    engine.dispose()
 
 
 def test_a_reader_that_goes_away_is_no_error(one: Shell) -> None:
