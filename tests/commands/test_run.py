@@ -186,6 +186,29 @@ with attach(engine, os.environ["DBLOCK_TOKEN"]) as lock:
     assert free(one)
 
 
+def test_what_the_command_leaves_behind_may_keep_the_lock(one: Shell) -> None:
+    """If it has entered by the token: the key is free when it has left, not when the command has ended."""
+    script = f"""
+import os, time
+inlet, outlet = os.pipe()
+if os.fork():
+    os.read(inlet, 1)
+    os._exit(0)
+for number in (0, 1, 2):
+    os.dup2(os.open(os.devnull, os.O_RDWR), number)
+from sqlalchemy import create_engine
+from sqlalchemy_dblock import attach
+with attach(create_engine({url(one.database)!r}), os.environ["DBLOCK_TOKEN"]):
+    os.write(outlet, b"x")
+    time.sleep(2)
+os._exit(0)
+"""
+    done = one.apart("run", "k", "--", sys.executable, "-c", script)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not free(one)
+    assert until(lambda: free(one), 10)
+
+
 def test_min_hold_keeps_the_key(one: Shell) -> None:
     """For a job that must not run twice within a minute, by whatever clock each machine has."""
     assert one("run", "--min-hold", "60", "k", "--", "true").returncode == 0

@@ -507,6 +507,27 @@ def test_a_watchdog_that_cannot_start_is_tried_again(store: FakeStore, monkeypat
     first.release()
 
 
+def test_what_was_asked_back_is_renewed_by_the_same_renewal(store: FakeStore) -> None:
+    """The first statement meets the question and leaves it out; its holder is told, and the next one renews it."""
+    unaware: list[int] = []
+
+    def renew(step: Execute) -> Rows:
+        unaware.extend(lease["unaware"] for lease in json.loads(str(step.parameters["leases"])))
+        return [] if unaware[-1] else [()]
+
+    store.answers["renew"] = renew
+    lock = FakeLock(store, ttl=30.0)
+    lock.acquire()
+    [hold] = current_flow().holds.values()
+    store.answers["alive"] = lambda _: [(*hold.tenure, "root: please")]
+    before = hold.lease.renewed
+    drive(Renewal(store, [hold], runtime.current.watchdog).steps(), store)
+    assert unaware == [1, 0]
+    assert hold.revoked == "root: please"
+    assert hold.lease.renewed > before
+    lock.release()
+
+
 def test_the_longest_life_of_one_tenure_counts(store: FakeStore) -> None:
     """Two flows of this process that hold one tenure, with different ttls: the row gets one of them, the longer."""
     written: list[Any] = []
