@@ -2,7 +2,7 @@
 
 PYTHON := .venv/bin/python
 
-.PHONY: demo test mysql mysqlclient celery lint mutants bench faults pooler matrix clean
+.PHONY: demo test mysql mysqlclient celery lint mypy pyright imports mutants bench faults pooler matrix messages screenshots clean
 
 demo: ## Sell the last items without and with the lock: make demo [DB=sqlite|postgresql|mysql] [PROCS=8] [STOCK=200] [APP=celery]
 	@sh scripts/setup demo $(DB)
@@ -10,8 +10,8 @@ demo: ## Sell the last items without and with the lock: make demo [DB=sqlite|pos
 
 test: ## The whole suite, on servers that it starts itself; workers and brokers after the rest, which they would slow down
 	@sh scripts/setup test
-	@$(PYTHON) -m pytest $(or $(ARGS),--ignore tests/celery)
-	@$(if $(ARGS),true,$(PYTHON) -m pytest -n 2 tests/celery)
+	@$(PYTHON) -m pytest $(or $(ARGS),-m "not workers")
+	@$(if $(ARGS),true,$(PYTHON) -m pytest -n 3 -m workers tests/celery)
 
 mysql: ## What concerns MySQL, on MySQL itself: in a tree of its own (Debian, root), or on MYSQL_URL=mysql://user@host:port
 	@sh scripts/setup mysql
@@ -27,8 +27,12 @@ lint: ## Style, types and the direction of imports
 	@sh scripts/setup test
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
-	@$(PYTHON) -m mypy
-	@$(PYTHON) -m pyright
+	@$(MAKE) --no-print-directory -j 2 mypy pyright imports
+
+mypy pyright:
+	@$(PYTHON) -m $@
+
+imports:
 	@.venv/bin/lint-imports
 
 mutants: ## Every statement with one condition less, on every database: a test has to notice: make mutants [ARGS="-k grant"]
@@ -46,7 +50,8 @@ celery: ## Locked tasks on RabbitMQ and Redis in full numbers, with kills and re
 
 faults: ## Kills, cuts, pauses and races in the numbers that the contract asks for; `make test` has a short form
 	@sh scripts/setup test
-	@DBLOCK_FAULTS=long $(PYTHON) -m pytest --timeout 7200 tests/faults tests/core/test_small_worlds.py $(ARGS)
+	@DBLOCK_FAULTS=long $(PYTHON) -m pytest --timeout 7200 tests/faults tests/contract tests/servers/test_listener.py tests/servers/test_pooler.py \
+	    tests/core/test_small_worlds.py tests/django/test_inspector.py tests/commands/test_run.py $(ARGS)
 
 pooler: ## The suite through PgBouncer in transaction mode, as far as it is about PostgreSQL; `make test` has a short form
 	@sh scripts/setup test
@@ -55,6 +60,17 @@ pooler: ## The suite through PgBouncer in transaction mode, as far as it is abou
 matrix: ## The suite over Python 3.11 to 3.13, oldest and newest Django and SQLAlchemy (interpreters from PATH or pyenv)
 	@sh scripts/setup test
 	@PATH="$$PATH$$(printf ':%s' $(HOME)/.pyenv/versions/3.1[123].*/bin)" .venv/bin/tox $(ARGS)
+
+messages: ## The catalogues of translations, made from the sources again, and compiled (Debian: apt-get install gettext)
+	@sh scripts/setup test
+	@command -v msgfmt >/dev/null || { echo "make messages needs gettext" >&2; exit 1; }
+	@cd dblock && $(abspath $(PYTHON)) -P -m django makemessages --all --no-obsolete --no-wrap --add-location file
+	@sed -i '/^"\(POT-Creation-Date\|Report-Msgid-Bugs-To\)/d' dblock/locale/*/LC_MESSAGES/django.po
+	@cd dblock && $(abspath $(PYTHON)) -P -m django compilemessages
+
+screenshots: ## The pictures of the docs, of the admin and of a terminal, as they look now
+	@sh scripts/setup test
+	@$(PYTHON) -m tests.browser.screenshots
 
 clean:
 	rm -rf .venv .tox .build dist

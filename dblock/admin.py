@@ -13,26 +13,29 @@ from datetime import datetime
 from typing import Any
 
 from django.contrib import admin
-from django.contrib.admin.utils import unquote
+from django.contrib.admin.utils import flatten, unquote
 from django.core.paginator import Paginator
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models import Count, DateTimeField, Exists, F, Func, OuterRef, Q, QuerySet, Subquery
+from django.db.models import Count, DateTimeField, Exists, F, FloatField, Func, OuterRef, Q, QuerySet, Subquery
 from django.db.models.constants import LOOKUP_SEP
 from django.db.models.functions import Coalesce
 from django.http import HttpRequest, HttpResponse
 from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from django.utils.translation import gettext
+from django.utils.translation import gettext, pgettext_lazy
 from django.utils.translation import gettext_lazy as _
 
-from dblock.commands.console import span
 from dblock.core.face import administration
 from dblock.core.protocol.drive import drive
+from dblock.core.statements.administration import WORDS
+from dblock.core.values import Identity
 from dblock.inspector import Inspector, queue
 from dblock.locks import default_alias
 from dblock.models import Lock, Waiter
 from dblock.store import store_for
+from dblock.timeline import timeline, told
+from dblock.wording import span
 
 
 class DatabaseClock(Func):
@@ -43,7 +46,7 @@ class DatabaseClock(Func):
     output_field = DateTimeField()
 
     def as_postgresql(self, compiler: Any, connection: BaseDatabaseWrapper, **context: Any) -> Any:
-        return self.as_sql(compiler, connection, template="clock_timestamp()", **context)
+        return self.as_sql(compiler, connection, template="statement_timestamp()", **context)
 
     def as_mysql(self, compiler: Any, connection: BaseDatabaseWrapper, **context: Any) -> Any:
         return self.as_sql(compiler, connection, template="UTC_TIMESTAMP(6)", **context)
@@ -54,20 +57,46 @@ class DatabaseClock(Func):
         return self.as_sql(compiler, connection, template=template, **context)
 
 
+class _Seconds(Func):
+    """From now until a time, or since one, as leases are judged."""
+
+    arity = 1
+    output_field = FloatField()
+    words = "until"
+
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, *_: Any, **__: Any) -> Any:
+        column, parameters = compiler.compile(self.get_source_expressions()[0])
+        sql: str = getattr(WORDS[connection.vendor], self.words)(column)
+        return sql.replace("%", "%%"), parameters
+
+
+class SecondsUntil(_Seconds):
+    """From now until a time."""
+
+
+class SecondsSince(_Seconds):
+    """Since a time."""
+
+    words = "since"
+
+
+_LIVING = Q(owner__isnull=False, expires_at__gt=F("clock")) & ~Q(owner="")
+_AT_RISK = Q(left__lt=F("ttl") / 2, age__gt=F("ttl") * 1.01 - F("left"))
+"""Half of the lease has passed without a renewal, of one that was renewed before."""
 STATES: dict[str, tuple[Any, Q]] = {
-    "held": (_("held"), Q(owner__isnull=False, expires_at__gt=F("clock")) & ~Q(owner="")),
-    "expired": (_("expired"), Q(owner__isnull=False, expires_at__lte=F("clock"))),
-    "closed": (_("closed"), Q(owner="", expires_at__gt=F("clock"))),
-    "free": (_("free"), Q(owner__isnull=True)),
+    "held": (pgettext_lazy("lock", "held"), _LIVING & ~_AT_RISK),
+    "at_risk": (pgettext_lazy("lock", "at risk"), _LIVING & _AT_RISK),
+    "expired": (pgettext_lazy("lock", "expired"), Q(owner__isnull=False, expires_at__lte=F("clock")) & ~Q(owner="")),
+    "closed": (pgettext_lazy("lock", "closed"), Q(owner="", expires_at__gt=F("clock"))),
+    "free": (pgettext_lazy("lock", "free"), Q(owner__isnull=True) | Q(owner="", expires_at__lte=F("clock"))),
 }
 """`closed`: given back, and kept closed for the rest of its `min_hold`."""
-AT_RISK = _("at risk")
 MANY = 10_000
 """Rows that a list counts, and has pages for; whoever has more searches."""
 
 
 class StateFilter(admin.SimpleListFilter):
-    """Held, expired, closed or free at this moment."""
+    """Held, at risk, expired, closed or free at this moment."""
 
     title = _("state")
     parameter_name = "state"
@@ -102,9 +131,7 @@ class HostFilter(admin.SimpleListFilter):
     parameter_name = "host"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        hosts = (
-            model_admin.get_queryset(request).filter(STATES["held"][1]).order_by("host").values_list("host", flat=True)
-        )
+        hosts = model_admin.get_queryset(request).filter(_LIVING).order_by("host").values_list("host", flat=True)
         return [(host, host) for host in hosts.distinct()[:50]]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Lock]) -> QuerySet[Lock]:
@@ -132,7 +159,7 @@ def _waiters() -> QuerySet[Waiter]:
 class LockAdmin(Inspector):
     """A read-only list: rows belong to the protocol."""
 
-    list_display = ("lock_key", "state", "holder", "held_for", "time_left", "waiters", "entries", "label")
+    list_display = ("lock_key", "state", "time_left", "waiters", "held_for", "label", "holder", "entries")
     list_filter = (StateFilter, WaitersFilter, HostFilter)
     search_fields = ("lock_key", "label", "host", "program", "celery_task_id")
     search_help_text = _("key, label, host, program or Celery task")
@@ -141,25 +168,19 @@ class LockAdmin(Inspector):
     actions = None
     paginator = BoundedPaginator
     show_full_result_count = False
-    fields = readonly_fields = (
-        "lock_key",
-        "state",
-        "label",
-        "held_for",
-        "time_left",
-        "asked_back",
-        "waiters",
-        "acquired",
-        "expires",
-        "ttl",
-        "entries",
-        "fence",
-        "host",
-        "pid",
-        "program",
-        "thread",
+    show_facets = admin.ShowFacets.NEVER  # they would count the whole table
+    fields = (
+        ("lock_key", "state"),
+        ("label", "asked_back"),
+        ("held_for", "time_left"),
+        ("acquired", "expires"),
+        ("waiters", "entries"),
+        ("life", "fence"),
+        ("host", "pid"),
+        ("program", "thread"),
         "celery_task_id",
     )
+    readonly_fields = tuple(flatten(fields))
 
     class Media:
         css = {"all": ("dblock/inspector.css",)}  # noqa: RUF012 - as Django has it
@@ -168,11 +189,13 @@ class LockAdmin(Inspector):
     def get_queryset(self, request: HttpRequest) -> QuerySet[Lock]:
         count = _waiters().order_by().values("lock_key").annotate(number=Count("*")).values("number")
         rows = super().get_queryset(request).using(default_alias()).annotate(clock=DatabaseClock())
+        rows = rows.alias(left=SecondsUntil("expires_at"), age=SecondsSince("acquired_at"))
         return rows.annotate(waiting=Coalesce(Subquery(count), 0))
 
     def lookup_allowed(self, lookup: str, value: Any, request: HttpRequest | None = None) -> bool:
-        """What the query string may filter by: the columns that are shown."""
-        return lookup.split(LOOKUP_SEP, maxsplit=1)[0] in _COLUMNS
+        """What the query string may filter by: columns that are shown, in ways that no database fails or hangs at."""
+        column, _sep, way = lookup.partition(LOOKUP_SEP)
+        return column in _COLUMNS and way in _WAYS and "\0" not in str(value)
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False
@@ -193,7 +216,11 @@ class LockAdmin(Inspector):
         row = self.get_object(request, key) if self.has_view_permission(request) else None
         context: dict[str, Any] = {}
         if row is not None:
+            events = drive(administration.events(store, key), store)
             context = {
+                "events": told(events),
+                "timeline": timeline(events, _holding(row)),
+                "blocking": drive(administration.blocking(store, key), store),
                 "is_held": bool(row.owner) and _state(row) != "free",
                 "may_revoke": self.may(request, "revoke"),
                 "may_force_release": self.may(request, "force_release"),
@@ -204,8 +231,7 @@ class LockAdmin(Inspector):
     @admin.display(description=_("state"))
     def state(self, row: Lock) -> SafeString:
         name = _state(row)
-        label = AT_RISK if name == "at_risk" else STATES[name][0]
-        return format_html('<span class="dblock-state" data-state="{}">{}</span>', name, label)
+        return format_html('<span class="dblock-state" data-state="{}">{}</span>', name, STATES[name][0])
 
     @admin.display(description=_("holder"), ordering="host")
     def holder(self, row: Lock) -> str:
@@ -218,7 +244,8 @@ class LockAdmin(Inspector):
 
     @admin.display(description=_("held for"), ordering="acquired_at")
     def held_for(self, row: Lock) -> str:
-        return "–" if _state(row) == "free" else span((_clock(row) - row.acquired_at).total_seconds())
+        until = min(_clock(row), row.expires_at)
+        return "–" if _state(row) == "free" else span((until - row.acquired_at).total_seconds())
 
     @admin.display(description=_("time left"), ordering="expires_at")
     def time_left(self, row: Lock) -> str:
@@ -242,6 +269,10 @@ class LockAdmin(Inspector):
     def entries(self, row: Lock) -> str:
         return str(row.count or "–")
 
+    @admin.display(description=_("time to live"), ordering="ttl")
+    def life(self, row: Lock) -> str:
+        return span(row.ttl)
+
     @admin.display(description=_("asked back"))
     def asked_back(self, row: Lock) -> str:
         return row.revocation if row.owner and row.revoked_fence == row.fence else "–"
@@ -256,9 +287,18 @@ class LockAdmin(Inspector):
 
 
 _COLUMNS = {
-    *("lock_key", "label", "host", "pid", "program", "thread", "celery_task_id", "fence", "ttl", "count"),
+    *("lock_key", "label", "host", "pid", "program", "thread", "celery_task_id", "fence", "count"),
     *("acquired_at", "expires_at", "state", "waiters"),
 }
+_WAYS = {"", "exact", "contains", "icontains", "startswith", "istartswith", "gt", "gte", "lt", "lte"}
+
+
+def _holding(row: Lock) -> tuple[Identity, int, float] | None:
+    """Who has it now, by which fence, and for how long."""
+    if not row.owner or _state(row) == "expired":
+        return None
+    who = Identity(row.host, row.pid, row.thread, row.program, row.celery_task_id)
+    return who, row.fence, (_clock(row) - row.acquired_at).total_seconds()
 
 
 def _moment(time: datetime) -> str:
@@ -277,7 +317,7 @@ def _state(row: Lock) -> str:
         return "free"
     left = (row.expires_at - _clock(row)).total_seconds()
     if left <= 0:
-        return "expired"
+        return "expired" if row.owner else "free"
     if not row.owner:
         return "closed"
     renewed = (row.expires_at - row.acquired_at).total_seconds() > row.ttl * 1.01

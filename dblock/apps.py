@@ -12,4 +12,6 @@ class DblockConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from dblock import checks  # noqa: F401, PLC0415 - registers them
+        from dblock import checks, conf  # noqa: F401, PLC0415 - registers them
+
+        conf.follow_history()

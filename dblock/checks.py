@@ -1,8 +1,12 @@
-"""System checks of the settings and of the database that the lock lives in."""
+"""System checks of the settings and of the database that the lock lives in; docs/operating.md has a table of them.
+
+Rule: silence is better than a false alarm. What only matters in production is for `check --deploy`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,24 +15,34 @@ from django.apps import AppConfig, apps
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Warning, register
 from django.core.exceptions import ImproperlyConfigured
-from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections
+from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import Model
 
 from dblock import conf
 from dblock.core.statements import DIALECTS
-from dblock.core.validation import valid_reaping, valid_retention, valid_slow_wait, valid_timeout, valid_ttl
+from dblock.core.validation import (
+    valid_history,
+    valid_reaping,
+    valid_retention,
+    valid_slow_wait,
+    valid_timeout,
+    valid_ttl,
+)
 
 
 @register("dblock")
 def check_settings(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
     """E001 unknown name, E002 bad value, E003 no such alias, E004 unsupported database, E006 no schemas there."""
     if not isinstance(conf.given(), dict):
-        return [Error("DBLOCK is not a dict.", hint="For example {'TTL': 30}.", id="dblock.E001")]
+        return [
+            Error("DBLOCK is not a dict.", hint="For example {'TTL': 30}. See docs/reference.md.", id="dblock.E001")
+        ]
     given = conf.given()
     found: list[CheckMessage] = [
         Error(
             f"DBLOCK has no setting {name!r}.",
-            hint=f"It knows {', '.join(sorted(conf.NAMES))}.",
+            hint=f"It knows {', '.join(sorted(conf.NAMES))}. See docs/reference.md.",
             id="dblock.E001",
         )
         for name in given
@@ -45,19 +59,27 @@ def check_settings(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Ch
             if name in given:
                 valid(given[name])
         except (TypeError, ValueError) as error:
-            found.append(Error(f"DBLOCK[{name!r}]: {error}.", hint="Seconds or a timedelta.", id="dblock.E002"))
+            hint = "Seconds or a timedelta. See docs/reference.md."
+            found.append(Error(f"DBLOCK[{name!r}]: {error}.", hint=hint, id="dblock.E002"))
     try:
         valid_reaping(given.get("REAP_EVERY"), 0, "DBLOCK['REAP_EVERY']")
     except (TypeError, ValueError) as error:
-        found.append(Error(f"{error}.", hint="Seconds or a timedelta, or None for never.", id="dblock.E002"))
+        hint = "Seconds or a timedelta, or None for never. See docs/operating.md."
+        found.append(Error(f"{error}.", hint=hint, id="dblock.E002"))
+    try:
+        valid_history(given.get("HISTORY", 0), "DBLOCK['HISTORY']")
+    except (TypeError, ValueError) as error:
+        hint = "For example 10000; 0 for none. See docs/operating.md."
+        found.append(Error(f"{error}.", hint=hint, id="dblock.E002"))
     if not isinstance(given.get("LISTEN", True), bool):
-        found.append(Error("DBLOCK['LISTEN'] is neither True nor False.", hint="A bool.", id="dblock.E002"))
+        hint = "A bool. See docs/reference.md."
+        found.append(Error("DBLOCK['LISTEN'] is neither True nor False.", hint=hint, id="dblock.E002"))
     alias = given.get("USING")
     if alias is not None and alias not in connections:
-        hint = f"DATABASES has {', '.join(sorted(connections))}."
+        hint = f"DATABASES has {', '.join(sorted(connections))}. See docs/reference.md."
         found.append(Error(f"DBLOCK['USING'] names no database: {alias!r}.", hint=hint, id="dblock.E003"))
     elif alias is not None and connections[alias].vendor not in DIALECTS:
-        hint = "The lock needs PostgreSQL, MySQL, MariaDB or SQLite."
+        hint = "The lock needs PostgreSQL, MySQL, MariaDB or SQLite. See docs/databases.md."
         found.append(Error(f"DBLOCK['USING'] is {connections[alias].display_name}.", hint=hint, id="dblock.E004"))
     return found + _check_names(given)
 
@@ -69,29 +91,96 @@ def _check_names(given: dict[str, Any]) -> list[CheckMessage]:
     try:
         schema = conf.tables().schema
     except ImproperlyConfigured as error:
-        return [Error(f"{error}.", hint="A plain name, such as 'dblock_'.", id="dblock.E002")]
+        return [Error(f"{error}.", hint="A plain name, such as 'dblock_'. See docs/databases.md.", id="dblock.E002")]
     if not schema or (given.get("USING") or DEFAULT_DB_ALIAS) not in connections:
         return []
     connection = connections[default_alias()]
     if connection.vendor == "postgresql":
         return []
-    hint = "Choose TABLE_PREFIX, or on MySQL an alias of its own (USING) with another NAME."
+    hint = "Choose TABLE_PREFIX, or on MySQL an alias of its own (USING) with another NAME. See docs/databases.md."
     text = f"DBLOCK['SCHEMA'] is for PostgreSQL, and the locks' database is {connection.display_name}."
     return [Error(text, hint=hint, id="dblock.E006")]
 
 
 @register("dblock")
 def check_transactions(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
-    """W002: transactions that `release="auto"` cannot see."""
-    return [
+    """W002: transactions that `release="auto"` cannot see. W007: snapshots that are older than any lock of a view."""
+    found: list[CheckMessage] = [
         Warning(
             f"Database {alias!r} has AUTOCOMMIT off, so that its transactions are not atomic() blocks.",
-            hint='A lock with release="auto" is given back before they end: commit before you leave it.',
+            hint='A lock with release="auto" is given back before they end: commit before you leave it. '
+            "See docs/transactions.md.",
             id="dblock.W002",
         )
         for alias in connections
         if not connections[alias].settings_dict["AUTOCOMMIT"]
     ]
+    return found + [
+        Warning(
+            f"ATOMIC_REQUESTS of database {alias!r} begins a transaction before the view takes a lock, and under its "
+            "isolation level that may not see what the lock's holder before has written.",
+            hint="Set OPTIONS['isolation_level'] = 'read committed', which is Django's default, or take views with "
+            "locks out of it (transaction.non_atomic_requests). See docs/transactions.md.",
+            id="dblock.W007",
+        )
+        for alias in connections
+        if connections[alias].settings_dict["ATOMIC_REQUESTS"] and _keeps_snapshots(connections[alias])
+    ]
+
+
+def _keeps_snapshots(connection: BaseDatabaseWrapper) -> bool:
+    """May a transaction overwrite what it does not see? PostgreSQL refuses that."""
+    level = connection.settings_dict["OPTIONS"].get("isolation_level")
+    return connection.vendor == "mysql" and str(level).lower() == "repeatable read"
+
+
+@register("dblock")
+def check_writable(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
+    """E007: sessions of the locks' database that may only read."""
+    connection = _locks_connection()
+    if connection is None or not _READ_ONLY[connection.vendor](connection.settings_dict):
+        return []
+    text = f"The locks live in database {connection.alias!r}, whose settings have it opened for reading only."
+    hint = "Name an alias of the primary in DBLOCK['USING'], or change its NAME and OPTIONS. See docs/databases.md."
+    return [Error(text, hint=hint, id="dblock.E007")]
+
+
+def _reads_postgresql(settings: dict[str, Any]) -> bool:
+    given = re.findall(r"default_transaction_read_only\s*=\s*'?(\w+)", str(settings["OPTIONS"].get("options", "")))
+    return (bool(given) and given[-1].lower() in _TRUE) or settings["OPTIONS"].get("target_session_attrs") in {
+        "read-only",
+        "standby",
+    }
+
+
+def _reads_mysql(settings: dict[str, Any]) -> bool:
+    command = str(settings["OPTIONS"].get("init_command", "")).lower()
+    given = re.findall(r"\b(?:transaction|tx)_read_only\s*=\s*'?(\w+)", command)
+    return bool(given and given[-1] in _TRUE) or bool(re.search(r"\bsession transaction\b[^;]*\bread only\b", command))
+
+
+def _reads_sqlite(settings: dict[str, Any]) -> bool:
+    return bool(re.match(r"file:.*[?&](mode=ro|immutable=1)(&|$)", str(settings["NAME"])))
+
+
+_TRUE = frozenset({"on", "true", "yes", "1", "t", "y"})
+_READ_ONLY: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "postgresql": _reads_postgresql,
+    "mysql": _reads_mysql,
+    "sqlite": _reads_sqlite,
+}
+
+
+def _locks_connection() -> BaseDatabaseWrapper | None:
+    """Where the locks live; None if the settings do not say so, which is told elsewhere."""
+    from dblock.locks import default_alias  # noqa: PLC0415 - needs the settings
+
+    if not isinstance(conf.given(), dict):
+        return None
+    if conf.given().get("USING") is not None and conf.given()["USING"] not in connections:
+        return None
+    connection = connections[default_alias()]
+    return connection if connection.vendor in DIALECTS else None
 
 
 @register("dblock")
@@ -99,7 +188,7 @@ def check_routers(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Che
     """W003: database routers, which might send two processes to two databases."""
     if not settings.DATABASE_ROUTERS or not isinstance(conf.given(), dict) or conf.given().get("USING") is not None:
         return []
-    hint = "Each process asks them once. Name the database of the locks in DBLOCK['USING']."
+    hint = "Each process asks them once. Name the database of the locks in DBLOCK['USING']. See docs/connections.md."
     return [Warning("DATABASE_ROUTERS choose the database that locks live in.", hint=hint, id="dblock.W003")]
 
 
@@ -111,9 +200,53 @@ def check_reaping(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Che
     text = "No schedule is known to have the task dblock.reap_expired, and rows of keys that nobody uses stay."
     hint = (
         "Add dblock.celery.beat_schedule() to Celery's, or run manage.py dblock schedule-reaper; or set "
-        "DBLOCK['REAP_EVERY']; or have dblock.reap() called by cron, and silence this."
+        "DBLOCK['REAP_EVERY']; or have dblock.reap() called by cron, and silence this. See docs/operating.md."
     )
     return [Warning(text, hint=hint, id="dblock.W005")]
+
+
+@register("dblock", deploy=True)
+def check_deployment(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
+    """What is fine on a desk. W006 a pooler and LISTEN, W008 locks in memory, W009 a life that is no lease's."""
+    connection = _locks_connection()
+    if connection is None:
+        return []
+    found: list[CheckMessage] = []
+    pooled = connection.vendor == "postgresql" and connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
+    if pooled and conf.settings().LISTEN is True:
+        text = (
+            f"Database {connection.alias!r} seems to be behind a pooler in transaction mode "
+            "(DISABLE_SERVER_SIDE_CURSORS), which does not call those who wait for a lock: they look now and then."
+        )
+        hint = (
+            "Set DBLOCK['LISTEN'] = False if that will do, or have DBLOCK['USING'] name an alias that connects "
+            "directly. See docs/connections.md."
+        )
+        found.append(Warning(text, hint=hint, id="dblock.W006"))
+    if connection.vendor == "sqlite" and connection.is_in_memory_db():  # type: ignore[attr-defined]
+        text = f"The locks live in memory (database {connection.alias!r}): no other process sees them."
+        hint = "Let them live in a database that all processes share: DBLOCK['USING']. See docs/databases.md."
+        found.append(Warning(text, hint=hint, id="dblock.W008"))
+    with contextlib.suppress(TypeError, ValueError):  # E002
+        ttl = valid_ttl(conf.settings().TTL)
+        if not LEAST_TTL <= ttl <= MOST_TTL:
+            text = f"DBLOCK['TTL'] is {ttl:g} s: " + (
+                "a process that pauses for as long loses all its locks."
+                if ttl < LEAST_TTL
+                else "when a process dies, its keys stay closed for as long."
+            )
+            hint = (
+                "It is no limit of the work: as long as that lasts leases are renewed. The default of 30 s suits most. "
+                "See docs/guarantees.md."
+            )
+            found.append(Warning(text, hint=hint, id="dblock.W009"))
+    return found
+
+
+LEAST_TTL = 2.0
+"""Seconds; a renewal may then be late by one, as a busy machine or a long garbage collection may have it."""
+MOST_TTL = 3600.0
+"""Seconds; somebody will have freed the key by hand before that."""
 
 
 def _is_reaped() -> bool:
@@ -135,20 +268,13 @@ def _is_reaped() -> bool:
 def check_databases(
     app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **_: Any
 ) -> list[CheckMessage]:
-    """E005: tables of those names that are not ours.
+    """E005: tables of those names that are not ours. E008: none, and routers that keep migrate from making them.
 
     W001: a SQLite file without write-ahead log, where each commit waits for the disk and readers block writers.
     W004: one where a transaction that has read may find that it cannot write any more.
     """
-    from dblock.locks import default_alias  # noqa: PLC0415 - needs the settings
-
-    if not isinstance(conf.given(), dict):
-        return []
-    if conf.given().get("USING") is not None and conf.given()["USING"] not in connections:
-        return []
-    alias = default_alias()
-    connection = connections[alias]
-    if alias not in (databases or ()):
+    connection = _locks_connection()
+    if connection is None or connection.alias not in (databases or ()):
         return []
     found = _strangers(connection)
     if connection.vendor == "sqlite" and not connection.is_in_memory_db():  # type: ignore[attr-defined]
@@ -158,7 +284,10 @@ def check_databases(
 
 def _check_file(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
     found: list[CheckMessage] = []
-    hint = "Add OPTIONS={'init_command': 'PRAGMA journal_mode=WAL', 'transaction_mode': 'IMMEDIATE'}."
+    hint = (
+        "Add OPTIONS={'init_command': 'PRAGMA journal_mode=WAL', 'transaction_mode': 'IMMEDIATE'}. "
+        "See docs/transactions.md."
+    )
     with connection.cursor() as cursor:
         cursor.execute("PRAGMA journal_mode")
         wal = cursor.fetchone()[0] == "wal"
@@ -174,6 +303,19 @@ def _check_file(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
     return found
 
 
+def _check_migrated(model: type[Model], alias: str) -> list[CheckMessage]:
+    if router.allow_migrate_model(alias, model):
+        return []
+    text = (
+        f"Database {alias!r} has no table `{model._meta.db_table}`, and DATABASE_ROUTERS keep migrate from making it."
+    )
+    hint = (
+        "Let allow_migrate() return None or True for the app 'dblock' there, or make the tables by "
+        "`manage.py dblock schema`. See docs/databases.md."
+    )
+    return [Error(text, hint=hint, id="dblock.E008")]
+
+
 def _strangers(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
     """Tables of our names without our columns; not in a schema of our own, where nobody else's are."""
     from dblock.models import Lock, Waiter  # noqa: PLC0415 - needs the app registry
@@ -181,8 +323,10 @@ def _strangers(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
     found: list[CheckMessage] = []
     with connection.cursor() as cursor:
         there = connection.introspection.table_names(cursor)
-        for table in (Lock._meta.db_table, Waiter._meta.db_table):
+        for model in (Lock, Waiter):
+            table = model._meta.db_table
             if table not in there:
+                found += _check_migrated(model, connection.alias)
                 continue
             try:
                 columns = {column.name for column in connection.introspection.get_table_description(cursor, table)}
@@ -190,6 +334,9 @@ def _strangers(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
                 columns = set()
             if not {"lock_key", "owner", "expires_at"} <= columns:
                 text = f"The table `{table}` in database {connection.alias!r} is another application's."
-                hint = "Give dblock's tables other names with DBLOCK['TABLE_PREFIX'] or DBLOCK['SCHEMA']."
+                hint = (
+                    "Give dblock's tables other names with DBLOCK['TABLE_PREFIX'] or DBLOCK['SCHEMA']. "
+                    "See docs/databases.md."
+                )
                 found.append(Error(text, hint=hint, id="dblock.E005"))
     return found

@@ -88,7 +88,7 @@ def answered(options: argparse.Namespace, desk: Desk) -> int:
 def _desk(options: argparse.Namespace) -> Iterator[Desk]:
     try:
         from sqlalchemy import create_engine  # noqa: PLC0415 - of the extra `cli`
-        from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415
+        from sqlalchemy.exc import ArgumentError, SQLAlchemyError  # noqa: PLC0415
 
         from sqlalchemy_dblock import db_lock, metadata_for  # noqa: PLC0415
         from sqlalchemy_dblock.store import store_for  # noqa: PLC0415
@@ -97,10 +97,16 @@ def _desk(options: argparse.Namespace) -> Iterator[Desk]:
     names = {"dblock_prefix": options.prefix, "dblock_schema": options.schema or None}
     try:
         engine = create_engine(options.url, execution_options={name: value for name, value in names.items() if value})
+        if engine.dialect.is_async:
+            raise ValueError(
+                f"{engine.dialect.driver} is a driver for asyncio: name another one, postgresql+psycopg://..., say"
+            )
         metadata = metadata_for(options.prefix, options.schema or None)
         store = store_for(engine)
     except ModuleNotFoundError as error:
         raise SystemExit(f"dblock: {error}: the driver of {options.url.partition(':')[0]} is not installed") from None
+    except ArgumentError as error:
+        raise ValueError(f"no URL as SQLAlchemy wants it, postgresql+psycopg://user@host/name: {error}") from None
     try:
         yield Desk(
             store,

@@ -15,7 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
 from dblock.core.statements.base import Tables
-from dblock.core.validation import valid_reaping, valid_tables
+from dblock.core.validation import valid_history, valid_reaping, valid_tables
 from dblock.core.values import Seconds
 
 
@@ -35,6 +35,8 @@ class Settings:
     """Seconds after which, as a rule, a process that takes locks reaps in the background; None: others see to it."""
     SLOW_WAIT: Seconds | None = 5.0
     """Seconds from which a wait is logged, None for never, unless db_lock() is told otherwise."""
+    HISTORY: int = 0
+    """Events of keys that are kept in `lock_events`, some; 0: this process writes none down."""
     LISTEN: bool = True
     """May PostgreSQL call waiters with NOTIFY? It takes one connection for each process in which somebody waits."""
     TABLE_PREFIX: str = ""
@@ -71,6 +73,11 @@ def reaping() -> tuple[float, float] | None:
     return valid_reaping(settings().REAP_EVERY, settings().RETENTION, "DBLOCK['REAP_EVERY']")
 
 
+def history() -> int:
+    """How many events are kept. Raises TypeError or ValueError for what is no such number."""
+    return valid_history(settings().HISTORY, "DBLOCK['HISTORY']")
+
+
 def tables() -> Tables:
     """What the tables are called. Raises ImproperlyConfigured for what is no name."""
     try:
@@ -79,9 +86,18 @@ def tables() -> Tables:
         raise ImproperlyConfigured(f"DBLOCK['TABLE_PREFIX'], DBLOCK['SCHEMA']: {error}") from None
 
 
+def follow_history() -> None:
+    """Have what happens noted, if a history is to be kept."""
+    if django_settings.configured and settings().HISTORY:
+        from dblock.core.face import observing  # noqa: PLC0415 - off by default
+
+        observing.record()
+
+
 def _changed(*, setting: str, **_: object) -> None:
     if setting == "DBLOCK":
         settings.cache_clear()
+        follow_history()
 
 
 setting_changed.connect(_changed, dispatch_uid="dblock.conf")

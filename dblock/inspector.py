@@ -1,4 +1,4 @@
-"""What the lock inspector in the admin can do: end a tenure, ask for it back, tidy up, and show who waits.
+"""What the lock inspector in the admin can do: end a tenure, ask for it back, tidy up; show who waits, what happened.
 
 Rule: each is a page of its own that says what will happen, has a permission of its own, changes something by POST only,
 and names the tenure that was shown by its fence: a successor is never touched.
@@ -6,6 +6,7 @@ and names the tenure that was shown by its fence: a successor is never touched.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from django.urls import URLPattern, path, reverse
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
-from dblock.commands.console import span
 from dblock.core.errors import InvalidKey, LockError
 from dblock.core.face import administration
 from dblock.core.face.administration import WaiterInfo
@@ -29,6 +29,8 @@ from dblock.core.validation import TEXT_LENGTH, valid_key
 from dblock.locks import default_alias, reap
 from dblock.models import Lock
 from dblock.store import DjangoStore, store_for
+from dblock.timeline import told
+from dblock.wording import named, span
 
 if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Lock]
@@ -36,6 +38,8 @@ else:
     _ModelAdmin = admin.ModelAdmin
 
 End = Callable[[Any, str, int, str], Steps[bool]]
+REQUEST = 3.0
+"""Seconds for which a request waits until all is tidied up."""
 SHOWN = 200
 """Waiters on one page."""
 
@@ -65,6 +69,7 @@ class Inspector(_ModelAdmin):
 
         return [
             page("waiters/", "waiters", self.waiters_view),
+            page("events/", "events", self.events_view),
             page("reap/", "reap", self.reap_view),
             page("<path:object_id>/release/", "release", self.release_view),
             page("<path:object_id>/revoke/", "revoke", self.revoke_view),
@@ -172,11 +177,18 @@ class Inspector(_ModelAdmin):
         self._demand(request, "reap")
         back = reverse("admin:dblock_lock_changelist")
         if request.method == "POST":
-            try:
-                count = reap()
-            except LockError as error:
-                messages.error(request, str(error))
+            reaping = Reaping()
+            if store_for(default_alias()).renewable:
+                reaping.start()
+                reaping.join(REQUEST)
             else:
+                reaping.run()
+            if reaping.error is not None:
+                messages.error(request, str(reaping.error))
+            elif reaping.count is None:
+                messages.success(request, _("There is much to tidy up: it goes on in the background."))
+            else:
+                count = reaping.count
                 messages.success(request, ngettext("%d row was deleted.", "%d rows were deleted.", count) % count)
             return HttpResponseRedirect(back)
         return self._page(
@@ -198,9 +210,34 @@ class Inspector(_ModelAdmin):
         more = SHOWN if len(found) > SHOWN else 0
         return self._page(request, "waiters", _("Who waits"), waiters=queue(found[:SHOWN]), more=more)
 
+    def events_view(self, request: HttpRequest) -> HttpResponse:
+        """What happened last, to whatever key, where a history is kept."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        store = store_for(default_alias())
+        found = drive(administration.all_events(store, SHOWN), store)
+        return self._page(request, "history", _("What happened"), events=told(found))
+
+
+class Reaping(threading.Thread):
+    """Tidying up, which takes minutes where there is much to do."""
+
+    def __init__(self) -> None:
+        super().__init__(name="dblock reaper", daemon=True)
+        self.count: int | None = None
+        """Of the rows that were deleted, once it is done."""
+        self.error: LockError | None = None
+
+    def run(self) -> None:
+        try:
+            self.count = reap()
+        except LockError as error:
+            self.error = error
+
 
 def queue(waiters: list[WaiterInfo]) -> list[dict[str, Any]]:
     """As the templates show it."""
     return [
-        {"key": each.key, "waiting": span(each.age), "identity": each.identity, "label": each.label} for each in waiters
+        {"key": each.key, "waiting": span(each.age), "identity": named(each.identity), "label": each.label}
+        for each in waiters
     ]

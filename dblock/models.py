@@ -1,4 +1,7 @@
-"""The tables `locks` and `lock_waiters` as Django models, for reading: only the protocol's statements write them."""
+"""The tables `locks`, `lock_waiters` and `lock_events` as Django models, for reading.
+
+Only the protocol's statements write them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ else:
 
 
 def table(name: str) -> str:
-    """The name of `locks` or `lock_waiters` as Django is to know it; with a schema it is quoted, and left as it is."""
+    """The name of `locks`, say, as Django is to know it; with a schema it is quoted, and left as it is."""
     try:
         tables = conf.tables()
     except ImproperlyConfigured:  # which a system check tells, and whoever takes a lock
@@ -145,3 +148,29 @@ class Waiter(_Row):
 
     def __str__(self) -> str:
         return f"{self.lock_key} ({self.ticket})"
+
+
+class LockEvent(_Row):
+    """Something that happened to a key, where a history is kept; see `dblock.core.watchdog.history`."""
+
+    id = models.BigAutoField(primary_key=True)
+    lock_key = ExactCharField(_("key"), max_length=255)
+    kind = ExactCharField(_("what happened"), max_length=64)
+    fence = models.BigIntegerField(_("fence"))
+    seconds = models.FloatField(_("how long"))
+    detail = ExactCharField(_("detail"), max_length=255)
+    label = ExactCharField(_("label"), max_length=255)
+    host = ExactCharField(_("host"), max_length=255)
+    pid = models.IntegerField(_("process"))
+    thread = ExactCharField(_("thread or task"), max_length=255)
+    program = ExactCharField(_("program"), max_length=255)
+    celery_task_id = ExactCharField(_("Celery task"), max_length=255)
+    happened_at = models.DateTimeField(_("happened at"))
+
+    class Meta:
+        db_table = table("lock_events")
+        verbose_name = _("lock event")
+        verbose_name_plural = _("lock events")
+
+    def __str__(self) -> str:
+        return f"{self.lock_key} {self.kind} ({self.fence})"

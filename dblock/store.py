@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from asgiref.sync import sync_to_async
@@ -30,6 +31,7 @@ from dblock.drivers.listening import psycopg_subscription
 
 if TYPE_CHECKING:
     from dblock.core.wakeup.listener import Subscription
+    from dblock.core.wakeup.registry import Wakeups
 
 
 class DjangoStore(BaseStore):
@@ -49,7 +51,8 @@ class DjangoStore(BaseStore):
             raise UnsupportedDatabase(
                 f"database {alias!r} is {vendor}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite"
             )
-        tables, _ = conf.tables(), conf.reaping()  # what is wrong with them is said here, not in the background
+        tables = conf.tables()
+        _ = conf.reaping(), conf.history()  # what is wrong with them is said here, not in the background
         if tables.schema and vendor != "postgresql":
             raise UnsupportedDatabase(
                 f"DBLOCK['SCHEMA'] is for PostgreSQL, and database {alias!r} is {connection.display_name}"
@@ -80,15 +83,30 @@ class DjangoStore(BaseStore):
         return conf.reaping()
 
     @property
+    def history(self) -> int:
+        """By the settings."""
+        most = conf.settings().HISTORY
+        return most if most and self.renewable else 0
+
+    @property
     def renewable(self) -> bool:
         """A database in memory may be another one in another thread; and its tables are locked during transactions."""
         connection = connections[self._alias]
         return connection.vendor != "sqlite" or not connection.is_in_memory_db()  # type: ignore[attr-defined]
 
-    def subscribe(self, channel: str) -> Subscription | None:
+    def subscribe(self, channel: str, wakeups: Wakeups) -> Subscription | None:
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
         if not conf.settings().LISTEN:
             return None
+        if self.database.dialect.queue.hear is not None and isinstance(self._source, DjangoPool):
+            from dblock.core.face.bell import hang_up  # noqa: PLC0415 - only where somebody waits
+
+            apart = self._source.open_apart()
+            try:
+                return hang_up(self, apart, partial(self._source.terminate, apart), channel, wakeups)
+            except BaseException:
+                self._source.terminate(apart)
+                raise
         connection = own_wrapper(self._alias)
         try:
             connection.ensure_connection()

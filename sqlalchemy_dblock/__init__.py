@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dblock.core.events import Event, Kind
     from dblock.core.face.observing import observe
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
-    from sqlalchemy_dblock.table import lock_waiters, locks, metadata, metadata_for
+    from sqlalchemy_dblock.table import lock_events, lock_waiters, locks, metadata, metadata_for
 
 __all__ = [
     "AsyncLock",
@@ -65,6 +65,7 @@ __all__ = [
     "check_sequencer",
     "db_lock",
     "fenced_update",
+    "lock_events",
     "lock_waiters",
     "locks",
     "metadata",
@@ -79,7 +80,7 @@ if not TYPE_CHECKING:  # a type checker is to know every name
 
     def __getattr__(name: str) -> Any:
         """What loads much of SQLAlchemy, when asked for: the dialects of three databases, the ORM; or what few need."""
-        if name in {"lock_waiters", "locks", "metadata", "metadata_for"}:
+        if name in {"lock_events", "lock_waiters", "locks", "metadata", "metadata_for"}:
             from sqlalchemy_dblock import table as home  # noqa: PLC0415
         elif name in {"FencedMixin", "fenced_update"}:
             from sqlalchemy_dblock import fences as home  # noqa: PLC0415

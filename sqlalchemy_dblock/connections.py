@@ -157,12 +157,6 @@ class EnginePool(AutocommitPool):
         """Sleep there."""
         rest(seconds, self._dialect)
 
-    def open_apart(self) -> PooledConnection:
-        """A connection that is never given back."""
-        connection = PooledConnection(loop=self.loop())
-        self.open(connection)
-        return connection
-
 
 def _hang_up(driver: Any) -> Callable[[], object]:
     """What closes an asynchronous connection to a server at once: psycopg's; asyncpg's, aiomysql's, asyncmy's."""

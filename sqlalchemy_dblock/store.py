@@ -26,8 +26,9 @@ from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Tables
-from dblock.core.validation import valid_reaping, valid_tables
+from dblock.core.validation import valid_history, valid_reaping, valid_tables
 from dblock.core.wakeup.listener import Subscription
+from dblock.core.wakeup.registry import Wakeups
 from sqlalchemy_dblock.connections import EnginePool, InMemory, is_in_memory, rest
 
 INSTEAD = "use the lock of an AsyncEngine, or a thread (asyncio.to_thread)"
@@ -70,6 +71,12 @@ class EngineStore(BaseStore):
             raise TypeError(f"the execution option dblock_listen is True or False, not {self._listens!r}")
         self.retention = options.get("dblock_retention", 3600.0)
         self.reaping = valid_reaping(options.get("dblock_reap_every"), self.retention, "dblock_reap_every")
+        history = valid_history(options.get("dblock_history", 0), "the execution option dblock_history")
+        self.history = history if self.renewable else 0
+        if self.history:
+            from dblock.core.face import observing  # noqa: PLC0415 - off by default
+
+            observing.record()
         self._tasks: set[asyncio.Task[None]] = set()
         self._paramstyle = "named" if name == "sqlite" else _paramstyle(engine.dialect.paramstyle)
         self._errors = (engine.dialect.loaded_dbapi.Error, OSError, *_untranslated(engine.dialect.driver))
@@ -87,16 +94,21 @@ class EngineStore(BaseStore):
 
         return answered
 
-    def subscribe(self, channel: str) -> Subscription | None:
+    def subscribe(self, channel: str, wakeups: Wakeups) -> Subscription | None:
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
         from sqlalchemy_dblock.listening import SUBSCRIPTIONS  # noqa: PLC0415 - only where somebody waits
 
         make = SUBSCRIPTIONS.get((self._driver, self.asynchronous))
-        if make is None or not self._listens or not isinstance(self._source, EnginePool):
+        rings = self.database.dialect.queue.hear is not None
+        if not (make or rings) or not self._listens or not isinstance(self._source, EnginePool):
             return None
         connection = self._source.open_apart()
         close = partial(self._source.terminate, connection)
         try:
+            if make is None:
+                from dblock.core.face.bell import hang_up  # noqa: PLC0415 - on databases that have one
+
+                return hang_up(self, connection, close, channel, wakeups)
             return make(connection.raw.driver_connection if self.asynchronous else connection.raw, channel, close)
         except BaseException:
             close()

@@ -1,14 +1,28 @@
-"""The tables `locks` and `lock_waiters` for SQLAlchemy and Alembic: the same as the Django migration's.
+"""The tables `locks`, `lock_waiters` and `lock_events` for SQLAlchemy and Alembic: the same as the Django migration's.
 
-Rule: only the protocol's statements write it. And only SQLAlchemy's own types and options describe it, since these are
-what Alembic can write into a migration.
+Rule: only the protocol's statements write them. And only SQLAlchemy's own types and options describe them, since these
+are what Alembic can write into a migration.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import DDL, BigInteger, Column, DateTime, Double, Index, Integer, MetaData, String, Table, event, text
+from sqlalchemy import (
+    DDL,
+    BigInteger,
+    Column,
+    DateTime,
+    Double,
+    Identity,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    event,
+    text,
+)
 from sqlalchemy.dialects import mysql, sqlite
 from sqlalchemy.dialects.postgresql.base import PGDialect
 from sqlalchemy.types import TypeEngine
@@ -43,7 +57,7 @@ _ROOM: dict[str, Any] = next(({f"postgresql_{name}": way} for name, way in _WAYS
 
 
 def metadata_for(prefix: str = "", schema: str | None = None) -> MetaData:
-    """Both tables under names of your own: `prefix` stands before theirs and their indexes', `schema` is their place.
+    """The tables under names of your own: `prefix` stands before theirs and their indexes', `schema` is their place.
 
     The engines whose locks live there say so too: `create_engine(..., execution_options={"dblock_prefix": prefix,
     "dblock_schema": schema})`. The schema (in MySQL's words: the database) is there already. Raises TypeError or
@@ -57,6 +71,7 @@ def metadata_for(prefix: str = "", schema: str | None = None) -> MetaData:
         for table in made.tables.values():
             make_room = DDL("ALTER TABLE %(fullname)s SET (fillfactor = 50)").execute_if(dialect="postgresql")  # type: ignore[no-untyped-call]
             event.listen(table, "after_create", make_room)
+    _add_lock_events(made, prefix)
     return made
 
 
@@ -112,6 +127,29 @@ def _add_lock_waiters(made: MetaData, prefix: str) -> None:
     )
 
 
+def _add_lock_events(made: MetaData, prefix: str) -> None:
+    _ = Table(
+        f"{prefix}lock_events",
+        made,
+        Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(), primary_key=True),
+        Column("lock_key", _exact(255), nullable=False),
+        Column("kind", _exact(64), nullable=False),
+        Column("fence", BigInteger, nullable=False),
+        Column("seconds", _seconds, nullable=False),
+        Column("detail", _exact(255), nullable=False),
+        Column("label", _exact(255), nullable=False),
+        Column("host", _exact(255), nullable=False),
+        Column("pid", Integer, nullable=False),
+        Column("thread", _exact(255), nullable=False),
+        Column("program", _exact(255), nullable=False),
+        Column("celery_task_id", _exact(255), nullable=False),
+        Column("happened_at", _moment, nullable=False),
+        Index(f"{prefix}lock_events_of_key", "lock_key", "id"),
+        sqlite_autoincrement=True,
+        **_INNODB,
+    )
+
+
 metadata = metadata_for()
 """For `metadata.create_all(engine)`, or in Alembic's `target_metadata`."""
 
@@ -119,3 +157,5 @@ locks = metadata.tables["locks"]
 """A key's row; read it with SQLAlchemy, but leave writing to the protocol."""
 lock_waiters = metadata.tables["lock_waiters"]
 """A place in the queue of a key."""
+lock_events = metadata.tables["lock_events"]
+"""What happened to keys, where a history is kept."""

@@ -42,6 +42,7 @@ if os.environ.get("DBLOCK_TEST_WORKER") != _worker:  # else this is a process th
     remove_leftovers(Server.base or tempfile.gettempdir())
     _directory = tempfile.TemporaryDirectory(prefix=f"dblock-tests-{os.getpid()}-", dir=Server.base)
     os.environ["DBLOCK_TEST_SQLITE"] = f"{_directory.name}/locks.sqlite3"
+    Server.new = Path(os.environ.setdefault("DBLOCK_NEW_SERVERS", _directory.name))  # the first process's, for all
     for _name in SERVERS:
         for _kind in ("PORT", "WIRE"):
             os.environ[f"DBLOCK_TEST_{_name.upper()}_{_kind}"] = str(free_port())
@@ -81,6 +82,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items if POOLER else ():
         if item.get_closest_marker("direct"):
             item.add_marker(pytest.mark.skip("not through PgBouncer"))
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: the many tests that collect garbage need not look through it."""
+    _ = gc.collect()
+    gc.freeze()
 
 
 def pytest_configure() -> None:
@@ -245,8 +252,8 @@ def ready(request: pytest.FixtureRequest, database: str) -> str:
     if POOLER and database != "postgresql":
         pytest.skip("not through PgBouncer")
     request.getfixturevalue(database)
-    run(database, "DELETE FROM locks")
-    run(database, "DELETE FROM lock_waiters")
+    for table in ("locks", "lock_waiters", "lock_events"):
+        run(database, f"DELETE FROM {table}")
     return database
 
 
@@ -267,6 +274,16 @@ def observer(database: str) -> Engine:
 
 
 _observers: dict[str, Engine] = {}
+_of_parents: list[dict[str, Engine]] = []
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: these sessions are the parent's, to be neither used nor closed."""
+    _of_parents.append(dict(_observers))
+    _observers.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _migrate(alias: str) -> None:

@@ -1,13 +1,14 @@
-"""What a worker says at its start about settings that do not go together with locks.
+"""What a worker says at its start, and `dblock doctor`, about settings that do not go together with locks.
 
 Rule: it warns and goes on: which of them matters, its operator knows.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from celery import signals
+from celery import current_app, signals
+from celery.app.utils import find_app
 from celery.backends.base import DisabledBackend
 
 from dblock.celery.running import spec_of
@@ -16,36 +17,59 @@ from dblock.core.log import warn
 from dblock.core.validation import valid_ttl
 
 
-def problems(app: Any) -> list[str]:
-    """In sentences, those of each locked task and those of the app."""
+class Problem(NamedTuple):
+    """In a sentence, and what mends it in another one."""
+
+    text: str
+    hint: str
+
+
+def app_of(name: str | None) -> Any:
+    """The app that `celery -A name` would be given, the current one by default, with the tasks that a worker has."""
+    app = current_app._get_current_object() if name is None else find_app(name)
+    app.loader.import_default_modules()
+    return app
+
+
+def problems(app: Any) -> list[Problem]:
+    """Those of each locked task and those of the app."""
     specs = {task.name: (task, spec) for task in app.tasks.values() if (spec := spec_of(task)) is not None}
-    found = [text for task, spec in specs.values() for text in _of_task(app, task, spec)]
+    found = [problem for task, spec in specs.values() for problem in _of_task(app, task, spec)]
     visible = (app.conf.broker_transport_options or {}).get("visibility_timeout")
     limits = [limit for task, _ in specs.values() if (limit := _limit(app, task)) is not None]
     if visible is not None and limits and visible < max(limits):
-        found.append(
+        text = (
             f"the broker delivers a message again after {visible:g} s (visibility_timeout), and tasks may run for "
             f"{max(limits):g} s (time_limit): such a task is run again, once its first run has ended"
         )
+        found.append(Problem(text, f"broker_transport_options = {{'visibility_timeout': {2 * max(limits):g}}}"))
     return found
 
 
-def _of_task(app: Any, task: Any, spec: Spec) -> list[str]:
+def _of_task(app: Any, task: Any, spec: Spec) -> list[Problem]:
     found = []
     limit, renew = _limit(app, task), spec.options.get("renew", True)
     life = spec.options.get("max_hold") if renew else spec.lock(task, "any").ttl
     if life is not None and limit is not None and valid_ttl(life) < limit:
         name = "max_hold" if renew else "ttl, which nobody renews (renew=False)"
-        found.append(
+        text = (
             f"task {task.name} may run for {limit:g} s (time_limit), and loses its lock after {valid_ttl(life):g} s: "
             f"its {name} is less"
         )
+        found.append(Problem(text, f"Lower its time_limit, or raise its {name.partition(',')[0]} above that."))
+    if spec.scope is not Scope.RUN and limit is not None and spec.queue_ttl < limit:
+        text = (
+            f"a message of task {task.name} may have to wait for a run of {limit:g} s (time_limit), and loses its "
+            f"place after {spec.queue_ttl:g} s (queue_ttl)"
+        )
+        found.append(Problem(text, "Let queue_ttl be longer than messages ever wait."))
     joins = spec.scope is not Scope.RUN and spec.on_busy not in {OnBusy.RAISE, OnBusy.WAIT}
     if joins and isinstance(app.backend, DisabledBackend):
-        found.append(
+        text = (
             f"a second call of task {task.name} returns the result of the first one, which nobody can get without a "
             "result backend"
         )
+        found.append(Problem(text, "Set result_backend, or on_busy='raise' or 'wait'."))
     return found
 
 
@@ -55,8 +79,8 @@ def _limit(app: Any, task: Any) -> float | None:
 
 
 def _say(sender: Any, **_: Any) -> None:
-    for text in problems(sender.app):
-        warn("%s", text)
+    for text, hint in problems(sender.app):
+        warn("%s. %s", text, hint)
 
 
 _ = signals.worker_ready.connect(_say, dispatch_uid="dblock.celery.checks", weak=False)

@@ -1,13 +1,14 @@
 """What the doctor looks at: each check is a few questions to the database and what follows from the answers.
 
-Rule: a check reads only (`probe` takes and gives back a key of its own), and one that cannot look says so and keeps the
-others from nothing.
+Rule: a check changes no row (`probe` takes and gives back a key of its own), and one that cannot look says so and keeps
+the others from nothing.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
@@ -15,10 +16,11 @@ from typing import Any, Final, NamedTuple
 
 from dblock.commands.console import plain, span
 from dblock.commands.desk import Desk
-from dblock.core.errors import LockError
+from dblock.core.errors import LockError, LockTimeout, StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.face import administration
 from dblock.core.statements.administration import WORDS
 from dblock.core.statements.base import Tables
+from dblock.core.wakeup.registry import Wakeups
 
 
 class Level(StrEnum):
@@ -42,6 +44,10 @@ class Finding(NamedTuple):
 Checked = Iterator[Finding]
 OLD_SNAPSHOT: Final = 600.0
 """Seconds after which an open snapshot keeps enough dead versions of hot rows to slow them down."""
+UPDATES: Final = 10_000
+"""So many say whether updates are heap-only."""
+DEAD: Final = 100_000
+"""Dead row versions that vacuuming would have removed."""
 CLOCK: Final = 2.0
 """Seconds that clocks may differ by before somebody reads a time wrongly."""
 
@@ -56,15 +62,18 @@ class Checkup:
         self.words = WORDS[self.kind]
 
     def findings(self) -> Iterator[Finding]:
-        """Of all checks that concern this kind of database; only the first where it cannot be reached."""
+        """Of all checks that concern this kind of database; only the first of them where no lock can be taken there."""
         for check in CHECKS:
             try:
                 found = list(check(self))
+            except StoreBusy as error:
+                found = [Finding(Level.ERROR, "locked", str(error), self.who_locks())]
             except LockError as error:
                 why = Finding(Level.WARNING, check.__name__, f"could not look: {error}", "Look into that first.")
                 found = [why._replace(level=Level.ERROR) if check in _FIRST else why]
             yield from found
-            if check in _FIRST and any(each.level is Level.ERROR for each in found):
+            needed = check in _FIRST or check is replication
+            if needed and any(each.level is Level.ERROR for each in found):
                 return
 
     def value(self, sql: str) -> Any:
@@ -80,6 +89,22 @@ class Checkup:
         sql = f"SELECT variable_value FROM {home} .global_variables WHERE variable_name = '{name}'"
         return str(self.value(sql) or "")
 
+    def who_locks(self) -> str:
+        """What to do about whoever has locked a whole table."""
+        if self.kind == "sqlite":
+            return "A program keeps a transaction that writes open: have it commit sooner, or end it (fuser names it)."
+        if self.kind == "mysql":
+            return "SHOW FULL PROCESSLIST names its session; KILL that, if it is not to be waited for."
+        prefix = self.dialect.tables.prefix
+        found = self.value(f"""
+SELECT string_agg(DISTINCT concat('pg_terminate_backend(', pid, ')'), ', ')
+FROM pg_locks JOIN pg_class ON pg_class.oid = relation JOIN pg_database ON pg_database.oid = database
+WHERE relname IN (concat('{prefix}', 'lock', 's'), concat('{prefix}', 'lock', '_waiters'))
+  AND datname = current_database() AND granted
+  AND mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+""")
+        return f"Wait for whoever has locked the table, or end it: SELECT {found}" if found else "Try again."
+
 
 # -- can it work at all?
 
@@ -92,14 +117,16 @@ def reachable(checkup: Checkup) -> Checked:
 
 
 def tables(checkup: Checkup) -> Checked:
-    """Both are there, with all of their columns and indexes."""
+    """They are there, with all of their columns; a history is kept by few."""
     wanted = _columns(checkup.dialect.ddl, checkup.dialect.tables)
     for table, columns in wanted.items():
         try:
             checkup.desk.query(f"SELECT 1 FROM {table} WHERE 1 = 0")
+        except (StoreConflict, StoreUnanswered):
+            raise
         except LockError as error:
             yield Finding(
-                Level.ERROR,
+                Level.NOTE if table == "lock_events" else Level.ERROR,
                 "tables",
                 f"there is no table {table}, or no right to read it: {error}",
                 "manage.py migrate, metadata.create_all(engine), or what `dblock schema` prints.",
@@ -138,17 +165,49 @@ def _has(checkup: Checkup, table: str, column: str) -> bool:
     return True
 
 
+def rights(checkup: Checkup) -> Checked:
+    """Rows may be inserted, updated and deleted: a statement for no row is refused like any other."""
+    statements = {
+        "INSERT": "INSERT INTO {0} SELECT * FROM {0} WHERE 1 = 0",
+        "UPDATE": "UPDATE {0} SET lock_key = lock_key WHERE 1 = 0",
+        "DELETE": "DELETE FROM {0} WHERE 1 = 0",
+    }
+    for table in ("locks", "lock_waiters"):
+        refused: dict[str, LockError] = {}
+        for verb, sql in statements.items():
+            try:
+                checkup.desk.run(sql.format(table))
+            except (StoreConflict, StoreUnanswered):
+                raise
+            except LockError as error:
+                refused[verb] = error
+        if refused:
+            name = checkup.dialect.tables.name(table, "")
+            yield Finding(
+                Level.ERROR,
+                "rights",
+                f"no right to {', '.join(refused)} in {name}: {next(iter(refused.values()))}",
+                f"GRANT SELECT, INSERT, UPDATE, DELETE ON {name} TO whoever connects here."
+                if checkup.kind != "sqlite"
+                else "Let this user write the file and its directory, and open it for writing.",
+            )
+
+
 def probe(checkup: Checkup) -> Checked:
     """A key is taken and given back, by the way that all locks go."""
-    lock = checkup.desk.lock("dblock doctor", ttl=10, timeout=2)
+    lock = checkup.desk.lock("dblock doctor", ttl=10, timeout=2, slow_wait=None)
     began = time.monotonic()
-    if not lock.acquire():
+    try:
+        with lock:
+            taken = time.monotonic()
+    except LockTimeout as error:
         yield Finding(
-            Level.ERROR, "probe", "a key that hardly anybody wants could not be taken", "See what has locked the table."
+            Level.ERROR,
+            "probe",
+            f"a key that hardly anybody wants could not be taken: {error}",
+            "Another doctor is done in a moment. If it stays so: dblock release 'dblock doctor'.",
         )
         return
-    taken = time.monotonic()
-    lock.release()
     given = time.monotonic()
     yield Finding(
         Level.OK,
@@ -182,6 +241,25 @@ WHERE table_schema = {where} AND table_name = CONCAT('{names.prefix}', 'lock', '
         )
 
 
+def engine(checkup: Checkup) -> Checked:
+    """MySQL keeps the tables as it keeps nothing that a crash may break."""
+    if checkup.kind != "mysql":
+        return
+    names = checkup.dialect.tables
+    where = f"'{names.schema}'" if names.schema else "DATABASE()"
+    sql = f"""
+SELECT table_name, engine FROM information_schema.tables WHERE table_schema = {where} AND engine <> 'InnoDB'
+  AND table_name IN (CONCAT('{names.prefix}', 'lock', 's'), CONCAT('{names.prefix}', 'lock', '_waiters'))
+"""
+    for table, kind in checkup.desk.query(sql):
+        yield Finding(
+            Level.ERROR,
+            "engine",
+            f"{table} is kept by {kind}: a crash may break it, and it knows neither transactions nor rows to lock",
+            f"ALTER TABLE {table} ENGINE = InnoDB",
+        )
+
+
 def clock(checkup: Checkup) -> Checked:
     """This machine's against the database's: nothing depends on it but what people read."""
     before = time.time()
@@ -193,7 +271,7 @@ def clock(checkup: Checkup) -> Checked:
             Level.WARNING,
             "clock",
             f"this machine's clock and the database's differ by {span(off)}",
-            "Leases go by the database's alone; but times in logs do not fit together. Run NTP on both.",
+            "Leases go by the database's alone; but times in logs do not fit together. Synchronise both (chrony, NTP).",
         )
     else:
         yield Finding(Level.OK, "clock", "this machine's clock agrees with the database's")
@@ -212,13 +290,14 @@ def durability(checkup: Checkup) -> Checked:
                 )
     elif checkup.kind == "mysql":
         flush, binlog = checkup.variable("innodb_flush_log_at_trx_commit"), checkup.variable("sync_binlog")
-        if flush != "1":
+        if flush in {"0", "2"}:
+            alone = checkup.variable("wsrep_on") != "ON"  # else the other nodes have it
+            crash = ("the server" if flush == "0" else "its machine") if alone else "all nodes at once"
             yield Finding(
-                Level.ERROR,
+                Level.ERROR if alone else Level.NOTE,
                 "durability",
-                f"innodb_flush_log_at_trx_commit = {flush}: a crash of the server "
-                "may lose a take, and let two holders in",
-                "Set it to 1.",
+                f"innodb_flush_log_at_trx_commit = {flush}: a crash of {crash} may lose a take, and let two holders in",
+                "SET GLOBAL innodb_flush_log_at_trx_commit = 1, and so in the server's configuration.",
             )
         if checkup.variable("log_bin") == "ON" and binlog != "1":
             yield Finding(
@@ -242,26 +321,34 @@ def replication(checkup: Checkup) -> Checked:
             return
         names, commit = checkup.variable("synchronous_standby_names"), checkup.variable("synchronous_commit")
         standbys = int(checkup.value("SELECT count(*) FROM pg_stat_replication") or 0)
-        if names and commit not in {"off", "local"}:
+        if names and commit != "local" and not standbys:
+            yield Finding(
+                Level.ERROR,
+                "replication",
+                f"no standby is connected, and every take waits for one (synchronous_standby_names = {names})",
+                "Start it, or set synchronous_standby_names = '' until it is back.",
+            )
+        elif names and commit != "local":  # `off` is `on` for what must not be lost: the statements say so
             yield Finding(
                 Level.OK,
                 "replication",
-                f"synchronous ({names}, synchronous_commit = {commit}): a standby that is promoted has every tenure",
+                f"synchronous ({names}): a standby of these that is promoted has every tenure",
             )
         elif standbys:
+            setting = "synchronous_commit = on" if names else "synchronous_standby_names"
             yield Finding(
                 Level.NOTE,
                 "replication",
                 f"asynchronous, {standbys} standbys: one that is promoted may lack "
                 "the last tenures, and two may hold a key until the earlier holder's next renewal",
-                "Fences still increase: check them where you write; or set synchronous_standby_names.",
+                f"Fences still increase: check them where you write; or set {setting}.",
             )
     elif checkup.kind == "mysql":
         if checkup.variable("read_only") == "ON" or checkup.variable("super_read_only") == "ON":
             yield Finding(Level.ERROR, "replication", "this server is read-only", "Connect to the primary.")
         if checkup.variable("wsrep_on") == "ON":
             yield Finding(
-                Level.WARNING,
+                Level.NOTE,
                 "galera",
                 "this is a Galera cluster: locks exclude across its nodes, guard() on one node only",
                 "Let one node take all guarded writes.",
@@ -271,10 +358,10 @@ def replication(checkup: Checkup) -> Checked:
 def pooler(checkup: Checkup) -> Checked:
     """Does the database call those who wait?"""
     subscribe = getattr(checkup.desk.store, "subscribe", None)
-    if checkup.kind != "postgresql" or subscribe is None:
+    if checkup.kind == "sqlite" or subscribe is None:
         return
     channel = f"dblock_doctor_{os.getpid()}_{secrets.token_hex(4)}"
-    subscription = subscribe(channel)
+    subscription = subscribe(channel, Wakeups())
     hint = "Locks work, and whoever waits on another machine looks up to once a second. Let the lock's engine or alias "
     if subscription is None:
         yield Finding(
@@ -285,10 +372,11 @@ def pooler(checkup: Checkup) -> Checked:
             hint + "connect directly, or in session mode.",
         )
         return
+    heard = checkup.kind == "mysql"  # its bell has been tried
     try:
-        checkup.desk.query(f"SELECT pg_notify('{channel}', 'x')")
+        if not heard:
+            checkup.desk.query(f"SELECT pg_notify('{channel}', 'x')")
         until = time.monotonic() + 2.0
-        heard = False
         while not heard and time.monotonic() < until:
             heard = bool(subscription.listen(0.5))
     finally:
@@ -351,19 +439,23 @@ def heap_only(checkup: Checkup) -> Checked:
 SELECT n_tup_upd, n_tup_hot_upd, n_dead_tup FROM pg_stat_user_tables
 WHERE relname = concat('{names.prefix}', 'lock', 's') AND schemaname = {where}
 """)
+    table = names.name("locks", "")
     for updates, hot, dead in rows:
-        if int(updates) >= 10_000 and int(hot) < 0.8 * int(updates):
+        if int(updates) >= UPDATES and int(hot) < 0.8 * int(updates):
             share = 100 * int(hot) // int(updates)
             yield Finding(
                 Level.WARNING,
                 "heap-only",
                 f"only {share} % of the updates of locks were heap-only",
-                "Is there an index on a column that changes, or fillfactor 100? "
-                "ALTER TABLE locks SET (fillfactor = 50), drop the index, VACUUM FULL.",
+                f"Drop indexes on columns that change; ALTER TABLE {table} SET (fillfactor = 50); VACUUM FULL {table}; "
+                f"then count anew: SELECT pg_stat_reset_single_table_counters('{table}'::regclass)",
             )
-        if int(dead) > 100_000:
+        if int(dead) > DEAD:
             yield Finding(
-                Level.WARNING, "heap-only", f"locks has {dead} dead row versions", "See that autovacuum runs."
+                Level.WARNING,
+                "heap-only",
+                f"{table} has {dead} dead row versions",
+                f"See that autovacuum runs: VACUUM {table}",
             )
 
 
@@ -371,25 +463,32 @@ def snapshots(checkup: Checkup) -> Checked:
     """No old transaction keeps dead versions of hot rows alive."""
     sql = {
         "postgresql": """
-SELECT CAST(coalesce(max(extract(epoch FROM clock_timestamp() - xact_start)), 0) AS double precision),
-       coalesce((array_agg(pid ORDER BY xact_start))[1], 0)
-FROM pg_stat_activity WHERE backend_xmin IS NOT NULL AND datname = current_database()
+SELECT CAST(extract(epoch FROM clock_timestamp() - xact_start) AS double precision), pid
+FROM pg_stat_activity WHERE backend_xmin IS NOT NULL AND datname = current_database() ORDER BY xact_start LIMIT 1
 """,
         "mysql": """
-SELECT coalesce(max(timestampdiff(SECOND, trx_started, now())), 0), coalesce(min(trx_mysql_thread_id), 0)
-FROM information_schema.innodb_trx
+SELECT timestampdiff(SECOND, trx_started, convert_tz(utc_timestamp(), '+00:00', 'SYSTEM')), trx_mysql_thread_id
+FROM information_schema.innodb_trx ORDER BY trx_started LIMIT 1
 """,
     }.get(checkup.kind)
     if sql is None:
         return
-    for age, session in checkup.desk.query(sql):
+    end = "SELECT pg_terminate_backend({})" if checkup.kind == "postgresql" else "KILL {}"
+    try:
+        oldest = checkup.desk.query(sql)
+    except (StoreConflict, StoreUnanswered):
+        raise
+    except LockError as error:  # MySQL asks for the right PROCESS
+        yield Finding(Level.NOTE, "snapshot", f"the transactions of others cannot be seen: {error}")
+        return
+    for age, session in oldest:
         if float(age) > OLD_SNAPSHOT:
             yield Finding(
                 Level.WARNING,
                 "snapshot",
                 f"a transaction has been open for {span(float(age))} (session {session}): "
                 "every hot row gets slower meanwhile, those of busy locks first",
-                "End it.",
+                f"See what it does, or end it: {end.format(session)}",
             )
 
 
@@ -401,18 +500,18 @@ def holders(checkup: Checkup) -> Checked:
     ended, slow = [], []
     for row in checkup.desk.survey():
         if row.info.state == "expired":
-            ended.append(row.info.key)
+            ended.append(repr(plain(row.info.key)))
         elif row.waiters:
             waiting = checkup.desk.do(administration.waiters(checkup.desk.store, row.info.key))
             longest = max((each.age for each in waiting), default=0.0)
             if longest > max(row.info.ttl, 10.0):
                 slow.append((longest, row))
     if ended:
-        some = ", ".join(repr(plain(key)) for key in ended[:3])
+        some = ", ".join(ended[:3]) + (", ..." if ended[3:] else "")
         yield Finding(
             Level.NOTE,
             "holders",
-            f"{len(ended)} leases ended without being given back ({some}, ...)",
+            f"not given back, and over: {some} ({len(ended)} in all)",
             "Their holders died, or the work took longer than renew=False or max_hold allowed. The keys are free.",
         )
     for age, row in sorted(slow, key=lambda each: -each[0])[:5]:
@@ -422,7 +521,7 @@ def holders(checkup: Checkup) -> Checked:
             "contended",
             f"{plain(row.info.key)!r} has {row.waiters} waiters, one of them for {span(age)}; "
             f"held by {plain(str(row.info.identity))}{plain(label)}",
-            "See what it does: `dblock show`.",
+            f"See what it does: dblock show {shlex.quote(plain(row.info.key))}",
         )
 
 
@@ -444,13 +543,16 @@ def waiters(checkup: Checkup) -> Checked:
 
 
 Check = Callable[[Checkup], Checked]
-_FIRST: Final[tuple[Check, ...]] = (reachable, tables)
+_FIRST: Final[tuple[Check, ...]] = (reachable, tables, rights, probe)
+"""If one of them cannot look, no lock can be had."""
 CHECKS: Final[tuple[Check, ...]] = (
     reachable,
     tables,
     replication,
+    rights,
     probe,
     collation,
+    engine,
     clock,
     durability,
     pooler,

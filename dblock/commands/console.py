@@ -9,24 +9,29 @@ import json
 import sys
 import unicodedata
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
-from dblock.core.face.administration import Surveyed, WaiterInfo
+from dblock.core.face.administration import EventInfo, Surveyed, WaiterInfo
 from dblock.core.values import Identity, LockInfo
 
 
-def span(seconds: float) -> str:
-    """A length of time as people say it: 0.4 s, 12 s, 3 min 20 s, 5 h 2 min, 3 d."""
+def parts(seconds: float) -> list[tuple[str, str]]:
+    """A length of time as people say it, each number with its unit: 0.4 s, 12 s, 3 min 20 s, 5 h 2 min, 3 d."""
     seconds = max(0.0, seconds)
     if seconds < 10:
-        return f"{seconds:.1f} s"
+        return [(f"{seconds:.1f}", "s")]
     if seconds < 60:
-        return f"{seconds:.0f} s"
+        return [(f"{seconds:.0f}", "s")]
     minutes, rest = divmod(int(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest} s"
+        return [(f"{minutes}", "min"), (f"{rest}", "s")]
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d"
+    return [(f"{hours}", "h"), (f"{minutes}", "min")] if hours < 48 else [(f"{hours // 24}", "d")]
+
+
+def span(seconds: float) -> str:
+    """A length of time in words."""
+    return " ".join(f"{number} {unit}" for number, unit in parts(seconds))
 
 
 def plain(text: str) -> str:
@@ -39,10 +44,14 @@ def _width(text: str) -> int:
     return len(text) + wide - sum(unicodedata.combining(each) > 0 for each in text)
 
 
+_WIDEST: Final = 60
+"""Columns; a longer key moves the rest of its own line only."""
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as what is in them; the last one ends the line."""
+    """Columns as wide as what is in them, but for what is very wide; the last one ends the line."""
     cells = [list(header), *([plain(cell) for cell in row] for row in rows)]
-    widths = [max(_width(row[n]) for row in cells) for n in range(len(header))]
+    widths = [max(min(_width(row[n]), _WIDEST) for row in cells) for n in range(len(header))]
     padded = [
         "  ".join(cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)) for row in cells
     ]
@@ -70,8 +79,11 @@ def can_ask() -> bool:
 
 
 def agreed(question: str) -> bool:
-    """Does whoever sits there agree?"""
-    return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
+    """Does whoever sits there agree? Who ends the input does not."""
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
+    except EOFError:
+        return False
 
 
 # -- what is known of a lock
@@ -97,7 +109,7 @@ def lock_json(info: LockInfo, waiters: int) -> dict[str, Any]:
         "fence": info.fence,
         "count": info.count,
         "ttl": info.ttl,
-        "held_for": round(info.age, 6) if held else None,
+        "held_for": round(info.age + min(info.remaining, 0.0), 6) if held else None,
         "remaining": round(info.remaining, 6) if held else None,
         "waiters": waiters,
         "label": info.label,
@@ -117,6 +129,19 @@ def waiter_json(waiter: WaiterInfo) -> dict[str, Any]:
     }
 
 
+def event_json(event: EventInfo) -> dict[str, Any]:
+    """Something that happened to a key."""
+    return {
+        "kind": event.kind,
+        "ago": round(event.age, 6),
+        "fence": event.fence,
+        "seconds": round(event.seconds, 6),
+        "detail": event.detail,
+        "label": event.label,
+        **who(event.identity),
+    }
+
+
 HEADER = ("KEY", "STATE", "HELD FOR", "LEFT", "WAITERS", "HOLDER", "LABEL")
 
 
@@ -128,4 +153,5 @@ def lock_row(row: Surveyed) -> tuple[str, ...]:
         return (info.key, "free", "-", "-", waiting, "-", "-")
     left = span(info.remaining) if info.state == "held" else f"ended {span(-info.remaining)} ago"
     state = "closed" if info.owner == "" else info.state
-    return (info.key, state, span(info.age), left, waiting, str(info.identity), info.label or "-")
+    held_for = span(info.age + min(info.remaining, 0.0))
+    return (info.key, state, held_for, left, waiting, str(info.identity), info.label or "-")

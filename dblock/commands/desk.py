@@ -37,6 +37,8 @@ class Desk:
     """What that raises where somebody else is making them."""
     where: str
     """The database, for people."""
+    command: str = "dblock"
+    """What was typed, for hints."""
     retention: float = 3600.0
     """Seconds for which rows of free keys stay, by default."""
 
@@ -70,8 +72,15 @@ class Desk:
 
     def query(self, sql: str) -> Rows:
         """The rows of a statement of our own, without parameters, over these tables."""
+        return self._send(Statement("query", sql, Reply.ROWS))
+
+    def run(self, sql: str) -> None:
+        """Run one that has no rows; it may be run twice."""
+        self._send(Statement("run", sql, Reply.COUNT))
+
+    def _send(self, statement: Statement) -> Rows:
         database = self.store.database
-        statement = Statement("query", sql, Reply.ROWS).over(database.dialect.tables, database.dialect.quote)
+        statement = statement.over(database.dialect.tables, database.dialect.quote)
         until = database.now() + database.timing.patience
         return self.do(send(database, statement, {}, until, resend=True))[1]
 

@@ -7,7 +7,7 @@ import os
 import socket
 from argparse import Namespace
 
-from dblock.commands.console import agreed, can_ask, complain, lock_json, lock_row, plain, say, say_json
+from dblock.commands.console import agreed, can_ask, complain, lock_json, lock_row, plain, say, say_json, span
 from dblock.commands.desk import Desk
 from dblock.core.face import administration
 from dblock.core.face.administration import Surveyed
@@ -26,16 +26,17 @@ def release(desk: Desk, options: Namespace) -> int:
         return NOT_HELD
     question = f"Ask it to release {plain(key)!r}?" if options.ask else f"{_warning(info)}\nFree {plain(key)!r}?"
     if not (options.yes or can_ask()):
-        complain("say --yes where nobody can be asked")
+        complain("nobody can be asked here (standard input is no terminal): say --yes")
         return NOT_AGREED
     if not (options.yes or agreed(f"{plain(key)!r} is {_story(info)}.\n{question}")):
+        complain("nothing was done")
         return NOT_AGREED
     end = administration.revoke if options.ask else administration.force_release
     done = desk.do(end(desk.store, key, info.fence, _words(options.reason)))
     if options.json:
         say_json({**lock_json(info, 0), "done": done})
     elif done:
-        say(f"{plain(key)!r} (fence {info.fence}) " + ("was asked back" if options.ask else "is free"))
+        say(f"{plain(key)!r} (fence {info.fence}) " + (_asked(info) if options.ask else "was freed"))
     else:
         complain(f"{plain(key)!r} (fence {info.fence}) was over before; whoever holds it now was left alone")
     return DONE if done else NOT_HELD
@@ -60,9 +61,17 @@ def _story(info: LockInfo) -> str:
 
 def _warning(info: LockInfo) -> str:
     return (
-        f"Its holder is not stopped: it learns of this at its next renewal, in {info.ttl / 3:.0f} s at the latest. "
+        f"Its holder is not stopped: it learns of this at its next renewal, in {_renewal(info)} at the latest. "
         "What it writes until then only guard() refuses, and fences once somebody else has written."
     )
+
+
+def _asked(info: LockInfo) -> str:
+    return f"was asked back: its holder hears of it in {_renewal(info)} at the latest, and may or may not heed it"
+
+
+def _renewal(info: LockInfo) -> str:
+    return span(info.ttl / 3)
 
 
 def _words(reason: str | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import shlex
 import sys
 from argparse import Namespace
 from itertools import islice
@@ -11,6 +12,7 @@ from itertools import islice
 from dblock.commands.console import (
     HEADER,
     complain,
+    event_json,
     lock_json,
     lock_row,
     plain,
@@ -22,8 +24,13 @@ from dblock.commands.console import (
 )
 from dblock.commands.desk import Desk
 from dblock.core.face import administration
-from dblock.core.face.administration import Surveyed, WaiterInfo
+from dblock.core.face.administration import EventInfo, Surveyed, WaiterInfo
 from dblock.core.values import LockInfo
+
+EVENTS = 20
+"""What has happened to a key that is shown, where a history is kept."""
+_SPENT = {"acquired": "waited", "gave_up": "waited", "released": "held", "lost": "held", "at_risk": "late by"}
+"""What the time of an event was spent on."""
 
 
 def ls(desk: Desk, options: Namespace) -> int:
@@ -54,19 +61,22 @@ def show(desk: Desk, options: Namespace) -> int:
             say_json(None)
         return 1
     waiters = desk.do(administration.waiters(desk.store, options.key))
+    events = desk.do(administration.events(desk.store, options.key, EVENTS))
     if options.json:
-        say_json({**lock_json(info, len(waiters)), "queue": [waiter_json(each) for each in waiters]})
+        told = {"queue": [waiter_json(each) for each in waiters], "events": [event_json(each) for each in events]}
+        say_json({**lock_json(info, len(waiters)), **told})
         return 0
     say("\n".join(f"{name + ':':<14}{plain(value)}" for name, value in _facts(info, waiters)))
     if waiters:
         say("")
         say(table(("#", "WAITING FOR", "WHO", "LABEL"), [_waiter(n, each) for n, each in enumerate(waiters, 1)]))
         say("(of each process that waits the first: the others of it stand behind that one, in no table)")
+    if events:
+        say("")
+        say(table(("AGO", "WHAT", "HOW LONG", "HOW", "WHO", "LABEL"), [_event(each) for each in events]))
     if info.state == "held" and info.owner and sys.stdout.isatty():
-        say(
-            f"\nto have it given back:  dblock release --ask {plain(options.key)}\nto free it by force:    "
-            f"dblock release {plain(options.key)}"
-        )
+        release, key = f"{desk.command} release", shlex.quote(plain(options.key))
+        say(f"\nto have it given back:  {release} --ask {key}\nto free it by force:    {release} {key}")
     return 0
 
 
@@ -83,13 +93,19 @@ def _facts(info: LockInfo, waiters: list[WaiterInfo]) -> list[tuple[str, str]]:
     facts += [
         ("holder", str(info.identity)),
         ("label", info.label or "-"),
-        ("held for", span(info.age)),
-        ("left", row[3]),
+        ("held for", span(info.age + min(info.remaining, 0.0))),
+        ("left", row[3] + (": anybody may take the key" if info.state == "expired" else "")),
     ]
     facts += [("ttl", f"{info.ttl:g} s"), ("entries", str(info.count)), ("waiters", row[4])]
     if info.renewed is not None:
         facts.append(("renewed", f"{span(info.renewed)} ago"))
     return [*facts, ("asked back", info.revoked)] if info.revoked is not None else facts
+
+
+def _event(event: EventInfo) -> tuple[str, ...]:
+    long = f"{_SPENT[event.kind]} {span(event.seconds)}" if event.kind in _SPENT else "-"
+    how = event.detail.replace("_", " ") or "-"
+    return (span(event.age), event.kind.replace("_", " "), long, how, str(event.identity), event.label or "-")
 
 
 def _waiter(n: int, waiter: WaiterInfo) -> tuple[str, ...]:

@@ -24,7 +24,6 @@ from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import WIRES, AutocommitPool
 from dblock.core.holding.flow import Flow, Flows, Hold
 from dblock.core.protocol import tenures
-from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -32,7 +31,7 @@ from dblock.core.wakeup.listener import Listener
 from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Wakeups
 from dblock.core.watchdog.heartbeats import KeptPlace
-from dblock.core.watchdog.watchdog import Watchdog
+from dblock.core.watchdog.watchdog import Watchdog, run_apart
 
 
 class Runtime:
@@ -112,13 +111,7 @@ class Runtime:
 
     def _give_back(self, hold: Hold) -> None:
         """At the end of the process."""
-        steps = leave_for_good(self.site(hold.store), hold)
-        if hold.store.asynchronous:
-            import asyncio  # noqa: PLC0415 - only where it is in use
-
-            asyncio.run(adrive(steps, hold.store))
-        else:
-            drive(steps, hold.store)
+        run_apart(leave_for_good(self.site(hold.store), hold), hold.store)
 
 
 class ProcessServices:

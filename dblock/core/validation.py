@@ -25,6 +25,10 @@ TTL_MAX: Final = 10 * 366 * 86400.0
 """Seconds (ten years), far from where any of the databases' timestamps overflow."""
 
 
+HISTORY_MAX: Final = 10_000_000
+"""Events, 2 GB or so of them."""
+
+
 def valid_key(key: object) -> str:
     """`key` if it is 1 to 255 characters of text that every database stores exactly; else InvalidKey."""
     if not isinstance(key, str):
@@ -96,6 +100,15 @@ def valid_reaping(every: object, retention: object, what: str) -> tuple[float, f
     if every is None:
         return None
     return valid_ttl(every, what, "the time between two reapings,"), valid_retention(retention)
+
+
+def valid_history(most: object, what: str) -> int:
+    """How many events are kept; TypeError or ValueError otherwise."""
+    if not isinstance(most, int) or isinstance(most, bool):
+        raise TypeError(f"{what} is a number of events, 0 for none, not {type(most).__name__}: {_short(most)}")
+    if not 0 <= most <= HISTORY_MAX:
+        raise ValueError(f"{what} is 0 to {HISTORY_MAX} events, not {most}")
+    return most
 
 
 def valid_tables(prefix: object, schema: object) -> Tables:

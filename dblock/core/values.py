@@ -119,10 +119,13 @@ class LockInfo:
 
     @property
     def state(self) -> Literal["held", "expired", "free"]:
-        """`expired`: its holder neither renewed it nor gave it back; whoever asks next gets it."""
-        if self.owner is None:
-            return "free"
-        return "held" if self.remaining > 0 else "expired"
+        """`expired`: its holder neither renewed it nor gave it back; whoever asks next gets it.
+
+        `held` also while it is closed: given back (`owner` is empty), and its min_hold is not over.
+        """
+        if self.owner is not None and self.remaining > 0:
+            return "held"
+        return "expired" if self.owner else "free"
 
     @property
     def renewed(self) -> float | None:

@@ -21,6 +21,7 @@ def suit_the_database(apps: Any, schema_editor: BaseDatabaseSchemaEditor) -> Non
     statements = [
         "CREATE UNIQUE INDEX locks_pin ON locks (lock_key)",
         "CREATE UNIQUE INDEX lock_waiters_queue ON lock_waiters (lock_key, ticket)",
+        "CREATE INDEX lock_events_of_key ON lock_events (lock_key, id)",
     ]
     if schema_editor.connection.vendor == "postgresql":
         statements += [f"ALTER TABLE {table} SET (fillfactor = 50)" for table in ("locks", "lock_waiters")]
@@ -128,6 +129,29 @@ class Migration(migrations.Migration):
                 "verbose_name": "waiter",
                 "verbose_name_plural": "waiters",
                 "db_table": dblock.models.table("lock_waiters"),
+            },
+        ),
+        migrations.CreateModel(
+            name="LockEvent",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                ("lock_key", dblock.models.ExactCharField(max_length=255, verbose_name="key")),
+                ("kind", dblock.models.ExactCharField(max_length=64, verbose_name="what happened")),
+                ("fence", models.BigIntegerField(verbose_name="fence")),
+                ("seconds", models.FloatField(verbose_name="how long")),
+                ("detail", dblock.models.ExactCharField(max_length=255, verbose_name="detail")),
+                ("label", dblock.models.ExactCharField(max_length=255, verbose_name="label")),
+                ("host", dblock.models.ExactCharField(max_length=255, verbose_name="host")),
+                ("pid", models.IntegerField(verbose_name="process")),
+                ("thread", dblock.models.ExactCharField(max_length=255, verbose_name="thread or task")),
+                ("program", dblock.models.ExactCharField(max_length=255, verbose_name="program")),
+                ("celery_task_id", dblock.models.ExactCharField(max_length=255, verbose_name="Celery task")),
+                ("happened_at", models.DateTimeField(verbose_name="happened at")),
+            ],
+            options={
+                "verbose_name": "lock event",
+                "verbose_name_plural": "lock events",
+                "db_table": dblock.models.table("lock_events"),
             },
         ),
         RunThroughTheEditor(suit_the_database, migrations.RunPython.noop, atomic=False),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import TracebackType
@@ -166,6 +167,8 @@ def await_callbacks() -> None:
     """Wait until those have ended whom the loss of a lock, or the risk of it, was told."""
     for thread in threading.enumerate():
         if thread.name == "dblock callback" and thread is not threading.current_thread():
+            while thread.ident is None:  # it is being started
+                time.sleep(0.001)
             thread.join(PATIENCE)
 
 

@@ -53,7 +53,7 @@ from dblock.core.statements.base import Statement
 from dblock.core.statements.sqlite import SQL
 from dblock.core.statements.states import STATES
 from dblock.core.timing import Timing
-from dblock.core.wakeup.registry import Wakeup
+from dblock.core.wakeup.registry import Wakeup, Wakeups
 from dblock.core.watchdog.heartbeats import Heartbeat
 from dblock.core.watchdog.renewals import Renewal
 from dblock.core.watchdog.watchdog import Watchdog
@@ -154,6 +154,7 @@ class MemoryStore(InMemory):
     pins = False
     renewable = True
     reaping: tuple[float, float] | None = None
+    history = 0
 
     def __init__(self) -> None:
         self.clock = Clock(self.move)
@@ -180,7 +181,7 @@ class MemoryStore(InMemory):
         """Likewise: nobody waits for it."""
         return self.execute(step)
 
-    def subscribe(self, channel: str) -> None:
+    def subscribe(self, channel: str, wakeups: Wakeups) -> None:
         """None: whoever waits is in this process, and called there."""
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:

@@ -21,6 +21,8 @@ from tests.celery.conftest import ROOT, wait_until
 from tests.conftest import ready, run, url
 from tests.support.servers import Redis
 
+pytestmark = pytest.mark.workers
+
 LONG = os.environ.get("DBLOCK_CELERY", "short") == "long"
 
 

@@ -17,6 +17,8 @@ from tests.celery import locked
 from tests.celery.conftest import Celery, held, overlaps, runs, wait_until
 from tests.conftest import run
 
+pytestmark = pytest.mark.workers
+
 LONG = os.environ.get("DBLOCK_CELERY") == "long"
 LEASE = 3.0
 """Seconds: that of the tasks."""

@@ -5,18 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import celery
 import pytest
 from django.core.management import CommandError, call_command
 
 from dblock import db_lock
-from dblock.core.protocol import reaping, sending
-from dblock.core.protocol.steps import Steps
 from tests.conftest import ALIASES, run
 
 
@@ -74,38 +70,6 @@ assert found == {str(engine.url.database): {"locks": 1, "lock_waiters": 0}}, fou
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]})
     assert done.returncode == 0, done.stderr
-
-
-def test_it_pauses_for_most_of_the_time(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For nine times as long as its statements took where one can write at a time, and three elsewhere."""
-    pauses, spent = list[float](), list[float]()
-
-    def pause(seconds: float) -> Steps[None]:
-        pauses.append(seconds)
-        yield from ()
-
-    def send(store: Any, *arguments: Any, **options: Any) -> Steps[Any]:
-        began = store.now()
-        found = yield from plainly(store, *arguments, **options)
-        if arguments[0].name in {"stale", "reap"}:
-            spent.append(store.now() - began)
-        return found
-
-    plainly = sending.send
-    monkeypatch.setattr(reaping, "sleep", pause)
-    monkeypatch.setattr(reaping, "send", send)
-    monkeypatch.setattr(reaping, "_BURST", 0.0)
-    for key in ("a", "b", "c"):
-        with db_lock(key, using=ALIASES[database]):
-            pass
-    time.sleep(0.01)  # SQLite counts milliseconds
-    pauses.clear()  # of takes
-    from dblock import reap
-
-    assert reap(retention=0, using=ALIASES[database]) == 3
-    times = 9 if database == "sqlite" else 3
-    assert len(pauses) == 3
-    assert pauses == pytest.approx([times * each for each in spent[:3]], rel=0.3, abs=1e-3)
 
 
 SCHEDULED = """

@@ -812,6 +812,9 @@ def test_headers_are_read_whatever_they_are() -> None:
         ({"max_hold": 5}, {}, {"task_time_limit": 10}, "max_hold"),
         ({"max_hold": 50}, {}, {"task_time_limit": 10}, ""),
         ({"ttl": 5}, {"time_limit": 10}, {}, ""),
+        ({"scope": "queue", "queue_ttl": 5}, {"time_limit": 10}, {}, "queue_ttl"),
+        ({"scope": "both", "queue_ttl": 15}, {"time_limit": 10}, {}, ""),
+        ({"queue_ttl": 5}, {"time_limit": 10}, {}, ""),
         ({"scope": "queue"}, {}, {"result_backend": "disabled://"}, "result backend"),
         ({"scope": "queue", "on_busy": "raise"}, {}, {"result_backend": "disabled://"}, ""),
         ({}, {"time_limit": 10}, {"broker_transport_options": {"visibility_timeout": 5}}, "visibility_timeout"),
@@ -832,9 +835,10 @@ def test_a_worker_says_what_does_not_go_together(
     def work(self: Any) -> None: ...
 
     site.app.tasks[work.name].time_limit = celerys.get("time_limit")
-    found = [text for text in problems(site.app) if site.app.main in text or "visibility" in text]
+    found = [each for each in problems(site.app) if site.app.main in each.text or "visibility" in each.text]
     assert len(found) == bool(said)
-    assert said in "".join(found)
+    assert said in "".join(each.text for each in found)
+    assert all(each.hint for each in found)
 
 
 # -- what others have run into
@@ -967,14 +971,14 @@ def test_a_dead_one_is_not_joined(site: Site) -> None:
 def test_one_that_is_queued_may_lose_its_place(site: Site) -> None:
     """With `renew=False` too, the run goes by its own lock."""
 
-    @site.task("k", scope="both", renew=False, ttl=0.1, timeout=1, on_busy="wait")
+    @site.task("k", scope="both", renew=False, ttl=0.5, timeout=10, on_busy="wait")
     def work(self: Any) -> str:
         return "done"
 
     result = work.delay()
     with somebody(site.engine, "k") as release, ThreadPoolExecutor(1) as pool:
         running = pool.submit(site.run)
-        time.sleep(0.4)
+        time.sleep(0.9)
         release()
         running.result()
     assert result.get() == "done"

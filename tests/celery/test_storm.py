@@ -19,6 +19,8 @@ from dblock.core.errors import LockTimeout
 from tests.celery import locked
 from tests.celery.conftest import Celery, overlaps, runs
 
+pytestmark = pytest.mark.workers
+
 LONG = os.environ.get("DBLOCK_CELERY") == "long"
 TASKS, KEYS = (200, 20) if LONG else (40, 8)
 CASES = [(policy, scope) for policy in locked.POLICIES for scope in locked.SCOPES]

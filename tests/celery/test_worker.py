@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.servers import Redis, running
 
+pytestmark = pytest.mark.workers
+
 ROOT = Path(__file__).parent.parent.parent
 
 

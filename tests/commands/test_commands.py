@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shlex
 import subprocess
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+from django.db import OperationalError
 from sqlalchemy import create_engine
 
 from dblock import LockLost, LockStoreError
 from dblock.cli import main, parser
 from dblock.commands.console import plain, span, table
 from dblock.commands.desk import Desk
+from dblock.core import runtime
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.commands.conftest import Shell
+from tests.conftest import url
 from tests.support.lab import until
 from tests.support.pages import block
 
@@ -54,6 +59,26 @@ def test_ls_lists_who_holds_what(shell: Shell) -> None:
         assert shell("ls", "stock:[5-9]*").stdout == "no lock that fits stock:[5-9]* is held\n"
 
 
+def test_show_tells_what_happened(shell: Shell) -> None:
+    """Where a history is kept; the latest first, in words and as JSON."""
+    if shell.face != "sqlalchemy":
+        pytest.skip("it is the same command")
+    engine = create_engine(url(shell.database), execution_options={"dblock_history": 100})
+    try:
+        with db_lock(engine, "k", label="tea\x1b[2J"):
+            pass
+        assert until(lambda: len(json.loads(shell("show", "k", "--json").stdout)["events"]) == 2, 10)
+        left, took = json.loads(shell("show", "k", "--json").stdout)["events"]
+        assert (took["kind"], took["detail"], left["kind"]) == ("acquired", "at_once", "released")
+        assert (took["fence"], took["pid"], took["ago"] >= left["ago"]) == (left["fence"], os.getpid(), True)
+        lines = [line for line in shell("show", "k").stdout.splitlines() if f"pid {os.getpid()}" in line]
+        assert re.search(r"released +held 0\.\d s +released .* tea\\x1b\[2J$", lines[-2])
+        assert re.search(r"acquired +waited 0\.\d s +at once ", lines[-1])
+    finally:
+        runtime.current.watchdog.observers = runtime.current.watchdog.histories = None
+        engine.dispose()
+
+
 def test_show_tells_all_about_a_key(shell: Shell) -> None:
     """Who holds it, and the queue in order; a key without a row is an error."""
     missing = shell("show", "nothing")
@@ -75,6 +100,12 @@ def test_show_tells_all_about_a_key(shell: Shell) -> None:
         assert "owner" not in told
     waiting.join()
     assert "state:        held" in shell("show", "k").stdout
+
+
+def test_a_lease_that_has_ended_blocks_nobody(one: Shell) -> None:
+    """And that is said."""
+    one.lock("k", ttl=0.1, renew=False).acquire()
+    assert until(lambda: ": anybody may take the key" in one("show", "k").stdout, 10)
 
 
 def test_what_could_steer_a_terminal_is_escaped(one: Shell) -> None:
@@ -101,7 +132,7 @@ def test_release_frees_the_tenure_that_was_shown(shell: Shell) -> None:
         assert "not held under fence 7" in other.stderr
         assert lock.verify()
         done = shell("release", "k", "--yes", "--reason", "it hangs", "--fence", str(lock.fence))
-        assert (done.returncode, done.stdout) == (0, f"'k' (fence {lock.fence}) is free\n")
+        assert (done.returncode, done.stdout) == (0, f"'k' (fence {lock.fence}) was freed\n")
     again = shell("release", "k", "--yes")
     assert (again.returncode, again.stdout, again.stderr) == (1, "", "dblock: 'k' is not held\n")
 
@@ -117,9 +148,10 @@ def test_release_can_ask_instead(shell: Shell) -> None:
         assert asked[0].endswith(": deploy")
         assert lock.verify()
         assert "asked back:" in shell("show", "k").stdout
+        assert "hears of it in 10 s" in shell("release", "k", "--ask", "--yes").stdout
 
 
-@pytest.mark.parametrize(("answer", "freed"), [("y", True), ("n", False), ("", False)])
+@pytest.mark.parametrize(("answer", "freed"), [("y\n", True), ("\n", False), ("\x04", False)])
 def test_at_a_terminal_it_asks(one: Shell, answer: str, freed: bool) -> None:
     """And shows whom it is about."""
     lock = one.lock("k", ttl=60, label="nightly")
@@ -132,8 +164,9 @@ def test_at_a_terminal_it_asks(one: Shell, answer: str, freed: bool) -> None:
         seen += os.read(master, 1000)
     assert b'"nightly"' in seen
     assert b"Its holder is not stopped" in seen
-    os.write(master, answer.encode() + b"\n")
+    os.write(master, answer.encode())
     assert process.wait(20) == (0 if freed else 2)
+    assert (b"was freed" if freed else b"nothing was done") in os.read(master, 1000)
     process.communicate()
     os.close(master)
     if freed:
@@ -156,12 +189,16 @@ def test_reap_deletes_what_nobody_uses(shell: Shell) -> None:
 # -- when something is wrong
 
 
-def test_a_database_that_is_not_there(one: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_database_that_is_not_there(
+    one: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A sentence and an exit status, no traceback."""
     if one.face == "django":
         gone = one("show", "k", "--using", "nowhere")
         assert gone.returncode == 1
         assert "there is no database 'nowhere'" in gone.stderr
+        monkeypatch.setattr("dblock.checks._strangers", Mock(side_effect=OperationalError))
+        assert "reachable" in one("doctor").stdout, "and what Django's checks say without it"
         return
     url = ["--url", "postgresql+psycopg://nobody@127.0.0.1:1/x"]
     for verb, status in ((["reap"], 69), (["run", "-w", "0.5", "k", "--", "true"], 69), (["doctor"], 2)):
@@ -176,6 +213,16 @@ def test_mistakes_are_told(one: Shell, monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(SystemExit, match="2"):
         main(["ls"])
     assert "name the database" in capsys.readouterr().err
+    for wrong_url in ("postgres://user@host/name", "nonsense"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--url", wrong_url, "ls"])
+        assert "no URL as SQLAlchemy wants it" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--url", "sqlite+aiosqlite:///nowhere.sqlite3", "run", "k", "--", "true"])
+    assert "aiosqlite is a driver for asyncio" in capsys.readouterr().err
+    told = one("run", "--ttl", "0", "k", "--", "true")
+    assert told.returncode == 2
+    assert "Traceback" not in told.stderr
     for wrong in (
         ("run", "k"),
         ("ls", "--limit", "0"),

@@ -16,7 +16,7 @@ from sqlalchemy import make_url
 
 from tests.commands.conftest import Shell
 from tests.conftest import observer, url
-from tests.support.lab import ROOT, until
+from tests.support.lab import LONG, ROOT, until
 
 
 def free(shell: Shell, key: str = "k") -> bool:
@@ -262,7 +262,7 @@ def _rest(master: int) -> bytes:
     return seen
 
 
-@pytest.mark.parametrize("database", ["postgresql", "mariadb"])
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"] if LONG else ["postgresql"])
 def test_migrations_take_turns_on_a_new_database(request: pytest.FixtureRequest, tmp_path: Path, database: str) -> None:
     """Five pods start at once; the lock's own table is not there yet. Each ends well, one after the other."""
     settings = _new_site(request, tmp_path, database)
@@ -282,7 +282,7 @@ def test_migrations_take_turns_on_a_new_database(request: pytest.FixtureRequest,
     assert log.read_text() == "in out " * 5
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"] if LONG else ["sqlite"])
 def test_the_recipe_for_alembic(request: pytest.FixtureRequest, tmp_path: Path, database: str) -> None:
     """The same, without Django: `alembic upgrade head` of a project that has tables of its own only."""
     address = f"sqlite:///{tmp_path}/new.sqlite3" if database == "sqlite" else _new_database(request, database)

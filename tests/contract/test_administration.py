@@ -80,7 +80,7 @@ def test_its_holder_has_lost_it_and_is_told_by_whom_and_why(subject: Subject, ac
     """At its next renewal; entered twice, too, and it leaves the key alone afterwards."""
     [holder] = actors(1)
     told: list[Reason] = []
-    lock = subject.lock("k", ttl=0.6, on_lost=lambda _, reason: told.append(reason))
+    lock = subject.lock("k", ttl=1.5, on_lost=lambda _, reason: told.append(reason))
     holder.call(lock, "acquire")
     holder.call(lock, "acquire")
     assert desk.force("k", holder.get(lock, "fence"), "root: it hangs in a dialogue")

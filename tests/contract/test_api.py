@@ -15,6 +15,7 @@ import pytest
 from dblock.core.errors import InvalidKey, LockLost, LockTimeout, Reason
 from tests.conftest import ALIASES
 from tests.contract.test_lease import FREE, STEAL, attach, until
+from tests.support.lab import some
 from tests.support.subjects import MATRIX, Actor, Subject
 
 ASYNCHRONOUS = [subject for subject in MATRIX if subject.face == "async"]
@@ -201,6 +202,7 @@ def test_a_flow_that_never_held(subject: Subject, actor: Actor, other: Actor) ->
     other.call(lock, "release")
 
 
+@some
 def test_a_holder_that_renews_is_said_to(subject: Subject, actor: Actor, other: Actor) -> None:
     """Since when it has the key, when it was heard of last, and when the key is free if it is never again."""
     lock = subject.lock("k", ttl=1.5)

@@ -19,7 +19,7 @@ from asgiref.sync import sync_to_async
 from dblock import LockLost, LockNotHeld
 from dblock.core import runtime
 from sqlalchemy_dblock import SynchronousOnlyOperation
-from tests.support.lab import until
+from tests.support.lab import some, until
 from tests.support.subjects import MATRIX, Actor, Subject
 
 SYNC = [subject for subject in MATRIX if subject.face == "sync"]
@@ -34,15 +34,16 @@ def leave(subject: Subject, lock: Any) -> Callable[[], Any]:
     return lambda: end(None, None, None)
 
 
+@some
 def test_a_block_may_end_elsewhere(
     subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In another thread or task, though the one that entered it has ended: renewed until then, and given back."""
-    lock = subject.lock("k", ttl=0.6)
+    lock = subject.lock("k", ttl=2)
     actor.do(enter(subject, lock))
     fence = actor.get(lock, "fence")
     actor.close()
-    time.sleep(1.0)
+    time.sleep(2.4)
     assert (other.get(lock, "state"), other.get(lock, "fence"), other.get(lock, "count")) == ("held", fence, 1)
     other.do(lock.check)
     assert other.call(lock, "verify") is True
@@ -90,6 +91,7 @@ def test_what_was_handed_over_is_left_elsewhere_without_a_word(subject: Subject,
     assert subject.row("k")["owner"] is not None
 
 
+@some
 def test_two_blocks_of_one_object_cannot_be_told_apart(subject: Subject, actor: Actor, other: Actor) -> None:
     """An error that names thread pools; neither is renewed any more."""
     lock = subject.lock("k", ttl=0.6)

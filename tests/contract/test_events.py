@@ -177,14 +177,14 @@ def test_a_lock_that_is_lost(
 
 def test_renewals_and_reaping(subject: Subject, actor: Actor, told: list[Event]) -> None:
     """One event for a statement, however many leases or rows it was about."""
-    locks = [subject.lock(f"k{number}", ttl=0.6) for number in range(3)]
+    locks = [subject.lock(f"k{number}", ttl=1.5) for number in range(3)]
     renewable = locks[0]._store().renewable
     for lock in locks:
         assert actor.call(lock, "acquire")
     if renewable:
         assert until(lambda: any(event.kind is Kind.RENEWED and event.amount == 3 for event in told), 20)
         renewed = next(event for event in told if event.kind is Kind.RENEWED)
-        assert 0 <= renewed.lateness < 0.4
+        assert 0 <= renewed.lateness < 1.0
     for lock in locks:
         actor.call(lock, "release")
     time.sleep(0.05)  # SQLite's clock goes by milliseconds
@@ -298,10 +298,10 @@ def test_events_of_the_watchdog_come_in_order_in_one_thread() -> None:
     observers: Any = runtime.current.watchdog.observers
     stop()
     assert isinstance(observers, Observers)
-    store: Any = type("Somewhere", (), {"name": "x"})
+    store: Any = type("Somewhere", (), {"name": "x", "history": 0})
     for number in range(500):
-        observers.tell_later(Kind.RENEWED, store, amount=number)
-        observers.tell_later(Kind.LOST, store)
+        observers.tell_later(Kind.RENEWED, store, {}, amount=number)
+        observers.tell_later(Kind.LOST, store, {})
     assert sum(thread.name == "dblock observers" for thread in threading.enumerate()) == 1
     go.set()
     assert until(lambda: len(seen) == 500, 20)

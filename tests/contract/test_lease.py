@@ -18,6 +18,7 @@ from dblock.core.errors import InvalidToken, LockLost, LockNotHeld, LockTimeout,
 from dblock.core.protocol.steps import Execute, Rows, execute
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Token, token_text
+from tests.support.lab import some
 from tests.support.subjects import MATRIX, Actor, Subject, Twin, twin
 
 ASYNCHRONOUS = [subject for subject in MATRIX if subject.face == "async"]
@@ -80,7 +81,7 @@ class Witness:
 def test_a_lease_outlives_its_ttl(subject: Subject, actor: Actor, other: Actor) -> None:
     """It is renewed for as long as the body runs, held all along, and nobody else is let in."""
     witness = Witness()
-    lock, rival = subject.lock("k", ttl=0.6, on_lost=witness, on_at_risk=witness), subject.lock("k")
+    lock, rival = subject.lock("k", ttl=2.4, on_lost=witness, on_at_risk=witness), subject.lock("k")
     states: list[Any] = []
 
     def body() -> Any:
@@ -91,13 +92,13 @@ def test_a_lease_outlives_its_ttl(subject: Subject, actor: Actor, other: Actor) 
         if subject.face == "sync":
             for _ in range(15):
                 look()
-                time.sleep(0.1)
+                time.sleep(0.2)
             return lock.verify()
 
         async def abody() -> Any:
             for _ in range(15):
                 look()
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.2)
             return await getattr(lock, subject.method("verify"))()
 
         return abody()
@@ -120,13 +121,13 @@ def test_a_lease_outlives_its_ttl(subject: Subject, actor: Actor, other: Actor) 
 
 def test_a_re_entered_lease_is_kept_until_the_last_release(subject: Subject, actor: Actor, other: Actor) -> None:
     """The count goes up and down, fence and owner stay, and it is renewed in between."""
-    outer, inner, rival = subject.lock("k", ttl=0.3), subject.lock("k", ttl=0.3), subject.lock("k")
+    outer, inner, rival = subject.lock("k", ttl=1.5), subject.lock("k", ttl=1.5), subject.lock("k")
     actor.call(outer, "acquire")
     before = subject.row("k")
     assert actor.call(inner, "acquire") is True
     assert (subject.row("k")["count"], actor.get(outer, "count"), actor.get(inner, "count")) == (2, 2, 2)
     actor.call(inner, "release")
-    time.sleep(0.5)
+    time.sleep(1.8)
     now = subject.row("k")
     assert (now["count"], now["fence"], now["owner"]) == (1, before["fence"], before["owner"])
     assert now["expires_at"] > before["expires_at"]
@@ -137,6 +138,7 @@ def test_a_re_entered_lease_is_kept_until_the_last_release(subject: Subject, act
     other.call(rival, "release")
 
 
+@some
 def test_extensions_and_renewals_agree(subject: Subject, actor: Actor) -> None:
     """A shorter lease is renewed in its own time; a longer one is not cut short by the renewals of the shorter."""
     lock = subject.lock("k", ttl=30)
@@ -156,6 +158,7 @@ def test_extensions_and_renewals_agree(subject: Subject, actor: Actor) -> None:
     actor.call(lock, "release")
 
 
+@some
 def test_late_renewals_are_a_risk_until_one_succeeds(
     subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +196,7 @@ def test_late_renewals_are_a_risk_until_one_succeeds(
 # -- lost
 
 
+@some
 def test_every_loss_has_its_reason(subject: Subject, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
     """The lease that simply ends, the capped one, and those that strangers took over, freed and deleted: each is told
     once, off the holder's thread, with a lock that can still be asked."""
@@ -285,6 +289,7 @@ def test_a_loss_comes_out_of_the_block(subject: Subject, actor: Actor) -> None:
     until(lambda: witness.seen)
 
 
+@some
 def test_lost_stays_lost_when_the_key_is_taken_again(subject: Subject, actor: Actor) -> None:
     """By the same flow, inside of the block whose lease has ended: through another lock object, or the same."""
     outer, inner = subject.lock("k", ttl=0.2, renew=False), subject.lock("k", ttl=30)
@@ -319,18 +324,19 @@ def test_lost_stays_lost_when_the_key_is_taken_again(subject: Subject, actor: Ac
     assert subject.row("k")["owner"] is None
 
 
+@some
 def test_a_failing_callback_is_logged(subject: Subject, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
     """And does no harm to other leases."""
 
     def fail(lock: Any, reason: Any) -> None:
         raise ZeroDivisionError
 
-    kept = subject.lock("kept", ttl=0.3)
+    kept = subject.lock("kept", ttl=1.5)
     actor.call(kept, "acquire")
     lock = subject.lock("k", ttl=0.1, renew=False, on_lost=fail)
     actor.call(lock, "acquire")
     until(lambda: "ZeroDivisionError" in caplog.text)
-    time.sleep(0.3)
+    time.sleep(1.8)
     assert actor.call(kept, "verify") is True
     with pytest.raises(LockLost):
         actor.call(lock, "release")
@@ -340,6 +346,7 @@ def test_a_failing_callback_is_logged(subject: Subject, actor: Actor, caplog: py
 # -- grace, min_hold
 
 
+@some
 def test_grace_keeps_the_key_closed_after_an_expiry(subject: Subject, actor: Actor, other: Actor) -> None:
     """And not after a release."""
     lock, rival = subject.lock("k", ttl=0.2, renew=False, grace=0.5), subject.lock("k")
@@ -374,11 +381,11 @@ def test_a_release_that_comes_too_late_leaves_the_grace(subject: Subject, actor:
 
 def test_a_renewed_lease_keeps_its_grace(subject: Subject, actor: Actor) -> None:
     """Renewal, extension and re-entry leave it as long after the lease as the take did."""
-    lock = subject.lock("k", ttl=0.3, grace=40)
+    lock = subject.lock("k", ttl=1.5, grace=40)
     actor.call(lock, "acquire")
-    time.sleep(0.2)
-    assert 39 < actor.call(lock, "inspect").remaining < 40.4
-    assert actor.get(lock, "remaining") < 0.3
+    time.sleep(0.8)
+    assert 40 < actor.call(lock, "inspect").remaining < 41.6
+    assert actor.get(lock, "remaining") < 1.5
     actor.call(lock, "extend", 10)
     assert 49 < actor.call(lock, "inspect").remaining < 50.1
     actor.call(subject.lock("k", ttl=20), "acquire")
@@ -388,6 +395,7 @@ def test_a_renewed_lease_keeps_its_grace(subject: Subject, actor: Actor) -> None
     assert actor.call(lock, "locked") is False
 
 
+@some
 def test_min_hold_keeps_the_key_closed_after_an_early_release(subject: Subject, actor: Actor, other: Actor) -> None:
     """Counted from the take; then it opens by itself."""
     lock, rival = subject.lock("k", ttl=30, min_hold=0.5), subject.lock("k")
@@ -418,9 +426,10 @@ def test_min_hold_keeps_the_key_closed_after_an_early_release(subject: Subject, 
 # -- handed over
 
 
+@some
 def test_a_hold_is_handed_over(subject: Subject, actor: Actor, other: Actor) -> None:
     """Same fence, same owner, count 1; it is renewed where it went, and nobody gets in between."""
-    lock, rival = subject.lock("k", ttl=0.5), subject.lock("k")
+    lock, rival = subject.lock("k", ttl=2), subject.lock("k")
     actor.call(lock, "acquire")
     fence, owner = actor.get(lock, "fence"), actor.get(lock, "owner")
     token = actor.call(lock, "detach")
@@ -435,11 +444,11 @@ def test_a_hold_is_handed_over(subject: Subject, actor: Actor, other: Actor) -> 
         fence,
         owner,
         1,
-        0.5,
+        2.0,
         "held",
     ]
     assert subject.row("k")["count"] == 1
-    time.sleep(0.9)
+    time.sleep(2.4)
     assert other.get(taken, "state") == "held"
     assert other.call(taken, "verify") is True
     assert actor.call(rival, "acquire", blocking=False) is False
@@ -614,10 +623,10 @@ def test_a_token_can_be_used_twice(subject: Subject, actor: Actor, other: Actor)
 
 def test_the_token_of_an_ended_tenure_is_refused(subject: Subject, actor: Actor, other: Actor) -> None:
     """Given back, run out, or followed by another tenure: LockLost, and nothing is changed."""
-    lock = subject.lock("k", ttl=0.2)
+    lock = subject.lock("k", ttl=0.6)
     actor.call(lock, "acquire")
     token = actor.call(lock, "detach")
-    time.sleep(0.25)
+    time.sleep(0.7)
     refused(subject, other, token, Reason.EXPIRED)
     lock = subject.lock("k", ttl=60)  # which is not renewed while we look
     actor.call(lock, "acquire")
@@ -809,6 +818,7 @@ def enter_and_forget(subject: Subject, key: str, **options: Any) -> Any:
     return enter()
 
 
+@some
 def test_a_block_that_nobody_can_leave_ends_with_its_lease(
     subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -823,9 +833,10 @@ def test_a_block_that_nobody_can_leave_ends_with_its_lease(
     assert actor.get(subject.lock("k"), "state") in {"lost", None}
 
 
+@some
 def test_what_can_still_be_left_is_renewed(subject: Subject, actor: Actor) -> None:
     """A block of a generator that is suspended, an acquire by an object of the moment, what its flow enters again."""
-    ttl, done = 0.5, list[Any]()
+    ttl, done = 1.5, list[Any]()
 
     def suspend() -> Any:
         if subject.face == "sync":
@@ -847,7 +858,7 @@ def test_what_can_still_be_left_is_renewed(subject: Subject, actor: Actor) -> No
     actor.do(suspend)
     actor.call(subject.lock("acquired", ttl=ttl), "acquire")
     actor.do(lambda: enter_and_forget(subject, "entered again", ttl=ttl))
-    actor.within(subject.lock("entered again", ttl=ttl), lambda: pause(subject, 3 * ttl))
+    actor.within(subject.lock("entered again", ttl=ttl), lambda: pause(subject, 1.3 * ttl))
     assert subject.row("entered again")["owner"] is None
     actor.call(subject.lock("acquired"), "verify")
     actor.call(subject.lock("suspended"), "verify")
@@ -858,9 +869,9 @@ def test_what_can_still_be_left_is_renewed(subject: Subject, actor: Actor) -> No
 
 def test_release_leaves_what_was_acquired(subject: Subject, actor: Actor) -> None:
     """And not a block that nobody can leave any more, which ends by itself."""
-    lock = subject.lock("k", ttl=0.5)
+    lock = subject.lock("k", ttl=5)
     actor.call(lock, "acquire")
-    actor.do(lambda: enter_and_forget(subject, "k", ttl=0.5))
+    actor.do(lambda: enter_and_forget(subject, "k", ttl=5))
     actor.call(lock, "release")
     assert subject.row("k")["owner"] is None
 

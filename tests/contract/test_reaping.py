@@ -159,7 +159,6 @@ def test_it_is_off_unless_asked_for(
 
 
 ENDING = """
-import traceback
 from django.test import override_settings
 from dblock.core.protocol import reaping as protocol
 from tests.support.lab import until
@@ -168,12 +167,10 @@ from tests.support.subjects import Actor
 begun, plainly = [], protocol.sleep
 
 def sleep(seconds):
-    if "_tidy" in [frame.name for frame in traceback.extract_stack(limit=2)]:
-        begun.append(seconds)
-        seconds = 600.0
-    yield from plainly(seconds)
+    begun.append(seconds)
+    yield from plainly(600.0)
 
-protocol.sleep, protocol._BURST = sleep, 0.0
+protocol.sleep = sleep
 if subject.variant == "django":
     override_settings(DBLOCK={"REAP_EVERY": 0.1}).enable()
 else:

@@ -16,7 +16,7 @@ from dblock.core.errors import StoreBusy, StoreConflict
 from dblock.core.face.executor import BaseStore
 from dblock.core.protocol.steps import Execute
 from tests.conftest import ALIASES, timed
-from tests.support.lab import until
+from tests.support.lab import some, until
 from tests.support.subjects import Actor, Subject, twin
 
 
@@ -70,6 +70,7 @@ def test_who_waits_gets_the_key(subject: Subject, actors: Callable[[int], list[A
         holder.call(lock, "release")
 
 
+@some
 def test_a_database_that_fails_is_asked_once(
     subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -57,8 +57,8 @@ def test_a_thread_that_outlives_the_function_of_its_process(request: pytest.Fixt
 def _leave_a_thread(place: str, told: Any) -> None:
     def work() -> None:
         engine = create_engine(place)
-        with db_lock(engine, "k", ttl=0.9) as lock:
-            time.sleep(2)
+        with db_lock(engine, "k", ttl=2) as lock:
+            time.sleep(3)
             told.put(lock.state)
 
     threading.Thread(target=work).start()

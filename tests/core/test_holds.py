@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from dblock.core.face.base import BaseLock
 from dblock.core.face.executor import BaseStore
 from dblock.core.face.locks import SyncLock
 from dblock.core.holding.flow import Entry, Hold
-from dblock.core.holding.lease import Loss
+from dblock.core.holding.lease import Lease, Loss
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.sending import Database
@@ -44,6 +45,20 @@ TENURE = Tenure("k", "secret", 7)
 INFO = LockInfo("k", "***", 8, 1, 30.0, 1.0, 29.0, "", Identity("elsewhere", 1, "main", "program", ""))
 
 
+def test_a_hold_begins_when_its_flow_has_it() -> None:
+    """Not when the place in the queue was last kept, from which trust counts."""
+    lease = Lease(Grant(TENURE, 100.0, 30.0, 5, term=5.0), lambda: 101.5, grace=0.0, renewing=True)
+    assert (lease.acquired, lease.renewed) == (101.5, 100.0)
+
+
+def test_what_was_given_back_is_not_expired() -> None:
+    """Closed until its min_hold is over, then free."""
+    closed = replace(INFO, owner="")
+    assert closed.state == "held"
+    assert replace(closed, remaining=-1.0).state == "free"
+    assert replace(INFO, remaining=-1.0).state == "expired"
+
+
 class FakeStore:
     """One row that is always ours, unless a test says otherwise."""
 
@@ -51,6 +66,7 @@ class FakeStore:
     asynchronous = False
     renewable = True
     reaping: tuple[float, float] | None = None
+    history = 0
     pause, apause = BaseStore.pause, BaseStore.apause
     pin: Statement | None = None
 
@@ -72,7 +88,7 @@ class FakeStore:
     async def aexecute(self, step: Execute) -> Rows:
         raise NotImplementedError
 
-    def subscribe(self, channel: str) -> None:
+    def subscribe(self, *_: object) -> None:
         return None
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
@@ -202,6 +218,7 @@ def test_a_new_ttl_makes_older_answers_void(local: Clock) -> None:
     hold.lease.reset(2.0, local.time + 1.8)
     assert hold.lease.lengthen(Grant(TENURE, local.time, 30.0), epoch)
     assert hold.lease.remaining() <= 1.8
+    assert hold.lease.due <= local.time + 2.0 / 3, "nor is it renewed too late if the extension has no answer"
     assert hold.lease.lengthen(Grant(TENURE, local.time + 0.5, 2.0), hold.lease.epoch)
     assert hold.lease.remaining() == pytest.approx(2.3)
 
@@ -253,14 +270,15 @@ def test_short_holds_do_not_disturb_the_watch(store: FakeStore, monkeypatch: pyt
 
 
 def test_many_leases_one_statement(store: FakeStore) -> None:
-    """Those taken one by one are renewed together."""
+    """Those taken one by one are renewed together: a dozen statements in a second and a half, not hundreds."""
+    begun = time.monotonic()
     locks = [FakeLock(store, str(number), ttl=1.0) for number in range(200)]
     for lock in locks:
         lock.acquire()
         time.sleep(0.0002)
     time.sleep(1.5)
     assert {lock.state for lock in locks} == {"held"}
-    assert 3 <= store.sent.count("renew") <= 12
+    assert 3 <= store.sent.count("renew") <= 8 * (time.monotonic() - begun)
     for lock in locks:
         lock.release()
 
@@ -413,6 +431,7 @@ def test_at_exit_only_what_nobody_uses_is_given_back(store: FakeStore) -> None:
     go.set()
     thread.join()
     assert released == ["mine"]
+    watch._holds.clear()  # or the loss of the other's is told in the middle of another test
 
 
 def test_a_lost_hold_is_found_out_by_the_database(store: FakeStore) -> None:

@@ -172,7 +172,7 @@ def test_whoever_is_interrupted_while_a_connection_is_opened_holds_up_no_thread(
             pool.take(soon(5), keeps=False)
         sys.settrace(None)
         opens.join()
-        assert until(lambda: not threads(), 2), place
+        assert until(lambda: not threads("dblock connect"), 2), place
         if pool._out[0]:
             gc.collect()  # frames that were traced
         pool.give(pool.take(soon(5), keeps=False))

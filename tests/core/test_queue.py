@@ -7,6 +7,9 @@ changed it, as under READ COMMITTED: that is how a releaser misses a waiter.
 from __future__ import annotations
 
 import random
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +26,11 @@ from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.statements import DIALECTS
 from dblock.core.values import Grant, Tenure
+from dblock.core.wakeup import listener as listener_module
+from dblock.core.wakeup.listener import Listener
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.conftest import timed
+from tests.support.lab import until
 from tests.support.model import World, lost_after, play, raising, wish
 
 KINDS = ("postgresql", "mysql")
@@ -371,6 +377,49 @@ def test_a_wakeup_that_is_notified_before_it_is_registered() -> None:
     assert registry.anybody_waits()
     del wakeup
     assert not registry.anybody_waits()
+
+
+class _Away:
+    """A database that is away, and lets a listener's thread run."""
+
+    database = "away"
+    tries = 0
+
+    def subscribe(self, *_: object) -> None:
+        self.tries += 1
+        raise OSError("away")
+
+    def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
+        thread = threading.Thread(target=function, daemon=True)
+        thread.start()
+        return thread.is_alive
+
+    def rest(self, _: float) -> None:
+        time.sleep(0.01)
+
+
+def test_a_listener_is_of_one_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on for those who wait there, and wakes nobody else."""
+    monkeypatch.setattr(listener_module, "LINGER", 0.1)
+    wakeups, elsewhere, there, away = Wakeups(), Wakeup("elsewhere"), Wakeup("away"), _Away()
+    listener = Listener(away, wakeups, "channel")
+    wakeups.register("k", 1, elsewhere)
+    wakeups.register("k", 2, there)
+    listener.want()
+    time.sleep(0.2)
+    assert listener._runs()
+    assert away.tries > 1
+    assert not there.notified()  # it was not called before either
+    wakeups.unregister("k", 2, there)
+    assert until(lambda: not listener._runs(), 5)
+    listener.ready = True
+    listener._tell_all(ready=False)
+    assert not elsewhere.notified()
+    wakeups.register("k", 2, there)
+    listener.ready = True
+    listener._tell_all(ready=False)
+    assert there.notified()
+    assert not elsewhere.notified()
 
 
 @pytest.mark.parametrize("text", ["", "5", "5 6 p", "5 6 p ", "x 6 p k", "5 x p k", "\u0665 6 p k", "-5 6 p k"])

@@ -36,6 +36,7 @@ class ModelStore:
     asynchronous = False
     renewable = True
     reaping: tuple[float, float] | None = None
+    history = 0
     pause, apause = BaseStore.pause, BaseStore.apause
 
     def __init__(self, world: World, mutex: threading.Lock) -> None:
@@ -50,7 +51,7 @@ class ModelStore:
     async def aexecute(self, step: Execute) -> Rows:
         raise NotImplementedError
 
-    def subscribe(self, channel: str) -> None:
+    def subscribe(self, *_: object) -> None:
         pass
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:

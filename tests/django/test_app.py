@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -38,10 +40,11 @@ from dblock import (
 )
 from dblock.celery import beat_schedule
 from dblock.core import runtime
-from dblock.core.errors import StoreConflict
+from dblock.core.errors import LockStoreError, StoreConflict
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.store import store_for
-from tests.conftest import ALIASES, DATABASES, ready, run
+from tests.conftest import ALIASES, DATABASES, ready, run, timed
+from tests.support.lab import LONG
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -145,6 +148,153 @@ def test_transactions_that_are_no_blocks_are_a_warning(monkeypatch: pytest.Monke
     changed = {**connections["postgresql"].settings_dict, "AUTOCOMMIT": False}
     monkeypatch.setattr(connections["postgresql"], "settings_dict", changed)
     assert ids() == ["dblock.W002"]
+
+
+@contextlib.contextmanager
+def changed(alias: str, **settings: Any) -> Iterator[None]:
+    """The settings of a database are others."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setitem(connections.settings[alias], name, value)
+        yield
+
+
+WRITES = [
+    "-c default_transaction_read_only=off",
+    "-c default_transaction_read_only=on -c default_transaction_read_only=0",
+]
+
+
+@pytest.mark.parametrize(
+    ("alias", "good", "bad"),
+    [
+        (
+            "postgresql",
+            [*({"options": each} for each in WRITES), {"target_session_attrs": "read-write"}, {"options": "-c a.b=on"}],
+            [{"options": "-c default_transaction_read_only=on"}, {"target_session_attrs": "standby"}],
+        ),
+        (
+            "mariadb",
+            [{"init_command": "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED"}],
+            [
+                {"init_command": "SET tx_read_only = 1"},
+                {"init_command": "set session transaction isolation level read committed, read only"},
+            ],
+        ),
+    ],
+)
+def test_sessions_that_may_only_read(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    alias: str,
+    good: list[dict[str, Any]],
+    bad: list[dict[str, Any]],
+) -> None:
+    """E007, and no lock can be had; where one can, silence."""
+    ready(request, alias)
+    timed(monkeypatch, single_try=1.0)
+    plain = connections[alias].settings_dict["OPTIONS"]
+    pool: Any = store_for(alias)._source
+    with override_settings(DBLOCK={"USING": alias}):
+        for options in [*good, *bad]:
+            with changed(alias, OPTIONS={**plain, **options}):
+                assert ids() == (["dblock.E007"] if options in bad else []), options
+                pool.close_all()
+                if options == bad[0]:
+                    with pytest.raises(LockStoreError, match="(?i)read.only"):
+                        db_lock("k", timeout=0).acquire()
+                elif options == good[0]:
+                    with db_lock("k"):
+                        pass
+    pool.close_all()
+
+
+def test_a_file_that_is_opened_for_reading(tmp_path: Path) -> None:
+    """E007 too."""
+    for name, expected in (
+        (f"file:{tmp_path}/x?mode=ro", ["dblock.E007"]),
+        (f"file:{tmp_path}/x?cache=private&immutable=1", ["dblock.E007"]),
+        (f"file:{tmp_path}/x?mode=rwc", []),
+        (f"{tmp_path}/mode=ro", []),
+    ):
+        with changed("default", NAME=name):
+            assert ids() == expected
+
+
+def test_requests_with_a_snapshot_that_is_older_than_the_lock() -> None:
+    """W007: on MySQL, if requests are transactions of that level; anything else is silent."""
+    for alias, level, atomic, expected in (
+        ("mariadb", "repeatable read", True, ["dblock.W007"]),
+        ("mariadb", "REPEATABLE READ", False, []),
+        ("mariadb", "read committed", True, []),
+        ("mariadb", None, True, []),
+        ("postgresql", "repeatable read", True, []),
+        ("default", None, True, []),
+    ):
+        with changed(alias, OPTIONS={"isolation_level": level} if level else {}, ATOMIC_REQUESTS=atomic):
+            assert ids() == expected, (alias, level)
+
+
+def deployed(**settings: Any) -> list[str]:
+    with override_settings(DBLOCK={"REAP_EVERY": 3600, **settings}):
+        return ids(include_deployment_checks=True)
+
+
+def test_what_is_for_a_desk_only() -> None:
+    """W006 a pooler that keeps the database from calling, W008 locks in memory, W009 a life that is no lease's."""
+    assert deployed(USING="postgresql") == []
+    with changed("postgresql", DISABLE_SERVER_SIDE_CURSORS=True):
+        assert deployed(USING="postgresql") == ["dblock.W006"]
+        assert deployed(USING="postgresql", LISTEN=False) == []
+        assert deployed() == [], "locks live elsewhere"
+        with override_settings(DBLOCK={"USING": "postgresql"}):
+            assert ids() == []
+    for name in (":memory:", "file:locks?mode=memory&cache=shared"):
+        with changed("default", NAME=name):
+            assert deployed() == ["dblock.W008"]
+            assert ids() == []
+    for ttl, expected in ((1, ["dblock.W009"]), (2, []), (timedelta(hours=1), []), (7200, ["dblock.W009"])):
+        assert deployed(TTL=ttl) == expected
+    assert deployed(TTL=-1) == ["dblock.E002"]
+
+
+class NoTables:
+    """A router that has the tables made nowhere."""
+
+    def allow_migrate(self, db: str, app_label: str, **hints: Any) -> bool | None:
+        return False if app_label == "dblock" else None
+
+
+def test_routers_that_keep_the_tables_from_being_made(sqlite: Path, tmp_path: Path) -> None:
+    """E008, once they are missing."""
+    with override_settings(DATABASE_ROUTERS=[NoTables()], DBLOCK={"USING": "default"}):
+        assert ids(databases=["default"]) == []
+        connections["default"].close()
+        with changed("default", NAME=tmp_path / "empty.sqlite3"):
+            assert ids(databases=["default"]) == ["dblock.E008", "dblock.E008"]
+            assert ids() == []
+            connections["default"].close()
+    with changed("default", NAME=tmp_path / "empty.sqlite3"), override_settings(DBLOCK={"USING": "default"}):
+        assert ids(databases=["default"]) == [], "migrate makes them"
+        connections["default"].close()
+
+
+def test_every_check_is_documented() -> None:
+    """In the table, under its id; each hint leads to a page that is there."""
+    source = (ROOT / "dblock/checks.py").read_text()
+    told = set(re.findall(r'id="(dblock\.[EW]\d+)"', source))
+    table = re.findall(r"^\| `(dblock\.[EW]\d+)`", (ROOT / "docs/operating.md").read_text(), re.MULTILINE)
+    assert sorted(told) == table
+    pages = re.findall(r"See (docs/[a-z-]+\.md)\.", source)
+    assert all((ROOT / page).is_file() for page in pages)
+    assert len(pages) == len(re.findall(r"\bhint ?=(?! ?hint)", source))
+
+
+def test_checks_can_be_silenced() -> None:
+    """One by one, as Django has it."""
+    with override_settings(DBLOCK={"TLL": 5}, SILENCED_SYSTEM_CHECKS=["dblock.E001"]):
+        [found] = checks.run_checks(tags=["dblock"])
+        assert found.is_silenced()
 
 
 def test_rows_that_nobody_reaps_are_a_warning_before_deployment() -> None:
@@ -275,6 +425,7 @@ def test_the_admin_is_for_those_who_may_see_it(client: Client, database: str) ->
     assert guest.get("/admin/dblock/lock/").status_code == 403
 
 
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"] if LONG else ["sqlite"], indirect=True)
 def test_the_admin_answers_nothing_about_owners(client: Client, database: str) -> None:
     """Whatever the query string of somebody who may look: the answer is the same for right and for wrong digits."""
     from django.contrib.auth.models import Permission, User

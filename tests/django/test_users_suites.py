@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ALIASES
+from tests.conftest import ALIASES, DATABASES
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -96,7 +96,11 @@ def test_with_transactions():
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("runner", ["django", "pytest"])
+@pytest.mark.parametrize(
+    ("database", "runner"),
+    [*((name, "pytest") for name in DATABASES), ("sqlite", "django"), ("postgresql", "django")],
+    indirect=["database"],
+)
 def test_a_projects_suite(database: str, runner: str, tmp_path: Path) -> None:
     """Guards work again and again inside the test's own transaction; a second thread is told what to use."""
     name = ":memory:" if database == "sqlite" else f"test_users_{os.environ['DBLOCK_TEST_WORKER']}"

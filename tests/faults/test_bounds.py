@@ -27,7 +27,7 @@ from sqlalchemy_dblock import db_lock, metadata
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, POOLER, SERVERS, observer, ready, run, timed, url
 from tests.faults.conftest import ALL_WIRES, Wire, name_of
-from tests.support.lab import until
+from tests.support.lab import SOME, until
 from tests.support.proxy import Proxy
 from tests.support.servers import MySQL, free_port, running
 from tests.support.subjects import MATRIX, Actor, Subject
@@ -106,7 +106,12 @@ def refused(actor: Actor, lock: Any, *, silent: bool, **options: Any) -> Callabl
     return attempt
 
 
-@pytest.mark.parametrize("lock", [ROW, TABLE], ids=["row", "table"])
+@pytest.mark.parametrize(
+    ("subject", "lock"),
+    [*((each, ROW) for each in MATRIX), *((each, TABLE) for each in SOME)],
+    indirect=["subject"],
+    ids=[*(f"{each}-row" for each in MATRIX), *(f"{each}-table" for each in SOME)],
+)
 def test_a_strangers_lock(subject: Subject, actor: Actor, lock: dict[str, str]) -> None:
     """Of the row, the table or the whole database: a try answers at once, a timeout is exact, and both say no."""
     wanted = subject.lock("k", ttl=2)  # MySQL may carry out a take that nobody waits for any more
@@ -137,9 +142,10 @@ def test_why_the_time_was_up(request: pytest.FixtureRequest, database: str) -> N
 
 
 HELD = {"release": (), "extend": (25,), "acquire": (), "detach": ()}
+TRIED = [(each, what) for each in MATRIX for what in HELD if what == "extend" or each in SOME]
 
 
-@pytest.mark.parametrize("what", HELD)
+@pytest.mark.parametrize(("subject", "what"), TRIED, indirect=["subject"], ids=str)
 def test_a_strangers_lock_on_what_is_held(
     subject: Subject, actor: Actor, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,8 +332,8 @@ def test_a_server_that_is_careful(request: pytest.FixtureRequest, database: str)
     ready(request, database)
     modes = "SET SESSION sql_safe_updates = 1, sql_mode = 'ANSI_QUOTES,NO_BACKSLASH_ESCAPES'"
     engine = create_engine(url(database), connect_args={"init_command": modes})
-    with db_lock(engine, 'it\'s "a" key\\', ttl=0.6, min_hold=0.1) as lock:
-        time.sleep(1.0)
+    with db_lock(engine, 'it\'s "a" key\\', ttl=2, min_hold=0.1) as lock:
+        time.sleep(2.4)
         lock.check()
     assert run(database, "SELECT owner FROM locks") == [(None,)]
     engine.dispose()

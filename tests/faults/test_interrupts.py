@@ -287,13 +287,13 @@ async def leave_for_a_stranger(stage: Stage, key: str, strike: Strike) -> None:
 
 
 SCENES = {
-    block: 20,
-    block_in_block: 40,
-    acquire_and_release: 15,
-    acquire_after_a_stranger: 80,
-    acquire_after_one_of_ours: 40,
-    leave_for_one_of_ours: 10,
-    leave_for_a_stranger: 10,
+    block: 45,
+    block_in_block: 90,
+    acquire_and_release: 34,
+    acquire_after_a_stranger: 180,
+    acquire_after_one_of_ours: 90,
+    leave_for_one_of_ours: 22,
+    leave_for_a_stranger: 22,
 }
 """Of how many moments one is struck where there is no time for all."""
 

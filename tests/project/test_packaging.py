@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -29,6 +30,7 @@ def python(code: str) -> str:
         ("dblock.pytest_plugin", ("django", "sqlalchemy", "celery", "dblock.core")),
         ("dblock.testing", ("django", "sqlalchemy", "celery")),
         ("dblock.locks", ("sqlalchemy", "celery")),
+        ("dblock.contrib.health", ("django", "sqlalchemy", "celery")),
         ("sqlalchemy_dblock", ("django", "celery", "asgiref", "psycopg", "sqlalchemy.ext.asyncio")),
     ],
 )
@@ -178,6 +180,7 @@ def test_public_names() -> None:
         "LockInfo",
         "attach",
         "db_lock",
+        "lock_events",
         "lock_waiters",
         "locks",
         "metadata",
@@ -239,9 +242,9 @@ def test_the_metadata_says_what_was_tested() -> None:
 
 
 def test_the_wheel_has_all_it_needs(tmp_path: Path) -> None:
-    """Both packages, their type markers, the migration and pytest's way to the fixtures; no tests."""
+    """Both packages, their type markers, the migration, translations and pytest's way to the fixtures; no tests."""
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
+        [sys.executable, "-m", "build", "--wheel", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
         check=True,
         capture_output=True,
     )
@@ -254,7 +257,16 @@ def test_the_wheel_has_all_it_needs(tmp_path: Path) -> None:
         "dblock/migrations/0001_initial.py",
         "dblock/core/statements/postgresql.py",
         "dblock/testing/memory.py",
+        "dblock/templates/dblock/debug_toolbar/locks.html",
     } <= names
+    catalogues = {
+        str(path.relative_to(ROOT)) for kind in ("po", "mo") for path in (ROOT / "dblock/locale").rglob(f"*.{kind}")
+    }
+    assert len(catalogues) == 4
+    assert catalogues <= names
+    [source] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(source) as archived:
+        assert catalogues <= {name.partition("/")[2] for name in archived.getnames()}
     [scripts] = [name for name in names if name.endswith(".dist-info/entry_points.txt")]
     assert "[pytest11]\ndblock = dblock.pytest_plugin\n" in archive.read(scripts).decode()
     assert not any(name.startswith(("tests", "benchmarks", "example_project")) for name in names)

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import os
+import secrets
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psycopg
 import pytest
 from django.db import connections
 from django.test import override_settings
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, make_url
 
 from dblock.core import runtime
+from dblock.core.errors import LockStoreError
+from dblock.core.face.bell import Bell
+from dblock.core.protocol.queue import proof
+from dblock.core.protocol.steps import Execute
+from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from dblock.drivers.listening import PsycopgSubscription
 from dblock.store import store_for
 from sqlalchemy_dblock import db_lock
-from tests.conftest import SELDOM, ready, run, timed, url
+from tests.conftest import INNODB, SELDOM, ready, run, timed, url
 from tests.contract.test_queue import waiters
-from tests.support.lab import Remote, times, until
+from tests.support.lab import SOME, Remote, times, until
 from tests.support.subjects import MATRIX, Actor, Subject
 
 ROUNDS = times(5, 20)
-CALLED = [subject for subject in MATRIX if subject.database == "postgresql"]
+CALLED = [subject for subject in MATRIX if subject.database != "sqlite"]
+
+
+EARS = {
+    "postgresql": "SELECT 1 FROM pg_stat_activity WHERE query LIKE 'LISTEN%'",
+    **dict.fromkeys(
+        INNODB, "SELECT 1 FROM information_schema.processlist WHERE info LIKE 'SELECT lock_waiters.ticket%'"
+    ),
+}
+"""Sessions that listen."""
 
 
 @pytest.fixture(params=CALLED, ids=str)
@@ -35,8 +54,8 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 @pytest.fixture
 def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who will be called does not look for an hour."""
-    timed(monkeypatch, poll_notified=3600.0, unresponsive_after=9000.0)
+    """Nobody looks for an hour."""
+    timed(monkeypatch, **SELDOM)
 
 
 ELSEWHERE = (
@@ -55,7 +74,7 @@ def test_the_database_calls(subject: Subject, before: str) -> None:
 
 
 @pytest.mark.usefixtures("deaf")
-@pytest.mark.parametrize("subject", MATRIX, ids=str)
+@pytest.mark.parametrize("subject", SOME, ids=str)
 def test_a_neighbour_notifies(
     request: pytest.FixtureRequest, subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +135,7 @@ def test_a_listener_takes_no_place_in_a_pool(request: pytest.FixtureRequest, mon
     options = {**connections.settings["postgresql"]["OPTIONS"], "pool": {"min_size": 1, "max_size": 1}}
     monkeypatch.setitem(connections.settings["postgresql"], "OPTIONS", options)
     monkeypatch.setitem(connections.settings["postgresql"], "CONN_MAX_AGE", 0)
-    subscription = store_for("postgresql").subscribe(runtime.current.sockets().channel)
+    subscription = store_for("postgresql").subscribe(runtime.current.sockets().channel, Wakeups())
     assert isinstance(subscription, PsycopgSubscription)
     assert not hasattr(subscription._connection, "_pool")
     subscription.close()
@@ -128,6 +147,151 @@ def test_whether_to_listen_is_yes_or_no() -> None:
     with pytest.raises(TypeError, match="dblock_listen"):
         db_lock(engine, "k").locked()
     engine.dispose()
+
+
+@pytest.mark.parametrize("database", INNODB)
+def test_no_call_comes_too_early(request: pytest.FixtureRequest, database: str) -> None:
+    """A bell looks before it sleeps, and tells each waiter once; nobody finds it when it has ended."""
+    ready(request, database)
+    subject = Subject("sqlalchemy", "sync", database)
+    store, wakeups, channel = subject.lock("k")._store(), Wakeups(), f"dblock_test_{secrets.token_hex(4)}"
+    wakeup = Wakeup(store.database)
+    with subject.lock("k"):
+        subject.run(
+            "INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id,"
+            " channel, joined_at, expires_at) SELECT owner, 'k', 5, 1, '', '', 1, '', '', '', '', acquired_at,"
+            " expires_at FROM locks"
+        )
+        [(owner, fence)] = subject.run("SELECT owner, fence FROM locks")
+        run(database, "SET GLOBAL long_query_time = 0.01")
+        before = slow(database)
+        bell = store.subscribe(channel, wakeups)
+        run(database, "SET GLOBAL long_query_time = 10")
+        assert isinstance(bell, Bell)
+        assert bell.listen(0.05) == []
+        assert slow(database) == before
+        wakeups.register("k", 5, wakeup)
+        assert bell.listen(60) == [Message("k", 5, fence, proof(5, fence, owner)).text()]
+        assert bell.listen(0.05) == []
+        wakeups.unregister("k", 5, wakeup)
+        assert bell.listen(0.0) == []
+        wakeups.register("k", 5, wakeup)
+        assert len(bell.listen(60)) == 1, "another attempt"
+    named = f"SELECT IS_USED_LOCK('{channel}')"
+    assert run(database, named) != [(None,)]
+    bell.close()
+    assert until(lambda: run(database, named) == [(None,)])
+    with pytest.raises(LockStoreError, match="1094"):  # nobody has that name
+        run_call(store, channel)
+    subject.engine.dispose()
+
+
+def slow(database: str) -> object:
+    """How many statements the server has thought slow."""
+    [(_, count)] = run(database, "SHOW GLOBAL STATUS LIKE 'Slow_queries'")
+    return count
+
+
+def run_call(store: Any, channel: str) -> None:
+    """Call whoever listens there."""
+    _ = store.execute(Execute(store.database.dialect.queue.call, {"channel": channel}))
+
+
+@pytest.mark.parametrize("database", INNODB)
+def test_a_bell_that_cannot_be_rung(
+    request: pytest.FixtureRequest, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not relied on: a proxy leads calls to another server, say."""
+    ready(request, database)
+    subject = Subject("sqlalchemy", "sync", database)
+    store, channel = subject.lock("k")._store(), f"dblock_test_{secrets.token_hex(4)}"
+
+    def nobody(*_: object) -> None:
+        raise LockStoreError("1094")
+
+    monkeypatch.setattr(type(store), "execute", nobody)
+    assert store.subscribe(channel, Wakeups()) is None
+    subject.engine.dispose()
+
+
+@pytest.mark.parametrize("database", INNODB)
+def test_several_listen(request: pytest.FixtureRequest, database: str) -> None:
+    """Engines of one process have one name: whoever has it lets those who wait at the others look, and leaves it to
+    them in the end."""
+    ready(request, database)
+    subject, wakeups = Subject("sqlalchemy", "sync", database), Wakeups()
+    store, channel = subject.lock("k")._store(), f"dblock_test_{secrets.token_hex(4)}"
+    elsewhere = Wakeup("another engine")
+    wakeups.register("k", 1, elsewhere)
+    first, second = (store.subscribe(channel, wakeups) for _ in range(2))
+    assert isinstance(first, Bell)
+    assert isinstance(second, Bell)
+    assert (first.named, second.named) == (True, False)
+    asleep = (
+        f"SELECT 1 FROM information_schema.processlist WHERE id = IS_USED_LOCK('{channel}') AND state = 'User sleep'"
+    )
+    with ThreadPoolExecutor(1) as thread:
+        heard = thread.submit(first.listen, 30)
+        assert until(lambda: run(database, asleep) != [])
+        run_call(store, channel)
+        assert heard.result(5) == []
+    assert not elsewhere.notified()
+    assert first.listen(60) == []  # at once: it was called
+    assert elsewhere.notified()
+    assert [second.listen(1), second.named] == [[], False]
+    first.close()
+    assert [second.listen(5), second.named] == [[], True]
+    second.close()
+    subject.engine.dispose()
+
+
+def test_a_forked_child_leaves_the_bell_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it drops of its parent's is not ended at the server: the parent still hears. (mysqlclient would say so.)"""
+    ready(request, "mariadb")
+    timed(monkeypatch, **SELDOM)
+    engine, there = create_engine(url("mariadb")), Subject("sqlalchemy", "sync", "mariadb")
+    lock = db_lock(engine, "k", timeout=60)
+    with Remote(there) as remote, ThreadPoolExecutor(1) as thread:
+        remote.do("setattr(runtime.current.sockets(), 'neighbourhood', 'dblock_elsewhere_')")
+        remote.do("(lock := subject.lock('k', ttl=600)).acquire()")
+        waited = thread.submit(lock.acquire)
+        assert until(lambda: run("mariadb", EARS["mariadb"]) != [])
+        child = os.fork()
+        if not child:
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0) == (child, 0)
+        remote.do("lock.release()")
+        assert waited.result(5) is True
+        thread.submit(lock.release).result()
+    there.engine.dispose()
+    engine.dispose()
+
+
+@pytest.mark.parametrize("database", INNODB)
+def test_another_user_rings_in_vain(request: pytest.FixtureRequest, database: str) -> None:
+    """A server lets users end their own statements only: the waiter looks for itself, and its session is left alone."""
+    ready(request, database)
+    subject = Subject("sqlalchemy", "sync", database)
+    address = make_url(url(database))
+    for table in ("locks", "lock_waiters"):
+        run(database, "CREATE USER IF NOT EXISTS dblock_other@'%'")
+        run(database, f"GRANT SELECT, INSERT, UPDATE, DELETE ON {table} TO dblock_other@'%'")
+    other = address.set(username="dblock_other", password=None).render_as_string(hide_password=False)
+    actor = Actor(subject)
+    with Remote(subject) as remote:
+        remote.do("setattr(runtime.current.sockets(), 'neighbourhood', 'dblock_elsewhere_')")
+        remote.do(f"vars(subject).update(engine=__import__('sqlalchemy').create_engine({other!r}))")
+        remote.do("(lock := subject.lock('k', ttl=600)).acquire()")
+        lock = subject.lock("k", timeout=60)
+        waited = actor.start(lock.acquire)
+        assert until(lambda: waiters(subject) == 1)
+        time.sleep(0.5)  # it listens
+        remote.do("lock.release()")
+        assert waited.result(2.5 + 1) is True
+        actor.call(lock, "release")
+    actor.close()
+    subject.engine.dispose()
 
 
 def test_nonsense_does_no_harm(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> None:
@@ -174,27 +338,30 @@ def hand_overs(subject: Subject, before: str = "None") -> None:
     actor.close()
 
 
-@pytest.mark.parametrize("variant", ["django", "sqlalchemy"])
+@pytest.mark.parametrize(
+    ("variant", "server"),
+    [("django", "postgresql"), ("sqlalchemy", "postgresql"), ("django", "mariadb"), ("sqlalchemy", "mariadb")],
+)
 def test_whoever_is_told_not_to_listen_looks(
-    request: pytest.FixtureRequest, variant: str, caplog: pytest.LogCaptureFixture
+    request: pytest.FixtureRequest, variant: str, server: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`LISTEN: False`, or the engine's option: no connection listens, the key is handed over, one warning in all."""
-    ready(request, "postgresql")
-    subject = Subject(variant, "sync", "postgresql")
-    subject.__dict__["engine"] = create_engine(url("postgresql"), execution_options={"dblock_listen": False})
+    ready(request, server)
+    subject = Subject(variant, "sync", server)
+    subject.__dict__["engine"] = create_engine(url(server), execution_options={"dblock_listen": False})
     store = subject.lock("k")._store()
     vars(store).pop("_waiter_services", None)
     actor = Actor(subject)
-    ears = "SELECT 1 FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"
-    assert until(lambda: run("postgresql", ears) == [])  # those of earlier tests are gone
-    with override_settings(DBLOCK={"LISTEN": False}), Remote(Subject("sqlalchemy", "sync", "postgresql")) as remote:
+    ears = EARS[server]
+    assert until(lambda: run(server, ears) == [])  # those of earlier tests are gone
+    with override_settings(DBLOCK={"LISTEN": False}), Remote(Subject("sqlalchemy", "sync", server)) as remote:
         for n in range(3):
             remote.do("(lock := subject.lock('k', ttl=600)).acquire()")
             lock = subject.lock("k", timeout=60)
             waited = actor.start(lock.acquire)
             assert until(lambda: waiters(subject) == 1)
             if n == 0:  # the other process may listen later
-                assert run("postgresql", ears) == []
+                assert run(server, ears) == []
             remote.do("lock.release()")
             assert waited.result(10) is True
             actor.call(lock, "release")

@@ -24,7 +24,7 @@ def installed() -> bool:
 def test_through_mysqlclient() -> None:
     """Locks of both faces on MariaDB; a hand-over on the wire."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("DBLOCK_", "PYTEST_"))}
-    tests = ["tests/contract/test_lock.py", "tests/servers/test_wire.py"]
+    tests = ["tests/contract/test_lock.py", "tests/servers/test_wire.py", "tests/servers/test_listener.py"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n0", "-k", "mariadb and not aiomysql and not asyncmy", *tests],
         env={**kept, "DBLOCK_MYSQLCLIENT": "1"},

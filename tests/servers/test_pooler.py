@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.conftest import POOLER
+from tests.support.lab import LONG
 from tests.support.servers import HINTS, MissingServer, find_program
 
 
@@ -21,14 +22,14 @@ def missing() -> bool:
         return True
 
 
-FEW = "postgresql and not django-async and not async-postgresql-psycopg"
-"""The drivers' own threads and tasks are no business of a pooler's."""
+FEW = "postgresql and not (django and async) and not async-postgresql-psycopg and not session"
+"""The drivers' own threads and tasks are no business of a pooler's, nor is who begins a connection's transaction."""
 
 
 @pytest.mark.skipif(POOLER, reason="this is it")
 @pytest.mark.skipif(missing(), reason=HINTS["pgbouncer"])
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", ["tests/contract/test_queue.py", "tests/contract/test_guard.py"])
+@pytest.mark.parametrize("part", ["tests/contract/test_queue.py", *(["tests/contract/test_guard.py"] if LONG else [])])
 def test_the_short_form_of_make_pooler(part: str) -> None:
     """What the lock, its queue and its guard promise holds there too."""
     done = subprocess.run(

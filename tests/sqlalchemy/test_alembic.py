@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
-import subprocess
-import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from alembic.config import main
 from sqlalchemy import Engine, inspect
 
 from tests.conftest import observer
@@ -38,13 +40,15 @@ class Project:
         (self.directory / name).write_text(text.replace(old, new))
 
     def run(self, *commands: str) -> str:
-        """One command of Alembic after the other; what they printed."""
-        script = "import sys; from alembic.config import main\nfor command in sys.argv[1:]: main(command.split())"
-        done = subprocess.run(
-            [sys.executable, "-c", script, *commands], cwd=self.directory, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        """One command of Alembic after the other; what they printed. (It would disable all loggers that there are.)"""
+        with (
+            patch("logging.config.fileConfig"),
+            contextlib.redirect_stdout(io.StringIO()) as printed,
+            contextlib.chdir(self.directory),
+        ):
+            for command in commands:
+                main(command.split())
+        return printed.getvalue()
 
     def operations(self, name: str) -> set[str]:
         """What a generated migration does, up and down."""

@@ -166,9 +166,9 @@ def test_the_same_transaction_enters_again(database: str, engine: Engine) -> Non
 def test_it_is_renewed_until_then(database: str, engine: Engine) -> None:
     """However long the transaction takes after the block."""
     with Session(engine) as session:
-        with db_lock(engine, "k", session=session, ttl=0.4):
+        with db_lock(engine, "k", session=session, ttl=2):
             write(session)
-        time.sleep(0.8)
+        time.sleep(2.4)
         assert not others_get_in(database)
         session.commit()
     assert others_get_in(database)

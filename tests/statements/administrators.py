@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Final
 
-from tests.statements.cases import DONE, NOW, Ago, At, Case, Left, Record, free, held, waiter
+from tests.statements.cases import DONE, NOW, Ago, At, Case, Left, Record, event, free, held, waiter
 
 _WORDS: Final = {"words": "root: enough"}
 _FREED: Final[Record] = {
@@ -142,4 +143,78 @@ _REVOKE: Final = (
     Case("revoke", "not of one whose lease has ended", keys=[held(expires_at=At(-0.5))], given=_WORDS),
 )
 
-CASES: Final = (*_LIST_KEYS, *_LIST_WAITERS, *_LIST_ALL_WAITERS, *_FREE, *_REVOKE)
+_STRANGE: Final = 'it\'s "näher" 100 % \\ {} :key 漢字 🙂'
+_WHAT: Final[Record] = {name: value for name, value in event(1, "").items() if name not in {"id", "happened_at"}}
+
+
+def _told(*events: Record) -> Record:
+    return {"events": json.dumps([{**_WHAT, **each} for each in events], ensure_ascii=False)}
+
+
+_NOTE: Final = (
+    Case(
+        "note",
+        "what happened, as it was, and when",
+        events=[event(10**12, "earlier")],
+        given=_told(
+            {"detail": "now", "age": 0.0, "lock_key": "j", "fence": 2**53 - 1, "seconds": 1e-7, "pid": 2**31 - 1},
+            {"detail": _STRANGE, "age": 2.5, "lock_key": _STRANGE, "label": _STRANGE, "kind": "lost"},
+        ),
+        reply=[(), ()],
+        after={
+            "now": event(0, "now", id=..., lock_key="j", fence=2**53 - 1, seconds=1e-7, pid=2**31 - 1, happened_at=NOW),
+            _STRANGE: event(0, _STRANGE, id=..., lock_key=_STRANGE, label=_STRANGE, kind="lost", happened_at=At(-2.5)),
+        },
+    ),
+    Case("note", "not what has yet to happen", given=_told({"detail": "now", "age": -0.5})),
+    Case("note", "nothing", given=_told()),
+)
+
+_TRIM: Final = (
+    Case(
+        "trim",
+        "all but the last ones",
+        events=[event(number, str(number)) for number in (3, 4, 5, 7)],
+        given={"keep": 3},
+        reply=[(), ()],
+        after={"3": None, "4": None},
+    ),
+    Case("trim", "none, if there are few", events=[event(3, "3"), event(4, "4")], given={"keep": 3}),
+    Case("trim", "none, if there are none", given={"keep": 3}),
+    Case(
+        "trim",
+        "a thousand at most",
+        events=[event(number, str(number)) for number in (1, 1000, 1001, 9000)],
+        given={"keep": 3},
+        reply=[(), ()],
+        after={"1": None, "1000": None},
+    ),
+)
+
+
+def _seen(detail: str, key: str = "k", ago: float = 3) -> tuple[Any, ...]:
+    who = ("old label", "old host", 1, "old thread", "old program", "old task")
+    return (key, "acquired", 7, Ago(ago), 0.5, detail, *who)
+
+
+_LIST_EVENTS: Final = (
+    Case(
+        "list_events",
+        "the last ones of a key, the latest first",
+        events=[event(1, "a"), event(2, "b", happened_at=At(-9)), event(3, "c"), event(4, "d", lock_key="j")],
+        given={"most": 2},
+        reply=[_seen("c"), _seen("b", ago=9)],
+    ),
+    Case(
+        "list_all_events",
+        "the last ones of all keys, the latest first",
+        events=[event(1, "a"), event(2, "b"), event(3, "c", lock_key="j")],
+        given={"most": 2},
+        reply=[_seen("c", "j"), _seen("b")],
+    ),
+)
+
+CASES: Final = (
+    *(*_LIST_KEYS, *_LIST_WAITERS, *_LIST_ALL_WAITERS, *_FREE, *_REVOKE),
+    *(*_NOTE, *_TRIM, *_LIST_EVENTS),
+)

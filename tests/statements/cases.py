@@ -87,12 +87,15 @@ class Case:
     """The rows of `locks` before."""
     places: Sequence[Record] = ()
     """The rows of `lock_waiters` before."""
+    events: Sequence[Record] = ()
+    """The rows of `lock_events` before."""
     given: Record = field(default_factory=dict)
     """Parameters, where they are not the `REQUEST`."""
     reply: Reply | None = ()
     """Rows; `...` stands for any value and, at the end of a row, for any number of them. None: any reply."""
     after: Mapping[str, Record | None] = field(default_factory=dict)
-    """What has changed, by `lock_key` or the place's `owner`: columns, or None for a row that is gone."""
+    """What has changed, by `lock_key`, the place's `owner` or the event's `detail`: columns, or None for a row that is
+    gone."""
     beside: Sequence[Do] = ()
     """What another session has done in a transaction that is open while the statement runs."""
     commits: bool = False
@@ -149,12 +152,15 @@ REQUEST: Final[Record] = {
     "handovers_left": 0,
     "min_hold": 0.0,
     "after": "",
+    "names": '["k"]',
     "retention": 3600.0,
     "waiter_ttl": 5.0,
     "ticket": 12,
     "first": 11,
     "last": 12,
     "channel": "new channel",
+    "places": "[]",
+    "seconds": 0,
     "here": "",
     "message": "hello",
 }
@@ -203,12 +209,32 @@ def waiter(owner: str, ticket: int, **differently: Any) -> Record:
     }
 
 
+def event(id_: int, detail: str, **differently: Any) -> Record:
+    """Something that happened to `k`, three seconds ago."""
+    return {
+        **OLD,
+        "id": id_,
+        "lock_key": "k",
+        "kind": "acquired",
+        "fence": 7,
+        "seconds": 0.5,
+        "detail": detail,
+        "happened_at": At(-3),
+        **differently,
+    }
+
+
 def leases(*due: tuple[str, str, int], life: float = 61.0, unaware: int = 1) -> Record:
     """The parameters that name many tenures, and whether their holders know that they were asked back."""
     named = [
         {"key": key, "owner": owner, "fence": fence, "life": life, "unaware": unaware} for key, owner, fence in due
     ]
     return {"leases": json.dumps(named)}
+
+
+def names(*primary_keys: str) -> Record:
+    """The parameters that name many rows to be deleted."""
+    return {"names": json.dumps(primary_keys)}
 
 
 def owners(*names: str) -> Record:

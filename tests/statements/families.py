@@ -29,11 +29,15 @@ DURABLE: Final = (
     "revoke",
 )
 """What is relied on: it may not be lost in a crash, even if the session has synchronous_commit = off."""
-FAST: Final = ("release", "leave", "reap", "join", "announce", "inherit", "leave_queue", "clear", "forget")
+FAST: Final = (
+    *("release", "leave", "reap", "join", "announce", "inherit", "leave_queue", "clear", "forget"),
+    *("note", "trim"),
+)
 """What may be lost, and so does not wait for the disk."""
 
 _ROW: Final = Do("SELECT 1 FROM locks WHERE lock_key = 'k' FOR UPDATE")
 _PLACE: Final = Do("SELECT 1 FROM lock_waiters WHERE owner IN ('me', 'w') FOR UPDATE")
+_EVENTS: Final = Do("SELECT 1 FROM lock_events FOR UPDATE")
 _TABLES: Final = Do("LOCK TABLES locks WRITE, lock_waiters WRITE")
 _CREATION: Final = Do(
     "INSERT INTO locks (lock_key, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program,"
@@ -59,6 +63,7 @@ BOUNDED: Final = {
         ),
         _PLACE: ("grant", "inherit", "leave_queue", "heartbeat", "forget"),
         _CREATION: ("create",),
+        _EVENTS: ("trim",),
     },
     "mariadb": {
         _ROW: ("take", *_LATER, "reap"),
@@ -68,7 +73,7 @@ BOUNDED: Final = {
     },
     "mysql": {
         _ROW: ("take", *_LATER, "reap"),
-        _PLACE: ("grant",),
+        _PLACE: ("grant", "forget"),
     },
 }
 """Who does not wait for what a stranger has locked, and has not been granted: the protocol tries again."""
@@ -104,8 +109,8 @@ _NEIGHBOUR: Final[dict[str, Any]] = {
     ],
 }
 """A key before ours: InnoDB may lock the first row behind those that it looks for."""
-_SCANNING: Final = {database: frozenset({"reap", "clear"}) for database in MYSQL}
-"""They may read all waiters where there are few, and InnoDB locks what they read: they are tried again, or later."""
+_SCANNING: Final = {database: frozenset({"clear"}) for database in MYSQL}
+"""It may read all waiters where there are few, and InnoDB locks what it reads: it is tried again."""
 
 
 def _plain(statement: str, database: str) -> Case:

@@ -28,6 +28,7 @@ from tests.statements.cases import (
     free,
     held,
     leases,
+    names,
     waiter,
 )
 
@@ -587,23 +588,25 @@ _STALE: Final = (
     ),
     Case(
         "stale",
-        "a thousand at a time",
-        keys=[free(f"{n:04}", expires_at=LONG_AGO) for n in range(1001)],
+        "a hundred at a time",
+        keys=[free(f"{n:04}", expires_at=LONG_AGO) for n in range(101)],
         given={"after": ""},
-        reply=[(f"{n:04}", 1) for n in range(1000)],
+        reply=[(f"{n:04}", 1) for n in range(100)],
     ),
 )
 
 _REAP: Final = (
     Case(
         "reap",
-        "a row that has been free for long goes",
-        keys=[free(expires_at=LONG_AGO), free("j", expires_at=LONG_AGO)],
-        reply=DONE,
-        after={"k": None},
+        "those rows of many that have been free for long go",
+        keys=[free(each, expires_at=LONG_AGO) for each in ("i", "j", "k")] + [free("l")],
+        given=names("l", "k", "gone", "j"),
+        reply=[*DONE, *DONE],
+        after={"j": None, "k": None},
     ),
     Case("reap", "so does an expired one", keys=[held(expires_at=LONG_AGO)], reply=DONE, after={"k": None}),
     Case("reap", "one that was taken or given back since stays", keys=[free(expires_at=At(-3000))]),
+    Case("reap", "one whose fence is ahead of the clock stays", keys=[free(fence=10**17, expires_at=LONG_AGO)]),
     Case(
         "reap",
         "a row by which a transaction pins the key stays",
@@ -614,9 +617,12 @@ _REAP: Final = (
     ),
     Case(
         "reap",
-        "one that somebody waits for stays",
-        keys=[free(expires_at=LONG_AGO)],
+        "one that somebody waits for stays, and keeps no other",
+        keys=[free(expires_at=LONG_AGO), free("j", expires_at=LONG_AGO)],
         places=[waiter("w", 11)],
+        given=names("j", "k"),
+        reply=DONE,
+        after={"j": None},
     ),
     Case(
         "reap",

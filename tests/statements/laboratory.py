@@ -281,11 +281,11 @@ class Laboratory:
                 found.append(f"{step.statement} of the other session answers {reply} ({self._theirs.error})")
 
     def _set_up(self, case: Case) -> datetime:
-        for table in ("locks", "lock_waiters"):
+        for table in ("locks", "lock_waiters", "lock_events"):
             self._table.run(f"DELETE FROM {table}")
         made = self._clock()
         self._table.run("BEGIN")
-        for table, records in (("locks", case.keys), ("lock_waiters", case.places)):
+        for table, records in (("locks", case.keys), ("lock_waiters", case.places), ("lock_events", case.events)):
             for record in records:
                 columns = ", ".join(record)
                 marks = ", ".join(f":{name}" for name in record)
@@ -307,9 +307,9 @@ class Laboratory:
         return _read(time)
 
     def _records(self) -> dict[str, dict[str, Any]]:
-        """All rows of both tables: those of keys by the key, those of places by the owner."""
+        """All rows: those of keys by the key, those of places by the owner, those of events by what is told."""
         found = dict[str, dict[str, Any]]()
-        for table, names, by in (("locks", KEYS, "lock_key"), ("lock_waiters", PLACES, "owner")):
+        for table, names, by in TABLES:
             for row in self._table.rows(f"SELECT {', '.join(names)} FROM {table}"):
                 values = dict(zip(names, row, strict=True))
                 found[values[by]] = {
@@ -327,6 +327,11 @@ PLACES: Final = (
     *("owner", "lock_key", "ticket", "ttl", "label", "host", "pid", "thread", "program", "celery_task_id", "channel"),
     *("joined_at", "expires_at"),
 )
+EVENTS: Final = (
+    *("id", "lock_key", "kind", "fence", "seconds", "detail", "label", "host", "pid", "thread", "program"),
+    *("celery_task_id", "happened_at"),
+)
+TABLES: Final = (("locks", KEYS, "lock_key"), ("lock_waiters", PLACES, "owner"), ("lock_events", EVENTS, "detail"))
 
 
 def named(dialect: Dialect, name: str) -> Statement:

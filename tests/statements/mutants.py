@@ -69,7 +69,8 @@ EQUIVALENT: Final = (
     ),
     Excuse(
         *("*", "list_waiters", "ORDER BY ticket -> nothing"),
-        "the index that leads to them has the tickets in order (the other order is noticed)",
+        "the index that leads to them has the tickets in order (the other order is noticed), where it is taken",
+        sure=False,
     ),
     Excuse(
         *("sqlite", "list_keys", "ORDER BY lock_key -> nothing"),
@@ -80,7 +81,11 @@ EQUIVALENT: Final = (
         "the index by which it finds those after one has them in order (the other order is noticed)",
     ),
     Excuse(
-        *("m*", "[sdl]*", "ORDER BY * -> nothing"),
+        *("m*", "[sd]*", "ORDER BY * -> nothing"),
+        "InnoDB keeps a table in the order of its primary key (the other order is noticed)",
+    ),
+    Excuse(
+        *("m*", "list_keys", "ORDER BY * -> nothing"),
         "InnoDB keeps a table in the order of its primary key (the other order is noticed)",
     ),
     Excuse(
@@ -98,8 +103,9 @@ EQUIVALENT: Final = (
     Excuse(*("mysql", "hand_over_local", "FORCE -> IGNORE (2)"), "as for the take"),
     Excuse(*("mysql", "reap", "FORCE -> IGNORE (2)"), "as for the take"),
     Excuse(
-        *("mysql", "reap", "LIMIT 1 -> nothing"),
-        "one row has the key, and MySQL merges no derived table into a DELETE of the table that it reads",
+        *("mariadb", "reap", "FORCE -> IGNORE"),
+        "the optimizer takes `locks_pin`, which leads to the same rows, or scans if there are few",
+        sure=False,
     ),
     Excuse(*("mysql", "grant", "FORCE -> IGNORE (2)"), "as for the take"),
     Excuse(
@@ -120,6 +126,10 @@ EQUIVALENT: Final = (
     Excuse(*("sqlite", "alive", "CROSS -> nothing"), "it locks nothing: only the plan changes"),
     Excuse(*("m*", "alive", "FORCE -> IGNORE"), "it locks nothing: only the plan changes"),
     Excuse(*("m*", "first_waiter", "FORCE -> IGNORE"), "it locks nothing: only the plan changes"),
+    Excuse(
+        *("postgresql", "note", "set_config('lock_timeout', '20ms', true) IS NOT NULL -> TRUE"),
+        "nobody else has a row that is new; it is said of all that is asynchronous",
+    ),
     Excuse(*("m*", "[sd]*", "FORCE -> IGNORE"), "it locks nothing: only the plan changes"),
     Excuse(*("mysql", "locate", "variable_value = 'ON' -> TRUE"), "MySQL itself knows nothing of Galera"),
     Excuse(

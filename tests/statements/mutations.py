@@ -142,7 +142,9 @@ def _clause_edits(sql: str, items: Sequence[_Item], n: int, clause: Sequence[_It
     elif (item.word, after) in _WHOLE or item.word == "LIMIT":
         yield _Edit(item.start, clause[-1].end, "")
         if item.word == "ORDER":
-            yield _Edit(item.start, clause[-1].end, f"{sql[item.start : clause[-1].end]} DESC")
+            ordered = sql[item.start : clause[-1].end]
+            other = ordered.removesuffix(" DESC") if ordered.endswith(" DESC") else f"{ordered} DESC"
+            yield _Edit(item.start, clause[-1].end, other)
 
 
 def _word_edits(sql: str, items: Sequence[_Item], n: int) -> Iterator[_Edit]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +29,7 @@ class Pretend(Vocabulary):
     greatest = "max"
     least = "min"
     time = "bigint"
+    serial = "integer NOT NULL PRIMARY KEY"
 
     def after(self, seconds: str, start: str = "") -> str:
         return f"{start or self.now} + CAST({seconds} * 1000000 AS integer)"
@@ -40,6 +42,13 @@ class Pretend(Vocabulary):
 
     def until(self, time: str) -> str:
         return f"({time} - {self.now}) / 1000000.0"
+
+    def records(self, parameter: str, columns: Mapping[str, str]) -> str:
+        values = ", ".join(f"json_extract(value, '$.{name}') AS {name}" for name in columns)
+        return f"(SELECT {values} FROM json_each({parameter})) AS record"
+
+    def delete_listed(self, table: str, name: str, condition: str) -> str:
+        return f"DELETE FROM {table} WHERE {name} IN (SELECT value FROM json_each(:names)) AND {condition}"
 
 
 SQL: Final = Pretend()

@@ -24,6 +24,7 @@ from tests.statements.cases import (
     Left,
     free,
     held,
+    names,
     owners,
     waiter,
 )
@@ -422,8 +423,39 @@ _FIRST: Final = (
     Case("first_waiter", "nobody", places=_LISTENING, given={"first": 14}),
 )
 
+_TIME_IS_UP: Final = [(0, 0, "", "")]
 _CALL: Final = (
     Case("call", "is sent", given={"channel": "there:5", "message": "hello"}, reply=[(...,)], on=POSTGRESQL),
+    Case("unlogged", "is not refused", on=MYSQL),
+    Case("listen", "the session has the name", given={"channel": "a name"}, reply=[(1,)], on=MYSQL),
+    Case(
+        "hear",
+        "who has been granted what they wait for",
+        keys=[held(owner="w"), held("j", owner="x"), held("i", owner="me")],
+        places=[*_LISTENING, waiter("me", 13, lock_key="i")],
+        given={"places": '[["k", 12], ["j", 11], ["i", 12]]'},
+        reply=[(12, 7, "w", "k"), (11, 7, "x", "j")],
+        on=MYSQL,
+    ),
+    Case(
+        "hear",
+        "nobody yet",
+        keys=[held()],
+        places=_LISTENING,
+        given={"places": '[["k", 12]]'},
+        reply=_TIME_IS_UP,
+        on=MYSQL,
+    ),
+    Case(
+        "hear",
+        "of another key",
+        keys=[held(owner="w")],
+        places=_LISTENING,
+        given={"places": '[["j", 12]]'},
+        reply=_TIME_IS_UP,
+        on=MYSQL,
+    ),
+    Case("hear", "of nobody", keys=[held(owner="w")], places=_LISTENING, reply=_TIME_IS_UP, on=MYSQL),
 )
 
 _ACCEPT: Final = (
@@ -652,23 +684,26 @@ _DEAD: Final = (
     ),
     Case(
         "dead",
-        "a thousand at a time",
-        places=[waiter(f"{n:04}", n, expires_at=_LONG_AGO) for n in range(1001)],
+        "a hundred at a time",
+        places=[waiter(f"{n:04}", n, expires_at=_LONG_AGO) for n in range(101)],
         given={"after": ""},
-        reply=[(f"{n:04}", 1) for n in range(1000)],
+        reply=[(f"{n:04}", 1) for n in range(100)],
     ),
 )
 
 _FORGET: Final = (
     Case(
         "forget",
-        "a place that ended long ago",
-        places=[waiter("me", 11, expires_at=_LONG_AGO), waiter("w", 12, expires_at=_LONG_AGO)],
-        reply=DONE,
-        after={"me": None},
+        "those of many that ended long ago",
+        places=[
+            *(waiter(each, 11 + n, expires_at=_LONG_AGO) for n, each in enumerate(("me", "w", "v"))),
+            waiter("u", 14),
+        ],
+        given=names("u", "w", "gone", "me"),
+        reply=[*DONE, *DONE],
+        after={"me": None, "w": None},
     ),
-    Case("forget", "not one that ended just now", places=[waiter("me", 11, expires_at=At(-3000))]),
-    Case("forget", "none where there is none", places=[waiter("w", 12, expires_at=_LONG_AGO)]),
+    Case("forget", "not one that ended just now", places=[waiter("me", 11, expires_at=At(-3000))], given=names("me")),
 )
 
 CASES: Final = (

@@ -6,7 +6,8 @@ tables, the local queues, what is on its way, and where each flow stands with al
 now on, and tokens, tickets and fences by their order alone.
 
 Time passes only when nobody can do anything, or as a fault. Nobody looks by himself but after an hour, so a wake-up
-that gets lost shows in the clock.
+that gets lost shows in the clock. Where all orders are too many, those are explored in which a flow that could go on is
+made to wait for another one's step a few times only.
 """
 
 from __future__ import annotations
@@ -165,6 +166,10 @@ class Small(World):
     faults: int = 0
     """How many are left."""
     kinds: tuple[str, ...] = ()
+    preemptions: float = math.inf
+    """How often a flow that could go on may still be made to wait while another one takes a step."""
+    running: Flow | None = None
+    """Which took the last step, if that is bounded."""
     begun: float = 1000.0
     tokens: int = 0
 
@@ -182,7 +187,12 @@ class Small(World):
         found = [Choice("mail", n) for n in range(len(self.mail))]
         found += [Choice("hanging", n) for n in range(len(self.hanging))]
         ready = [n for n, flow in enumerate(self.flows) if flow.ready()]
-        found += [Choice("step", n) for n in ready]
+        last = self.running
+        found += [
+            Choice("step", n)
+            for n in ready
+            if self.preemptions or last is None or last is self.flows[n] or not last.ready()
+        ]
         busy = self.mail or any(self.flows[n].answer is None for n in ready)  # answers and statements may be late
         busy = busy or any(each.answer is not None and each.answer_by <= self.time for each in self.flows)
         if not busy and any(flow.sleeping() for flow in self.flows):
@@ -210,6 +220,9 @@ class Small(World):
         flow = self.flows[whom] if whom < len(self.flows) else self.flows[0]
         if what not in {"mail", "hanging", "step", "time"}:
             self.faults -= 1
+        if what == "step" and self.preemptions < math.inf:
+            self.preemptions -= self.running is not None and self.running is not flow and self.running.ready()
+            self.running = flow
         match what:
             case "mail" | "mislay":
                 channel, message = self.mail.pop(whom)
@@ -270,10 +283,16 @@ class Small(World):
 
 
 def small(
-    sizes: tuple[int, ...], timeouts: tuple[float | None, ...], faults: int, kinds: tuple[str, ...], dialect: str
+    sizes: tuple[int, ...],
+    timeouts: tuple[float | None, ...],
+    faults: int,
+    kinds: tuple[str, ...],
+    dialect: str,
+    *,
+    preemptions: float = math.inf,
 ) -> Small:
     """A world with so many flows in each process, of which each waits for so long."""
-    world = Small(dialect=DIALECTS[dialect], faults=faults, kinds=kinds)
+    world = Small(dialect=DIALECTS[dialect], faults=faults, kinds=kinds, preemptions=preemptions)
     world.houses = [House(world, number) for number, _ in enumerate(sizes)]
     owners = [house for house, size in zip(world.houses, sizes, strict=True) for _ in range(size)]
     world.flows = [Flow(house, n, timeouts[n]) for n, house in enumerate(owners)]
@@ -314,7 +333,7 @@ class _Canon:
         waiters = sorted(world.waiters.values(), key=lambda waiter: waiter["ticket"])
         self._add([(w["ticket"], w["owner"], w["expires_at"], w["joined_at"], w["channel"]) for w in waiters], flat)
         hanging = [(step.statement.name, *step.parameters.values(), seen) for step, seen in world.hanging]
-        self._add((world.mail, hanging, world.faults), flat)
+        self._add((world.mail, hanging, world.faults, world.preemptions), flat)
         flat.append(round(world.time - world.begun, 1))  # or how long it took would depend on the way here
         numbers = {number: rank for rank, number in enumerate(sorted({it for it in flat if type(it) is _Number}))}
         names = dict[str, int]()
@@ -334,6 +353,7 @@ class _Canon:
                 flows.append([])
                 known = (
                     f.breakable,
+                    f is self._world.running,
                     f.wakes,
                     f.grant,
                     f.seen,

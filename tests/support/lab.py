@@ -17,16 +17,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core.holding.flow import Hold
 from dblock.core.runtime import current_flow
 from tests.conftest import ALIASES, INNODB, run, url
+from tests.support.subjects import LONG as LONG  # noqa: PLC0414 - for those who import it from here
 from tests.support.subjects import MATRIX, Subject
 
-LONG = os.environ.get("DBLOCK_FAULTS", "short") == "long"
-"""The contract's own numbers, or as many as fit into a run of the suite."""
 ROOT = Path(__file__).parents[2]
 SYNC = [subject for subject in MATRIX if subject.face == "sync"]
 
@@ -40,8 +40,14 @@ FEW = (
     ]
 )
 """For tests that take long."""
-SOME = [*FEW, Subject("django", "async", "sqlite"), Subject("sqlalchemy", "async", "postgresql", "asyncpg")]
+SOME = (
+    list(MATRIX)
+    if LONG
+    else [*FEW, Subject("django", "async", "sqlite"), Subject("sqlalchemy", "async", "postgresql", "asyncpg")]
+)
 """For those that both kinds of faces should take."""
+some = pytest.mark.parametrize("subject", SOME, indirect=True, ids=str)
+"""The same for tests of a suite that goes over the whole matrix otherwise."""
 
 
 def times(short: int, long: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import glob
 import os
 import pwd
@@ -61,6 +62,8 @@ class Server:
     user = "nobody"
     base: str | None = None
     """Where the directories of servers are; None: where temporary files are."""
+    new: Path | None = None
+    """Where new data directories are kept for others to copy, as making one takes seconds; None: nowhere."""
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix=f"dblock-server-{os.getpid()}-", dir=self.base))
@@ -73,7 +76,22 @@ class Server:
             self._identity = {"user": account.pw_uid, "group": account.pw_gid}
 
     def prepare(self) -> None:
-        """Make the data directory."""
+        """Make the data directory, or copy it from whoever made one before."""
+        kept = self.new and self.new / self.make_data.__qualname__
+        if kept is None:
+            self.make_data()
+            return
+        with open(f"{kept}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not kept.exists():
+                self.make_data()
+                _copy(str(self.directory), f"{kept}.part")
+                Path(f"{kept}.part").rename(kept)
+                return
+        _copy(f"{kept}/.", self.directory)
+
+    def make_data(self) -> None:
+        """Fill the directory with what the server needs to start."""
 
     def command(self) -> list[str]:
         raise NotImplementedError
@@ -138,7 +156,7 @@ class PostgreSQL(Server):
         self.options = options
         super().__init__()
 
-    def prepare(self) -> None:
+    def make_data(self) -> None:
         self.run(
             str(self.bin / "initdb"),
             "-D",
@@ -172,6 +190,18 @@ class PostgreSQL(Server):
             time.sleep(0.01)
 
 
+class Standby(PostgreSQL):
+    """A copy of a PostgreSQL server that follows it."""
+
+    def __init__(self, primary: PostgreSQL) -> None:
+        super().__init__()
+        self.primary = primary
+
+    def prepare(self) -> None:
+        where = ("-h", "127.0.0.1", "-p", str(self.primary.port), "-U", "dblock")
+        self.run(find_program("pg_basebackup"), *where, "-D", "data", "-c", "fast", "-R")
+
+
 class PgBouncer(Server):
     """Lends one of a few sessions of a PostgreSQL server to each transaction."""
 
@@ -203,7 +233,7 @@ ignore_startup_parameters = extra_float_digits,options
 class MariaDB(Server):
     user = "mysql"
 
-    def prepare(self) -> None:
+    def make_data(self) -> None:
         self.run(
             find_program("mariadb-install-db"),
             "--no-defaults",
@@ -283,7 +313,7 @@ class MySQL(MariaDB):
             "--mysqlx=OFF",
         ]
 
-    def prepare(self) -> None:
+    def make_data(self) -> None:
         self.run(*self._program(), "--initialize-insecure")
         allow = "CREATE USER IF NOT EXISTS root@'%'; GRANT ALL ON *.* TO root@'%' WITH GRANT OPTION;"
         (self.directory / "init.sql").write_text(allow)
@@ -404,6 +434,11 @@ def remove_leftovers(directory: str) -> None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGKILL)
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _copy(source: str, to: Path | str) -> None:
+    """Of all files, with their owners."""
+    subprocess.run(["cp", "-a", source, to], check=True)
 
 
 @contextlib.contextmanager

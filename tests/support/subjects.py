@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -79,7 +80,9 @@ class Subject:
         return dict(zip(names.split(", "), values, strict=True))
 
 
-MATRIX = tuple(
+LONG = os.environ.get("DBLOCK_FAULTS", "short") == "long"
+"""The contract's own numbers, or as many as fit into a run of the suite."""
+EVERY = tuple(
     [Subject("django", face, database) for face in ("sync", "async") for database in ALIASES]
     + [Subject("sqlalchemy", "sync", database) for database in ALIASES]
     + [
@@ -92,6 +95,14 @@ MATRIX = tuple(
         for driver in drivers
     ]
 )
+_TWINS = {
+    Subject("django", "async", "mariadb"),
+    Subject("sqlalchemy", "async", "mariadb", "asyncmy"),
+    Subject("sqlalchemy", "async", "mysql", "aiomysql"),
+}
+"""Faces and drivers that speak to the other of MariaDB and MySQL as well."""
+MATRIX = EVERY if LONG or "mysql" not in INNODB else tuple(each for each in EVERY if each not in _TWINS)
+"""Every database, every driver, every face; all of their pairs in `make faults`."""
 
 
 class Twin(Subject):

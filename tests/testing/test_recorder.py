@@ -115,9 +115,9 @@ def test_frozen_renewal(subject: Subject, actor: Actor) -> None:
         assert actor.get(lock, "state") == "lost"
     with pytest.raises(LockLost):
         actor.call(lock, "release")
-    other = subject.lock("k", ttl=0.9)
+    other = subject.lock("k", ttl=2)
     assert actor.call(other, "acquire")
-    time.sleep(1.2)
+    time.sleep(2.4)
     assert actor.call(other, "verify")
     actor.call(other, "release")
     assert "_send" not in vars(runtime.current.watchdog)

@@ -14,7 +14,7 @@ import contextlib
 from enum import Enum
 from typing import NamedTuple
 
-from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, Stage, about
+from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, Stage
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreUnanswered
 from dblock.core.protocol import queue, tenures
@@ -207,7 +207,6 @@ def _hand_over_local(site: Site, local_queue: LocalQueue, heir: LocalWaiter, hel
         return Passed.REFUSED
     now_held = Tenure(tenure.key, owner, int(rows[0][0]))
     grant = Grant(now_held, sent, request.ttl, held.ticket, held.local_handovers + 1)
-    local_queue.holder = about(request, grant)
     if not local_queue.tell(heir, grant):  # it has gone in the meantime
         with contextlib.suppress(LockStoreError):
             _ = yield from release(site, grant.tenure, 1, grant.ticket)

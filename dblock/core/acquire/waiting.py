@@ -71,12 +71,12 @@ class Waiter:
     """The local time from which the place is to be kept, if nobody else does it."""
     deadlock_check_due: float = 0.0
     """The local time from which to look for a deadlock."""
-    wakeup: Wakeup = field(default_factory=Wakeup)
     waiting_since: float = 0.0
     slow_from: float = math.inf
     """The local time from which the log is to know."""
     holder: LockInfo | None = None
     """Whom it found holding the key before it began to wait."""
+    wakeup: Wakeup = field(init=False)
     me: LocalWaiter = field(init=False)
     site: Site = field(init=False)
     request: Request = field(init=False)
@@ -84,7 +84,7 @@ class Waiter:
 
     def __post_init__(self) -> None:
         self.site, self.request = self.attempt.site, self.attempt.request
-        self.timing = self.site.database.timing
+        self.timing, self.wakeup = self.site.database.timing, Wakeup(self.site.database)
         self.me = LocalWaiter(self.request, self.wakeup)
 
     def wait(

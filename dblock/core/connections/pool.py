@@ -194,6 +194,12 @@ class AutocommitPool:
             out.discard(connection)
             raise
 
+    def open_apart(self) -> PooledConnection:
+        """A connection that is never given back, and counts for nothing."""
+        connection = PooledConnection(loop=self.loop())
+        self.open(connection)
+        return connection
+
     def give(self, connection: PooledConnection) -> None:
         """Keep it for the next statement."""
         if not self._returned(connection):

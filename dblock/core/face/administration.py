@@ -13,17 +13,18 @@ Rule: owner tokens are not shown.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol import tenures
+from dblock.core.protocol.administering import ask
+from dblock.core.protocol.deadlock import FLOW, Waits
 from dblock.core.protocol.sending import send
 from dblock.core.protocol.steps import Parameters, Rows, Steps
 from dblock.core.protocol.store import Store
-from dblock.core.statements.administration import administration
-from dblock.core.statements.base import Statement
 from dblock.core.validation import valid_key, valid_text
 from dblock.core.values import Identity, LockInfo
 
@@ -51,34 +52,122 @@ class WaiterInfo(NamedTuple):
     identity: Identity
 
 
-def _send(store: Store, name: str, parameters: Parameters, *, resend: bool = True) -> Steps[Rows]:
-    database = store.database
-    statement: Statement = getattr(administration(database.dialect.name), name)
-    statement = statement.over(database.dialect.tables, database.dialect.quote)
-    _, rows = yield from send(database, statement, parameters, database.now() + database.timing.patience, resend=resend)
-    return rows
-
-
 def survey(store: Store, after: str = "", most: int = PAGE, *, free: bool = False) -> Steps[list[Surveyed]]:
     """The rows of up to `most` keys that come after the key `after`, in order; those that nobody holds with `free`."""
-    rows = yield from _send(store, "list_keys", {"after": after, "most": most, "free": int(free)})
+    rows = yield from ask(store.database, "list_keys", {"after": after, "most": most, "free": int(free)})
     return [Surveyed(tenures.info_of(key, columns).masked(), int(waiting)) for key, *columns, waiting in rows]
 
 
 def waiters(store: Store, key: str) -> Steps[list[WaiterInfo]]:
     """Who waits for a key, in the order in which they are served."""
-    rows = yield from _send(store, "list_waiters", {"key": valid_key(key)})
+    rows = yield from ask(store.database, "list_waiters", {"key": valid_key(key)})
     return [_waiter(key, *columns) for columns in rows]
 
 
 def all_waiters(store: Store, most: int = PAGE) -> Steps[list[WaiterInfo]]:
     """Up to so many of all who wait, for whatever key, those first who have waited for the longest."""
-    rows = yield from _send(store, "list_all_waiters", {"most": most})
+    rows = yield from ask(store.database, "list_all_waiters", {"most": most})
     return [_waiter(*columns) for columns in rows]
 
 
 def _waiter(key: str, ticket: int, age: float, remaining: float, label: str, *who: Any) -> WaiterInfo:
     return WaiterInfo(key, int(ticket), float(age), float(remaining), label, Identity(*who))
+
+
+class EventInfo(NamedTuple):
+    """Something that happened to a key, as `lock_events` has it."""
+
+    key: str
+    kind: str
+    """As in `dblock.Kind`, or `omitted`: events that were left out before this one, by the process that it names."""
+    fence: int
+    age: float
+    """Seconds since it happened, by the database's clock."""
+    seconds: float
+    """acquired, gave_up: the wait; released, lost: for how long it was held; at_risk: how late the renewal is."""
+    detail: str
+    """acquired, released: how; lost, gave_up, forced: why; reaped: rows of keys and of waiters; omitted: how many."""
+    label: str
+    identity: Identity
+
+
+def events(store: Store, key: str, most: int = 50) -> Steps[list[EventInfo]]:
+    """The last events of a key, the latest first, where a history is kept."""
+    rows = yield from ask(store.database, "list_events", {"key": valid_key(key), "most": most})
+    return _by_time(rows)
+
+
+def all_events(store: Store, most: int = 50) -> Steps[list[EventInfo]]:
+    """The last events of all keys, the latest first."""
+    rows = yield from ask(store.database, "list_all_events", {"most": most})
+    return _by_time(rows)
+
+
+def _by_time(rows: Rows) -> list[EventInfo]:
+    """By the clock, as processes came to write them in whichever order; those of one process as it wrote them."""
+    found: list[EventInfo] = []
+    oldest: dict[tuple[str, int], float] = {}
+    for key, kind, fence, ago, seconds, detail, label, *columns in rows:
+        who = Identity(*columns)
+        process = who.host, who.pid
+        age = oldest[process] = max(float(ago), oldest.get(process, 0.0))
+        found.append(EventInfo(key, kind, int(fence), age, float(seconds), detail, label, who))
+    return sorted(found, key=lambda event: event.age)
+
+
+class Wanted(NamedTuple):
+    """A flow waits for a key that another one holds."""
+
+    key: str
+    waiter: str
+    holder: str
+
+
+class Blocking(NamedTuple):
+    """What a key has to do with others, by the flows that hold several."""
+
+    blocked_by: list[Wanted]
+    """What the key's holder waits for, what the holder of that waits for, and so on."""
+    blocks: list[Wanted]
+    """Who waits for a key whose holder waits for this one, or for one that this one blocks."""
+
+
+def blocking(store: Store, key: str) -> Steps[Blocking]:
+    """What keeps a key from being given back, and what the key keeps from it; by what waits at this moment.
+
+    Of each process that waits for a key the first is seen, as in the queue.
+    """
+    database, key = store.database, valid_key(key)
+    until = database.now() + database.timing.patience
+    _, rows = yield from send(database, database.dialect.queue.waits, {}, until, resend=True)
+    everybody = [Waits(*row) for row in rows]
+    info = yield from tenures.inspect(database, key)
+    holder = set[Any]()
+    if info is not None and info.owner:
+        holder = {(info.owner[:FLOW], info.identity.host, info.identity.pid, info.identity.thread)}
+    waiters = {each.flow for each in everybody if each.key == key}
+    return Blocking(
+        _follow(everybody, holder, lambda each: each.flow, lambda each: each.holding_flow),
+        _follow(everybody, waiters, lambda each: each.holding_flow, lambda each: each.flow),
+    )
+
+
+_Flow = Callable[[Waits], Any]
+
+
+def _follow(everybody: list[Waits], flows: set[Any], begins: _Flow, ends: _Flow) -> list[Wanted]:
+    """The waits that begin at one of these flows, those that begin where they end, and so on, each once."""
+    found: list[Waits] = []
+    while more := [each for each in everybody if begins(each) in flows and each not in found]:
+        found += more
+        flows = {ends(each) for each in more}
+    return [_wanted(each) for each in found]
+
+
+def _wanted(waits: Waits) -> Wanted:
+    who = Identity(waits.host, waits.pid, waits.thread, "", "")
+    holder = Identity(waits.holders_host, waits.holders_pid, waits.holders_thread, "", "")
+    return Wanted(waits.key, str(who), str(holder))
 
 
 def force_release(store: Store, key: str, fence: int, words: str) -> Steps[bool]:
@@ -88,7 +177,7 @@ def force_release(store: Store, key: str, fence: int, words: str) -> Steps[bool]
     """
     parameters: Parameters = {"key": valid_key(key), "fence": fence, "words": valid_words(words)}
     try:
-        ended = bool((yield from _send(store, "free", parameters, resend=False)))
+        ended = bool((yield from ask(store.database, "free", parameters, resend=False)))
     except StoreUnanswered:
         info = yield from tenures.inspect(store.database, key)
         ended = info is not None and info.freed_fence == fence
@@ -106,7 +195,9 @@ def force_release(store: Store, key: str, fence: int, words: str) -> Steps[bool]
 
 def revoke(store: Store, key: str, fence: int, words: str) -> Steps[bool]:
     """Ask for that tenure back; False if it is over. `words` as for `force_release`."""
-    rows = yield from _send(store, "revoke", {"key": valid_key(key), "fence": fence, "words": valid_words(words)})
+    rows = yield from ask(
+        store.database, "revoke", {"key": valid_key(key), "fence": fence, "words": valid_words(words)}
+    )
     return bool(rows)
 
 

@@ -40,7 +40,7 @@ class Described(Protocol):
 _INDEXES: Final = ("locks_pin ON locks (lock_key)", "lock_waiters_queue ON lock_waiters (lock_key, ticket)")
 """Those that statements name."""
 
-_TABLES: Final = ("locks", "lock_waiters", "lock_states")
+_TABLES: Final = ("locks", "lock_waiters", "lock_events", "lock_states")
 
 SCHEMA: Final = frozenset({Failure.NO_TABLE, Failure.OTHER_TABLE})
 """These tell of the tables, not of the statement."""

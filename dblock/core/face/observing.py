@@ -7,8 +7,8 @@ when the lock is as the event says; and an interrupt of that leaves nobody with 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire.acquiring import Refused
@@ -21,7 +21,9 @@ from dblock.core.holding.observers import Observer, Observers, about, held, lock
 from dblock.core.protocol import reaping
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
+from dblock.core.runtime import current_flow
 from dblock.core.values import LockInfo
+from dblock.core.watchdog.history import Histories
 
 T = TypeVar("T")
 
@@ -43,12 +45,18 @@ def observe(callback: Callable[[Event], object], *kinds: Kind) -> Callable[[], N
     return lambda: _change(lambda all_: tuple(each for each in all_ if each is not observer))
 
 
-def _change(changed: Callable[[tuple[Observer, ...]], tuple[Observer, ...]]) -> None:
+def record() -> None:
+    """From now on flows tell what happens to the keys of stores that keep a history."""
+    _change(lambda all_: all_, records=True)
+
+
+def _change(changed: Callable[[tuple[Observer, ...]], tuple[Observer, ...]], *, records: bool = False) -> None:
     watchdog = runtime.current.watchdog
     with watchdog._lock:
         before = watchdog.observers
         all_ = changed(() if before is None else before.all)
-        watchdog.observers = FlowObservers(all_) if all_ else None
+        records = records or (before is not None and before.records)
+        watchdog.observers = FlowObservers(all_, records=records) if all_ or records else None
 
 
 class FlowObservers(Observers):
@@ -101,11 +109,20 @@ class FlowObservers(Observers):
         self._tell_left(hold, lock, before, how)
         return result
 
+    def note(self, store: Store, event: Event, who: Mapping[str, Any] | None) -> None:
+        """Note what has happened, to the running flow unless told otherwise."""
+        watchdog = runtime.current.watchdog
+        if watchdog.histories is None:
+            watchdog.histories = Histories()
+        watchdog.histories.note(store, event, current_flow().who if who is None else who)
+        watchdog.look_some_time()
+
     def _tell_left(self, hold: Hold, lock: HoldObserver | None, before: int, how: How, reason: str = "") -> None:
         depth = _entered(hold)
         if depth < before and (depth or runtime.current.watchdog.ends(hold)):
             sender, label = (None, "") if lock is None else (type(lock), lock.options.label)
             self.tell_now(
+                hold.store,
                 Event(
                     Kind.RELEASED,
                     hold.store.name,
@@ -117,7 +134,7 @@ class FlowObservers(Observers):
                     depth,
                     held=held(hold),
                     reason=reason,
-                )
+                ),
             )
 
 
@@ -157,7 +174,7 @@ class _Attempt:
     def contend(self, holder: LockInfo | None) -> None:
         """Somebody else has it."""
         self.contended = True
-        self.observers.tell_now(self._event(Kind.CONTENDED)._replace(holder=masked(holder)))
+        self.observers.tell_now(self.store, self._event(Kind.CONTENDED)._replace(holder=masked(holder)))
 
     def succeed(self, entry: Entry) -> None:
         """We have it, by that entry."""
@@ -165,7 +182,8 @@ class _Attempt:
         hold = self.lock._hold_here()
         if hold is not None and entry in hold.entries:
             wait, how = self.store.database.now() - self.began, _how(hold, contended=self.contended)
-            self.observers.tell_now(self._event(Kind.ACQUIRED, hold.tenure.fence, how, _entered(hold), wait))
+            event = self._event(Kind.ACQUIRED, hold.tenure.fence, how, _entered(hold), wait)
+            self.observers.tell_now(self.store, event)
 
     def fail(self, reason: str, refused: Refused | None = None) -> None:
         """We shall not have it."""
@@ -176,7 +194,7 @@ class _Attempt:
             self.contend(refused.holder)
         event = self._event(Kind.GAVE_UP, wait=self.store.database.now() - self.began)
         holder = masked(refused.holder) if refused else None
-        self.observers.tell_now(event._replace(reason=reason, holder=holder))
+        self.observers.tell_now(self.store, event._replace(reason=reason, holder=holder))
 
 
 def _how(hold: Hold, *, contended: bool) -> How:

@@ -80,7 +80,7 @@ class Lease:
         self.renewing = renewing
         self.pace = pace
         """It is renewed after so many seconds even if a third of the term is longer: renewals also bring news."""
-        self.acquired = self.renewed = grant.sent
+        self.acquired, self.renewed = now(), grant.sent
         self.term = grant.lasts
         """The seconds that the last statement gave; less than the ttl if the tenure began with the lease of a place."""
         self.trusted_until = grant.trusted_until

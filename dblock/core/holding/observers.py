@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 from dblock.core.events import Event, How, Kind
@@ -33,10 +33,12 @@ class Observer(NamedTuple):
 class Observers:
     """All of them, as long as nobody comes or goes: then there is another object."""
 
-    def __init__(self, all_: Sequence[Observer]) -> None:
+    def __init__(self, all_: Sequence[Observer], *, records: bool = False) -> None:
         self.all = tuple(all_)
+        self.records = records
+        """Is what happens noted for stores that keep a history?"""
         self._kinds = frozenset[Kind]().union(*(each.kinds for each in self.all))
-        self._pending: deque[Event] = deque(maxlen=PENDING)
+        self._pending: deque[tuple[Store, Event, Mapping[str, Any]]] = deque(maxlen=PENDING)
         self._mutex = threading.RLock()  # a signal handler may run between any two lines
         self._thread: threading.Thread | None = None
 
@@ -47,17 +49,17 @@ class Observers:
                 _ = getattr(callback, "forked", int)()
             except Exception as error:  # noqa: BLE001 - a user's
                 warn("an observer of locks failed after a fork: %r", error, exc_info=True)
-        return type(self)(self.all)
+        return type(self)(self.all, records=self.records)
 
     def tell(self, kind: Kind, store: Store, **known: Any) -> None:
         """Tell them now, in this flow."""
-        self.tell_now(Event(kind, store.name, **known))
+        self.tell_now(store, Event(kind, store.name, **known))
 
-    def tell_later(self, kind: Kind, store: Store, **known: Any) -> None:
-        """Tell them soon, in another thread."""
-        if kind not in self._kinds:
+    def tell_later(self, kind: Kind, store: Store, who: Mapping[str, Any], **known: Any) -> None:
+        """Tell them soon, in another thread. `who` it has happened to, by the names of the statements' parameters."""
+        if kind not in self._kinds and (kind is Kind.RENEWED or not store.history):
             return
-        self._pending.append(Event(kind, store.name, **known))
+        self._pending.append((store, Event(kind, store.name, **known), who))
         with self._mutex:
             if self._thread is None:
                 thread = threading.Thread(target=self._tell_all, name="dblock observers", daemon=True)
@@ -68,9 +70,11 @@ class Observers:
                 else:
                     self._thread = thread
 
-    def tell_now(self, event: Event) -> None:
-        """Tell them, in this flow."""
+    def tell_now(self, store: Store, event: Event, who: Mapping[str, Any] | None = None) -> None:
+        """Tell them, in this flow, which it has happened to unless told otherwise."""
         kind = event.kind
+        if store.history:
+            self.note(store, event, who)
         for callback, kinds in self.all:
             if kind in kinds:
                 try:
@@ -84,10 +88,14 @@ class Observers:
                 if not self._pending:
                     self._thread = None
                     return
-                event = self._pending.popleft()
-            self.tell_now(event)
+                store, event, who = self._pending.popleft()
+            self.tell_now(store, event, who)
 
-    # -- what a face provides: to do what the steps do, and tell of it
+    # -- what a face provides: to do what the steps do, and tell of it; and to note it
+
+    def note(self, store: Store, event: Event, who: Mapping[str, Any] | None) -> None:
+        """Note an event of a database that keeps a history; by default it has happened to the running flow."""
+        raise NotImplementedError
 
     def acquire(self, lock: Any, entry: Entry, begin: Callable[..., Steps[T]]) -> Steps[T]:
         """Acquire by the steps that `begin` makes; it is given what to call when it begins to wait."""
@@ -107,18 +115,17 @@ class Observers:
         """The lease of a hold is over."""
         loss = hold.lease.loss
         if loss is not None:
-            self.tell_later(
-                Kind.LOST, hold.store, **about(hold), held=held(hold), holder=masked(loss.holder), reason=loss.reason
-            )
+            known = {"held": held(hold), "holder": masked(loss.holder), "reason": loss.reason}
+            self.tell_later(Kind.LOST, hold.store, hold.who, **about(hold), **known)
 
     def at_risk(self, hold: Hold) -> None:
         """A renewal is late."""
-        self.tell_later(Kind.AT_RISK, hold.store, **about(hold), lateness=_lateness(hold, hold.lease.now()))
+        self.tell_later(Kind.AT_RISK, hold.store, hold.who, **about(hold), lateness=_lateness(hold, hold.lease.now()))
 
     def renewed(self, store: Store, sent: float, holds: Sequence[Hold]) -> None:
         """A statement that was sent at that local time has renewed leases, which do not know it yet."""
         late = max((_lateness(hold, sent) for hold in holds), default=0.0)
-        self.tell_later(Kind.RENEWED, store, amount=len(holds), lateness=late)
+        self.tell_later(Kind.RENEWED, store, {}, amount=len(holds), lateness=late)
 
 
 def about(hold: Hold) -> dict[str, Any]:

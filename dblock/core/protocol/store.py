@@ -56,6 +56,11 @@ class Store(NotificationSource, Protocol):
         ...
 
     @property
+    def history(self) -> int:
+        """How many events of its keys are kept in `lock_events`; 0: none are written down by this process."""
+        ...
+
+    @property
     def renewable(self) -> bool:
         """Does another thread's connection see the same rows? If not: no renewal, local queue, listener, reaping."""
         ...

@@ -31,9 +31,10 @@ shows: if the tenure is alive, none can begin before the transaction ends.
 Why fences strictly increase: fence = max(previous fence + 1, database clock in microseconds). The first term orders the
 tenures of a row that lives, the second those of rows that were deleted, restored from a backup or never replicated:
 a fence is at most the clock at the start of its tenure (it would take a million tenures a second to run ahead), and the
-next row's fence is read from the clock later. It needs the clock not to be set back across a deletion, and no statement
-to be under way for longer than the reaper's retention. SQLite's clock ticks in milliseconds, so that a creation first
-lets one tick pass and the reaper leaves rows of the present tick alone.
+next row's fence is read from the clock later. A clock that was set back may be behind a row's fence: the reaper leaves
+that row. It needs the clock not to be set back between a deletion and the next creation, and no statement to be under
+way for longer than the reaper's retention. SQLite's clock ticks in milliseconds, so that a creation first lets one tick
+pass and the reaper leaves rows of the present tick alone.
 
 What a holder may believe: the lease in the row ends no earlier than ttl after its statement was *sent*. So trust ends
 at (local time of sending the last statement that succeeded) + ttl - margin, on a clock that is only compared with

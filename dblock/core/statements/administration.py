@@ -25,6 +25,15 @@ class Administration(NamedTuple):
     """End a tenure from outside, and say by whom and why."""
     revoke: Statement
     """Ask for a tenure back."""
+    note: Statement
+    """Write events down, a JSON array of objects: their `age` is in seconds, the rest as the columns."""
+    trim: Statement
+    """Delete the oldest events, a thousand at most, so that some `keep` are left."""
+    list_events: Statement
+    """The last events of a key, `most` at most, the latest first -> key, kind, fence, seconds since, seconds, detail,
+    label, host, pid, thread, program, task."""
+    list_all_events: Statement
+    """The last of all keys -> as `list_events`."""
 
 
 def _statements(words: Vocabulary) -> Administration:
@@ -67,12 +76,38 @@ WHERE lock_key = :key AND fence = :fence AND owner IS NOT NULL {words.durable}
     revocation = :words
 WHERE lock_key = :key AND fence = :fence AND owner <> '' AND expires_at > {words.now} {words.durable}
 """
+    columns = f"lock_key, kind, fence, seconds, detail, {WHO}"
+    types = dict.fromkeys(columns.split(", "), "text") | {"fence": "bigint", "pid": "bigint"}
+    types |= dict.fromkeys(("seconds", "age"), "double precision")
+    # Safe: rows of its own, which nothing is decided by. Sent twice it would tell twice, so it is not.
+    note = f"""
+INSERT INTO lock_events ({columns}, happened_at)
+SELECT {", ".join(f"record.{name}" for name in columns.split(", "))}, {words.before("record.age")}
+FROM {words.records(":events", types)}
+WHERE record.age >= 0 {words.asynchronous}
+"""
+    # Safe: rows that are never written again; whoever else deletes them deletes the same. Some numbers were never used.
+    trim = f"""
+DELETE FROM lock_events
+WHERE id <= (SELECT least FROM (SELECT {words.least}(max(id) - {words.bigint(":keep")}, min(id) + 999) AS least
+                                FROM lock_events) AS old)
+  {words.asynchronous}
+"""
+    events = f"""
+SELECT lock_key, kind, fence, {words.since("happened_at")}, seconds, detail, {WHO} FROM lock_events"""
+    # Safe: both read only, without locks.
+    list_events = f"{events} WHERE lock_key = :key ORDER BY id DESC LIMIT {words.integer(':most')}"
+    list_all_events = f"{events} ORDER BY id DESC LIMIT {words.integer(':most')}"
     return Administration(
         Statement("list_keys", list_keys, Reply.ROWS),
         Statement("list_waiters", list_waiters, Reply.ROWS),
         Statement("list_all_waiters", list_all_waiters, Reply.ROWS),
         Statement("free", free, Reply.COUNT),
         Statement("revoke", revoke, Reply.COUNT),
+        Statement("note", note, Reply.COUNT),
+        Statement("trim", trim, Reply.COUNT),
+        Statement("list_events", list_events, Reply.ROWS),
+        Statement("list_all_events", list_all_events, Reply.ROWS),
     )
 
 

@@ -58,7 +58,7 @@ class Tables:
         return ".".join(quote + part.replace(quote, quote * 2) + quote for part in parts)
 
     def named(self, sql: str, quote: str) -> str:
-        """`sql` over these tables instead of `locks`, `lock_waiters` and `lock_states`."""
+        """`sql` over these tables instead of `locks`, `lock_waiters`, `lock_events` and `lock_states`."""
 
         def name(found: re.Match[str]) -> str:
             table, index = found[1], found[2]
@@ -67,7 +67,7 @@ class Tables:
         return sql if self == Tables() else _TABLE.sub(name, sql)
 
 
-_TABLE: Final = re.compile(r"\b(locks|lock_waiters|lock_states)(_pin|_queue|)\b")
+_TABLE: Final = re.compile(r"\b(locks|lock_waiters|lock_events|lock_states)(_pin|_queue|_of_key|)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +127,10 @@ class Dialect:
     locate: Statement | None
     """Where the lock's own sessions find `locks` -> its schema, and something on a node of a Galera cluster."""
     stale: Statement
-    """The next keys after `after`, a thousand at most, in order -> key, have they been free or expired for longer than
+    """The next keys after `after`, a hundred at most, in order -> key, have they been free or expired for longer than
     `retention`."""
     reap: Statement
-    """Delete one such row."""
+    """Delete such rows, of those that `names` names; none if one of them is locked."""
     tick: float
     """Seconds between two readings of the database's clock that are sure to differ; 0.0 if any two statements' do."""
     single_writer: bool
@@ -184,6 +184,13 @@ class Queue:
     """The first live waiter from ticket `first` on: ticket, channel, owner token."""
     call: Statement | None
     """Call the process that listens on a channel, where the database can."""
+    hear: Statement | None
+    """Where a call cannot say what it is about: wait `seconds` for one, unless a waiter of `places` has been granted
+    its key -> ticket, fence, owner token and key of each; a row without a token when the time is up."""
+    unlogged: Statement | None
+    """There: keep what the session does out of the server's log of slow statements."""
+    listen: Statement | None
+    """There: let the session be called by `channel`, if no other one is, for `seconds` (whole ones) -> 1."""
     heartbeat: Statement
     """Let the places of many waiters last for longer, if they have not ended and nobody was granted the key there ->
     the owner tokens of those; or, from a database that cannot, one empty row for each."""
@@ -195,7 +202,7 @@ class Queue:
     """The next waiters after the owner token `after`, likewise -> owner token, have they been dead for longer than
     `retention`."""
     forget: Statement
-    """Delete one such row."""
+    """Delete such rows, likewise."""
     join_answers: bool
     """Does `join` announce the ticket as well, and answer how the waiter stands?"""
     grant_answers: bool

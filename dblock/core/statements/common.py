@@ -39,6 +39,9 @@ def dialect(
     leave_queue: Statement,
     heartbeat: Statement,
     call: Statement | None = None,
+    hear: Statement | None = None,
+    unlogged: Statement | None = None,
+    listen: Statement | None = None,
     join_answers: bool = False,
     grant_answers: bool = False,
     grant_leaves: bool = False,
@@ -58,6 +61,9 @@ def dialect(
         inherit=inherit(words),
         first_waiter=first_waiter(words),
         call=call,
+        hear=hear,
+        unlogged=unlogged,
+        listen=listen,
         heartbeat=heartbeat,
         waits=waits(words),
         clear=clear(words),
@@ -292,22 +298,24 @@ def _page(words: Vocabulary, table: str, name: str) -> str:
     """
     return f"""
 SELECT {name}, CASE WHEN expires_at < {words.before(":retention")} THEN 1 ELSE 0 END
-FROM {table}{words.by_key} WHERE {name} > :after ORDER BY {name} LIMIT 1000
+FROM {table}{words.by_key} WHERE {name} > :after ORDER BY {name} LIMIT 100
 """
 
 
 def reap(words: Vocabulary) -> Statement:
-    """Safe: one row, by primary key, and only if it is still stale: a take in between has moved expires_at.
+    """Safe: rows by primary key, each only if it is still stale: a take in between has moved expires_at.
 
-    Asynchronous: a lost deletion leaves a row for longer.
+    It locks those that nobody has used for long, and waits for none of them (20 ms on PostgreSQL), so it is part of no
+    deadlock; on MySQL it waits for places in queues, whose transactions wait for no key. Asynchronous: a lost deletion
+    leaves a row for longer. A row whose fence the clock has not reached, since that was set back, stays: the next
+    row's fence would be lower.
     """
-    sql = f"""
-{words.delete_at_once()}
-WHERE lock_key = :key AND expires_at < {words.before(":retention")}
+    old = f"""expires_at < {words.before(":retention")} AND fence < {words.micros}
   {words.asynchronous}
-  AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
-                  WHERE waiter.lock_key = :key AND waiter.ticket > served_ticket AND waiter.expires_at > {words.now})
-"""
+  AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter{words.by_ticket}
+                  WHERE waiter.lock_key = locks.lock_key
+                    AND waiter.ticket > served_ticket AND waiter.expires_at > {words.now})"""
+    sql = words.delete_listed("locks", "lock_key", old)
     return Statement("reap", sql, Reply.COUNT, row_locked=WhenLocked.SKIP)
 
 
@@ -444,11 +452,10 @@ def dead(words: Vocabulary) -> Statement:
 
 
 def forget(words: Vocabulary) -> Statement:
-    """Safe: one row, by primary key, and only if it is still dead; one that wakes up so late joins the queue anew."""
-    sql = f"""
-{words.at_once}DELETE FROM lock_waiters
-WHERE owner = :owner AND expires_at < {words.before(":retention")} {words.asynchronous}
-"""
+    """Safe: rows by primary key, each only if it is still dead; one that wakes up so late joins the queue anew."""
+    sql = words.delete_listed(
+        "lock_waiters", "owner", f"expires_at < {words.before(':retention')} {words.asynchronous}"
+    )
     return Statement("forget", sql, Reply.COUNT, row_locked=WhenLocked.SKIP)
 
 
@@ -479,7 +486,7 @@ CREATE TABLE locks (
     revoked_fence bigint DEFAULT 0 NOT NULL,
     freed_fence bigint DEFAULT 0 NOT NULL,
     revocation {long} DEFAULT '' NOT NULL
-){words.table_options};
+){words.room}{words.table_options};
 CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 CREATE TABLE lock_waiters (
     owner {short} NOT NULL PRIMARY KEY,
@@ -489,6 +496,16 @@ CREATE TABLE lock_waiters (
     channel {name} NOT NULL,
     joined_at {words.time} NOT NULL,
     expires_at {words.time} NOT NULL
-){words.table_options};
+){words.room}{words.table_options};
 CREATE UNIQUE INDEX lock_waiters_queue ON lock_waiters (lock_key, ticket);
+CREATE TABLE lock_events (
+    id {words.serial},
+    lock_key {long} NOT NULL,
+    kind {short} NOT NULL,
+    fence bigint NOT NULL,
+    seconds {words.seconds} NOT NULL,
+    detail {long} NOT NULL,{who}
+    happened_at {words.time} NOT NULL
+){words.table_options};
+CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 """

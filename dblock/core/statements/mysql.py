@@ -5,9 +5,9 @@ the send time from which trust counts; a wait for a row lock can only make a new
 longer, both on the safe side.
 
 Every statement is a transaction of its own on one row by primary key, so two of them cannot deadlock with each other
-under any isolation level; what is left (1213 and 1205 behind other people's transactions, and on Galera at commit) is
-tried again. InnoDB locks a row before it looks at the WHERE: that is why whoever was refused once reads (`inspect`,
-`queue_status`) before it writes again.
+under any isolation level (those that name many rows say why they do not either); what is left (1213 and 1205 behind
+other people's transactions, and on Galera at commit) is tried again. InnoDB locks a row before it looks at the WHERE:
+that is why whoever was refused once reads (`inspect`, `queue_status`) before it writes again.
 
 Neither database has UPDATE ... RETURNING: `LAST_INSERT_ID(expr)` brings the fence back in the same round trip. SET
 assigns from left to right and later expressions see earlier results, so `count` comes after those that read it. Row
@@ -33,6 +33,7 @@ on the key's row, so that whoever sees the number sees the waiter. In between, t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -45,6 +46,8 @@ COLLATIONS: Final = {"mysql": "utf8mb4_0900_bin", "mariadb": "utf8mb4_nopad_bin"
 _LOCKED: Final = """(SELECT lock_key AS name FROM locks{} WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine
     STRAIGHT_JOIN"""
 """The key's row, locked without waiting."""
+EXACT: Final = "CHARACTER SET utf8mb4 /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */"
+"""What text in JSON is read and compared as; without it MariaDB reads it as the database's own character set."""
 
 
 class MySQL(Vocabulary):
@@ -60,6 +63,7 @@ class MySQL(Vocabulary):
     by_ticket = " FORCE INDEX (lock_waiters_queue)"
     at_once = "/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */ "
     time = "datetime(6)"
+    serial = "bigint NOT NULL AUTO_INCREMENT PRIMARY KEY"
     table_options = " ENGINE = InnoDB"
 
     def __init__(self, collation: str) -> None:
@@ -76,6 +80,11 @@ class MySQL(Vocabulary):
 
     def until(self, time: str) -> str:
         return f"TIMESTAMPDIFF(MICROSECOND, {self.now}, {time}) / 1e6"
+
+    def records(self, parameter: str, columns: Mapping[str, str]) -> str:
+        types = {"text": f"varchar(255) {EXACT}", "double precision": "double"}
+        paths = ", ".join(f"{name} {types.get(kind, kind)} PATH '$.{name}'" for name, kind in columns.items())
+        return f"JSON_TABLE({parameter}, '$[*]' COLUMNS ({paths})) AS record"
 
     def remember(self, number: str) -> str:
         return f"LAST_INSERT_ID({number})"
@@ -94,17 +103,19 @@ class MySQL(Vocabulary):
         locked = _LOCKED.format(index)
         return f"{self.at_once}UPDATE /*!80017 {locked} */ locks{index} /*!80017 ON locks.lock_key = mine.name */ SET"
 
-    def delete_at_once(self) -> str:
-        locked = _LOCKED.format(self.by_pin)
-        return (
-            f"{self.at_once}DELETE /*!80017 locks FROM {locked} locks{self.by_key} ON locks.lock_key = mine.name */"
-            " /*M! FROM locks */"
-        )
+    def delete_listed(self, table: str, name: str, condition: str) -> str:
+        index = self.by_pin if table == "locks" else self.by_key
+        return f"""
+{self.at_once}DELETE {table} FROM /*!80017 (SELECT due.name FROM */
+JSON_TABLE(:names, '$[*]' COLUMNS (name varchar(255) {EXACT} PATH '$')) AS due
+    /*!80017 STRAIGHT_JOIN {table} AS mine{index} ON mine.{name} = due.name
+    FOR UPDATE OF mine NOWAIT) AS due */
+STRAIGHT_JOIN {table}{self.by_key} ON {table}.{name} = due.name
+WHERE {condition}
+"""
 
 
 SQL: Final = MySQL(COLLATIONS["mysql"])
-EXACT: Final = "CHARACTER SET utf8mb4 /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */"
-"""What text in JSON is compared as."""
 _DUE: Final = f"""name varchar(255) {EXACT} PATH '$.key',
     holder varchar(64) {EXACT} PATH '$.owner',
     number bigint PATH '$.fence'"""
@@ -242,6 +253,32 @@ SET place.expires_at = place.joined_at,
     row_locked=WhenLocked.SKIP,
 )
 
+# The bell. A listener's session has a user-level lock that is called like its channel: so everybody can find the
+# session, nobody can when it has ended, and KILL QUERY ends what it does, which is to sleep, and nothing else.
+UNLOGGED: Final = Statement("unlogged", "SET SESSION long_query_time = 3600", Reply.ROWS)
+LISTEN: Final = Statement("listen", "SELECT GET_LOCK(:channel, :seconds)", Reply.ROWS)
+
+# Safe: the session of that name does nothing but `hear`. 1094 if nobody has the name, 1095 if it is another user's.
+CALL: Final = Statement("call", "KILL QUERY IS_USED_LOCK(:channel)", Reply.ROWS)
+
+_GRANTED: Final = f"""
+FROM JSON_TABLE(:places, '$[*]' COLUMNS (name varchar(255) {EXACT} PATH '$[0]', number bigint PATH '$[1]')) AS due
+STRAIGHT_JOIN lock_waiters FORCE INDEX (lock_waiters_queue)
+    ON lock_waiters.lock_key = due.name AND lock_waiters.ticket = due.number
+STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) ON locks.lock_key = due.name AND locks.owner = lock_waiters.owner
+"""
+# Safe: reads only, without locks. It looks before it sleeps, so that no call is lost: one that comes before it begins
+# was for what it finds, since the grant was committed before; one that comes later ends it.
+HEAR: Final = Statement(
+    "hear",
+    f"""
+SELECT lock_waiters.ticket, locks.fence, lock_waiters.owner, locks.lock_key {_GRANTED}
+UNION ALL
+SELECT SLEEP(:seconds), 0, '', '' FROM (SELECT 1) AS once WHERE NOT EXISTS (SELECT 1 {_GRANTED})
+""",
+    Reply.ROWS,
+)
+
 _OWNERS: Final = f"JSON_TABLE(:owners, '$[*]' COLUMNS (holder varchar(64) {EXACT} PATH '$')) AS due"
 
 # Safe: one row for each waiter, by primary key, which is its own.
@@ -308,6 +345,10 @@ DIALECT: Final = dialect(
     grant=GRANT,
     leave_queue=LEAVE_QUEUE,
     heartbeat=HEARTBEAT,
+    call=CALL,
+    hear=HEAR,
+    unlogged=UNLOGGED,
+    listen=LISTEN,
     quote="`",
 )
 MARIADB: Final = replace(DIALECT, ddl=tables(MySQL(COLLATIONS["mariadb"])))

@@ -13,6 +13,7 @@ a crash of the machine may lose the last commits, but ends every holder too, sin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
@@ -31,6 +32,7 @@ class SQLite(Vocabulary):
     least = "min"
     seconds = "real"
     time = "datetime"
+    serial = "integer NOT NULL PRIMARY KEY AUTOINCREMENT"
 
     @property
     def unserved(self) -> str:
@@ -47,6 +49,13 @@ class SQLite(Vocabulary):
 
     def until(self, time: str) -> str:
         return f"round((julianday({time}) - julianday('now')) * 86400.0, 3)"
+
+    def records(self, parameter: str, columns: Mapping[str, str]) -> str:
+        values = ", ".join(f"json_extract(value, '$.{name}') AS {name}" for name in columns)
+        return f"(SELECT {values} FROM json_each({parameter})) AS record"
+
+    def delete_listed(self, table: str, name: str, condition: str) -> str:
+        return f"DELETE FROM {table} WHERE {name} IN (SELECT value FROM json_each(:names)) AND {condition}"
 
 
 SQL: Final = SQLite()

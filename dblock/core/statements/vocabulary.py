@@ -5,6 +5,8 @@ Rule: an expression here means the same on every database; what only one of them
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dblock.core.statements.base import Reply
 
 
@@ -31,7 +33,11 @@ class Vocabulary:
     """The type of text of so many characters, compared code point by code point."""
     seconds = "double precision"
     time: str
+    serial: str
+    """The type of a column that the database numbers by itself, as a primary key."""
     table_options = ""
+    room = ""
+    """What leaves room for new versions of rows in each page of a table."""
 
     def after(self, seconds: str, start: str = "") -> str:
         """So many seconds after `start`, now by default."""
@@ -56,6 +62,13 @@ class Vocabulary:
     def bigint(self, parameter: str) -> str:
         """A number of 64 bits."""
         return parameter
+
+    def records(self, parameter: str, columns: Mapping[str, str]) -> str:
+        """A parameter that is a JSON array of objects, as the table `record`; `columns`: their names, and their types.
+
+        A type is `text`, `bigint` or `double precision`.
+        """
+        raise NotImplementedError
 
     def remember(self, number: str) -> str:
         """The number, which the statement answers with (see `returning`)."""
@@ -93,6 +106,9 @@ class Vocabulary:
         """The same, but it never waits for the row, which it reaches through an index."""
         return f"{self.at_once}UPDATE locks{index} SET"
 
-    def delete_at_once(self) -> str:
-        """The beginning of a DELETE of the key's row that never waits for it."""
-        return f"{self.at_once}DELETE FROM locks"
+    def delete_listed(self, table: str, name: str, condition: str) -> str:
+        """Delete those rows for which the condition holds, of the table's rows that the JSON list `:names` names.
+
+        `name` is the primary key. Rows that others have locked are waited for as by `at_once` and by the condition.
+        """
+        raise NotImplementedError

@@ -37,8 +37,13 @@ class Subscription(Protocol):
 class NotificationSource(Protocol):
     """The part of a store that can listen."""
 
-    def subscribe(self, channel: str, /) -> Subscription | None:
-        """Begin to listen to the database; None where that does not work."""
+    @property
+    def database(self) -> object:
+        """Where its waiters wait."""
+        ...
+
+    def subscribe(self, channel: str, wakeups: Wakeups, /) -> Subscription | None:
+        """Begin to listen to the database, for those who wait there; None where that does not work."""
         ...
 
     def in_background(self, function: Callable[[], None], /) -> Callable[[], bool]:
@@ -78,7 +83,7 @@ class Listener:
             self._lock.release()
 
     def _wanted(self) -> bool:
-        return clock.now() < self._wanted_at + LINGER or self._wakeups.anybody_waits()
+        return clock.now() < self._wanted_at + LINGER or self._wakeups.anybody_waits(self._store.database)
 
     def _run(self) -> None:
         try:
@@ -93,7 +98,7 @@ class Listener:
             self._tell_all(ready=False)
 
     def _listen(self) -> None:
-        subscription = self._store.subscribe(self._channel)
+        subscription = self._store.subscribe(self._channel, self._wakeups)
         if subscription is None:
             self._unavailable = True
             why = "a pooler is in between, the driver has no way to, or listening is switched off"
@@ -109,5 +114,6 @@ class Listener:
                 subscription.close()
 
     def _tell_all(self, *, ready: bool) -> None:
-        self.ready = ready
-        self._wakeups.notify_all()
+        was_ready, self.ready = self.ready, ready
+        if ready or was_ready:
+            self._wakeups.notify_all(self._store.database)

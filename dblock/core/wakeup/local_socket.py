@@ -1,10 +1,10 @@
 """How flows of one machine call each other past the database: a datagram to a socket of the flow that waits.
 
 On PostgreSQL a notification wakes every session of the database that listens to anything, one after the other, before
-the one that it is for can do much; and the other databases have none. So a releaser calls a neighbour itself: the flow
-that waits, on the socket that it waits at, and no thread in between. Abstract sockets (Linux, unix(7)) reach as far as
-a network namespace: the first part of a channel says which one, and whoever reads another name there, or cannot have
-such a socket, is somewhere else.
+the one that it is for can do much; MySQL and MariaDB need two round trips more, and SQLite calls nobody. So a releaser
+calls a neighbour itself: the flow that waits, on the socket that it waits at, and no thread in between. Abstract
+sockets (Linux, unix(7)) reach as far as a network namespace: the first part of a channel says which one, and whoever
+reads another name there, or cannot have such a socket, is somewhere else.
 
     dblock_<machine>_<process>            where the database calls a process (NOTIFY)
     dblock_<machine>_<process>.<number>   the socket of one flow there

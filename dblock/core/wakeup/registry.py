@@ -47,9 +47,11 @@ class Wakeup:
     by `Wakeups`, as all messages do, which knows for whom it is.
     """
 
-    __slots__ = ("__weakref__", "_future", "_loop", "_quiet", "_receives", "message", "socket")
+    __slots__ = ("__weakref__", "_future", "_loop", "_quiet", "_receives", "database", "message", "socket")
 
-    def __init__(self) -> None:
+    def __init__(self, database: object = None) -> None:
+        self.database = database
+        """Where its flow waits."""
         self.message: Message | None = None
         """What its flow was told last."""
         self.socket: LocalSocket | None = None
@@ -183,9 +185,9 @@ class Wakeups:
         self._unclaimed[place] = message
         return False
 
-    def notify_all(self) -> None:
-        """Wake every waiter."""
-        for wakeup in list(self._registered.values()):
+    def notify_all(self, database: object = None) -> None:
+        """Wake every waiter, or every one of a database."""
+        for wakeup in self._of(database):
             wakeup.notify()
 
     def on_message(self, text: str) -> None:
@@ -194,6 +196,15 @@ class Wakeups:
         if message is not None:
             _ = self.notify(message)
 
-    def anybody_waits(self) -> bool:
-        """Does anybody wait?"""
-        return any(not wakeup.closed() for wakeup in list(self._registered.values()))
+    def anybody_waits(self, database: object = None) -> bool:
+        """Does anybody wait, there or anywhere?"""
+        return any(not wakeup.closed() for wakeup in self._of(database))
+
+    def waiting(self, database: object) -> list[tuple[str, int]]:
+        """The keys and tickets of those who wait at a database."""
+        found = list(self._registered.items())
+        return [place for place, wakeup in found if wakeup.database is database]
+
+    def _of(self, database: object) -> list[Wakeup]:
+        found = list(self._registered.values())
+        return [wakeup for wakeup in found if database is None or wakeup.database is database]

@@ -23,6 +23,7 @@ import contextlib
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
@@ -41,11 +42,22 @@ from dblock.core.watchdog.renewals import Renewal, Renewer, quietly
 
 if TYPE_CHECKING:
     from dblock.core.holding.observers import Observers
+    from dblock.core.watchdog.history import Histories
 
 LOOK: Final = 1.0
 """Seconds between two looks of the watching thread, at most."""
 PATIENCE: Final = 2.0
 """Seconds for which the end of a process waits for its locks to be given back."""
+
+
+def run_apart(steps: Steps[None], store: Store) -> None:
+    """Run the steps in this thread, where no event loop runs."""
+    if store.asynchronous:
+        import asyncio  # noqa: PLC0415 - only where it is in use
+
+        asyncio.run(adrive(steps, store))
+    else:
+        drive(steps, store)
 
 
 class Watchdog:
@@ -69,6 +81,8 @@ class Watchdog:
         self._added = self._finalized = False
         self._locked_of_late = set[tuple[Store, Any]]()
         """Databases that this process reaps, and event loops, where something was locked since the last look."""
+        self.histories: Histories | None = None
+        """What has happened, and is to be written down; None if nothing ever is."""
         self._reap_at: MutableMapping[Store, float] = WeakKeyDictionary()
         self.observers: Observers | None = None
         """Those who want to hear what becomes of locks; None if nobody does."""
@@ -126,6 +140,11 @@ class Watchdog:
         with self._lock:  # a watch that is about to end decides so under it
             if not self._starting and (self._thread is None or not self._thread.is_alive()):
                 self._start()
+
+    def look_some_time(self) -> None:
+        """See that somebody looks, soon enough for what is not urgent."""
+        if self._thread is None:
+            self.look()
 
     def announce(self, hold: Hold) -> None:
         """Tell those who want to know, once, that a hold is lost; in a thread of its own."""
@@ -210,12 +229,14 @@ class Watchdog:
             try:
                 wait = self._look_at_all()
                 self._reap()
+                self._write_down()
             except Exception as error:  # noqa: BLE001 - must go on: leases depend on it
                 warn("the watchdog failed in one round, and goes on: %r", error)
             with self._lock:
                 if self._thread is not threading.current_thread():
                     return  # our start was interrupted: the next lock begins another watch
-                if idle and not (self._holds or self._places or self._renewers or self._added):
+                busy = self._holds or self._places or self._renewers or self._added or self._to_write
+                if idle and not busy:
                     self._thread = None
                     return
             self._added = False
@@ -333,11 +354,25 @@ class Watchdog:
             from dblock.core.watchdog import reaping  # noqa: PLC0415 - off by default
 
             steps = reaping.begin(store, self._reap_at)
-            with contextlib.suppress(RuntimeError):  # out of threads, a closed loop, or the interpreter is ending
-                if steps is not None and loop is None:
-                    threading.Thread(target=drive, args=(steps, store), name="dblock reaper", daemon=True).start()
-                elif steps is not None:
-                    self._run_on_loop(steps, store, loop)
+            if steps is not None:
+                self._run(steps, store, loop, "dblock reaper")
+
+    def _write_down(self) -> None:
+        """Begin to write down what has happened."""
+        for store, loop, steps in self.histories.begin() if self.histories else ():
+            self._run(steps, store, loop, "dblock history")
+
+    @property
+    def _to_write(self) -> bool:
+        return self.histories is not None and self.histories.pending
+
+    def _run(self, steps: Steps[None], store: Store, loop: Any, name: str) -> None:
+        """Run what nobody waits for in a thread of that name, or in a task."""
+        with contextlib.suppress(RuntimeError):  # out of threads, a closed loop, or the interpreter is ending
+            if loop is None:
+                threading.Thread(target=run_apart, args=(steps, store), name=name, daemon=True).start()
+            else:
+                self._run_on_loop(steps, store, loop)
 
     # -- the end
 
@@ -353,7 +388,7 @@ class Watchdog:
             if hold.lease.loss is None and (flow is None or flow is mine or flow.ended()):
                 self.discard(hold)
                 ending.append(hold)
-        if not (ending or self._places):
+        if not (ending or self._places or self._to_write):
             return
         # By the watching thread, since Python 3.12 starts no new ones then, and a database that does not answer must
         # not keep us from ending.
@@ -376,7 +411,11 @@ class Watchdog:
                     silent.add(hold.store)
 
     def _tidy_up(self) -> None:
-        """Delete the rows of places that were served."""
+        """Write down what has happened, and delete the rows of places that were served."""
+        while self._to_write:  # perhaps by another thread; whoever waits for us does not do so for long
+            for store, _, steps in self.histories.begin() if self.histories else ():
+                run_apart(steps, store)
+            time.sleep(0.005)
         for kept in list(self._places.values()):
             if kept.served:
                 drive(Heartbeat(kept.store, [kept], self.leave).steps(), kept.store)

@@ -11,7 +11,7 @@ from django.apps import apps
 from django.core import checks
 from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import DatabaseError, connections
+from django.db import DatabaseError, Error, connections
 
 from dblock import conf
 from dblock.cli import answered, ddl
@@ -19,6 +19,7 @@ from dblock.commands import doctor
 from dblock.commands.checkup import Finding, Level
 from dblock.commands.desk import Desk
 from dblock.commands.parser import add_verbs
+from dblock.core.errors import UnsupportedDatabase
 from dblock.core.validation import valid_retention
 from dblock.locks import db_lock, default_alias
 from dblock.store import store_for
@@ -61,7 +62,10 @@ class Command(BaseCommand):
         given = Namespace(**options)
         if given.verb is doctor.doctor:
             given.verb = lambda desk, told: doctor.doctor(desk, told, _system_checks(alias))
-        status = answered(given, desk(alias))
+        try:
+            status = answered(given, desk(alias))
+        except (ValueError, UnsupportedDatabase) as error:
+            raise CommandError(str(error), returncode=2) from error
         if status:
             sys.exit(status)
 
@@ -74,6 +78,7 @@ def desk(alias: str) -> Desk:
         lambda: make_tables(alias),
         (DatabaseError,),
         f"database {alias!r}",
+        "manage.py dblock",
         valid_retention(conf.settings().RETENTION),
     )
 
@@ -115,8 +120,11 @@ def schedule_reaper(every: int, using: list[str] | None) -> str:
 
 
 def _system_checks(alias: str) -> list[Finding]:
-    """What Django's checks of this app say."""
-    found = checks.run_checks(tags=["dblock"], include_deployment_checks=True, databases=[alias])
+    """What Django's checks of this app say; where the database is away, those that do not ask it."""
+    try:
+        found = checks.run_checks(tags=["dblock"], include_deployment_checks=True, databases=[alias])
+    except Error:
+        found = checks.run_checks(tags=["dblock"])
     levels = {checks.ERROR: Level.ERROR, checks.WARNING: Level.WARNING}
     return [
         Finding(levels.get(each.level, Level.NOTE), str(each.id), str(each.msg), str(each.hint or "")) for each in found

@@ -5,40 +5,44 @@ document.addEventListener("DOMContentLoaded", () => {
   const region = document.querySelector("[data-dblock-live]");
   const bar = document.querySelector(".dblock-live");
   if (!region || !bar) return;
-  const button = bar.querySelector("button"), said = bar.querySelector("output");
+  const [button, time, trouble] = bar.children;
   const every = 1000 * Number(region.dataset.dblockLive);
-  const tell = (words) => { said.textContent = words + " " + new Date().toLocaleTimeString(); };
-  let paused = false;
+  const updated = () => { time.textContent = bar.dataset.updated + " " + new Date().toLocaleTimeString(); };
+  // The only part that a screen reader says by itself: once, not at each attempt.
+  const tell = (words) => { if (trouble.textContent !== words) trouble.textContent = words; };
+  let paused = false, ended = false;
 
   async function refresh() {
     // Whoever has the focus inside, or has marked text, is not to lose it.
     const busy = region.contains(document.activeElement) || !document.getSelection().isCollapsed;
-    if (paused || busy || document.hidden) return;
+    if (paused || ended || busy || document.hidden) return;
     try {
       const answer = await fetch(location.href, { credentials: "same-origin", signal: AbortSignal.timeout(10000) });
-      if (!answer.ok || answer.redirected) throw new Error(answer.status);
+      ended = answer.redirected || answer.status === 403;
+      if (!answer.ok || ended) throw new Error(answer.status);
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
       const fresh = page.querySelector("[data-dblock-live]");
       if (!fresh) throw new Error("no such page");
       region.replaceChildren(...fresh.childNodes);
-      tell(bar.dataset.updated);
+      updated();
+      tell("");
     } catch (error) {
-      tell(bar.dataset.failed);
+      tell(ended ? bar.dataset.ended : bar.dataset.failed);
+      button.hidden = ended;
     }
   }
 
   async function keepFresh() {
     await refresh();
-    setTimeout(keepFresh, every);
+    if (!ended) setTimeout(keepFresh, every);
   }
 
   button.addEventListener("click", () => {
     paused = !paused;
-    button.setAttribute("aria-pressed", String(paused));
     button.textContent = paused ? bar.dataset.resume : bar.dataset.pause;
     if (!paused) refresh();
   });
   bar.hidden = false;
-  tell(bar.dataset.updated);
+  updated();
   setTimeout(keepFresh, every);
 });

@@ -35,6 +35,22 @@ CREATE TABLE lock_waiters (
     expires_at datetime(6) NOT NULL
 ) ENGINE = InnoDB;
 CREATE UNIQUE INDEX lock_waiters_queue ON lock_waiters (lock_key, ticket);
+CREATE TABLE lock_events (
+    id bigint NOT NULL AUTO_INCREMENT PRIMARY KEY,
+    lock_key varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
+    kind varchar(64) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
+    fence bigint NOT NULL,
+    seconds double precision NOT NULL,
+    detail varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
+    label varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
+    host varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
+    pid integer NOT NULL,
+    thread varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
+    program varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
+    celery_task_id varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
+    happened_at datetime(6) NOT NULL
+) ENGINE = InnoDB;
+CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 
 -- take: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
@@ -157,15 +173,16 @@ AND variable_value = 'ON');
 -- stale: the rows it returns
 SELECT lock_key, CASE WHEN expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND THEN 1 ELSE 0 END
 FROM locks FORCE INDEX (PRIMARY)
-WHERE lock_key > :after ORDER BY lock_key LIMIT 1000;
+WHERE lock_key > :after ORDER BY lock_key LIMIT 100;
 
 -- reap: one empty row for each row that it changed
-SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR DELETE
-FROM locks
-WHERE lock_key = :key
-AND expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND
-AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
-WHERE waiter.lock_key = :key
+SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR DELETE locks FROM JSON_TABLE(:names, '$[*]' COLUMNS (name varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$')) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
+ON locks.lock_key = due.name
+WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND
+AND fence < TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))
+AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter FORCE INDEX (lock_waiters_queue)
+WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > served_ticket
 AND waiter.expires_at > UTC_TIMESTAMP(6));
 
@@ -246,6 +263,30 @@ WHERE lock_key = :key
 AND ticket >= :first
 AND expires_at > UTC_TIMESTAMP(6) ORDER BY ticket LIMIT 1;
 
+-- call: the rows it returns
+KILL QUERY IS_USED_LOCK(:channel);
+
+-- hear: the rows it returns
+SELECT lock_waiters.ticket, locks.fence, lock_waiters.owner, locks.lock_key FROM JSON_TABLE(:places, '$[*]' COLUMNS (name varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$[0]', number bigint PATH '$[1]')) AS due STRAIGHT_JOIN lock_waiters FORCE INDEX (lock_waiters_queue)
+ON lock_waiters.lock_key = due.name
+AND lock_waiters.ticket = due.number STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
+ON locks.lock_key = due.name
+AND locks.owner = lock_waiters.owner UNION ALL
+SELECT SLEEP(:seconds), 0, '', '' FROM (SELECT 1) AS once
+WHERE NOT EXISTS (SELECT 1 FROM JSON_TABLE(:places, '$[*]' COLUMNS (name varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$[0]', number bigint PATH '$[1]')) AS due STRAIGHT_JOIN lock_waiters FORCE INDEX (lock_waiters_queue)
+ON lock_waiters.lock_key = due.name
+AND lock_waiters.ticket = due.number STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
+ON locks.lock_key = due.name
+AND locks.owner = lock_waiters.owner );
+
+-- unlogged: the rows it returns
+SET SESSION long_query_time = 3600;
+
+-- listen: the rows it returns
+SELECT GET_LOCK(:channel, :seconds);
+
 -- heartbeat: one empty row for each row that it changed
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 UPDATE JSON_TABLE(:owners, '$[*]' COLUMNS (holder varchar(64) CHARACTER
@@ -278,12 +319,13 @@ AND other.expires_at > UTC_TIMESTAMP(6));
 
 -- dead: the rows it returns
 SELECT owner, CASE WHEN expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND THEN 1 ELSE 0 END FROM lock_waiters FORCE INDEX (PRIMARY)
-WHERE owner > :after ORDER BY owner LIMIT 1000;
+WHERE owner > :after ORDER BY owner LIMIT 100;
 
 -- forget: one empty row for each row that it changed
-SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR DELETE FROM lock_waiters
-WHERE owner = :owner
-AND expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND;
+SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR DELETE lock_waiters FROM JSON_TABLE(:names, '$[*]' COLUMNS (name varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$')) AS due STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY)
+ON lock_waiters.owner = due.name
+WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND;
 
 -- list_keys: the rows it returns
 SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, TIMESTAMPDIFF(MICROSECOND, locks.acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6, locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, (SELECT count(*) FROM lock_waiters AS waiter
@@ -321,3 +363,27 @@ WHERE lock_key = :key
 AND fence = :fence
 AND owner <> ''
 AND expires_at > UTC_TIMESTAMP(6);
+
+-- note: one empty row for each row that it changed
+INSERT INTO lock_events (lock_key, kind, fence, seconds, detail, label, host, pid, thread, program, celery_task_id, happened_at)
+SELECT record.lock_key, record.kind, record.fence, record.seconds, record.detail, record.label, record.host, record.pid, record.thread, record.program, record.celery_task_id, UTC_TIMESTAMP(6) - INTERVAL ROUND(record.age * 1000000) MICROSECOND FROM JSON_TABLE(:events, '$[*]' COLUMNS (lock_key varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$.lock_key', kind varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$.kind', fence bigint PATH '$.fence', seconds double PATH '$.seconds', detail varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$.detail', label varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$.label', host varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$.host', pid bigint PATH '$.pid', thread varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$.thread', program varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$.program', celery_task_id varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$.celery_task_id', age double PATH '$.age')) AS record
+WHERE record.age >= 0;
+
+-- trim: one empty row for each row that it changed
+DELETE FROM lock_events
+WHERE id <= (SELECT least FROM (SELECT LEAST(max(id) - :keep, min(id) + 999) AS least FROM lock_events) AS old);
+
+-- list_events: the rows it returns
+SELECT lock_key, kind, fence, TIMESTAMPDIFF(MICROSECOND, happened_at, UTC_TIMESTAMP(6)) / 1e6, seconds, detail, label, host, pid, thread, program, celery_task_id FROM lock_events
+WHERE lock_key = :key ORDER BY id DESC LIMIT :most;
+
+-- list_all_events: the rows it returns
+SELECT lock_key, kind, fence, TIMESTAMPDIFF(MICROSECOND, happened_at, UTC_TIMESTAMP(6)) / 1e6, seconds, detail, label, host, pid, thread, program, celery_task_id FROM lock_events ORDER BY id DESC LIMIT :most;

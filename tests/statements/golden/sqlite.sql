@@ -35,6 +35,22 @@ CREATE TABLE lock_waiters (
     expires_at datetime NOT NULL
 );
 CREATE UNIQUE INDEX lock_waiters_queue ON lock_waiters (lock_key, ticket);
+CREATE TABLE lock_events (
+    id integer NOT NULL PRIMARY KEY AUTOINCREMENT,
+    lock_key varchar(255) NOT NULL,
+    kind varchar(64) NOT NULL,
+    fence bigint NOT NULL,
+    seconds real NOT NULL,
+    detail varchar(255) NOT NULL,
+    label varchar(255) NOT NULL,
+    host varchar(255) NOT NULL,
+    pid integer NOT NULL,
+    thread varchar(255) NOT NULL,
+    program varchar(255) NOT NULL,
+    celery_task_id varchar(255) NOT NULL,
+    happened_at datetime NOT NULL
+);
+CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 
 -- take: the rows it returns
 UPDATE locks
@@ -147,15 +163,16 @@ RETURNING 1;
 -- stale: the rows it returns
 SELECT lock_key, CASE WHEN expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention)) THEN 1 ELSE 0 END
 FROM locks
-WHERE lock_key > :after ORDER BY lock_key LIMIT 1000;
+WHERE lock_key > :after ORDER BY lock_key LIMIT 100;
 
 -- reap: one empty row for each row that it changed
 DELETE
 FROM locks
-WHERE lock_key = :key
+WHERE lock_key IN (SELECT value FROM json_each(:names))
 AND expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention))
+AND fence < CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000
 AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
-WHERE waiter.lock_key = :key
+WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > served_ticket
 AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'));
 
@@ -271,11 +288,11 @@ AND other.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'));
 
 -- dead: the rows it returns
 SELECT owner, CASE WHEN expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention)) THEN 1 ELSE 0 END FROM lock_waiters
-WHERE owner > :after ORDER BY owner LIMIT 1000;
+WHERE owner > :after ORDER BY owner LIMIT 100;
 
 -- forget: one empty row for each row that it changed
 DELETE FROM lock_waiters
-WHERE owner = :owner
+WHERE owner IN (SELECT value FROM json_each(:names))
 AND expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention));
 
 -- list_keys: the rows it returns
@@ -314,3 +331,19 @@ WHERE lock_key = :key
 AND fence = :fence
 AND owner <> ''
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
+
+-- note: one empty row for each row that it changed
+INSERT INTO lock_events (lock_key, kind, fence, seconds, detail, label, host, pid, thread, program, celery_task_id, happened_at)
+SELECT record.lock_key, record.kind, record.fence, record.seconds, record.detail, record.label, record.host, record.pid, record.thread, record.program, record.celery_task_id, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', record.age)) FROM (SELECT json_extract(value, '$.lock_key') AS lock_key, json_extract(value, '$.kind') AS kind, json_extract(value, '$.fence') AS fence, json_extract(value, '$.seconds') AS seconds, json_extract(value, '$.detail') AS detail, json_extract(value, '$.label') AS label, json_extract(value, '$.host') AS host, json_extract(value, '$.pid') AS pid, json_extract(value, '$.thread') AS thread, json_extract(value, '$.program') AS program, json_extract(value, '$.celery_task_id') AS celery_task_id, json_extract(value, '$.age') AS age FROM json_each(:events)) AS record
+WHERE record.age >= 0;
+
+-- trim: one empty row for each row that it changed
+DELETE FROM lock_events
+WHERE id <= (SELECT least FROM (SELECT min(max(id) - :keep, min(id) + 999) AS least FROM lock_events) AS old);
+
+-- list_events: the rows it returns
+SELECT lock_key, kind, fence, round((julianday('now') - julianday(happened_at)) * 86400.0, 3), seconds, detail, label, host, pid, thread, program, celery_task_id FROM lock_events
+WHERE lock_key = :key ORDER BY id DESC LIMIT :most;
+
+-- list_all_events: the rows it returns
+SELECT lock_key, kind, fence, round((julianday('now') - julianday(happened_at)) * 86400.0, 3), seconds, detail, label, host, pid, thread, program, celery_task_id FROM lock_events ORDER BY id DESC LIMIT :most;

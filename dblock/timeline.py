@@ -1,0 +1,172 @@
+"""A picture of who had a key when, from its events: a lane for each holder, time from left to right, in plain SVG.
+
+Rule: what was not recorded is not made up: a tenure whose end nobody wrote down is drawn open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from django.utils.translation import gettext as _
+from django.utils.translation import ngettext, pgettext
+
+from dblock.core.face.administration import EventInfo
+from dblock.core.values import Identity
+from dblock.wording import named, said, span
+
+WIDTH: Final = 960
+NAMES: Final = 230
+"""How much of the width the names of the holders take."""
+LANE: Final = 24
+AXIS: Final = 22
+LANES: Final = 8
+NAME_LENGTH: Final = 32
+_LEAST: Final = 3.0
+"""The width of what is too short to be seen."""
+
+
+class Stretch(NamedTuple):
+    """Somebody had a key, or waited for it, for some time; in seconds before now, the earlier one first."""
+
+    who: str
+    kind: str
+    """`held`, `lost`, `open` (its end was not recorded), `waited` or `gave_up`."""
+    begun: float
+    ended: float
+    words: str
+
+
+class Bar(NamedTuple):
+    """One of them in the picture."""
+
+    kind: str
+    x: float
+    y: float
+    width: float
+    height: float
+    words: str
+
+
+class Timeline(NamedTuple):
+    """All that the template draws."""
+
+    width: int
+    height: int
+    summary: str
+    lanes: list[tuple[str, str, float]]
+    """Short name, whole name, baseline."""
+    bars: list[Bar]
+    ticks: list[tuple[float, str, str]]
+    """Where, what is said there, and how it is anchored."""
+    axis: int
+
+
+def timeline(events: Sequence[EventInfo], held: tuple[Identity, int, float] | None) -> Timeline | None:
+    """The picture of a key's last events, the latest first; None if there is nothing to be seen.
+
+    `held`: who has it now, by which fence, and for how long.
+    """
+    stretches = _stretches(events, held)
+    if not stretches:
+        return None
+    names = list(dict.fromkeys(each.who for each in sorted(stretches, key=lambda each: each.ended)))[:LANES]
+    stretches = [each for each in stretches if each.who in names]
+    oldest = max(1.0, *(each.begun for each in stretches))
+
+    def x(seconds: float) -> float:
+        return NAMES + (WIDTH - NAMES) * (1 - seconds / oldest)
+
+    bars = []
+    for each in stretches:
+        top, waiting = names.index(each.who) * LANE, each.kind in {"waited", "gave_up"}
+        width = max(x(each.ended) - x(each.begun), _LEAST)
+        left = min(x(each.begun), WIDTH - width)
+        y, height = (top + LANE / 2 - 2, 4) if waiting else (top + 4, LANE - 8)
+        bars.append(Bar(each.kind, round(left, 1), y, round(width, 1), height, each.words))
+    lanes = [(_short(name), name, n * LANE + LANE * 0.66) for n, name in enumerate(names)]
+    tenures = sum(bar.kind in {"held", "lost", "open"} for bar in bars)
+    summary = ngettext("%(count)d tenure in the last %(span)s", "%(count)d tenures in the last %(span)s", tenures) % {
+        "count": tenures,
+        "span": span(oldest),
+    }
+    axis = len(names) * LANE
+    ticks = [(float(NAMES), _("%s ago") % span(oldest), "start"), (x(oldest / 2), span(oldest / 2), "middle")]
+    return Timeline(WIDTH, axis + AXIS, summary, lanes, bars, [*ticks, (float(WIDTH), _("now"), "end")], axis)
+
+
+def _stretches(events: Sequence[EventInfo], held: tuple[Identity, int, float] | None) -> list[Stretch]:
+    found, ended = [], set[tuple[int, str]]()
+    if held is not None:
+        identity, fence, age = held
+        ended.add((fence, str(identity)))
+        found.append(_stretch(identity, "held", age, 0.0, _("has it now, for %s") % span(age)))
+
+    def next_began(fence: int) -> float:
+        return max((each.age for each in events if each.kind == "acquired" and each.fence > fence), default=0.0)
+
+    for event in events:
+        begun, who = event.age + event.seconds, event.identity
+        match event.kind:
+            case "released":
+                ended.add((event.fence, str(who)))
+                found.append(_stretch(who, "held", begun, event.age, _("had it for %s") % span(event.seconds)))
+            case "lost":
+                ended.add((event.fence, str(who)))
+                over = max(event.age, next_began(event.fence))  # which it may have noticed later
+                words = _("had it for %s, and lost it") % span(max(begun - over, 0.0))
+                found.append(_stretch(who, "lost", begun, over, words))
+            case "gave_up":
+                words = _("waited for %s in vain") % span(event.seconds)
+                found.append(_stretch(who, "gave_up", begun, event.age, words))
+            case "acquired":
+                if (event.fence, str(who)) not in ended:
+                    words = _("had it; the end was not recorded")
+                    found.append(_stretch(who, "open", event.age, next_began(event.fence), words))
+                if event.detail in {"waited", "handed_over"}:
+                    words = _("waited for %s") % span(event.seconds)
+                    found.append(_stretch(who, "waited", begun, event.age, words))
+            case _:
+                pass
+    return found
+
+
+def _stretch(identity: Identity, kind: str, begun: float, ended: float, words: str) -> Stretch:
+    name = named(identity)
+    return Stretch(name, kind, max(begun, ended), max(ended, 0.0), f"{name}: {words}")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1]}…"
+
+
+def told(events: Sequence[EventInfo]) -> list[dict[str, Any]]:
+    """Events as a table shows them."""
+    kinds = {
+        "acquired": pgettext("lock", "taken"),
+        "gave_up": pgettext("lock", "gave up"),
+        "released": pgettext("lock", "given back"),
+        "lost": pgettext("lock", "lost"),
+        "at_risk": pgettext("lock", "renewed late"),
+        "forced": pgettext("lock", "freed by force"),
+        "reaped": pgettext("lock", "tidied up"),
+        "omitted": pgettext("lock", "not recorded"),
+    }
+    lengths = {
+        "acquired": _("waited %s"),
+        "gave_up": _("waited %s"),
+        "released": _("held %s"),
+        "lost": _("held %s"),
+        "at_risk": _("late by %s"),
+    }
+    return [
+        {
+            "event": event,
+            "when": span(event.age),
+            "what": kinds.get(event.kind, event.kind),
+            "length": lengths[event.kind] % span(event.seconds) if event.kind in lengths else "–",
+            "detail": said(event.detail),
+            "who": named(event.identity),
+        }
+        for event in events
+    ]

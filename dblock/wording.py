@@ -1,0 +1,59 @@
+"""Lengths of time, processes and what happened to a lock, in the language of whoever looks at it.
+
+Rule: rows and events keep the protocol's own words; what is none of them is shown as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from django.utils.formats import number_format
+from django.utils.translation import gettext, pgettext_lazy
+
+from dblock.commands.console import parts
+from dblock.core.values import Identity
+
+_UNITS: Final[dict[str, Any]] = {
+    # The SI's own and those it accepts: German keeps them, as English does. Chinese has its words.
+    "s": pgettext_lazy("time", "s"),
+    "min": pgettext_lazy("time", "min"),
+    "h": pgettext_lazy("time", "h"),
+    "d": pgettext_lazy("time", "d"),
+}
+_WORDS: Final[dict[str, Any]] = {
+    "at once": pgettext_lazy("lock", "at once"),
+    "waited": pgettext_lazy("lock", "waited"),
+    "handed over": pgettext_lazy("lock", "handed over"),
+    "reentered": pgettext_lazy("lock", "reentered"),
+    "attached": pgettext_lazy("lock", "attached"),
+    "released": pgettext_lazy("lock", "released"),
+    "detached": pgettext_lazy("lock", "detached"),
+    "expired": pgettext_lazy("lock", "expired"),
+    "taken over": pgettext_lazy("lock", "taken over"),
+    "freed": pgettext_lazy("lock", "freed"),
+    "row gone": pgettext_lazy("lock", "row gone"),
+    "database unreachable": pgettext_lazy("lock", "database unreachable"),
+    "released with all others": pgettext_lazy("lock", "released with all others"),
+    "event loop blocked": pgettext_lazy("lock", "event loop blocked"),
+    "timeout": pgettext_lazy("lock", "timeout"),
+    "gave up": pgettext_lazy("lock", "gave up"),
+    "lost": pgettext_lazy("lock", "lost"),
+}
+"""Of `How` and `Reason`, and why an attempt was given up."""
+
+
+def span(seconds: float) -> str:
+    """A length of time, as in 3 min 20 s."""
+    return " ".join(f"{number_format(number)} {_UNITS[unit]}" for number, unit in parts(seconds))
+
+
+def named(identity: Identity) -> str:
+    """A holder or waiter; its machine comes first."""
+    process = gettext("%(host)s pid %(pid)s") % {"host": identity.host, "pid": identity.pid}
+    task = gettext("Celery task %s") % identity.celery_task_id if identity.celery_task_id else ""
+    return ", ".join(part for part in (process, identity.thread, identity.program, task) if part)
+
+
+def said(word: str) -> str:
+    """How something happened, or why."""
+    return str(_WORDS.get(word.replace("_", " "), word))

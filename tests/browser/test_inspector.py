@@ -1,0 +1,279 @@
+"""The lock inspector as people use it: with a mouse, a keyboard, a phone, a screen reader, and without JavaScript."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from tests.browser.site import LIST, world
+from tests.conftest import SELDOM, run, timed
+from tests.support.lab import Remote, RemoteError
+from tests.support.subjects import Actor, Subject
+
+Look = Callable[..., Page]
+STOCK = f"{LIST}stock_3A42/"
+ALL = ["import:customers", "invoice:2026-11", "newsletter", "report:daily", "stock:42", "stock:7"]
+
+
+def keys(page: Page) -> Locator:
+    """Those of the list, in its order."""
+    return page.locator("#result_list .field-lock_key")
+
+
+def said(page: Page) -> Locator:
+    """What the site says to whoever has done something."""
+    return page.locator(".messagelist")
+
+
+def test_force_release_while_a_holder_works(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next waiter is served, the holder told why, it is on record; a page that is out of date does nothing."""
+    timed(monkeypatch, **SELDOM, waiter_ttl=300.0, heartbeat_interval=100.0)  # nobody finds out for himself
+    subject = Subject("django", "sync", "sqlite")
+    with Remote(subject) as holder:
+        waiter, lock = Actor(subject), subject.lock("stock:42", timeout=60)
+        holder.do("(lock := subject.lock('stock:42', ttl=600)).acquire()")
+        waiting = waiter.start(lock.acquire)
+        page = look()
+        page.goto(f"{STOCK}change/")
+        expect(page.locator("#queue tbody tr")).to_have_count(1)
+        expect(page.locator(".fieldBox.field-pid")).to_contain_text(str(holder.process.pid))
+        page.get_by_role("link", name="Force release").click()
+        expect(page.locator(".dblock-facts")).to_contain_text(f"pid {holder.process.pid} on")
+        late = page.context.new_page()
+        late.goto(page.url)
+        page.get_by_role("button", name="Yes").click()
+        assert page.get_by_label("Reason").evaluate("field => field.validity.valueMissing"), "a reason is asked for"
+        page.get_by_label("Reason").fill("it hangs")
+        page.get_by_role("button", name="Yes").click()
+        expect(said(page)).to_contain_text("The lock on “stock:42” was released.")
+        assert waiting.result(5) is True
+        expect(page.locator(".fieldBox.field-pid")).to_contain_text(str(os.getpid()))
+        with pytest.raises(RemoteError, match="LockLost.*freed by somebody .ann: it hangs"):
+            holder.do("lock.verify()")
+        assert holder.do("lock.state") == "lost"
+        late.get_by_label("Reason").fill("again")
+        late.get_by_role("button", name="Yes").click()
+        expect(said(late)).to_contain_text("Nothing was changed.")
+        assert waiter.call(lock, "verify") is True
+        waiter.call(lock, "release")
+        waiter.close()
+        page.get_by_role("link", name="History").click()
+        expect(page.locator("#change-history tbody tr")).to_contain_text(["Forced its release: it hangs"])
+
+
+def test_whoever_may_only_look(look: Look) -> None:
+    """Has no buttons, and no page behind their addresses."""
+    world()
+    page = look("view_lock")
+    for address, links in ((LIST, ["Who waits", "What happened"]), (f"{STOCK}change/", ["History"])):
+        page.goto(address)
+        assert page.locator(".object-tools a").all_inner_texts() == [link.upper() for link in links]
+    for address in (f"{STOCK}release/", f"{STOCK}revoke/", f"{LIST}reap/"):
+        assert page.request.get(address).status == 403
+
+
+class Watched:
+    """The list of what is held, and a clock that stands still but for what the test says."""
+
+    def __init__(self, page: Page) -> None:
+        world()
+        page.clock.install(time="2026-11-23T02:00:00")
+        page.clock.pause_at("2026-11-23T02:00:01")
+        page.goto(f"{LIST}?state=held")
+        self.page = page
+        self.label = page.locator("tr", has_text="stock:42").locator(".field-label")
+        self.time, self.trouble = page.locator(".dblock-live > span"), page.locator(".dblock-live > output")
+        self.asked = 0
+        expect(self.label).to_have_text("restock from supplier")
+        page.on("request", self._ask)
+
+    def _ask(self, _: object) -> None:
+        self.asked += 1
+
+    def shows(self, words: str) -> None:
+        """A change in the database appears after two seconds, and when that was."""
+        before = self.time.inner_text()
+        self._relabel(words)
+        with self.page.expect_request_finished():
+            self.page.clock.run_for(2000)
+        expect(self.label).to_have_text(words)
+        expect(self.time).not_to_have_text(before)
+
+    def ignores(self, words: str) -> None:
+        """It does not appear, and nobody asks for it."""
+        before = self.asked, self.label.inner_text(), self.time.inner_text()
+        self._relabel(words)
+        self.page.clock.run_for(20_000)
+        assert (self.asked, self.label.inner_text(), self.time.inner_text()) == before
+
+    def _relabel(self, words: str) -> None:
+        run("sqlite", "UPDATE locks SET label = :words WHERE lock_key = 'stock:42'", words=words)
+
+
+def test_live_refresh(look: Look) -> None:
+    """What changes is shown, without a reload, unless somebody wants to read in peace."""
+    page = look()
+    live = Watched(page)
+    page.evaluate("window.loaded = 'once'")
+    live.shows("one")
+    expect(keys(page)).to_have_text(["invoice:2026-11", "stock:42"])  # the filter is kept
+    page.get_by_role("button", name="Pause").click()
+    live.ignores("two")
+    page.get_by_role("button", name="Resume").click()
+    expect(live.label).to_have_text("two")
+    link = page.get_by_role("link", name="stock:42")
+    link.focus()
+    live.ignores("three")
+    expect(link).to_be_focused()
+    link.blur()
+    page.evaluate("getSelection().selectAllChildren(document.querySelector('h1'))")
+    live.ignores("four")
+    page.evaluate("getSelection().removeAllRanges()")
+    live.shows("five")
+    assert page.evaluate("window.loaded") == "once"
+
+
+def test_what_cannot_be_refreshed(look: Look) -> None:
+    """That is said, and when it last was; it is tried again, but not after the session has ended."""
+    page = look()
+    live = Watched(page)
+    live.shows("one")
+    when = live.time.inner_text()
+    page.context.set_offline(True)
+    page.clock.run_for(2000)
+    expect(live.trouble).to_have_text("could not be refreshed")
+    expect(live.time).to_have_text(when)
+    page.context.set_offline(False)
+    live.shows("two")
+    expect(live.trouble).to_be_empty()
+    page.context.clear_cookies()
+    page.clock.run_for(2000)
+    expect(live.trouble).to_contain_text("no longer refreshed: you are logged out")
+    expect(page.get_by_role("button", name="Pause")).to_be_hidden()
+    live.ignores("three")
+
+
+def test_without_javascript(look: Look) -> None:
+    """All of it works: filters, search, sorting, details, the queue, force release."""
+    world()
+    page = look(java_script_enabled=False)
+    page.goto(LIST)
+    expect(keys(page)).to_have_text(ALL)
+    expect(page.locator(".dblock-live")).to_be_hidden()
+    for choice, found in (
+        ("at risk", ["report:daily"]),
+        ("held", ["invoice:2026-11", "stock:42"]),
+        ("nobody waits", ["invoice:2026-11"]),
+        ("web-1", ["invoice:2026-11"]),
+    ):
+        page.locator("#changelist-filter").get_by_role("link", name=choice, exact=True).click()
+        expect(keys(page)).to_have_text(found)
+    page.goto(LIST)
+    page.locator("#result_list th.column-time_left .text a").click()
+    expect(keys(page)).to_have_text([ALL[5], ALL[0], ALL[1], ALL[3], ALL[4], ALL[2]])
+    page.get_by_role("textbox", name="Search").fill("5f1c6f0e")
+    page.get_by_role("button", name="Search").click()
+    expect(keys(page)).to_have_text(["report:daily", "stock:42", "newsletter"])  # still sorted
+    page.get_by_role("link", name="Who waits").click()
+    expect(page.locator("#queue tbody tr")).to_have_count(3)
+    page.get_by_role("link", name="stock:42").first.click()
+    page.wait_for_url("**/change/")
+    expect(page.locator("#queue td:nth-child(3)")).to_contain_text(["web-1 pid 811", "web-2 pid 812", "worker-2"])
+    page.get_by_role("link", name="Force release").click()
+    page.get_by_label("Reason").fill("it hangs, without JavaScript")
+    page.get_by_role("button", name="Yes").click()
+    expect(said(page)).to_contain_text("was released")
+
+
+STOP = """() => {
+    const stop = document.activeElement;
+    const look = () => { const s = getComputedStyle(stop); return s.outline + s.backgroundColor + s.borderColor; };
+    const focused = look();
+    stop.blur();
+    const seen = look() !== focused || !document.querySelector("#content").contains(stop);
+    stop.focus();
+    return [stop.value || stop.innerText || "", seen];
+}"""
+
+
+def test_with_the_keyboard_alone(look: Look) -> None:
+    """From the list to a forced release; where the focus is can be seen at every stop of ours."""
+    world()
+    page = look()
+
+    def tab_to(words: str) -> None:
+        for _ in range(50):
+            page.keyboard.press("Tab")
+            found, seen = page.evaluate(STOP)
+            assert seen, found
+            if words in found:
+                return
+        raise AssertionError(f"no way to {words!r}")
+
+    page.goto(LIST)
+    tab_to("invoice:2026-11")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/change/")
+    tab_to("FORCE RELEASE")
+    page.keyboard.press("Enter")
+    expect(page.get_by_label("Reason")).to_be_focused()
+    page.keyboard.type("it hangs, with the keyboard")
+    tab_to("Yes")
+    page.keyboard.press("Enter")
+    expect(said(page)).to_contain_text("The lock on “invoice:2026-11” was released.")
+
+
+AXE = (importlib.resources.files("axe_playwright_python") / "axe.min.js").read_text()
+SHOWN = {  # each page, and a word on it
+    LIST: "newsletter",
+    f"{STOCK}change/": "web-2 pid 812",
+    f"{LIST}import_3Acustomers/change/": "CRM export",
+    f"{LIST}stock_3A7/change/": "Nobody waits.",
+    f"{STOCK}release/": "Its holder is not stopped",
+    f"{STOCK}revoke/": "is asked to finish",
+    f"{LIST}reap/": "No lock that is held is touched",
+    f"{LIST}waiters/": "web-2 pid 812",
+    f"{LIST}events/": "waited 1 min 36 s",
+}
+TWICE = (LIST, f"{STOCK}change/", f"{STOCK}release/", f"{LIST}events/")
+"""The others are made of the same parts."""
+LOOKS: list[tuple[Any, int]] = [("light", 1280), ("dark", 390)]
+
+
+def violations(page: Page) -> list[str]:
+    """What axe-core finds on a page."""
+    found = page.evaluate("axe.run({resultTypes: ['violations'], preload: false})")["violations"]
+    return [
+        f"{each['id']}: {node['html']}: {node['failureSummary']}"
+        for each in found
+        for node in each["nodes"]
+        # Django's own: the search field of any list is labelled by a picture of a magnifying glass.
+        if (each["id"], node["target"]) != ("label-title-only", ["#searchbar"])
+    ]
+
+
+@pytest.mark.timeout(120)
+def test_everybody_can_read_it(look: Look) -> None:
+    """No page violates a rule of axe-core, in light or in dark, wide or on a phone, which none is wider than."""
+    world()
+    page = look()
+    page.add_init_script(AXE)
+    for address, words in SHOWN.items():
+        page.goto(address)
+        expect(page.locator("#content")).to_contain_text(words)
+        page.add_style_tag(content="* { transition: none !important; }")
+        for scheme, width in LOOKS if address in TWICE else LOOKS[:1]:
+            page.emulate_media(color_scheme=scheme)
+            page.set_viewport_size({"width": width, "height": 800})
+            assert violations(page) == [], (address, scheme, width)
+            assert page.evaluate("document.documentElement.scrollWidth") == width, (address, scheme, width)
+    page.goto(f"{STOCK}release/")
+    page.get_by_label("Reason").fill(" ")
+    page.get_by_role("button", name="Yes").click()
+    expect(page.locator(".errorlist")).to_have_text("This field is required.")
+    assert violations(page) == [], "with an error"

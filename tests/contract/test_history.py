@@ -1,0 +1,338 @@
+"""What happened to keys, as it is written down (`HISTORY`, `dblock_history`), and what nobody waits for."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from django.test import override_settings
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from dblock.core import runtime
+from dblock.core.errors import LockStoreError
+from dblock.core.face import administration
+from dblock.core.face.administration import EventInfo
+from dblock.core.protocol.drive import drive
+from dblock.core.protocol.steps import Sleep
+from dblock.core.watchdog import history
+from sqlalchemy_dblock import db_lock
+from sqlalchemy_dblock.store import store_for
+from tests.conftest import observer, ready, run, url
+from tests.contract.test_queue import waiters
+from tests.faults.test_shutdown import process
+from tests.support.lab import FEW, SOME, expire, until
+from tests.support.subjects import Actor, Subject
+
+alone = pytest.mark.parametrize("subject", [Subject("django", "sync", "sqlite")], indirect=True, ids=str)
+few = pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+
+
+@pytest.fixture(params=SOME, ids=str)
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    """Each database, both faces, sync and async; with a history."""
+    plain: Subject = request.param
+    ready(request, plain.database)
+    with kept(plain, 1000) as own:
+        yield own
+
+
+class kept:  # noqa: N801 - reads as a word
+    """A subject whose history is kept while the block lasts."""
+
+    def __init__(self, subject: Subject, most: int) -> None:
+        self.subject, self.most = subject, most
+
+    def __enter__(self) -> Subject:
+        plain = self.subject
+        run(plain.database, "DELETE FROM lock_events")
+        self.settings = override_settings(DBLOCK={"HISTORY": self.most} if plain.variant == "django" else {})
+        self.settings.enable()
+        self.own = Subject(plain.variant, plain.face, plain.database, plain.driver)
+        if plain.variant != "django":
+            make = create_engine if plain.face == "sync" else create_async_engine
+            options = {"dblock_history": self.most}
+            self.own.__dict__["engine"] = make(url(plain.database, plain.driver), execution_options=options)
+        return self.own
+
+    def __exit__(self, *_: object) -> None:
+        watchdog = runtime.current.watchdog
+        assert until(lambda: not watchdog._to_write, 10)
+        watchdog.observers = watchdog.histories = None
+        self.settings.disable()
+        if "engine" in self.own.__dict__:
+            disposing = Actor(self.own)
+            disposing.do(self.own.engine.dispose)
+            disposing.close()
+
+
+def written(subject: Subject, count: int, key: str = "k") -> list[EventInfo]:
+    """The events of a key, once there are so many, the first one first."""
+    store = store_for(observer(subject.database))
+
+    def events() -> list[EventInfo]:
+        found: list[EventInfo] = drive(administration.events(store, key, 1000), store)
+        return found[::-1]
+
+    assert until(lambda: len(events()) >= count, 10), events()
+    return events()
+
+
+def brief(events: list[EventInfo]) -> list[tuple[str, str]]:
+    return [(event.kind, event.detail) for event in events]
+
+
+def test_what_became_of_a_lock(
+    subject: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]]
+) -> None:
+    """Who took it, who could not, when it was given back and handed over; when that was, by the database's clock."""
+    lock = subject.lock("k", label="tea")
+    began = time.monotonic()
+    actor.call(lock, "acquire")
+    actor.call(lock, "acquire")  # nobody else's business
+    fence = actor.get(lock, "fence")
+    assert not other.call(subject.lock("k"), "acquire", timeout=0)
+    [third] = actors(1)
+    waiting = third.start(lambda: getattr(subject.lock("k"), subject.method("acquire"))(timeout=30))
+    assert until(lambda: waiters(subject), 10)
+    time.sleep(0.2)
+    for _ in range(2):
+        actor.call(lock, "release")
+    assert waiting.result(30)
+    took, gave_up, left, next_ = sorted(written(subject, 4), key=lambda event: (event.fence > fence, -event.age))
+    assert brief([took, gave_up, left]) == [("acquired", "at_once"), ("gave_up", "timeout"), ("released", "released")]
+    assert (next_.kind, next_.detail in {"waited", "handed_over"}) == ("acquired", True)
+    assert (took.fence, left.fence, gave_up.fence, next_.fence > fence) == (fence, fence, 0, True)
+    assert (took.label, left.label, next_.label) == ("tea", "tea", "")
+    assert all(event.identity.pid == os.getpid() for event in (took, gave_up, left, next_))
+    assert took.identity == left.identity != gave_up.identity
+    assert 0.2 <= left.seconds <= took.age - left.age + 1
+    third.call(subject.lock("k"), "release")
+    assert 0.1 <= next_.seconds < 30
+    assert 0 <= left.age <= gave_up.age <= took.age <= time.monotonic() - began + 0.01
+
+
+@few
+def test_what_went_wrong_with_it(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss and a forced release, by whom and why; who had it is told by the flow that had."""
+    lost = subject.lock("k", ttl=3)
+    actor.call(lost, "acquire")
+    expire(subject)
+    store = lost._store()
+    assert drive(administration.force_release(store, "k", actor.get(lost, "fence"), "root: enough"), store)
+    assert until(lambda: actor.get(lost, "state") == "lost", 10)
+    acquired, *more = written(subject, 3)
+    assert sorted(event.kind for event in more) == ["forced", "lost"]
+    for event in more:
+        assert event.fence == acquired.fence
+        assert (event.detail == "root: enough") is (event.kind == "forced")
+        assert event.kind == "forced" or event.identity == acquired.identity
+
+
+@alone
+def test_a_busy_key_leaves_room_for_others(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each key some events are written, and how many were not."""
+    monkeypatch.setattr(history, "OF_KEY", 4)
+    with _nothing_written():
+        for _ in range(5):
+            actor.within(subject.lock("busy"))
+        actor.within(subject.lock("k"))
+    assert [event.kind for event in written(subject, 2)] == ["acquired", "released"]
+    busy = written(subject, 5, "busy")
+    assert [event.kind for event in busy] == ["acquired", "released", "acquired", "released", "omitted"]
+    assert busy[-1].detail == "6"
+
+
+@alone
+def test_what_is_noted_is_bounded(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of very many keys."""
+    monkeypatch.setattr(history, "OF_ALL", 4)
+    with _nothing_written():
+        for number in range(4):
+            actor.within(subject.lock(f"k{number}"))
+        watchdog = runtime.current.watchdog
+        assert watchdog.histories
+        [noted] = watchdog.histories._of.values()
+        assert len(noted._rows) == 4
+        assert noted._noted == {"k0": 2, "k1": 2, "k2": 2, "k3": 2}
+    assert [event.kind for event in written(subject, 2, "k1")] == ["acquired", "released"]
+
+
+@few
+def test_the_table_is_bounded(subject: Subject) -> None:
+    """Old rows are deleted as new ones are written."""
+    with kept(subject, 20) as own:
+        actor = Actor(own)
+        for number in range(60):
+            actor.within(own.lock(f"k{number}"))
+
+        def rows() -> int:
+            [(count,)] = own.run("SELECT count(*) FROM lock_events")
+            return int(count)
+
+        assert until(lambda: not runtime.current.watchdog._to_write and rows() <= 20, 10), rows()
+        assert [event.kind for event in written(own, 2, "k59")] == ["acquired", "released"]
+        actor.close()
+
+
+class _nothing_written:  # noqa: N801 - reads as a word
+    """While the block lasts."""
+
+    def __enter__(self) -> None:
+        assert until(lambda: not runtime.current.watchdog._to_write, 10)
+        self.begin = history.Histories.begin
+        history.Histories.begin = lambda *_, **__: iter(())  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        history.Histories.begin = self.begin  # type: ignore[method-assign]
+
+
+@few
+def test_a_process_that_ends_at_once(subject: Subject) -> None:
+    """What has happened in it is written before."""
+    given = "DBLOCK={'HISTORY': 100}"
+    body = f"""
+from django.test import override_settings
+override_settings({given}).enable()
+if subject.variant != "django":
+    subject.__dict__["engine"] = subject.engine.execution_options(dblock_history=100)
+with subject.lock("k"):
+    pass
+subject.lock("k").acquire()
+"""
+    process(subject, body)
+    assert [event.kind for event in written(subject, 3)] == ["acquired", "released", "acquired"]
+
+
+@alone
+def test_it_keeps_no_lock_from_working(
+    subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be written is dropped, and the log says why."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        yield Sleep(0)
+        raise LockStoreError("no such table")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(history, "ask", refuse)
+        actor.within(subject.lock("k"))
+        assert until(lambda: "could not write down what happened to locks: no such table" in caplog.text, 10)
+        assert until(lambda: not runtime.current.watchdog._to_write, 10)
+    actor.within(subject.lock("k"))
+    assert len(written(subject, 2)) == 2
+
+
+def test_what_could_not_be_begun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a thread to be had that once: it is written later, as is what comes then."""
+    ready(request, "sqlite")
+    with kept(Subject("sqlalchemy", "sync", "sqlite"), 1000) as own:
+        start, refused = threading.Thread.start, list[str]()
+
+        def refuse(self: threading.Thread) -> None:
+            if self.name == "dblock history" and not refused:
+                refused.append(self.name)
+                raise RuntimeError("can't start new thread")
+            start(self)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with db_lock(own.engine, "k"):
+            assert until(lambda: refused, 10)
+        assert until(lambda: not runtime.current.watchdog._to_write, 10)
+        with db_lock(own.engine, "k"):
+            pass
+        assert [event.kind for event in written(own, 4)] == ["acquired", "released"] * 2
+
+
+def test_each_database_has_its_own(request: pytest.FixtureRequest) -> None:
+    """Two engines of one address: what happens through the one without a history is not written."""
+    plain = Subject("sqlalchemy", "sync", "sqlite")
+    ready(request, "sqlite")
+    with kept(plain, 1000) as own:
+        with db_lock(plain.engine, "k"):
+            pass
+        with db_lock(own.engine, "k"):
+            pass
+        assert len(written(own, 2)) == 2
+
+
+def test_a_forked_child_writes_what_it_has_done_itself(request: pytest.FixtureRequest) -> None:
+    """And not once more what its parent has."""
+    ready(request, "postgresql")  # SQLite's library does not like a fork while another thread is in it
+    with kept(Subject("sqlalchemy", "sync", "postgresql"), 1000) as own:
+        body = """
+import os
+subject.__dict__["engine"] = subject.engine.execution_options(dblock_history=100)
+with subject.lock("k", label="parent"):
+    pass
+child = os.fork()
+with subject.lock("k", label="child" if child == 0 else "parent"):
+    pass
+if child:
+    os.waitpid(child, 0)
+"""
+        process(own, body)
+        labels = sorted(event.label for event in written(own, 6))
+        assert labels == ["child"] * 2 + ["parent"] * 4
+
+
+@pytest.mark.parametrize(
+    ("most", "error"), [(-1, ValueError), (10**8, ValueError), (True, TypeError), ("1", TypeError)]
+)
+def test_what_is_no_number_of_events(most: Any, error: type[Exception]) -> None:
+    """Is said where the engine is first used."""
+    with pytest.raises(error, match="dblock_history"):
+        store_for(create_engine("sqlite://", execution_options={"dblock_history": most}))
+
+
+def test_where_no_history_is_kept_nothing_is_noted(request: pytest.FixtureRequest) -> None:
+    """Nor is anything loaded for it, nor in a database in memory, where nobody else could read it."""
+    ready(request, "sqlite")
+    with db_lock(observer("sqlite"), "k"):
+        assert runtime.current.watchdog.observers is None
+        assert runtime.current.watchdog.histories is None
+    engine = create_engine("sqlite://", execution_options={"dblock_history": 100})
+    assert store_for(engine).history == 0
+    assert runtime.current.watchdog.observers is None
+    engine.dispose()
+
+
+# -- who keeps whom waiting
+
+
+def test_what_a_key_blocks_and_what_blocks_it(request: pytest.FixtureRequest) -> None:
+    """Along the flows that hold several keys: `a` waits for `b`'s key, and `c` for that of `a`."""
+    plain = Subject("sqlalchemy", "sync", "sqlite")
+    ready(request, "sqlite")
+    actors = {name: Actor(plain) for name in "abcd"}
+    locks = {name: plain.lock(name, timeout=30) for name in actors}
+    store = store_for(observer("sqlite"))
+
+    def blocking(key: str) -> tuple[list[str], list[str]]:
+        found: administration.Blocking = drive(administration.blocking(store, key), store)
+        return [each.key for each in found.blocked_by], [each.key for each in found.blocks]
+
+    for name, actor in actors.items():
+        actor.call(locks[name], "acquire")
+
+    def wait(who: str, key: str) -> Future[Any]:
+        return actors[who].start(plain.lock(key, timeout=30).acquire)
+
+    waiting = [wait("a", "b"), wait("c", "a")]
+    assert until(lambda: blocking("c") == (["a", "b"], []), 10), blocking("c")
+    assert blocking("b") == ([], ["a"])
+    assert blocking("a") == (["b"], [])
+    assert blocking("d") == blocking("nothing") == ([], [])
+    found: administration.Blocking = drive(administration.blocking(store, "c"), store)
+    assert all(f"pid {os.getpid()}, " in who for each in found.blocked_by for who in (each.waiter, each.holder))
+    actors["b"].call(locks["b"], "release")
+    assert waiting[0].result(30)
+    actors["a"].call(locks["a"], "release")
+    assert waiting[1].result(30)
+    for actor in actors.values():
+        actor.close()
