@@ -379,6 +379,28 @@ def test_a_wakeup_that_is_notified_before_it_is_registered() -> None:
     assert not registry.anybody_waits()
 
 
+def test_waiters_come_and_go_while_others_are_woken() -> None:
+    """Whoever wakes all of them, in another thread, is not disturbed by that."""
+    registry, ended = Wakeups(), threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            waiting = [Wakeup() for _ in range(100)]
+            for ticket, wakeup in enumerate(waiting):
+                registry.register("k", ticket, wakeup)
+
+    flow = threading.Thread(target=come_and_go)
+    flow.start()
+    try:
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            registry.notify_all()
+            _ = registry.waiting(None)
+    finally:
+        ended.set()
+        flow.join()
+
+
 class _Away:
     """A database that is away, and lets a listener's thread run."""
 

@@ -607,6 +607,14 @@ _REAP: Final = (
     Case("reap", "so does an expired one", keys=[held(expires_at=LONG_AGO)], reply=DONE, after={"k": None}),
     Case("reap", "one that was taken or given back since stays", keys=[free(expires_at=At(-3000))]),
     Case("reap", "one whose fence is ahead of the clock stays", keys=[free(fence=10**17, expires_at=LONG_AGO)]),
+    Case("reap", "one that somebody may just be joining stays", keys=[free(expires_at=LONG_AGO, last_ticket=10**17)]),
+    Case(
+        "reap",
+        "one whose queue has been served goes",
+        keys=[free(expires_at=LONG_AGO, last_ticket=10**17, served_ticket=10**17)],
+        reply=DONE,
+        after={"k": None},
+    ),
     Case(
         "reap",
         "a row by which a transaction pins the key stays",

@@ -302,15 +302,21 @@ FROM {table}{words.by_key} WHERE {name} > :after ORDER BY {name} LIMIT 100
 """
 
 
+_JOINING: Final = 10_000_000
+"""Microseconds after which who has drawn a ticket stands in the queue, or never will."""
+
+
 def reap(words: Vocabulary) -> Statement:
     """Safe: rows by primary key, each only if it is still stale: a take in between has moved expires_at.
 
     It locks those that nobody has used for long, and waits for none of them (20 ms on PostgreSQL), so it is part of no
     deadlock; on MySQL it waits for places in queues, whose transactions wait for no key. Asynchronous: a lost deletion
     leaves a row for longer. A row whose fence the clock has not reached, since that was set back, stays: the next
-    row's fence would be lower.
+    row's fence would be lower. So does one that somebody may just be joining: PostgreSQL reads a row anew that has
+    changed in the meantime, but not the places in its queue.
     """
     old = f"""expires_at < {words.before(":retention")} AND fence < {words.micros}
+  AND (last_ticket <= served_ticket OR last_ticket < {words.micros} - {_JOINING})
   {words.asynchronous}
   AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter{words.by_ticket}
                   WHERE waiter.lock_key = locks.lock_key

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import MutableMapping
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -156,7 +155,7 @@ class Wakeups:
     """
 
     def __init__(self) -> None:
-        self._registered: MutableMapping[tuple[str, int], Wakeup] = WeakValueDictionary()
+        self._registered = WeakValueDictionary[tuple[str, int], Wakeup]()
         self._unclaimed: dict[tuple[str, int], Message] = {}
 
     def register(self, key: str, ticket: int, wakeup: Wakeup) -> None:
@@ -202,9 +201,12 @@ class Wakeups:
 
     def waiting(self, database: object) -> list[tuple[str, int]]:
         """The keys and tickets of those who wait at a database."""
-        found = list(self._registered.items())
-        return [place for place, wakeup in found if wakeup.database is database]
+        return [place for place, wakeup in self._all() if wakeup.database is database]
 
     def _of(self, database: object) -> list[Wakeup]:
-        found = list(self._registered.values())
-        return [wakeup for wakeup in found if database is None or wakeup.database is database]
+        return [wakeup for _, wakeup in self._all() if database is None or wakeup.database is database]
+
+    def _all(self) -> list[tuple[tuple[str, int], Wakeup]]:
+        """Also while others come and go: the list of references is made in one step."""
+        references: list[Any] = self._registered.valuerefs()
+        return [(each.key, wakeup) for each in references if (wakeup := each()) is not None]

@@ -183,6 +183,7 @@ ON mine.lock_key = due.name FOR UPDATE OF mine NOWAIT) AS due STRAIGHT_JOIN lock
 ON locks.lock_key = due.name
 WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND
 AND fence < TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))
+AND (last_ticket <= served_ticket OR last_ticket < TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) - 10000000)
 AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter FORCE INDEX (lock_waiters_queue)
 WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > served_ticket

@@ -194,6 +194,7 @@ FROM locks USING json_array_elements_text(CAST(:names AS json)) AS due (name)
 WHERE lock_key = due.name
 AND expires_at < clock_timestamp() - make_interval(secs => :retention)
 AND fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)
+AND (last_ticket <= served_ticket OR last_ticket < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint) - 10000000)
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL
 AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter

@@ -171,6 +171,7 @@ FROM locks
 WHERE lock_key IN (SELECT value FROM json_each(:names))
 AND expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention))
 AND fence < CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000
+AND (last_ticket <= served_ticket OR last_ticket < CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000 - 10000000)
 AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
 WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > served_ticket
