@@ -129,6 +129,7 @@ def test_whoever_has_a_socket_next_hears_nothing_that_was_said_before(sockets: L
     assert again in several
     assert again.receive(0.0) is None
     assert len(sockets._idle) == KEPT - 1
+    assert sum(each.fileno() < 0 for each in several) == 2, "whoever collects garbage finds nothing unclosed"
 
 
 def test_nobody_is_called_where_nobody_is(sockets: LocalSockets, others: LocalSockets) -> None:

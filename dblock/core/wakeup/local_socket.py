@@ -113,8 +113,11 @@ class LocalSockets:
 
     def take_back(self, lent: LocalSocket | None) -> None:
         """Its flow waits no more."""
-        if lent is not None and len(self._idle) < KEPT:
-            self._idle.append(lent)
+        if lent is not None:
+            if len(self._idle) < KEPT:
+                self._idle.append(lent)
+            else:
+                lent.close()
 
     def notify(self, channel: str, text: str) -> bool:
         """Call a flow of this machine; False if that did not work."""
