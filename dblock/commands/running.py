@@ -2,11 +2,11 @@
 
 The command is a child process. It is ended (TERM, then KILL) when the lock is lost, and the key stays closed for as
 long as that may take (`grace`), so that whoever has it next finds it dead; only who frees the key by force does not
-wait for that. If `run` itself dies, the kernel ends the command (Linux; PR_SET_PDEATHSIG).
+wait for that. If `run` itself is killed, a watcher does the same: a process that waits for the end of a pipe of ours.
 
 Signals. At a terminal, in the foreground, the command shares our process group: Ctrl-C and its like reach it from
-there, and are not sent to it twice. Elsewhere it has a group of its own, which all signals are passed on to, and what
-it has started goes with it.
+there, and are not sent to it twice. Elsewhere it is in a group with the watcher, which ignores them: all signals are
+passed on to it, and what the command has started goes with it.
 
 Rule: signals are written to a pipe and handled in the one loop that waits for the child.
 """
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, Final, Self
 
@@ -49,20 +49,29 @@ _PASSED_ON: Final = [
 ]
 _NEWS: Final = b"\0"
 """On the pipe: no signal, but look."""
+_OVER: Final = b"."
+"""To the watcher: there is nobody to be ended any more."""
 
-# Run by the child before the command: dies with us, unless we are dead already. (Not as a function between fork and
-# exec, where nothing may be done safely in a process that has threads.)
-_TIED: Final = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(143)
-try:
-    os.execvp(sys.argv[2], sys.argv[2:])
-except OSError as error:
-    print(f"dblock: {sys.argv[2]}: {error.strerror}", file=sys.stderr)
-    sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+_WATCHER: Final = """
+import os, signal, sys, time
+kill_after, *numbers = sys.argv[1:]
+for each in numbers:
+    signal.signal(int(each), signal.SIG_IGN)
+os.write(1, b".")
+said = b""
+while more := os.read(0, 100):
+    said += more
+if not said.endswith(b"."):
+    one = int(said or b"0")  # 0: our group
+    os.kill(one, signal.SIGTERM)
+    os.kill(one, signal.SIGCONT)
+    end = time.monotonic() + float(kill_after)
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        os.kill(one, 0)
+    os.kill(one, signal.SIGKILL)
 """
+"""Ends its group, or the one it is told of, if its input ends otherwise than by `_OVER`."""
 
 
 def run(desk: Desk, options: Namespace) -> int:
@@ -150,7 +159,7 @@ class _Pipe:
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
         """Signals are written to the pipe, and do nothing else."""
-        handlers = {each: signal.signal(each, _note) for each in (*_PASSED_ON, signal.SIGCHLD)}
+        handlers = {each: signal.signal(each, _note) for each in (*_heeded(_PASSED_ON), signal.SIGCHLD)}
         before = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
         try:
             yield
@@ -165,6 +174,11 @@ class _Pipe:
         return os.read(self._out, 512) if ready else b""
 
 
+def _heeded(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Those that whoever started us does not have us ignore (nohup(1), a shell's background): nor does the command."""
+    return [each for each in signals if signal.getsignal(each) is not signal.SIG_IGN]
+
+
 def _note(_signal: int, _frame: FrameType | None) -> None:
     """The pipe has it."""
 
@@ -176,25 +190,29 @@ class _Child:
         self._pipe, self._kill_after = pipe, kill_after
         self._command, self._environment = command, environment
         self._shared = _in_foreground()
+        self._group = 0
         self._kill_at: float | None = None
 
     def wait(self) -> int:
         """Run it to its end; its exit status, as a shell has it."""
-        with self._pipe.signals():
-            command = self._command
-            if sys.platform == "linux":
-                command = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *command]
+        with contextlib.ExitStack() as ended:
+            ended.enter_context(self._pipe.signals())
             try:
+                watcher = ended.enter_context(_watcher(self._kill_after))
                 process = subprocess.Popen(  # noqa: S603 - it is what we are for
-                    command, env=self._environment, process_group=None if self._shared else 0
+                    self._command, env=self._environment, process_group=None if self._shared else watcher.pid
                 )
             except OSError as error:
-                complain(f"{self._command[0]}: {error.strerror}")
+                complain(f"{error.filename or self._command[0]}: {error.strerror}")
                 return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+            if self._shared:
+                _tell(watcher, b"%d" % process.pid)
+            self._group = watcher.pid
             while process.poll() is None:
                 self._handle(process, self._pipe.read(self._patience()))
             if self._kill_at is not None and not self._shared:
                 self._send(process, signal.SIGKILL)  # what it has started, and has not ended by TERM
+            _tell(watcher, _OVER)
             return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
     def _patience(self) -> float | None:
@@ -213,9 +231,31 @@ class _Child:
                 self._send(process, number)
 
     def _send(self, process: subprocess.Popen[Any], number: int) -> None:
-        """To it or, where that is its own, to its group, whose number is not given out anew while somebody is in it."""
-        with contextlib.suppress(ProcessLookupError):
-            (os.kill if self._shared else os.killpg)(process.pid, number)
+        """To it, or to its group, whose number is not given out anew while the watcher is in it."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # sudo
+            os.kill(process.pid if self._shared else -self._group, number)
+
+
+@contextlib.contextmanager
+def _watcher(kill_after: float) -> Iterator[subprocess.Popen[bytes]]:
+    """What ends the command if we do not come to say that it has ended, in a group that the command may join."""
+    ignored = [str(int(each)) for each in _PASSED_ON]
+    with subprocess.Popen(  # noqa: S603 - our own
+        [sys.executable, "-I", "-S", "-c", _WATCHER, str(kill_after), *ignored],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        process_group=0,
+    ) as watcher:
+        if watcher.stdout is None or not watcher.stdout.read(1):
+            raise OSError(0, "nobody would watch over it")
+        yield watcher
+
+
+def _tell(watcher: subprocess.Popen[bytes], news: bytes) -> None:
+    with contextlib.suppress(OSError):  # it was killed
+        _ = watcher.stdin and watcher.stdin.write(news)
 
 
 def _in_foreground() -> bool:
@@ -234,7 +274,7 @@ def _ending_in_order() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     handlers: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {
-        each: signal.signal(each, end) for each in (signal.SIGTERM, signal.SIGHUP)
+        each: signal.signal(each, end) for each in _heeded([signal.SIGTERM, signal.SIGHUP])
     }
     try:
         yield

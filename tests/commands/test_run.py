@@ -151,24 +151,38 @@ def test_nobody_has_the_key_before_the_command_is_dead(one: Shell) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_the_command_does_not_outlive_who_keeps_its_lock(one: Shell) -> None:
-    """SIGKILL, or out of memory."""
-    process = one.start("run", "k", "--", "sleep", "60", stdout=subprocess.DEVNULL)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    assert until(lambda: "sleep" in _names(children), 20)
-    [child] = [int(pid) for pid in children.read_text().split()]
+    """SIGKILL, or out of memory: it is ended with what it has started, by TERM and then by KILL."""
+    script = 'trap "echo asked" TERM; sleep 60 & echo $$ $!; wait; sleep 61 & echo $!; wait'
+    process = one.start("run", "--kill-after", "2", "k", "--", "sh", "-c", script)
+    assert process.stdout is not None
+    shell, first = process.stdout.readline().split()
     process.kill()
+    assert process.stdout.readline() == "asked\n"
+    second = process.stdout.readline()
+    assert until(lambda: not any(_lives(each.strip()) for each in (shell, first, second)), 10)
     process.communicate()
-    assert until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text(), 5)
     one.run("UPDATE locks SET expires_at = acquired_at")
 
 
-def _names(children: Path) -> list[str]:
+def _lives(pid: str) -> bool:
     try:
-        return [Path(f"/proc/{pid}/comm").read_text().strip() for pid in children.read_text().split()]
-    except OSError:
-        return []
+        return not Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].startswith(" Z")
+    except FileNotFoundError:
+        return False
+
+
+def test_what_is_ignored_stays_so(one: Shell) -> None:
+    """As nohup(1) has it; and a pipe that nobody reads ends the command, which Python itself does not want."""
+    script = "kill -HUP $$; kill -HUP $PPID; sleep 0.2; echo goes on"
+    argv = ["nohup", *one.argv("run", "k", "--", "sh", "-c", script)]
+    environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        argv, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=40
+    )
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
+    ended = one.apart("run", "k", "--", "sh", "-c", "kill -PIPE $$; echo goes on")
+    assert (ended.returncode, ended.stdout) == (128 + signal.SIGPIPE, "")
 
 
 def test_the_token_lets_the_command_in(one: Shell) -> None:
@@ -227,12 +241,7 @@ def test_at_a_terminal_the_keys_reach_the_command_once(one: Shell, tmp_path: Pat
         "while time.monotonic() < end: time.sleep(0.05)\n"
         "print('interrupts', len(seen), flush=True)\n"
     )
-    environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
-    pid, master = pty.fork()
-    if pid == 0:
-        os.chdir(ROOT)
-        argv = one.argv("run", "k", "--", sys.executable, str(program))
-        os.execve(argv[0], argv, environment)
+    pid, master = _at_a_terminal(one, sys.executable, str(program))
     os.write(master, b"hello\n")
     seen = _until(master, b"said hello")
     os.write(master, b"\x03")
@@ -242,6 +251,29 @@ def test_at_a_terminal_the_keys_reach_the_command_once(one: Shell, tmp_path: Pat
     assert b"interrupts 1" in seen
     assert os.waitstatus_to_exitcode(status) == 0
     assert free(one)
+
+
+def test_at_a_terminal_the_command_alone_is_ended(one: Shell) -> None:
+    """When `run` is killed: its group there is not its own."""
+    pid, master = _at_a_terminal(one, "sh", "-c", "trap '' HUP; echo shell $$.; sleep 60; true")
+    shell = _until(master, b".").decode().rpartition("shell ")[2].partition(".")[0]
+    assert _lives(shell)
+    os.kill(pid, signal.SIGKILL)
+    _ = os.waitpid(pid, 0)
+    assert until(lambda: not _lives(shell), 10)
+    os.close(master)
+    one.run("UPDATE locks SET expires_at = acquired_at")
+
+
+def _at_a_terminal(one: Shell, *command: str) -> tuple[int, int]:
+    """Run it in the foreground of one; the process, and the other end."""
+    environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
+    pid, master = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        argv = one.argv("run", "k", "--", *command)
+        os.execve(argv[0], argv, environment)
+    return pid, master
 
 
 def _until(master: int, text: bytes) -> bytes:

@@ -262,7 +262,7 @@ def test_no_herd_when_a_lease_ends(
     waits = [(other, *wait_for(subject, other, fair=False)) for other in actors(7)]  # each as if in another process
     queued = [owner for (owner,) in subject.run("SELECT owner FROM lock_waiters ORDER BY ticket")]
     sent = listen_in(subject, monkeypatch)
-    subject.run(f"UPDATE locks SET expires_at = {LATER[subject.database]}", seconds=2.5)
+    subject.run(f"UPDATE locks SET expires_at = {LATER[subject.database]}", seconds=4.0)
     runtime.current.wakeups.notify_all()
     assert until(lambda: {owner for name, owner in sent if name == "queue_status"} == set(queued))
     time.sleep(0.5)  # somebody was called twice, and looks once more
