@@ -178,7 +178,14 @@ def test_what_is_ignored_stays_so(one: Shell) -> None:
     argv = ["nohup", *one.argv("run", "k", "--", "sh", "-c", script)]
     environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        argv, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=40
+        argv,
+        check=False,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=40,
     )
     assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
     ended = one.apart("run", "k", "--", "sh", "-c", "kill -PIPE $$; echo goes on")
