@@ -30,7 +30,7 @@ from dblock.core.face import administration
 from dblock.core.protocol.drive import drive
 from dblock.core.statements.administration import WORDS
 from dblock.core.values import Identity
-from dblock.inspector import Inspector, queue
+from dblock.inspector import Inspector, chains, queue
 from dblock.locks import default_alias
 from dblock.models import Lock, Waiter
 from dblock.store import store_for
@@ -216,11 +216,11 @@ class LockAdmin(Inspector):
         row = self.get_object(request, key) if self.has_view_permission(request) else None
         context: dict[str, Any] = {}
         if row is not None:
-            events = drive(administration.events(store, key), store)
+            events = self.history(request, lambda store: administration.events(store, key))
             context = {
                 "events": told(events),
                 "timeline": timeline(events, _holding(row)),
-                "blocking": drive(administration.blocking(store, key), store),
+                "blocking": chains(drive(administration.blocking(store, key), store)),
                 "is_held": bool(row.owner) and _state(row) != "free",
                 "may_revoke": self.may(request, "revoke"),
                 "may_force_release": self.may(request, "force_release"),

@@ -11,12 +11,13 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from dblock import __version__
 from dblock.commands.console import complain
 from dblock.commands.desk import Desk
 from dblock.commands.parser import add_verbs
-from dblock.core.errors import LockError, UnsupportedDatabase
+from dblock.core.errors import InvalidKey, LockError, UnsupportedDatabase
 from dblock.core.log import log
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.validation import valid_tables
@@ -71,7 +72,7 @@ def answered(options: argparse.Namespace, desk: Desk) -> int:
         logging.basicConfig(format="dblock: %(message)s")
     try:
         status: int = options.verb(desk, options)
-    except UnsupportedDatabase:
+    except (InvalidKey, UnsupportedDatabase):
         raise
     except LockError as error:
         complain(str(error))
@@ -101,6 +102,10 @@ def _desk(options: argparse.Namespace) -> Iterator[Desk]:
             raise ValueError(
                 f"{engine.dialect.driver} is a driver for asyncio: name another one, postgresql+psycopg://..., say"
             )
+        file = engine.url.database if engine.dialect.name == "sqlite" else None
+        creates = getattr(options, "create_tables", False)
+        if file and not (creates or file.startswith((":memory:", "file:")) or Path(file).exists()):
+            raise ValueError(f"there is no file {file}")  # it would be made, and left empty
         metadata = metadata_for(options.prefix, options.schema or None)
         store = store_for(engine)
     except ModuleNotFoundError as error:

@@ -20,9 +20,9 @@ from django.urls import URLPattern, path, reverse
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
-from dblock.core.errors import InvalidKey, LockError
+from dblock.core.errors import InvalidKey, LockError, LockStoreError
 from dblock.core.face import administration
-from dblock.core.face.administration import WaiterInfo
+from dblock.core.face.administration import Blocking, EventInfo, WaiterInfo
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.validation import TEXT_LENGTH, valid_key
@@ -108,8 +108,8 @@ class Inspector(_ModelAdmin):
             verb=_("Yes, force its release"),
             what_happens=_(
                 "The lock ends now, and whoever waits gets the key. Its holder is not stopped: it learns of this at "
-                "its next renewal, within a third of the time to live. What it writes until then only guard() refuses, "
-                "and fences once somebody else has written."
+                "its next renewal, within a third of the time to live, or, if it is not renewed, when it next asks. "
+                "What it writes until then only guard() refuses, and fences once somebody else has written."
             ),
             done=_("The lock on “%(key)s” was released."),
             log=_("Forced its release: %(reason)s"),
@@ -214,9 +214,17 @@ class Inspector(_ModelAdmin):
         """What happened last, to whatever key, where a history is kept."""
         if not self.has_view_permission(request):
             raise PermissionDenied
-        store = store_for(default_alias())
-        found = drive(administration.all_events(store, SHOWN), store)
+        found = self.history(request, lambda store: administration.all_events(store, SHOWN))
         return self._page(request, "history", _("What happened"), events=told(found))
+
+    def history(self, request: HttpRequest, events: Callable[[DjangoStore], Steps[list[EventInfo]]]) -> list[EventInfo]:
+        """The events; none, and the user is told why, where their table is missing or may not be read."""
+        store = store_for(default_alias())
+        try:
+            return drive(events(store), store)
+        except LockStoreError as error:
+            messages.warning(request, str(error))
+            return []
 
 
 class Reaping(threading.Thread):
@@ -233,6 +241,14 @@ class Reaping(threading.Thread):
             self.count = reap()
         except LockError as error:
             self.error = error
+
+
+def chains(blocking: Blocking) -> dict[str, list[dict[str, str]]]:
+    """As the templates show them."""
+    return {
+        name: [{"key": each.key, "waiter": named(each.waiter), "holder": named(each.holder)} for each in chain]
+        for name, chain in blocking._asdict().items()
+    }
 
 
 def queue(waiters: list[WaiterInfo]) -> list[dict[str, Any]]:

@@ -61,13 +61,17 @@ def _story(info: LockInfo) -> str:
 
 def _warning(info: LockInfo) -> str:
     return (
-        f"Its holder is not stopped: it learns of this at its next renewal, in {_renewal(info)} at the latest. "
+        f"Its holder is not stopped: it learns of this at its next renewal, in {_renewal(info)} at the latest, or, if "
+        "its lock is not renewed, when it next asks. "
         "What it writes until then only guard() refuses, and fences once somebody else has written."
     )
 
 
 def _asked(info: LockInfo) -> str:
-    return f"was asked back: its holder hears of it in {_renewal(info)} at the latest, and may or may not heed it"
+    return (
+        f"was asked back: its holder hears of it in {_renewal(info)} at the latest, if its lock is renewed, and may or "
+        "may not heed it"
+    )
 
 
 def _renewal(info: LockInfo) -> str:

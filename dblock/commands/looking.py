@@ -23,6 +23,7 @@ from dblock.commands.console import (
     waiter_json,
 )
 from dblock.commands.desk import Desk
+from dblock.core.errors import LockStoreError
 from dblock.core.face import administration
 from dblock.core.face.administration import EventInfo, Surveyed, WaiterInfo
 from dblock.core.values import LockInfo
@@ -61,7 +62,11 @@ def show(desk: Desk, options: Namespace) -> int:
             say_json(None)
         return 1
     waiters = desk.do(administration.waiters(desk.store, options.key))
-    events = desk.do(administration.events(desk.store, options.key, EVENTS))
+    events: list[EventInfo] = []
+    try:
+        events = desk.do(administration.events(desk.store, options.key, EVENTS))
+    except LockStoreError as error:  # their table is missing, or may not be read
+        complain(str(error))
     if options.json:
         told = {"queue": [waiter_json(each) for each in waiters], "events": [event_json(each) for each in events]}
         say_json({**lock_json(info, len(waiters)), **told})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, _SubParsersAction
 from collections.abc import Callable
 from typing import Any
@@ -95,14 +96,14 @@ def _add(
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds < 1e9:
-        raise ArgumentTypeError("seconds, 0 at least")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 <= (seconds := float(text)) < 1e9:
+            return seconds
+    raise ArgumentTypeError(f"{text!r} is no number of seconds, 0 at least")
 
 
 def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise ArgumentTypeError("a whole number, 1 at least")
-    return count
+    with contextlib.suppress(ValueError):
+        if (count := int(text)) >= 1:
+            return count
+    raise ArgumentTypeError(f"{text!r} is no whole number, 1 at least")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from argparse import Namespace
 from collections import deque
@@ -13,6 +14,8 @@ from dblock.commands.console import HEADER, complain, lock_json, lock_row, plain
 from dblock.commands.desk import Desk
 from dblock.core.face.administration import Surveyed
 
+PAPER: Final = 200
+"""Columns where there is no terminal."""
 WINDOW: Final = 10.0
 """Seconds over which a rate is told."""
 
@@ -53,7 +56,7 @@ def top(desk: Desk, options: Namespace) -> int:
     except ModuleNotFoundError:
         complain("top needs the package rich: pip install 'dblock[cli]'")
         return 1
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else PAPER)
     with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
         return _loop(
             desk, options, rates, lambda rows: live.update(_view(desk, rows, rates, console.size.height), refresh=True)

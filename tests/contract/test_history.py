@@ -134,6 +134,23 @@ def test_what_went_wrong_with_it(subject: Subject, actor: Actor, monkeypatch: py
         assert event.kind == "forced" or event.identity == acquired.identity
 
 
+def test_a_tenure_has_ended_before_the_next_began() -> None:
+    """Whoever has told of it first, and where the clock shows no difference."""
+
+    def row(kind: str, fence: int, ago: float, pid: int, key: str = "k") -> tuple[Any, ...]:
+        return (key, kind, fence, ago, 0.0, "", "", "host", pid, "thread", "program", "")
+
+    after = row("released", 1, 2.0, 1), row("acquired", 2, 2.1, 2), row("acquired", 1, 9.0, 1)
+    at_once = row("acquired", 2, 0.1, 1), row("released", 1, 0.1, 1), row("acquired", 1, 0.1, 1)
+    for rows in (after, at_once, [row("acquired", 3, 2.05, 3, "j"), *after]):
+        told = administration._by_time(list(rows))
+        assert [(each.kind, each.fence) for each in told if each.key == "k"] == [
+            ("acquired", 2),
+            ("released", 1),
+            ("acquired", 1),
+        ]
+
+
 @alone
 def test_a_busy_key_leaves_room_for_others(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each key some events are written, and how many were not."""
@@ -329,7 +346,7 @@ def test_what_a_key_blocks_and_what_blocks_it(request: pytest.FixtureRequest) ->
     assert blocking("a") == (["b"], [])
     assert blocking("d") == blocking("nothing") == ([], [])
     found: administration.Blocking = drive(administration.blocking(store, "c"), store)
-    assert all(f"pid {os.getpid()}, " in who for each in found.blocked_by for who in (each.waiter, each.holder))
+    assert all(who.pid == os.getpid() for each in found.blocked_by for who in (each.waiter, each.holder))
     actors["b"].call(locks["b"], "release")
     assert waiting[0].result(30)
     actors["a"].call(locks["a"], "release")

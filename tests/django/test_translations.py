@@ -26,6 +26,8 @@ from django.utils.translation.template import templatize
 from dblock.core.errors import Reason
 from dblock.core.events import How
 from dblock.core.face.administration import Blocking, Wanted
+from dblock.core.values import Identity
+from dblock.inspector import chains
 from dblock.wording import said, span
 from tests.browser.site import LIST, PERMISSIONS, session, world
 from tests.conftest import ready, run
@@ -185,8 +187,9 @@ def pages(language: str) -> Iterator[tuple[str, str]]:
     yield get(f"{stock}history/")
     yield post(f"{LIST}reap/")
     with override(LANGUAGES.get(language, language)):
-        wanted = [Wanted("stock:42", "web-1 pid 811", "web-2 pid 802")]
-        yield "blocking", render_to_string("admin/dblock/lock/blocking.html", {"blocking": Blocking(wanted, wanted)})
+        wanted = [Wanted("stock:42", Identity("web-1", 811, "", "", ""), Identity("web-2", 802, "", "", ""))]
+        context = {"blocking": chains(Blocking(wanted, wanted))}
+        yield "blocking", render_to_string("admin/dblock/lock/blocking.html", context)
         yield from panels()
 
 

@@ -2,8 +2,8 @@
 
 A tenure is named by its key and fence, which no other tenure of the key ever has: whoever read it some time ago ends
 that one or nothing, never a successor. Its holder is not stopped by it. It learns of it by its next renewal, a third of
-its ttl later at the latest, and within a second where it wants to be asked (`on_revoke`); what it writes until then is
-kept out by `guard()` and fences, as after any loss.
+its ttl later at the latest, and within a second where it wants to be asked (`on_revoke`); if it is not renewed, when it
+asks (`verify()`) or releases. What it writes until then is kept out by `guard()` and fences, as after any loss.
 
 Asking for a lock back changes nothing but what its holder is told: the next renewal meets the question, once, and goes
 on. The holder hears of it by `on_revoke` and by `check()`, and releases when it can.
@@ -103,6 +103,10 @@ def all_events(store: Store, most: int = 50) -> Steps[list[EventInfo]]:
     return _by_time(rows)
 
 
+_IN_TURN = {"acquired", "released", "forced"}
+"""These are told at once, and a tenure has ended before the next one of its key began, whoever says so first."""
+
+
 def _by_time(rows: Rows) -> list[EventInfo]:
     """By the clock, as processes came to write them in whichever order; those of one process as it wrote them."""
     found: list[EventInfo] = []
@@ -112,6 +116,12 @@ def _by_time(rows: Rows) -> list[EventInfo]:
         process = who.host, who.pid
         age = oldest[process] = max(float(ago), oldest.get(process, 0.0))
         found.append(EventInfo(key, kind, int(fence), age, float(seconds), detail, label, who))
+    least = dict[str, float]()
+    for n in sorted(range(len(found)), key=lambda n: (-found[n].fence, found[n].age)):
+        event = found[n]
+        if event.kind in _IN_TURN:
+            age = least[event.key] = max(event.age, least.get(event.key, 0.0) + 1e-6)
+            found[n] = event._replace(age=age)
     return sorted(found, key=lambda event: event.age)
 
 
@@ -119,8 +129,8 @@ class Wanted(NamedTuple):
     """A flow waits for a key that another one holds."""
 
     key: str
-    waiter: str
-    holder: str
+    waiter: Identity
+    holder: Identity
 
 
 class Blocking(NamedTuple):
@@ -167,7 +177,7 @@ def _follow(everybody: list[Waits], flows: set[Any], begins: _Flow, ends: _Flow)
 def _wanted(waits: Waits) -> Wanted:
     who = Identity(waits.host, waits.pid, waits.thread, "", "")
     holder = Identity(waits.holders_host, waits.holders_pid, waits.holders_thread, "", "")
-    return Wanted(waits.key, str(who), str(holder))
+    return Wanted(waits.key, who, holder)
 
 
 def force_release(store: Store, key: str, fence: int, words: str) -> Steps[bool]:

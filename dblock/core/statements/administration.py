@@ -89,8 +89,8 @@ WHERE record.age >= 0 {words.asynchronous}
     # Safe: rows that are never written again; whoever else deletes them deletes the same. Some numbers were never used.
     trim = f"""
 DELETE FROM lock_events
-WHERE id <= (SELECT least FROM (SELECT {words.least}(max(id) - {words.bigint(":keep")}, min(id) + 999) AS least
-                                FROM lock_events) AS old)
+WHERE id <= (SELECT least FROM (SELECT {words.least}((SELECT max(id) FROM lock_events) - {words.bigint(":keep")},
+                                       (SELECT min(id) FROM lock_events) + 999) AS least) AS old)
   {words.asynchronous}
 """
     events = f"""

@@ -7,7 +7,7 @@ document.addEventListener("DOMContentLoaded", () => {
   if (!region || !bar) return;
   const [button, time, trouble] = bar.children;
   const every = 1000 * Number(region.dataset.dblockLive);
-  const updated = () => { time.textContent = bar.dataset.updated + " " + new Date().toLocaleTimeString(); };
+  const updated = (page) => { time.textContent = page.querySelector(".dblock-live").dataset.updated; };
   // The only part that a screen reader says by itself: once, not at each attempt.
   const tell = (words) => { if (trouble.textContent !== words) trouble.textContent = words; };
   let paused = false, ended = false;
@@ -24,7 +24,7 @@ document.addEventListener("DOMContentLoaded", () => {
       const fresh = page.querySelector("[data-dblock-live]");
       if (!fresh) throw new Error("no such page");
       region.replaceChildren(...fresh.childNodes);
-      updated();
+      updated(page);
       tell("");
     } catch (error) {
       tell(ended ? bar.dataset.ended : bar.dataset.failed);
@@ -43,6 +43,6 @@ document.addEventListener("DOMContentLoaded", () => {
     if (!paused) refresh();
   });
   bar.hidden = false;
-  updated();
+  updated(document);
   setTimeout(keepFresh, every);
 });

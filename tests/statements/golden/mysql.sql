@@ -390,7 +390,7 @@ WHERE record.age >= 0;
 
 -- trim: one empty row for each row that it changed
 DELETE FROM lock_events
-WHERE id <= (SELECT least FROM (SELECT LEAST(max(id) - :keep, min(id) + 999) AS least FROM lock_events) AS old);
+WHERE id <= (SELECT least FROM (SELECT LEAST((SELECT max(id) FROM lock_events) - :keep, (SELECT min(id) FROM lock_events) + 999) AS least) AS old);
 
 -- list_events: the rows it returns
 SELECT lock_key, kind, fence, TIMESTAMPDIFF(MICROSECOND, happened_at, UTC_TIMESTAMP(6)) / 1e6, seconds, detail, label, host, pid, thread, program, celery_task_id FROM lock_events

@@ -402,7 +402,7 @@ AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- trim: one empty row for each row that it changed
 DELETE FROM lock_events
-WHERE id <= (SELECT least FROM (SELECT least(max(id) - CAST(:keep AS bigint), min(id) + 999) AS least FROM lock_events) AS old)
+WHERE id <= (SELECT least FROM (SELECT least((SELECT max(id) FROM lock_events) - CAST(:keep AS bigint), (SELECT min(id) FROM lock_events) + 999) AS least) AS old)
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
