@@ -109,6 +109,14 @@ def test_as_much_is_deleted_as_is_written(asked: list[tuple[str, Any]], most: in
     assert anew is (trimmed < 100)
 
 
+def test_what_no_column_takes_is_left_out(asked: list[tuple[str, Any]]) -> None:
+    """So that it does not take the others with it."""
+    noting, store = History(), made()
+    noting.note(store, Event(Kind.GAVE_UP, "x", key="k", reason="\0" + "x" * 300), WHO)
+    write(noting, store)
+    assert [each["detail"] for each in json.loads(asked[0][1]["events"])] == ["x" * 255]
+
+
 def test_stores_may_come_while_it_is_looked_at() -> None:
     """The watchdog, which must not end, looks at all histories while flows note something in yet another database."""
     noting, stores, interval = Histories(), [made() for _ in range(100)], sys.getswitchinterval()

@@ -325,6 +325,20 @@ def test_what_happened_is_told(site: Site) -> None:
     assert site.user().get(f"{LIST}events/").status_code == 403
 
 
+def test_a_history_that_cannot_be_read_hides_nothing_else(site: Site, database: str) -> None:
+    """Its table may be missing, in a database whose tables somebody else has made."""
+    client = site.user("view_lock")
+    with site.lock("k", label="tea"):
+        run(database, "ALTER TABLE lock_events RENAME TO put_away")
+        try:
+            details, everything = page(client, change("k")), page(client, f"{LIST}events/")
+        finally:
+            run(database, "ALTER TABLE put_away RENAME TO lock_events")
+    assert "tea" in details
+    for text in (details, everything):
+        assert "no table `lock_events`" in text
+
+
 def test_a_loss_that_was_noticed_late() -> None:
     """The picture ends a lost tenure where the next one began."""
     loser, next_ = Identity("h", 1, "", "", ""), Identity("h", 2, "", "", "")

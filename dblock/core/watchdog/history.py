@@ -21,7 +21,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
 
 from dblock.core.events import Event, Kind
-from dblock.core.identity import celery_task_id
+from dblock.core.identity import celery_task_id, storable
 from dblock.core.log import warn
 from dblock.core.protocol.administering import ask
 from dblock.core.protocol.steps import Steps
@@ -144,7 +144,7 @@ def _row(event: Event, who: Mapping[str, Any]) -> dict[str, Any]:
         "kind": kind,
         "fence": event.fence,
         "seconds": seconds,
-        "detail": detail,
+        "detail": storable(detail),
         "label": event.label,
         "celery_task_id": celery_task_id(),
         **who,
