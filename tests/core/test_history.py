@@ -109,6 +109,23 @@ def test_as_much_is_deleted_as_is_written(asked: list[tuple[str, Any]], most: in
     assert anew is (trimmed < 100)
 
 
+def test_what_cannot_be_trimmed_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may write and not delete writes no more than may be left between two deletions."""
+    noting, store, written = History(), made(), list[str]()
+
+    def ask(_: Any, name: str, *__: Any, **___: Any) -> Any:
+        yield Sleep(0)
+        written.append(name)
+        if name == "trim":
+            raise LockStoreError("DELETE command denied")
+
+    monkeypatch.setattr(history, "ask", ask)
+    for _ in range(50):
+        note(noting, store)
+        write(noting, store)
+    assert 1 <= written.count("note") <= store.history / 10
+
+
 def test_what_no_column_takes_is_left_out(asked: list[tuple[str, Any]]) -> None:
     """So that it does not take the others with it."""
     noting, store = History(), made()

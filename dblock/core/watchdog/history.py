@@ -96,17 +96,22 @@ class History:
         try:
             events = self._take(store)
             written = json.dumps(events, ensure_ascii=False)
+            yield from self._trim(store)  # who may write and not delete does not fill a disk
             _ = yield from ask(store.database, "note", {"events": written}, resend=False)
             if keep := store.history:
                 self._untrimmed += len(events) / min(keep / 10, TRIM)
-                if self._untrimmed >= 1:  # not each time: it reads both ends of the table
-                    self._untrimmed = 0.0
-                    _ = yield from ask(store.database, "trim", {"keep": keep})
+            yield from self._trim(store)
             self._failing = False
         except Exception as error:  # noqa: BLE001 - there is nobody to be told
             if not self._failing:  # said once, not each second
                 warn("could not write down what happened to locks: %s", error)
             self._failing = True
+
+    def _trim(self, store: Store) -> Steps[None]:
+        keep = store.history
+        if keep and self._untrimmed >= 1:  # not each time: it reads both ends of the table
+            _ = yield from ask(store.database, "trim", {"keep": keep})
+            self._untrimmed = 0.0
 
     def _take(self, store: Store) -> list[dict[str, Any]]:
         with self._mutex:
