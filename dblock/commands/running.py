@@ -71,7 +71,7 @@ if not said.endswith(b"."):
         os.kill(one, 0)
     os.kill(one, signal.SIGKILL)
 """
-"""Ends its group, or the one it is told of, if its input ends otherwise than by `_OVER`."""
+"""Ends its group, or the one it is told of once that has begun, if its input ends otherwise than by `_OVER`."""
 
 
 def run(desk: Desk, options: Namespace) -> int:

@@ -262,8 +262,9 @@ def test_at_a_terminal_the_keys_reach_the_command_once(one: Shell, tmp_path: Pat
 
 def test_at_a_terminal_the_command_alone_is_ended(one: Shell) -> None:
     """When `run` is killed: its group there is not its own."""
-    pid, master = _at_a_terminal(one, "sh", "-c", "trap '' HUP; echo shell $$.; sleep 60; true")
-    shell = _until(master, b".").decode().rpartition("shell ")[2].partition(".")[0]
+    back = "trap '' HUP; trap 'echo $$ is the shell' USR1; kill -USR1 $PPID"  # once `run` looks after it
+    pid, master = _at_a_terminal(one, "sh", "-c", f"{back}; sleep 60 & wait; sleep 61; true")
+    shell = _until(master, b" is the shell").decode().split()[-4]
     assert _lives(shell)
     os.kill(pid, signal.SIGKILL)
     _ = os.waitpid(pid, 0)
