@@ -337,7 +337,7 @@ def test_renewals_go_on_under_guard(database: str, rival: Rival, client: Callabl
     """At every isolation level: the row has been renewed since the transaction's snapshot, and is while it lasts."""
     levels = LEVELS if kind != "django async" else ("REPEATABLE READ",)  # all of them share one thread
     holders = {level: client(kind, level) for level in levels}
-    locks = {level: holder.lock(level, ttl=1.0) for level, holder in holders.items()}
+    locks = {level: holder.lock(level, ttl=2.0) for level, holder in holders.items()}
 
     def leases() -> dict[object, Any]:
         return dict(run(database, "SELECT lock_key, expires_at FROM locks"))  # type: ignore[arg-type]

@@ -98,6 +98,6 @@ def test_a_process_that_handles_the_end_of_its_pause_is_told_all_the_same(subjec
     time.sleep(max(3 * TTL, 1.2))
     holder.thaw()
     assert until(lambda: holder.do("len(calls)"))
-    holder.do("(next := subject.lock('next', ttl=2)).acquire()")
-    time.sleep(2.4)
+    holder.do("(next := subject.lock('next', ttl=3)).acquire()")
+    time.sleep(3.4)
     assert holder.do("next.state") == "held"
