@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import io
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from dblock import __version__
@@ -54,10 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = parser()
     options = made.parse_args(arguments)
     try:
-        if options.command == "completion":
-            return _completion(made, options.shell)
-        if options.command == "schema":
-            return _schema(made, options)
+        if options.command in {"completion", "schema"}:
+            say = _completion if options.command == "completion" else _schema
+            return ended(lambda: say(made, options))
         if not options.url:
             made.error("name the database: dblock --url postgresql+psycopg://user@host/name ..., or DBLOCK_URL")
         with _desk(options) as desk:
@@ -67,11 +68,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def answered(options: argparse.Namespace, desk: Desk) -> int:
-    """Run the verb; its exit status, also where the database fails, the user has had enough or nobody reads on."""
+    """Run the verb; its exit status."""
     if not (log.level or logging.root.handlers):  # warnings of the lock are for whoever typed this
         logging.basicConfig(format="dblock: %(message)s")
+    return ended(lambda: options.verb(desk, options))
+
+
+def ended(verb: Callable[[], int]) -> int:
+    """The exit status, also where the database fails, the user has had enough, or nobody reads on."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # keys are any text, and the terminal's encoding may not know it
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        status: int = options.verb(desk, options)
+        status = verb()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except (InvalidKey, UnsupportedDatabase):
         raise
     except LockError as error:
@@ -82,6 +92,12 @@ def answered(options: argparse.Namespace, desk: Desk) -> int:
     except BrokenPipeError:  # `dblock ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        complain(f"nothing more can be written: {error.strerror}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     return status
 
 
@@ -92,7 +108,7 @@ def _desk(options: argparse.Namespace) -> Iterator[Desk]:
         from sqlalchemy.exc import ArgumentError, SQLAlchemyError  # noqa: PLC0415
 
         from sqlalchemy_dblock import db_lock, metadata_for  # noqa: PLC0415
-        from sqlalchemy_dblock.store import store_for  # noqa: PLC0415
+        from sqlalchemy_dblock.store import described, store_for  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise SystemExit(f"dblock: {error}: pip install 'dblock[cli]'") from None
     names = {"dblock_prefix": options.prefix, "dblock_schema": options.schema or None}
@@ -118,7 +134,7 @@ def _desk(options: argparse.Namespace) -> Iterator[Desk]:
             lambda key, **given: db_lock(engine, key, **given),
             lambda: metadata.create_all(engine),
             (SQLAlchemyError,),
-            engine.url.render_as_string(hide_password=True),
+            described(engine.url),
         )
     finally:
         engine.dispose()
@@ -146,12 +162,12 @@ def ddl(kind: str, prefix: str = "", schema: str = "", *, states: bool = False) 
     return dialect.ddl + more
 
 
-def _completion(made: argparse.ArgumentParser, shell: str) -> int:
+def _completion(made: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     try:
         import shtab  # noqa: PLC0415 - of the extra `cli`
     except ModuleNotFoundError:
         raise SystemExit("dblock: completion needs the package shtab: pip install 'dblock[cli]'") from None
-    sys.stdout.write(shtab.complete(made, shell=shell))
+    sys.stdout.write(shtab.complete(made, shell=options.shell))
     return 0
 
 

@@ -63,8 +63,8 @@ class EngineStore(BaseStore):
             )
         self.renewable = isinstance(self._source, EnginePool)
         url = engine.url
-        self.name = str(URL.create(url.drivername, host=url.host, port=url.port, database=url.database))
-        self._described = str(engine.url.render_as_string(hide_password=True))
+        self.name = str(URL.create(url.drivername, host=_host(url), port=url.port, database=url.database))
+        self._described = described(url)
         self._dialect, self._driver = engine.dialect, engine.dialect.driver
         self._listens = options.get("dblock_listen", True)
         if not isinstance(self._listens, bool):
@@ -150,6 +150,17 @@ def store_for(engine: Engine, lock: object = None) -> EngineStore:
     store: EngineStore = kept.get("_dblock_store") or kept.setdefault("_dblock_store", EngineStore(engine))
     stand_in = runtime.current.stand_in
     return store if stand_in is None else cast("EngineStore", stand_in(lock))
+
+
+def described(url: URL) -> str:
+    """A database, for people: no password, wherever in its URL that is."""
+    query = {name: value for name, value in url.query.items() if name in {"host", "port", "unix_socket"}}
+    return str(URL.create(url.drivername, url.username, None, _host(url), url.port, url.database, query))
+
+
+def _host(url: URL) -> str | None:
+    """Without what was the end of a password that has an `@` in it."""
+    return url.host and url.host.rpartition("@")[2]
 
 
 def _untranslated(driver: str) -> tuple[type[BaseException], ...]:

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
-from dblock.commands.console import plain, span
+from dblock.commands.console import span
 from dblock.commands.desk import Desk
 from dblock.core.errors import LockError, LockTimeout, StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.face import administration
 from dblock.core.statements.administration import WORDS
 from dblock.core.statements.base import Tables
+from dblock.core.values import printable
 from dblock.core.wakeup.registry import Wakeups
 
 
@@ -500,7 +501,7 @@ def holders(checkup: Checkup) -> Checked:
     ended, slow = [], []
     for row in checkup.desk.survey():
         if row.info.state == "expired":
-            ended.append(repr(plain(row.info.key)))
+            ended.append(repr(printable(row.info.key)))
         elif row.waiters:
             waiting = checkup.desk.do(administration.waiters(checkup.desk.store, row.info.key))
             longest = max((each.age for each in waiting), default=0.0)
@@ -519,9 +520,9 @@ def holders(checkup: Checkup) -> Checked:
         yield Finding(
             Level.WARNING,
             "contended",
-            f"{plain(row.info.key)!r} has {row.waiters} waiters, one of them for {span(age)}; "
-            f"held by {plain(str(row.info.identity))}{plain(label)}",
-            f"See what it does: dblock show {shlex.quote(plain(row.info.key))}",
+            f"{printable(row.info.key)!r} has {row.waiters} waiters, one of them for {span(age)}; "
+            f"held by {printable(str(row.info.identity))}{printable(label)}",
+            f"See what it does: dblock show {shlex.quote(printable(row.info.key))}",
         )
 
 

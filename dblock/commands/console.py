@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from dblock.core.face.administration import EventInfo, Surveyed, WaiterInfo
-from dblock.core.values import Identity, LockInfo
+from dblock.core.values import Identity, LockInfo, printable
 
 
 def parts(seconds: float) -> list[tuple[str, str]]:
@@ -34,11 +34,6 @@ def span(seconds: float) -> str:
     return " ".join(f"{number} {unit}" for number, unit in parts(seconds))
 
 
-def plain(text: str) -> str:
-    """Without what could steer a terminal, or hide something there."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-
-
 def _width(text: str) -> int:
     wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)
     return len(text) + wide - sum(unicodedata.combining(each) > 0 for each in text)
@@ -50,7 +45,7 @@ _WIDEST: Final = 60
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as what is in them, but for what is very wide; the last one ends the line."""
-    cells = [list(header), *([plain(cell) for cell in row] for row in rows)]
+    cells = [list(header), *([printable(cell) for cell in row] for row in rows)]
     widths = [max(min(_width(row[n]), _WIDEST) for row in cells) for n in range(len(header))]
     padded = [
         "  ".join(cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)) for row in cells
@@ -65,12 +60,14 @@ def say(text: str) -> None:
 
 def complain(text: str) -> None:
     """On standard error."""
-    print(f"dblock: {text}", file=sys.stderr, flush=True)  # noqa: T201
+    if sys.stderr is not None:  # closed: never on standard output, which is the command's
+        print(f"dblock: {printable(text)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def say_json(value: Any) -> None:
     """As one JSON text."""
-    say(json.dumps(value, ensure_ascii=False, indent=2 if sys.stdout.isatty() else None))
+    utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    say(json.dumps(value, ensure_ascii=not utf8, indent=2 if sys.stdout.isatty() else None))
 
 
 def can_ask() -> bool:
@@ -80,8 +77,9 @@ def can_ask() -> bool:
 
 def agreed(question: str) -> bool:
     """Does whoever sits there agree? Who ends the input does not."""
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201 - standard output may be a pipe
     try:
-        return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
+        return input().strip().lower() in {"y", "yes"}
     except EOFError:
         return False
 

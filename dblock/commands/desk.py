@@ -19,6 +19,7 @@ from dblock.core.protocol.sending import send
 from dblock.core.protocol.steps import Rows, Steps
 from dblock.core.protocol.store import Store
 from dblock.core.statements.base import Reply, Statement
+from dblock.core.validation import valid_key
 from dblock.core.values import LockInfo
 
 T = TypeVar("T")
@@ -86,7 +87,7 @@ class Desk:
 
     def inspect(self, key: str) -> LockInfo | None:
         """A key's row, without the owner's token."""
-        info = self.do(tenures.inspect(self.store.database, key))
+        info = self.do(tenures.inspect(self.store.database, valid_key(key)))
         return None if info is None else info.masked()
 
     def survey(self, prefix: str = "", *, free: bool = False) -> Iterator[Surveyed]:

@@ -7,13 +7,13 @@ import os
 import socket
 from argparse import Namespace
 
-from dblock.commands.console import agreed, can_ask, complain, lock_json, lock_row, plain, say, say_json, span
+from dblock.commands.console import agreed, can_ask, complain, lock_json, lock_row, say, say_json, span
 from dblock.commands.desk import Desk
 from dblock.core.face import administration
 from dblock.core.face.administration import Surveyed
 from dblock.core.protocol import reaping
 from dblock.core.validation import TEXT_LENGTH, valid_retention
-from dblock.core.values import LockInfo
+from dblock.core.values import LockInfo, printable
 
 DONE, NOT_HELD, NOT_AGREED = 0, 1, 2
 
@@ -22,13 +22,15 @@ def release(desk: Desk, options: Namespace) -> int:
     """End the tenure of a key, or ask its holder to; 1 if nobody holds it, 2 if that was not agreed to."""
     key, info = options.key, desk.inspect(options.key)
     if info is None or info.owner is None or options.fence not in {None, info.fence}:
-        complain(f"{plain(key)!r} is not held" + (f" under fence {options.fence}" if options.fence else ""))
+        complain(f"{printable(key)!r} is not held" + (f" under fence {options.fence}" if options.fence else ""))
         return NOT_HELD
-    question = f"Ask it to release {plain(key)!r}?" if options.ask else f"{_warning(info)}\nFree {plain(key)!r}?"
+    question = (
+        f"Ask it to release {printable(key)!r}?" if options.ask else f"{_warning(info)}\nFree {printable(key)!r}?"
+    )
     if not (options.yes or can_ask()):
         complain("nobody can be asked here (standard input is no terminal): say --yes")
         return NOT_AGREED
-    if not (options.yes or agreed(f"{plain(key)!r} is {_story(info)}.\n{question}")):
+    if not (options.yes or agreed(f"{printable(key)!r} is {_story(info)}.\n{question}")):
         complain("nothing was done")
         return NOT_AGREED
     end = administration.revoke if options.ask else administration.force_release
@@ -36,9 +38,9 @@ def release(desk: Desk, options: Namespace) -> int:
     if options.json:
         say_json({**lock_json(info, 0), "done": done})
     elif done:
-        say(f"{plain(key)!r} (fence {info.fence}) " + (_asked(info) if options.ask else "was freed"))
+        say(f"{printable(key)!r} (fence {info.fence}) " + (_asked(info) if options.ask else "was freed"))
     else:
-        complain(f"{plain(key)!r} (fence {info.fence}) was over before; whoever holds it now was left alone")
+        complain(f"{printable(key)!r} (fence {info.fence}) was over before; whoever holds it now was left alone")
     return DONE if done else NOT_HELD
 
 
@@ -56,7 +58,7 @@ def reap(desk: Desk, options: Namespace) -> int:
 def _story(info: LockInfo) -> str:
     _, state, since, left, *_ = lock_row(Surveyed(info, 0))
     label = f' "{info.label}"' if info.label else ""
-    return plain(f"held by {info.identity}{label} for {since} ({state}, {left} left, fence {info.fence})")
+    return printable(f"held by {info.identity}{label} for {since} ({state}, {left} left, fence {info.fence})")
 
 
 def _warning(info: LockInfo) -> str:

@@ -15,7 +15,6 @@ from dblock.commands.console import (
     event_json,
     lock_json,
     lock_row,
-    plain,
     say,
     say_json,
     span,
@@ -26,7 +25,7 @@ from dblock.commands.desk import Desk
 from dblock.core.errors import LockStoreError
 from dblock.core.face import administration
 from dblock.core.face.administration import EventInfo, Surveyed, WaiterInfo
-from dblock.core.values import LockInfo
+from dblock.core.values import LockInfo, printable
 
 EVENTS = 20
 """What has happened to a key that is shown, where a history is kept."""
@@ -47,7 +46,7 @@ def ls(desk: Desk, options: Namespace) -> int:
     elif found:
         say(table(HEADER, [lock_row(row) for row in found]))
     else:
-        say("no lock is held" if pattern == "*" else f"no lock that fits {plain(pattern)} is held")
+        say("no lock is held" if pattern == "*" else f"no lock that fits {printable(pattern)} is held")
     if more:
         complain(f"there are more: the first {options.limit} are shown (--limit)")
     return 0
@@ -57,7 +56,7 @@ def show(desk: Desk, options: Namespace) -> int:
     """All about one key; 1 if it has no row."""
     info = desk.inspect(options.key)
     if info is None:
-        complain(f"{plain(options.key)!r} has no row in {desk.where}: nobody has held it, or it was reaped since")
+        complain(f"{printable(options.key)!r} has no row in {desk.where}: nobody has held it, or it was reaped since")
         if options.json:
             say_json(None)
         return 1
@@ -71,7 +70,7 @@ def show(desk: Desk, options: Namespace) -> int:
         told = {"queue": [waiter_json(each) for each in waiters], "events": [event_json(each) for each in events]}
         say_json({**lock_json(info, len(waiters)), **told})
         return 0
-    say("\n".join(f"{name + ':':<14}{plain(value)}" for name, value in _facts(info, waiters)))
+    say("\n".join(f"{name + ':':<14}{printable(value)}" for name, value in _facts(info, waiters)))
     if waiters:
         say("")
         say(table(("#", "WAITING FOR", "WHO", "LABEL"), [_waiter(n, each) for n, each in enumerate(waiters, 1)]))
@@ -79,8 +78,8 @@ def show(desk: Desk, options: Namespace) -> int:
     if events:
         say("")
         say(table(("AGO", "WHAT", "HOW LONG", "HOW", "WHO", "LABEL"), [_event(each) for each in events]))
-    if info.state == "held" and info.owner and sys.stdout.isatty():
-        release, key = f"{desk.command} release", shlex.quote(plain(options.key))
+    if info.state == "held" and info.owner and sys.stdout.isatty() and info.key.isprintable():
+        release, key = f"{desk.command} release", shlex.quote(info.key)
         say(f"\nto have it given back:  {release} --ask {key}\nto free it by force:    {release} {key}")
     return 0
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, _SubParsersAction
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from dblock.commands.desk import Desk
@@ -13,6 +14,7 @@ from dblock.commands.ending import reap, release
 from dblock.commands.looking import ls, show
 from dblock.commands.running import BUSY, run
 from dblock.commands.watching import top
+from dblock.core.validation import valid_span
 
 Verb = Callable[[Desk, Namespace], int]
 
@@ -68,19 +70,34 @@ def _add_run(commands: _SubParsersAction[Any]) -> None:
     wait.add_argument("-w", "--timeout", type=_seconds, metavar="SECONDS", help="wait for so long; for ever by default")
     wait.add_argument("-n", "--nb", action="store_true", help="do not wait")
     running.add_argument("--ttl", type=_seconds, metavar="SECONDS", help="life of the lease, which is renewed")
-    running.add_argument("--label", metavar="TEXT", help="for whoever inspects the lock")
+    running.add_argument("--label", metavar="TEXT", help="for whoever inspects the lock; by default the command's name")
     running.add_argument("--min-hold", type=_seconds, metavar="SECONDS", help="keep the key for so long at least")
     running.add_argument(
         "--kill-after",
-        type=_seconds,
+        type=_kill_after,
         default=5.0,
         metavar="SECONDS",
         help="when the lock is lost KILL comes so long after TERM, and nobody else gets the key before; 5 by default",
     )
-    running.add_argument("-E", "--conflict-exit-code", type=int, default=BUSY, metavar="N", help=f"{BUSY} by default")
+    running.add_argument(
+        "-E", "--conflict-exit-code", type=_status, default=BUSY, metavar="N", help=f"{BUSY} by default"
+    )
     running.add_argument(
         "--create-tables", action="store_true", help="make the lock's tables first, if they are missing"
     )
+    vars(running)["parse_known_args"] = partial(_with_command, running.parse_known_args)
+
+
+def _with_command(parse: Callable[..., Any], arguments: Sequence[str], namespace: Namespace | None = None) -> Any:
+    """The command is what stands behind the first `--`, to the letter: argparse would take the next one out of it."""
+    head, dashes, command = list(arguments), "--", list[str]()
+    if dashes in head[1:]:
+        at = head.index(dashes, 1)
+        head, command = head[:at], head[at + 1 :]
+    known, rest = parse([*head, "."] if command else head, namespace)
+    if command:
+        known.argv[-1:] = command
+    return known, rest
 
 
 def _add(
@@ -100,6 +117,20 @@ def _seconds(text: str) -> float:
         if 0 <= (seconds := float(text)) < 1e9:
             return seconds
     raise ArgumentTypeError(f"{text!r} is no number of seconds, 0 at least")
+
+
+def _kill_after(text: str) -> float:
+    try:
+        return valid_span(_seconds(text), "it", "how long the command may take to end,")
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
+def _status(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if 0 <= (status := int(text)) <= 255:
+            return status
+    raise ArgumentTypeError(f"{text!r} is no exit status, 0 to 255")
 
 
 def _count(text: str) -> int:

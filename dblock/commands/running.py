@@ -6,7 +6,8 @@ wait for that. If `run` itself is killed, a watcher does the same: a process tha
 
 Signals. At a terminal, in the foreground, the command shares our process group: Ctrl-C and its like reach it from
 there, and are not sent to it twice. Elsewhere it is in a group with the watcher, which ignores them: all signals are
-passed on to it, and what the command has started goes with it.
+passed on to it, and what the command has started goes with it. A command that makes a group of its own, as timeout(1)
+does, is sent them there.
 
 Rule: signals are written to a pipe and handled in the one loop that waits for the child.
 """
@@ -25,11 +26,13 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, Final, Self
 
-from dblock.commands.console import complain, plain
+from dblock.commands.console import complain
 from dblock.commands.desk import Desk, options_of
 from dblock.core.errors import LockError, LockLost, LockStoreError, Reason
 from dblock.core.face.leaving import share
 from dblock.core.face.locks import SyncLock
+from dblock.core.identity import storable
+from dblock.core.values import printable
 
 BUSY: Final = 75
 """The lock was not free in time (EX_TEMPFAIL of sysexits.h)."""
@@ -47,6 +50,8 @@ _PASSED_ON: Final = [
     *_OF_TERMINALS,
     *(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT") if hasattr(signal, name)),
 ]
+_ENDING: Final = {getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM") if hasattr(signal, name)}
+"""Whoever sends these before the command has begun does not want it."""
 _NEWS: Final = b"\0"
 """On the pipe: no signal, but look."""
 _OVER: Final = b"."
@@ -54,24 +59,50 @@ _OVER: Final = b"."
 
 _WATCHER: Final = """
 import os, signal, sys, time
-kill_after, *numbers = sys.argv[1:]
-for each in numbers:
-    signal.signal(int(each), signal.SIG_IGN)
+kill_after, shared = float(sys.argv[1]), sys.argv[2] == "True"
+for each in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+    try:
+        signal.signal(each, signal.SIG_IGN)
+    except (OSError, ValueError):
+        pass
 os.write(1, b".")
 said = b""
 while more := os.read(0, 100):
     said += more
-if not said.endswith(b"."):
-    one = int(said or b"0")  # 0: our group
-    os.kill(one, signal.SIGTERM)
-    os.kill(one, signal.SIGCONT)
-    end = time.monotonic() + float(kill_after)
-    while time.monotonic() < end:
-        time.sleep(0.05)
-        os.kill(one, 0)
-    os.kill(one, signal.SIGKILL)
+if said.endswith(b"."):
+    sys.exit()
+
+targets = [] if shared else [0]
+
+def tell(number):
+    for target in list(targets):
+        try:
+            os.kill(target, number)
+        except OSError:
+            targets.remove(target)
+
+def group_of(process):
+    try:
+        return os.getpgid(process)
+    except OSError:
+        return 0
+
+command = int(said or 0)
+if command and (shared or group_of(command) != os.getpgrp()):
+    targets.insert(0, -command if group_of(command) in {0, command} else command)
+tell(signal.SIGTERM)
+tell(signal.SIGCONT)
+end = time.monotonic() + kill_after
+while targets and time.monotonic() < end:
+    time.sleep(0.05)
+    tell(0)
+tell(signal.SIGKILL)
 """
-"""Ends its group, or the one it is told of once that has begun, if its input ends otherwise than by `_OVER`."""
+"""Ends its own group, and the command of which it is told, if its input ends otherwise than by `_OVER`.
+
+With a command that leads a group, that group. All are looked at all the time, so that no number is used that may have
+been given out anew; its own group, 0, is the last, since it is in there.
+"""
 
 
 def run(desk: Desk, options: Namespace) -> int:
@@ -88,7 +119,8 @@ def run(desk: Desk, options: Namespace) -> int:
             grace=options.kill_after,
             release="now",
             on_lost=pipe.lost,
-            **options_of(options, "ttl", "label", "min_hold"),
+            label=storable(options.argv[0]) if options.label is None else options.label,
+            **options_of(options, "ttl", "min_hold"),
         )
         with _ending_in_order():
             try:
@@ -106,8 +138,8 @@ def _busy(desk: Desk, key: str) -> str:
     with contextlib.suppress(LockError):
         info = desk.inspect(key)
         if info is not None and info.state == "held":
-            return f"{plain(key)!r} is held by {plain(str(info))}"
-    return f"{plain(key)!r} was not free in time"
+            return f"{printable(key)!r} is held by {printable(str(info))}"
+    return f"{printable(key)!r} was not free in time"
 
 
 def _run(lock: SyncLock, options: Namespace, pipe: _Pipe) -> int:
@@ -157,9 +189,9 @@ class _Pipe:
             _ = os.write(self._in, _NEWS)
 
     @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
+    def signals(self, numbers: Iterable[signal.Signals]) -> Iterator[None]:
         """Signals are written to the pipe, and do nothing else."""
-        handlers = {each: signal.signal(each, _note) for each in (*_heeded(_PASSED_ON), signal.SIGCHLD)}
+        handlers = {each: signal.signal(each, _note) for each in (*_heeded(numbers), signal.SIGCHLD)}
         before = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
         try:
             yield
@@ -196,24 +228,31 @@ class _Child:
     def wait(self) -> int:
         """Run it to its end; its exit status, as a shell has it."""
         with contextlib.ExitStack() as ended:
-            ended.enter_context(self._pipe.signals())
+            ended.enter_context(self._pipe.signals(_PASSED_ON if self._shared else [*_PASSED_ON, signal.SIGTSTP]))
             try:
-                watcher = ended.enter_context(_watcher(self._kill_after))
-                process = subprocess.Popen(  # noqa: S603 - it is what we are for
-                    self._command, env=self._environment, process_group=None if self._shared else watcher.pid
-                )
+                watcher = ended.enter_context(_watcher(self._kill_after, shared=self._shared))
+                if asked := [each for each in self._pipe.read(0) if each in _ENDING]:
+                    _tell(watcher, _OVER)
+                    return 128 + asked[0]
+                with _nobody_to_end(watcher):
+                    process = subprocess.Popen(  # noqa: S603 - it is what we are for
+                        self._command,
+                        env=self._environment,
+                        process_group=None if self._shared else watcher.pid,
+                        close_fds=False,  # `3>file`, `<(...)`: what we were given; ours are closed by exec
+                    )
             except OSError as error:
                 complain(f"{error.filename or self._command[0]}: {error.strerror}")
                 return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
-            if self._shared:
-                _tell(watcher, b"%d" % process.pid)
+            _tell(watcher, b"%d" % process.pid)
             self._group = watcher.pid
-            while process.poll() is None:
+            while not _has_ended(process):
                 self._handle(process, self._pipe.read(self._patience()))
             if self._kill_at is not None and not self._shared:
                 self._send(process, signal.SIGKILL)  # what it has started, and has not ended by TERM
             _tell(watcher, _OVER)
-            return process.returncode if process.returncode >= 0 else 128 - process.returncode
+            status = process.wait()
+            return status if status >= 0 else 128 - status
 
     def _patience(self) -> float | None:
         return None if self._kill_at is None else max(self._kill_at - time.monotonic(), 0.0)
@@ -225,23 +264,47 @@ class _Child:
             self._send(process, signal.SIGCONT)  # if it is stopped, to let it hear that
         elif self._kill_at is not None and self._patience() == 0.0:
             self._send(process, signal.SIGKILL)
-            self._kill_at = None if process.poll() is not None else time.monotonic() + 1.0
+            self._kill_at = time.monotonic() + 1.0
         for number in news:
-            if number in _PASSED_ON and not (self._shared and number in _OF_TERMINALS):
+            if number == signal.SIGTSTP:  # brought to the foreground, and stopped there: it does not go on without us
+                self._send(process, signal.SIGSTOP)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif number in _PASSED_ON and not (number in _OF_TERMINALS and self._hears_the_terminal(process)):
                 self._send(process, number)
 
+    def _hears_the_terminal(self, process: subprocess.Popen[Any]) -> bool:
+        return self._shared and _group_of(process) == os.getpgrp()
+
     def _send(self, process: subprocess.Popen[Any], number: int) -> None:
-        """To it, or to its group, whose number is not given out anew while the watcher is in it."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # sudo
-            os.kill(process.pid if self._shared else -self._group, number)
+        """To the watcher's group, whose number is not given out anew while that is in it; and where the command is."""
+        group = _group_of(process)
+        targets = [] if self._shared else [-self._group]
+        if group != self._group or self._shared:
+            targets.append(-process.pid if group == process.pid else process.pid)
+        for target in targets:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # sudo
+                os.kill(target, number)
+
+
+def _has_ended(process: subprocess.Popen[Any]) -> bool:
+    """It is not waited for yet, where that can be: its number remains its own."""
+    if not hasattr(os, "waitid"):  # macOS, before Python 3.13
+        return process.poll() is not None
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _group_of(process: subprocess.Popen[Any]) -> int:
+    try:
+        return os.getpgid(process.pid)
+    except OSError:
+        return 0
 
 
 @contextlib.contextmanager
-def _watcher(kill_after: float) -> Iterator[subprocess.Popen[bytes]]:
+def _watcher(kill_after: float, *, shared: bool) -> Iterator[subprocess.Popen[bytes]]:
     """What ends the command if we do not come to say that it has ended, in a group that the command may join."""
-    ignored = [str(int(each)) for each in _PASSED_ON]
     with subprocess.Popen(  # noqa: S603 - our own
-        [sys.executable, "-I", "-S", "-c", _WATCHER, str(kill_after), *ignored],
+        [sys.executable, "-I", "-S", "-c", _WATCHER, str(kill_after), str(shared)],
         bufsize=0,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -253,17 +316,30 @@ def _watcher(kill_after: float) -> Iterator[subprocess.Popen[bytes]]:
         yield watcher
 
 
+@contextlib.contextmanager
+def _nobody_to_end(watcher: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Where the command cannot be begun."""
+    try:
+        yield
+    except OSError:
+        _tell(watcher, _OVER)
+        raise
+
+
 def _tell(watcher: subprocess.Popen[bytes], news: bytes) -> None:
     with contextlib.suppress(OSError):  # it was killed
         _ = watcher.stdin and watcher.stdin.write(news)
 
 
 def _in_foreground() -> bool:
-    """Do we have the terminal, whose keys then send signals to our whole group?"""
-    try:
-        return os.tcgetpgrp(sys.__stdin__.fileno() if sys.__stdin__ else 0) == os.getpgrp()
-    except (OSError, ValueError):
-        return False
+    """Do we have the terminal, whose keys then send signals to our whole group? Whatever our input is."""
+    with contextlib.suppress(OSError):
+        terminal = os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY)
+        try:
+            return os.tcgetpgrp(terminal) == os.getpgrp()
+        finally:
+            os.close(terminal)
+    return False
 
 
 @contextlib.contextmanager

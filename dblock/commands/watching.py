@@ -10,12 +10,15 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dblock.commands.console import HEADER, complain, lock_json, lock_row, plain, say
+from dblock.commands.console import HEADER, complain, lock_json, lock_row, parts, say
 from dblock.commands.desk import Desk
 from dblock.core.face.administration import Surveyed
+from dblock.core.values import printable
 
 PAPER: Final = 200
 """Columns where there is no terminal."""
+NARROW: Final = 110
+"""With fewer columns less is shown."""
 WINDOW: Final = 10.0
 """Seconds over which a rate is told."""
 
@@ -56,11 +59,23 @@ def top(desk: Desk, options: Namespace) -> int:
     except ModuleNotFoundError:
         complain("top needs the package rich: pip install 'dblock[cli]'")
         return 1
-    console = Console(width=None if sys.stdout.isatty() else PAPER)
+    if not sys.stdout.isatty():
+        paper = Console(width=PAPER)
+
+        def write(rows: list[Surveyed]) -> None:
+            with paper.capture() as written:
+                paper.print(_view(desk, rows, rates, len(rows) + 4, PAPER))
+            say("\n".join(line.rstrip() for line in written.get().splitlines()))
+
+        return _loop(desk, options, rates, write)
+    console = Console()
     with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
-        return _loop(
-            desk, options, rates, lambda rows: live.update(_view(desk, rows, rates, console.size.height), refresh=True)
-        )
+
+        def draw(rows: list[Surveyed]) -> None:
+            width, height = console.size
+            live.update(_view(desk, rows, rates, height, width), refresh=True)
+
+        return _loop(desk, options, rates, draw)
 
 
 def _loop(desk: Desk, options: Namespace, rates: Rates, show: Any) -> int:
@@ -88,7 +103,7 @@ def _snapshot(rows: list[Surveyed], rates: Rates) -> dict[str, Any]:
     }
 
 
-def _view(desk: Desk, rows: list[Surveyed], rates: Rates, height: int) -> Any:
+def _view(desk: Desk, rows: list[Surveyed], rates: Rates, height: int, width: int) -> Any:
     from rich.console import Group  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
@@ -96,19 +111,36 @@ def _view(desk: Desk, rows: list[Surveyed], rates: Rates, height: int) -> Any:
     held, waiting = sum(row.info.state == "held" for row in rows), sum(row.waiters for row in rows)
     head = Text.assemble(
         ("dblock top", "bold"),
-        f"  {plain(desk.where)}  {time.strftime('%H:%M:%S')}\n",
+        f"  {printable(desk.where)}  {time.strftime('%H:%M:%S')}\n",
         f"{held} held, {waiting} waiting (the first of each process), {rates.rate():.1f} tenures/s seen",
         ("   Ctrl-C ends", "dim"),
     )
     view = Table(box=None, pad_edge=False, expand=True, header_style="reverse")
-    for name in (*HEADER[:5], "TEN./S", *HEADER[5:]):
-        number = name in {"HELD FOR", "LEFT", "WAITERS", "TEN./S"}
+    shown = [*HEADER[:5], "TEN./S", *HEADER[5:]] if width >= NARROW else [*HEADER[:4], "WAIT", "HOLDER"]
+    for name in shown:
+        text = name in {"KEY", "HOLDER", "LABEL"}
         view.add_column(
-            name, justify="right" if number else "left", no_wrap=True, overflow="ellipsis", ratio=None if number else 1
+            name,
+            justify="left" if text or name == "STATE" else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+            ratio=1 if text else None,
         )
     for row in rows[: max(height - 4, 1)]:
-        cells = [Text(plain(cell)) for cell in lock_row(row)]
         rate = rates.rate(row.info.key)
+        cells = list(lock_row(row)) if width >= NARROW else _short_row(row)
+        if width >= NARROW:
+            cells.insert(5, f"{rate:.1f}" if rate else "-")
         style = "red" if row.info.state == "expired" else "yellow" if row.waiters else ""
-        view.add_row(*cells[:5], Text(f"{rate:.1f}" if rate else "-"), *cells[5:], style=style)
+        view.add_row(*(Text(printable(cell)) for cell in cells), style=style)
     return Group(head, view)
+
+
+def _short_row(row: Surveyed) -> list[str]:
+    """Where there is little room: times in one unit, and the holder's program first, without its thread."""
+    info = row.info
+    key, state, *_, waiting, _, _ = lock_row(row)
+    who = f"{info.identity.program} {info.identity.pid} {info.identity.host}"
+    times = [info.age + min(info.remaining, 0.0), info.remaining]
+    held_for, left = (" ".join(parts(abs(each))[0]) for each in times)
+    return [key, state, held_for, f"-{left}" if info.remaining < 0 else left, waiting, who]

@@ -26,6 +26,11 @@ def margin(ttl: float) -> float:
     return min(1.0, ttl / 10)
 
 
+def printable(text: str) -> str:
+    """Without what could steer a terminal, forge a line of a log, or hide something there."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 class Tenure(NamedTuple):
     """One holding of a key by one owner: what every statement after the take names, whole."""
 
@@ -134,7 +139,7 @@ class LockInfo:
         return ago if self.state == "held" and 0 <= ago < self.age - TTL_MIN / 2 else None
 
     def __str__(self) -> str:
-        who = f'{self.identity} "{self.label}"' if self.label else str(self.identity)
+        who = printable(f'{self.identity} "{self.label}"' if self.label else str(self.identity))
         if self.state == "free":
             return f"{who}, who does not hold it any more"
         if self.state == "expired":

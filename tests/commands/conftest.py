@@ -4,8 +4,10 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -35,13 +37,14 @@ class Shell:
         verb, *rest = arguments
         return [sys.executable, "-m", "django", "dblock", verb, "--using", ALIASES[self.database], *rest]
 
-    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, env_more: Mapping[str, str] = MappingProxyType({}), **options: Any
+    ) -> subprocess.Popen[str]:
         """Begin it."""
-        environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        return subprocess.Popen(
-            self.argv(*arguments), **{**pipes, "cwd": ROOT, "env": environment, "text": True, **options}
-        )
+        environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT), **env_more}
+        given: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        given |= {"cwd": ROOT, "env": environment, "text": True, "start_new_session": True}  # without a terminal
+        return subprocess.Popen(self.argv(*arguments), **{**given, **options})
 
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run it to its end in this process, without a terminal."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -15,15 +16,17 @@ from unittest.mock import Mock
 
 import pytest
 from django.db import OperationalError
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, make_url
 
 from dblock import LockLost, LockStoreError
 from dblock.cli import main, parser
-from dblock.commands.console import plain, span, table
+from dblock.commands import watching
+from dblock.commands.console import span, table
 from dblock.commands.desk import Desk
 from dblock.core import runtime
+from dblock.core.values import Identity, LockInfo, printable
 from sqlalchemy_dblock import db_lock
-from sqlalchemy_dblock.store import store_for
+from sqlalchemy_dblock.store import described, store_for
 from tests.commands.conftest import Shell
 from tests.conftest import url
 from tests.support.lab import until
@@ -333,4 +336,84 @@ def test_tables_line_up_whatever_is_in_them() -> None:
     """Wide characters take two columns, combining ones none; what cannot be seen is escaped."""
     drawn = table(("A", "B"), [("货", "1"), ("e\u0301", "2"), ("xyz", "3")])
     assert drawn.splitlines() == ["A    B", "货   1", "e\u0301    2", "xyz  3"]
-    assert plain("a\tb\0\x7f") == r"a\tb\x00\x7f"
+    assert printable("a\tb\0\x7f") == r"a\tb\x00\x7f"
+
+
+def test_what_strangers_wrote_steers_no_terminal(one: Shell) -> None:
+    """Nor does it forge a line: who frees a key says why, who waits has a label."""
+    process = one.start("run", "k", "--", "sleep", "30")
+    assert until(lambda: one.run("SELECT owner FROM locks WHERE owner IS NOT NULL"), 20)
+    assert one("release", "--yes", "--reason", "\x1b]0;x\a\ndblock: all is well", "k").returncode == 0
+    _, err = process.communicate(timeout=20)
+    assert r"\x1b]0;x\x07\ndblock: all is well" in err
+    assert "\x1b" not in err
+    assert "\ndblock: all is well" not in err
+    info = LockInfo("k", "o", 1, 1, 9.0, 1.0, 8.0, "a\nb", Identity("h\r", 1, "t", "p", ""))
+    assert r'h\r pid 1, t, p "a\nb"' in str(info)
+
+
+def test_keys_that_the_terminal_cannot_show(one: Shell) -> None:
+    """They are escaped there, and JSON remains JSON."""
+    with one.lock("ключ 😀"):
+        plain = one.start("ls", env_more={"PYTHONIOENCODING": "ascii"})
+        out, err = plain.communicate(timeout=30)
+        assert (plain.returncode, err) == (0, "")
+        assert r"\u043a\u043b\u044e\u0447 \U0001f600" in out
+        as_json = one.start("ls", "--json", env_more={"PYTHONIOENCODING": "latin-1"})
+        out, _ = as_json.communicate(timeout=30)
+        assert [each["key"] for each in json.loads(out)] == ["ключ 😀"]
+
+
+def test_a_question_is_not_part_of_the_answer(one: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard output may be a pipe that waits for JSON."""
+    monkeypatch.setattr("dblock.commands.ending.can_ask", lambda: True)
+    with one.lock("k"):
+        done = one("release", "--json", "k")  # standard input is empty: not agreed
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "Free 'k'? [y/N]" in done.stderr
+
+
+def test_a_view_on_paper(one: Shell) -> None:
+    """`top` into a pipe: one after the other, until nobody reads on."""
+    process = one.start("top", "--interval", "0.1")
+    assert process.stdout is not None
+    seen = ""
+    while seen.count("dblock top") < 2:
+        seen += process.stdout.readline()
+    process.stdout.close()
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (141, "")
+
+
+@pytest.mark.parametrize("wrong", ["", "k" * 256])
+def test_what_is_no_key(one: Shell, wrong: str) -> None:
+    """A mistake of whoever typed it."""
+    for verb in (["show"], ["release", "--yes"]):
+        assert one(*verb, wrong).returncode == 2
+
+
+def test_no_password_is_shown() -> None:
+    """Wherever in the URL it is."""
+    for text in (
+        "postgresql+psycopg://u:S3CRET@h:1/d",
+        "postgresql+psycopg://u@h:1/d?password=S3CRET&sslpassword=S3CRET",
+        "mysql+pymysql://u:a@S3CRET@h:1/d?passwd=S3CRET",
+    ):
+        shown = described(make_url(text))
+        assert shown == text.partition(":")[0] + "://u@h:1/d"
+    assert described(make_url("postgresql+psycopg:///d?host=/run/pg")) == "postgresql+psycopg:///d?host=%2Frun%2Fpg"
+
+
+def test_a_narrow_terminal(one: Shell) -> None:
+    """Keys and programs can be told from each other in 80 columns."""
+    from rich.console import Console
+
+    engine = create_engine(url(one.database))
+    with one.lock("stock:42 in the north"):
+        desk = Desk(store_for(engine), one.lock, lambda: None, (), "here")
+        console = Console(width=80, record=True, file=io.StringIO())
+        console.print(watching._view(desk, list(desk.survey()), watching.Rates(), 24, 80))
+    engine.dispose()
+    text = console.export_text()
+    assert "stock:42 in the north" in text
+    assert str(os.getpid()) in text

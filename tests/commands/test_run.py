@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import make_url
 
+from dblock.commands import running
 from tests.commands.conftest import Shell
 from tests.conftest import observer, url
 from tests.support.lab import LONG, ROOT, until
@@ -235,6 +238,122 @@ def test_min_hold_keeps_the_key(one: Shell) -> None:
     assert one("run", "--min-hold", "60", "k", "--", "true").returncode == 0
     assert one("run", "--nb", "--min-hold", "60", "k", "--", "true").returncode == 75
     one.run("UPDATE locks SET expires_at = acquired_at")
+
+
+def test_a_command_with_a_group_of_its_own(one: Shell, tmp_path: Path) -> None:
+    """As timeout(1) makes itself one: it is sent the signals, and ended with its lock, or with who keeps that."""
+    command = ["timeout", "60", "sh", "-c", "echo $$; exec sleep 50"]
+    process = one.start("run", "k", "--", *command)
+    assert process.stdout is not None
+    first = process.stdout.readline().strip()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert (process.returncode, _lives(first)) == (143, False)
+    process = one.start("run", "--kill-after", "1", "k", "--", *command)
+    assert process.stdout is not None
+    second = process.stdout.readline().strip()
+    assert one("release", "--yes", "k").returncode == 0
+    process.communicate(timeout=15)
+    assert (process.returncode, _lives(second)) == (76, False)
+    deaf = ["timeout", "60", "sh", "-c", "trap '' TERM; echo $$; while :; do sleep 1; done"]
+    process = one.start("run", "--kill-after", "1", "k", "--", *deaf)
+    assert process.stdout is not None
+    third = process.stdout.readline().strip()
+    process.kill()
+    assert until(lambda: not _lives(third), 10)
+    process.communicate()
+    one.run("UPDATE locks SET expires_at = acquired_at")
+
+
+def test_a_command_does_not_go_on_while_its_keeper_is_stopped(one: Shell) -> None:
+    """Ctrl-Z where `run` was brought to the foreground later: both stop, and both go on."""
+    process = one.start("run", "k", "--", "sh", "-c", "echo $$; read line; echo $line; exec sleep 60")
+    assert process.stdout is not None
+    assert process.stdin is not None
+    command = process.stdout.readline().strip()
+    process.send_signal(signal.SIGTSTP)
+    assert until(lambda: _state(command) == _state(str(process.pid)) == "T", 10)
+    process.stdin.write("goes on\n")
+    process.stdin.flush()
+    process.send_signal(signal.SIGCONT)
+    assert process.stdout.readline() == "goes on\n"
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert process.returncode == 143
+    assert free(one)
+
+
+def _state(pid: str) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_what_was_opened_for_the_command(one: Shell, tmp_path: Path) -> None:
+    """`3>file` and `<(...)` reach it; nothing of ours does."""
+    with (tmp_path / "log").open("w") as log:
+        number = log.fileno()
+        script = f"import os; os.write({number}, b'written'); print(*os.listdir('/proc/self/fd'))"
+        process = one.start("run", "k", "--", sys.executable, "-c", script, pass_fds=[number])
+        out, _ = process.communicate(timeout=20)
+    assert (tmp_path / "log").read_text() == "written"
+    assert set(map(int, out.split())) - {0, 1, 2, number, 3} == set(), "3 is the directory"
+
+
+def test_one_that_cannot_be_started(one: Shell) -> None:
+    """The key is free at once: there is nothing to be ended."""
+    began = time.monotonic()
+    assert one("run", "--kill-after", "60", "k", "--", "/nonexistent").returncode == 127
+    assert time.monotonic() - began < 30
+    assert free(one)
+
+
+def test_the_command_is_taken_to_the_letter(one: Shell) -> None:
+    """Behind the first `--` another one is the command's own, and so are options of ours."""
+    done = one.apart("run", "k", "--", "printf", "<%s>", "a", "--", "--nb", "--", "b")
+    assert (done.returncode, done.stdout) == (0, "<a><--><--nb><--><b>")
+    assert one.apart("run", "--nb", "k", "printf", "<%s>", "a").stdout == "<a>"
+    for wrong in (["k", "--"], ["-E", "256", "k", "--", "true"], ["--kill-after", "0.001", "k", "x"]):
+        assert one("run", *wrong).returncode == 2
+
+
+def test_who_does_not_want_it_any_more_before_it_has_begun(one: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the watcher starts."""
+    watcher = running._watcher
+
+    @contextlib.contextmanager
+    def interrupted(kill_after: float, *, shared: bool) -> Iterator[subprocess.Popen[bytes]]:
+        with watcher(kill_after, shared=shared) as started:
+            signal.raise_signal(signal.SIGINT)
+            yield started
+
+    monkeypatch.setattr(running, "_watcher", interrupted)
+    assert one("run", "k", "--", "echo", "runs").returncode == 130
+    assert free(one)
+
+
+def test_the_label_is_the_commands_name(one: Shell) -> None:
+    """And no more: an argument may be a secret."""
+    process = one.start("run", "k", "--", "sh", "-c", "echo; read secret")
+    assert process.stdout is not None
+    process.stdout.readline()
+    assert one.run("SELECT label FROM locks WHERE lock_key = 'k'") == [("sh",)]
+    process.communicate("\n", timeout=20)
+
+
+def test_at_a_terminal_whatever_its_input_is(one: Shell) -> None:
+    """The command shares the foreground, and may ask there."""
+    command = ["sh", "-c", "echo asks >/dev/tty; read word </dev/tty; echo got $word"]
+    environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
+    pid, master = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        argv = one.argv("run", "k", "--", *command)
+        os.execve(argv[0], argv, environment)
+    _ = _until(master, b"asks")
+    os.write(master, b"hello\n")
+    seen = _until(master, b"got hello")
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, seen
 
 
 def test_at_a_terminal_the_keys_reach_the_command_once(one: Shell, tmp_path: Path) -> None:

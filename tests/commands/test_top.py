@@ -39,6 +39,7 @@ def test_snapshots_as_json(shell: Shell) -> None:
 def test_a_live_view(one: Shell) -> None:
     """Full screen; who waits most stands first; Ctrl-C leaves the terminal as it was."""
     environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    environment |= {"COLUMNS": "140", "LINES": "24"}
     with one.lock("quiet"), one.lock("wanted", label="import"):
         waiting = threading.Thread(target=lambda: one.lock("wanted", timeout=30).acquire())
         waiting.start()

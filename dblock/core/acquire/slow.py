@@ -12,7 +12,7 @@ from dblock.core.acquire.local_queue import LocalQueue, Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.log import warn
-from dblock.core.values import Identity
+from dblock.core.values import Identity, printable
 
 INTERVAL: Final = 60.0
 """Seconds between two lines about a key."""
@@ -31,8 +31,8 @@ def say(site: Site, request: Request, waited: float, local_queue: LocalQueue | N
         if len(said) > KEYS:
             del said[next(iter(said))]
     us = Identity(request.host, request.pid, request.thread, request.program, request.task)
-    label = f' "{request.label}"' if request.label else ""
-    warn("%s%s has been waiting %.1f s for %r: %s", us, label, waited, key, _holder(key, now, local_queue, services))
+    we, holder = f'{us} "{request.label}"' if request.label else str(us), _holder(key, now, local_queue, services)
+    warn("%s has been waiting %.1f s for %r: %s", printable(we), waited, key, printable(holder))
 
 
 def _holder(key: str, now: float, local_queue: LocalQueue | None, services: WaiterServices) -> str:

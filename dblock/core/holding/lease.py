@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dblock.core.errors import Reason
-from dblock.core.values import Grant, LockInfo, State
+from dblock.core.values import Grant, LockInfo, State, printable
 
 _WHAT_HAPPENED = {
     Reason.EXPIRED: "the lease ended before the work did; use a longer ttl, or let it be renewed (for longer)",
@@ -42,7 +42,7 @@ class Loss(NamedTuple):
     def __str__(self) -> str:
         early = "it was freed by somebody (or the database's clock set forward) before its lease ended, and taken over"
         what = early if self.early and not self.words else _WHAT_HAPPENED[self.reason]
-        what += f" ({self.words})" if self.words else ""
+        what += f" ({printable(self.words)})" if self.words else ""
         if self.holder is None:
             return what
         then = "" if self.reason is Reason.TAKEN_OVER else "; it was taken over"
