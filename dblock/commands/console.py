@@ -9,9 +9,10 @@ import json
 import sys
 import unicodedata
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 from typing import Any, Final
 
-from dblock.core.face.administration import EventInfo, Surveyed, WaiterInfo
+from dblock.core.face.administration import EventInfo, Surveyed, WaiterInfo, Wanted
 from dblock.core.values import Identity, LockInfo, printable
 
 
@@ -127,10 +128,21 @@ def waiter_json(waiter: WaiterInfo) -> dict[str, Any]:
     }
 
 
+def wanted_json(wanted: Wanted) -> dict[str, Any]:
+    """A flow that waits for a key that another one holds."""
+    return {"key": wanted.key, "waiter": who(wanted.waiter), "holder": who(wanted.holder)}
+
+
+def happened(event: EventInfo) -> datetime:
+    """When it happened, by this machine's clock and in its time zone: as its logs have it."""
+    return datetime.now().astimezone() - timedelta(seconds=event.age)
+
+
 def event_json(event: EventInfo) -> dict[str, Any]:
     """Something that happened to a key."""
     return {
         "kind": event.kind,
+        "at": happened(event).isoformat(timespec="milliseconds"),
         "ago": round(event.age, 6),
         "fence": event.fence,
         "seconds": round(event.seconds, 6),

@@ -13,6 +13,7 @@ from dblock.commands.console import (
     HEADER,
     complain,
     event_json,
+    happened,
     lock_json,
     lock_row,
     say,
@@ -20,15 +21,14 @@ from dblock.commands.console import (
     span,
     table,
     waiter_json,
+    wanted_json,
 )
 from dblock.commands.desk import Desk
 from dblock.core.errors import LockStoreError
 from dblock.core.face import administration
-from dblock.core.face.administration import EventInfo, Surveyed, WaiterInfo
+from dblock.core.face.administration import Blocking, EventInfo, Surveyed, WaiterInfo
 from dblock.core.values import LockInfo, printable
 
-EVENTS = 20
-"""What has happened to a key that is shown, where a history is kept."""
 _SPENT = {"acquired": "waited", "gave_up": "waited", "released": "held", "lost": "held", "at_risk": "late by"}
 """What the time of an event was spent on."""
 
@@ -61,23 +61,29 @@ def show(desk: Desk, options: Namespace) -> int:
             say_json(None)
         return 1
     waiters = desk.do(administration.waiters(desk.store, options.key))
+    blocking = desk.do(administration.blocking(desk.store, options.key))
     events: list[EventInfo] = []
     try:
-        events = desk.do(administration.events(desk.store, options.key, EVENTS))
+        events = desk.do(administration.events(desk.store, options.key, options.events + 1))
     except LockStoreError as error:  # their table is missing, or may not be read
         complain(str(error))
+    more, events = len(events) > options.events, events[: options.events]
     if options.json:
         told = {"queue": [waiter_json(each) for each in waiters], "events": [event_json(each) for each in events]}
-        say_json({**lock_json(info, len(waiters)), **told})
+        chains = {name: [wanted_json(each) for each in chain] for name, chain in blocking._asdict().items()}
+        say_json({**lock_json(info, len(waiters)), **told, **chains})
         return 0
-    say("\n".join(f"{name + ':':<14}{printable(value)}" for name, value in _facts(info, waiters)))
+    facts = [*_facts(info, waiters), *_chains(blocking)]
+    say("\n".join(f"{name + ':':<14}{printable(value)}" for name, value in facts))
     if waiters:
         say("")
         say(table(("#", "WAITING FOR", "WHO", "LABEL"), [_waiter(n, each) for n, each in enumerate(waiters, 1)]))
         say("(of each process that waits the first: the others of it stand behind that one, in no table)")
     if events:
         say("")
-        say(table(("AGO", "WHAT", "HOW LONG", "HOW", "WHO", "LABEL"), [_event(each) for each in events]))
+        say(table(("WHEN", "AGO", "WHAT", "HOW LONG", "HOW", "WHO", "LABEL"), [_event(each) for each in events]))
+        if more:
+            say(f"(the last {options.events}; --events N shows more)")
     if info.state == "held" and info.owner and sys.stdout.isatty() and info.key.isprintable():
         release, key = f"{desk.command} release", shlex.quote(info.key)
         say(f"\nto have it given back:  {release} --ask {key}\nto free it by force:    {release} {key}")
@@ -106,10 +112,21 @@ def _facts(info: LockInfo, waiters: list[WaiterInfo]) -> list[tuple[str, str]]:
     return [*facts, ("asked back", info.revoked)] if info.revoked is not None else facts
 
 
+def _chains(blocking: Blocking) -> list[tuple[str, str]]:
+    """What keeps its holder from giving it back; and whom it keeps from giving back other keys."""
+    told = {"blocked by": blocking.blocked_by, "blocks": blocking.blocks}
+    return [
+        (name, f"{each.waiter} waits for {printable(each.key)!r}, which {each.holder} holds")
+        for name, chain in told.items()
+        for each in chain
+    ]
+
+
 def _event(event: EventInfo) -> tuple[str, ...]:
     long = f"{_SPENT[event.kind]} {span(event.seconds)}" if event.kind in _SPENT else "-"
     how = event.detail.replace("_", " ") or "-"
-    return (span(event.age), event.kind.replace("_", " "), long, how, str(event.identity), event.label or "-")
+    when = happened(event).strftime("%H:%M:%S" if event.age < 86400 / 2 else "%Y-%m-%d %H:%M:%S")
+    return (when, span(event.age), event.kind.replace("_", " "), long, how, str(event.identity), event.label or "-")
 
 
 def _waiter(n: int, waiter: WaiterInfo) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ def add_verbs(commands: _SubParsersAction[Any]) -> None:
 
     showing = _add(commands, "show", show, "show who holds a key, and who waits for it")
     showing.add_argument("key", metavar="KEY")
+    showing.add_argument("--events", type=_count, default=20, metavar="N", help="of its history; 20 by default")
 
     releasing = _add(commands, "release", release, "free a key by force, or ask for it back")
     releasing.add_argument("key", metavar="KEY")

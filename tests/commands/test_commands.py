@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import threading
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -74,12 +75,44 @@ def test_show_tells_what_happened(shell: Shell) -> None:
         left, took = json.loads(shell("show", "k", "--json").stdout)["events"]
         assert (took["kind"], took["detail"], left["kind"]) == ("acquired", "at_once", "released")
         assert (took["fence"], took["pid"], took["ago"] >= left["ago"]) == (left["fence"], os.getpid(), True)
-        lines = [line for line in shell("show", "k").stdout.splitlines() if f"pid {os.getpid()}" in line]
+        assert abs((datetime.now().astimezone() - datetime.fromisoformat(took["at"])).total_seconds()) < 60
+        assert took["at"] <= left["at"]
+        few = shell("show", "k", "--events", "1").stdout
+        assert "acquired" not in few
+        assert "(the last 1; --events N shows more)" in few
+        shown = shell("show", "k").stdout
+        assert "shows more" not in shown
+        lines = [line for line in shown.splitlines() if f"pid {os.getpid()}" in line]
+        assert re.match(r"\d\d:\d\d:\d\d +\d", lines[-1])
         assert re.search(r"released +held 0\.\d s +released .* tea\\x1b\[2J$", lines[-2])
         assert re.search(r"acquired +waited 0\.\d s +at once ", lines[-1])
     finally:
         runtime.current.watchdog.observers = runtime.current.watchdog.histories = None
         engine.dispose()
+
+
+def test_show_tells_what_blocks_what(one: Shell) -> None:
+    """Whoever is to free a key sees for what its holder waits, and who waits for that in turn."""
+
+    def holder() -> None:
+        with one.lock("b"), one.lock("a", timeout=30):
+            pass
+
+    threads = [threading.Thread(target=holder, name="in the middle")]
+    with one.lock("a"):
+        threads[0].start()
+        assert until(lambda: one.run("SELECT 1 FROM lock_waiters WHERE lock_key = 'a'"), 10)
+        threads.append(threading.Thread(target=lambda: one.lock("b", timeout=30).acquire(), name="the last"))
+        threads[1].start()
+        assert until(lambda: one.run("SELECT 1 FROM lock_waiters WHERE lock_key = 'b'"), 10)
+        first, second = one("show", "a").stdout, one("show", "b").stdout
+        told = json.loads(one("show", "--json", "b").stdout)
+    for thread in threads:
+        thread.join()
+    assert re.search(r"blocks: .* the last waits for 'b', which .* in the middle holds", first)
+    assert re.search(r"blocked by: .* in the middle waits for 'a', which .* MainThread holds", second)
+    assert [each["key"] for each in told["blocked_by"]] == ["a"]
+    assert told["blocks"] == []
 
 
 def test_show_without_a_history(one: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
