@@ -266,6 +266,29 @@ def test_what_could_not_be_begun(request: pytest.FixtureRequest, monkeypatch: py
         assert [event.kind for event in written(own, 4)] == ["acquired", "released"] * 2
 
 
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_an_event_loop_that_ends_at_once(request: pytest.FixtureRequest, driver: str) -> None:
+    """A script with `asyncio.run`, three times: nothing is lost, and no driver complains."""
+    ready(request, "postgresql")
+    with kept(Subject("sqlalchemy", "async", "postgresql", driver), 1000) as own:
+        body = """
+import asyncio
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy_dblock import db_lock
+async def once():
+    engine = create_async_engine(subject.engine.url, execution_options={"dblock_history": 100})
+    async with db_lock(engine, "k"):
+        pass
+    await engine.dispose()
+for _ in range(3):
+    asyncio.run(once())
+sys.stdout.flush()
+sys.stderr = sys.stdout
+"""
+        assert process(own, body) == ""
+        assert [event.kind for event in written(own, 6)] == ["acquired", "released"] * 3
+
+
 def test_each_database_has_its_own(request: pytest.FixtureRequest) -> None:
     """Two engines of one address: what happens through the one without a history is not written."""
     plain = Subject("sqlalchemy", "sync", "sqlite")

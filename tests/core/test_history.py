@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -95,6 +96,30 @@ def test_an_event_loop_that_does_not_run_is_not_waited_for(asked: list[tuple[str
     assert not noting.pending
 
 
+def test_it_waits_for_more() -> None:
+    """What was noted at this moment is not written at once, but at the end of the process."""
+    noting, store = Histories(), made()
+    note(noting, store)
+    assert list(noting.begin(ripe=60)) == []
+    assert noting.pending
+    assert len(list(noting.begin())) == 1
+
+
+def test_an_engine_that_is_thrown_away(asked: list[tuple[str, Any]]) -> None:
+    """What happened there is written all the same, and it is kept no longer."""
+    noting, store = Histories(), made()
+    there = weakref.ref(store)
+    note(noting, store)
+    del store
+    _ = gc.collect()
+    [(_, _, steps)] = noting.begin()
+    _ = list(steps)
+    assert [name for name, _ in asked] == ["note"]
+    del _, steps
+    gc.collect()
+    assert there() is None
+
+
 @pytest.mark.parametrize(("most", "count", "anew"), [(1_000_000, 400, False), (100, 2, True)])
 def test_as_much_is_deleted_as_is_written(asked: list[tuple[str, Any]], most: int, count: int, anew: bool) -> None:
     """Where very many are kept, and by processes that write two events and end: a thousand go at a time."""
@@ -143,7 +168,9 @@ def test_stores_may_come_while_it_is_looked_at() -> None:
 
     def note_elsewhere() -> None:
         while not ended.is_set():
-            note(noting, made())
+            store = made()
+            note(noting, store)
+            _ = noting._of[store]._take(store)  # or it would be kept until somebody has written that
 
     elsewhere = threading.Thread(target=note_elsewhere)
     sys.setswitchinterval(1e-5)

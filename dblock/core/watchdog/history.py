@@ -31,6 +31,8 @@ OF_KEY: Final = 20
 """Events of one key that are written, of those that were noted since the last time."""
 OF_ALL: Final = 500
 """Events of all keys."""
+RIPE: Final = 0.5
+"""Seconds for which what was noted waits for more; so an event loop that ends within them is not in the midst of it."""
 TRIM: Final = 100
 """Events that a process writes between two deletions of a thousand, at most, or a tenth of those that are kept."""
 OMITTED: Final = "omitted"
@@ -54,6 +56,8 @@ class History:
         self._mutex = threading.RLock()  # a signal handler may take a lock
         self._rows: list[tuple[float, dict[str, Any]]] = []
         """By the local time."""
+        self._for: Store | None = None
+        """The database, while there are some: an engine may be thrown away before they are written."""
         self._noted: dict[str, int] = {}
         """How many events of each key there were, those that are left out included."""
         self._untrimmed = random.random()  # noqa: S311 - no secret: processes that write little have their share
@@ -74,17 +78,21 @@ class History:
         with self._mutex:
             if event.key not in self._noted and len(self._noted) >= OF_ALL:
                 return
+            self._for = store
             number = self._noted[event.key] = self._noted.get(event.key, 0) + 1
             if number <= OF_KEY and len(self._rows) < OF_ALL:
                 self._rows.append((store.database.now(), _row(event, who)))
 
-    def begin(self, store: Store) -> tuple[Steps[None], Any] | None:
+    def begin(self, store: Store, *, ripe: float = 0.0) -> tuple[Steps[None], Any] | None:
         """The steps that write what was noted, and the event loop that they are for; None if there is nothing to do.
+
+        `ripe`: seconds for which something is to have been noted.
 
         One after the other: so those of a process are numbered as they happened. They take what was noted once they
         run: steps that nobody could run, or whose event loop has stopped, have taken nothing with them.
         """
-        if self._under_way or not self._noted:
+        rows = self._rows
+        if self._under_way or not rows or store.database.now() < rows[0][0] + ripe:
             return None
         steps, loop = self._write(store), self._loop
         if loop is not None and not loop.is_running():
@@ -115,7 +123,7 @@ class History:
 
     def _take(self, store: Store) -> list[dict[str, Any]]:
         with self._mutex:
-            rows, noted, self._rows, self._noted = self._rows, self._noted, [], {}
+            rows, noted, self._rows, self._noted, self._for = self._rows, self._noted, [], {}, None
         now = store.database.now()
         events: list[dict[str, Any]] = [{**row, "age": now - at} for at, row in rows]
         latest = {event["lock_key"]: event for event in events}
@@ -169,10 +177,10 @@ class Histories:
             history = self._of.setdefault(store, History())
         history.note(store, event, who)
 
-    def begin(self) -> Iterator[tuple[Store, Any, Steps[None]]]:
+    def begin(self, *, ripe: float = 0.0) -> Iterator[tuple[Store, Any, Steps[None]]]:
         """What there is to write: where, on which event loop if so (None: on one of its own), and the steps."""
         for store, history in self._each():
-            begun = history.begin(store)
+            begun = history.begin(store, ripe=ripe)
             if begun is not None:
                 steps, loop = begun
                 yield store, loop, steps

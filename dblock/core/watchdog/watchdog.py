@@ -359,7 +359,11 @@ class Watchdog:
 
     def _write_down(self) -> None:
         """Begin to write down what has happened."""
-        for store, loop, steps in self.histories.begin() if self.histories else ():
+        if self.histories is None:
+            return
+        from dblock.core.watchdog.history import RIPE  # noqa: PLC0415 - off by default
+
+        for store, loop, steps in self.histories.begin(ripe=RIPE):
             self._run(steps, store, loop, "dblock history")
 
     @property
