@@ -161,7 +161,11 @@ class LockAdmin(Inspector):
 
     list_display = ("lock_key", "state", "time_left", "waiters", "held_for", "label", "holder", "entries")
     list_filter = (StateFilter, WaitersFilter, HostFilter)
-    search_fields = ("lock_key", "label", "host", "program", "celery_task_id")
+    # As it was typed, too: PostgreSQL's "C" collation, by which keys are told apart, knows the case of ASCII only.
+    search_fields = (
+        *("lock_key", "lock_key__contains", "label", "label__contains"),
+        *("host", "program", "celery_task_id"),
+    )
     search_help_text = _("key, label, host, program or Celery task")
     ordering = ("lock_key",)
     empty_value_display = "–"
@@ -293,12 +297,13 @@ _COLUMNS = {
 _WAYS = {"", "exact", "contains", "icontains", "startswith", "istartswith", "gt", "gte", "lt", "lte"}
 
 
-def _holding(row: Lock) -> tuple[Identity, int, float] | None:
-    """Who has it now, by which fence, and for how long."""
-    if not row.owner or _state(row) == "expired":
+def _holding(row: Lock) -> tuple[Identity, int, float, float] | None:
+    """Who has it, by which fence, since how many seconds; and for how many the lease has been over."""
+    if not row.owner:
         return None
     who = Identity(row.host, row.pid, row.thread, row.program, row.celery_task_id)
-    return who, row.fence, (_clock(row) - row.acquired_at).total_seconds()
+    age, over = ((_clock(row) - each).total_seconds() for each in (row.acquired_at, row.expires_at))
+    return who, row.fence, age, max(over, 0.0)
 
 
 def _moment(time: datetime) -> str:

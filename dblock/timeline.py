@@ -5,13 +5,15 @@ Rule: what was not recorded is not made up: a tenure whose end nobody wrote down
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
+from django.utils import timezone
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext, pgettext
 
-from dblock.core.face.administration import EventInfo
+from dblock.core.face.administration import EventInfo, truly_held
 from dblock.core.values import Identity
 from dblock.wording import named, said, span
 
@@ -20,7 +22,7 @@ NAMES: Final = 230
 """How much of the width the names of the holders take."""
 LANE: Final = 24
 AXIS: Final = 22
-LANES: Final = 8
+LANES: Final = 12
 NAME_LENGTH: Final = 32
 _LEAST: Final = 3.0
 """The width of what is too short to be seen."""
@@ -62,17 +64,19 @@ class Timeline(NamedTuple):
     axis: int
 
 
-def timeline(events: Sequence[EventInfo], held: tuple[Identity, int, float] | None) -> Timeline | None:
+def timeline(events: Sequence[EventInfo], held: tuple[Identity, int, float, float] | None) -> Timeline | None:
     """The picture of a key's last events, the latest first; None if there is nothing to be seen.
 
-    `held`: who has it now, by which fence, and for how long.
+    `held`: who has it, by which fence, since how many seconds; and for how many the lease has been over.
     """
     stretches = _stretches(events, held)
     if not stretches:
         return None
-    names = list(dict.fromkeys(each.who for each in sorted(stretches, key=lambda each: each.ended)))[:LANES]
+    everybody = list(dict.fromkeys(each.who for each in sorted(stretches, key=lambda each: each.ended)))
+    names, holders = everybody[:LANES], len(everybody)
     stretches = [each for each in stretches if each.who in names]
     oldest = max(1.0, *(each.begun for each in stretches))
+    hidden = holders - len(names)
 
     def x(seconds: float) -> float:
         return NAMES + (WIDTH - NAMES) * (1 - seconds / oldest)
@@ -90,17 +94,20 @@ def timeline(events: Sequence[EventInfo], held: tuple[Identity, int, float] | No
         "count": tenures,
         "span": span(oldest),
     }
+    if hidden:
+        summary += "; " + ngettext("%d more holder is not shown", "%d more holders are not shown", hidden) % hidden
     axis = len(names) * LANE
     ticks = [(float(NAMES), _("%s ago") % span(oldest), "start"), (x(oldest / 2), span(oldest / 2), "middle")]
     return Timeline(WIDTH, axis + AXIS, summary, lanes, bars, [*ticks, (float(WIDTH), _("now"), "end")], axis)
 
 
-def _stretches(events: Sequence[EventInfo], held: tuple[Identity, int, float] | None) -> list[Stretch]:
+def _stretches(events: Sequence[EventInfo], held: tuple[Identity, int, float, float] | None) -> list[Stretch]:
     found, ended = [], set[tuple[int, str]]()
     if held is not None:
-        identity, fence, age = held
+        identity, fence, age, over = held
         ended.add((fence, str(identity)))
-        found.append(_stretch(identity, "held", age, 0.0, _("has it now, for %s") % span(age)))
+        words = _("had it until its lease ended, %s ago") % span(over) if over else _("has it now, for %s") % span(age)
+        found.append(_stretch(identity, "open" if over else "held", age, over, words))
 
     def next_began(fence: int) -> float:
         return max((each.age for each in events if each.kind == "acquired" and each.fence > fence), default=0.0)
@@ -113,9 +120,8 @@ def _stretches(events: Sequence[EventInfo], held: tuple[Identity, int, float] | 
                 found.append(_stretch(who, "held", begun, event.age, _("had it for %s") % span(event.seconds)))
             case "lost":
                 ended.add((event.fence, str(who)))
-                over = max(event.age, next_began(event.fence))  # which it may have noticed later
-                words = _("had it for %s, and lost it") % span(max(begun - over, 0.0))
-                found.append(_stretch(who, "lost", begun, over, words))
+                long = truly_held(event, events)
+                found.append(_stretch(who, "lost", begun, begun - long, _("had it for %s, and lost it") % span(long)))
             case "gave_up":
                 words = _("waited for %s in vain") % span(event.seconds)
                 found.append(_stretch(who, "gave_up", begun, event.age, words))
@@ -164,9 +170,19 @@ def told(events: Sequence[EventInfo]) -> list[dict[str, Any]]:
             "event": event,
             "when": span(event.age),
             "what": kinds.get(event.kind, event.kind),
-            "length": lengths[event.kind] % span(event.seconds) if event.kind in lengths else "–",
+            "length": _length(event, events, lengths),
+            "at": f"{timezone.localtime(timezone.now() - timedelta(seconds=event.age)):%Y-%m-%d %H:%M:%S}",
             "detail": said(event.detail),
             "who": named(event.identity),
         }
         for event in events
     ]
+
+
+def _length(event: EventInfo, events: Sequence[EventInfo], lengths: Mapping[str, str]) -> str:
+    if event.kind not in lengths:
+        return "–"
+    long = truly_held(event, events) if event.kind == "lost" else event.seconds
+    late = event.seconds - long
+    noticed = ", " + _("noticed %s later") % span(late) if late >= 0.1 else ""
+    return lengths[event.kind] % span(long) + noticed

@@ -26,7 +26,7 @@ from dblock.commands.console import (
 from dblock.commands.desk import Desk
 from dblock.core.errors import LockStoreError
 from dblock.core.face import administration
-from dblock.core.face.administration import Blocking, EventInfo, Surveyed, WaiterInfo
+from dblock.core.face.administration import Blocking, EventInfo, Surveyed, WaiterInfo, truly_held
 from dblock.core.values import LockInfo, printable
 
 _SPENT = {"acquired": "waited", "gave_up": "waited", "released": "held", "lost": "held", "at_risk": "late by"}
@@ -81,7 +81,9 @@ def show(desk: Desk, options: Namespace) -> int:
         say("(of each process that waits the first: the others of it stand behind that one, in no table)")
     if events:
         say("")
-        say(table(("WHEN", "AGO", "WHAT", "HOW LONG", "HOW", "WHO", "LABEL"), [_event(each) for each in events]))
+        say(
+            table(("WHEN", "AGO", "WHAT", "HOW LONG", "HOW", "WHO", "LABEL"), [_event(each, events) for each in events])
+        )
         if more:
             say(f"(the last {options.events}; --events N shows more)")
     if info.state == "held" and info.owner and sys.stdout.isatty() and info.key.isprintable():
@@ -122,8 +124,11 @@ def _chains(blocking: Blocking) -> list[tuple[str, str]]:
     ]
 
 
-def _event(event: EventInfo) -> tuple[str, ...]:
-    long = f"{_SPENT[event.kind]} {span(event.seconds)}" if event.kind in _SPENT else "-"
+def _event(event: EventInfo, events: list[EventInfo]) -> tuple[str, ...]:
+    held = truly_held(event, events) if event.kind == "lost" else event.seconds
+    long = f"{_SPENT[event.kind]} {span(held)}" if event.kind in _SPENT else "-"
+    if event.seconds - held >= 0.1:
+        long += f", noticed {span(event.seconds - held)} later"
     how = event.detail.replace("_", " ") or "-"
     when = happened(event).strftime("%H:%M:%S" if event.age < 86400 / 2 else "%Y-%m-%d %H:%M:%S")
     return (when, span(event.age), event.kind.replace("_", " "), long, how, str(event.identity), event.label or "-")

@@ -18,7 +18,7 @@ from dblock.admin import MANY, STATES
 from dblock.core import runtime
 from dblock.core.face.administration import EventInfo
 from dblock.core.values import Identity
-from dblock.timeline import timeline
+from dblock.timeline import timeline, told
 from tests.conftest import ALIASES, run
 from tests.django.test_app import Everything
 from tests.support.lab import LONG, until
@@ -347,12 +347,40 @@ def test_a_loss_that_was_noticed_late() -> None:
         EventInfo("k", "acquired", 8, 5.0, 0.0, "free", "", next_),
         EventInfo("k", "acquired", 7, 13.0, 0.0, "free", "", loser),
     ]
-    drawn = timeline(happened, (next_, 8, 5.0))
+    drawn = timeline(happened, (next_, 8, 5.0, 0.0))
     assert drawn is not None
     held, lost = sorted(drawn.bars, key=lambda bar: bar.kind)
     assert (held.kind, lost.kind) == ("held", "lost")
     assert lost.x + lost.width <= held.x + 0.2
     assert "8.0 s" in lost.words
+    assert told(happened)[0]["length"] == "held 8.0 s, noticed 4.0 s later"
+
+
+def test_a_tenure_whose_lease_has_ended() -> None:
+    """It is not drawn as if its holder were still at it."""
+    dead = Identity("h", 1, "", "", "")
+    drawn = timeline([EventInfo("k", "acquired", 7, 300.0, 0.0, "free", "", dead)], (dead, 7, 300.0, 240.0))
+    assert drawn is not None
+    [bar] = drawn.bars
+    assert bar.kind == "open"
+    assert bar.x + bar.width < drawn.width * 0.5
+    assert "until its lease ended, 4 min 0 s ago" in bar.words
+
+
+def test_holders_that_there_is_no_room_for() -> None:
+    """The picture says how many it does not show."""
+    many = [EventInfo("k", "released", n, 100.0 - n, 0.5, "", "", Identity("h", n, "", "", "")) for n in range(20)]
+    drawn = timeline(many[::-1], None)
+    assert drawn is not None
+    assert len(drawn.lanes) == 12
+    assert drawn.summary.endswith("; 8 more holders are not shown")
+
+
+@pytest.mark.parametrize("word", ["grö", "Prüf", "é", "stock"])
+def test_a_search_finds_what_was_typed(site: Site, word: str) -> None:
+    """Also where the database does not know the case of its letters."""
+    with site.lock("stock:größe é", label="Prüfung"):
+        assert "größe" in page(site.user("view_lock"), LIST, q=word)
 
 
 def test_a_min_hold_that_is_over(site: Site, database: str) -> None:

@@ -13,7 +13,7 @@ Rule: owner tokens are not shown.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from dblock.core import runtime
@@ -123,6 +123,17 @@ def _by_time(rows: Rows) -> list[EventInfo]:
             age = least[event.key] = max(event.age, least.get(event.key, 0.0) + 1e-6)
             found[n] = event._replace(age=age)
     return sorted(found, key=lambda event: event.age)
+
+
+def truly_held(event: EventInfo, events: Sequence[EventInfo]) -> float:
+    """Seconds for which a tenure that was lost was held: until it was freed, or the next one of its key had begun.
+
+    Its holder may have noticed that later, as whoever was stopped. `events` are those that are known.
+    """
+    ours = [each for each in events if each.key == event.key]
+    over = [each.age for each in ours if each.kind == "acquired" and each.fence > event.fence]
+    over += [each.age for each in ours if each.kind == "forced" and each.fence == event.fence]
+    return max(event.seconds + event.age - max(over, default=event.age), 0.0)
 
 
 class Wanted(NamedTuple):
