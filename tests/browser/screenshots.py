@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import django
 from django.db.backends.signals import connection_created
@@ -84,7 +84,7 @@ def shoot_terminal(browser: Browser) -> None:
     console = Console(record=True, width=140, height=12, file=io.StringIO(), force_terminal=True)
     with patch("time.strftime", return_value=TIME):
         rows = sorted(desk("default").survey(), key=lambda row: -row.waiters)
-        console.print(watching._view(desk("default"), rows, watching.Rates(), console.height))
+        console.print(watching._view(desk("default"), rows, watching.Rates(), console.height, console.width))
     page = browser.new_page(viewport={"width": 1400, "height": 198})
     page.set_content(f"<body style='margin:0'>{console.export_svg(title='manage.py dblock top')}")
     save(page, "top")
@@ -107,7 +107,8 @@ def main() -> None:
     world(NOW)
     cookie = session("ann", *PERMISSIONS)
     PICTURES.mkdir(exist_ok=True)
-    with override_settings(TIME_ZONE="UTC"), served() as site, chromium() as browser:
+    now = patch("django.template.defaulttags.datetime", Mock(now=lambda **_: NOW))  # {% now %}
+    with override_settings(TIME_ZONE="UTC"), now, served() as site, chromium() as browser:
         shoot(browser, site, cookie)
         shoot_terminal(browser)
 

@@ -278,3 +278,24 @@ def test_everybody_can_read_it(look: Look) -> None:
     page.get_by_role("button", name="Yes").click()
     expect(page.locator(".errorlist")).to_have_text("This field is required.")
     assert violations(page) == [], "with an error"
+
+
+def test_long_keys_push_nothing_aside(look: Look) -> None:
+    """No page grows, no button lies on a heading, and what happened to the others can be read."""
+    from dblock.models import Lock, LockEvent
+
+    world()
+    key = "k" * 255
+    _ = Lock.objects.filter(lock_key="stock:42").update(lock_key=key, label="l" * 255)
+    _ = LockEvent.objects.filter(lock_key="stock:42").update(lock_key=key, label="l" * 255)
+    page = look(viewport={"width": 1280, "height": 800})
+    for address in (f"{LIST}{key}/change/", f"{LIST}{key}/release/", f"{LIST}{key}/revoke/", f"{LIST}events/", LIST):
+        page.goto(address)
+        assert page.evaluate("document.documentElement.scrollWidth") == 1280, address
+        for table in page.locator(".dblock-queue").all():
+            assert table.evaluate("each => each.scrollWidth <= each.clientWidth"), (address, "all columns are seen")
+    page.goto(f"{LIST}{key}/change/")
+    heading, tools = page.locator("#content > h2").bounding_box(), page.locator(".object-tools").bounding_box()
+    assert heading
+    assert tools
+    assert heading["y"] >= tools["y"] + tools["height"] or tools["y"] >= heading["y"] + heading["height"]
