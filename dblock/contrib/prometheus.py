@@ -17,6 +17,7 @@ from typing import Any, Final
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
 
 from dblock.contrib.counting import Groups, Tenures, prefix
+from dblock.core.errors import Reason
 from dblock.core.events import Event, Kind
 from dblock.core.face.observing import observe
 
@@ -210,7 +211,10 @@ class Metrics:
 
 
 class _Series:
-    """What every lock of a group is counted by; kept, since the client looks labels up under a lock and as texts."""
+    """What every lock of a group is counted by; kept, since the client looks labels up under a lock and as texts.
+
+    What is rare is counted from 0: a series that begins with 1 has not increased, for who watches over it.
+    """
 
     __slots__ = ("at_once", "held", "hold", "where")
 
@@ -219,3 +223,8 @@ class _Series:
         self.held: Any = metrics.held.labels(*where)
         self.at_once: Any = metrics.wait.labels(*where, "at_once")
         self.hold: Any = metrics.hold.labels(*where)
+        for each in Reason:
+            _ = metrics.lost.labels(*where, str(each))
+        for counter in (metrics.at_risk, metrics.forced, metrics.contended):
+            _ = counter.labels(*where)
+        _ = metrics.gave_up.labels(*where, "timeout")

@@ -20,10 +20,12 @@ from celery.schedules import schedule
 from kombu.exceptions import EncodeError, OperationalError
 from sqlalchemy import create_engine
 
+from dblock import observe
 from dblock.celery import PersistentScheduler
 from dblock.celery import beat as beat_module
 from dblock.celery.beat import PAUSE
 from dblock.core.errors import StoreUnanswered
+from dblock.core.events import Event, Kind
 from dblock.core.protocol import states
 from dblock.core.protocol.drive import drive
 from sqlalchemy_dblock import db_lock
@@ -339,6 +341,26 @@ def test_a_standby_says_so_once(make: Callable[..., Beat], caplog: pytest.LogCap
         another.submit(second.scheduler.close).result()
     [said] = [each for each in caplog.messages if "standing by" in each]
     assert f"pid {os.getpid()}" in said
+
+
+def test_standing_by_is_no_attempt_that_fails(make: Callable[..., Beat], caplog: pytest.LogCaptureFixture) -> None:
+    """Neither metrics nor a history nor the log have it; but that it has become active they do."""
+    first, second, events = make(), make(), list[Event]()
+    stop = observe(events.append)
+    try:
+        with ThreadPoolExecutor(1) as another:
+            first.tick()
+            another.submit(second.tick, 5).result()
+            assert {event.kind for event in events} == {Kind.ACQUIRED}
+            first.close()
+            another.submit(second.tick, 5).result()
+            another.submit(second.scheduler.close).result()
+    finally:
+        stop()
+    told = [(event.kind, event.how, event.wait < 1) for event in events if event.kind is Kind.ACQUIRED]
+    assert told == [(Kind.ACQUIRED, "at_once", True)] * 2
+    assert {event.kind for event in events} == {Kind.ACQUIRED, Kind.RELEASED}
+    assert "waiting" not in caplog.text
 
 
 def test_a_database_that_is_away_ends_no_beat(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -29,7 +29,7 @@ from dblock import LockLost
 from dblock.contrib import opentelemetry, prometheus
 from dblock.contrib.counting import OTHER, Groups
 from dblock.core import runtime
-from dblock.core.errors import StoreConflict, StoreUnanswered
+from dblock.core.errors import Reason, StoreConflict, StoreUnanswered
 from dblock.core.events import Kind
 from dblock.core.face.executor import BaseStore
 from dblock.core.protocol.steps import Execute
@@ -121,6 +121,16 @@ def everything(engine: Engine, monkeypatch: pytest.MonkeyPatch, told: Callable[[
 def reneweds() -> int:
     holds = list(runtime.current.watchdog._holds)
     return sum(hold.lease.renewed > hold.lease.acquired for hold in holds)
+
+
+def test_what_is_rare_is_counted_from_the_beginning(engine: Engine, registry: CollectorRegistry) -> None:
+    """A series that is born with 1 has not increased: the first loss of a process would alarm nobody."""
+    with db_lock(engine, "stock:1"):
+        pass
+    values = scrape(registry)
+    series = "dblock_lost_total", "dblock_gave_up_total", "dblock_at_risk_total", "dblock_forced_total"
+    found = [value for (name, labels), value in values.items() if name in series and ("group", "stock") in labels]
+    assert found == [0.0] * (len(Reason) + 3)
 
 
 def test_a_scrape(engine: Engine, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,8 @@ class BaseLock:
     """The options of `db_lock` that only this face has."""
     forked_from: int | None = None
     """The process that held this very object when it forked us, if so."""
+    _stands_by = False
+    """Does it wait for its turn for ever, on purpose? Nobody is told of that, but of what it gets."""
 
     def __init__(
         self,

@@ -66,9 +66,10 @@ class FlowObservers(Observers):
         """Acquire by the steps that `begin` makes, which is given what to call when it begins to wait."""
         attempt = _Attempt(self, lock)
         try:
-            refused = yield from begin(attempt.contend)
+            refused = yield from begin(None if lock._stands_by else attempt.contend)
             if isinstance(refused, Refused):
-                attempt.fail("timeout", refused)
+                if not lock._stands_by:
+                    attempt.fail("timeout", refused)
             else:
                 attempt.succeed(entry)
         except GeneratorExit:  # nobody drives us any more
@@ -181,7 +182,8 @@ class _Attempt:
         self.ended = True
         hold = self.lock._hold_here()
         if hold is not None and entry in hold.entries:
-            wait, how = self.store.database.now() - self.began, _how(hold, contended=self.contended)
+            wait = 0.0 if self.lock._stands_by else self.store.database.now() - self.began
+            how = _how(hold, contended=self.contended)
             event = self._event(Kind.ACQUIRED, hold.tenure.fence, how, _entered(hold), wait)
             self.observers.tell_now(self.store, event)
 
