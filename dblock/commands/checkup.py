@@ -520,7 +520,7 @@ def holders(checkup: Checkup) -> Checked:
         yield Finding(
             Level.WARNING,
             "contended",
-            f"{printable(row.info.key)!r} has {row.waiters} waiters, one of them for {span(age)}; "
+            f"{printable(row.info.key)!r} has waiters in {row.waiters} {'process' if row.waiters == 1 else 'processes'}, one of them for {span(age)}; "
             f"held by {printable(str(row.info.identity))}{printable(label)}",
             f"See what it does: dblock show {shlex.quote(printable(row.info.key))}",
         )

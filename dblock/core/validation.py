@@ -61,7 +61,7 @@ def valid_ttl(ttl: object, what: str = "ttl", meaning: str = "the life of the le
     """The life of a lease in seconds, from a number or a timedelta; TypeError or ValueError otherwise."""
     seconds = _seconds(ttl, what)
     if not TTL_MIN <= seconds <= TTL_MAX:
-        raise ValueError(f"{what} is {meaning} {TTL_MIN:g} to {TTL_MAX:g} seconds, not {seconds:g}")
+        raise ValueError(f"{what} is {meaning} {TTL_MIN:g} to {TTL_MAX:.0f} seconds, not {seconds:g}")
     return seconds
 
 
@@ -91,7 +91,7 @@ def valid_retention(retention: object) -> float:
     """How long to keep rows that nobody holds, in seconds; TypeError or ValueError otherwise."""
     seconds = _seconds(retention, "retention")
     if not 0 <= seconds <= TTL_MAX:
-        raise ValueError(f"retention is 0 to {TTL_MAX:g} seconds, not {seconds:g}")
+        raise ValueError(f"retention is 0 to {TTL_MAX:.0f} seconds, not {seconds:g}")
     return seconds
 
 

@@ -75,7 +75,7 @@ class Recorder:
         if times is None and not found:
             raise AssertionError(f"{key!r} was not locked; {self._told()}")
         if times is not None and found != times:
-            raise AssertionError(f"{key!r} was locked {found} times, not {times}; {self._told()}")
+            raise AssertionError(f"{key!r} was locked {_times(found)}, not {_times(times)}; {self._told()}")
 
     def assert_not_locked(self, key: str | None = None) -> None:
         """AssertionError if that key was locked since the recording began; if any was, without a key."""
@@ -148,3 +148,7 @@ def following(recorder: Recorder) -> Generator[None]:
         yield
     finally:
         followers.remove(follow)
+
+
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number} times")

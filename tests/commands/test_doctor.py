@@ -460,7 +460,7 @@ def test_a_key_that_is_always_contended(busy: str) -> None:
     found = findings(busy, checkup.holders)
     [hot] = found["contended"]
     assert hot.level is Level.WARNING
-    assert "'hot' has 1 waiters" in hot.text
+    assert "'hot' has waiters in 1 process," in hot.text
     assert '"slow import"' in hot.text
     assert "'dead'" in found["holders"][0].text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -82,9 +83,14 @@ def test_sqlite_does_not_wait_inside_a_transaction(database: str, alias: str) ->
     with transaction.atomic(alias):
         start = time.monotonic()
         assert db_lock("k", using=alias).acquire(timeout=20) is False
-        with pytest.raises(LockTimeout, match="before the transaction"), db_lock("k", using=alias, timeout=20):
+        with (
+            pytest.raises(LockTimeout, match="before the transaction") as refused,
+            db_lock("k", using=alias, timeout=20),
+        ):
             pytest.fail("unreachable")
         assert time.monotonic() - start < 10
+    assert refused.value.holder is not None
+    assert refused.value.holder.identity.pid == os.getpid()
     go.set()
     thread.join()
     assert not failures

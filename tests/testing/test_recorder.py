@@ -153,7 +153,7 @@ def test_what_was_locked(subject: Subject, actor: Actor, other: Actor) -> None:
         there = r"'stock:42' \(released, 3 times\), 'stock:42' \(busy\)"
         wrongs: list[tuple[Callable[[], None], str]] = [
             (lambda: locks.assert_locked("stock:43"), f"'stock:43' was not locked; there was {there}"),
-            (lambda: locks.assert_locked("stock:42", times=2), f"locked 3 times, not 2; there was {there}"),
+            (lambda: locks.assert_locked("stock:42", times=2), f"locked 3 times, not twice; there was {there}"),
             (lambda: locks.assert_not_locked("stock:42"), "'stock:42' was locked"),
             (locks.assert_not_locked, "something was locked"),
             (lambda: locks.assert_released("stock:43"), "'stock:43' was not locked"),

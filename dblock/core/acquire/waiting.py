@@ -18,7 +18,7 @@ from dblock.core.acquire.handover import undo_take
 from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, Request, Stage
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
-from dblock.core.errors import LockStoreError, StoreBusy, StoreConflict, StoreUnanswered
+from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.protocol import queue
 from dblock.core.protocol.queue import Place, QueueStatus
 from dblock.core.protocol.sending import pauses
@@ -94,7 +94,11 @@ class Waiter:
 
         `holder` is who was seen holding the key; `first`: before all those who came while we tried to take it.
         """
-        self.site.database.before_waiting()  # before anybody counts on us
+        try:
+            self.site.database.before_waiting()  # before anybody counts on us
+        except LockTimeout as refused:
+            refused.holder = None if holder is None else holder.masked()
+            raise
         me, queues, key, services = self.me, self.site.local_queues, self.request.key, self.services
         self.holder, self.attempt.owner = holder, me.owner
         self.waiting_since = self.site.database.now()
