@@ -517,10 +517,11 @@ def holders(checkup: Checkup) -> Checked:
         )
     for age, row in sorted(slow, key=lambda each: -each[0])[:5]:
         label = f' "{row.info.label}"' if row.info.label else ""
+        processes = "1 process" if row.waiters == 1 else f"{row.waiters} processes"
         yield Finding(
             Level.WARNING,
             "contended",
-            f"{printable(row.info.key)!r} has waiters in {row.waiters} {'process' if row.waiters == 1 else 'processes'}, one of them for {span(age)}; "
+            f"{printable(row.info.key)!r} has waiters in {processes}, one of them for {span(age)}; "
             f"held by {printable(str(row.info.identity))}{printable(label)}",
             f"See what it does: dblock show {shlex.quote(printable(row.info.key))}",
         )
