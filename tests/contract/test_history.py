@@ -273,6 +273,7 @@ def test_an_event_loop_that_ends_at_once(request: pytest.FixtureRequest, driver:
     with kept(Subject("sqlalchemy", "async", "postgresql", driver), 1000) as own:
         body = """
 import asyncio
+sys.stderr = sys.stdout
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy_dblock import db_lock
 async def once():
@@ -282,8 +283,6 @@ async def once():
     await engine.dispose()
 for _ in range(3):
     asyncio.run(once())
-sys.stdout.flush()
-sys.stderr = sys.stdout
 """
         assert process(own, body) == ""
         assert [event.kind for event in written(own, 6)] == ["acquired", "released"] * 3
