@@ -203,7 +203,8 @@ def test_schedules_in_djangos_database(make: Callable[..., Beats], tmp_path: Pat
 
     def django(code: str) -> Any:
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=ROOT, env=beats.environment, capture_output=True, text=True, check=False)
+        users = {**beats.environment, "BEATS_TRANSACTIONS": "IMMEDIATE"}
+        done = subprocess.run(command, cwd=ROOT, env=users, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
