@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
 
 from sqlalchemy import Engine
 from sqlalchemy.util import greenlet_spawn
 
+from dblock.core import runtime
 from dblock.core.face import entering, leaving, operations
 from dblock.core.face.base import BaseLock
 from dblock.core.face.locks import AsyncLock as CoreAsyncLock
@@ -21,7 +22,7 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention
 from dblock.core.values import Seconds
-from sqlalchemy_dblock.store import INSTEAD, EngineStore, store_for
+from sqlalchemy_dblock.store import INSTEAD, EngineStore, own_store, store_for
 from sqlalchemy_dblock.transactions import connection_of, keep_until_end, pin, valid_session
 
 if TYPE_CHECKING:
@@ -53,14 +54,15 @@ class _EngineLock(BaseLock):
     def __init__(self, engine: Engine, key: str, *, session: Any = None, **options: Any) -> None:
         super().__init__(key, **options)
         self._engine = engine
-        _ = store_for(engine)
+        self._own_store = own_store(engine)
         # Not kept alive from here: whoever throws a session away in mid-transaction ends it, and renewal with it.
         self._given_session: Callable[[], Any] = _no_session
         if session is not None:
             self._given_session = weakref.ref(valid_session(session, asynchronous=engine.dialect.is_async))
 
     def _store(self) -> EngineStore:
-        return store_for(self._engine, self)
+        stand_in = runtime.current.stand_in
+        return self._own_store if stand_in is None else cast("EngineStore", stand_in(self))
 
     @property
     def _session(self) -> Any:

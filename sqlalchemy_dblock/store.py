@@ -18,7 +18,6 @@ from sqlalchemy.pool import SingletonThreadPool
 from sqlalchemy.util import greenlet_spawn
 
 from dblock.core import runtime
-from dblock.core.connections.pool import PooledConnection
 from dblock.core.errors import SynchronousOnlyOperation, UnsupportedDatabase
 from dblock.core.face.executor import BaseStore
 from dblock.core.holding.flow import current_task
@@ -83,17 +82,6 @@ class EngineStore(BaseStore):
         # An engine that two event loops use for the first time at once says that a lock is bound to one of them.
         self._connect_errors = (*self._errors, SQLAlchemyError, *([RuntimeError] if self.asynchronous else ()))
 
-    def _watch(self, connection: PooledConnection, until: float) -> Callable[[], bool]:
-        if not self.asynchronous or connection.wire < 0:
-            return super()._watch(connection, until)
-        timer = asyncio.get_running_loop().call_later(until - self.database.now(), connection.cut)
-
-        def answered() -> bool:
-            timer.cancel()
-            return not connection.overdue
-
-        return answered
-
     def subscribe(self, channel: str, wakeups: Wakeups) -> Subscription | None:
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
         from sqlalchemy_dblock.listening import SUBSCRIPTIONS  # noqa: PLC0415 - only where somebody waits
@@ -141,15 +129,17 @@ def _not_on_an_event_loop() -> None:
         raise SynchronousOnlyOperation(f"You cannot wait for a lock from an async context - {INSTEAD}.")
 
 
-def store_for(engine: Engine, lock: object = None) -> EngineStore:
-    """The one store of an engine, whoever asks first; it lives and dies with the engine.
-
-    In a test perhaps another one, by the lock object.
-    """
+def own_store(engine: Engine) -> EngineStore:
+    """The one store of an engine, whoever asks first; it lives and dies with the engine."""
     kept = vars(engine)
     store: EngineStore = kept.get("_dblock_store") or kept.setdefault("_dblock_store", EngineStore(engine))
-    stand_in = runtime.current.stand_in
-    return store if stand_in is None else cast("EngineStore", stand_in(lock))
+    return store
+
+
+def store_for(engine: Engine) -> EngineStore:
+    """The store of an engine; in a test perhaps another one."""
+    store, stand_in = own_store(engine), runtime.current.stand_in
+    return store if stand_in is None else cast("EngineStore", stand_in(None))
 
 
 def described(url: URL) -> str:

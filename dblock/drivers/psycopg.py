@@ -19,7 +19,7 @@ from typing import Any
 
 from psycopg import errors, generators, pq
 
-from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.protocol.steps import Execute, Parameters, Rows
 from dblock.core.statements.base import Reply, Statement, rendered
 
 _READERS = {20: int, 21: int, 23: int, 701: float}
@@ -55,7 +55,7 @@ class Prepared:
             return rows
         pgconn, (name, order) = connection.pgconn, known
         try:
-            pgconn.send_query_prepared(name, [str(parameters[key]).encode() for key in order])
+            pgconn.send_query_prepared(name, _encoded(parameters, order))
             while pgconn.flush():
                 self._writable.poll()
                 pgconn.consume_input()
@@ -84,10 +84,10 @@ class Prepared:
                 _ = _checked((yield from generators.execute(pgconn)))
                 known = self._known[statement.sql] = name, order
         if known is None:
-            pgconn.send_query_params(text, [str(parameters[key]).encode() for key in order])
+            pgconn.send_query_params(text, _encoded(parameters, order))
         else:
             name, order = known
-            pgconn.send_query_prepared(name, [str(parameters[key]).encode() for key in order])
+            pgconn.send_query_prepared(name, _encoded(parameters, order))
         return self._rows(statement, (yield from generators.execute(pgconn)))
 
     def _rows(self, statement: Statement, results: list[Any]) -> Rows:
@@ -119,6 +119,10 @@ def _named(statement: Statement) -> tuple[bytes, bytes, tuple[str, ...]]:
     assert order is not None  # noqa: S101 - the style has no names
     digest = hashlib.blake2s(text.encode(), digest_size=8).hexdigest()
     return f"dblock_{statement.name}_{digest}".encode(), text.encode(), order
+
+
+def _encoded(parameters: Parameters, order: tuple[str, ...]) -> list[bytes]:
+    return list(map(str.encode, map(str, map(parameters.__getitem__, order))))
 
 
 def _answer(pgconn: Any, readable: Any) -> list[Any]:

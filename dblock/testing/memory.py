@@ -396,7 +396,7 @@ class Memory(Recorder):
         self._store = MemoryStore()
         self.clock = self._store.clock
 
-    def _follow(self, lock: BaseLock, timeout: float | None, steps: Steps[Refused | None]) -> Steps[Refused | None]:
+    def _follow(self, lock: BaseLock, timeout: float | None, steps: Steps[Hold | Refused]) -> Steps[Hold | Refused]:
         attempt = object()
         with self._store.moving:  # else the clock might be on its way to the end of somebody's wait
             self._store.trying.add(attempt)

@@ -110,21 +110,20 @@ class Recorder:
 
     # -- looking on
 
-    def _follow(self, lock: BaseLock, timeout: float | None, steps: Steps[Refused | None]) -> Steps[Refused | None]:
+    def _follow(self, lock: BaseLock, timeout: float | None, steps: Steps[Hold | Refused]) -> Steps[Hold | Refused]:
         attempt, now = Attempt(lock, timeout), lock._store().database.now
         self.history.append(attempt)
         began = now()
         try:
-            refused = yield from steps
+            found = yield from steps
         except BaseException as error:
             attempt.error = error
             raise
         finally:
             attempt.waited = now() - began
-        hold = lock._hold_here()
-        if refused is None and hold is not None:
-            attempt._held, attempt.fence = (hold, hold.entries[-1]), hold.tenure.fence
-        return refused
+        if isinstance(found, Hold):
+            attempt._held, attempt.fence = (found, found.entries[-1]), found.tenure.fence
+        return found
 
 
 @contextmanager

@@ -64,38 +64,28 @@ def acquire(
     deadline = math.inf if timeout is None else start + timeout
     until = deadline + timing.leave_timeout if timeout != 0 else start + timing.single_try
     attempt = Attempt(site, request, deadline, until, services, held, contended, slow_wait)
+    queues, key = site.local_queues, request.key
+    found: Grant | LockInfo | Literal[Outcome.TAKE_AGAIN] | None = Outcome.TAKE_AGAIN
     try:
-        found = yield from _acquire(attempt, held_in_process=held_in_process)
+        if (held_in_process or queues.is_crowded(key)) and request.fair and start < deadline:
+            with contextlib.suppress(LockTimeout):  # refused: it may be free, though
+                found = yield from _waiter(attempt).wait(None)
+        if found is Outcome.TAKE_AGAIN:
+            found, attempt.trying = None, queues.begin_try(key)
+            try:
+                found = yield from _take(attempt)
+            finally:
+                if attempt.trying:
+                    queues.end_try(key, got=isinstance(found, Grant))
     except StoreBusy as busy:
         return Refused(busy=busy)
-    return found if isinstance(found, Grant) else Refused(found)
-
-
-def _acquire(attempt: Attempt, *, held_in_process: bool) -> Steps[Grant | LockInfo | None]:
-    """A grant; else the row as it was last seen, or None."""
-    site, request = attempt.site, attempt.request
-    queues, key = site.local_queues, request.key
-    try:
-        crowded = held_in_process or queues.find(key) or queues.is_tried(key) or queues.is_contended(key)
-        if crowded and request.fair and site.database.now() < attempt.deadline:
-            with contextlib.suppress(LockTimeout):  # refused: it may be free, though
-                waited = yield from _waiter(attempt).wait(None)
-                if waited is not Outcome.TAKE_AGAIN:
-                    return waited
-        found = None
-        attempt.trying = queues.begin_try(key)
-        try:
-            found = yield from _take(attempt)
-        finally:
-            if attempt.trying:
-                queues.end_try(key, got=isinstance(found, Grant))
     except BaseException as error:
         # Interrupted: what we may have taken is given back. Else nobody drives us any more, or the database has said,
         # as far as it can, what became of it.
         if attempt.owner and not isinstance(error, (GeneratorExit, LockStoreError)):
             yield from undo_take(site, key, attempt.owner)
         raise
-    return found
+    return found if isinstance(found, Grant) else Refused(found)
 
 
 def _waiter(attempt: Attempt) -> Waiter:

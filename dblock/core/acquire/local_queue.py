@@ -338,10 +338,6 @@ class LocalQueues:
         if local_queue is not None:
             local_queue.hope(self.database.timing.local_handover_wait if got else 0.0)
 
-    def is_tried(self, key: str) -> bool:
-        """Does somebody of this process try to take the key at this moment?"""
-        return bool(self._tried) and self.database.now() < self._tried.get(key, -math.inf)
-
     def alone(self, waiter: LocalWaiter) -> LocalQueue:
         """Wait without others."""
         local_queue = LocalQueue(waiter.request.key, self)
@@ -375,6 +371,16 @@ class LocalQueues:
             self._contended.clear()
         self._contended[key] = self.database.now()
 
-    def is_contended(self, key: str) -> bool:
-        """Is it likely that somebody waits for that key? A guess, which saves two statements when it is right."""
-        return bool(self._contended) and self.database.now() < self._contended.get(key, -math.inf) + RECENT
+    def is_crowded(self, key: str) -> bool:
+        """Does somebody of this process wait for that key or try to take it, or is it likely that others wait?
+
+        A guess, which saves two statements when it is right.
+        """
+        if not (self._queues or self._tried or self._contended):
+            return False
+        now = self.database.now()
+        return (
+            key in self._queues
+            or now < self._tried.get(key, -math.inf)
+            or now < self._contended.get(key, -math.inf) + RECENT
+        )

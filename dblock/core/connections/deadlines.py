@@ -1,8 +1,8 @@
 """Statements that are not answered in time.
 
 Their connection is cut, so that whatever call of whatever driver waits for the answer ends with an error. One thread
-for the process; on an event loop its timers do the same. A statement that is answered costs an entry in a dictionary:
-the thread sleeps until the earliest moment that it knows, and is only woken for an earlier one.
+for the process, for those of an event loop as well. A statement that is answered costs an entry in a dictionary: the
+thread sleeps until the earliest moment that it knows, and is only woken for an earlier one.
 
 Rule: whoever takes an entry out of the dictionary, the thread or the statement itself, decides: a connection that was
 cut is never used again.
@@ -25,6 +25,9 @@ LINGER: Final = 1.0
 class Cuttable(Protocol):
     """A connection."""
 
+    wire: int
+    """The descriptor by which it can be cut; less than 0: it cannot be."""
+
     def cut(self) -> None:
         """End whatever waits for an answer on it."""
         ...
@@ -42,14 +45,15 @@ class Deadlines:
         self._thread: threading.Thread | None = None
 
     def watch(self, connection: Cuttable, moment: float) -> None:
-        """Cut it at that local time, unless its statement has been answered."""
-        self._due[connection] = moment
-        if moment < self._wake_at:
-            self._look()
+        """Cut it at that local time, where it can be, unless its statement has been answered."""
+        if connection.wire >= 0:
+            self._due[connection] = moment
+            if moment < self._wake_at:
+                self._look()
 
     def answered(self, connection: Cuttable) -> bool:
         """The statement has ended; False if the connection was cut."""
-        return self._due.pop(connection, None) is not None
+        return connection.wire < 0 or self._due.pop(connection, None) is not None
 
     def _look(self) -> None:
         self._look_again.set()

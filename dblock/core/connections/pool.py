@@ -250,10 +250,11 @@ class AutocommitPool:
 
     def _returned(self, connection: PooledConnection) -> bool:
         """It is not lent any more; False if it was lent before a fork: it is the parent's."""
-        out = self._out[connection.keeps]
-        ours = connection in out
-        out.discard(connection)
-        return ours
+        try:
+            self._out[connection.keeps].remove(connection)
+        except KeyError:
+            return False
+        return True
 
     def _enter(self, loop: object, *, keeps: bool) -> PooledConnection | None:
         """One that is idle, or a new one that is yet to be opened; None if too many are in use."""

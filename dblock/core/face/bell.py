@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from dblock.core import runtime
 from dblock.core.connections.pool import PooledConnection
 from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
 from dblock.core.face.executor import BaseStore
@@ -79,7 +80,8 @@ class Bell:
         """Run a statement there, which may take so long; None if it was interrupted."""
         store, statement = self._store, cast("Statement", getattr(self._store.database.dialect.queue, name))
         until = store.database.now() + seconds + store.database.timing.answer
-        answered = store._watch(self._connection, until)
+        deadlines = runtime.current.deadlines
+        deadlines.watch(self._connection, until)
         try:
             return [tuple(row) for row in store._perform(self._connection, Execute(statement, dict(parameters), until))]
         except store._errors as error:
@@ -87,7 +89,7 @@ class Bell:
                 return None
             raise
         finally:
-            _ = answered()
+            _ = deadlines.answered(self._connection)
 
 
 def hang_up(

@@ -56,7 +56,7 @@ def forget(hold: Hold) -> None:
     runtime.current.watchdog.discard(hold)
     flow, resource = hold.flow(), (hold.store, hold.tenure.key)
     if flow is not None and flow.holds.get(resource) is hold:
-        outer = next((each for each in hold.outers() if each.open_entries()), None)
+        outer = hold.outer and next((each for each in hold.outers() if each.open_entries()), None)
         if outer is None:
             _ = flow.holds.pop(resource, None)
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import acquiring, handover
@@ -29,8 +29,8 @@ from dblock.core.tokens import Token
 from dblock.core.values import Grant, LockInfo
 
 
-def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Steps[Refused | None]:
-    """None when acquired; else why not."""
+def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Steps[Hold | Refused]:
+    """What this flow holds now; else why not."""
     entry, observers = Entry(lock, kind), runtime.current.watchdog.observers
     if observers is None:
         steps = _acquire(lock, timeout, entry)
@@ -46,7 +46,7 @@ def _acquire(
     timeout: float | None,
     entry: Entry,
     contended: Callable[[LockInfo | None], None] | None = None,
-) -> Steps[Refused | None]:
+) -> Steps[Hold | Refused]:
     if lock.forked_from is not None:
         raise lock._forked()
     store, flow, ttl = lock._store(), current_flow(), lock._ttl
@@ -56,7 +56,7 @@ def _acquire(
         hold = None  # a callback that looks at its lock's hold is a flow of its own
     if hold is not None:
         if (yield from _reenter(lock, database, hold, ttl, entry)):
-            return None
+            return hold
         _ = hold.lease.lose(Loss(Reason.EXPIRED))  # a new tenure follows; whoever entered before has lost this one
         runtime.current.watchdog.announce(hold)
     options, site = lock.options, runtime.current.site(store)
@@ -84,8 +84,7 @@ def _acquire(
             slow_wait=lock._slow_wait,
         )
         if isinstance(found, Grant):
-            _ = begin_hold(lock, flow, found, entry, hold, store=store)
-            return None
+            return begin_hold(lock, flow, found, entry, hold, store=store)
     except BaseException:
         known = flow.holds.get(resource)
         # Interrupted when it was granted, and not held yet?
@@ -102,10 +101,10 @@ def enter(lock: BaseLock) -> Steps[None]:
     if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:
         hold.entries[-1] = Entry(lock, "with")
     else:
-        refused = yield from acquire(lock, lock._timeout, "with")
-        if refused is not None:
-            raise lock._timed_out(refused) from refused.busy
-        hold = cast("Hold", lock._hold_here())
+        found = yield from acquire(lock, lock._timeout, "with")
+        if isinstance(found, Refused):
+            raise lock._timed_out(found) from found.busy
+        hold = found
     lock._blocks.append(Block(hold.entries[-1], hold))
 
 

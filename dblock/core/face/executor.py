@@ -9,10 +9,8 @@ cause.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
-from collections.abc import Callable
 from typing import Final, Protocol
 
 from dblock.core import runtime
@@ -84,14 +82,15 @@ class BaseStore:
             if self.database.dialect.classify(cause) is Failure.LOCKED:
                 raise self.error(cause, step) from cause
             raise unreachable(error, database=self._described) from cause
-        answered = self._watch(connection, until)
+        deadlines = runtime.current.deadlines
+        deadlines.watch(connection, until)
         try:
             if connection.busy_timeout:
                 _bound_sqlite(connection, min(timing.sqlite_busy, (until - now) / 2))
             rows = self._perform(connection, step)
         except self._errors as error:
             failure = self.database.dialect.classify(error)
-            if not answered():
+            if not deadlines.answered(connection):
                 self._source.drop(connection)
                 raise late(step, until - now, database=self._described) from error
             (self._source.drop if failure in _SPENT else self._source.give_after_error)(connection)
@@ -99,14 +98,14 @@ class BaseStore:
                 return []
             raise self.error(error, step) from error
         except UnicodeError:
-            _ = answered()
+            _ = deadlines.answered(connection)
             self._source.give_after_error(connection)
             raise unstorable(database=self._described) from None
         except BaseException:  # interrupted half-way through an answer
-            _ = answered()
+            _ = deadlines.answered(connection)
             self._source.drop(connection)
             raise
-        if not answered():
+        if not deadlines.answered(connection):
             self._source.drop(connection)
             return rows
         try:
@@ -143,14 +142,6 @@ class BaseStore:
         """What may have locked the whole database."""
         return "somebody's transaction, your own perhaps, has been writing all the time"
 
-    def _watch(self, connection: PooledConnection, until: float) -> Callable[[], bool]:
-        """Cut the connection at that local time, unless the function that this returns has been called: False then."""
-        if connection.wire < 0:
-            return _always
-        deadlines = runtime.current.deadlines
-        deadlines.watch(connection, until)
-        return functools.partial(deadlines.answered, connection)
-
     def _perform(self, connection: PooledConnection, step: Execute) -> Rows:
         if connection.prepared is not None:
             return connection.prepared(step)
@@ -169,7 +160,3 @@ def _bound_sqlite(connection: PooledConnection, seconds: float) -> None:
         cursor.execute(f"PRAGMA busy_timeout = {milliseconds}")
         cursor.close()
         connection.busy_timeout = milliseconds
-
-
-def _always() -> bool:
-    return True

@@ -111,7 +111,7 @@ class SyncLock(BaseLock):
         """
         wait = acquire_timeout(blocking, timeout, self._timeout)
         try:
-            return self._drive(entering.acquire(self, wait)) is None
+            return isinstance(self._drive(entering.acquire(self, wait)), Hold)
         except LockTimeout:  # waiting would have been pointless
             return False
 
@@ -199,7 +199,8 @@ class AsyncLock(BaseLock):
 
     async def acquire(self: BaseLock, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take the lock, or enter it once more; False if it was not free in time."""
-        return await self._adrive(entering.acquire(self, acquire_timeout(blocking, timeout, self._timeout))) is None
+        wait = acquire_timeout(blocking, timeout, self._timeout)
+        return isinstance(await self._adrive(entering.acquire(self, wait)), Hold)
 
     async def release(self: BaseLock) -> None:
         """Give the lock back, or leave it once."""

@@ -66,12 +66,11 @@ class FlowObservers(Observers):
         """Acquire by the steps that `begin` makes, which is given what to call when it begins to wait."""
         attempt = _Attempt(self, lock)
         try:
-            refused = yield from begin(None if lock._stands_by else attempt.contend)
-            if isinstance(refused, Refused):
-                if not lock._stands_by:
-                    attempt.fail("timeout", refused)
-            else:
-                attempt.succeed(entry)
+            found = yield from begin(None if lock._stands_by else attempt.contend)
+            if isinstance(found, Hold):
+                attempt.succeed(found)
+            elif isinstance(found, Refused) and not lock._stands_by:
+                attempt.fail("timeout", found)
         except GeneratorExit:  # nobody drives us any more
             raise
         except BaseException as error:
@@ -81,7 +80,7 @@ class FlowObservers(Observers):
                     yield from leaving._release(lock, hold, entry)
             attempt.fail(type(error).__name__)
             raise
-        return refused
+        return found
 
     def attach(self, lock: BaseLock, steps: Steps[T]) -> Steps[T]:
         """Enter a tenure, unless the steps say False."""
@@ -177,15 +176,14 @@ class _Attempt:
         self.contended = True
         self.observers.tell_now(self.store, self._event(Kind.CONTENDED)._replace(holder=masked(holder)))
 
-    def succeed(self, entry: Entry) -> None:
-        """We have it, by that entry."""
+    def succeed(self, hold: Hold) -> None:
+        """We have it."""
         self.ended = True
-        hold = self.lock._hold_here()
-        if hold is not None and entry in hold.entries:
-            wait = 0.0 if self.lock._stands_by else self.store.database.now() - self.began
-            how = _how(hold, contended=self.contended)
-            event = self._event(Kind.ACQUIRED, hold.tenure.fence, how, _entered(hold), wait)
-            self.observers.tell_now(self.store, event)
+        wait = 0.0 if self.lock._stands_by else self.store.database.now() - self.began
+        event = self._event(
+            Kind.ACQUIRED, hold.tenure.fence, _how(hold, contended=self.contended), _entered(hold), wait
+        )
+        self.observers.tell_now(self.store, event)
 
     def fail(self, reason: str, refused: Refused | None = None) -> None:
         """We shall not have it."""

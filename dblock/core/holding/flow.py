@@ -188,32 +188,30 @@ class Block(NamedTuple):
 class Hold:
     """One tenure, as one flow holds it."""
 
-    __slots__ = (
-        "__weakref__",
-        "cancelling",
-        "deferred",
-        "entries",
-        "flow",
-        "interrupted",
-        "is_snapshot",
-        "lease",
-        "leaving",
-        "local_handovers",
-        "loop",
-        "loss_reported",
-        "max_hold",
-        "min_hold",
-        "outer",
-        "revoked",
-        "risk_reported",
-        "shared_entries",
-        "store",
-        "tenure",
-        "ticket",
-        "transactions",
-        "unused_tokens",
-        "who",
-    )
+    leaving: HoldObserver | None = None
+    """The lock object through which it is being left, or whose leaving an open transaction puts off."""
+    is_snapshot = False
+    """Is this a copy for looking only?"""
+    shared_entries: int | None = None
+    """How many entries of others the row counts, as far as we know; None while no token has been handed out."""
+    unused_tokens = 0
+    """How many tokens were handed out from inside of it, and may not have been used yet."""
+    revoked: str | None = None
+    """By whom and why it was asked back, once a renewal has met that."""
+    risk_reported = False
+    """Has somebody been told that a renewal is late?"""
+    loss_reported = False
+    """Have those who want to know been told that it is lost?"""
+    deferred = False
+    """Is it to be given back when a transaction ends?"""
+    cancelling = 0
+    """How many cancellations its task had been asked for when the body began."""
+    interrupted = False
+    """Have we asked for one?"""
+    transactions: tuple[Any, ...] = ()
+    """Those of the caller's that were open when it was taken, as the face knows them."""
+    loop: Any = None
+    """The event loop that its statements run on, where they do."""
 
     def __init__(self, store: Store, flow: Flow, grant: Grant, entry: Entry, outer: Hold | None) -> None:
         options = cast("HoldObserver", entry.lock).options  # in the hands of whoever takes it
@@ -235,32 +233,8 @@ class Hold:
         self.max_hold = options.max_hold
         self.entries = [entry]
         """How it was entered, outermost first; empty when only an open transaction keeps it."""
-        self.leaving: HoldObserver | None = None
-        """The lock object through which it is being left, or whose leaving an open transaction puts off."""
-        self.is_snapshot = False
-        """Is this a copy for looking only?"""
         self.outer = outer
         """A lost hold of the same key, further out in the same flow, which has yet to be told so."""
-        self.shared_entries: int | None = None
-        """How many entries of others the row counts, as far as we know; None while no token has been handed out."""
-        self.unused_tokens = 0
-        """How many tokens were handed out from inside of it, and may not have been used yet."""
-        self.revoked: str | None = None
-        """By whom and why it was asked back, once a renewal has met that."""
-        self.risk_reported = False
-        """Has somebody been told that a renewal is late?"""
-        self.loss_reported = False
-        """Have those who want to know been told that it is lost?"""
-        self.deferred = False
-        """Is it to be given back when a transaction ends?"""
-        self.cancelling = 0
-        """How many cancellations its task had been asked for when the body began."""
-        self.interrupted = False
-        """Have we asked for one?"""
-        self.transactions: tuple[Any, ...] = ()
-        """Those of the caller's that were open when it was taken, as the face knows them."""
-        self.loop: Any = None
-        """The event loop that its statements run on, where they do."""
 
     @property
     def count(self) -> int:

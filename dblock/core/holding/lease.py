@@ -52,22 +52,11 @@ class Loss(NamedTuple):
 class Lease:
     """Until when a tenure is trusted, when that is to be renewed, and why it was lost."""
 
-    __slots__ = (
-        "_mutex",
-        "acquired",
-        "due",
-        "epoch",
-        "grace",
-        "loss",
-        "now",
-        "pace",
-        "reason_if_lost",
-        "renewed",
-        "renewing",
-        "term",
-        "trusted_until",
-        "ttl",
-    )
+    loss: Loss | None = None
+    reason_if_lost: Reason | None = None
+    """What to report if trust runs out before the renewal that is due succeeds; None while none is due."""
+    epoch = 0
+    """How often the ttl was set: the answer to a renewal sent before does not count."""
 
     def __init__(
         self, grant: Grant, now: Callable[[], float], *, grace: float, renewing: bool, pace: float = math.inf
@@ -84,11 +73,6 @@ class Lease:
         self.term = grant.lasts
         """The seconds that the last statement gave; less than the ttl if the tenure began with the lease of a place."""
         self.trusted_until = grant.trusted_until
-        self.loss: Loss | None = None
-        self.reason_if_lost: Reason | None = None
-        """What to report if trust runs out before the renewal that is due succeeds; None while none is due."""
-        self.epoch = 0
-        """How often the ttl was set: the answer to a renewal sent before does not count."""
         self.due = grant.sent + min(self.term / 3, pace) if renewing else grant.trusted_until
         """The local time at which the watchdog has to do something about it."""
 

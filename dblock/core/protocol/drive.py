@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Coroutine
 from inspect import GEN_CLOSED, getgeneratorstate
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from dblock.core.errors import LockNotHeld
 from dblock.core.protocol.steps import Execute, Rows, Steps
@@ -26,7 +26,8 @@ def drive(steps: Steps[T], store: Store, error: BaseException | None = None, pro
     try:
         while True:
             try:
-                _leave_to_parent(steps, process, error)
+                if os.getpid() != process:
+                    _leave_to_parent(steps, process, error)
                 step = steps.send(reply) if error is None else steps.throw(error)
                 reply = error = None
                 if isinstance(step, Execute):
@@ -65,7 +66,8 @@ async def adrive(
     try:
         while True:
             try:
-                _leave_to_parent(steps, process, error)
+                if os.getpid() != process:
+                    _leave_to_parent(steps, process, error)
                 step = steps.send(reply) if error is None else steps.throw(error)
                 error = None
                 work: Coroutine[Any, Any, Rows | None] = (
@@ -90,10 +92,9 @@ async def adrive(
         del error
 
 
-def _leave_to_parent(steps: Steps[Any], process: int, error: BaseException | None) -> None:
-    if os.getpid() != process:
-        steps.close()  # nobody drives them any more
-        raise error or LockNotHeld(f"process {process} was at it when it forked this one: the lock is its own")
+def _leave_to_parent(steps: Steps[Any], process: int, error: BaseException | None) -> NoReturn:
+    steps.close()  # nobody drives them any more
+    raise error or LockNotHeld(f"process {process} was at it when it forked this one: the lock is its own")
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T], put_off: list[BaseException]) -> T:
