@@ -13,7 +13,7 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from dblock import db_lock
-from tests.conftest import ALIASES, run
+from tests.conftest import ALIASES, ready, run
 
 
 @pytest.fixture
@@ -25,8 +25,9 @@ def app() -> Iterator[celery.Celery]:
     app.close()
 
 
-def test_it_counts_by_database_and_table(app: celery.Celery, sqlite: Path, database: str) -> None:
+def test_it_counts_by_database_and_table(app: celery.Celery, request: pytest.FixtureRequest, database: str) -> None:
     """Rows of locks, and of those who waited and died."""
+    _ = ready(request, "sqlite")
     from dblock.tasks import reap_expired
 
     alias = ALIASES[database]

@@ -30,6 +30,7 @@ import pytest
 
 from dblock.core import runtime, timing
 from dblock.core.acquire import local_queue as lines_of
+from dblock.core.connections.deadlines import Deadlines
 from dblock.core.errors import LockLost
 from dblock.core.runtime import current_flow
 from tests.conftest import ready
@@ -364,6 +365,29 @@ def test_every_moment_of_a_lock_may_be_interrupted(
         sys.settrace(None)
         stage.close()
     assert set(warnings().values()) <= {1}, "one warning for each"
+
+
+@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "postgresql")], ids=str)
+def test_nothing_watches_over_a_statement_that_was_not_sent(
+    request: pytest.FixtureRequest, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Struck between the two: else the connection would be kept, and cut when its time is up."""
+    ready(request, subject.database)
+    lock, watched, watch = subject.lock("k"), list[Any](), Deadlines.watch
+    with lock:
+        pass  # with a connection that is idle
+
+    def struck(deadlines: Deadlines, connection: Any, moment: float) -> None:
+        watch(deadlines, connection, moment)
+        watched.append(connection)
+        if len(watched) == 1:
+            raise Interrupted
+
+    monkeypatch.setattr(Deadlines, "watch", struck)
+    with pytest.raises(Interrupted):
+        lock.acquire()
+    assert watched[0] not in runtime.current.deadlines._due
+    subject.engine.dispose()
 
 
 @pytest.mark.parametrize("subject", SYNC if LONG else [SYNC[0], SYNC[4]], ids=str)

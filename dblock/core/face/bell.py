@@ -81,8 +81,8 @@ class Bell:
         store, statement = self._store, cast("Statement", getattr(self._store.database.dialect.queue, name))
         until = store.database.now() + seconds + store.database.timing.answer
         deadlines = runtime.current.deadlines
-        deadlines.watch(self._connection, until)
         try:
+            deadlines.watch(self._connection, until)
             return [tuple(row) for row in store._perform(self._connection, Execute(statement, dict(parameters), until))]
         except store._errors as error:
             if store.database.dialect.classify(error) is Failure.CONFLICT:

@@ -83,8 +83,8 @@ class BaseStore:
                 raise self.error(cause, step) from cause
             raise unreachable(error, database=self._described) from cause
         deadlines = runtime.current.deadlines
-        deadlines.watch(connection, until)
         try:
+            deadlines.watch(connection, until)
             if connection.busy_timeout:
                 _bound_sqlite(connection, min(timing.sqlite_busy, (until - now) / 2))
             rows = self._perform(connection, step)
