@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 HINTS = {
     "postgres": "apt-get install postgresql",
@@ -31,6 +32,9 @@ HINTS = {
     "epmd": "apt-get install rabbitmq-server",
     "pgbouncer": "apt-get install pgbouncer",
 }
+
+
+S = TypeVar("S", bound="Server")
 
 
 class MissingServer(RuntimeError):
@@ -280,6 +284,50 @@ class MariaDB(Server):
         connection.close()
 
 
+class Galera(MariaDB):
+    """A node of a cluster of MariaDB servers that all take writes: the first of it, or one that joins another."""
+
+    def __init__(self, first: Galera | None = None) -> None:
+        super().__init__()
+        self.cluster, self.transfers = free_port(), free_port()
+        self.first = first
+
+    @staticmethod
+    def provider() -> str:
+        """Where the library is."""
+        found = glob.glob("/usr/lib*/galera*/libgalera_smm.so")
+        if not found:
+            raise MissingServer("Galera is not installed; try: apt-get install galera-4")
+        return found[0]
+
+    def command(self) -> list[str]:
+        group = f"base_port={self.cluster};gmcast.listen_addr=tcp://127.0.0.1:{self.cluster}"
+        return [
+            *super().command(),
+            "--wsrep-on=ON",
+            f"--wsrep-provider={self.provider()}",
+            f"--wsrep-provider-options={group};ist.recv_addr=127.0.0.1:{free_port()};gcache.size=16M",
+            f"--wsrep-cluster-address=gcomm://{f'127.0.0.1:{self.first.cluster}' if self.first else ''}",
+            f"--wsrep-node-address=127.0.0.1:{self.cluster}",
+            "--wsrep-sst-method=rsync",
+            f"--wsrep-sst-receive-address=127.0.0.1:{self.transfers}",
+            "--binlog-format=ROW",
+            "--innodb-autoinc-lock-mode=2",
+        ]
+
+    def ready(self) -> bool:
+        import pymysql
+
+        with contextlib.suppress(pymysql.MySQLError):
+            connection = pymysql.connect(host="127.0.0.1", port=self.port, user="root", ssl_disabled=True)
+            cursor = connection.cursor()
+            cursor.execute("SHOW STATUS LIKE 'wsrep_ready'")
+            found = cursor.fetchone()
+            connection.close()
+            return found is not None and found[1] == "ON"
+        return False
+
+
 class MySQL(MariaDB):
     """MySQL itself, out of a Debian tree of its own: the system has MariaDB in its place."""
 
@@ -442,7 +490,7 @@ def _copy(source: str, to: Path | str) -> None:
 
 
 @contextlib.contextmanager
-def running(make: Callable[[], Server]) -> Iterator[Server]:
+def running(make: Callable[[], S]) -> Iterator[S]:
     """A prepared and started server for the length of a `with`."""
     server = make()
     try:

@@ -70,6 +70,8 @@ class PooledConnection:
     """How many milliseconds it waits for another writer, on SQLite."""
     wal: bool = False
     """Is it to a SQLite file with a write-ahead log?"""
+    galera: bool = False
+    """Is it to a node of a Galera cluster?"""
     idle_since: float = 0.0
     keeps: bool = False
     """Was it lent to keep or to give back what is held?"""

@@ -97,8 +97,12 @@ def hang_up(
 ) -> Bell | None:
     """A bell on a connection of its own; None, and it is closed, where a call from another session is in vain.
 
-    It is where a proxy leads them to different servers, or changes the session from one statement to the next.
+    It is where a proxy leads them to different servers, or changes the session from one statement to the next, and on
+    a Galera cluster, where who calls may be at another node.
     """
+    if connection.galera:
+        _ = close()
+        return None
     bell = Bell(store, connection, close, channel, wakeups)
     call = cast("Statement", store.database.dialect.queue.call)
     try:
