@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from sqlalchemy import URL, Engine
 from sqlalchemy.exc import SQLAlchemyError
@@ -21,6 +21,7 @@ from dblock.core import runtime
 from dblock.core.errors import SynchronousOnlyOperation, UnsupportedDatabase
 from dblock.core.face.executor import BaseStore
 from dblock.core.holding.flow import current_task
+from dblock.core.protocol.drive import to_its_end
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements import DIALECTS, dialect_for
@@ -120,8 +121,16 @@ class EngineStore(BaseStore):
 
     async def aexecute(self, step: Execute) -> Rows:
         """Run the statement on the running event loop."""
-        rows: Rows = await greenlet_spawn(self.execute, step)
-        return rows
+        work: Coroutine[Any, Any, Rows] = greenlet_spawn(self.execute, step)
+        if self._driver != "aiosqlite":
+            return await work
+        # Broken off there, it goes on: what it has written is committed when its cursor is collected, whenever that is.
+        cancelled: list[BaseException] = []
+        try:
+            return await to_its_end(work, cancelled)
+        finally:
+            if cancelled:
+                raise cancelled[-1]
 
 
 def _not_on_an_event_loop() -> None:

@@ -73,7 +73,7 @@ async def adrive(
                 work: Coroutine[Any, Any, Rows | None] = (
                     store.aexecute(step) if isinstance(step, Execute) else store.apause(step)
                 )
-                reply = await (_to_its_end(work, put_off) if undisturbed else work)
+                reply = await (to_its_end(work, put_off) if undisturbed else work)
             except StopIteration as done:
                 if put_off:
                     raise put_off[-1] from None
@@ -97,8 +97,8 @@ def _leave_to_parent(steps: Steps[Any], process: int, error: BaseException | Non
     raise error or LockNotHeld(f"process {process} was at it when it forked this one: the lock is its own")
 
 
-async def _to_its_end(work: Coroutine[Any, Any, T], put_off: list[BaseException]) -> T:
-    """Await it in a task of its own, and put the cancellations of ours off."""
+async def to_its_end(work: Coroutine[Any, Any, T], put_off: list[BaseException]) -> T:
+    """Await it in a task of its own, and put the cancellations of ours off, into the list."""
     import asyncio  # noqa: PLC0415 - as above
 
     task = asyncio.ensure_future(work)
