@@ -174,11 +174,11 @@ def test_an_answer_that_is_lost_is_looked_up(subject: Subject, desk: Desk, monke
         raise StoreUnanswered("cut")
 
     with pytest.raises(LockLost, match="root: stuck"), subject.lock("k", ttl=600) as lock:
-        monkeypatch.setattr(type(desk.store), "execute", partial(cut, desk.store, after=False))
+        monkeypatch.setattr(type(desk.store), "execute", staticmethod(partial(cut, desk.store, after=False)))
         with pytest.raises(StoreUnanswered):
             desk.force("k", lock.fence)
         assert lock.verify()
-        monkeypatch.setattr(type(desk.store), "execute", partial(cut, desk.store, after=True))
+        monkeypatch.setattr(type(desk.store), "execute", staticmethod(partial(cut, desk.store, after=True)))
         assert desk.force("k", lock.fence)
         monkeypatch.undo()
 

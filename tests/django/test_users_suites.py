@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,4 +114,5 @@ def test_a_projects_suite(database: str, runner: str, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     told = done.stderr if runner == "django" else done.stdout
-    assert ("Ran 8 tests" if runner == "django" else "10 passed" if database == "sqlite" else "9 passed") in told, told
+    passed = "Ran [78] tests" if runner == "django" else "10 passed" if database == "sqlite" else "9 passed"
+    assert re.search(passed, told), told  # Python 3.12.1 does not count the one that is skipped
