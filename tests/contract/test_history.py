@@ -298,6 +298,7 @@ def test_each_database_has_its_own(request: pytest.FixtureRequest) -> None:
         with db_lock(own.engine, "k"):
             pass
         assert len(written(own, 2)) == 2
+    plain.engine.dispose()
 
 
 def test_a_forked_child_writes_what_it_has_done_itself(request: pytest.FixtureRequest) -> None:

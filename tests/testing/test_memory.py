@@ -533,6 +533,7 @@ def test_a_session(sqlite: object, locks: testing.Memory) -> None:
         assert lock.locked()
         session.commit()
         assert not lock.locked()
+    engine.dispose()
 
 
 # -- beginning and ending

@@ -213,6 +213,7 @@ def test_an_engine_in_memory(shared: bool) -> None:
         assert not lock.locked()
         with pytest.raises(LockLost):
             lock.release()
+    engine.dispose()
 
 
 def test_on_an_event_loop_it_says_what_to_write(sqlite: object) -> None:
