@@ -540,6 +540,7 @@ def test_limits_of_celery(
     sqlite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, face: str, renew: bool
 ) -> None:
     """Of the tasks that a worker of that app would have, in its own words."""
+    monkeypatch.setenv("CELERY_SKIP_CHECKS", "yes")  # from Django 6.1 on they ask every database there is
     name = f"shop_{face}_{renew}"
     (tmp_path / f"{name}.py").write_text(APP.format(name=name))
     (tmp_path / f"{name}_tasks.py").write_text(TASKS.format(name=name, renew=renew))
@@ -553,6 +554,7 @@ def test_limits_of_celery(
 
 def test_the_app_that_a_project_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Is looked at without being named; nothing is said where there is none, and what is no app is a warning."""
+    monkeypatch.setenv("CELERY_SKIP_CHECKS", "yes")  # from Django 6.1 on they ask every database there is
     app = Celery("loaded", broker="memory://", set_as_current=False)
 
     @app.task(name="loaded.work", time_limit=10)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -92,9 +92,9 @@ def test_without_settings_it_points_to_the_other_face() -> None:
     assert "for SQLAlchemy there is sqlalchemy_dblock.db_lock" in done.stdout
 
 
-def ids(**options: Any) -> list[str]:
+def ids(databases: Sequence[str] = (), **options: Any) -> list[str]:
     """The ids of the system checks' messages about dblock."""
-    return [str(message.id) for message in checks.run_checks(tags=["dblock"], **options)]
+    return [str(message.id) for message in checks.run_checks(tags=["dblock"], databases=list(databases), **options)]
 
 
 @pytest.mark.parametrize(

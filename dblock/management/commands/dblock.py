@@ -124,7 +124,7 @@ def _system_checks(alias: str) -> list[Finding]:
     try:
         found = checks.run_checks(tags=["dblock"], include_deployment_checks=True, databases=[alias])
     except Error:
-        found = checks.run_checks(tags=["dblock"])
+        found = checks.run_checks(tags=["dblock"], databases=[])
     levels = {checks.ERROR: Level.ERROR, checks.WARNING: Level.WARNING}
     return [
         Finding(levels.get(each.level, Level.NOTE), str(each.id), str(each.msg), str(each.hint or "")) for each in found
