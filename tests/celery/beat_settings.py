@@ -12,7 +12,7 @@ DATABASES = {
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": os.environ["BEATS_FILE"],
         # Who reads before writing, in a transaction, fails where a beat has written in between, however long it waits.
-        "OPTIONS": {"transaction_mode": os.environ.get("BEATS_TRANSACTIONS")},
+        "OPTIONS": {"transaction_mode": "IMMEDIATE"},
     }
 }
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"

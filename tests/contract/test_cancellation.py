@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from sqlalchemy_dblock import attach
-from tests.conftest import ALIASES
+from tests.conftest import ALIASES, SELDOM, timed
 from tests.contract.test_queue import WAITERS
-from tests.support.subjects import MATRIX, Actor, Subject
+from tests.support.subjects import MATRIX, Actor, Subject, twin
 
 pytestmark = pytest.mark.parametrize(
     "subject", [each for each in MATRIX if each.face == "async"], indirect=True, ids=str
@@ -135,6 +135,43 @@ def test_whoever_takes_leaves_nothing(subject: Subject, actor: Actor) -> None:
     for delay in range(40):
         actor.do(partial(attempt, delay))
         assert subject.row("k")["owner"] is None, delay
+
+
+def test_whoever_hands_over_calls_the_next(
+    subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whatever step of the loop the cancellation comes; nobody looks."""
+    timed(monkeypatch, **SELDOM)
+    lock, heir = subject.lock("k", ttl=60), twin(subject).lock("k", ttl=60, timeout=60)
+    acquire, release = subject.method("acquire"), subject.method("release")
+
+    async def attempt(steps: int) -> None:
+        waited = asyncio.Event()
+
+        async def work() -> None:
+            await getattr(lock, acquire)()
+            try:
+                await waited.wait()
+            finally:
+                await getattr(lock, release)()
+
+        task = asyncio.ensure_future(work())
+        while not is_held(subject):  # noqa: ASYNC110 - it looks at the database
+            await asyncio.sleep(0.002)
+        waiting = other.start(getattr(heir, acquire))
+        while not queued(subject):  # noqa: ASYNC110 - likewise
+            await asyncio.sleep(0.002)
+        await asyncio.sleep(0.02)
+        waited.set()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        _ = await asyncio.wait([task])
+        assert await asyncio.wait_for(asyncio.wrap_future(waiting), 5), steps
+        await asyncio.wrap_future(other.start(getattr(heir, release)))
+
+    for steps in range(1, 24):
+        actor.do(partial(attempt, steps))
 
 
 def test_a_cancellation_that_comes_while_a_cancelled_task_gives_back(subject: Subject, actor: Actor) -> None:

@@ -54,11 +54,6 @@ def _was_ours(hold: Hold, error: BaseException | None) -> bool:
 L = TypeVar("L", bound=BaseLock)
 
 
-def _cancelled() -> bool:
-    """Has the running task been told to end? Then it gives back undisturbed what it holds."""
-    return bool(current_task().cancelling())
-
-
 async def enter(lock: L) -> L:
     """`async with`: the lock, held."""
     await lock._adrive(entering.enter(lock))
@@ -71,7 +66,7 @@ async def leave(lock: BaseLock, error: BaseException | None) -> None:
     """The end of `async with`, by the body's error if it raised one."""
     hold = lock._hold()
     try:
-        await lock._adrive(leaving.leave_block(lock), undisturbed=_cancelled())
+        await lock._adrive(leaving.leave_block(lock), undisturbed=True)
     except LockError as late:
         if hold is not None and _was_ours(hold, error):
             raise late from error
@@ -204,7 +199,7 @@ class AsyncLock(BaseLock):
 
     async def release(self: BaseLock) -> None:
         """Give the lock back, or leave it once."""
-        await self._adrive(leaving.release(self), undisturbed=_cancelled())
+        await self._adrive(leaving.release(self), undisturbed=True)
 
     async def detach(self: BaseLock) -> str:
         """Leave the lock to whoever attaches to the token that this returns."""
