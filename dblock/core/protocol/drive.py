@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Coroutine
+from functools import partial
 from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any, NoReturn, TypeVar
 
@@ -103,8 +104,15 @@ async def to_its_end(work: Coroutine[Any, Any, T], put_off: list[BaseException])
 
     task = asyncio.ensure_future(work)
     while not task.done():
+        ended = task.get_loop().create_future()  # as asyncio.wait() does, which costs twice as much
+        task.add_done_callback(partial(_wake, ended))
         try:
-            _ = await asyncio.wait([task])
+            await ended
         except asyncio.CancelledError as cancelled:
             put_off.append(cancelled)
     return task.result()
+
+
+def _wake(ended: Any, _: object) -> None:
+    if not ended.done():
+        ended.set_result(None)
