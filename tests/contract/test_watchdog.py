@@ -46,10 +46,14 @@ def test_a_row_locked_by_a_stranger(request: pytest.FixtureRequest, database: st
 def test_a_thread_that_outlives_the_function_of_its_process(request: pytest.FixtureRequest) -> None:
     """A child of multiprocessing says goodbye before its threads have ended: what they hold is renewed on."""
     ready(request, "postgresql")
-    told: multiprocessing.Queue[str] = multiprocessing.get_context("spawn").Queue()
-    child = multiprocessing.get_context("spawn").Process(target=_leave_a_thread, args=(url("postgresql"), told))
+    spawning = multiprocessing.get_context("spawn")
+    heard, told = spawning.Pipe(duplex=False)
+    child = spawning.Process(target=_leave_a_thread, args=(url("postgresql"), told))
     child.start()
-    assert told.get(timeout=60) == "held"
+    told.close()
+    assert heard.poll(50)
+    assert heard.recv() == "held"
+    heard.close()
     child.join(60)
     assert run("postgresql", "SELECT owner FROM locks WHERE lock_key = 'k'") == [(None,)]
 
@@ -59,7 +63,7 @@ def _leave_a_thread(place: str, told: Any) -> None:
         engine = create_engine(place)
         with db_lock(engine, "k", ttl=2) as lock:
             time.sleep(3)
-            told.put(lock.state)
+            told.send(lock.state)
 
     threading.Thread(target=work).start()
 

@@ -197,26 +197,36 @@ class Actor:
         return lambda *args, **kwargs: self.do(lambda: decorated(*args, **kwargs))
 
     def _serve(self) -> None:
-        while (work := self._work.get()) is not None:
-            function, done = work
-            try:
-                done.set_result(function())
-            except BaseException as error:
-                done.set_exception(error)
+        while self._serve_one():
+            pass
         if self.subject.variant == "django":
             from django.db import connections
 
             connections.close_all()  # as Django does at the end of a request, and a well-behaved thread for itself
 
+    def _serve_one(self) -> bool:
+        if (work := self._work.get()) is None:
+            return False
+        function, done = work
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error)
+        return True  # and nothing of it is kept until there is something else to do
+
 
 async def _aserve(inbox: asyncio.Queue[Any]) -> None:
     while True:
-        function, done = await inbox.get()
-        try:
-            result = function()
-            done.set_result(await result if inspect.isawaitable(result) else result)
-        except BaseException as error:
-            done.set_exception(error)
+        await _aserve_one(inbox)
+
+
+async def _aserve_one(inbox: asyncio.Queue[Any]) -> None:
+    function, done = await inbox.get()
+    try:
+        result = function()
+        done.set_result(await result if inspect.isawaitable(result) else result)
+    except BaseException as error:
+        done.set_exception(error)
 
 
 def _loop() -> asyncio.AbstractEventLoop:
