@@ -40,7 +40,7 @@ class Reason(StrEnum):
     FREED = "freed"
     """Somebody freed the key, an administrator for example."""
     GONE = "row gone"
-    """The row was deleted, or the database is another one, such as a replica that lacked it."""
+    """The row was deleted, a crash of the database took the tenure back, or a replica lacked it."""
     UNREACHABLE = "database unreachable"
     """No renewal was answered in time."""
     RELEASED = "released with all others"

@@ -179,7 +179,7 @@ def leave_for_good(site: Site, hold: Hold) -> Steps[None]:
     """Give it back, however often it was entered."""
     alone = hold.shared_entries is None
     if alone and not hold.min_hold:
-        _ = yield from handover.release(site, hold.tenure, 1, hold.ticket)
+        _ = yield from handover.release(site, hold.held, 1)
         return
     for _ in range(max(1, len(hold.entries)) - bool(hold.unused_tokens)):  # each entry counts in the row
         _ = yield from handover.leave(site, hold.tenure, hold.min_hold, alone=alone)

@@ -25,6 +25,7 @@ from dblock.core.face.administration import force_release
 from dblock.core.face.bookkeeping import find_out, site_of
 from dblock.core.face.executor import BaseStore
 from dblock.core.holding.flow import Hold, current_task
+from dblock.core.holding.held import Held
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
@@ -74,7 +75,7 @@ class Busy:
             if isinstance(self._store, InMemory):
                 _ = self._store.strangers.pop(grant.tenure, None)
             with contextlib.suppress(LockError):  # it ends by itself
-                _ = yield from handover.release(runtime.current.site(self._store), grant.tenure, 1)
+                _ = yield from handover.free(runtime.current.site(self._store), Held.of(grant), 1)
 
     def __enter__(self) -> Self:
         if not isinstance(self._store, InMemory) and current_task() is not None:
@@ -185,7 +186,7 @@ def _taking_away(hold: Hold) -> Steps[None]:
     (key, _, fence), watchdog = hold.tenure, runtime.current.watchdog
     _ = yield from force_release(hold.store, key, fence, "taken away by a test")
     yield from find_out(hold)
-    watchdog.discard(hold)
+    _ = watchdog.discard(hold)
     site_of(hold).local_queues.freed(key)
 
 

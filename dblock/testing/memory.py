@@ -321,12 +321,9 @@ class MemoryWatchdog(Watchdog):
         else:
             self._outer.add(hold)
 
-    def discard(self, hold: Hold) -> None:
-        """Keep it no more."""
-        if hold.store is self._process.store:
-            super().discard(hold)
-        else:
-            self._outer.discard(hold)
+    def discard(self, hold: Hold) -> bool:
+        """Keep it no more; False if it was not kept."""
+        return super().discard(hold) if hold.store is self._process.store else self._outer.discard(hold)
 
     def look(self) -> None:
         """Whoever moves the clock does."""

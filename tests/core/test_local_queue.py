@@ -14,11 +14,11 @@ import pytest
 
 from dblock.core import timing
 from dblock.core.acquire import acquiring, handover
-from dblock.core.acquire.handover import Held
 from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, Stage
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Waiter
 from dblock.core.errors import LockStoreError, StoreUnanswered
+from dblock.core.holding.held import Held
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.values import Grant, Tenure
 from dblock.core.wakeup.local_socket import LocalSockets
@@ -96,7 +96,7 @@ class Flow:
             holding.remove(self.name)
             self.interruptible = self.faults
             try:
-                held = Held(found.tenure, found.ticket, found.local_handovers)
+                held = Held.of(found)
                 assert (yield from handover.pass_on(site, held))
             except (Interrupted, LockStoreError):
                 pass
@@ -458,7 +458,7 @@ def test_the_next_of_a_process_inherits_the_place(how: str) -> None:
     adopted = begun(world, second, "inherit")
     _ = world.execute(adopted)
     assert min(place["ticket"] for place in world.waiters.values()) == ticket
-    assert play(world, handover.release(world.site(), tenure, 1), {})
+    assert play(world, handover.free(world.site(), Held(tenure), 1), {})
     grant = play(world, second, {}, [()])
     assert isinstance(grant, Grant)
     assert (grant.ticket, world.rows["k"]["owner"][:6]) == (ticket, "second")
@@ -521,7 +521,7 @@ def test_an_inheritance_of_which_nothing_is_known(executed: bool) -> None:
         join = second.send(world.execute(join) if isinstance(join, Execute) else None)
     assert not world.waiters
     joined = world.execute(join)
-    assert play(world, handover.release(world.site(), tenure, 1), {})
+    assert play(world, handover.free(world.site(), Held(tenure), 1), {})
     assert world.rows["k"]["owner"].startswith("second")
     assert isinstance(play(world, second, {}, joined), Grant)
     assert process.nobody()
@@ -533,7 +533,7 @@ def test_what_was_granted_to_one_who_has_given_up_is_given_back_by_its_heir() ->
     world.time += 1
     with pytest.raises(StopIteration):
         first.send(world.execute(begun(world, first, "inspect")))
-    assert play(world, handover.release(world.site(), tenure, 1), {})
+    assert play(world, handover.free(world.site(), Held(tenure), 1), {})
     assert world.rows["k"]["owner"].startswith("first")
     grant = play(world, second, {})
     assert isinstance(grant, Grant)

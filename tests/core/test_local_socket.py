@@ -18,7 +18,7 @@ from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.support.lab import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
-MESSAGE = Message("k", 7, 8, "proof")
+MESSAGE = Message("k", 7, 8, 0, "proof")
 HOUR = 3600.0
 
 

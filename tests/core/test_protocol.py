@@ -16,6 +16,7 @@ from dblock.core import timing, values
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.local_queue import Request
 from dblock.core.errors import LockError, LockStoreError, StoreConflict, StoreUnanswered
+from dblock.core.holding.held import Held
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.statements import DIALECTS
@@ -67,9 +68,9 @@ class Worker:
             if self.chance.random() < 0.3 and self.trusts():
                 again = yield from tenures.reenter(database, found.tenure, 1, ttl)
                 if again:
-                    _ = yield from handover.release(site, found.tenure, 2)
+                    _ = yield from handover.free(site, Held.of(found), 2)
             self.believes = None
-            _ = yield from handover.release(site, found.tenure, 1, found.ticket)
+            _ = yield from handover.release(site, Held.of(found), 1)
 
     def trusts(self) -> bool:
         return self.believes is not None and self.world.time < self.believes.trusted_until
@@ -232,7 +233,7 @@ def test_a_re_entry_whose_answer_was_lost_counts_once() -> None:
     again = play(world, tenures.reenter(database, grant.tenure, 1, 30), {("reenter", 0): lost_after(world)})
     assert again is not None
     assert world.rows["k"]["count"] == 2
-    assert play(world, handover.release(world.site(), grant.tenure, 2), {("release", 0): lost_after(world)}) is True
+    assert play(world, handover.free(world.site(), Held.of(grant), 2), {("release", 0): lost_after(world)}) is True
     assert world.rows["k"]["count"] == 1
     never = {("reenter", 0): raising(StoreUnanswered("cut"))}
     assert play(world, tenures.reenter(database, grant.tenure, 1, 30), never) is not None

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from dblock.core.acquire import acquiring, handover
-from dblock.core.acquire.handover import Held
 from dblock.core.acquire.services import PollingOnly
 from dblock.core.acquire.waiting import Waiter
 from dblock.core.errors import StoreBusy, StoreConflict, StoreUnanswered
+from dblock.core.holding.held import Held
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.deadlock import deadlock
 from dblock.core.protocol.queue import Place
@@ -76,7 +76,7 @@ class Flow:
             if self.chance.random() < 0.5:
                 yield Sleep(self.chance.choice((0.001, 0.1)))
             self.holding = False
-            assert (yield from handover.release(site, grant.tenure, 1, grant.ticket))
+            assert (yield from handover.release(site, Held.of(grant), 1))
             if self.chance.random() < 0.5:
                 yield Sleep(self.chance.choice((0.001, 0.1)))
 
@@ -176,12 +176,12 @@ def test_the_schedules_catch_a_broken_queue(broken: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(queue, "status", look)
     elif broken == "release":  # what a releaser sees of the queue is taken for the whole of it
 
-        def release(site: Any, tenure: Any, count: int, ticket: int = 0) -> Any:
-            if ticket and (yield from handover.grant(site, tenure.key, ticket + 1, tenure)):
+        def release(site: Any, held: Held, count: int) -> Any:
+            if held.ticket and (yield from handover.grant(site, held.tenure.key, held.ticket + 1, held)):
                 return True
-            left = yield from tenures.release(site.database, tenure, count)
-            if left.waiting and not ticket:
-                _ = yield from handover.grant_next(site, tenure.key, left.waiting)
+            left = yield from tenures.release(site.database, held.tenure, count)
+            if left.waiting and not held.ticket:
+                _ = yield from handover.grant_next(site, held.tenure.key, left.waiting)
             return True
 
         monkeypatch.setattr(handover, "release", release)
@@ -361,7 +361,7 @@ def test_a_hand_over_that_finds_a_row_locked_calls_the_first(kind: str) -> None:
     world.waiters["dead"]["expires_at"] = world.time
     world.wakeups.register("k", tickets[1], wakeup)
     busy = {("grant", number): raising(StoreBusy("a stranger's")) for number in range(9)}
-    assert play(world, handover.release(world.site(), tenure, 1), busy) is True
+    assert play(world, handover.free(world.site(), Held(tenure), 1), busy) is True
     assert world.rows["k"]["owner"] is None
     assert wakeup.consume()
     world.wakeups.unregister("k", tickets[1], wakeup)
@@ -369,7 +369,7 @@ def test_a_hand_over_that_finds_a_row_locked_calls_the_first(kind: str) -> None:
 
 def test_a_wakeup_that_is_notified_before_it_is_registered() -> None:
     """The key may be handed over before the waiter has its ticket; and a flow that ended leaves nothing behind."""
-    registry, wakeup, message = Wakeups(), Wakeup(), Message("k", 12345, 7, "proof")
+    registry, wakeup, message = Wakeups(), Wakeup(), Message("k", 12345, 7, 0, "proof")
     assert not registry.notify(message)
     registry.register("k", 12345, wakeup)
     assert wakeup.consume()
@@ -451,14 +451,19 @@ def test_messages_that_are_none(text: str) -> None:
 
 @pytest.mark.parametrize("key", ["k", "a b", " ", "  5 6 - k ", "\u0665", "k\nk"])
 def test_a_message_is_read_as_it_was_written(key: str) -> None:
-    for message in (Message(key, 5, 6, "p" * 64), Message(key, 2**63 - 1)):
+    for message in (Message(key, 5, 6, 4999, "p" * 64), Message(key, 2**63 - 1)):
         assert Message.read(message.text()) == message
 
 
 def test_a_waiter_believes_only_what_proves_to_know_its_token() -> None:
     """A stranger's word, one about another waiter, an earlier fence, or what is no text at all."""
     place, owner = Place("owner", 5, 100.0, 100.0), "owner"
-    good = Message("k", 5, 7, queue.proof(5, 7, owner))
+    short = Message("k", 5, 7, 4500, queue.proof(5, 7, 4500, owner))
+    grant = place.granted(short, 30.0, 5.0)
+    assert grant is not None
+    assert (grant.lasts, grant.late_from) == (4.5, 102.25), "no longer than what it was given by"
+    assert place.granted(short._replace(lasts=5000), 30.0, 5.0) is None
+    good = Message("k", 5, 7, 0, queue.proof(5, 7, 0, owner))
     grant = place.granted(good, 30.0, 5.0)
     assert grant is not None
     assert grant.tenure == Tenure("k", owner, 7)
@@ -467,8 +472,8 @@ def test_a_waiter_believes_only_what_proves_to_know_its_token() -> None:
         good._replace(fence=8),
         good._replace(proof=""),
         good._replace(proof="\u00e9" * 64),
-        good._replace(proof=queue.proof(5, 7, "other")),
-        good._replace(proof=queue.proof(6, 7, owner)),
+        good._replace(proof=queue.proof(5, 7, 0, "other")),
+        good._replace(proof=queue.proof(6, 7, 0, owner)),
         Message("k", 5),
     ):
         assert place.granted(bad, 30.0, 5.0) is None
@@ -489,7 +494,7 @@ def test_a_heartbeat_moves_trust_for_those_alone_whom_it_kept(kind: str) -> None
     play(world, queue.heartbeat(world.database(), places, world.time + 1), {})
     assert [place.sent > joined for place in places] == [True, True]
     kept = places[0].sent
-    assert play(world, handover.grant(world.site(), "k", 1, tenure), {})
+    assert play(world, handover.grant(world.site(), "k", 1, Held(tenure)), {})
     end = world.rows["k"]["expires_at"]
     world.time += 1.0
     play(world, queue.heartbeat(world.database(), places, world.time + 1), {})

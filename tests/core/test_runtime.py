@@ -14,8 +14,8 @@ import dblock.core
 import sqlalchemy_dblock
 from dblock.core import clock
 from dblock.core.acquire import acquiring, handover
-from dblock.core.acquire.handover import Held
 from dblock.core.face.executor import BaseStore
+from dblock.core.holding.held import Held
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Steps
@@ -82,7 +82,7 @@ def test_two_processes_in_one() -> None:
             log.append((number, found))
             time.sleep(0.002)
             inside.remove(number)
-            assert (yield from handover.pass_on(site, Held(found.tenure, found.ticket, found.local_handovers)))
+            assert (yield from handover.pass_on(site, Held.of(found)))
 
     threads = [
         threading.Thread(target=lambda n=n, p=p, s=s: drive(life(n, p, s), s))

@@ -12,10 +12,12 @@ import pytest
 from dblock.core.acquire import acquiring, handover, waiting
 from dblock.core.acquire.local_queue import LocalQueue, LocalQueues, LocalWaiter, Request, Stage
 from dblock.core.acquire.waiting import Waiter
-from dblock.core.protocol import queue
+from dblock.core.holding.held import Held
+from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.queue import Place
 from dblock.core.values import Grant
 from tests.conftest import timed
+from tests.support import explore as explore_module
 from tests.support.explore import FAULTS, TTL, Explored, Small, explore, small
 from tests.support.lab import LONG
 from tests.support.model import World
@@ -34,8 +36,9 @@ SLOWLY = {
     "death": TTL + 0.2,
     "stall": LOOK,
     "freeze": TTL + 1.2,
+    "crash": TTL + 0.5,  # what covered a grant keeps the key closed
 }
-LEFT = {"late": TTL, "death": TTL}
+LEFT = {"late": TTL, "death": TTL, "crash": TTL}
 """For how long a tenure may be left that nobody has."""
 Sizes = tuple[int, ...]
 Timeouts = tuple[float | None, ...]
@@ -82,7 +85,7 @@ def explored(
         for house in alive:
             assert not house.site.local_queues._queues, "somebody is still in a local queue"
             assert not house.site.local_queues._tried, "somebody still tries"
-        if fault not in {"late", "death"}:
+        if fault not in {"late", "death", "crash"}:
             assert not world.standing(), "somebody is still in the queue"
 
     kinds = () if fault is None else (fault,)
@@ -114,6 +117,15 @@ def test_three_flows(sizes: Sizes, timeouts: Timeouts, capsys: pytest.CaptureFix
     seen = explored(sizes, timeouts, None)
     say(capsys, str(sizes), seen.states)
     assert seen.states > 2000
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1)])
+def test_three_flows_and_a_crash(sizes: Sizes, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the database, that takes back what one of them has handed over, or two."""
+    seen = explored(sizes, (None,) * 3, "crash", preemptions=2 if LONG else 1)
+    say(capsys, f"{sizes}, crash", seen.states)
+    assert seen.states > 5000
 
 
 @pytest.mark.skipif(not LONG, reason="part of `make faults`")
@@ -291,6 +303,28 @@ def tries_for_ever(patch: Callable[..., None]) -> None:
     patch(LocalQueues, "end_try", lambda *_, **__: None)
 
 
+def frees_what_it_handed_over(patch: Callable[..., None]) -> None:
+    """Whoever has handed the key over releases it as well, in case it had not."""
+
+    def anyhow(site: Any, held: Held, count: int) -> Any:
+        left = yield from tenures.release(site.database, held.tenure, count)
+        if left.waiting:
+            _ = yield from handover.grant_next(site, held.tenure.key, left.waiting)
+        return True
+
+    patch(handover, "free", anyhow)
+
+
+def covered_by_nothing(patch: Callable[..., None]) -> None:
+    """Grants of a key that is free do not wait for the disk either."""
+    patch(explore_module, "ASYNCHRONOUS", {*explore_module.ASYNCHRONOUS, "grant"})
+
+
+def takes_lightly(patch: Callable[..., None]) -> None:
+    """Takes do not wait for the disk."""
+    patch(explore_module, "ASYNCHRONOUS", {*explore_module.ASYNCHRONOUS, "take", "create"})
+
+
 MUTANTS: list[tuple[Callable[[Callable[..., None]], None], Sizes, Timeouts, str | None]] = [
     (nobody_gives_back, (2,), (0.05, None), "stall"),
     (given_back_twice, (2, 1), (None,) * 3, "slow"),
@@ -307,6 +341,9 @@ MUTANTS: list[tuple[Callable[[Callable[..., None]], None], Sizes, Timeouts, str 
     (grants_what_is_held, (1, 1), (None, None), "freeze"),
     (hands_over_what_is_over, (2, 1), (None,) * 3, "late"),
     (tries_for_ever, (2,), (None, None), None),
+    (frees_what_it_handed_over, (1, 1, 1), (None,) * 3, "crash"),
+    (covered_by_nothing, (1, 1, 1), (None,) * 3, "crash"),
+    (takes_lightly, (1, 1), (None, None), "crash"),
 ]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -10,12 +13,14 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, text
 
-from dblock.core import runtime
+from dblock.core import runtime, timing
 from dblock.core.acquire.local_queue import Request
-from dblock.core.protocol import queue
+from dblock.core.errors import LockError, Reason
+from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import LockLost, db_lock, metadata
+from tests.support.lab import LONG
 from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, running
 
 SERVERS: dict[str, tuple[Callable[[], Server], str]] = {
@@ -115,8 +120,12 @@ def test_what_an_heir_relies_on_survives(name: str) -> None:
         assert (kept - end).total_seconds() >= 0.29, "the place ends when its waiter believes"
         hold = lock._hold()
         assert hold is not None
+        with engine.begin() as connection:  # what is handed over does not cover it
+            connection.execute(text("UPDATE locks SET fence = fence + 600000000"))
+        hold.tenure = hold.tenure._replace(fence=hold.tenure.fence + 600_000_000)
         granted = drive(queue.grant(store.database, "k", 1, hold.tenure), store)
         assert granted is not None
+        assert granted.message.lasts == 0
         owner, fence, expires_at = crash("SELECT owner, fence, expires_at FROM locks")
         assert (owner, fence, expires_at) == ("heir", granted.message.fence, kept)
         grant = place.granted(granted.message, 60.0, store.database.timing.waiter_ttl)
@@ -125,3 +134,97 @@ def test_what_an_heir_relies_on_survives(name: str) -> None:
         runtime.current.watchdog.discard(hold)
         current_flow().holds.clear()
         engine.dispose()
+
+
+LAZY: dict[str, Any] = {"options": ("wal_writer_delay=10s", "wal_writer_flush_after=1GB")}
+"""What did not wait for the disk is not there for long."""
+
+
+def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
+    """What was handed over keeps the key closed for as long as the heir believes; fences go on."""
+    with running(lambda: PostgreSQL(**LAZY)) as server:
+        engine = create_engine(SERVERS["postgresql"][1].format(server.port))
+        metadata.create_all(engine)
+        lock, other = db_lock(engine, "k", ttl=4.5, renew=False), db_lock(engine, "k", timeout=10)
+        with lock:
+            store, hold = lock._store(), lock._hold()
+            assert hold is not None
+            request = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "")
+            joined = drive(queue.join(store.database, request.parameters("heir"), store.database.now() + 5), store)
+            assert joined is not None
+            granted = drive(queue.grant(store.database, "k", 1, hold.tenure), store)
+            assert granted is not None
+            hold.held.handed_over = True
+            grant = joined[0].granted(granted.message, 60.0, store.database.timing.waiter_ttl)
+            assert grant is not None
+            assert 4 <= grant.lasts <= 4.5, "as long as what it was given by"
+            engine.dispose()
+            server.stop(signal.SIGKILL)
+            server.start()
+            with engine.connect() as connection:
+                [(owner, fence)] = connection.execute(text("SELECT owner, fence FROM locks"))
+            assert (owner, fence) == (hold.tenure.owner, hold.tenure.fence), "the hand-over was taken back"
+            why = drive(tenures.why_lost(store.database, grant.tenure), store)
+            assert why == (Reason.GONE, None, "")
+        assert other.acquire(blocking=False) is False, "who has handed it over frees it no more"
+        with other:
+            assert store.database.now() >= grant.trusted_until
+            assert other.fence is not None
+            assert other.fence > grant.tenure.fence
+        engine.dispose()
+
+
+def test_crashes_amid_a_queue_that_moves_on() -> None:
+    """Processes hand the key over all the time: no two believe that they have it, and fences go up."""
+    with running(lambda: PostgreSQL(**LAZY)) as server:
+        assert isinstance(server, PostgreSQL)
+        engine = create_engine(SERVERS["postgresql"][1].format(server.port))
+        metadata.create_all(engine)
+        spawn = multiprocessing.get_context("spawn")
+        stay, stop, told = spawn.Event(), spawn.Event(), spawn.Queue()
+        url = SERVERS["postgresql"][1].format(server.port)
+        members = [spawn.Process(target=_member, args=(url, stay, stop, told), daemon=True) for _ in range(4)]
+        for member in members:
+            member.start()
+        for _ in range(10 if LONG else 2):
+            time.sleep(5.0)  # longer than a ttl: what comes back then is over
+            stay.set()
+            time.sleep(0.05)
+            for member in members:
+                os.kill(member.pid or 0, signal.SIGSTOP)
+            time.sleep(0.05)
+            server.lose_power()
+            server.start()
+            for member in members:
+                os.kill(member.pid or 0, signal.SIGCONT)
+            time.sleep(3.0)
+            stay.clear()
+        time.sleep(3.0)  # who handed the key over before the crash may have it for a ttl, by its row
+        stop.set()
+        stays = sorted(each for _ in members for each in told.get(timeout=60))
+        for member in members:
+            member.join(60)
+        engine.dispose()
+    assert len(stays) > 300
+    for (_, end, fence), (begin, _, later) in itertools.pairwise(stays):
+        assert end <= begin, "two had it"
+        assert fence < later
+
+
+def _member(url: str, stay: Any, stop: Any, told: Any) -> None:
+    """Takes the key again and again, and stays if told to; says when it was sure to have it, and by which fence."""
+    timing.DEFAULT = timing.DEFAULT._replace(poll_notified=0.05, poll_max=0.05)  # to be there when the key is free
+    engine, stays = create_engine(url), list[tuple[float, float, int]]()
+    while not stop.is_set():
+        lock = db_lock(engine, "k", ttl=4, timeout=5)
+        try:
+            with lock:
+                begin, sure, fence = time.monotonic(), lock.remaining, lock.fence or 0
+                if sure:
+                    time.sleep(0.002)
+                    while stay.is_set() and lock.remaining:
+                        time.sleep(0.002)
+                    stays.append((begin, min(time.monotonic(), begin + sure), fence))
+        except LockError:
+            time.sleep(0.01)
+    told.put(stays)

@@ -18,6 +18,7 @@ from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, StoreConflict
 from dblock.core.face.executor import BaseStore
+from dblock.core.holding.held import Held
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Rows, Steps
@@ -260,16 +261,16 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
         yield from queue.heartbeat(database, [place], later)
         if name == "clear":
             yield from queue.leave_queue(database, [owner], 0.15)
-            assert (yield from handover.release(site, hold_of(lock).tenure, 1))
+            assert (yield from handover.free(site, hold_of(lock).held, 1))
             return None
-        if not (yield from handover.grant(site, "k", ticket, hold_of(lock).tenure)):
+        if not (yield from handover.grant(site, "k", ticket, hold_of(lock).held)):
             assert name == "grant"  # a row that is busy: the release frees the key, and the waiter asks for it
-            assert (yield from handover.release(site, hold_of(lock).tenure, 1))
+            assert (yield from handover.free(site, hold_of(lock).held, 1))
             return None
         grant = yield from queue.accept(database, wish, ticket, later)
         yield from queue.leave_queue(database, [owner], 0.15)
         assert grant is not None
-        return (yield from handover.release(site, grant.tenure, 1))
+        return (yield from handover.free(site, Held.of(grant), 1))
 
     return drive(steps(), store)
 

@@ -98,11 +98,11 @@ def test_a_stranger_is_not_believed(request: pytest.FixtureRequest) -> None:
     [(ticket, fence)] = subject.run("SELECT ticket, fence FROM lock_waiters JOIN locks USING (lock_key)")
     [(channel,)] = subject.run("SELECT channel FROM lock_waiters")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-        for proof in ("", "-", "0" * 64, "\u00e9", hashlib.sha256(f"{ticket} {fence} ".encode()).hexdigest()):
+        for proof in ("", "-", "0" * 64, "\u00e9", hashlib.sha256(f"{ticket} {fence} 0 ".encode()).hexdigest()):
             for said in (fence, fence + 1, 0):
-                _ = stranger.sendto(f"{ticket} {said} {proof} k".encode(), "\0" + channel)
+                _ = stranger.sendto(f"{ticket} {said} 0 {proof} k".encode(), "\0" + channel)
                 time.sleep(0.01)
-        _ = stranger.sendto(b"\xff 1 2 k", "\0" + channel)
+        _ = stranger.sendto(b"\xff 1 0 2 k", "\0" + channel)
     assert not waiting.done()
     assert actor.get(holder, "state") == "held"
     actor.call(holder, "release")
@@ -123,7 +123,7 @@ def test_a_neighbour_is_not_notified(request: pytest.FixtureRequest, before: str
         subject = Subject("sqlalchemy", "sync", "postgresql")
         hand_overs(subject, before)
         subject.engine.dispose()
-        heard = [message.payload.split(" ", 3)[3] for message in connection.notifies(timeout=0.1)]
+        heard = [message.payload.split(" ", 4)[4] for message in connection.notifies(timeout=0.1)]
     assert heard == (["k"] * ROUNDS if before == ELSEWHERE else [])
 
 
@@ -171,7 +171,7 @@ def test_no_call_comes_too_early(request: pytest.FixtureRequest, database: str) 
         assert bell.listen(0.05) == []
         assert slow(database) == before
         wakeups.register("k", 5, wakeup)
-        assert bell.listen(60) == [Message("k", 5, fence, proof(5, fence, owner)).text()]
+        assert bell.listen(60) == [Message("k", 5, fence, 0, proof(5, fence, 0, owner)).text()]
         assert bell.listen(0.05) == []
         wakeups.unregister("k", 5, wakeup)
         assert bell.listen(0.0) == []

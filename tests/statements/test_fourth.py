@@ -120,7 +120,8 @@ FROM (
 ) AS next
 WHERE locks.lock_key = :key AND served_ticket < next.ticket
   AND (locks.owner IS NULL OR locks.expires_at <= {SQL.now} OR (locks.owner = :owner AND locks.fence = :fence))
-RETURNING served_ticket, (SELECT channel FROM lock_waiters WHERE lock_waiters.owner = locks.owner), owner, fence, NULL
+RETURNING served_ticket, (SELECT channel FROM lock_waiters WHERE lock_waiters.owner = locks.owner), owner, fence,
+       0, NULL
 """,
     Reply.ROWS,
     keeps=True,

@@ -22,6 +22,7 @@ from tests.statements.cases import (
     Case,
     Do,
     Left,
+    LeftMilliseconds,
     free,
     held,
     names,
@@ -220,6 +221,7 @@ def _grants(
     changes: Any = None,
     given: Any = None,
     on: Sequence[str] = DATABASES,
+    lasts: Any = 0,
     **case: Any,
 ) -> Iterator[Case]:
     """A waiter is served: its place is deleted, or has ended, or counts no more, by the database."""
@@ -228,8 +230,8 @@ def _grants(
     row = {"k": _granted(name, ticket, fence=fence, **(changes or {}))}
     seen = (ticket, channel, name, fence)
     for databases, reply, place in (
-        (POSTGRESQL, [(*seen, ...)], {name: None}),
-        (("sqlite",), [(*seen, None)], {}),
+        (POSTGRESQL, [(*seen, lasts, ...)], {name: None}),
+        (("sqlite",), [(*seen, 0, None)], {}),
         (MYSQL, [(fence,)], {name: {"expires_at": Left(-1)}}),
     ):
         chosen = [database for database in databases if database in on]
@@ -245,6 +247,38 @@ def _grants(
                 on=chosen,
                 **case,
             )
+
+
+def _covered(
+    behaviour: str,
+    covered: bool,
+    *,
+    lasts: float = 4.0,
+    fence: int = 7,
+    ttl: float = 90.0,
+    channel: str = "",
+    left: float = 20.0,
+) -> Iterator[Case]:
+    """A holder hands over what it holds: is its own lease enough until the grant is on disk?"""
+    said: Any = ... if ttl == lasts else LeftMilliseconds(lasts) if covered else 0
+    yield Case(
+        "grant",
+        f"a holder hands over what it holds, {behaviour}",
+        keys=[held(last_ticket=12, fence=fence, expires_at=At(left))],
+        places=[waiter("w", 11, ttl=ttl, channel=channel)],
+        given={"fence": fence, "here": "here:"},
+        reply=[(11, channel, "w", CLOCK if fence == 7 else fence + 1, said, ...)],
+        after={
+            "k": _granted(
+                ttl=ttl,
+                fence=CLOCK if fence == 7 else fence + 1,
+                expires_at=At(lasts) if ttl == lasts else Left(lasts),
+            ),
+            "w": None,
+        },
+        durable=not covered,
+        on=POSTGRESQL,
+    )
 
 
 def _refuses(behaviour: str, *, heir: str = "w", given: Any = None, **case: Any) -> Case:
@@ -323,7 +357,21 @@ _GRANT: Final = (
         "a free key is granted although the clock was set back after its release",
         keys=[free(last_ticket=12, expires_at=At(100))],
     ),
-    *_grants("a holder hands over what it holds", keys=[held(last_ticket=12)]),
+    *_grants(
+        "and that is on disk before it answers",
+        keys=[free(last_ticket=12, expires_at=At(100))],
+        on=POSTGRESQL,
+        durable=True,
+    ),
+    *_grants("a holder hands over what it holds", keys=[held(last_ticket=12)], lasts=LeftMilliseconds(4)),
+    *_covered("without waiting for the disk", True),
+    *_covered("for the lease of the place", True, left=4.5),
+    *_covered("for what is left of its own lease, if that is enough", True, lasts=3.5, left=3.5),
+    *_covered("waiting for the disk, if that is too little", False, left=2.5),
+    *_covered("without, if it is enough for what was asked for", True, lasts=1.0, ttl=1.0, left=2.5),
+    *_covered("waiting, if the clock is behind the fence", False, fence=AHEAD),
+    *_covered("without, to a neighbour", True, channel="here:5"),
+    *_covered("waiting, to who is notified", False, channel="there:5"),
     _refuses("not another owner's tenure", keys=[held(owner="other", last_ticket=12)], places=_TWO),
     _refuses("not the owner's later tenure", keys=[held(fence=8, last_ticket=12)], places=_TWO),
     _refuses("a waiter is served once", keys=[free(last_ticket=12, served_ticket=11)], places=[_TWO[1]]),
@@ -371,7 +419,7 @@ _GRANT: Final = (
         "no call for who does not listen",
         **_HERE,
         places=_TWO,
-        reply=[(11, "", "w", CLOCK, None)],
+        reply=[(11, "", "w", CLOCK, 0, None)],
         after={"k": _granted(), "w": None},
     ),
     Case(
@@ -379,7 +427,7 @@ _GRANT: Final = (
         "nor for who listens in the neighbourhood",
         **_HERE,
         places=[waiter("w", 11, channel="here:5")],
-        reply=[(11, "here:5", "w", CLOCK, None)],
+        reply=[(11, "here:5", "w", CLOCK, 0, None)],
         after={"k": _granted(), "w": None},
     ),
     Case(
@@ -387,7 +435,7 @@ _GRANT: Final = (
         "who listens elsewhere is called",
         **_HERE,
         places=[waiter("w", 11, channel="there:5")],
-        reply=[(11, "there:5", "w", CLOCK, "")],
+        reply=[(11, "there:5", "w", CLOCK, 0, "")],
         after={"k": _granted(), "w": None},
     ),
     *_grants(

@@ -12,6 +12,7 @@ made to wait for another one's step a few times only.
 
 from __future__ import annotations
 
+import copy
 import math
 from _thread import LockType
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -21,11 +22,11 @@ from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple, cast
 
 from dblock.core.acquire import acquiring, handover
-from dblock.core.acquire.handover import Held
 from dblock.core.acquire.local_queue import LocalQueue, Request
 from dblock.core.acquire.services import PollingOnly
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockStoreError, StoreUnanswered
+from dblock.core.holding.held import Held
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
@@ -51,7 +52,10 @@ FAULTS = {
     "freeze": "nothing happens for longer than a lease lasts",
     "stranger": "somebody says that a waiter has been granted the key",
     "mislay": "a message to another process is lost",
+    "crash": "the database crashes, and forgets some of the latest commits that did not wait for the disk",
 }
+ASYNCHRONOUS = {"join", "announce", "release", "clear", "leave_queue", "inherit"}
+"""The statements that do not wait for the disk, on PostgreSQL; nor does a grant that is covered."""
 
 
 class Mail(Post):
@@ -120,7 +124,7 @@ class Flow:
         yield Sleep(0.0)
         house.holding.remove(self.name)
         self.grant, self.breakable = None, True
-        yield from handover.pass_on(site, Held(found.tenure, found.ticket, found.local_handovers))
+        yield from handover.pass_on(site, Held.of(found))
 
     def step(self, reply: Any = None, error: BaseException | None = None) -> None:
         """On to the next thing that takes time."""
@@ -163,6 +167,8 @@ class Small(World):
     flows: list[Flow] = field(default_factory=list)
     mail: list[tuple[str, Message]] = field(default_factory=list)
     hanging: list[tuple[Execute, set[str]]] = field(default_factory=list)
+    undone: list[tuple[Any, Any, int]] = field(default_factory=list)
+    """Where a crash is a fault: the tables before each of the latest commits that one may take back."""
     faults: int = 0
     """How many are left."""
     kinds: tuple[str, ...] = ()
@@ -177,6 +183,26 @@ class Small(World):
         if not hasattr(self, "_database"):
             self._database = Database(self.dialect, now=lambda: self.time)
         return self._database
+
+    def execute(self, step: Execute, seen: set[str] | None = None) -> Rows:
+        if "crash" not in self.kinds or not self.faults:
+            return super().execute(step, seen)
+        before = copy.deepcopy(self.rows), copy.deepcopy(self.waiters), len(self.served.get("k", ()))
+        rows = super().execute(step, seen)
+        if (self.rows, self.waiters) != before[:2]:
+            light = step.statement.name in ASYNCHRONOUS or self.covered
+            self.undone = [*self.undone, before] if light and self.dialect.name == "postgresql" else []
+        return rows
+
+    def crash(self, forgotten: int) -> None:
+        """The database comes back without so many of the latest commits, and all connections are gone."""
+        if forgotten:
+            self.rows, self.waiters, served = self.undone[-forgotten]
+            self.served["k"] = self.served.get("k", [])[:served]
+        self.hanging, self.undone = [], []
+        for flow in self.flows:
+            if flow.under_way is not None and flow.house.alive and not flow.done:
+                flow.step(error=StoreUnanswered("crash"))
 
     def new_owner(self, flow: str) -> str:
         self.tokens += 1
@@ -209,6 +235,8 @@ class Small(World):
                     found.append(Choice("stranger", n))
             if "death" in self.kinds:
                 found += [Choice("death", n) for n, house in enumerate(self.houses) if house.alive]
+            if "crash" in self.kinds:
+                found += [Choice("crash", n) for n in range(len(self.undone) + 1)]
             found += [Choice(kind) for kind in ("stall", "freeze") if kind in self.kinds]
             if "mislay" in self.kinds:
                 found += [Choice("mislay", n) for n in range(len(self.mail))]
@@ -258,6 +286,8 @@ class Small(World):
                 for each in self.flows:
                     if each.house is self.houses[whom]:
                         each.grant = None
+            case "crash":
+                self.crash(whom)
             case "stall":
                 self.time += self.database().timing.waiter_ttl + 1.0
             case "freeze":
@@ -265,7 +295,7 @@ class Small(World):
             case "stranger":
                 wakeup = cast("Wakeup", flow.wakeup)
                 fence = max((row["fence"] for row in self.rows.values()), default=0)
-                wakeup.message = Message("k", self.rows["k"]["served"] if "k" in self.rows else 0, fence, "0" * 64)
+                wakeup.message = Message("k", self.rows["k"]["served"] if "k" in self.rows else 0, fence, 0, "0" * 64)
                 wakeup.notify()
             case "time":
                 coming = [each.answer_by for each in self.flows if each.answer is not None]
@@ -298,6 +328,8 @@ def small(
     world.flows = [Flow(house, n, timeouts[n]) for n, house in enumerate(owners)]
     for flow in world.flows:
         flow.wakes = world.time
+    for house in world.houses if "crash" in kinds else ():
+        house.site.local_queues.note_contention("k")  # so that the first, too, stands in the queue, and hands over
     return world
 
 
@@ -334,6 +366,8 @@ class _Canon:
         self._add([(w["ticket"], w["owner"], w["expires_at"], w["joined_at"], w["channel"]) for w in waiters], flat)
         hanging = [(step.statement.name, *step.parameters.values(), seen) for step, seen in world.hanging]
         self._add((world.mail, hanging, world.faults, world.preemptions), flat)
+        for rows, waiting, _ in world.undone if world.faults else ():
+            self._add(([list(row.values()) for row in rows.values()], list(waiting)), flat)
         flat.append(round(world.time - world.begun, 1))  # or how long it took would depend on the way here
         numbers = {number: rank for rank, number in enumerate(sorted({it for it in flat if type(it) is _Number}))}
         names = dict[str, int]()

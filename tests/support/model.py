@@ -72,6 +72,8 @@ class World:
     """How often in a row a key was handed over inside a process while others may have been waiting for it, at most."""
     barged: int = 0
     """How often a newcomer took a key for which others may have been waiting."""
+    covered: bool = False
+    """Was the last grant covered by the tenure that it ended?"""
     _seen: set[str] = field(default_factory=set)
     """The waiters that the statement under way sees."""
 
@@ -99,7 +101,7 @@ class World:
         """Let a statement take effect, which began when those were the waiters."""
         name = step.statement.name
         self.time += 1e-6  # no two statements read the same clock
-        self._seen = self.snapshot() if seen is None else seen
+        self._seen, self.covered = self.snapshot() if seen is None else seen, False
         rows: Rows = getattr(self, f"_{name}")(dict(step.parameters))
         return rows
 
@@ -163,12 +165,15 @@ class World:
         queue = [each for each in queue if self.waiters.get(each["owner"]) is each]  # its row is locked, as it is now
         if row is None or not queue or row["served"] >= queue[0]["ticket"]:
             return []
-        if row["owner"] is not None and row["expires_at"] > self.time:
+        heir = queue[0]
+        life, handed = min(heir["expires_at"] - self.time, heir["ttl"]), row["expires_at"] - self.time
+        if row["owner"] is not None and handed > 0:
             if (row["owner"], row["fence"]) != (p["owner"], p["fence"]):
                 return []
+            self.covered = self.dialect.queue.grant_leaves and handed >= life * 0.75 and row["fence"] < self.micros
             row["expires_at"] = self.time
-        heir = queue[0]
-        self._begin(row, {**heir, "life": min(heir["expires_at"] - self.time, heir["ttl"])})
+        life = min(life, handed) if self.covered else life
+        self._begin(row, {**heir, "life": life})
         self.rows[p["key"]]["last"] = max(row["last"], heir["ticket"])
         self.rows[p["key"]]["served"] = heir["ticket"]
         self.served.setdefault(p["key"], []).append(heir["ticket"])
@@ -178,7 +183,8 @@ class World:
             return [(fence,)]
         if self.dialect.queue.grant_leaves:
             del self.waiters[heir["owner"]]
-        return [(heir["ticket"], heir["channel"], heir["owner"], fence, None)]
+        lasts = int(life * 1000) if self.covered else 0
+        return [(heir["ticket"], heir["channel"], heir["owner"], fence, lasts, None)]
 
     def _first_waiter(self, p: dict[str, Any]) -> Rows:
         queue = self._queue(p["key"], p["first"])

@@ -193,6 +193,25 @@ class PostgreSQL(Server):
         while any(_working_in(self.directory)) and time.monotonic() < deadline:
             time.sleep(0.01)
 
+    def lose_power(self) -> None:
+        """End it as if the machine had failed: what is not on the disk yet is gone. Its clients are to stand still.
+
+        A write-ahead log that the operating system has, but has not flushed, survives a mere kill.
+        """
+        import psycopg
+
+        with psycopg.connect(host="127.0.0.1", port=self.port, user="dblock", dbname="postgres") as connection:
+            flushed = connection.execute("SELECT * FROM pg_walfile_name_offset(pg_current_wal_flush_lsn())").fetchone()
+        assert flushed is not None
+        self.stop(signal.SIGKILL)
+        segment, offset = flushed
+        for path in (self.directory / "data" / "pg_wal").glob("0*"):
+            if path.name >= segment:
+                start = offset if path.name == segment else 0
+                with path.open("r+b") as log:
+                    _ = log.seek(start)
+                    _ = log.write(bytes(path.stat().st_size - start))
+
 
 class Standby(PostgreSQL):
     """A copy of a PostgreSQL server that follows it."""

@@ -627,7 +627,7 @@ def test_who_waits_for_what_was_locked_before(sqlite: object) -> None:
             taken.set()
             found = other._hold_here()
             assert found is not None
-            return found.local_handovers
+            return found.held.local_handovers
 
     with lock:
         waiter = Thread(wait)

@@ -18,6 +18,7 @@ from dblock.core.acquire.services import PollingOnly, WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Attempt, Outcome, Waiter
 from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy, StoreLocked, StoreUnanswered
+from dblock.core.holding.held import Held
 from dblock.core.protocol.sending import pauses
 from dblock.core.protocol.steps import Steps, sleep
 from dblock.core.protocol.tenures import Unresolved, begin, inspect
@@ -142,5 +143,5 @@ def _try(attempt: Attempt, statement: Statement) -> Steps[Grant | Literal[_Answe
         attempt.owner = ""
     if grant is None or database.now() < grant.trusted_until:
         return grant
-    _ = yield from handover.release(attempt.site, grant.tenure, 1)  # granted too late
+    _ = yield from handover.free(attempt.site, Held.of(grant), 1)  # granted too late
     return _UNKNOWN

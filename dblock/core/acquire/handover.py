@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import contextlib
 from enum import Enum
-from typing import NamedTuple
 
 from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, Stage
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreUnanswered
+from dblock.core.holding.held import Held
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.sending import send
 from dblock.core.protocol.steps import Parameters, Steps, sleep
@@ -32,24 +32,17 @@ class Passed(Enum):
     UNKNOWN = "the answer was lost"
 
 
-class Held(NamedTuple):
-    """A tenure, and how it was come by."""
-
-    tenure: Tenure
-    ticket: int = 0
-    """The ticket that it was granted by in the queue; 0 if it was simply taken."""
-    local_handovers: int = 0
-    """How often in a row it has gone to a flow of this process."""
-
-
-def grant(site: Site, key: str, first: int, tenure: Tenure | None = None) -> Steps[bool]:
-    """Let the first live waiter from a ticket on have the key, if it is free or `tenure`'s, and tell it; was there one?
+def grant(site: Site, key: str, first: int, held: Held | None = None) -> Steps[bool]:
+    """Let the first live waiter from a ticket on have the key, if it is free or `held`, and tell it; was there one?
 
     False also if a transaction pins the key, or somebody is changing its row at this moment.
     """
+    tenure = None if held is None else held.tenure
     granted = yield from queue.grant(site.database, key, first, tenure, here=site.sockets.neighbourhood)
     if granted is None:
         return False
+    if held is not None:
+        held.handed_over = True  # before anybody is told
     site.local_queues.note_contention(key)
     if not granted.called:
         yield from _tell(site, granted.channel, granted.message)
@@ -96,20 +89,27 @@ def grant_next(site: Site, key: str, first: int = 0) -> Steps[bool]:
     return True
 
 
-def release(site: Site, tenure: Tenure, count: int, ticket: int = 0) -> Steps[bool]:
+def release(site: Site, held: Held, count: int) -> Steps[bool]:
     """Lower the count from `count`; from 1 the key is the first waiter's, or free. False if the tenure was over before.
 
-    A tenure that waited itself (`ticket`) knows that others may: it hands over in one statement what it holds.
+    Where others are likely to wait, as whoever has waited itself knows, what is held is handed over in one statement.
     """
     passed = Passed.REFUSED
-    if ticket and count == 1:
-        passed = yield from _grant_held(site, tenure, ticket + 1)
-        if passed is Passed.DONE:
-            return True
-    left = yield from tenures.release(site.database, tenure, count)
+    likely = held.ticket or site.local_queues.is_crowded(held.tenure.key)
+    if likely and count == 1 and not held.handed_over:
+        passed = yield from _grant_held(site, held)
+    # If the answer was lost, it was handed over.
+    return (yield from free(site, held, count)) or passed is Passed.UNKNOWN
+
+
+def free(site: Site, held: Held, count: int) -> Steps[bool]:
+    """The same by a release alone, which may be sent twice; the next one is granted the key then."""
+    if held.handed_over:
+        return True
+    left = yield from tenures.release(site.database, held.tenure, count)
     if left.waiting:
-        _ = yield from grant_next(site, tenure.key, left.waiting)
-    return left.in_time or passed is Passed.UNKNOWN  # it was handed over, though the answer was lost
+        _ = yield from grant_next(site, held.tenure.key, left.waiting)
+    return left.in_time
 
 
 def pass_on(site: Site, held: Held) -> Steps[bool]:
@@ -118,29 +118,25 @@ def pass_on(site: Site, held: Held) -> Steps[bool]:
     An heir of this process that is not told looks for itself when the key has been given back for all we know.
     """
     passed, heir = Passed.REFUSED, None
-    tenure, queues = held.tenure, site.local_queues
+    queues = site.local_queues
     try:
-        local_queue = queues.find(tenure.key)
+        local_queue = queues.find(held.tenure.key)
         heir = None if local_queue is None else local_queue.choose()
         if local_queue is not None and heir is not None:
             passed = Passed.UNKNOWN
             passed = yield from _hand_over_local(site, local_queue, heir, held)
             if passed is Passed.REFUSED:
                 local_queue.withdraw(heir)
-        if passed is Passed.DONE:
-            return True
-        return (yield from release(site, tenure, 1, held.ticket)) or passed is Passed.UNKNOWN
+        return (yield from release(site, held, 1)) or passed is Passed.UNKNOWN
     except (GeneratorExit, LockStoreError):
         raise
     except BaseException:
-        # Interrupted: sending it twice is harmless. Nothing replaces the interrupt.
-        if passed is not Passed.DONE:
-            with contextlib.suppress(LockStoreError):
-                _ = yield from release(site, tenure, 1)
+        with contextlib.suppress(LockStoreError):  # nothing replaces the interrupt
+            _ = yield from free(site, held, 1)
         raise
     finally:
         if passed is not Passed.DONE:
-            queues.freed(tenure.key)
+            queues.freed(held.tenure.key)
 
 
 def leave(site: Site, tenure: Tenure, min_hold: float, *, alone: bool) -> Steps[bool]:
@@ -165,16 +161,16 @@ def undo_take(site: Site, key: str, owner: str, patience: float | None = None) -
                 yield from sleep(pause)
             info = yield from tenures.inspect(site.database, key, site.database.now() + patience)
             if info is not None and info.owner == owner:
-                _ = yield from release(site, Tenure(key, owner, info.fence), 1)
+                _ = yield from free(site, Held(Tenure(key, owner, info.fence)), 1)
                 return
     except Exception:  # noqa: BLE001 - must not hide what broke the take off
         return
 
 
-def _grant_held(site: Site, tenure: Tenure, first: int) -> Steps[Passed]:
+def _grant_held(site: Site, held: Held) -> Steps[Passed]:
     """Hand over what we hold."""
     try:
-        return Passed.DONE if (yield from grant(site, tenure.key, first, tenure)) else Passed.REFUSED
+        return Passed.DONE if (yield from grant(site, held.tenure.key, held.ticket + 1, held)) else Passed.REFUSED
     except StoreUnanswered:
         return Passed.UNKNOWN
     except LockStoreError:
@@ -205,9 +201,10 @@ def _hand_over_local(site: Site, local_queue: LocalQueue, heir: LocalWaiter, hel
         return Passed.REFUSED
     if not rows:
         return Passed.REFUSED
+    held.handed_over = True
     now_held = Tenure(tenure.key, owner, int(rows[0][0]))
     grant = Grant(now_held, sent, request.ttl, held.ticket, held.local_handovers + 1)
     if not local_queue.tell(heir, grant):  # it has gone in the meantime
         with contextlib.suppress(LockStoreError):
-            _ = yield from release(site, grant.tenure, 1, grant.ticket)
+            _ = yield from release(site, Held.of(grant), 1)
     return Passed.DONE

@@ -19,6 +19,7 @@ from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, Request, St
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy, StoreConflict, StoreUnanswered
+from dblock.core.holding.held import Held
 from dblock.core.protocol import queue
 from dblock.core.protocol.queue import Place, QueueStatus
 from dblock.core.protocol.sending import pauses
@@ -203,7 +204,7 @@ class Waiter:
         """Is a tenure still to be trusted? One of which we heard too late is given back."""
         if self.site.database.now() < grant.trusted_until:
             return True
-        _ = yield from handover.release(self.site, grant.tenure, 1)
+        _ = yield from handover.free(self.site, Held.of(grant), 1)
         return False
 
     def _time_is_up(self, local_queue: LocalQueue) -> Steps[Grant | LockInfo | Literal[Outcome.TAKE_AGAIN]]:

@@ -59,7 +59,7 @@ class Bell:
         rows = self._run("hear", {"places": places, "seconds": seconds}, seconds)
         self._called = rows is None
         found = [
-            Message(key, ticket, fence, proof(ticket, fence, owner))
+            Message(key, ticket, fence, 0, proof(ticket, fence, 0, owner))
             for ticket, fence, owner, key in rows or ()
             if owner
         ]

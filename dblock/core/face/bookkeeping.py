@@ -45,15 +45,19 @@ def begin_hold(
         runtime.current.watchdog.add(hold)
         flow.holds[store, lock._key] = hold  # last: no signal handler runs between this and our return
     except BaseException:
-        runtime.current.watchdog.discard(hold)
+        _ = runtime.current.watchdog.discard(hold)
         hold.entries = []
         raise
     return hold
 
 
 def forget(hold: Hold) -> None:
-    """Neither the flow nor the watchdog keeps it; a lost hold further out takes its place with the flow."""
-    runtime.current.watchdog.discard(hold)
+    """Neither the flow nor the watchdog keeps it; a lost hold further out takes its place with the flow.
+
+    Whoever takes it out of the watchdog's hands gives it back: if `release_all` was faster, that does.
+    """
+    if not runtime.current.watchdog.discard(hold):
+        _ = hold.lease.give_up()
     flow, resource = hold.flow(), (hold.store, hold.tenure.key)
     if flow is not None and flow.holds.get(resource) is hold:
         outer = hold.outer and next((each for each in hold.outers() if each.open_entries()), None)

@@ -192,7 +192,7 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
     except BaseException:  # interrupted: the row's count goes back to ours
         if kept:  # an open transaction that keeps it counts as one, before and after
             with contextlib.suppress(LockError):
-                _ = yield from handover.release(site_of(hold), hold.tenure, len(kept) + 1)
+                _ = yield from handover.free(site_of(hold), hold.held, len(kept) + 1)
         raise
-    _ = yield from handover.release(site_of(hold), hold.tenure, len(kept) + 1)  # the answer came too late to be of use
+    _ = yield from handover.free(site_of(hold), hold.held, len(kept) + 1)  # the answer came too late to be of use
     return False

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
-from dblock.core.acquire.handover import Held
 from dblock.core.errors import LockError, Reason, StoreBusy
 from dblock.core.face.base import BaseLock
 from dblock.core.face.bookkeeping import find_out, forget, freed, site_of
@@ -219,8 +218,7 @@ def leave(hold: Hold) -> Steps[bool]:
     if hold.entries:
         return (yield from _lower(hold))
     if hold.shared_entries is None and not hold.min_hold:
-        held = Held(hold.tenure, hold.ticket, hold.local_handovers)
-        return (yield from handover.pass_on(site_of(hold), held))
+        return (yield from handover.pass_on(site_of(hold), hold.held))
     try:
         return (yield from _lower(hold))
     finally:
@@ -241,21 +239,21 @@ def _lower(hold: Hold) -> Steps[bool]:
     alone = hold.shared_entries is None
     if not alone or (hold.min_hold and not entered):
         return (yield from handover.leave(site_of(hold), hold.tenure, hold.min_hold, alone=alone))
-    return (yield from handover.release(site_of(hold), hold.tenure, entered + 1, hold.ticket))
+    return (yield from handover.release(site_of(hold), hold.held, entered + 1))
 
 
 def _leave_after_all(hold: Hold) -> Steps[None]:
     """Interrupted while an entry was being left: it is left, where sending that twice is harmless."""
-    entered = len(hold.entries)
+    entered, over = len(hold.entries), hold.lease.remaining() <= 0
     if not entered:
         forget(hold)
-    if hold.shared_entries is not None or (hold.lease.grace and hold.lease.remaining() <= 0):
+    if hold.shared_entries is not None or (hold.lease.grace and over):
         return  # it ends with its lease
     with contextlib.suppress(LockError):  # nothing replaces the interrupt
         if hold.min_hold and not entered:
             _ = yield from handover.leave(site_of(hold), hold.tenure, hold.min_hold, alone=True)
         else:
-            _ = yield from handover.release(site_of(hold), hold.tenure, entered + 1)
+            _ = yield from handover.free(site_of(hold), hold.held, entered + 1)
 
 
 def _unused(hold: Hold) -> Steps[bool]:

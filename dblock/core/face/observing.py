@@ -200,7 +200,7 @@ class _Attempt:
 def _how(hold: Hold, *, contended: bool) -> How:
     if len(hold.entries) > 1 and len(hold.open_entries()) > 1:
         return "reentered"
-    if hold.local_handovers and contended:
+    if hold.held.local_handovers and contended:
         return "handed_over"
     return "waited" if contended else "at_once"
 

@@ -27,6 +27,7 @@ from contextvars import ContextVar
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 from dblock.core.errors import Reason
+from dblock.core.holding.held import Held
 from dblock.core.holding.lease import Lease
 from dblock.core.identity import process_identity, storable
 from dblock.core.options import Options
@@ -227,8 +228,7 @@ class Hold:
             renewing=options.renew and store.renewable,
             pace=LISTENING_PACE if options.on_revoke else math.inf,
         )
-        self.ticket = grant.ticket
-        self.local_handovers = grant.local_handovers
+        self.held = Held.of(grant)
         self.min_hold = options.min_hold
         self.max_hold = options.max_hold
         self.entries = [entry]

@@ -22,7 +22,7 @@ _WHAT_HAPPENED = {
     Reason.EXPIRED: "the lease ended before the work did; use a longer ttl, or let it be renewed (for longer)",
     Reason.TAKEN_OVER: "the lease ended, and it was taken over",
     Reason.FREED: "it was freed by somebody",
-    Reason.GONE: "its row is gone",
+    Reason.GONE: "its row was deleted, or taken back by a crash of the database or a failover",
     Reason.UNREACHABLE: "the database did not answer in time to renew the lease",
     Reason.RELEASED: "its process has given all its locks back, with release_all()",
     Reason.BLOCKED: "its event loop was blocked for so long that no renewal of the lease could run there",
@@ -136,6 +136,11 @@ class Lease:
             self.loss = loss._replace(early=loss.holder is not None and self.now() < self.trusted_until)
             self.trusted_until = -math.inf
             return True
+
+    def give_up(self) -> bool:
+        """It is lost because its process gives all locks back; False if it was lost for another reason before."""
+        _ = self.lose(Loss(Reason.RELEASED))
+        return self.loss is not None and self.loss.reason is Reason.RELEASED
 
     def explain(self, loss: Loss) -> None:
         """The database says that the tenure is over, and why.

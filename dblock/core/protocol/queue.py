@@ -33,13 +33,27 @@ tenure, which ends with the place or one ttl after the grant, whichever is first
 
 and is trusted until a margin before that. A heartbeat that arrives after the grant finds no place: its answer does not
 name it, and moves nothing. The first renewal makes the lease whole; whoever wants more from the beginning, because the
-rest is short or nobody will renew it, accepts first. Grants, heartbeats and accepts are durable, so that no crash takes
-back what somebody relies on (`dblock.core.statements.postgresql` says it of each).
+rest is short or nobody will renew it, accepts first. Heartbeats and accepts are durable, so that no crash takes back
+what somebody relies on (`dblock.core.statements.postgresql` says it of each). So is a grant, unless it is *covered*.
 
-What the heir hears is its ticket, the fence and a *proof*, a digest of both with its owner token: nobody knows that but
-the waiter and who reads the table, and each token is of one attempt, which is granted the key once. So a stranger
-cannot make one up, and one that comes twice or late says what was true; whether that is still of use is a matter of the
-local clock. Any other message, or none, costs a look: the waiter asks the database, and accepts what it was granted.
+Why a holder may hand over what it holds without waiting for the disk: what a crash takes back is the latest commits,
+all from some moment on (a write-ahead log loses its end and no more, and what a standby has is a beginning of it). A
+covered grant replaces one tenure by another that ends no later. Take it back, with all grants after it or without, and
+the row shows an earlier tenure of the same chain, which keeps the key closed for as long as the last heir believes: its
+lease was cut to that of the tenure before it, and so on back to a statement that was durable. Nobody opens the key
+before that, for only its own holder could. That one has written down that its tenure is over before it told the heir
+(`dblock.core.holding.held`), and is the only one who tells: a look is followed by an accept, which is durable, and so
+makes everything durable that came before it. The heir finds its tenure gone, by its next statement, and whatever it
+wrote under a guard went with it or made it durable. The next fence is higher: that of a covered grant is the clock's,
+and so is the next, later. (As everywhere, if the clock was not set back meanwhile.) So a crash may leave a key closed
+for the rest of one ttl, which is late, not wrong, and a queue that moves on costs no flush of the disk but every now
+and then, when what covers it has become short. What the heir is told then includes for how long its tenure `lasts`,
+counted from the grant, which came after the sending of whatever named the place.
+
+What the heir hears is its ticket, the fence, how long it lasts and a *proof*, a digest of all with its owner token:
+nobody knows that but the waiter and who reads the table, and each token is of one attempt. So a stranger cannot make
+one up, and one that comes twice or late says what was true; whether that is still of use is a matter of the local
+clock. Any other message, or none, costs a look: the waiter asks the database, and accepts what it was granted.
 
 Whoever dies in the middle: a releaser between release and grant leaves a free key with different numbers; each waiter
 that looks grants it, to the first of the queue and not to itself. A waiter that was granted the key and died loses it
@@ -125,20 +139,21 @@ class Place:
 
     def granted(self, message: Message, ttl: float, waiter_ttl: float) -> Grant | None:
         """The tenure that begins here, for a flow that asked for `ttl`; None if the message does not prove that."""
-        mine = proof(self.ticket, message.fence, self.owner)
+        mine = proof(self.ticket, message.fence, message.lasts, self.owner)
         if not hmac.compare_digest(message.proof.encode(), mine.encode()):
             return None
         tenure = Tenure(message.key, self.owner, message.fence)
-        return Grant(tenure, self.sent, ttl, self.ticket, term=min(waiter_ttl, ttl))
+        lasts = message.lasts / 1000 if message.lasts else ttl
+        return Grant(tenure, self.sent, ttl, self.ticket, term=min(waiter_ttl, ttl, lasts))
 
 
-def proof(ticket: int, fence: int, owner: str) -> str:
+def proof(ticket: int, fence: int, lasts: int, owner: str) -> str:
     """A digest of a grant with the waiter's owner token, as PostgreSQL makes it for its notifications too.
 
     Plain SHA-256 serves as a message authentication code here: all texts have one form, in which nothing can be added,
     and the token, which has 128 random bits, authenticates one grant only.
     """
-    return hashlib.sha256(f"{ticket} {fence} {owner}".encode()).hexdigest()
+    return hashlib.sha256(f"{ticket} {fence} {lasts} {owner}".encode()).hexdigest()
 
 
 def join(database: Database, request: Parameters, until: float) -> Steps[tuple[Place, QueueStatus | None] | None]:
@@ -202,11 +217,11 @@ def grant(
         ticket, channel, heir = found
         parameters["heir"] = heir
         _, rows = yield from send(database, queue.grant, parameters, until, resend=tenure is None)
-        rows = [(ticket, channel, heir, row[0], None) for row in rows]
+        rows = [(ticket, channel, heir, row[0], 0, None) for row in rows]
     if not rows:
         return None
-    ticket, channel, owner, fence, called = rows[0]
-    message = Message(key, ticket, fence, proof(ticket, fence, owner))
+    ticket, channel, owner, fence, lasts, called = rows[0]
+    message = Message(key, ticket, fence, lasts, proof(ticket, fence, lasts, owner))
     return Granted(channel or "", message, called is not None)
 
 

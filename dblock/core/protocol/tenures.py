@@ -197,7 +197,7 @@ class WhyLost(NamedTuple):
 def why_lost(database: Database, tenure: Tenure) -> Steps[WhyLost]:
     """What became of a tenure that is over."""
     info = yield from inspect(database, tenure.key)
-    if info is None:
+    if info is None or info.fence < tenure.fence:  # a crash, or a failover, has taken it back
         return WhyLost(Reason.GONE)
     heir = None if info.fence == tenure.fence else info.masked()
     if info.freed_fence == tenure.fence:

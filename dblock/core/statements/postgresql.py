@@ -203,13 +203,27 @@ FROM joined, announced
 # is passed over, one that wants to leave waits and then finds its tenure, and a heartbeat that comes later finds no
 # place to extend. (By its ticket: the statement sees the row as of its beginning, and another flow of the same process
 # may have inherited it since, under another token.) The lease ends with the place, and is no longer than the waiter
-# asked for. Durable: the heir relies on it as soon as it hears of it, by the notification among others, which goes out
-# after the commit.
+# asked for.
+#
+# Durable, since the heir relies on it as soon as it hears of it, by the notification among others, which goes out after
+# the commit; or *covered*, and then asynchronous: the tenure that is handed over lasts as long as the one that begins,
+# or is made to, so that whatever a crash takes back, the key stays closed for as long as the heir believes. Then nobody
+# is notified (whoever hands it over tells, once it knows that it has), the new lease ends no later than the old one,
+# and the fence is the clock's, which goes on when the row does not. At least three quarters of what the heir would have
+# had anyway must be covered: one grant in many renews what the others live on.
 _FREE: Final = SQL.unpinned(
     f"locks.owner IS NULL OR locks.expires_at <= {SQL.now}"
     " OR (locks.owner = :owner AND locks.fence = CAST(:fence AS bigint))"
 )
-_PROOF: Final = "encode(sha256(convert_to(concat_ws(' ', ticket, fence, owner), 'UTF8')), 'hex')"
+_NEAR: Final = "(channel = '' OR left(channel, length(:here)) = :here)"
+"""Is the heir not to be notified: is it called by whoever hands over, or by nobody?"""
+_ENDS: Final = f"least(next.expires_at, {SQL.after('next.ttl')})"
+_COVERED: Final = f"""locks.owner IS NOT NULL AND {_NEAR} AND locks.fence < {SQL.micros}
+      AND locks.expires_at - {SQL.now} >= ({_ENDS} - {SQL.now}) * 0.75"""
+_ASYNCHRONOUS: Final = "current_setting('synchronous_commit') = 'off'"
+"""Was this grant found to be covered?"""
+_LASTS: Final = f"CAST(floor(extract(epoch FROM locks.expires_at - {SQL.now}) * 1000) AS bigint)"
+_PROOF: Final = "encode(sha256(convert_to(concat_ws(' ', ticket, fence, lasts, owner), 'UTF8')), 'hex')"
 """As `dblock.core.protocol.queue.proof` has it."""
 GRANT: Final = Statement(
     "grant",
@@ -227,7 +241,7 @@ WITH next AS MATERIALIZED (
         count = 1,
         ttl = next.ttl,
         acquired_at = {SQL.now},
-        expires_at = least(next.expires_at, {SQL.after("next.ttl")}),
+        expires_at = least({_ENDS}, CASE WHEN {_ASYNCHRONOUS} THEN locks.expires_at END),
         label = next.label,
         host = next.host,
         pid = next.pid,
@@ -239,14 +253,17 @@ WITH next AS MATERIALIZED (
     FROM next
     WHERE locks.lock_key = :key AND served_ticket < next.ticket
       AND {_FREE}
-      AND {SQL.durably}
-    RETURNING next.ticket, next.channel, next.owner, locks.fence
+      AND CASE WHEN {_COVERED}
+               THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE {SQL.durably} END
+    RETURNING next.ticket, next.channel, next.owner, locks.fence,
+              CASE WHEN {_ASYNCHRONOUS} THEN {_LASTS} ELSE 0 END AS lasts
 ), gone AS (
     DELETE FROM lock_waiters USING granted WHERE lock_key = :key AND lock_waiters.ticket = granted.ticket
 )
-SELECT ticket, channel, owner, fence,
-       CASE WHEN channel <> '' AND left(channel, length(:here)) <> :here
-            THEN CAST(pg_notify(split_part(channel, '.', 1), concat_ws(' ', ticket, fence, {_PROOF}, :key)) AS text) END
+SELECT ticket, channel, owner, fence, lasts,
+       CASE WHEN {_NEAR} THEN NULL
+            ELSE CAST(pg_notify(split_part(channel, '.', 1),
+                                concat_ws(' ', ticket, fence, lasts, {_PROOF}, :key)) AS text) END
 FROM granted
 """,
     Reply.ROWS,

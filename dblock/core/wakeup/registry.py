@@ -21,22 +21,23 @@ class Message(NamedTuple):
     key: str
     ticket: int
     fence: int = 0
+    lasts: int = 0
+    """For how many milliseconds from the grant on the tenure lasts, if that may be less than the waiter's place did."""
     proof: str = "-"
     """What only who knows the waiter's owner token can have written (`dblock.core.protocol.queue`)."""
 
     def text(self) -> str:
         """As it goes from process to process."""
-        return f"{self.ticket} {self.fence} {self.proof} {self.key}"
+        return f"{self.ticket} {self.fence} {self.lasts} {self.proof} {self.key}"
 
     @classmethod
     def read(cls, text: str) -> Message | None:
         """From its text, which anybody may have written; None if it has not that form."""
-        ticket, _, rest = text.partition(" ")
-        fence, _, rest = rest.partition(" ")
-        proof, _, key = rest.partition(" ")
-        if not (ticket.isascii() and ticket.isdecimal() and fence.isascii() and fence.isdecimal() and key):
+        ticket, fence, lasts, proof, key = (*text.split(" ", 4), *[""] * 4)[:5]
+        numbers = ticket + fence + lasts
+        if not (ticket and fence and lasts and key and numbers.isascii() and numbers.isdecimal()):
             return None
-        return cls(key, int(ticket[:19]), int(fence[:19]), proof)
+        return cls(key, int(ticket[:19]), int(fence[:19]), int(lasts[:19]), proof)
 
 
 class Wakeup:

@@ -31,7 +31,6 @@ from weakref import WeakKeyDictionary
 from dblock.core import clock
 from dblock.core.errors import Reason, StoreBusy
 from dblock.core.holding.flow import Flows, Hold
-from dblock.core.holding.lease import Loss
 from dblock.core.log import warn
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
@@ -103,12 +102,16 @@ class Watchdog:
         if hold.lease.due < self._wake_at:
             self.look()
 
-    def discard(self, hold: Hold) -> None:
-        """Keep it no more: it is being given back. A renewal that is under way finds no such tenure."""
-        self._holds.pop(hold, None)
+    def discard(self, hold: Hold) -> bool:
+        """Keep it no more: it is being given back, by whom it was kept for until now; False if it was not kept.
+
+        A renewal that is under way finds no such tenure.
+        """
+        kept = self._holds.pop(hold, True) is None
         place = (hold.store, hold.tenure.key)
         if self._by_key.get(place) is hold:
             _ = self._by_key.pop(place, None)
+        return kept
 
     def keeps(self, hold: Hold) -> bool:
         """Has it not been given back?"""
@@ -185,11 +188,11 @@ class Watchdog:
 
     def give_up(self, store: Store) -> list[Hold]:
         """All that this process holds in a database is lost, from now on; those to be given back, last taken first."""
-        holds = [hold for hold in reversed(list(self._holds)) if hold.store is store]
-        self._given_up += [hold for hold in holds if hold.lease.lose(Loss(Reason.RELEASED))]
-        for hold in holds:
-            self.discard(hold)
-            self.announce(hold)
+        for hold in reversed(list(self._holds)):
+            if hold.store is store and self.discard(hold):  # else its flow is giving it back
+                if hold.lease.give_up():
+                    self._given_up.append(hold)
+                self.announce(hold)
         good = [hold for hold in self._given_up if hold.lease.now() < hold.lease.renewed + hold.lease.life]
         self._given_up = good
         return [hold for hold in self._given_up if hold.store is store]
@@ -252,7 +255,7 @@ class Watchdog:
             stores.add(hold.store)
             left = hold.lease.remaining()
             if left <= 0:
-                self.discard(hold)
+                _ = self.discard(hold)
                 self.announce(hold)
                 continue
             if hold.lease.renewing and hold.adrift:
@@ -390,7 +393,7 @@ class Watchdog:
         for hold in reversed(list(self._holds)):
             flow = hold.flow()
             if hold.lease.loss is None and (flow is None or flow is mine or flow.ended()):
-                self.discard(hold)
+                _ = self.discard(hold)
                 ending.append(hold)
         if not (ending or self._places or self._to_write):
             return

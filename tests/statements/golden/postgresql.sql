@@ -250,17 +250,20 @@ AND ticket >= CAST(:first AS bigint)
 AND expires_at > clock_timestamp()
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL ORDER BY ticket LIMIT 1 FOR UPDATE ), granted AS (
 UPDATE locks
-SET owner = next.owner, fence = greatest(locks.fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, ttl = next.ttl, acquired_at = clock_timestamp(), expires_at = least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = greatest(last_ticket, next.ticket), served_ticket = next.ticket FROM next
+SET owner = next.owner, fence = greatest(locks.fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, ttl = next.ttl, acquired_at = clock_timestamp(), expires_at = least(least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)), CASE WHEN current_setting('synchronous_commit') = 'off' THEN locks.expires_at END), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = greatest(last_ticket, next.ticket), served_ticket = next.ticket FROM next
 WHERE locks.lock_key = :key
 AND served_ticket < next.ticket
 AND CASE WHEN locks.owner IS NULL OR locks.expires_at <= clock_timestamp() OR (locks.owner = :owner
 AND locks.fence = CAST(:fence AS bigint)) THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
-AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
-RETURNING next.ticket, next.channel, next.owner, locks.fence ), gone AS ( DELETE FROM lock_waiters USING granted
+AND CASE WHEN locks.owner IS NOT NULL
+AND (channel = '' OR left(channel, length(:here)) = :here)
+AND locks.fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)
+AND locks.expires_at - clock_timestamp() >= (least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)) - clock_timestamp()) * 0.75 THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END
+RETURNING next.ticket, next.channel, next.owner, locks.fence, CASE WHEN current_setting('synchronous_commit') = 'off' THEN CAST(floor(extract(epoch
+FROM locks.expires_at - clock_timestamp()) * 1000) AS bigint) ELSE 0 END AS lasts ), gone AS ( DELETE FROM lock_waiters USING granted
 WHERE lock_key = :key
 AND lock_waiters.ticket = granted.ticket )
-SELECT ticket, channel, owner, fence, CASE WHEN channel <> ''
-AND left(channel, length(:here)) <> :here THEN CAST(pg_notify(split_part(channel, '.', 1), concat_ws(' ', ticket, fence, encode(sha256(convert_to(concat_ws(' ', ticket, fence, owner), 'UTF8')), 'hex'), :key)) AS text) END FROM granted;
+SELECT ticket, channel, owner, fence, lasts, CASE WHEN (channel = '' OR left(channel, length(:here)) = :here) THEN NULL ELSE CAST(pg_notify(split_part(channel, '.', 1), concat_ws(' ', ticket, fence, lasts, encode(sha256(convert_to(concat_ws(' ', ticket, fence, lasts, owner), 'UTF8')), 'hex'), :key)) AS text) END FROM granted;
 
 -- accept: the rows it returns
 UPDATE locks

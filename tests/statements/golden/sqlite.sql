@@ -216,7 +216,7 @@ AND served_ticket < next.ticket
 AND (locks.owner IS NULL OR locks.expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now') OR (locks.owner = :owner
 AND locks.fence = :fence))
 RETURNING served_ticket, (SELECT channel FROM lock_waiters
-WHERE lock_waiters.owner = locks.owner), owner, fence, NULL;
+WHERE lock_waiters.owner = locks.owner), owner, fence, 0, NULL;
 
 -- accept: the rows it returns
 UPDATE locks
