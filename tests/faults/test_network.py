@@ -113,12 +113,12 @@ def test_an_extend_answered_late_counts_from_its_sending(wire: Wire) -> None:
     assert wire.actor.call(lock, "acquire")
     for _ in range(3):  # prepared
         wire.actor.call(lock, "extend")
-    wire.proxy.delay = 0.4
-    wire.actor.call(lock, "extend", 0.5)
-    sent_by = clock.now() - 0.4
+    wire.proxy.delay = 1.2
+    wire.actor.call(lock, "extend", 1.5)
+    sent_by = clock.now() - 1.2
     asked = clock.now()
     left = wire.actor.get(lock, "remaining")
-    assert left == 0 or asked + left <= sent_by + 0.5 - margin(0.5)
+    assert left == 0 or asked + left <= sent_by + 1.5 - margin(1.5)
     with pytest.raises(LockLost):
         wire.actor.call(lock, "extend", 0.4)
     assert wire.actor.get(lock, "state") == "lost"

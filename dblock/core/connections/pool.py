@@ -26,7 +26,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from dblock.core import clock
@@ -73,8 +73,8 @@ class PooledConnection:
     galera: bool = False
     """Is it to a node of a Galera cluster?"""
     idle_since: float = 0.0
-    keeps: bool = False
-    """Was it lent to keep or to give back what is held?"""
+    out: set[int] = field(default_factory=set)
+    """The ids of those that its pool has lent for the same; whoever was interrupted may have lost it."""
 
     def cut(self) -> None:
         """End whatever waits for an answer on it."""
@@ -100,6 +100,7 @@ class PooledConnection:
                 ours.close()
 
     def __del__(self, lock: Any = WIRES, close: Callable[[int], None] = os.close) -> None:
+        self.out.discard(id(self))
         with lock:  # by default values, which are still there when the interpreter ends
             if self.wire >= 0:
                 try:  # noqa: SIM105 - contextlib may be gone
@@ -116,7 +117,9 @@ class AutocommitPool:
         """For taking and waiting, and for keeping and giving back: indexed by `keeps`, as `_out` is."""
         self._keep = keep
         self._idle: list[PooledConnection] = []
-        self._out = (weakref.WeakSet[PooledConnection](), weakref.WeakSet[PooledConnection]())
+        self._out = set[int](), set[int]()
+        self._all = weakref.WeakSet[PooledConnection]()
+        """For the case of a fork."""
         self._late: dict[object, tuple[Any, float]] = {}
         """For each event loop, a connection that somebody has given up waiting for, and until when it may come."""
         self._epoch = 0
@@ -187,13 +190,12 @@ class AutocommitPool:
         try:
             while self._expect_late(loop, until):
                 if (idle := self._idle_for(loop)) is not None:
-                    idle.keeps = keeps
-                    out.add(idle)
-                    out.discard(connection)
+                    self._lend(idle, out)
+                    out.discard(id(connection))
                     return idle
             return self._open_in_time(connection, until)
         except BaseException:
-            out.discard(connection)
+            out.discard(id(connection))
             raise
 
     def open_apart(self) -> PooledConnection:
@@ -239,12 +241,12 @@ class AutocommitPool:
 
     def leave_to_parent(self) -> Any:
         """In a forked child: what is the parent's, to be kept so that nothing finalizes it."""
-        parents = (self._idle, self._late, *map(list, self._out))
-        known: list[PooledConnection] = [*self._idle, *self._out[0], *self._out[1]]
-        for connection in known:
+        parents = list(self._all), self._late
+        for connection in parents[0]:
             connection.unplug()
-        self._idle, self._late = [], {}
-        self._out = (weakref.WeakSet(), weakref.WeakSet())
+        for out in self._out:  # none of them is given back here
+            out.clear()
+        self._idle, self._late, self._all = [], {}, weakref.WeakSet()
         self._mutex = threading.RLock()
         return parents
 
@@ -253,7 +255,7 @@ class AutocommitPool:
     def _returned(self, connection: PooledConnection) -> bool:
         """It is not lent any more; False if it was lent before a fork: it is the parent's."""
         try:
-            self._out[connection.keeps].remove(connection)
+            connection.out.remove(id(connection))
         except KeyError:
             return False
         return True
@@ -268,10 +270,18 @@ class AutocommitPool:
             if idle and idle[-1].loop is loop:
                 connection = idle.pop()
             else:
-                connection = self._idle_for(loop) or PooledConnection(loop=loop, epoch=self._epoch)
-            connection.keeps = keeps
-            out.add(connection)
+                connection = self._idle_for(loop) or self._new(loop)
+            self._lend(connection, out)
             return connection
+
+    def _new(self, loop: object) -> PooledConnection:
+        connection = PooledConnection(loop=loop, epoch=self._epoch)
+        self._all.add(connection)
+        return connection
+
+    def _lend(self, connection: PooledConnection, out: set[int]) -> None:
+        connection.out = out
+        out.add(id(connection))
 
     def _idle_for(self, loop: object) -> PooledConnection | None:
         over: list[PooledConnection] = []
