@@ -52,14 +52,6 @@ EQUIVALENT: Final = (
         "a database's default collation is deterministic, and the hash is then of the bytes alone",
     ),
     Excuse(
-        *("mariadb", "grant", "FOR UPDATE -> nothing"),
-        "InnoDB locks what an UPDATE of several tables reads, at every isolation level",
-    ),
-    Excuse(
-        *("mariadb", "grant", "LIMIT 1 -> nothing"),
-        "one row has the owner token, and MariaDB locks it also where it merges the derived table",
-    ),
-    Excuse(
         *("m*", "first_waiter", "ORDER BY ticket -> nothing"),
         "the index that it is told to use has the tickets in order (the other order is noticed)",
     ),
@@ -112,6 +104,7 @@ EQUIVALENT: Final = (
         *("postgresql", "grant", "FOR UPDATE -> nothing"),
         "the deletion waits for the same row; it comes too late for a waiter that leaves within the 20 ms, which"
         " tests/faults/test_queue.py shows (test_a_waiter_that_leaves_as_it_is_granted_the_key)",
+        sure=False,
     ),
     Excuse(
         *("mysql", "renew", "FORCE -> IGNORE (2)"),

@@ -219,18 +219,18 @@ WHERE locks.lock_key = :key;
 
 -- grant: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (
-SELECT owner AS heir, ticket, ttl AS life, label AS note, host AS machine, pid AS process, thread AS strand, program AS command, celery_task_id AS task, expires_at AS until FROM lock_waiters
+SELECT * FROM lock_waiters
 WHERE owner = :heir
 AND lock_key = :key
 AND expires_at > UTC_TIMESTAMP(6) LIMIT 1 FOR UPDATE NOWAIT ) AS next STRAIGHT_JOIN (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
-WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
-ON locks.lock_key = :key
+WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin) STRAIGHT_JOIN lock_waiters AS place FORCE INDEX (PRIMARY)
+ON place.owner = next.owner
+SET place.expires_at = place.joined_at, locks.owner = next.owner, locks.fence = LAST_INSERT_ID(GREATEST(locks.fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), locks.count = 1, locks.ttl = next.ttl, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.ttl * 1000000) MICROSECOND), locks.label = next.label, locks.host = next.host, locks.pid = next.pid, locks.thread = next.thread, locks.program = next.program, locks.celery_task_id = next.celery_task_id, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = next.ticket
+WHERE locks.lock_key = :key
 AND locks.served_ticket < next.ticket
 AND (locks.owner IS NULL OR locks.expires_at <= UTC_TIMESTAMP(6) OR (locks.owner = :owner
-AND locks.fence = :fence)) STRAIGHT_JOIN lock_waiters AS place
-ON place.owner = next.heir
-SET place.expires_at = place.joined_at, locks.owner = next.heir, locks.fence = LAST_INSERT_ID(GREATEST(locks.fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), locks.count = 1, locks.ttl = next.life, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.until, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.life * 1000000) MICROSECOND), locks.label = next.note, locks.host = next.machine, locks.pid = next.process, locks.thread = next.strand, locks.program = next.command, locks.celery_task_id = next.task, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = next.ticket;
+AND locks.fence = :fence));
 
 -- accept: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (SELECT lock_key AS name
