@@ -267,10 +267,7 @@ class AutocommitPool:
             if len(out) >= self._most[keeps]:
                 return None
             idle = self._idle
-            if idle and idle[-1].loop is loop:
-                connection = idle.pop()
-            else:
-                connection = self._idle_for(loop) or self._new(loop)
+            connection = idle.pop() if idle and idle[-1].loop is loop else self._idle_for(loop) or self._new(loop)
             self._lend(connection, out)
             return connection
 
