@@ -42,10 +42,6 @@ class Options(Given, total=False):
     session: Any
 
 
-def _no_session() -> None:
-    """No session was given."""
-
-
 class _EngineLock(BaseLock):
     """What both kinds of lock over an engine have in common."""
 
@@ -56,7 +52,7 @@ class _EngineLock(BaseLock):
         self._engine = engine
         self._own_store = own_store(engine)
         # Not kept alive from here: whoever throws a session away in mid-transaction ends it, and renewal with it.
-        self._given_session: Callable[[], Any] = _no_session
+        self._given_session: Callable[[], Any] | None = None
         if session is not None:
             self._given_session = weakref.ref(valid_session(session, asynchronous=engine.dialect.is_async))
 
@@ -66,7 +62,7 @@ class _EngineLock(BaseLock):
 
     @property
     def _session(self) -> Any:
-        return self._given_session()
+        return None if self._given_session is None else self._given_session()
 
     def _defers(self, hold: Hold) -> bool:
         session = self._session

@@ -274,7 +274,7 @@ class MemoryStore(InMemory):
 
     def _all_in_vain(self) -> list[Pause]:
         """The pauses of all who wait, if each has come to one and they do so in vain; else none."""
-        keys = {wakeup: key for (key, _), wakeup in list(self.process.wakeups._registered.items())}
+        keys = {wakeup: key for (key, _), wakeup in self.process.wakeups._all()}
         pauses, now = dict(self._pauses), self.clock.now()
         if len(pauses) < len(self.trying) or not pauses.keys() <= keys.keys():
             return []

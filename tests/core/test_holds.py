@@ -28,6 +28,7 @@ from dblock.core.face.executor import BaseStore
 from dblock.core.face.locks import SyncLock
 from dblock.core.holding.flow import Entry, Hold
 from dblock.core.holding.lease import Lease, Loss
+from dblock.core.options import PLAIN
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.sending import Database
@@ -126,7 +127,7 @@ def local() -> Clock:
 def hold_of(local: Clock, **options: Any) -> Hold:
     lock = BaseLock("k", ttl=30, **options)
     grant = Grant(TENURE, local.time, 30.0)
-    return Hold(FakeStore(local), current_flow(), grant, Entry(lock, "acquire"), None)
+    return Hold(FakeStore(local), current_flow(), grant, Entry(lock, "acquire"), lock.options)
 
 
 def test_held_then_at_risk_then_lost(local: Clock) -> None:
@@ -379,13 +380,13 @@ def test_adding_never_misses_the_watch(store: FakeStore) -> None:
     watch = Watchdog(runtime.current.flows, runtime.current._give_back)
     for _ in range(300):
         lock = FakeLock(store, ttl=0.3, renew=False)
-        hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), None)
+        hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), lock.options)
         watch.add(hold)
         assert watch._thread is not None
         watch.discard(hold)
         watch._added = False
         watch.look()
-    hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), None)
+    hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), lock.options)
     watch.add(hold)
     wait_until(lambda: hold.loss_reported)
 
@@ -408,7 +409,7 @@ def test_at_exit_only_what_nobody_uses_is_given_back(store: FakeStore) -> None:
     def keep(name: str) -> Hold:
         lock = FakeLock(store, name)
         grant = Grant(Tenure(name, "secret", 7), clock.now(), 30.0)
-        hold = Hold(store, current_flow(), grant, Entry(lock, "acquire"), None)
+        hold = Hold(store, current_flow(), grant, Entry(lock, "acquire"), lock.options)
         watch._holds[hold] = None
         return hold
 
@@ -557,7 +558,7 @@ def test_the_longest_life_of_one_tenure_counts(store: FakeStore) -> None:
 
     store.answers["renew"] = renew
     grant = Grant(TENURE, clock.now(), 30.0)
-    long, short = (Hold(store, current_flow(), grant, Entry(FakeLock(store), "acquire"), None) for _ in range(2))
+    long, short = (Hold(store, current_flow(), grant, Entry(FakeLock(store), "acquire"), PLAIN) for _ in range(2))
     short.lease.reset(2.0, clock.now() + 1.8)
     drive(Renewal(store, [long, short], runtime.current.watchdog).steps(), store)
     assert [[lease["life"] for lease in leases] for leases in written] == [[30.0]]
@@ -574,7 +575,7 @@ def test_a_row_that_is_busy_for_a_moment_is_no_news(
 
     store.answers["renew"] = busy
     grant = Grant(TENURE, clock.now() - (16.0 if late else 10.0), 30.0)
-    hold = Hold(store, current_flow(), grant, Entry(FakeLock(store), "acquire"), None)
+    hold = Hold(store, current_flow(), grant, Entry(FakeLock(store), "acquire"), PLAIN)
     drive(Renewal(store, [hold], runtime.current.watchdog).steps(), store)
     assert len([record for record in caplog.records if "could not renew" in record.getMessage()]) == late
 

@@ -87,7 +87,7 @@ def test_ten_thousand_leases_are_renewed_by_one_statement(
     for n in range(1, count + 1):
         lock: Any = sqlalchemy_dblock.db_lock(engine, f"lease {n}", ttl=ttl)
         grant = Grant(Tenure(lock.key, f"owner {n}", n), began - 5, ttl)
-        holds.append(Hold(store, flow, grant, Entry(lock, "acquire"), None))
+        holds.append(Hold(store, flow, grant, Entry(lock, "acquire"), lock.options))
     for hold in holds:
         hold.lease.due = 0.0
     runtime.current.watchdog._holds.update(dict.fromkeys(holds))

@@ -58,6 +58,8 @@ class Stage(Enum):
     TOLD = "was handed the key by a holder of this process"
     LEFT = "waits no more"
 
+    __hash__ = object.__hash__  # Enum's own is written in Python
+
 
 MOVES: Final = {
     Stage.WAITING: {Stage.OFFERED, Stage.ASKING, Stage.LEFT},

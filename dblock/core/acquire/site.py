@@ -5,6 +5,7 @@ Rule: all that they share of it hangs here, and the process (`dblock.core.runtim
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from dblock.core.acquire.local_queue import LocalQueues
@@ -24,7 +25,7 @@ class Site:
         """When a wait for a key was last logged."""
         self._sockets = sockets
 
-    @property
+    @functools.cached_property
     def sockets(self) -> LocalSockets:
         """Where flows of this process are called; made when somebody needs it."""
         return self._sockets()

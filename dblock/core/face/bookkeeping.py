@@ -33,7 +33,8 @@ def begin_hold(
     others: int | None = None,
 ) -> Hold:
     """The flow holds a tenure from now on."""
-    hold = Hold(store, flow, grant, entry, outer if outer and outer.open_entries() else None)
+    kept = outer if outer and outer.open_entries() else None
+    hold = Hold(store, flow, grant, entry, lock.options, outer=kept)
     hold.shared_entries = others
     if store.asynchronous:
         hold.loop = sys.modules["asyncio"].get_running_loop()

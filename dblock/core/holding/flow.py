@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol
 
 from dblock.core.errors import Reason
 from dblock.core.holding.held import Held
@@ -214,8 +214,9 @@ class Hold:
     loop: Any = None
     """The event loop that its statements run on, where they do."""
 
-    def __init__(self, store: Store, flow: Flow, grant: Grant, entry: Entry, outer: Hold | None) -> None:
-        options = cast("HoldObserver", entry.lock).options  # in the hands of whoever takes it
+    def __init__(
+        self, store: Store, flow: Flow, grant: Grant, entry: Entry, options: Options, *, outer: Hold | None = None
+    ) -> None:
         self.store = store
         self.flow = flow.ref
         """The flow that has it, for as long as that lives; the block of a `with` may outlive it."""

@@ -6,10 +6,10 @@ depends on it but how soon a waiter looks.
 
 from __future__ import annotations
 
-import contextlib
 import threading
+from functools import partial
 from typing import Any, Final, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import ref
 
 from dblock.core import clock
 from dblock.core.wakeup.local_socket import LocalSocket
@@ -81,8 +81,10 @@ class Wakeup:
             socket.poke()
 
     def _set(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it is not locked: notified already
+        try:  # noqa: SIM105 - each holder is woken here
             self._quiet.release()
+        except RuntimeError:  # it is not locked: notified already
+            pass
 
     def wait(self, seconds: float) -> None:
         """Wait in this thread until it is notified."""
@@ -156,26 +158,27 @@ class Wakeups:
     """
 
     def __init__(self) -> None:
-        self._registered = WeakValueDictionary[tuple[str, int], Wakeup]()
+        self._registered: dict[tuple[str, int], ref[Wakeup]] = {}
         self._unclaimed: dict[tuple[str, int], Message] = {}
 
     def register(self, key: str, ticket: int, wakeup: Wakeup) -> None:
         """Notify the flow that waits for a key with that ticket from now on; at once, if it has been called already."""
-        self._registered[key, ticket] = wakeup
-        message = self._unclaimed.pop((key, ticket), None)
+        place = key, ticket
+        self._registered[place] = ref(wakeup, partial(self._registered.pop, place))
+        message = self._unclaimed.pop(place, None)
         if message is not None:
             wakeup.message = message
             wakeup.notify()
 
     def unregister(self, key: str, ticket: int, wakeup: Wakeup) -> None:
         """Its flow waits with that ticket no more."""
-        if self._registered.get((key, ticket)) is wakeup:
+        if self._waiter((key, ticket)) is wakeup:
             _ = self._registered.pop((key, ticket), None)
 
     def notify(self, message: Message) -> bool:
         """Wake the waiter that it is for; False if nobody of this process has registered with its ticket yet."""
         place = message.key, message.ticket
-        wakeup = self._registered.get(place)
+        wakeup = self._waiter(place)
         if wakeup is not None:
             wakeup.message = message
             wakeup.notify()
@@ -204,10 +207,14 @@ class Wakeups:
         """The keys and tickets of those who wait at a database."""
         return [place for place, wakeup in self._all() if wakeup.database is database]
 
+    def _waiter(self, place: tuple[str, int]) -> Wakeup | None:
+        reference = self._registered.get(place)
+        return None if reference is None else reference()
+
     def _of(self, database: object) -> list[Wakeup]:
         return [wakeup for _, wakeup in self._all() if database is None or wakeup.database is database]
 
     def _all(self) -> list[tuple[tuple[str, int], Wakeup]]:
         """Also while others come and go: the list of references is made in one step."""
-        references: list[Any] = self._registered.valuerefs()
-        return [(each.key, wakeup) for each in references if (wakeup := each()) is not None]
+        references = list(self._registered.items())
+        return [(place, wakeup) for place, reference in references if (wakeup := reference()) is not None]
