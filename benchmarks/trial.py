@@ -1,7 +1,8 @@
 """The least that a queue of one durable statement per hand-over costs: bare SQL, a datagram, and nothing else.
 
-No leases, no clocks, no crashes, no second database: a yardstick, not a lock. It joins and grants as dblock does, by
-one asynchronous and one durable statement over a bare psycopg cursor, and tells the next one its fence with a digest.
+No leases, no clocks, no crashes, no second database: a yardstick, not a lock. It joins by an asynchronous statement and
+grants by a durable one (as dblock does where nothing covers the grant) over a bare psycopg cursor, and tells the next
+one its fence with a digest.
 """
 
 from __future__ import annotations

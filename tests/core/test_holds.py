@@ -24,7 +24,9 @@ from dblock.core.errors import (
     StoreUnanswered,
 )
 from dblock.core.face.base import BaseLock
+from dblock.core.face.bookkeeping import forget
 from dblock.core.face.executor import BaseStore
+from dblock.core.face.leaving import leave
 from dblock.core.face.locks import SyncLock
 from dblock.core.holding.flow import Entry, Hold
 from dblock.core.holding.lease import Lease, Loss
@@ -389,6 +391,26 @@ def test_adding_never_misses_the_watch(store: FakeStore) -> None:
     hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), lock.options)
     watch.add(hold)
     wait_until(lambda: hold.loss_reported)
+
+
+def test_either_its_flow_gives_a_hold_back_or_all_are_given_back(store: FakeStore) -> None:
+    """Whoever takes it out of the watchdog's hands first, and nobody else: a hand-over is not followed by a release."""
+    watch = runtime.current.watchdog
+    for flow_first in (True, False):
+        lock = FakeLock(store)
+        assert lock.acquire()
+        hold = lock._own_hold("release")
+        if flow_first:
+            forget(hold)
+        assert watch.give_up(store) == ([] if flow_first else [hold])
+        watch.giving_back(hold)
+        if not flow_first:
+            forget(hold)
+        hold.entries = []
+        store.sent.clear()
+        assert drive(leave(hold), store) is flow_first
+        assert store.sent == ["release"] * flow_first
+        assert (hold.lease.loss is None) is flow_first
 
 
 def test_the_place_of_a_flow_that_has_not_been_seen_for_long_is_not_kept(store: FakeStore) -> None:

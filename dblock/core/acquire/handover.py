@@ -94,12 +94,14 @@ def release(site: Site, held: Held, count: int) -> Steps[bool]:
 
     Where others are likely to wait, as whoever has waited itself knows, what is held is handed over in one statement.
     """
-    passed = Passed.REFUSED
-    likely = held.ticket or site.local_queues.is_crowded(held.tenure.key)
-    if likely and count == 1 and not held.handed_over:
-        passed = yield from _grant_held(site, held)
+    likely = count == 1 and (held.ticket or site.local_queues.is_crowded(held.tenure.key))
+    return _grant_or_free(site, held) if likely and not held.handed_over else free(site, held, count)
+
+
+def _grant_or_free(site: Site, held: Held) -> Steps[bool]:
+    passed = yield from _grant_held(site, held)
     # If the answer was lost, it was handed over.
-    return (yield from free(site, held, count)) or passed is Passed.UNKNOWN
+    return (yield from free(site, held, 1)) or passed is Passed.UNKNOWN
 
 
 def free(site: Site, held: Held, count: int) -> Steps[bool]:
