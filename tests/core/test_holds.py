@@ -25,6 +25,7 @@ from dblock.core.errors import (
 )
 from dblock.core.face.base import BaseLock
 from dblock.core.face.bookkeeping import forget
+from dblock.core.face.entering import adopt
 from dblock.core.face.executor import BaseStore
 from dblock.core.face.leaving import leave
 from dblock.core.face.locks import SyncLock
@@ -38,6 +39,7 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
+from dblock.core.tokens import Token
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
 from dblock.core.watchdog.heartbeats import KeptPlace
 from dblock.core.watchdog.renewals import Renewal
@@ -413,10 +415,18 @@ def test_either_its_flow_gives_a_hold_back_or_all_are_given_back(store: FakeStor
         assert (hold.lease.loss is None) is flow_first
 
 
+def test_of_what_was_adopted_somebody_has_a_token(store: FakeStore) -> None:
+    """Nothing is covered by it, when it is handed over."""
+    lock = FakeLock(store)
+    assert drive(adopt(lock, Token(TENURE, 30.0, 0.0, 0.0)), store)
+    assert lock._own_hold("release").held.token
+    lock.release()
+
+
 def test_the_place_of_a_flow_that_has_not_been_seen_for_long_is_not_kept(store: FakeStore) -> None:
     """It was interrupted on its way out, or its event loop is closed: nobody would ever answer there."""
     watch, now = Watchdog(runtime.current.flows, runtime.current._give_back), clock.now()
-    living, dead = (Place(name, 1, now, seen) for name, seen in (("living", now), ("dead", now - 7)))
+    living, dead = (Place(name, 1, now, seen, now) for name, seen in (("living", now), ("dead", now - 7)))
     for place in (living, dead):
         watch.keep(KeptPlace(place, store, None, now + 60))
     watch.look()

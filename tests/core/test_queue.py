@@ -349,6 +349,24 @@ def test_a_hand_over_whose_answer_is_lost(kind: str, broken_off: bool) -> None:
     assert world.rows["k"]["owner"] == "heir"
 
 
+@pytest.mark.parametrize("token", [False, True])
+def test_a_tenure_of_which_somebody_has_a_token_covers_no_other(token: bool) -> None:
+    """Whoever has it could enter what a crash brings back: it is given back first, and the next grant is durable."""
+    world = World()
+    tenure = held_by(world)
+    ticket = joining(world, "heir")
+    sent = list[tuple[str, str]]()
+
+    def note(step: Execute) -> Rows:
+        sent.append((step.statement.name, str(step.parameters.get("owner", ""))))
+        return world.execute(step)
+
+    released = handover.release(world.site(), Held(tenure, ticket - 1, token=token), 1)
+    assert play(world, released, {(name, 0): note for name in ("grant", "release")})
+    assert sent == ([("release", tenure.owner), ("grant", "")] if token else [("grant", tenure.owner)])
+    assert world.rows["k"]["owner"] == "heir"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hand_over_that_finds_a_row_locked_calls_the_first(kind: str) -> None:
     """It goes on trying, and need not find out by itself that the key was given back."""
@@ -457,12 +475,18 @@ def test_a_message_is_read_as_it_was_written(key: str) -> None:
 
 def test_a_waiter_believes_only_what_proves_to_know_its_token() -> None:
     """A stranger's word, one about another waiter, an earlier fence, or what is no text at all."""
-    place, owner = Place("owner", 5, 100.0, 100.0), "owner"
-    short = Message("k", 5, 7, 4500, queue.proof(5, 7, 4500, owner))
-    grant = place.granted(short, 30.0, 5.0)
-    assert grant is not None
-    assert (grant.lasts, grant.late_from) == (4.5, 102.25), "no longer than what it was given by"
+    place, owner = Place("owner", 5, 100.0, 100.0, 99.0), "owner"
+    short = Message("k", 5, 7, 5500, queue.proof(5, 7, 5500, owner))
+    for sent, term in ((100.0, 4.5), (102.0, 2.5), (99.0, 5.0)):
+        place.sent = sent
+        grant = place.granted(short, 30.0, 5.0)
+        assert grant is not None
+        assert (grant.sent, grant.lasts) == (sent, term), "no longer than what it was given by, whatever kept the place"
+    for sent in (104.5, 105.0, 104.46):  # it is over, or so short that two clocks may not agree on it
+        place.sent = sent
+        assert place.granted(short, 30.0, 5.0) is None
     assert place.granted(short._replace(lasts=5000), 30.0, 5.0) is None
+    place.sent = 100.0
     good = Message("k", 5, 7, 0, queue.proof(5, 7, 0, owner))
     grant = place.granted(good, 30.0, 5.0)
     assert grant is not None
@@ -488,7 +512,7 @@ def test_a_heartbeat_moves_trust_for_those_alone_whom_it_kept(kind: str) -> None
     for owner in ("first", "second"):
         ticket = joining(world, owner)
         _ = world._announce({"key": "k", "ticket": ticket})
-        places.append(Place(owner, ticket, world.time, world.time))
+        places.append(Place(owner, ticket, world.time, world.time, world.time))
     joined = world.time
     world.time += 1.0
     play(world, queue.heartbeat(world.database(), places, world.time + 1), {})

@@ -158,6 +158,10 @@ def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
             grant = joined[0].granted(granted.message, 60.0, store.database.timing.waiter_ttl)
             assert grant is not None
             assert 4 <= grant.lasts <= 4.5, "as long as what it was given by"
+            joined[0].sent += 3.0  # a heartbeat, that has found the place which the crash brings back
+            later = joined[0].granted(granted.message, 60.0, store.database.timing.waiter_ttl)
+            assert later is not None
+            assert later.sent + later.lasts == pytest.approx(grant.sent + grant.lasts)
             engine.dispose()
             server.stop(signal.SIGKILL)
             server.start()
@@ -171,6 +175,24 @@ def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
             assert store.database.now() >= grant.trusted_until
             assert other.fence is not None
             assert other.fence > grant.tenure.fence
+        engine.dispose()
+
+
+def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
+    """What is seen of a lease may then be more than what they have."""
+    options = ("synchronous_standby_names=nobody", "synchronous_commit=local")
+    with running(lambda: PostgreSQL(options=options)) as server:
+        engine = create_engine(SERVERS["postgresql"][1].format(server.port))
+        metadata.create_all(engine)
+        with db_lock(engine, "k", renew=False) as lock:
+            store, hold = lock._store(), lock._hold()
+            assert hold is not None
+            request = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "")
+            _ = drive(queue.join(store.database, request.parameters("heir"), store.database.now() + 5), store)
+            granted = drive(queue.grant(store.database, "k", 1, hold.tenure), store)
+            assert granted is not None
+            assert granted.message.lasts == 0
+            hold.held.handed_over = True
         engine.dispose()
 
 

@@ -31,12 +31,6 @@ class Left(NamedTuple):
     seconds: float
 
 
-class LeftMilliseconds(NamedTuple):
-    """The same as a number of milliseconds; the seconds of set-up."""
-
-    seconds: float
-
-
 class Ago(NamedTuple):
     """So many seconds at the moment of set-up, and more by what has passed since."""
 

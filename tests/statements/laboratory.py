@@ -23,7 +23,7 @@ from sqlalchemy.pool import NullPool
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.administration import Administration, administration
 from dblock.core.statements.base import Dialect, Failure, Queue, Reply, Statement, perform
-from tests.statements.cases import LEVELS, MYSQL, REQUEST, Ago, Answer, At, Case, Do, Left, LeftMilliseconds, Record
+from tests.statements.cases import LEVELS, MYSQL, REQUEST, Ago, Answer, At, Case, Do, Left, Record
 
 PATIENCE: Final = 2.0
 """Seconds after which a statement that has not answered waits for another session."""
@@ -395,8 +395,6 @@ def _is(expected: Any, found: Any, moment: Moment) -> bool:
         found = float(found)
     if expected is Answer.CLOCK:
         return bool(_micros(sent - ROUNDING) <= found <= _micros(answered))
-    if isinstance(expected, LeftMilliseconds):
-        expected, found = Left(expected.seconds), found / 1000
     if expected is Answer.NOTHING:
         return -0.01 < float(found) <= 0
     if isinstance(expected, At):

@@ -183,7 +183,7 @@ class World:
             return [(fence,)]
         if self.dialect.queue.grant_leaves:
             del self.waiters[heir["owner"]]
-        lasts = int(life * 1000) if self.covered else 0
+        lasts = int((self.rows[p["key"]]["expires_at"] - heir["joined_at"]) * 1000) if self.covered else 0
         return [(heir["ticket"], heir["channel"], heir["owner"], fence, lasts, None)]
 
     def _first_waiter(self, p: dict[str, Any]) -> Rows:

@@ -92,10 +92,12 @@ def grant_next(site: Site, key: str, first: int = 0) -> Steps[bool]:
 def release(site: Site, held: Held, count: int) -> Steps[bool]:
     """Lower the count from `count`; from 1 the key is the first waiter's, or free. False if the tenure was over before.
 
-    Where others are likely to wait, as whoever has waited itself knows, what is held is handed over in one statement.
+    Where others are likely to wait, as whoever has waited itself knows, what is held is handed over in one statement;
+    if nobody else could enter it again.
     """
     likely = count == 1 and (held.ticket or site.local_queues.is_crowded(held.tenure.key))
-    return _grant_or_free(site, held) if likely and not held.handed_over else free(site, held, count)
+    direct = likely and not (held.token or held.handed_over)
+    return _grant_or_free(site, held) if direct else free(site, held, count)
 
 
 def _grant_or_free(site: Site, held: Held) -> Steps[bool]:

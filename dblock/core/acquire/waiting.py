@@ -304,7 +304,7 @@ class Waiter:
         if left is None:
             return None
         if (yield from queue.inherit(database, self._parameters(), left.owner, self.attempt.until)):
-            return Place(me.owner, left.ticket, left.sent, database.now()), None
+            return Place(me.owner, left.ticket, left.sent, database.now(), left.joined), None
         yield from undo_take(self.site, self.request.key, left.owner, self.timing.handover_retry)
         return None
 
@@ -369,7 +369,7 @@ class Waiter:
 
     def _told(self, place: Place) -> Steps[Grant | None]:
         """The tenure that we were told of, if that was not a stranger's word; whole, if that is needed."""
-        message = self.wakeup.message
+        message, self.wakeup.message = self.wakeup.message, None  # it is weighed once
         grant = None if message is None else place.granted(message, self.request.ttl, self.timing.waiter_ttl)
         if grant is None or (self.request.prompt and self.site.database.now() < grant.late_from):
             return grant

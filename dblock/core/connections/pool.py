@@ -193,10 +193,10 @@ class AutocommitPool:
                     self._lend(idle, out)
                     out.discard(id(connection))
                     return idle
-            return self._open_in_time(connection, until)
         except BaseException:
             out.discard(id(connection))
             raise
+        return self._open_in_time(connection, until)
 
     def open_apart(self) -> PooledConnection:
         """A connection that is never given back, and counts for nothing."""
@@ -324,21 +324,28 @@ class AutocommitPool:
             self.open(new)
             return new
 
-        future = self.in_background(work)
+        future: Any = None
         try:
+            future = self.in_background(work)
             if self.await_background(future, max(until - clock.now(), 0.0)):
                 opened: PooledConnection = future.result()
                 return opened
         except BaseException:
-            future.add_done_callback(self._arrived)
+            self._give_up(new, future)
             raise
         with self._mutex:
             now = clock.now()
             self._late = {home: late for home, late in self._late.items() if late[1] > now}
             self._late[new.loop] = (future, now + HOPE)
         self.break_off(future, HOPE)
-        future.add_done_callback(self._arrived)
+        self._give_up(new, future)
         raise StoreConflict("no connection could be opened in time")
+
+    def _give_up(self, new: PooledConnection, future: Any) -> None:
+        """Wait for it no more: it is not lent, before it can be lent to somebody else."""
+        new.out.discard(id(new))
+        if future is not None:
+            future.add_done_callback(self._arrived)
 
     def _arrived(self, future: Any) -> None:
         """A connection that nobody waits for any more is open, or has failed."""

@@ -163,7 +163,8 @@ def _adopt(lock: BaseLock, token: Token) -> Steps[bool]:
             return False
         loss = Loss(*(yield from tenures.why_lost(database, tenure)))
         raise lock._lost_tenure(tenure.fence, loss)
-    _ = begin_hold(lock, flow, grant, Entry(lock, "attach"), flow.holds.get((store, lock._key)), store=store)
+    hold = begin_hold(lock, flow, grant, Entry(lock, "attach"), flow.holds.get((store, lock._key)), store=store)
+    hold.held.token = True
     return True
 
 
@@ -194,5 +195,6 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
             with contextlib.suppress(LockError):
                 _ = yield from handover.free(site_of(hold), hold.held, len(kept) + 1)
         raise
-    _ = yield from handover.free(site_of(hold), hold.held, len(kept) + 1)  # the answer came too late to be of use
+    if hold.lease.loss is None or hold.lease.loss.reason is not Reason.RELEASED:  # else whoever did that gives it back
+        _ = yield from handover.free(site_of(hold), hold.held, len(kept) + 1)  # the answer came too late to be of use
     return False

@@ -244,9 +244,11 @@ def _lower(hold: Hold) -> Steps[bool]:
 
 def _leave_after_all(hold: Hold) -> Steps[None]:
     """Interrupted while an entry was being left: it is left, where sending that twice is harmless."""
-    entered, over = len(hold.entries), hold.lease.remaining() <= 0
+    entered, over, loss = len(hold.entries), hold.lease.remaining() <= 0, hold.lease.loss
     if not entered:
         forget(hold)
+    if loss is not None and loss.reason is Reason.RELEASED:
+        return  # whoever gave it up gives it back
     if hold.shared_entries is not None or (hold.lease.grace and over):
         return  # it ends with its lease
     with contextlib.suppress(LockError):  # nothing replaces the interrupt

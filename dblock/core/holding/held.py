@@ -21,6 +21,8 @@ class Held:
     """The ticket that it was granted by in the queue; 0 if it was simply taken."""
     local_handovers: int = 0
     """How often in a row it has gone to a flow of this process."""
+    token: bool = False
+    """Has somebody a token with which it could be entered, if a crash brought it back? Then it covers no other."""
     handed_over: bool = False
     """Has somebody else the key now, by the database's word?"""
 

@@ -47,10 +47,16 @@ makes everything durable that came before it. The heir finds its tenure gone, by
 wrote under a guard went with it or made it durable. The next fence is higher: that of a covered grant is the clock's,
 and so is the next, later. (As everywhere, if the clock was not set back meanwhile.) So a crash may leave a key closed
 for the rest of one ttl, which is late, not wrong, and a queue that moves on costs no flush of the disk but every now
-and then, when what covers it has become short. What the heir is told then includes for how long its tenure `lasts`,
-counted from the grant, which came after the sending of whatever named the place.
+and then, when what covers it has become short.
 
-What the heir hears is its ticket, the fence, how long it lasts and a *proof*, a digest of all with its owner token:
+What the heir is told then includes when its tenure ends: how long after it joined the queue, by the database's clock.
+It trusts until then, counted from the sending of its join, and not from a heartbeat: a crash brings its place back,
+and the next heartbeat finds that, though the key was handed over before. (After a long wait, in which the two clocks
+may have gone apart, it accepts first.) A tenure of which somebody has a token is not covered by another one: who bears
+the token could enter what a crash brings back. Nor is any where standbys are waited for: what is seen of a row may
+have been given up waiting for, and not be there.
+
+What the heir hears is its ticket, the fence, when it ends and a *proof*, a digest of all with its owner token:
 nobody knows that but the waiter and who reads the table, and each token is of one attempt. So a stranger cannot make
 one up, and one that comes twice or late says what was true; whether that is still of use is a matter of the local
 clock. Any other message, or none, costs a look: the waiter asks the database, and accepts what it was granted.
@@ -93,6 +99,9 @@ from dblock.core.protocol.steps import Parameters, Steps
 from dblock.core.values import Grant, Tenure
 from dblock.core.wakeup.registry import Message
 
+DRIFT: Final = 100
+"""In so many times what is left of a lease, the database's clock and ours may go apart by less than its margin covers:
+a tenth of what is left, where clocks are slewed by 500 parts in a million at most (as ntpd does it)."""
 EVERYBODY: Final = 2**63 - 1
 """A ticket that nobody has: whoever looks with it counts all."""
 
@@ -136,15 +145,20 @@ class Place:
     """The local time of sending the last statement that gave it its length, and whose answer named it."""
     seen: float
     """The local time at which its flow last did something about it."""
+    joined: float
+    """The local time of sending what made it: no heartbeat moves that."""
 
     def granted(self, message: Message, ttl: float, waiter_ttl: float) -> Grant | None:
         """The tenure that begins here, for a flow that asked for `ttl`; None if the message does not prove that."""
         mine = proof(self.ticket, message.fence, message.lasts, self.owner)
         if not hmac.compare_digest(message.proof.encode(), mine.encode()):
             return None
-        tenure = Tenure(message.key, self.owner, message.fence)
-        lasts = message.lasts / 1000 if message.lasts else ttl
-        return Grant(tenure, self.sent, ttl, self.ticket, term=min(waiter_ttl, ttl, lasts))
+        term, waited = min(waiter_ttl, ttl), self.sent - self.joined
+        if message.lasts:
+            term = min(term, message.lasts / 1000 - waited)
+            if waited > term * DRIFT:
+                return None
+        return Grant(Tenure(message.key, self.owner, message.fence), self.sent, ttl, self.ticket, term=term)
 
 
 def proof(ticket: int, fence: int, lasts: int, owner: str) -> str:
@@ -168,10 +182,10 @@ def join(database: Database, request: Parameters, until: float) -> Steps[tuple[P
     owner = str(request["owner"])
     if queue.join_answers:
         ticket, remaining, first, ahead = rows[0]
-        return Place(owner, ticket, sent, sent), QueueStatus(False, remaining, first, ticket, ahead, True)
+        return Place(owner, ticket, sent, sent, sent), QueueStatus(False, remaining, first, ticket, ahead, True)
     ticket = int(rows[0][0])
     yield from announce(database, str(request["key"]), ticket, until)
-    return Place(owner, ticket, sent, sent), None
+    return Place(owner, ticket, sent, sent, sent), None
 
 
 def announce(database: Database, key: str, ticket: int, until: float) -> Steps[None]:

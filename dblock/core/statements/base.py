@@ -170,9 +170,9 @@ class Queue:
     was given back), first ticket not served, last ticket, live waiters before it (16 at most), has it a place."""
     grant: Statement
     """Let the first live waiter from ticket `first` on begin a tenure that ends with its place, if nobody else holds
-    the key -> its ticket, channel, owner token, fence, for how many milliseconds it lasts if that may be less than the
-    place did, else 0, and something if it has called its process, which one not `here` is. If not `grant_answers`: let
-    the live waiter `heir` begin it -> fence."""
+    the key -> its ticket, channel, owner token, fence, how many milliseconds after joining it ends if that may be
+    earlier than the place, else 0, and something if it has called its process, which one not `here` is. If not
+    `grant_answers`: let the live waiter `heir` begin it -> fence."""
     accept: Statement
     """Let the lease of a waiter's new tenure last a whole life -> fence."""
     inherit: Statement

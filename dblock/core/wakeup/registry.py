@@ -22,7 +22,7 @@ class Message(NamedTuple):
     ticket: int
     fence: int = 0
     lasts: int = 0
-    """For how many milliseconds from the grant on the tenure lasts, if that may be less than the waiter's place did."""
+    """How many milliseconds after the waiter joined the tenure ends, if that may be earlier than its place."""
     proof: str = "-"
     """What only who knows the waiter's owner token can have written (`dblock.core.protocol.queue`)."""
 

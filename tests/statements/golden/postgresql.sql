@@ -244,7 +244,7 @@ WHERE locks.lock_key = :key;
 
 -- grant: the rows it returns
 WITH next AS MATERIALIZED (
-SELECT owner, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, expires_at FROM lock_waiters
+SELECT owner, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, joined_at, expires_at FROM lock_waiters
 WHERE lock_key = :key
 AND ticket >= CAST(:first AS bigint)
 AND expires_at > clock_timestamp()
@@ -258,9 +258,10 @@ AND locks.fence = CAST(:fence AS bigint)) THEN pg_try_advisory_xact_lock(hashtex
 AND CASE WHEN locks.owner IS NOT NULL
 AND (channel = '' OR left(channel, length(:here)) = :here)
 AND locks.fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)
+AND current_setting('synchronous_standby_names') = ''
 AND locks.expires_at - clock_timestamp() >= (least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)) - clock_timestamp()) * 0.75 THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END
 RETURNING next.ticket, next.channel, next.owner, locks.fence, CASE WHEN current_setting('synchronous_commit') = 'off' THEN CAST(floor(extract(epoch
-FROM locks.expires_at - clock_timestamp()) * 1000) AS bigint) ELSE 0 END AS lasts ), gone AS ( DELETE FROM lock_waiters USING granted
+FROM locks.expires_at - next.joined_at) * 1000) AS bigint) ELSE 0 END AS lasts ), gone AS ( DELETE FROM lock_waiters USING granted
 WHERE lock_key = :key
 AND lock_waiters.ticket = granted.ticket )
 SELECT ticket, channel, owner, fence, lasts, CASE WHEN (channel = '' OR left(channel, length(:here)) = :here) THEN NULL ELSE CAST(pg_notify(split_part(channel, '.', 1), concat_ws(' ', ticket, fence, lasts, encode(sha256(convert_to(concat_ws(' ', ticket, fence, lasts, owner), 'UTF8')), 'hex'), :key)) AS text) END FROM granted;
