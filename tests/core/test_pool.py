@@ -75,6 +75,29 @@ def test_whoever_is_interrupted_with_a_late_connection_uses_up_no_slot() -> None
     pool.give(pool.take(soon(), keeps=False))
 
 
+def test_a_late_connection_that_somebody_borrows_at_once_counts_as_lent() -> None:
+    """It has come between the end of a wait for it and the wait's giving up: it is not that one's any more."""
+    borrowed = list[PooledConnection]()
+
+    class Eager(Pool):
+        def await_background(self, future: Any, seconds: float) -> bool:
+            assert super().await_background(future, 10)
+            return False
+
+        def _arrived(self, future: Any) -> None:
+            super()._arrived(future)
+            borrowed.append(self.take(soon(), keeps=False))
+
+    pool = Eager(most=2)
+    pool.may.set()
+    with pytest.raises(StoreConflict, match="in time"):
+        pool.take(soon(), keeps=False)
+    assert len(pool._out[False]) == 1
+    pool.give(borrowed[0])
+    assert pool._idle == borrowed
+    assert not pool._out[False]
+
+
 def test_a_crowd_behind_a_late_connection_opens_no_more_than_it_may() -> None:
     """All of them wait for it; when it has come, as many go on as there may be connections."""
     pool, out, most = Pool(most=3), list[PooledConnection](), list[int]()
