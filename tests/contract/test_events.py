@@ -159,7 +159,8 @@ def test_a_lock_that_is_lost(
         return execute(self, step)
 
     monkeypatch.setattr(BaseStore, "execute", refuse)
-    lock = subject.lock("k", ttl=0.9, label="tea")
+    ttl = 3.0  # the last renewal is sent a fifteenth of it before trust ends: an event loop has that long to begin it
+    lock = subject.lock("k", ttl=ttl, label="tea")
     if not lock._store().renewable:
         pytest.skip("nothing is renewed there")
     began = time.monotonic()
@@ -171,11 +172,9 @@ def test_a_lock_that_is_lost(
     time.sleep(0.05)
     assert [event.kind for event in told] == [Kind.ACQUIRED, Kind.AT_RISK, Kind.LOST]
     _, risk, lost = told
-    assert 0.1 < risk.lateness < 0.6
-    stalled = {Reason.BLOCKED} if lock._store().asynchronous else set()  # so may the machine be that we run on
-    assert lost.reason in {Reason.UNREACHABLE, *stalled}
-    assert (lost.label, lost.depth) == ("tea", 1)
-    assert lost.held > 0.8 - took, "trust counts from the sending"
+    assert ttl / 9 < risk.lateness < ttl * 2 / 3
+    assert (lost.reason, lost.label, lost.depth) == (Reason.UNREACHABLE, "tea", 1)
+    assert lost.held > ttl * 8 / 9 - took, "trust counts from the sending"
     assert len({event.fence for event in told}) == 1
 
 

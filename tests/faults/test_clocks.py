@@ -43,10 +43,12 @@ def test_a_clock_wrong_by_an_hour_changes_nothing(subject: Subject) -> None:
         began = time.monotonic()
         assert other.do("lock.acquire(timeout=0.3)") is False
         assert 0.25 < time.monotonic() - began < 1
-        other.send("lock.acquire(timeout=10)")
+        other.do("setattr(timing, 'DEFAULT', timing.DEFAULT._replace(**SELDOM).checked())")
+        other.send("lock.acquire(timeout=60)")
         time.sleep(0.1)
         lock.release()
-        assert other.answer(8) is True
+        assert other.answer() is True, "it was called: by itself it looks once in ten hours"
+        other.do("setattr(timing, 'DEFAULT', timing.Timing())")
         assert other.do("lock.fence") > fence
         assert other.do("lock.verify()")
         other.do("lock.extend(0.5)")
