@@ -131,7 +131,11 @@ def _timed(cycle: Callable[[], None]) -> float:
 
 
 def _own_key(url: Any, number: int) -> Callable[[], None]:
-    lock = db_lock(create_engine(url), f"own {number}")
+    return _cycle(db_lock(create_engine(url), f"own {number}"))
+
+
+def _cycle(lock: Any) -> Callable[[], None]:
+    """Take and give back, which has been done often enough to be prepared."""
 
     def cycle() -> None:
         with lock:
@@ -153,15 +157,7 @@ def _django_key(url: str) -> Callable[[], None]:
     django.setup()
     from dblock import db_lock as django_lock
 
-    lock = django_lock("own by Django")
-
-    def cycle() -> None:
-        with lock:
-            pass
-
-    for _ in range(20):
-        cycle()
-    return cycle
+    return _cycle(django_lock("own by Django"))
 
 
 def _redis_key(port: Any, number: int) -> Callable[[], None]:

@@ -31,11 +31,12 @@ def begin_hold(
     *,
     store: Store,
     others: int | None = None,
+    token: bool = False,
 ) -> Hold:
-    """The flow holds a tenure from now on."""
+    """The flow holds a tenure from now on; `token`: somebody else could enter it."""
     kept = outer if outer and outer.open_entries() else None
     hold = Hold(store, flow, grant, entry, lock.options, outer=kept)
-    hold.shared_entries = others
+    hold.shared_entries, hold.held.token = others, token
     if store.asynchronous:
         hold.loop = sys.modules["asyncio"].get_running_loop()
     for over in list(flow.holds.values()) if flow.holds else ():

@@ -163,8 +163,8 @@ def _adopt(lock: BaseLock, token: Token) -> Steps[bool]:
             return False
         loss = Loss(*(yield from tenures.why_lost(database, tenure)))
         raise lock._lost_tenure(tenure.fence, loss)
-    hold = begin_hold(lock, flow, grant, Entry(lock, "attach"), flow.holds.get((store, lock._key)), store=store)
-    hold.held.token = True
+    known = flow.holds.get((store, lock._key))
+    _ = begin_hold(lock, flow, grant, Entry(lock, "attach"), known, store=store, token=True)
     return True
 
 
