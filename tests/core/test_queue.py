@@ -17,7 +17,7 @@ import pytest
 
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.services import PollingOnly
-from dblock.core.acquire.waiting import Waiter
+from dblock.core.acquire.waiting import Attempt, Waiter
 from dblock.core.errors import StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.holding.held import Held
 from dblock.core.protocol import queue, tenures
@@ -501,6 +501,18 @@ def test_a_waiter_believes_only_what_proves_to_know_its_token() -> None:
         Message("k", 5),
     ):
         assert place.granted(bad, 30.0, 5.0) is None
+
+
+def test_what_a_waiter_was_told_is_weighed_once() -> None:
+    """A crash has taken it back, which an accept brings to light: no later heartbeat makes it credible again."""
+    world = World()
+    _ = held_by(world)
+    waiter = Waiter(Attempt(world.site(), wish(), 9e9, 9e9, PollingOnly, tuple), PollingOnly(), holds_other_keys=False)
+    place = Place(waiter.me.owner, 5, world.time - 3, world.time, world.time - 3)
+    waiter.wakeup.message = Message("k", 5, 7, 5000, queue.proof(5, 7, 5000, place.owner))
+    assert play(world, waiter._told(place), {}) is None, "too late to be believed without an accept"
+    place.sent = world.time
+    assert play(world, waiter._told(place), {}) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
