@@ -33,7 +33,15 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 @pytest.fixture
 def told() -> Iterator[list[Event]]:
-    """All that is told during a test."""
+    """All that is told during a test, and nothing of renewals that were sent for an earlier one."""
+    watchdog = runtime.current.watchdog
+    _ = until(
+        lambda: (
+            all(task.get_loop().is_closed() for task in watchdog._tasks.copy())
+            and all(renewer.ready for renewer in watchdog._renewers.copy().values())
+        ),
+        5,
+    )
     events: list[Event] = []
     stop = observe(events.append)
     yield events
