@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import shutil
+import signal
 import tempfile
 import time
 import uuid
@@ -91,8 +92,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure() -> None:
-    """Set Django up; it connects to nothing before the first test that needs it."""
+    """Set Django up; it connects to nothing before the first test that needs it.
+
+    A shell starts what it does not wait for, and what `nohup` begins, with signals ignored that tests send.
+    """
     import django
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     django.setup()
 

@@ -256,6 +256,26 @@ def joining(world: World, owner: str, channel: str = "elsewhere") -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("held", [True, False])
+def test_who_joins_the_queue_hears_whether_somebody_has_the_key(kind: str, held: bool) -> None:
+    """So it looks only if nobody has it by then."""
+    world, names = World(dialect=DIALECTS[kind]), list[str]()
+    _ = held_by(world)
+    steps, rows = waiter(world), None
+    while isinstance(step := steps.send(rows), Execute):
+        names.append(step.statement.name)
+        if names[-1] == "join" and not held:
+            world.rows["k"].update(owner=None, expires_at=world.time)
+        rows = world.execute(step)
+        if step.statement.name == "grant":
+            break
+    announcing = [] if world.announces else ["announce"]
+    looking = [] if held else ["grant"] if world.announces else ["queue_status", "grant"]
+    assert [name for name in names if name != "first_waiter"] == ["take", "inspect", "join", *announcing, *looking]
+    steps.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_who_waits_for_ever_is_not_sent_away_when_the_row_goes(kind: str) -> None:
     """Deleted, and created again by somebody else before the waiter has looked twice: it waits for that one."""
     world = World(dialect=DIALECTS[kind])

@@ -29,6 +29,8 @@ class Left(NamedTuple):
     """So many seconds at the moment of set-up, and less by what has passed since; or the time that this was until."""
 
     seconds: float
+    per_second: int = 1
+    """1000: it is said in milliseconds."""
 
 
 class Ago(NamedTuple):

@@ -404,9 +404,9 @@ def _is(expected: Any, found: Any, moment: Moment) -> bool:
         seconds = timedelta(seconds=expected.seconds)
         if isinstance(found, datetime):
             return abs(found - made - seconds) < ROUNDING
-        sign = 1 if isinstance(expected, Left) else -1
+        sign, per_second = (1, expected.per_second) if isinstance(expected, Left) else (-1, 1)
         shortest, longest = sorted(seconds - sign * (time - made) for time in (sent, answered))
-        return shortest - ROUNDING <= timedelta(seconds=float(found)) <= longest + ROUNDING
+        return shortest - ROUNDING <= timedelta(seconds=float(found) / per_second) <= longest + ROUNDING
     return expected is ... or expected == found
 
 

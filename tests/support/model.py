@@ -148,7 +148,7 @@ class World:
         if row is None or row["served"] >= p["ticket"]:
             return []
         row["last"] = max(row["last"], p["ticket"])
-        return [()]
+        return [(max(self._left(row), 0.0) * 1000,)]
 
     def _queue_status(self, p: dict[str, Any]) -> Rows:
         row = self.rows.get(p["key"])

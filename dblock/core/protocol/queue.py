@@ -17,7 +17,7 @@ ticket. So uncontended use sees two equal numbers in a row that it reads anyway,
     leave_queue           the waiter goes
 
 Why no wake-up is lost: the number is on the row that the releaser changes. A release that saw equal numbers came before
-the announcement in the order of that row's versions; the waiter looks after announcing, so it finds the key free, and
+the announcement in the order of that row's versions, which so answers that the key is free; the waiter looks, and
 grants. A release that saw different numbers is followed by a grant, which begins after the announcement and so sees the
 waiter. (One statement that frees *and* grants would not do: under READ COMMITTED a statement that had to wait for the
 row reads its newest version, but sees other tables as of its own start, and misses the waiter that it waited for. A
@@ -184,14 +184,20 @@ def join(database: Database, request: Parameters, until: float) -> Steps[tuple[P
         ticket, remaining, first, ahead = rows[0]
         return Place(owner, ticket, sent, sent, sent), QueueStatus(False, remaining, first, ticket, ahead, True)
     ticket = int(rows[0][0])
-    yield from announce(database, str(request["key"]), ticket, until)
-    return Place(owner, ticket, sent, sent, sent), None
+    remaining = yield from announce(database, str(request["key"]), ticket, until)
+    # While somebody has the key it is enough to know that; the others count when it is time to look.
+    view = QueueStatus(False, remaining, 0, ticket, 0, True) if remaining > 0 else None
+    return Place(owner, ticket, sent, sent, sent), view
 
 
-def announce(database: Database, key: str, ticket: int, until: float) -> Steps[None]:
-    """Let the key's row say that the ticket was given out."""
+def announce(database: Database, key: str, ticket: int, until: float) -> Steps[float]:
+    """Let the key's row say that the ticket was given out; seconds until the lease ends, if somebody holds the key.
+
+    0.0 if nobody does, or that ticket has been passed over, or that is not known.
+    """
     parameters: Parameters = {"key": key, "ticket": ticket}
-    _ = yield from send(database, database.dialect.queue.announce, parameters, until, resend=True)
+    _, rows = yield from send(database, database.dialect.queue.announce, parameters, until, resend=True)
+    return float(rows[0][0]) / 1000 if rows else 0.0
 
 
 def status(

@@ -164,7 +164,8 @@ class Queue:
     and waiters before it (as `queue_status`); nothing if the key has no row, or somebody else has just drawn that
     ticket."""
     announce: Statement
-    """Let the key's row say that the ticket was given out, where `join` does not, or the row is another one since."""
+    """Let the key's row say that the ticket was given out, where `join` does not, or the row is another one since ->
+    milliseconds until the lease ends, 0 if nobody holds the key."""
     queue_status: Statement
     """How a waiter stands: is the key its own, seconds until the lease ends (less than 0: since it ended, or the key
     was given back), first ticket not served, last ticket, live waiters before it (16 at most), has it a place."""

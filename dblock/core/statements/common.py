@@ -249,11 +249,17 @@ WHERE {_alive(words)}
     return Statement("detach", sql, Reply.COUNT, keeps=True)
 
 
+def _first_unserved(words: Vocabulary, free_before: str, free_after: str) -> str:
+    """The end of a release, which answers with the first ticket not served if the key is free now, else 0."""
+    first = "CASE WHEN {} AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END"
+    return words.answering(first.format(free_before), first.format(free_after))
+
+
 def release(words: Vocabulary) -> Statement:
     """Safe: names the tenure and sets the count, so sending it twice is harmless.
 
     Asynchronous: if a crash loses it the key stays taken until the lease ends, which is late, not wrong. (It must not
-    ask for `owner IS NULL` afterwards: SQLite 3.40 takes that for false because the condition says `owner = ...`.)
+    ask for `owner IS NULL` afterwards: in a RETURNING clause SQLite 3.40 takes that for false.)
     """
     count = words.integer(":count")
     sql = f"""
@@ -263,7 +269,7 @@ def release(words: Vocabulary) -> Statement:
     count = {count} - 1
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
   {words.asynchronous}
-{words.first_unserved(":count = 1", "count = 0")}
+{_first_unserved(words, ":count = 1", "count = 0")}
 """
     return Statement("release", sql, words.numbers, keeps=True)
 
@@ -281,7 +287,7 @@ def leave(words: Vocabulary) -> Statement:
     count = {words.greatest}(count - 1, 0)
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
   {words.asynchronous}
-{words.first_unserved(f"count <= 1 AND {not_before} <= {words.now}", f"expires_at <= {words.now}")}
+{_first_unserved(words, f"count <= 1 AND {not_before} <= {words.now}", f"expires_at <= {words.now}")}
 """
     return Statement("leave", sql, words.numbers, keeps=True)
 
@@ -329,14 +335,20 @@ def reap(words: Vocabulary) -> Statement:
 
 
 def announce(words: Vocabulary) -> Statement:
-    """Safe: only upwards, and not once the ticket has been passed over."""
+    """Safe: only upwards, and not once the ticket has been passed over.
+
+    (It must not ask for `owner IS NULL` where it answers: see `release`.)
+    """
     ticket = words.bigint(":ticket")
+    left = f"CASE WHEN owner >= '' THEN {words.greatest}({words.until('expires_at')}, 0) * 1000 ELSE 0 END"
     sql = f"""
 {words.change_at_once(words.by_key)}
     last_ticket = {words.greatest}(last_ticket, {ticket})
-WHERE lock_key = :key AND served_ticket < {ticket} {words.asynchronous}
+WHERE lock_key = :key AND served_ticket < {ticket}
+  {words.asynchronous}
+{words.answering(left, left)}
 """
-    return Statement("announce", sql, Reply.COUNT)
+    return Statement("announce", sql, words.numbers)
 
 
 def queue_status(words: Vocabulary) -> Statement:

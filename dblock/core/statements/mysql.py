@@ -95,9 +95,8 @@ class MySQL(Vocabulary):
     def unchanged(self, column: str) -> str:
         return f"{column} = {self.remember(column)}, "
 
-    def first_unserved(self, free_before: str, free_after: str) -> str:
-        first = f"CASE WHEN {free_before} AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END"
-        return f"AND {self.remember(first)} >= 0"
+    def answering(self, before: str, after: str) -> str:
+        return f"AND {self.remember(before)} >= 0"
 
     def change_at_once(self, index: str) -> str:
         locked = _LOCKED.format(index)

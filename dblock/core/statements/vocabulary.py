@@ -82,12 +82,12 @@ class Vocabulary:
         """An assignment, as for a statement that answers with a column that it does not change."""
         return ""
 
-    def first_unserved(self, free_before: str, free_after: str) -> str:
-        """The end of a release, which answers with the first ticket not served if the key is free now, else 0.
+    def answering(self, before: str, after: str) -> str:
+        """The end of an UPDATE that answers with a number, which is not negative and is rounded where it has to be.
 
-        That is known by the row as it was before, or as it is after; a database looks at one of them.
+        It is told by the row as it was before, or as it is after; a database looks at one of them.
         """
-        return f"RETURNING CASE WHEN {free_after} AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END"
+        return f"RETURNING {after}"
 
     @property
     def unserved(self) -> str:

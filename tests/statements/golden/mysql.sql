@@ -195,14 +195,15 @@ SELECT :owner, lock_key, LAST_INSERT_ID(GREATEST(last_ticket + 1, TIMESTAMPDIFF(
 FROM locks
 WHERE lock_key = :key FOR SHARE NOWAIT;
 
--- announce: one empty row for each row that it changed
+-- announce: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (PRIMARY)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
 ON locks.lock_key = mine.name
 SET last_ticket = GREATEST(last_ticket, :ticket)
 WHERE lock_key = :key
-AND served_ticket < :ticket;
+AND served_ticket < :ticket
+AND LAST_INSERT_ID(CASE WHEN owner >= '' THEN GREATEST(TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6, 0) * 1000 ELSE 0 END) >= 0;
 
 -- queue_status: the rows it returns
 SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, CASE WHEN locks.owner IS NULL THEN LEAST(TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6, 0) ELSE TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6 END, served_ticket + 1, last_ticket, (SELECT count(*) FROM (

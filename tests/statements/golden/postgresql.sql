@@ -219,13 +219,14 @@ WHERE other.lock_key = :key
 AND other.ticket > served_ticket
 AND other.expires_at > clock_timestamp() LIMIT 16) AS before) FROM joined, announced;
 
--- announce: one empty row for each row that it changed
+-- announce: the rows it returns
 UPDATE locks
 SET last_ticket = greatest(last_ticket, CAST(:ticket AS bigint))
 WHERE lock_key = :key
 AND served_ticket < CAST(:ticket AS bigint)
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
+AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+RETURNING CASE WHEN owner >= '' THEN greatest(CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision), 0) * 1000 ELSE 0 END;
 
 -- queue_status: the rows it returns
 SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, CASE WHEN locks.owner IS NULL THEN least(CAST(extract(epoch

@@ -185,11 +185,12 @@ FROM locks
 WHERE lock_key = :key
 RETURNING ticket;
 
--- announce: one empty row for each row that it changed
+-- announce: the rows it returns
 UPDATE locks
 SET last_ticket = max(last_ticket, :ticket)
 WHERE lock_key = :key
-AND served_ticket < :ticket;
+AND served_ticket < :ticket
+RETURNING CASE WHEN owner >= '' THEN max(round((julianday(expires_at) - julianday('now')) * 86400.0, 3), 0) * 1000 ELSE 0 END;
 
 -- queue_status: the rows it returns
 SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, CASE WHEN locks.owner IS NULL THEN min(round((julianday(locks.expires_at) - julianday('now')) * 86400.0, 3), 0) ELSE round((julianday(locks.expires_at) - julianday('now')) * 86400.0, 3) END, served_ticket + 1, last_ticket, (SELECT count(*) FROM (
