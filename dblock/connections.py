@@ -73,7 +73,7 @@ class DjangoPool(AutocommitPool):
         try:
             wrapper.ensure_connection()
             connection.raw = raw = wrapper.connection
-            wired = set_up(connection, self._vendor, raw)
+            set_up(connection, self._vendor, raw)
             if self._vendor == "mysql":
                 from dblock.drivers import mariadb  # noqa: PLC0415 - only where it is in use
 
@@ -83,7 +83,7 @@ class DjangoPool(AutocommitPool):
                 from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, only where it is in use
 
                 # Behind a pooler too, where nothing may be prepared: Django's cursor would interpolate parameters.
-                prepared = psycopg.prepared_for(raw, prepare=wired)
+                prepared = psycopg.prepared_for(raw, prepare=connection.wired)
                 connection.prepared = None if prepared is None else prepared.execute
         except BaseException:
             wrapper.close()

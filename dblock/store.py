@@ -19,7 +19,7 @@ from django.db.utils import InterfaceError
 from django.utils.connection import ConnectionDoesNotExist
 
 from dblock import conf
-from dblock.connections import DjangoPool, DjangoSQLite, in_sqlite_transaction, own_wrapper
+from dblock.connections import DjangoPool, DjangoSQLite, in_sqlite_transaction
 from dblock.core import runtime
 from dblock.core.errors import LockError, LockTimeout, StoreLocked, UnsupportedDatabase
 from dblock.core.face.executor import BaseStore
@@ -27,7 +27,7 @@ from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Cursor, Tables, perform
-from dblock.drivers.listening import psycopg_subscription
+from dblock.drivers.listening import PsycopgSubscription
 
 if TYPE_CHECKING:
     from dblock.core.wakeup.listener import Subscription
@@ -96,27 +96,22 @@ class DjangoStore(BaseStore):
 
     def subscribe(self, channel: str, wakeups: Wakeups) -> Subscription | None:
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
-        if not conf.settings().LISTEN:
+        if not conf.settings().LISTEN or not isinstance(self._source, DjangoPool):
             return None
-        if self.database.dialect.queue.hear is not None and isinstance(self._source, DjangoPool):
-            from dblock.core.face.bell import hang_up  # noqa: PLC0415 - only where somebody waits
-
-            apart = self._source.open_apart()
-            try:
-                return hang_up(self, apart, partial(self._source.terminate, apart), channel, wakeups)
-            except BaseException:
-                self._source.terminate(apart)
-                raise
-        connection = own_wrapper(self._alias)
+        connection = self._source.open_apart()
+        close = partial(self._source.terminate, connection)
         try:
-            connection.ensure_connection()
-            if not hasattr(connection.connection, "pgconn"):  # psycopg 2
-                connection.close()
-                return None
-            return psycopg_subscription(connection.connection, channel, connection.close)
+            if self.database.dialect.queue.hear is not None:
+                from dblock.core.face.bell import hang_up  # noqa: PLC0415 - on databases that have one
+
+                return hang_up(self, connection, close, channel, wakeups)
+            if connection.wired and hasattr(connection.raw, "pgconn"):  # psycopg 2 has none
+                return PsycopgSubscription(connection.raw, channel, close)
         except BaseException:
-            connection.close()
+            close()
             raise
+        close()
+        return None
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run it in a thread."""

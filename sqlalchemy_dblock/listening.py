@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy.util import await_only
 
 from dblock.core.wakeup.listener import Subscription
-from dblock.drivers.listening import psycopg_subscription
+from dblock.drivers.listening import PsycopgSubscription
 
 
 class AsyncPsycopgSubscription:
@@ -68,24 +68,9 @@ class AsyncpgSubscription:
         _ = self._close()
 
 
-def _async_psycopg_subscription(connection: Any, channel: str, close: Callable[[], object]) -> Subscription | None:
-    cursor = await_only(connection.execute("SELECT pg_backend_pid()"))
-    if await_only(cursor.fetchone())[0] == connection.info.backend_pid:
-        return AsyncPsycopgSubscription(connection, channel, close)
-    _ = close()
-    return None
-
-
-def _asyncpg_subscription(connection: Any, channel: str, close: Callable[[], object]) -> Subscription | None:
-    if await_only(connection.fetchval("SELECT pg_backend_pid()")) == connection.get_server_pid():
-        return AsyncpgSubscription(connection, channel, close)
-    _ = close()
-    return None
-
-
-SUBSCRIPTIONS: dict[tuple[str, bool], Callable[[Any, str, Callable[[], object]], Subscription | None]] = {
-    ("psycopg", False): psycopg_subscription,
-    ("psycopg", True): _async_psycopg_subscription,
-    ("asyncpg", True): _asyncpg_subscription,
+SUBSCRIPTIONS: dict[tuple[str, bool], Callable[[Any, str, Callable[[], object]], Subscription]] = {
+    ("psycopg", False): PsycopgSubscription,
+    ("psycopg", True): AsyncPsycopgSubscription,
+    ("asyncpg", True): AsyncpgSubscription,
 }
 """How to listen, by the name of SQLAlchemy's driver and whether it is asynchronous."""

@@ -98,10 +98,13 @@ class EngineStore(BaseStore):
                 from dblock.core.face.bell import hang_up  # noqa: PLC0415 - on databases that have one
 
                 return hang_up(self, connection, close, channel, wakeups)
-            return make(connection.raw.driver_connection if self.asynchronous else connection.raw, channel, close)
+            if connection.wired:
+                return make(connection.raw.driver_connection if self.asynchronous else connection.raw, channel, close)
         except BaseException:
             close()
             raise
+        close()
+        return None
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run it in a thread, or in a task of the running event loop."""

@@ -39,15 +39,3 @@ class PsycopgSubscription:
         """Listen no more."""
         self._selector.close()
         _ = self._close()
-
-
-def psycopg_subscription(connection: Any, channel: str, close: Callable[[], object]) -> PsycopgSubscription | None:
-    """Listen on a psycopg Connection; None, and it is closed, behind a pooler.
-
-    PgBouncer makes up the process id that it greets with: messages would go to another session.
-    """
-    [backend] = connection.execute("SELECT pg_backend_pid()").fetchone()
-    if backend == connection.info.backend_pid:
-        return PsycopgSubscription(connection, channel, close)
-    _ = close()
-    return None

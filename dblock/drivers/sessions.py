@@ -32,8 +32,8 @@ _MYSQL = "SET SESSION innodb_lock_wait_timeout = 1, lock_wait_timeout = /*M! 0 *
 _GALERA = "SHOW SESSION VARIABLES WHERE variable_name = 'wsrep_on' AND value = 'ON'"
 
 
-def set_up(connection: PooledConnection, vendor: str, driver: Any) -> bool:
-    """Bound what the session waits for; is it wired to this connection?
+def set_up(connection: PooledConnection, vendor: str, driver: Any) -> None:
+    """Bound what the session waits for, and find out whether the connection is wired to one.
 
     `connection.raw` is the connection as DB-API knows it, `driver` as the driver made it.
     """
@@ -42,19 +42,20 @@ def set_up(connection: PooledConnection, vendor: str, driver: Any) -> bool:
         connection.wire = os.dup(connection.descriptor)
     if vendor == "postgresql":
         process = _process(driver)
-        return process is not None and _ask(connection.raw, _POSTGRESQL.format(process=process)) is not None
+        connection.wired = process is not None and bool(_ask(connection.raw, _POSTGRESQL.format(process=process)))
+        return
+    connection.wired = True
     if vendor == "sqlite":
         connection.busy_timeout = int(timing.DEFAULT.sqlite_busy * 500)  # a try is to see here too that it is busy
         _ = _ask(connection.raw, f"PRAGMA busy_timeout = {connection.busy_timeout}")
         if _ask(connection.raw, "PRAGMA journal_mode") == "wal":
             _ = _ask(connection.raw, "PRAGMA synchronous = NORMAL")
             connection.wal = True
-        return True
+        return
     _ = _ask(connection.raw, _MYSQL)
     connection.galera = _ask(connection.raw, _GALERA) is not None
     if connection.galera:
         _ = _ask(connection.raw, "SET SESSION wsrep_sync_wait = 7")  # reads, updates, inserts
-    return True
 
 
 def _fileno(driver: Any) -> int:

@@ -183,6 +183,7 @@ WRITES = [
         ),
     ],
 )
+@pytest.mark.direct
 def test_sessions_that_may_only_read(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,

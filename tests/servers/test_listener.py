@@ -65,6 +65,7 @@ ELSEWHERE = (
 FULL = "setattr(runtime.current.sockets(), 'notify', lambda *_: False)"
 
 
+@pytest.mark.direct
 @pytest.mark.usefixtures("deaf")
 @pytest.mark.parametrize("before", [ELSEWHERE, FULL], ids=["elsewhere", "full"])
 def test_the_database_calls(subject: Subject, before: str) -> None:

@@ -51,7 +51,7 @@ class PooledConnection:
 
     raw: Any = None
     prepared: Callable[[Execute], Rows] | None = None
-    """Runs statements prepared, where the driver allows it and no pooler is in between."""
+    """Runs statements, where the lock has a better way than the driver's cursor."""
     loop: object = None
     """The event loop that it belongs to, for asynchronous drivers."""
     epoch: int = 0
@@ -70,6 +70,8 @@ class PooledConnection:
     """How many milliseconds it waits for another writer, on SQLite."""
     wal: bool = False
     """Is it to a SQLite file with a write-ahead log?"""
+    wired: bool = False
+    """Does it lead to one session, with no pooler in between that lends it another for each transaction?"""
     galera: bool = False
     """Is it to a node of a Galera cluster?"""
     idle_since: float = 0.0
