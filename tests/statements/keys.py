@@ -610,6 +610,13 @@ _REAP: Final = (
     Case("reap", "one that somebody may just be joining stays", keys=[free(expires_at=LONG_AGO, last_ticket=10**17)]),
     Case(
         "reap",
+        "one whose last ticket was drawn long ago, and never used, goes",
+        keys=[free(expires_at=LONG_AGO, last_ticket=15)],
+        reply=DONE,
+        after={"k": None},
+    ),
+    Case(
+        "reap",
         "one whose queue has been served goes",
         keys=[free(expires_at=LONG_AGO, last_ticket=10**17, served_ticket=10**17)],
         reply=DONE,

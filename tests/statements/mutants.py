@@ -38,6 +38,8 @@ class Excuse(NamedTuple):
     """Does no case ever notice? Else it is the optimizer's choice of the moment."""
 
 
+_READING: Final = ("alive", "dead", "first_waiter", "stale")
+
 EQUIVALENT: Final = (
     Excuse(
         *("*", "waits", "held.owner IS NOT NULL -> TRUE"),
@@ -75,6 +77,11 @@ EQUIVALENT: Final = (
     Excuse(
         *("m*", "[sd]*", "ORDER BY * -> nothing"),
         "InnoDB keeps a table in the order of its primary key (the other order is noticed)",
+    ),
+    Excuse(
+        *("postgresql", "list_keys", "ORDER BY lock_key -> nothing"),
+        "the index that leads to them has the keys in order (the other order is noticed), where it is taken",
+        sure=False,
     ),
     Excuse(
         *("m*", "list_keys", "ORDER BY * -> nothing"),
@@ -121,13 +128,16 @@ EQUIVALENT: Final = (
         sure=False,
     ),
     Excuse(*("sqlite", "alive", "CROSS -> nothing"), "it locks nothing: only the plan changes"),
-    Excuse(*("m*", "alive", "FORCE -> IGNORE"), "it locks nothing: only the plan changes"),
-    Excuse(*("m*", "first_waiter", "FORCE -> IGNORE"), "it locks nothing: only the plan changes"),
     Excuse(
         *("postgresql", "note", "set_config('lock_timeout', '20ms', true) IS NOT NULL -> TRUE"),
         "nobody else has a row that is new; it is said of all that is asynchronous",
     ),
-    Excuse(*("m*", "[sd]*", "FORCE -> IGNORE"), "it locks nothing: only the plan changes"),
+    *(Excuse("m*", name, "FORCE -> IGNORE*", "it locks nothing: only the plan changes") for name in _READING),
+    Excuse(
+        *("m*", "hear", "FORCE -> IGNORE*"),
+        "it locks nothing: only the plan changes, and with it perhaps the order of the answer",
+        sure=False,
+    ),
     Excuse(*("mysql", "locate", "variable_value = 'ON' -> TRUE"), "MySQL itself knows nothing of Galera"),
     Excuse(
         *("m*", "*", "COLLATE utf8mb4_* -> nothing*"),

@@ -516,6 +516,14 @@ _CALL: Final = (
         reply=_TIME_IS_UP,
         on=MYSQL,
     ),
+    *(
+        Case("hear", behaviour, keys=keys, places=_LISTENING, given={"places": asked}, reply=_TIME_IS_UP, on=MYSQL)
+        for behaviour, keys, asked in (
+            ("of another ticket", [held(owner="w")], '[["k", 13]]'),
+            ("who has another key", [held(), held("j", owner="w")], '[["k", 12]]'),
+            ("who waits for another key", [held("j", owner="w")], '[["j", 12]]'),
+        )
+    ),
     Case("hear", "of nobody", keys=[held(owner="w")], places=_LISTENING, reply=_TIME_IS_UP, on=MYSQL),
 )
 

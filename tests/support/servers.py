@@ -13,6 +13,7 @@ import fcntl
 import glob
 import os
 import pwd
+import secrets
 import shutil
 import signal
 import socket
@@ -53,11 +54,23 @@ def find_program(name: str) -> str:
 
 
 def free_port() -> int:
-    """A port that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nothing listens on, and that nobody else is told until this process ends: its number in UDP is ours.
+
+    It is none of those that the kernel gives to whoever connects: servers start minutes after this.
+    """
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        first = 32768
+    ports = range(10000, first if first > 20000 else 65000)
+    while True:
+        place = "127.0.0.1", secrets.choice(ports)
+        claim = socket.socket(type=socket.SOCK_DGRAM)
+        with claim, socket.socket() as probe, contextlib.suppress(OSError):
+            claim.bind(place)
+            probe.bind(place)
+            _ = claim.detach()  # it stays open
+            return place[1]
 
 
 class Server:
