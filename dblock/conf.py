@@ -15,7 +15,14 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
 from dblock.core.statements.base import Tables
-from dblock.core.validation import valid_history, valid_reaping, valid_tables
+from dblock.core.validation import (
+    valid_history,
+    valid_reaping,
+    valid_slow_wait,
+    valid_tables,
+    valid_timeout,
+    valid_ttl,
+)
 from dblock.core.values import Seconds
 
 
@@ -68,6 +75,25 @@ def settings() -> Settings:
     return Settings(**{name: value for name, value in found.items() if name in NAMES})
 
 
+@cache
+def ttl() -> float:
+    """The life of a lease, in seconds. Raises TypeError or ValueError for what is none."""
+    return valid_ttl(settings().TTL, "DBLOCK['TTL']")
+
+
+@cache
+def timeout() -> float | None:
+    """The longest wait in seconds, None for ever. Raises TypeError or ValueError for what is none."""
+    return valid_timeout(settings().TIMEOUT, "DBLOCK['TIMEOUT']")
+
+
+@cache
+def slow_wait() -> float:
+    """Seconds from which a wait is logged. Raises TypeError or ValueError for what is no time."""
+    return valid_slow_wait(settings().SLOW_WAIT, "DBLOCK['SLOW_WAIT']")
+
+
+@cache
 def reaping() -> tuple[float, float] | None:
     """How often a process reaps, and what it keeps. Raises TypeError or ValueError for what is no time."""
     return valid_reaping(settings().REAP_EVERY, settings().RETENTION, "DBLOCK['REAP_EVERY']")
@@ -96,7 +122,8 @@ def follow_history() -> None:
 
 def _changed(*, setting: str, **_: object) -> None:
     if setting == "DBLOCK":
-        settings.cache_clear()
+        for reading in (settings, ttl, timeout, slow_wait, reaping):
+            reading.cache_clear()
         follow_history()
 
 

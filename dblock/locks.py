@@ -27,7 +27,7 @@ from dblock.core.protocol import reaping
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
-from dblock.core.validation import valid_retention, valid_slow_wait, valid_timeout, valid_ttl
+from dblock.core.validation import valid_retention
 from dblock.core.values import Seconds
 from dblock.store import DjangoStore, known_stores, pin, store_for
 from dblock.transactions import follow_rollbacks, keep_until_end, open_blocks
@@ -69,13 +69,13 @@ class Lock(SyncLock):
         return self._using or default_alias()
 
     def _default_ttl(self) -> float:
-        return valid_ttl(conf.settings().TTL, "DBLOCK['TTL']")
+        return conf.ttl()
 
     def _default_timeout(self) -> float | None:
-        return valid_timeout(conf.settings().TIMEOUT, "DBLOCK['TIMEOUT']")
+        return conf.timeout()
 
     def _default_slow_wait(self) -> float:
-        return valid_slow_wait(conf.settings().SLOW_WAIT, "DBLOCK['SLOW_WAIT']")
+        return conf.slow_wait()
 
     def _drive(self, steps: Steps[T]) -> T:
         # As django.utils.asyncio.async_unsafe, without the exception that it raises and catches each time.

@@ -91,8 +91,8 @@ class DjangoStore(BaseStore):
     @property
     def renewable(self) -> bool:
         """A database in memory may be another one in another thread; and its tables are locked during transactions."""
-        connection = connections[self._alias]
-        return connection.vendor != "sqlite" or not connection.is_in_memory_db()  # type: ignore[attr-defined]
+        server = not self.database.dialect.single_writer
+        return server or not connections[self._alias].is_in_memory_db()  # type: ignore[attr-defined]
 
     def subscribe(self, channel: str, wakeups: Wakeups) -> Subscription | None:
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""

@@ -33,20 +33,23 @@ _ENDS = ("commit", "rollback", "savepoint_commit", "savepoint_rollback", "close"
 class _Known(threading.local):
     """This thread's connections. To ask `connections` each time would cost as much as all else that a take does."""
 
-    connections: weakref.WeakSet[BaseDatabaseWrapper] | None = None
+    connections: set[weakref.ref[BaseDatabaseWrapper]] | None = None
 
 
 _known = _Known()
 
 
-def _here() -> weakref.WeakSet[BaseDatabaseWrapper]:
+def _here() -> set[weakref.ref[BaseDatabaseWrapper]]:
     if _known.connections is None:  # not at the import, when settings may not be there yet
-        _known.connections = weakref.WeakSet(connections.all(initialized_only=True))
+        _known.connections = set()
+        for connection in connections.all(initialized_only=True):
+            _created(connection)
     return _known.connections
 
 
 def _created(connection: BaseDatabaseWrapper, **_: Any) -> None:
-    _here().add(connection)
+    here = _here()
+    here.add(weakref.ref(connection, here.discard))
 
 
 connection_created.connect(_created, dispatch_uid="dblock.transactions")
@@ -62,8 +65,10 @@ def open_blocks() -> tuple[tuple[BaseDatabaseWrapper, Any], ...]:
     """The connections of this thread on which a transaction of the caller's is open, each with its outermost block."""
     return tuple(
         (connection, block)
-        for connection in _known.connections or _here()
-        if connection.in_atomic_block and (block := _outermost(connection)) is not None
+        for known in tuple(_known.connections or _here())
+        if (connection := known()) is not None
+        and connection.in_atomic_block
+        and (block := _outermost(connection)) is not None
     )
 
 

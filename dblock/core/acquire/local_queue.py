@@ -32,7 +32,7 @@ Rule: one mutex, held for a few instructions, and an interrupt between any two o
 from __future__ import annotations
 
 import math
-import secrets
+import os
 import threading
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -97,7 +97,7 @@ class Request(NamedTuple):
         So a row that shows it shows this attempt's tenure and no other: not an earlier one of the same flow whose
         release was lost, nor one that the flow took through another engine.
         """
-        return self.flow + secrets.token_hex(16)
+        return self.flow + os.urandom(16).hex()
 
     def parameters(self, owner: str, channel: str = "") -> dict[str, Any]:
         """As the statements name them, with the token of an attempt, and where its process listens."""
