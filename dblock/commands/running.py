@@ -87,9 +87,19 @@ def group_of(process):
     except OSError:
         return 0
 
-command = int(said or 0)
-if command and (shared or group_of(command) != os.getpgrp()):
-    targets.insert(0, -command if group_of(command) in {0, command} else command)
+def bearers():
+    token = b"DBLOCK_TOKEN=" + os.environb[b"DBLOCK_TOKEN"]
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        try:
+            with open(f"/proc/{int(name)}/environ", "rb") as environment:
+                if token in environment.read().split(b"\\0") and int(name) != os.getpid():
+                    yield int(name)
+        except (OSError, ValueError):
+            pass
+
+for command in [int(said)] if said else bearers():
+    if shared or group_of(command) != os.getpgrp():
+        targets.insert(0, -command if group_of(command) in {0, command} else command)
 tell(signal.SIGTERM)
 tell(signal.SIGCONT)
 end = time.monotonic() + kill_after
@@ -101,7 +111,9 @@ tell(signal.SIGKILL)
 """Ends its own group, and the command of which it is told, if its input ends otherwise than by `_OVER`.
 
 With a command that leads a group, that group. All are looked at all the time, so that no number is used that may have
-been given out anew; its own group, 0, is the last, since it is in there.
+been given out anew; its own group, 0, is the last, since it is in there. If we were killed before we could tell, the
+command is whoever has our token in the environment (on Linux). It has begun by then: until it does, it keeps our end of
+the pipe open.
 """
 
 
@@ -230,7 +242,7 @@ class _Child:
         with contextlib.ExitStack() as ended:
             ended.enter_context(self._pipe.signals(_PASSED_ON if self._shared else [*_PASSED_ON, signal.SIGTSTP]))
             try:
-                watcher = ended.enter_context(_watcher(self._kill_after, shared=self._shared))
+                watcher = ended.enter_context(_watcher(self._kill_after, self._environment, shared=self._shared))
                 if asked := [each for each in self._pipe.read(0) if each in _ENDING]:
                     _tell(watcher, _OVER)
                     return 128 + asked[0]
@@ -301,10 +313,11 @@ def _group_of(process: subprocess.Popen[Any]) -> int:
 
 
 @contextlib.contextmanager
-def _watcher(kill_after: float, *, shared: bool) -> Iterator[subprocess.Popen[bytes]]:
+def _watcher(kill_after: float, environment: dict[str, str], *, shared: bool) -> Iterator[subprocess.Popen[bytes]]:
     """What ends the command if we do not come to say that it has ended, in a group that the command may join."""
     with subprocess.Popen(  # noqa: S603 - our own
         [sys.executable, "-I", "-S", "-c", _WATCHER, str(kill_after), str(shared)],
+        env=environment,
         bufsize=0,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -265,6 +265,22 @@ def test_a_command_with_a_group_of_its_own(one: Shell, tmp_path: Path) -> None:
     one.run("UPDATE locks SET expires_at = acquired_at")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("shared", [False, True])
+def test_who_was_killed_before_it_could_tell_of_its_command(shared: bool) -> None:
+    """The watcher finds it by the token, whatever group it is in; nobody else."""
+    environment = {**os.environ, "DBLOCK_TOKEN": "a secret"}
+    mine = subprocess.Popen(["timeout", "60", "sleep", "50"], env=environment, process_group=0)
+    others = subprocess.Popen(["sleep", "50"], env={**environment, "DBLOCK_TOKEN": "a secret of others"})
+    with running._watcher(1.0, environment, shared=shared) as watcher:
+        assert watcher.stdin is not None
+        watcher.stdin.close()
+        assert mine.wait(10) == -signal.SIGTERM
+    assert others.poll() is None
+    others.kill()
+    _ = others.wait()
+
+
 def test_a_command_does_not_go_on_while_its_keeper_is_stopped(one: Shell) -> None:
     """Ctrl-Z where `run` was brought to the foreground later: both stop, and both go on."""
     process = one.start("run", "k", "--", "sh", "-c", "echo $$; read line; echo $line; exec sleep 60")
@@ -320,8 +336,8 @@ def test_who_does_not_want_it_any_more_before_it_has_begun(one: Shell, monkeypat
     watcher = running._watcher
 
     @contextlib.contextmanager
-    def interrupted(kill_after: float, *, shared: bool) -> Iterator[subprocess.Popen[bytes]]:
-        with watcher(kill_after, shared=shared) as started:
+    def interrupted(*options: Any, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
+        with watcher(*options, **more) as started:
             signal.raise_signal(signal.SIGINT)
             yield started
 
