@@ -44,36 +44,21 @@ JOINED: Final = {
 }
 
 
-def _joins(
-    behaviour: str, *, remaining: Any = None, ticket: Any = CLOCK, ahead: int = 0, **case: Any
-) -> Iterator[Case]:
+def _joins(behaviour: str, *, remaining: Any = None, ticket: Any = CLOCK, **case: Any) -> Iterator[Case]:
     """Standing in the queue, by what it answers: on PostgreSQL the key's row says at once that somebody does."""
     place = {**JOINED, "ticket": ticket}
     after = {"me": place, "k": {"last_ticket": ticket}}
     seen = Left(20) if remaining is None else remaining
-    yield Case("join", behaviour, **case, reply=[(ticket, seen, 11, ahead, ...)], after=after, on=POSTGRESQL)
+    yield Case("join", behaviour, **case, reply=[(ticket, seen, 11)], after=after, on=POSTGRESQL)
     yield Case("join", behaviour, **case, reply=[(ticket, ...)], after={"me": place}, on=NOT_POSTGRESQL)
 
 
 _JOIN: Final = (
     *_joins("a ticket, and a place for it", keys=[held(owner="other"), held("j")]),
     *_joins(
-        "behind those of its key who live and were not served",
+        "behind all of its key",
         keys=[held(owner="other", last_ticket=13)],
-        places=[
-            waiter("w", 11),
-            waiter("v", 12),
-            waiter("dead", 13, expires_at=At(-0.5)),
-            waiter("served", 10),
-            waiter("elsewhere", 12, lock_key="j"),
-        ],
-        ahead=2,
-    ),
-    *_joins(
-        "sixteen at most are counted",
-        keys=[held(owner="other", last_ticket=40)],
-        places=[waiter(f"w{n}", n) for n in range(11, 30)],
-        ahead=16,
+        places=[waiter("w", 11), waiter("v", 12), waiter("dead", 13, expires_at=At(-0.5)), waiter("served", 10)],
     ),
     *_joins("a free key's holder has been gone since", keys=[free()], remaining=Left(-5)),
     *_joins("if the clock was set back, just gone", keys=[free(expires_at=At(100))], remaining=NOTHING),

@@ -134,10 +134,7 @@ class World:
             row["last"] = ticket
         end = self.time + p["waiter_ttl"]
         self.waiters[p["owner"]] = {**p, "ticket": ticket, "joined_at": self.time, "expires_at": end}
-        if self.announces:
-            ahead = len(self._queue(p["key"], row["served"] + 1))
-            return [(ticket, self._left(row), row["served"] + 1, min(ahead, 16))]
-        return [(ticket,)]
+        return [(ticket, self._left(row), row["served"] + 1) if self.announces else (ticket,)]
 
     def _left(self, row: dict[str, Any]) -> float:
         left: float = row["expires_at"] - self.time

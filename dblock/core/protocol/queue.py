@@ -180,13 +180,14 @@ def join(database: Database, request: Parameters, until: float) -> Steps[tuple[P
     if not rows:
         return None
     owner = str(request["owner"])
+    ticket, *answer = rows[0]
     if queue.join_answers:
-        ticket, remaining, first, ahead = rows[0]
-        return Place(owner, ticket, sent, sent, sent), QueueStatus(False, remaining, first, ticket, ahead, True)
-    ticket = int(rows[0][0])
-    remaining = yield from announce(database, str(request["key"]), ticket, until)
+        remaining, first = answer
+    else:
+        remaining, first = (yield from announce(database, str(request["key"]), ticket, until)), 0
     # While somebody has the key it is enough to know that; the others count when it is time to look.
-    view = QueueStatus(False, remaining, 0, ticket, 0, True) if remaining > 0 else None
+    known = queue.join_answers or remaining > 0
+    view = QueueStatus(False, remaining, first, ticket, 0, True) if known else None
     return Place(owner, ticket, sent, sent, sent), view
 
 

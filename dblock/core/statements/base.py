@@ -160,9 +160,8 @@ class Queue:
     """The statements on `lock_waiters`, and on the two ticket numbers of a key's row."""
 
     join: Statement
-    """Stand in a key's queue -> ticket; and, if `join_answers`, seconds until the lease ends, first ticket not served
-    and waiters before it (as `queue_status`); nothing if the key has no row, or somebody else has just drawn that
-    ticket."""
+    """Stand in a key's queue -> ticket; and, if `join_answers`, seconds until the lease ends and first ticket not
+    served (as `queue_status`); nothing if the key has no row, or somebody else has just drawn that ticket."""
     announce: Statement
     """Let the key's row say that the ticket was given out, where `join` does not, or the row is another one since ->
     milliseconds until the lease ends, 0 if nobody holds the key."""
@@ -206,7 +205,7 @@ class Queue:
     forget: Statement
     """Delete such rows, likewise."""
     join_answers: bool
-    """Does `join` announce the ticket as well, and answer how the waiter stands?"""
+    """Does `join` announce the ticket as well, and answer whether somebody has the key?"""
     grant_answers: bool
     """Does `grant` choose the heir itself, and answer whom to call?"""
     grant_leaves: bool

@@ -171,8 +171,7 @@ WHERE pg_class.oid = CAST('locks' AS regclass)
 
 # Safe: the ticket is drawn under the lock on the key's row, so a later ticket is a later place, and both become visible
 # at once. A release that was waiting for that lock sees the new `last_ticket`, though not yet the waiter, and looks
-# again. For the same reason the waiter need not look: if the key is held now, its release will see the ticket. (Those
-# before it are counted as of the beginning: some may be missed, and it looks sooner than need be.)
+# again. For the same reason the waiter need not look: if the key is held now, its release will see the ticket.
 JOIN: Final = Statement(
     "join",
     f"""
@@ -186,14 +185,8 @@ WITH announced AS (
     SELECT :owner, :key, last_ticket, :ttl, :label, :host, CAST(:pid AS integer), :thread, :program, :task, :channel,
            {SQL.now}, {SQL.after(":waiter_ttl")}
     FROM announced
-    RETURNING ticket
 )
-SELECT ticket, {SQL.until("held_until")}, served_ticket + 1,
-       (SELECT count(*) FROM (
-            SELECT 1 FROM lock_waiters AS other
-            WHERE other.lock_key = :key AND other.ticket > served_ticket AND other.expires_at > {SQL.now}
-            LIMIT 16) AS before)
-FROM joined, announced
+SELECT last_ticket, {SQL.until("held_until")}, served_ticket + 1 FROM announced
 """,
     Reply.ROWS,
 )

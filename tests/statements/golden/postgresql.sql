@@ -211,13 +211,8 @@ AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL
 RETURNING last_ticket, served_ticket, CASE WHEN owner IS NULL THEN least(expires_at, clock_timestamp()) ELSE expires_at END AS held_until ), joined AS (
 INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, joined_at, expires_at)
-SELECT :owner, :key, last_ticket, :ttl, :label, :host, CAST(:pid AS integer), :thread, :program, :task, :channel, clock_timestamp(), clock_timestamp() + make_interval(secs => :waiter_ttl) FROM announced
-RETURNING ticket )
-SELECT ticket, CAST(extract(epoch FROM held_until - clock_timestamp()) AS double precision), served_ticket + 1, (SELECT count(*) FROM (
-SELECT 1 FROM lock_waiters AS other
-WHERE other.lock_key = :key
-AND other.ticket > served_ticket
-AND other.expires_at > clock_timestamp() LIMIT 16) AS before) FROM joined, announced;
+SELECT :owner, :key, last_ticket, :ttl, :label, :host, CAST(:pid AS integer), :thread, :program, :task, :channel, clock_timestamp(), clock_timestamp() + make_interval(secs => :waiter_ttl) FROM announced )
+SELECT last_ticket, CAST(extract(epoch FROM held_until - clock_timestamp()) AS double precision), served_ticket + 1 FROM announced;
 
 -- announce: the rows it returns
 UPDATE locks
