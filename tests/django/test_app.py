@@ -43,7 +43,7 @@ from dblock.core import runtime
 from dblock.core.errors import LockStoreError, StoreConflict
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.store import store_for
-from tests.conftest import ALIASES, DATABASES, ready, run, timed
+from tests.conftest import ALIASES, DATABASES, ready, run
 from tests.support.lab import LONG, until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -185,15 +185,10 @@ WRITES = [
 )
 @pytest.mark.direct
 def test_sessions_that_may_only_read(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    alias: str,
-    good: list[dict[str, Any]],
-    bad: list[dict[str, Any]],
+    request: pytest.FixtureRequest, alias: str, good: list[dict[str, Any]], bad: list[dict[str, Any]]
 ) -> None:
     """E007, and no lock can be had; where one can, silence."""
     ready(request, alias)
-    timed(monkeypatch, single_try=1.0)
     plain = connections[alias].settings_dict["OPTIONS"]
     pool: Any = store_for(alias)._source
     with override_settings(DBLOCK={"USING": alias}):
