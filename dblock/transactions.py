@@ -65,7 +65,7 @@ def open_blocks() -> tuple[tuple[BaseDatabaseWrapper, Any], ...]:
     """The connections of this thread on which a transaction of the caller's is open, each with its outermost block."""
     return tuple(
         (connection, block)
-        for known in tuple(_known.connections or _here())
+        for known in (_known.connections or _here()).copy()  # one may be collected meanwhile
         if (connection := known()) is not None
         and connection.in_atomic_block
         and (block := _outermost(connection)) is not None

@@ -68,20 +68,23 @@ class EnginePool(AutocommitPool):
         fairy.detach()
         try:
             connection.raw.rollback()  # what a listener of the user's may have begun
-            asks_in_transaction = self._dialect.driver == "asyncpg"  # see `dblock.drivers.asyncpg`
-            if not asks_in_transaction:
-                self._dialect.set_isolation_level(connection.raw, "AUTOCOMMIT")
-            set_up(connection, self._dialect.name, driver)
-            if asks_in_transaction:
-                connection.raw.commit()
-                self._dialect.set_isolation_level(connection.raw, "AUTOCOMMIT")
-            self._prepare(connection, driver)
+            self._dialect.set_isolation_level(connection.raw, "AUTOCOMMIT")
+            self._set_up(connection, driver)
         except BaseException:
             self.terminate(connection)
             raise
 
-    def _prepare(self, connection: PooledConnection, driver: Any) -> None:
-        kind, wired = self._dialect.driver, connection.wired
+    def _set_up(self, connection: PooledConnection, driver: Any) -> None:
+        kind = self._dialect.driver
+        if kind == "asyncpg":
+            from dblock.drivers import asyncpg  # noqa: PLC0415 - only where it is in use
+
+            set_up(connection, self._dialect.name, driver, lambda sql: await_only(asyncpg.ask(driver, sql)))
+            if not connection.wired:
+                connection.prepared = lambda step: await_only(asyncpg.execute(driver, step))
+            return
+        set_up(connection, self._dialect.name, driver)
+        wired = connection.wired
         if kind in {"psycopg", "psycopg_async"}:
             from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, which need not be installed
 
@@ -91,10 +94,6 @@ class EnginePool(AutocommitPool):
             if runner is not None:
                 asynchronous, run = self._dialect.is_async, runner
                 connection.prepared = (lambda step: await_only(run.aexecute(step))) if asynchronous else run.execute
-        elif kind == "asyncpg" and not wired:
-            from dblock.drivers import asyncpg  # noqa: PLC0415 - imports the driver, which need not be installed
-
-            connection.prepared = lambda step: await_only(asyncpg.execute(driver, step))
         elif kind in {"pymysql", "mysqldb"}:
             from dblock.drivers import mariadb  # noqa: PLC0415 - only where it is in use
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dblock.core import timing
@@ -32,30 +34,32 @@ _MYSQL = "SET SESSION innodb_lock_wait_timeout = 1, lock_wait_timeout = /*M! 0 *
 _GALERA = "SHOW SESSION VARIABLES WHERE variable_name = 'wsrep_on' AND value = 'ON'"
 
 
-def set_up(connection: PooledConnection, vendor: str, driver: Any) -> None:
+def set_up(connection: PooledConnection, vendor: str, driver: Any, ask: Callable[[str], Any] | None = None) -> None:
     """Bound what the session waits for, and find out whether the connection is wired to one.
 
-    `connection.raw` is the connection as DB-API knows it, `driver` as the driver made it.
+    `connection.raw` is the connection as DB-API knows it, `driver` as the driver made it. `ask` answers with the first
+    value of a statement's first row, by default through a cursor.
     """
+    ask = ask or partial(_ask, connection.raw)
     with contextlib.suppress(OSError, AttributeError, TypeError):
         connection.descriptor = _fileno(driver)
         connection.wire = os.dup(connection.descriptor)
     if vendor == "postgresql":
         process = _process(driver)
-        connection.wired = process is not None and bool(_ask(connection.raw, _POSTGRESQL.format(process=process)))
+        connection.wired = process is not None and bool(ask(_POSTGRESQL.format(process=process)))
         return
     connection.wired = True
     if vendor == "sqlite":
         connection.busy_timeout = int(timing.DEFAULT.sqlite_busy * 500)  # a try is to see here too that it is busy
-        _ = _ask(connection.raw, f"PRAGMA busy_timeout = {connection.busy_timeout}")
-        if _ask(connection.raw, "PRAGMA journal_mode") == "wal":
-            _ = _ask(connection.raw, "PRAGMA synchronous = NORMAL")
+        _ = ask(f"PRAGMA busy_timeout = {connection.busy_timeout}")
+        if ask("PRAGMA journal_mode") == "wal":
+            _ = ask("PRAGMA synchronous = NORMAL")
             connection.wal = True
         return
-    _ = _ask(connection.raw, _MYSQL)
-    connection.galera = _ask(connection.raw, _GALERA) is not None
+    _ = ask(_MYSQL)
+    connection.galera = ask(_GALERA) is not None
     if connection.galera:
-        _ = _ask(connection.raw, "SET SESSION wsrep_sync_wait = 7")  # reads, updates, inserts
+        _ = ask("SET SESSION wsrep_sync_wait = 7")  # reads, updates, inserts
 
 
 def _fileno(driver: Any) -> int:

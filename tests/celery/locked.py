@@ -54,7 +54,8 @@ where = os.environ.get("CELERY_TEST_DATABASE", "")
 
 @functools.cache
 def _engine(url: str, _: int) -> Engine:
-    return create_engine(url)
+    pooled = os.environ.get("DBLOCK_POOLER") and url.startswith("postgresql")
+    return create_engine(url, connect_args={"prepare_threshold": None} if pooled else {})
 
 
 def engine() -> Engine:

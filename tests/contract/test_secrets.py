@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import secrets
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from django.db import connections
 
+from dblock.core.acquire.local_queue import Request
 from dblock.core.errors import LockError
 from tests.conftest import run
 from tests.contract.test_guard import KINDS, Client, client
@@ -25,13 +25,13 @@ STEAL = "UPDATE locks SET owner = 'stranger', fence = fence + 5 WHERE lock_key =
 def tokens(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The secret part of every owner token that is made."""
     made: list[str] = []
-    draw = secrets.token_hex
+    draw = Request.new_owner
 
-    def token_hex(size: int | None = None) -> str:
-        made.append(draw(size))
-        return made[-1]
+    def new_owner(self: Request) -> str:
+        made.append(draw(self).removeprefix(self.flow))
+        return self.flow + made[-1]
 
-    monkeypatch.setattr(secrets, "token_hex", token_hex)
+    monkeypatch.setattr(Request, "new_owner", new_owner)
     return made
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+from asyncpg.prepared_stmt import PreparedStatement
+from sqlalchemy.ext.asyncio import create_async_engine
 
-from tests.conftest import POOLER
+from sqlalchemy_dblock import db_lock
+from tests.conftest import POOLER, ready, run, url
 from tests.support.lab import LONG
-from tests.support.servers import HINTS, MissingServer, find_program
+from tests.support.servers import HINTS, MissingServer, PgBouncer, PostgreSQL, find_program, running
 
 
 def missing() -> bool:
@@ -51,3 +56,35 @@ def test_the_short_form_of_make_pooler(which: tuple[str, ...], least: int) -> No
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
     assert int(passed[1]) >= least
+
+
+@pytest.mark.direct
+@pytest.mark.skipif(missing(), reason=HINTS["pgbouncer"])
+def test_whoever_freezes_keeps_no_row_locked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncpg's two exchanges are one transaction, whose end waits for nobody."""
+    ready(request, "postgresql")
+    answered, fetch = asyncio.Event(), PreparedStatement.fetch
+
+    async def freezing(self: PreparedStatement[Any], *values: Any) -> Any:
+        rows = await fetch(self, *values)
+        answered.set()
+        await asyncio.sleep(0.3)  # stopped, or cut off, with the answer unread
+        return rows
+
+    async def main(address: str) -> None:
+        engine = create_async_engine(address, connect_args={"statement_cache_size": 0})
+        lock = db_lock(engine, "k")
+        async with lock:
+            pass
+        monkeypatch.setattr(PreparedStatement, "fetch", freezing)
+        taking = asyncio.create_task(lock.acquire())
+        await answered.wait()
+        rows = await asyncio.to_thread(run, "postgresql", "SELECT owner FROM locks FOR UPDATE NOWAIT")
+        assert not taking.done()
+        assert rows != [(None,)]
+        assert await taking is True
+        await engine.dispose()
+
+    server: PostgreSQL = request.getfixturevalue("postgresql")
+    with running(lambda: PgBouncer(server)) as pooler:
+        asyncio.run(main(url("postgresql", "asyncpg").replace(f":{server.port}/", f":{pooler.port}/")))
