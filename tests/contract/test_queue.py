@@ -256,13 +256,14 @@ def test_no_herd_when_a_lease_ends(
     """The first waiter looks and has the key granted; the others look later, each after those before it, and that is
     all."""
     short_waits(monkeypatch)
-    timed(monkeypatch, look_stagger=0.15)
+    timed(monkeypatch, look_stagger=0.3)
     holder = subject.lock("k", ttl=60, renew=False)
     actor.call(holder, "acquire")
     waits = [(other, *wait_for(subject, other, fair=False)) for other in actors(7)]  # each as if in another process
     queued = [owner for (owner,) in subject.run("SELECT owner FROM lock_waiters ORDER BY ticket")]
     sent = listen_in(subject, monkeypatch)
     subject.run(f"UPDATE locks SET expires_at = {LATER[subject.database]}", seconds=4.0)
+    assert until(lambda: len(runtime.current.wakeups._registered) == len(queued))
     runtime.current.wakeups.notify_all()
     assert until(lambda: {owner for name, owner in sent if name == "queue_status"} == set(queued))
     time.sleep(0.5)  # somebody was called twice, and looks once more

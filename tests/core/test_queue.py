@@ -276,6 +276,25 @@ def test_who_joins_the_queue_hears_whether_somebody_has_the_key(kind: str, held:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_whoever_is_called_before_it_waits_looks(kind: str) -> None:
+    """Though it has heard that somebody has the key."""
+    world = World(dialect=DIALECTS[kind])
+    _ = held_by(world)
+    steps, rows = waiter(world), None
+    joined = "join" if world.announces else "announce"
+    while isinstance(step := steps.send(rows), Execute):
+        rows = world.execute(step)
+        if step.statement.name == joined:
+            [place] = world.waiters.values()
+            assert not world.wakeups.notify(Message("k", place["ticket"])), "it has not said yet that it waits"
+            break
+    look = steps.send(rows)
+    assert isinstance(look, Execute)
+    assert look.statement.name == "queue_status"
+    steps.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_who_waits_for_ever_is_not_sent_away_when_the_row_goes(kind: str) -> None:
     """Deleted, and created again by somebody else before the waiter has looked twice: it waits for that one."""
     world = World(dialect=DIALECTS[kind])

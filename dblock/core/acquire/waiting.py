@@ -331,8 +331,10 @@ class Waiter:
         first, since = 0, now()
         self.heartbeat_due = now() + self.timing.heartbeat_interval
         while self.me.grant is None:
-            if self.wakeup.consume() and (grant := (yield from self._told(place))) is not None:
-                return grant
+            if self.wakeup.consume():
+                if (grant := (yield from self._told(place))) is not None:
+                    return grant
+                view = None
             if view is None:
                 found = yield from self._look(place)
                 if not isinstance(found, QueueStatus):
