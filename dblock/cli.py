@@ -115,9 +115,9 @@ def _desk(options: argparse.Namespace) -> Iterator[Desk]:
     try:
         engine = create_engine(options.url, execution_options={name: value for name, value in names.items() if value})
         if engine.dialect.is_async:
-            raise ValueError(
-                f"{engine.dialect.driver} is a driver for asyncio: name another one, postgresql+psycopg://..., say"
-            )
+            drivers = {"postgresql": "postgresql+psycopg", "sqlite": "sqlite"}
+            other = drivers.get(engine.dialect.name, "mysql+pymysql")
+            raise ValueError(f"{engine.dialect.driver} is a driver for asyncio: name another one, {other}://..., say")
         file = engine.url.database if engine.dialect.name == "sqlite" else None
         creates = getattr(options, "create_tables", False)
         if file and not (creates or file.startswith((":memory:", "file:")) or Path(file).exists()):

@@ -257,7 +257,8 @@ def release_all(engine: Engine | AsyncEngine) -> int | Coroutine[Any, Any, int]:
 def _sync_engine(engine: Engine | AsyncEngine) -> Engine:
     inner = getattr(engine, "sync_engine", engine)
     if not isinstance(inner, Engine) or hasattr(engine, "sync_connection"):
-        hint = ": its `.engine`, since the lock has connections of its own" if hasattr(engine, "in_transaction") else ""
+        its = "engine" if hasattr(engine, "engine") else "bind" if hasattr(engine, "sync_session") else "get_bind()"
+        hint = f": its `.{its}`, since the lock has connections of its own" if hasattr(engine, "in_transaction") else ""
         kind = type(engine).__name__  # and no more: a URL may have a password
         raise TypeError(f"an Engine or an AsyncEngine comes first, as in db_lock(engine, key), not {kind}{hint}")
     return inner

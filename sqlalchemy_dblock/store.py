@@ -80,8 +80,9 @@ class EngineStore(BaseStore):
         self._tasks: set[asyncio.Task[None]] = set()
         self._paramstyle = "named" if name == "sqlite" else _paramstyle(engine.dialect.paramstyle)
         self._errors = (engine.dialect.loaded_dbapi.Error, OSError, *_untranslated(engine.dialect.driver))
-        # An engine that two event loops use for the first time at once says that a lock is bound to one of them.
-        self._connect_errors = (*self._errors, SQLAlchemyError, *([RuntimeError] if self.asynchronous else ()))
+        # An engine that two event loops use for the first time at once says so that a lock is bound to one of them, and
+        # PyMySQL for what it needs another package.
+        self._connect_errors = (*self._errors, SQLAlchemyError, RuntimeError)
 
     def subscribe(self, channel: str, wakeups: Wakeups) -> Subscription | None:
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""

@@ -16,7 +16,7 @@ from django.test.utils import CaptureQueriesContext
 from dblock import LockLost, LockStoreError, db_lock, inspector
 from dblock.admin import MANY, STATES
 from dblock.core import runtime
-from dblock.core.face.administration import EventInfo
+from dblock.core.face.administration import EventInfo, truly_held
 from dblock.core.values import Identity
 from dblock.timeline import timeline, told
 from tests.conftest import ALIASES, run
@@ -354,6 +354,13 @@ def test_a_loss_that_was_noticed_late() -> None:
     assert lost.x + lost.width <= held.x + 0.2
     assert "8.0 s" in lost.words
     assert told(happened)[0]["length"] == "held 8.0 s, noticed 4.0 s later"
+
+
+def test_a_loss_that_was_noticed_before_the_next_one_began() -> None:
+    """It is no longer for that."""
+    nobody = Identity("h", 1, "", "", "")
+    lost = EventInfo("k", "lost", 7, 5.0, 1.0, "freed", "", nobody)
+    assert truly_held(lost, [EventInfo("k", "acquired", 8, 2.0, 0.0, "free", "", nobody), lost]) == 1.0
 
 
 def test_a_tenure_whose_lease_has_ended() -> None:

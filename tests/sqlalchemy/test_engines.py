@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 from sqlalchemy import NullPool, StaticPool, create_engine, event, text
 from sqlalchemy.engine import make_url
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 from dblock.core import clock
@@ -46,6 +47,24 @@ def test_the_kind_of_engine_decides_the_kind_of_lock() -> None:
         ) as caught:
             wrong(*given)
         assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("make", "its"), [(Session, "get_bind()"), (AsyncSession, "bind")])
+def test_a_session_is_no_engine(make: Any, its: str) -> None:
+    """It is told where there is one."""
+    with pytest.raises(TypeError, match=f"its `.{re.escape(its)}`"):
+        db_lock(make(), "k")
+
+
+def test_whatever_a_driver_says_at_connecting_is_an_error_of_the_store() -> None:
+    """PyMySQL says by a RuntimeError which package it lacks."""
+
+    def needs_more() -> None:
+        raise RuntimeError("'cryptography' package is required")
+
+    engine = create_engine("postgresql+psycopg://", creator=needs_more)
+    with pytest.raises(LockStoreError, match="'cryptography' package is required"):
+        db_lock(engine, "k", timeout=0.1).acquire()
 
 
 def test_a_connection_is_no_engine() -> None:

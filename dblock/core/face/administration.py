@@ -128,12 +128,12 @@ def _by_time(rows: Rows) -> list[EventInfo]:
 def truly_held(event: EventInfo, events: Sequence[EventInfo]) -> float:
     """Seconds for which a tenure that was lost was held: until it was freed, or the next one of its key had begun.
 
-    Its holder may have noticed that later, as whoever was stopped. `events` are those that are known.
+    Its holder may have noticed that later, as whoever was stopped, or before. `events` are those that are known.
     """
     ours = [each for each in events if each.key == event.key]
     over = [each.age for each in ours if each.kind == "acquired" and each.fence > event.fence]
     over += [each.age for each in ours if each.kind == "forced" and each.fence == event.fence]
-    return max(event.seconds + event.age - max(over, default=event.age), 0.0)
+    return max(event.seconds + event.age - max(event.age, *over, 0.0), 0.0)
 
 
 class Wanted(NamedTuple):
