@@ -133,7 +133,7 @@ def truly_held(event: EventInfo, events: Sequence[EventInfo]) -> float:
     ours = [each for each in events if each.key == event.key]
     over = [each.age for each in ours if each.kind == "acquired" and each.fence > event.fence]
     over += [each.age for each in ours if each.kind == "forced" and each.fence == event.fence]
-    return max(event.seconds + event.age - max(event.age, *over, 0.0), 0.0)
+    return max(event.seconds + event.age - max([event.age, *over]), 0.0)
 
 
 class Wanted(NamedTuple):
