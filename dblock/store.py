@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from asgiref.sync import sync_to_async
+from django.apps import apps
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections
 from django.db.transaction import TransactionManagementError
 from django.db.utils import InterfaceError
@@ -60,7 +61,9 @@ class DjangoStore(BaseStore):
         self.database = Database(dialect_for(vendor, tables), refuse_waiting=self._refuse_waiting)
         self._alias = self.name = alias
         self._described = f"database {alias!r}"
-        self._create_table = f"add 'dblock' to INSTALLED_APPS and run `manage.py migrate dblock --database {alias}`"
+        self._create_table = f"run `manage.py migrate dblock --database {alias}`"
+        if not apps.is_installed("dblock"):
+            self._create_table = f"add 'dblock' to INSTALLED_APPS and {self._create_table}"
         if tables != Tables():
             self._create_table += "; if that was done under other names (TABLE_PREFIX, SCHEMA), rename the tables"
         if vendor == "sqlite" and connection.settings_dict["NAME"] == ":memory:":

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 OWN: Final = 2.0
 """Seconds for which a run waits for an earlier one of the same task: its `retry()` sent the message while it was still
-running, and is about to end."""
+running, and is about to end. So it does for a database that did not answer at once, where nobody brings it back."""
 
 
 def take(spec: Spec, task: Any, key: str, task_id: str, delay: float) -> str:

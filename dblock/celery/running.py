@@ -2,8 +2,9 @@
 
     the lock came with the message ──> body, unless another run of the same message is under way: back
      └── it did not, or is over ──> try the key ── free ──> body
-                                        └── busy ──> back | skip | fail, as on_busy says
-                                             └── by an earlier run of the same task ──> wait a moment, back
+                                        ├── busy ──> back | skip | fail, as on_busy says
+                                        │    └── by an earlier run of the same task ──> wait a moment, back
+                                        └── no answer ──> back | wait a moment, fail
 
 Rule: what is sent back is sent before this run ends; where the broker does not take it, the run waits itself.
 """
@@ -250,7 +251,8 @@ def _take_turn(
                     with _holding(run, lock):
                         return body()
         mine = bool(me) and isinstance(busy, LockTimeout) and _task_id(busy) == me
-        if mine and first is None and timeout != OWN:
+        unknown = isinstance(busy, LockStoreError) and timeout == 0 and spec.on_busy in {OnBusy.SKIP, OnBusy.RAISE}
+        if (mine or unknown) and first is None and timeout != OWN:
             timeout = OWN
             continue
         back = spec.on_busy in {OnBusy.RETRY, OnBusy.JOIN} or mine or first is not None

@@ -32,11 +32,13 @@ from dblock.celery import current_lock, locked_task, place_lost, places, running
 from dblock.celery.header import NAME, Header
 from dblock.celery.pace import Pace
 from dblock.core import clock
+from dblock.core.connections.pool import PooledConnection
 from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockStoreError, LockTimeout
 from dblock.core.face import leaving, operations
 from dblock.core.protocol import tenures
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import db_lock, metadata, observe
+from sqlalchemy_dblock.store import own_store
 
 NUMBERS = itertools.count()
 CELERYS = (*("max_retries", "autoretry_for", "dont_autoretry_for", "retry_backoff", "acks_late", "throws", "typing"),)
@@ -1138,6 +1140,42 @@ def test_a_database_that_is_away_is_a_busy_key(site: Site, monkeypatch: pytest.M
     site.run()
     assert [result.get() for result in results] == ["done", "done"]
     assert not site.held()
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("on_busy", ["skip", "raise"])
+def test_a_database_that_is_away_for_a_moment_fails_no_task(
+    site: Site, monkeypatch: pytest.MonkeyPatch, on_busy: str
+) -> None:
+    """Nobody would bring the message back, and nobody is waiting for a quick answer."""
+
+    @site.task("k", on_busy=on_busy)
+    def run(self: Any) -> str:
+        return "done"
+
+    pool: Any = own_store(site.engine)._source
+    opening, begun = pool.open, clock.now()
+
+    def late(connection: PooledConnection) -> None:
+        if clock.now() < begun + 0.6:
+            raise ConnectionRefusedError("not yet")
+        opening(connection)
+
+    monkeypatch.setattr(pool, "open", late)
+    result = run.delay()
+    site.run()
+    assert result.get() == "done"
+    monkeypatch.setattr(pool, "open", lambda _: late_for_good())
+    pool.close_all()
+    monkeypatch.setattr(running, "OWN", 0.1)
+    result = run.delay()
+    site.run()
+    assert isinstance(result.result, LockStoreError)
+
+
+def late_for_good() -> None:
+    """A database that does not come back."""
+    raise ConnectionRefusedError("away")
 
 
 def refuse(*_: Any, **__: Any) -> Any:
