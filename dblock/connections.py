@@ -148,7 +148,7 @@ class DjangoSQLite:
 
     give_after_error = give
 
-    def drop(self, connection: PooledConnection) -> None:
+    def drop(self, connection: PooledConnection, *, others: bool) -> None:
         """SQLite is in this process: a connection is never in the middle of an answer."""
         self.give(connection)
 

@@ -41,7 +41,9 @@ class EnginePool(AutocommitPool):
         self._dialect = engine.dialect
         # A pool of its own, without limits: one that hangs in the opening must not keep others from it.
         self._source = NullPool(engine.pool._creator, dialect=engine.dialect, _dispatch=engine.pool.dispatch)
-        self._first, self._known = threading.Lock(), False
+        self._first: PooledConnection | None = None
+        """The one that is being opened before SQLAlchemy knows the server."""
+        self._known = False
         event.listen(engine, "engine_disposed", lambda _: self.close_all())
 
     def open(self, connection: PooledConnection) -> None:
@@ -50,16 +52,23 @@ class EnginePool(AutocommitPool):
         It does so under a lock that belongs to one event loop, and whoever waits for that in another is never woken.
         """
         while self._dialect.is_async and not self._known:
-            if not self._first.acquire(blocking=False):
+            if not self._goes_first(connection):
                 self.rest(0.002)
                 continue
             try:
                 self._open(connection)
                 self._known = True
             finally:
-                self._first.release()
+                if self._first is connection:
+                    self._first = None
             return
         self._open(connection)
+
+    def _goes_first(self, connection: PooledConnection) -> bool:
+        with self._mutex:
+            if self._first is None or self.is_over(self._first.loop):  # whose loop was closed in the midst of it
+                self._first = connection
+            return self._first is connection
 
     def _open(self, connection: PooledConnection) -> None:
         fairy = self._source.connect()
@@ -79,9 +88,10 @@ class EnginePool(AutocommitPool):
         if kind == "asyncpg":
             from dblock.drivers import asyncpg  # noqa: PLC0415 - only where it is in use
 
-            set_up(connection, self._dialect.name, driver, lambda sql: await_only(asyncpg.ask(driver, sql)))
+            unnamed = asyncpg.Unnamed(driver)
+            set_up(connection, self._dialect.name, driver, lambda sql: await_only(unnamed.ask(sql)))
             if not connection.wired:
-                connection.prepared = lambda step: await_only(asyncpg.execute(driver, step))
+                connection.prepared = lambda step: await_only(unnamed.execute(step))
             return
         set_up(connection, self._dialect.name, driver)
         wired = connection.wired
@@ -159,7 +169,7 @@ class EnginePool(AutocommitPool):
 
     def leave_to_parent(self) -> Any:
         """In a forked child, whose parent may be opening its first one."""
-        self._first = threading.Lock()
+        self._first = None
         return super().leave_to_parent()
 
     def rest(self, seconds: float) -> None:
@@ -224,7 +234,9 @@ class InMemory:
         finally:
             self._leave(connection)
 
-    drop = give_after_error
+    def drop(self, connection: PooledConnection, *, others: bool) -> None:
+        """SQLite is in this process: a connection is never in the middle of an answer."""
+        self.give_after_error(connection)
 
     def _enter(self, connection: PooledConnection) -> bool:
         with self._mutex:

@@ -31,6 +31,8 @@ class Timing(NamedTuple):
     """Even a try without waiting has its answer by then, whatever the database says or does not say."""
     leave_timeout: float = 0.03
     """For so long after its time is up a waiter tries to leave in order; its place ends by itself."""
+    undo_timeout: float = 1.0
+    """For so long whoever is interrupted tries to leave nothing behind; what it leaves ends by itself."""
     deadlock_check: float = 0.5
     """Between two looks for a deadlock, of a waiter that holds other keys."""
 

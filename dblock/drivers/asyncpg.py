@@ -1,8 +1,9 @@
 """Statements on an asyncpg connection behind a pooler.
 
-asyncpg sends the text of a statement and its parameters by two exchanges. They are one transaction, and a pooler leaves
-both to one session, as long as nothing else is sent in between: the first ends with Flush, not with Sync. But asyncpg
-closes there what it has prepared before and needs no more; what has no name it need not close.
+A pooler leaves what is sent to one session from the beginning of a transaction to its end. asyncpg sends the text of a
+statement and its parameters by two exchanges, and may close in between what it has prepared before, which ends the
+transaction: the parameters then meet whatever statement another session was sent last. So each text is sent for once
+to learn its types; after that the text goes with the parameters, in one exchange, which is a transaction of its own.
 """
 
 from __future__ import annotations
@@ -13,19 +14,32 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements.base import Reply, rendered
 
 
-async def execute(connection: Any, step: Execute) -> Rows:
-    """Run one statement."""
-    statement, parameters, _ = step
-    text, order = rendered(statement.sql, "numeric_dollar")
-    assert order is not None  # noqa: S101 - the style has no names
-    prepared = await connection.prepare(text, name="")
-    rows: Rows = await prepared.fetch(*map(parameters.__getitem__, order))
-    if statement.reply is Reply.COUNT:
-        return [()] * int(prepared.get_statusmsg().rpartition(" ")[2])
-    return rows
+class Unnamed:
+    """Runs statements on one connection; none has a name there, or outlives its transaction."""
 
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._known: dict[str, Any] = {}
 
-async def ask(connection: Any, sql: str) -> Any:
-    """The one value that a question is answered with; from then on asyncpg has nothing to close in between."""
-    _ = await connection.prepare(sql, name="")
-    return await (await connection.prepare(sql, name="")).fetchval()
+    async def execute(self, step: Execute) -> Rows:
+        """Run one statement."""
+        statement, parameters, _ = step
+        text, order = rendered(statement.sql, "numeric_dollar")
+        assert order is not None  # noqa: S101 - the style has no names
+        known = await self._typed(text)
+        rows: Rows = await known.fetch(*map(parameters.__getitem__, order))
+        if statement.reply is Reply.COUNT:
+            return [()] * int(known.get_statusmsg().rpartition(" ")[2])
+        return rows
+
+    async def ask(self, sql: str) -> Any:
+        """The one value that a question is answered with."""
+        return await (await self._typed(sql)).fetchval()
+
+    async def _typed(self, text: str) -> Any:
+        known = self._known.get(text)
+        if known is None:
+            known = await self._connection.prepare(text, name="")
+            known._state.mark_unprepared()  # as asyncpg does itself if it is told to keep no statements
+            self._known[text] = known
+        return known

@@ -82,6 +82,11 @@ def wait_until(condition: Callable[[], Any], seconds: float = 40.0) -> None:
         time.sleep(0.05)
 
 
+def redelivering(seconds: float) -> dict[str, float]:
+    """Redis's transport looks each second, and not each hundred, for what a worker has had for longer than that."""
+    return {"visibility_timeout": seconds, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
+
+
 class Celery:
     """The app of the tests on a broker and a database, and its workers."""
 

@@ -14,12 +14,11 @@ from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimit
 from dblock.celery import skipped
 from dblock.core.errors import LockLost, LockTimeout
 from tests.celery import locked
-from tests.celery.conftest import Celery, held, overlaps, runs, wait_until
+from tests.celery.conftest import Celery, held, overlaps, redelivering, runs, wait_until
 from tests.conftest import run
 
 pytestmark = pytest.mark.workers
 
-LONG = os.environ.get("DBLOCK_CELERY") == "long"
 LEASE = 3.0
 """Seconds: that of the tasks."""
 
@@ -147,13 +146,12 @@ def test_a_killed_process_keeps_nobody_waiting_for_long(celery: Celery) -> None:
     assert int(first.fence) < int(second.fence)
 
 
-@pytest.mark.skipif(not LONG, reason="make celery: Redis looks every ten seconds for what it is to deliver again")
 def test_a_message_that_is_delivered_again_runs_by_itself(make: Callable[..., Celery]) -> None:
     """Redis gives a message to another worker when the visibility timeout is over: the first run still goes on."""
-    celery = make(broker_transport_options={"visibility_timeout": 2})
+    celery = make(broker_transport_options=redelivering(2))
     celery.worker("--concurrency=2")
     celery.worker("--concurrency=2")
-    result = locked.late.delay("r", 14.0)
+    result = locked.late.delay("r", 7.0)
     wait_until(lambda: len([each for each in runs() if each.ended]) == 1)
     assert result.get(timeout=20) == "done"
     time.sleep(3)

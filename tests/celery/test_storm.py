@@ -17,7 +17,7 @@ from celery.exceptions import TimeoutError as NotYet
 from dblock.celery import skipped
 from dblock.core.errors import LockTimeout
 from tests.celery import locked
-from tests.celery.conftest import Celery, overlaps, runs
+from tests.celery.conftest import Celery, overlaps, redelivering, runs
 
 pytestmark = pytest.mark.workers
 
@@ -58,7 +58,7 @@ def test_nothing_overlaps_and_nothing_is_lost(
         kind,
         task_acks_late=True,
         task_reject_on_worker_lost=True,
-        broker_transport_options={"visibility_timeout": 12} if kind == "redis" else {},
+        broker_transport_options=redelivering(12) if kind == "redis" else {},
         task_publish_retry_policy={"max_retries": 100, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.2},
     )
     for _ in range(2):
@@ -84,7 +84,6 @@ def test_nothing_overlaps_and_nothing_is_lost(
         thread.join(3.0)
         over.set()
         thread.join()
-        # Redis's transport looks every hundred seconds for what a worker that has died had fetched.
         outcomes, deadline = {}, time.monotonic() + (300 if LONG else 60)
         for name, result in results.items():
             with contextlib.suppress(NotYet):

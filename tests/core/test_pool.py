@@ -130,9 +130,48 @@ def test_what_breaks_is_cut_before_it_is_closed() -> None:
     pool.may.set()
     first, second = (pool.take(soon(), keeps=False) for _ in range(2))
     pool.give(first)
-    pool.drop(second)
+    pool.drop(second, others=True)
     assert pool.told == ["terminate after a cut"] * 2
     assert not pool._idle
+    first, second = (pool.take(soon(), keeps=False) for _ in range(2))
+    pool.give(first)
+    pool.drop(second, others=False)
+    assert pool._idle == [first]
+
+
+def test_one_that_somebody_was_interrupted_waiting_for_is_expected_too() -> None:
+    """So a silent server is not asked for another connection by each who is."""
+
+    class Interrupted(Pool):
+        def await_background(self, future: Any, seconds: float) -> bool:
+            if not self.told:
+                self.told.append("interrupted")
+                raise KeyboardInterrupt
+            return super().await_background(future, seconds)
+
+    pool = Interrupted(most=3)
+    with pytest.raises(KeyboardInterrupt):
+        pool.take(soon(), keeps=False)
+    with pytest.raises(StoreConflict, match="in time"):
+        pool.take(soon(), keeps=False)
+    pool.may.set()
+    pool.give(pool.take(soon(5), keeps=False))
+    assert pool.opened == 1
+
+
+def test_what_was_lent_in_an_event_loop_that_is_closed_is_lent_no_more() -> None:
+    """Whatever was abandoned there never gives it back."""
+    pool = Pool(most=1)
+    pool.may.set()
+    pool.home = over = Loop()
+    abandoned = pool.take(soon(), keeps=False)
+    pool.home = Loop()
+    with pytest.raises(StoreConflict, match="in use"):
+        pool.take(soon(), keeps=False)
+    over.closed = True
+    pool.give(pool.take(soon(), keeps=False))
+    pool.give(abandoned)
+    assert len(pool._idle) == 1
 
 
 def test_each_event_loop_has_its_own() -> None:

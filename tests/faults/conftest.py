@@ -35,7 +35,7 @@ ALL_WIRES = [
 WIRES = ALL_WIRES if LONG else [ALL_WIRES[0], ALL_WIRES[4], *ALL_WIRES[8:9]]
 SEVERAL_WIRES = ALL_WIRES if LONG else [ALL_WIRES[0], ALL_WIRES[3], ALL_WIRES[4], ALL_WIRES[-1]]
 """Each database, variant and face at least once, and four drivers."""
-if POOLER:  # where asyncpg prepares nothing and takes two round trips for each statement
+if POOLER:  # where asyncpg learns a statement's types in round trips of their own
     WIRES = [ALL_WIRES[0], ALL_WIRES[2], ALL_WIRES[5]]
 
 

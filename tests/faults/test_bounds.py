@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import os
 import sqlite3
@@ -23,6 +24,8 @@ from sqlalchemy.util import greenlet_spawn
 from dblock import LockStoreError, LockTimeout
 from dblock import db_lock as django_lock
 from dblock.core import runtime, timing
+from dblock.core.connections import pool as pools
+from dblock.core.errors import StoreConflict
 from sqlalchemy_dblock import db_lock, metadata
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, POOLER, SERVERS, observer, ready, run, timed, url
@@ -312,7 +315,7 @@ def test_closing_what_is_silent(request: pytest.FixtureRequest, driver: str) -> 
 
         async def main() -> None:
             pool: Any = store_for(engine.sync_engine)._source
-            for end in (pool.close_all, lambda: pool.drop(pool.take(math.inf, keeps=False))):
+            for end in (pool.close_all, lambda: pool.drop(pool.take(math.inf, keeps=False), others=True)):
                 await asyncio.gather(*map(hold, "abcde"))
                 assert len(pool._idle) > 2
                 proxy.black_hole = True
@@ -324,6 +327,46 @@ def test_closing_what_is_silent(request: pytest.FixtureRequest, driver: str) -> 
             await engine.dispose()
 
         asyncio.run(main())
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("ends", ["cancelled", "late", "loop closed"])
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+def test_a_first_connection_that_nobody_answers(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, driver: str, ends: str
+) -> None:
+    """Whatever becomes of whoever waits for it, soon after the server speaks again the engine's locks work."""
+    ready(request, "postgresql")
+    monkeypatch.setattr(pools, "HOPE", 0.5)
+    with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
+        engine = create_async_engine(make_url(url("postgresql", driver)).set(port=proxy.port))
+
+        async def first() -> None:
+            begun = time.monotonic()
+            with pytest.raises((TimeoutError, StoreConflict)):
+                async with asyncio.timeout(0.3 if ends == "cancelled" else None):
+                    _ = await db_lock(engine, "k", timeout=20 if ends == "cancelled" else 0.3).acquire()
+            assert time.monotonic() - begun < 2.5, "longer than a second for leaving nothing behind"
+
+        async def then() -> None:
+            proxy.black_hole = False
+            async with db_lock(engine, "k", timeout=10):
+                pass
+            await engine.dispose()
+
+        async def both() -> None:
+            await first()
+            await then()
+
+        proxy.black_hole = True
+        if ends == "loop closed":
+            for coroutine in (first(), then()):
+                loop = asyncio.new_event_loop()
+                loop.run_until_complete(coroutine)
+                loop.close()
+                gc.collect()
+        else:
+            asyncio.run(both())
 
 
 @pytest.mark.parametrize("database", INNODB)

@@ -21,6 +21,7 @@ import dblock
 import dblock.transactions
 import sqlalchemy_dblock
 import sqlalchemy_dblock.transactions
+from dblock.core.connections.pool import PooledConnection
 from dblock.core.errors import LockLost, LockNotHeld
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, MYSQL_DRIVER, ready, url
@@ -195,6 +196,13 @@ def test_a_child_gives_back_nothing_that_its_parents_transaction_keeps(
     engine.dispose()
 
 
+class Unclosed:
+    """An event loop of the parent's."""
+
+    def is_closed(self) -> bool:
+        return False
+
+
 def test_a_child_whose_parent_is_opening_its_first_connection(tmp_path: Path) -> None:
     """The turn of being the first is the parent's; in the child everybody begins anew."""
     plain = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
@@ -207,8 +215,8 @@ def test_a_child_whose_parent_is_opening_its_first_connection(tmp_path: Path) ->
         async with sqlalchemy_dblock.db_lock(engine, "k", timeout=5) as lock:
             return bool(lock.fence)
 
-    with pool._first:
-        assert in_child(lambda: asyncio.run(main())) is True
+    pool._first = PooledConnection(loop=Unclosed())
+    assert in_child(lambda: asyncio.run(main())) is True
 
 
 @pytest.mark.parametrize("subject", SYNC, ids=str)

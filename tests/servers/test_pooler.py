@@ -16,7 +16,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy_dblock import db_lock
 from tests.conftest import POOLER, ready, run, url
 from tests.support.lab import LONG
-from tests.support.servers import HINTS, MissingServer, PgBouncer, PostgreSQL, find_program, running
+from tests.support.proxy import Proxy
+from tests.support.servers import HINTS, MissingServer, PgBouncer, PostgreSQL, find_program, free_port, running
 
 
 def missing() -> bool:
@@ -61,7 +62,7 @@ def test_the_short_form_of_make_pooler(which: tuple[str, ...], least: int) -> No
 @pytest.mark.direct
 @pytest.mark.skipif(missing(), reason=HINTS["pgbouncer"])
 def test_whoever_freezes_keeps_no_row_locked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """asyncpg's two exchanges are one transaction, whose end waits for nobody."""
+    """asyncpg sends a statement and the end of its transaction at once."""
     ready(request, "postgresql")
     answered, fetch = asyncio.Event(), PreparedStatement.fetch
 
@@ -76,6 +77,10 @@ def test_whoever_freezes_keeps_no_row_locked(request: pytest.FixtureRequest, mon
         lock = db_lock(engine, "k")
         async with lock:
             pass
+        before = proxy.round_trips
+        async with lock:
+            pass
+        assert proxy.round_trips == before + 2
         monkeypatch.setattr(PreparedStatement, "fetch", freezing)
         taking = asyncio.create_task(lock.acquire())
         await answered.wait()
@@ -86,5 +91,5 @@ def test_whoever_freezes_keeps_no_row_locked(request: pytest.FixtureRequest, mon
         await engine.dispose()
 
     server: PostgreSQL = request.getfixturevalue("postgresql")
-    with running(lambda: PgBouncer(server)) as pooler:
-        asyncio.run(main(url("postgresql", "asyncpg").replace(f":{server.port}/", f":{pooler.port}/")))
+    with running(lambda: PgBouncer(server)) as pooler, Proxy(free_port(), pooler.port) as proxy:
+        asyncio.run(main(url("postgresql", "asyncpg").replace(f":{server.port}/", f":{proxy.port}/")))

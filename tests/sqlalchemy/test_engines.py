@@ -70,11 +70,10 @@ def test_whatever_a_driver_says_at_connecting_is_an_error_of_the_store() -> None
 def test_a_connection_is_no_engine() -> None:
     """Sync or async, a session neither: the lock has connections of its own."""
     message = "comes first, as in .*, not {}: its `.engine`"
-    with (
-        create_engine("sqlite://").connect() as connection,
-        pytest.raises(TypeError, match=message.format("Connection")),
-    ):
+    plain = create_engine("sqlite://")
+    with plain.connect() as connection, pytest.raises(TypeError, match=message.format("Connection")):
         db_lock(connection, "k")  # type: ignore[call-overload]
+    plain.dispose()
 
     async def main() -> None:
         engine = create_async_engine("sqlite+aiosqlite://")

@@ -195,6 +195,7 @@ def test_in_one_in_another(sqlite: object) -> None:
     with lock:
         pass
     assert (len(first.history), len(second.history)) == (2, 2)
+    engine.dispose()
 
 
 @pytest.mark.parametrize("shared", [True, False])

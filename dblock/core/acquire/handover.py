@@ -156,7 +156,7 @@ def undo_take(site: Site, key: str, owner: str, patience: float | None = None) -
 
     The server may still be executing the take when we look first, so we look twice.
     """
-    patience = site.database.timing.patience if patience is None else patience
+    patience = site.database.timing.undo_timeout if patience is None else patience
     try:
         for pause in (0.0, 0.05):
             if pause > patience:

@@ -226,12 +226,12 @@ class AutocommitPool:
     give_after_error = give
     """A statement that was refused in autocommit mode leaves nothing behind."""
 
-    def drop(self, connection: PooledConnection) -> None:
-        """Close one in an unknown state, and those that wait: they broke with it."""
+    def drop(self, connection: PooledConnection, *, others: bool) -> None:
+        """Close one in an unknown state, and with `others` those that wait: they broke with it."""
         if not self._returned(connection):
             return
         loop = self.loop()
-        for each in (connection, *self._all_idle()):
+        for each in (connection, *(self._all_idle() if others else ())):
             each.cut()  # so that whatever a driver does to close it waits for nobody
             with contextlib.suppress(Exception):
                 (self.terminate if each.loop is loop else self.abandon)(each)
@@ -266,6 +266,8 @@ class AutocommitPool:
         """One that is idle, or a new one that is yet to be opened; None if too many are in use."""
         out = self._out[keeps]
         with self._mutex:
+            if len(out) >= self._most[keeps]:
+                out -= {id(each) for each in self._all if self.is_over(each.loop)}
             if len(out) >= self._most[keeps]:
                 return None
             idle = self._idle
@@ -327,27 +329,31 @@ class AutocommitPool:
             return new
 
         future: Any = None
+        over = False
         try:
             future = self.in_background(work)
-            if self.await_background(future, max(until - clock.now(), 0.0)):
+            over = self.await_background(future, max(until - clock.now(), 0.0))
+            if over:
                 opened: PooledConnection = future.result()
                 return opened
-        except BaseException:
-            self._give_up(new, future)
+        except BaseException:  # interrupted, if it is not over
+            self._give_up(new, future, late=not over)
             raise
-        with self._mutex:
-            now = clock.now()
-            self._late = {home: late for home, late in self._late.items() if late[1] > now}
-            self._late[new.loop] = (future, now + HOPE)
-        self.break_off(future, HOPE)
-        self._give_up(new, future)
+        self._give_up(new, future, late=True)
         raise StoreConflict("no connection could be opened in time")
 
-    def _give_up(self, new: PooledConnection, future: Any) -> None:
+    def _give_up(self, new: PooledConnection, future: Any, *, late: bool) -> None:
         """Wait for it no more: it is not lent, before it can be lent to somebody else."""
         new.out.discard(id(new))
-        if future is not None:
-            future.add_done_callback(self._arrived)
+        if future is None:
+            return
+        if late:
+            with self._mutex:
+                now = clock.now()
+                self._late = {home: other for home, other in self._late.items() if other[1] > now}
+                self._late[new.loop] = (future, now + HOPE)
+            self.break_off(future, HOPE)
+        future.add_done_callback(self._arrived)
 
     def _arrived(self, future: Any) -> None:
         """A connection that nobody waits for any more is open, or has failed."""

@@ -40,8 +40,8 @@ class ConnectionSource(Protocol):
         """It was refused."""
         ...
 
-    def drop(self, connection: PooledConnection) -> None:
-        """What became of it is not known."""
+    def drop(self, connection: PooledConnection, *, others: bool) -> None:
+        """What became of it is not known; `others`: nor whether those that wait still lead anywhere."""
         ...
 
 
@@ -91,9 +91,9 @@ class BaseStore:
         except self._errors as error:
             failure = self.database.dialect.classify(error)
             if not deadlines.answered(connection):
-                self._source.drop(connection)
+                self._source.drop(connection, others=True)
                 raise late(step, until - now, database=self._described) from error
-            (self._source.drop if failure in _SPENT else self._source.give_after_error)(connection)
+            self._give_back(connection, failure)
             if failure is Failure.DUPLICATE:
                 return []
             raise self.error(error, step) from error
@@ -103,10 +103,10 @@ class BaseStore:
             raise unstorable(database=self._described) from None
         except BaseException:  # interrupted half-way through an answer
             _ = deadlines.answered(connection)
-            self._source.drop(connection)
+            self._source.drop(connection, others=False)
             raise
         if not deadlines.answered(connection):
-            self._source.drop(connection)
+            self._source.drop(connection, others=False)
             return rows
         try:
             self._source.give(connection)
@@ -114,6 +114,12 @@ class BaseStore:
             self._source.give_after_error(connection)
             raise self.error(error, step) from error
         return rows
+
+    def _give_back(self, connection: PooledConnection, failure: Failure) -> None:
+        if failure in _SPENT:
+            self._source.drop(connection, others=True)
+        else:
+            self._source.give_after_error(connection)
 
     def pause(self, step: Sleep | Wait) -> None:
         """Let time pass in this thread."""

@@ -289,7 +289,7 @@ def clear(database: Database, key: str, last: int) -> Steps[None]:
 def leave_queue(database: Database, owners: Sequence[str], patience: float | None = None) -> Steps[None]:
     """Let these waiters leave; what cannot be deleted now is nobody's when the place ends."""
     try:
-        until = database.now() + (database.timing.patience if patience is None else patience)
+        until = database.now() + (database.timing.undo_timeout if patience is None else patience)
         parameters: Parameters = {"owners": json.dumps(list(owners))}
         _ = yield from send(database, database.dialect.queue.leave_queue, parameters, until, resend=True)
     except LockStoreError:
