@@ -72,14 +72,24 @@ while more := os.read(0, 100):
 if said.endswith(b"."):
     sys.exit()
 
-targets = [] if shared else [0]
+commands, groups = [], [] if shared else [0]
 
 def tell(number):
-    for target in list(targets):
+    alone = []
+    for command in list(commands):
+        group = group_of(command)
+        if group in {0, command} and -command not in groups:
+            groups.insert(0, -command)
+        if group == 0:
+            commands.remove(command)
+        elif number == signal.SIGKILL or (group != command and (shared or group != os.getpgrp())):
+            alone.append(command)
+    for target in [*alone, *groups]:
         try:
             os.kill(target, number)
         except OSError:
-            targets.remove(target)
+            if target in groups:
+                groups.remove(target)
 
 def group_of(process):
     try:
@@ -97,23 +107,23 @@ def bearers():
         except (OSError, ValueError):
             pass
 
-for command in [int(said)] if said else bearers():
-    if shared or group_of(command) != os.getpgrp():
-        targets.insert(0, -command if group_of(command) in {0, command} else command)
+commands += [int(said)] if said else bearers()
 tell(signal.SIGTERM)
 tell(signal.SIGCONT)
 end = time.monotonic() + kill_after
-while targets and time.monotonic() < end:
+while (commands or groups) and time.monotonic() < end:
     time.sleep(0.05)
     tell(0)
+if not said:
+    commands += bearers()
 tell(signal.SIGKILL)
 """
 """Ends its own group, and the command of which it is told, if its input ends otherwise than by `_OVER`.
 
-With a command that leads a group, that group. All are looked at all the time, so that no number is used that may have
-been given out anew; its own group, 0, is the last, since it is in there. If we were killed before we could tell, the
-command is whoever has our token in the environment (on Linux). It has begun by then: until it does, it keeps our end of
-the pipe open.
+With a command that leads a group, that group, and it may come to lead one at any time. All are looked at all the time,
+so that no number is used that may have been given out anew; its own group, 0, is the last, since it is in there. If we
+were killed before we could tell, the command is whoever has our token in the environment (on Linux). It has begun by
+then: until it does, it keeps our end of the pipe open.
 """
 
 
@@ -283,6 +293,8 @@ class _Child:
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif number in _PASSED_ON and not (number in _OF_TERMINALS and self._hears_the_terminal(process)):
                 self._send(process, number)
+                if number in _ENDING:
+                    self._send(process, signal.SIGCONT)  # one that reads a terminal which it does not have is stopped
 
     def _hears_the_terminal(self, process: subprocess.Popen[Any]) -> bool:
         return self._shared and _group_of(process) == os.getpgrp()

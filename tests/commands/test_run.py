@@ -265,6 +265,24 @@ def test_a_command_with_a_group_of_its_own(one: Shell, tmp_path: Path) -> None:
     one.run("UPDATE locks SET expires_at = acquired_at")
 
 
+def test_a_command_that_leaves_its_group_when_its_keeper_is_dead(one: Shell) -> None:
+    """Where it is, is looked up before each signal: `timeout` may be killed between its beginning and its own group."""
+    script = "trap '' TERM; echo $$; read line; exec setsid sh -c 'while :; do sleep 0.1; done'"
+    process = one.start("run", "--kill-after", "2", "k", "--", "sh", "-c", script)
+    assert process.stdout is not None
+    assert process.stdin is not None
+    command = process.stdout.readline().strip()
+    process.kill()
+    _ = process.wait()
+    time.sleep(0.5)  # so that its watcher has looked, and asked it to end
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert until(lambda: os.getpgid(int(command)) == int(command), 1)
+    assert until(lambda: not _lives(command), 10)
+    process.communicate()
+    one.run("UPDATE locks SET expires_at = acquired_at")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("shared", [False, True])
 def test_who_was_killed_before_it_could_tell_of_its_command(shared: bool) -> None:
@@ -279,6 +297,19 @@ def test_who_was_killed_before_it_could_tell_of_its_command(shared: bool) -> Non
     assert others.poll() is None
     others.kill()
     _ = others.wait()
+
+
+def test_a_stopped_command_hears_that_it_is_to_end(one: Shell) -> None:
+    """As one does that wants to read from a terminal which is not its own."""
+    process = one.start("run", "k", "--", "sh", "-c", "echo $$; exec sleep 60")
+    assert process.stdout is not None
+    command = process.stdout.readline().strip()
+    os.kill(int(command), signal.SIGSTOP)
+    assert until(lambda: _state(command) == "T", 10)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert free(one)
 
 
 def test_a_command_does_not_go_on_while_its_keeper_is_stopped(one: Shell) -> None:

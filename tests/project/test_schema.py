@@ -144,3 +144,28 @@ def test_mysql_has_its_own_name_for_the_collation() -> None:
     assert "utf8mb4_nopad_bin" in plain_ddl("mariadb")
     assert "utf8mb4_0900_bin" in plain_ddl("mysql")
     assert "nopad" not in plain_ddl("mysql")
+
+
+LATER = """
+import sys
+from django.conf import settings
+settings.configure(
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": sys.argv[1]}}, INSTALLED_APPS=["dblock"]
+)
+import django
+django.setup()
+from django.core.management import call_command
+from dblock import db_lock
+call_command("migrate", "dblock", fake_initial=True)
+with db_lock("k") as lock:
+    print("taken", lock.fence > 0)
+"""
+
+
+def test_django_comes_later(tmp_path: Path) -> None:
+    """Its first migration takes the tables as they are, if it is told that they may be there."""
+    engine = create_engine(f"sqlite:///{tmp_path}/shared.sqlite3")
+    metadata.create_all(engine)
+    engine.dispose()
+    command = [sys.executable, "-c", LATER, f"{tmp_path}/shared.sqlite3"]
+    assert "taken True" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
