@@ -109,7 +109,11 @@ class Tables:
         """The next one may have it."""
         self._mutex.release()
 
-    give_after_error = drop = give
+    give_after_error = give
+
+    def drop(self, connection: PooledConnection, *, others: bool) -> None:
+        """Nothing is unknown here."""
+        self.give(connection)
 
     def owner(self, key: str) -> str | None:
         """Whose the key is by its row, if it is anybody's; empty for nobody's, during `min_hold`."""

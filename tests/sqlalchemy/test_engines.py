@@ -87,6 +87,27 @@ def test_a_connection_is_no_engine() -> None:
     asyncio.run(main())
 
 
+def test_an_interruption_ends_no_connection_but_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are as good as before."""
+    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+    metadata.create_all(engine)
+    store = store_for(engine)
+    pool: Any = store._source
+    for each in [pool.take(clock.now() + 5, keeps=False) for _ in range(3)]:
+        pool.give(each)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_perform", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            db_lock(engine, "k").locked()
+    assert len(pool._idle) == 2
+    assert not db_lock(engine, "k").locked()
+    engine.dispose()
+
+
 def test_a_decorator_names_its_engine() -> None:
     """A bare one cannot know it; with it, the key may be left out."""
 
