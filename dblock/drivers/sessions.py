@@ -9,7 +9,7 @@ one plan for each of our statements, since they look rows up by their keys: the 
 On a node of a Galera cluster each statement waits until the node has applied what others committed before: whoever is
 told of a tenure would not find it there yet, and take it for lost.
 
-Rule: a few round trips, when the connection is opened.
+Rule: a few round trips, when the connection is opened, which end in time like any statement.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from dblock.core import timing
+from dblock.core import clock, runtime, timing
 from dblock.core.connections.pool import PooledConnection
 
 _POSTGRESQL = """
@@ -40,10 +40,20 @@ def set_up(connection: PooledConnection, vendor: str, driver: Any, ask: Callable
     `connection.raw` is the connection as DB-API knows it, `driver` as the driver made it. `ask` answers with the first
     value of a statement's first row, by default through a cursor.
     """
-    ask = ask or partial(_ask, connection.raw)
     with contextlib.suppress(OSError, AttributeError, TypeError):
         connection.descriptor = _fileno(driver)
         connection.wire = os.dup(connection.descriptor)
+    deadlines = runtime.current.deadlines
+    deadlines.watch(connection, clock.now() + timing.DEFAULT.answer)
+    try:
+        _set_up(connection, vendor, driver, ask or partial(_ask, connection.raw))
+    finally:
+        in_time = deadlines.answered(connection)
+    if not in_time:
+        raise TimeoutError("the server was silent while the session was set up")
+
+
+def _set_up(connection: PooledConnection, vendor: str, driver: Any, ask: Callable[[str], Any]) -> None:
     if vendor == "postgresql":
         process = _process(driver)
         connection.wired = process is not None and bool(ask(_POSTGRESQL.format(process=process)))

@@ -26,11 +26,12 @@ from dblock import db_lock as django_lock
 from dblock.core import runtime, timing
 from dblock.core.connections import pool as pools
 from dblock.core.errors import StoreConflict
+from dblock.drivers import sessions
 from sqlalchemy_dblock import db_lock, metadata
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, POOLER, SERVERS, observer, ready, run, timed, url
 from tests.faults.conftest import ALL_WIRES, Wire, name_of
-from tests.support.lab import SOME, until
+from tests.support.lab import SOME, threads, until
 from tests.support.proxy import Proxy
 from tests.support.servers import MySQL, free_port, running
 from tests.support.subjects import MATRIX, Actor, Subject
@@ -367,6 +368,32 @@ def test_a_first_connection_that_nobody_answers(
                 gc.collect()
         else:
             asyncio.run(both())
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("database", SERVERS)
+def test_a_session_that_cannot_be_set_up(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, database: str
+) -> None:
+    """A server that lets us in and then is silent keeps no thread."""
+    ready(request, database)
+    timed(monkeypatch, answer=1.0, keeping_answer=0.5)
+    with Proxy(free_port(), make_url(url(database)).port or 0) as proxy:
+        engine, asks = create_engine(make_url(url(database)).set(port=proxy.port)), sessions._ask
+
+        def unheard(raw: Any, sql: str) -> Any:
+            proxy.black_hole = True
+            return asks(raw, sql)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sessions, "_ask", unheard)
+            with pytest.raises(StoreConflict):
+                db_lock(engine, "k", timeout=0.3).acquire()
+            assert until(lambda: not threads("dblock connect"), 5)
+        proxy.black_hole = False
+        with db_lock(engine, "k", timeout=10):
+            pass
+        engine.dispose()
 
 
 @pytest.mark.parametrize("database", INNODB)
