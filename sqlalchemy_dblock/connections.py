@@ -137,6 +137,7 @@ class EnginePool(AutocommitPool):
                 await_only(driver.stop())
                 return
             if self.is_over(loop):
+                connection.cut()  # aiomysql's and asyncmy's end no session without their loop
                 _ = _hang_up(driver)()
             else:
                 loop.call_soon_threadsafe(_hang_up(driver))

@@ -327,6 +327,31 @@ def test_event_loops_come_and_go(request: pytest.FixtureRequest, driver: str) ->
     asyncio.run(engine.dispose())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the drivers' own, of each lost loop
+@pytest.mark.parametrize("driver", ["aiomysql", "asyncmy"])
+@pytest.mark.parametrize("database", ["mariadb", "mysql"])
+def test_event_loops_that_are_gone_leave_no_session(request: pytest.FixtureRequest, database: str, driver: str) -> None:
+    """Each session ends when the lock is used in the next loop, not when the collector has found its transport."""
+    ready(request, database)
+    engine = create_async_engine(url(database, driver))
+    counted = "SELECT count(*) FROM information_schema.processlist WHERE db = DATABASE()"
+
+    async def main() -> None:
+        async with db_lock(engine, "k"):
+            pass
+
+    before = run(database, counted)[0][0]
+    gc.disable()
+    try:
+        for _ in range(4):
+            asyncio.run(main())
+        assert until(lambda: run(database, counted)[0][0] <= before + 1), "the last loop's"
+    finally:
+        gc.enable()
+        asyncio.run(engine.dispose())
+        gc.collect()
+
+
 @pytest.mark.parametrize("reads", [False, True])
 def test_tasks_that_share_one_database_in_memory(reads: bool) -> None:
     """One connection for all: they take turns, one statement at a time, beside whoever reads there."""
