@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from dblock.core import runtime
 from dblock.core.acquire.acquiring import Refused
+from dblock.core.errors import LockTimeout
 from dblock.core.face.base import BaseLock
 from dblock.core.holding.flow import Entry, Hold
 from dblock.core.protocol.steps import Steps
@@ -116,6 +117,8 @@ class Recorder:
         began = now()
         try:
             found = yield from steps
+        except LockTimeout:  # busy, where waiting could not end well
+            raise
         except BaseException as error:
             attempt.error = error
             raise
