@@ -73,7 +73,8 @@ class DjangoStore(BaseStore):
         if vendor == "sqlite":
             self._source, self._paramstyle = DjangoSQLite(alias, pool), "named"
         self._errors = (connection.Database.Error, OSError)  # type: ignore[attr-defined]
-        self._connect_errors = (DatabaseError, InterfaceError, *self._errors)
+        # PyMySQL says by the last which package it needs.
+        self._connect_errors = (DatabaseError, InterfaceError, *self._errors, RuntimeError)
 
     def same_database(self, alias: str) -> bool:
         """Is `alias` the database that the lock's rows live in, perhaps under another name?"""

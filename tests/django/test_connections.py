@@ -10,9 +10,10 @@ import django
 import pytest
 from django.core.signals import request_finished
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.test import override_settings
 
-from dblock import db_lock
+from dblock import LockStoreError, db_lock
 from dblock.connections import MOST
 from dblock.core import clock
 from dblock.store import store_for
@@ -198,6 +199,20 @@ def test_connections_outlive_requests_but_not_a_close(database: str, alias: str)
     connections[alias].close()
     assert store_for(alias)._source._idle == []  # type: ignore[union-attr]
     assert kept.lent.connection is None
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_driver_that_lacks_a_package(database: str, alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyMySQL does, by a RuntimeError when it is to send MySQL's passwords."""
+    connections[alias].close()
+
+    def needs_more(_: object) -> None:
+        raise RuntimeError("'cryptography' package is required")
+
+    monkeypatch.setattr(BaseDatabaseWrapper, "ensure_connection", needs_more)
+    with pytest.raises(LockStoreError, match="'cryptography' package is required"):
+        db_lock("k", using=alias, timeout=0.1).acquire()
 
 
 @pytest.mark.direct
