@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from asgiref.sync import sync_to_async
 
-from dblock import LockLost, LockNotHeld
+from dblock import LockLost, LockNotHeld, LockTimeout
 from dblock.core import runtime
 from sqlalchemy_dblock import SynchronousOnlyOperation
 from tests.support.lab import some, until
@@ -131,23 +131,53 @@ def test_a_thread_of_a_pool_is_not_one_owner(subject: Subject) -> None:
         assert subject.row("k")["owner"] is None
 
 
+@pytest.mark.parametrize("touched", [False, True], ids=["fresh", "touched"])
 @pytest.mark.parametrize("subject", SYNC, ids=str, indirect=True)
-def test_tasks_that_share_a_thread_are_not_one_owner(subject: Subject) -> None:
-    """By sync_to_async: the first has the key until it gives it back there, and the others have not."""
+def test_tasks_that_share_a_thread_are_not_one_owner(subject: Subject, touched: bool) -> None:
+    """By sync_to_async: the first has the key until it gives it back there, and the others have not.
+
+    Whatever their parent has locked there before, which asgiref has carried back to it, and they inherit.
+    """
+
+    def touch() -> None:
+        with subject.lock("other"):
+            pass
 
     async def task() -> bool:
         lock = subject.lock("k")
         if not await sync_to_async(lock.acquire)(blocking=False):
             return False
+        assert await sync_to_async(lambda: (lock.state, lock.count))() == ("held", 1)
         await asyncio.sleep(0.3)
         await sync_to_async(lock.release)()
         return True
 
     async def crowd() -> list[bool]:
+        if touched:
+            await sync_to_async(touch)()
         return list(await asyncio.gather(task(), task(), task()))
 
     assert sorted(asyncio.run(crowd())) == [False, False, True]
     assert subject.row("k")["owner"] is None
+
+
+@pytest.mark.parametrize("subject", SYNC, ids=str, indirect=True)
+def test_a_child_of_a_task_that_holds_is_another_owner(subject: Subject) -> None:
+    """By sync_to_async, in the same thread, with its parent's context."""
+
+    def enter() -> bool:
+        with subject.lock("k", timeout=0) as lock:
+            return lock.count > 0
+
+    async def main() -> None:
+        lock = subject.lock("k")
+        assert await sync_to_async(lock.acquire)()
+        with pytest.raises(LockTimeout):
+            await asyncio.create_task(sync_to_async(enter)())
+        await sync_to_async(lock.release)()
+        assert await asyncio.create_task(sync_to_async(enter)())
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("subject", [each for each in SYNC if each.variant == "sqlalchemy"], ids=str, indirect=True)

@@ -225,7 +225,13 @@ class BaseLock:
         hold = self._hold_here()
         if hold is None and self._blocks and len(blocks := self._open_blocks()) == 1 and not blocks[0].entry.detached:
             hold = blocks[0].hold
-        return hold
+        return hold or self._hold_before()
+
+    def _hold_before(self) -> Hold | None:
+        """What was acquired through this very object by an earlier call of `sync_to_async` in the same task."""
+        before = current_flow().before
+        hold = None if before is None else before.holds.get((self._store(), self._key))
+        return hold if hold is not None and hold.entered_by(self) else None
 
     def _open_blocks(self) -> list[Block]:
         """Those of this process that have not been left by hand."""
@@ -242,7 +248,7 @@ class BaseLock:
 
     def _own_hold(self, verb: str) -> Hold:
         """The hold that this flow is about to change."""
-        hold = self._hold_here()
+        hold = self._hold_here() or self._hold_before()
         if hold is None or hold.is_snapshot:
             raise self._not_held(verb)
         return hold

@@ -97,7 +97,7 @@ def _acquire(
 
 def enter(lock: BaseLock) -> Steps[None]:
     """Begin a `with`: take the lock, or enter it once more; an attachment becomes the block. Raises LockTimeout."""
-    hold = lock._hold()
+    hold = lock._hold_here()
     if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:
         hold.entries[-1] = Entry(lock, "with")
     else:

@@ -4,8 +4,10 @@ A flow is an asyncio task where one is running, else a thread in the context (`c
 that can run at the same time are never one owner: a task is looked up by its own identity, because a child task
 inherits its parent's context variables and all tasks of a loop share one thread. Nor is a thread of a pool one owner
 for all who run something in it: asyncio.to_thread, AnyIO and asgiref run each call in a copy of its caller's context,
-so that two requests that happen to meet the same thread are two flows. (Under gevent and eventlet `threading.local` is
-per greenlet, as it should be.)
+so that two requests that happen to meet the same thread are two flows. A copy shows its original's flow, and asgiref
+carries what a call has set back to the task that awaits it, whose children inherit it then; so a flow is only that of
+the very context in which it began, which the token of a context variable tells: it can be taken back nowhere else
+(PEP 567). (Under gevent and eventlet `threading.local` is per greenlet, as it should be.)
 
 Rule: the state of a hold lives with the flow that has it, never on a lock object, which flows may share. Only its own
 flow enters and leaves; its lease is renewed by the watchdog. After a fork the child is a new flow with nothing: the
@@ -23,7 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, MutableMapping
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any, Final, NamedTuple, Protocol
 
 from dblock.core.errors import Reason
@@ -41,7 +43,7 @@ LISTENING_PACE: Final = 1.0
 class Flow:
     """What one flow holds, found by the store of its row and its key; and who it is."""
 
-    __slots__ = ("__weakref__", "_is_task", "holds", "life", "name", "ref", "who")
+    __slots__ = ("__weakref__", "_is_task", "began", "before", "holds", "life", "name", "ref", "who")
 
     def __init__(self, name: str, thread: str, process: dict[str, Any], life: Any, *, is_task: bool = False) -> None:
         """`name` begins its owner tokens; `life` is the asyncio task, or lives as long as the thread."""
@@ -52,6 +54,10 @@ class Flow:
         self.life = weakref.ref(life)
         """The asyncio task, or what dies with the thread."""
         self._is_task = is_task
+        self.began: Token[None] | None = None
+        """Of the context that it is, if it is not a task."""
+        self.before: Flow | None = None
+        """One that holds something, and that the context was copied from with what it had set in this thread."""
 
     @property
     def task(self) -> Any:
@@ -81,6 +87,7 @@ class Flows:
     def __init__(self) -> None:
         self._thread = _Thread()
         self._of_context: ContextVar[Flow | None] = ContextVar("dblock flow", default=None)
+        self._began: ContextVar[None] = ContextVar("dblock flow began", default=None)
         self._tasks: MutableMapping[Any, Flow] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._process: tuple[str, dict[str, Any]] | None = None
@@ -99,24 +106,44 @@ class Flows:
         if task is None:
             flow, life = self._of_context.get(), self._thread.life
             if flow is None or flow.life() is not life:  # of another thread, whose context ours was copied from
-                flow = self._new(threading.current_thread().name, life)
-                _ = self._of_context.set(flow)
+                flow = self._begin(life)
+            elif not self._began_here(flow):
+                before = flow if flow.holds else flow.before
+                flow = self._begin(life)
+                flow.before = before if before is not None and before.holds else None
             return flow
         flow = self._tasks.get(task)
         if flow is None:
             flow = self._tasks[task] = self._new(f"task {task.get_name()}", task, is_task=True)
         return flow
 
+    def _begin(self, life: _Life) -> Flow:
+        """Another one in the context that runs now."""
+        flow = self._new(threading.current_thread().name, life)
+        flow.began = self._began.set(None)
+        _ = self._of_context.set(flow)
+        return flow
+
+    def _began_here(self, flow: Flow) -> bool:
+        """In the context that runs now?"""
+        token, flow.began = flow.began, self._began.set(None)
+        assert token is not None  # noqa: S101 - it is not a task
+        try:
+            self._began.reset(token)
+        except ValueError:  # of another context
+            flow.began = token
+            return False
+        return True
+
     @contextmanager
     def again(self, snapshot: Hold) -> Generator[None, None, None]:
         """Let this thread see the hold as its flow saw it, without being able to change anything there."""
-        flow = self._new(threading.current_thread().name, self._thread.life)
-        flow.holds = {(snapshot.store, snapshot.tenure.key): snapshot}
-        mine = self._of_context.set(flow)
+        mine = self._of_context.get()
+        self._begin(self._thread.life).holds = {(snapshot.store, snapshot.tenure.key): snapshot}
         try:
             yield
         finally:
-            self._of_context.reset(mine)
+            _ = self._of_context.set(mine)
 
     def leave_to_parent(self, parent: int) -> None:
         """In a forked child: let the lock objects that the flow which forked held know whose they are."""
