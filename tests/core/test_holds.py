@@ -210,7 +210,7 @@ def test_a_take_without_an_answer(store: FakeStore, monkeypatch: pytest.MonkeyPa
         raise StoreUnanswered("cut")
 
     timed(monkeypatch, single_try=0.02, sqlite_busy=0.02)
-    store.answers["take"] = cut
+    store.answers |= {"take": cut, "accept": lambda _: []}
     with pytest.raises(StoreUnanswered, match="cut") as caught:
         FakeLock(store).acquire(blocking=False)
     assert type(caught.value) is StoreUnanswered

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import LockLost, db_lock, metadata
-from tests.support.lab import LONG
+from tests.support.lab import LONG, until
 from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, running
 
 SERVERS: dict[str, tuple[Callable[[], Server], str]] = {
@@ -193,6 +194,38 @@ def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
             assert granted is not None
             assert granted.message.lasts == 0
             hold.held.handed_over = True
+        engine.dispose()
+
+
+def test_what_is_seen_may_not_be_durable() -> None:
+    """A take whose answer is lost is not believed because its row is there: the standby that it waited for lacks it."""
+    with running(PostgreSQL) as server, ThreadPoolExecutor(1) as pool:
+        engine = create_engine(SERVERS["postgresql"][1].format(server.port), isolation_level="AUTOCOMMIT")
+        metadata.create_all(engine)
+        lock, other = db_lock(engine, "k", ttl=2), db_lock(engine, "k", timeout=10)
+        with lock, engine.connect() as admin:
+            tell = admin.execute
+            tell(text("ALTER SYSTEM SET synchronous_standby_names = 'nobody'"))
+            tell(text("SELECT pg_reload_conf()"))
+        with engine.connect() as admin:
+
+            def ended() -> bool:
+                waiting = "FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND query LIKE '%locks%'"
+                return bool(admin.execute(text(f"SELECT pg_terminate_backend(pid) {waiting}")).all())
+
+            taking = pool.submit(lock.acquire, timeout=2)
+            assert until(ended)
+            shown = text("SELECT count(*) FROM locks WHERE owner IS NOT NULL")
+            assert until(lambda: admin.execute(shown).scalar() == 1), "by the wait that was ended"
+            try:
+                assert taking.result(10) is False
+            except LockError:
+                pass
+            assert lock.state is None
+            admin.execute(text("ALTER SYSTEM RESET synchronous_standby_names"))
+            admin.execute(text("SELECT pg_reload_conf()"))
+        with other:
+            pass
         engine.dispose()
 
 

@@ -20,7 +20,6 @@ from sqlalchemy import create_engine, make_url
 from dblock.core import runtime
 from dblock.core.errors import LockStoreError
 from dblock.core.face.bell import Bell
-from dblock.core.protocol.queue import proof
 from dblock.core.protocol.steps import Execute
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from dblock.drivers.listening import PsycopgSubscription
@@ -163,7 +162,6 @@ def test_no_call_comes_too_early(request: pytest.FixtureRequest, database: str) 
             " channel, joined_at, expires_at) SELECT owner, 'k', 5, 1, '', '', 1, '', '', '', '', acquired_at,"
             " expires_at FROM locks"
         )
-        [(owner, fence)] = subject.run("SELECT owner, fence FROM locks")
         run(database, "SET GLOBAL long_query_time = 0.01")
         before = slow(database)
         bell = store.subscribe(channel, wakeups)
@@ -172,7 +170,7 @@ def test_no_call_comes_too_early(request: pytest.FixtureRequest, database: str) 
         assert bell.listen(0.05) == []
         assert slow(database) == before
         wakeups.register("k", 5, wakeup)
-        assert bell.listen(60) == [Message("k", 5, fence, 0, proof(5, fence, 0, owner)).text()]
+        assert bell.listen(60) == [Message("k", 5).text()], "it is to look, and what it sees may not be on disk yet"
         assert bell.listen(0.05) == []
         wakeups.unregister("k", 5, wakeup)
         assert bell.listen(0.0) == []

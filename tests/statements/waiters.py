@@ -469,7 +469,7 @@ _FIRST: Final = (
     Case("first_waiter", "nobody", places=_LISTENING, given={"first": 14}),
 )
 
-_TIME_IS_UP: Final = [(0, 0, "", "")]
+_TIME_IS_UP: Final = [(0, "")]
 _CALL: Final = (
     Case("call", "is sent", given={"channel": "there:5", "message": "hello"}, reply=[(...,)], on=POSTGRESQL),
     Case("unlogged", "is not refused", on=MYSQL),
@@ -480,7 +480,7 @@ _CALL: Final = (
         keys=[held(owner="w"), held("j", owner="x"), held("i", owner="me")],
         places=[*_LISTENING, waiter("me", 13, lock_key="i")],
         given={"places": '[["k", 12], ["j", 11], ["i", 12]]'},
-        reply=[(12, 7, "w", "k"), (11, 7, "x", "j")],
+        reply=[(12, "k"), (11, "j")],
         on=MYSQL,
     ),
     Case(

@@ -8,7 +8,8 @@ sleeps, so that none is lost.
 A process has one name. If several engines or event loops of it listen at one server, one of them has the name, and
 those who wait at the others look for themselves when a call is not for its own.
 
-Rule: a bell that nobody could ring when it was made is not relied on.
+Rule: a bell that nobody could ring when it was made is not relied on. And it only says whose turn it is to look, never
+that a tenure has begun: InnoDB shows a grant before it is on disk, and whoever looks accepts it, which is durable.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from dblock.core import runtime
 from dblock.core.connections.pool import PooledConnection
 from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
 from dblock.core.face.executor import BaseStore
-from dblock.core.protocol.queue import proof
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements.base import Failure, Statement
 from dblock.core.wakeup.registry import Message, Wakeups
@@ -58,11 +58,7 @@ class Bell:
         called, seconds = self._called, 0.0 if self._called else seconds
         rows = self._run("hear", {"places": places, "seconds": seconds}, seconds)
         self._called = rows is None
-        found = [
-            Message(key, ticket, fence, 0, proof(ticket, fence, 0, owner))
-            for ticket, fence, owner, key in rows or ()
-            if owner
-        ]
+        found = [Message(key, ticket) for ticket, key in rows or () if key]
         self._told |= {(message.key, message.ticket) for message in found}
         if called and not found:
             self._wakeups.notify_all()

@@ -53,10 +53,13 @@ so they commit durably before the caller hears of them; losing a release or a de
 expiry or a row until the next reaping, so they need not (each says so in `dblock.core.statements.common`).
 
 When the answer is lost: a statement was executed once or never, maybe later than we think. All but the takes set what
-they set whatever was there, so they may be sent again. After a take the row is read back: each attempt has a token of
-its own, so if the row shows it the grant is ours, trusted from the first sending. If not, the statement may still be on
-its way, and the next attempt has another token: a take that arrives late is a stranger's, a lease that nobody relies
-on, gone after one ttl. An extend that may shorten the lease lowers trust before it is sent.
+they set whatever was there, so they may be sent again. A take is followed by `accept`, which makes the lease whole if
+the row shows the take's token, and each attempt has a token of its own: then the grant is ours. It has to be a write,
+as durable as the take. For the row that a read shows may yet be taken back: InnoDB shows a commit before it is on disk,
+and PostgreSQL shows one that a synchronous standby lacks, if the session that waited for the standby was ended. If the
+row does not show it, the take may still be on its way, and the next attempt has another token: one that arrives late is
+a stranger's, a lease that nobody relies on, gone after one ttl. An extend that may shorten the lease lowers trust
+before it is sent.
 (One thing is left: such an extend, cut off, that arrives after a later one for longer, cuts that one short.)
 
 When the caller is interrupted (Ctrl-C, cancellation, any error) the same reading tells whether there is something to
@@ -105,10 +108,9 @@ def begin(database: Database, statement: Statement, request: Parameters, until: 
     try:
         sent, rows = yield from send(database, statement, request, until)
     except StoreUnanswered as error:
-        info = yield from inspect(database, key, until)
-        if info is None or info.owner != owner:
+        sent, rows = yield from send(database, database.dialect.queue.accept, request, until, resend=True)
+        if not rows:
             raise Unresolved(str(error), key=key) from error.__cause__
-        rows = [(info.fence,)]
     if not rows:
         return None
     return Grant(Tenure(key, owner, int(rows[0][0])), sent, ttl)

@@ -273,9 +273,9 @@ STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) ON locks.lock_key = due.name AND locks
 HEAR: Final = Statement(
     "hear",
     f"""
-SELECT lock_waiters.ticket, locks.fence, lock_waiters.owner, locks.lock_key {_GRANTED}
+SELECT lock_waiters.ticket, locks.lock_key {_GRANTED}
 UNION ALL
-SELECT SLEEP(:seconds), 0, '', '' FROM (SELECT 1) AS once WHERE NOT EXISTS (SELECT 1 {_GRANTED})
+SELECT SLEEP(:seconds), '' FROM (SELECT 1) AS once WHERE NOT EXISTS (SELECT 1 {_GRANTED})
 """,
     Reply.ROWS,
 )

@@ -277,13 +277,13 @@ AND expires_at > UTC_TIMESTAMP(6) ORDER BY ticket LIMIT 1;
 KILL QUERY IS_USED_LOCK(:channel);
 
 -- hear: the rows it returns
-SELECT lock_waiters.ticket, locks.fence, lock_waiters.owner, locks.lock_key FROM JSON_TABLE(:places, '$[*]' COLUMNS (name varchar(255) CHARACTER
+SELECT lock_waiters.ticket, locks.lock_key FROM JSON_TABLE(:places, '$[*]' COLUMNS (name varchar(255) CHARACTER
 SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$[0]', number bigint PATH '$[1]')) AS due STRAIGHT_JOIN lock_waiters FORCE INDEX (lock_waiters_queue)
 ON lock_waiters.lock_key = due.name
 AND lock_waiters.ticket = due.number STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
 ON locks.lock_key = due.name
 AND locks.owner = lock_waiters.owner UNION ALL
-SELECT SLEEP(:seconds), 0, '', '' FROM (SELECT 1) AS once
+SELECT SLEEP(:seconds), '' FROM (SELECT 1) AS once
 WHERE NOT EXISTS (SELECT 1 FROM JSON_TABLE(:places, '$[*]' COLUMNS (name varchar(255) CHARACTER
 SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$[0]', number bigint PATH '$[1]')) AS due STRAIGHT_JOIN lock_waiters FORCE INDEX (lock_waiters_queue)
 ON lock_waiters.lock_key = due.name
