@@ -1,7 +1,8 @@
 """The caller's transactions: `session=`, which keeps a lock until its transaction ends, and the pin of `guard()`.
 
-Rule: a session's `after_transaction_end` comes when its transaction is over in the database too, by commit, rollback or
-close; a Connection's own events come before, so they are of no use here.
+Rule: a session's `after_commit`, `after_rollback` and, if it is closed instead, `after_transaction_end` come when its
+transaction is over in the database too; a Connection's own events come before, so they are of no use here. The last of
+them alone would not do: it does not come if whoever commits is interrupted while the connection goes back to its pool.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import weakref
 from typing import Any
 
-from sqlalchemy import Connection, Engine, event, text
+from sqlalchemy import Connection, Engine, TwoPhaseTransaction, event, text
 from sqlalchemy.exc import DBAPIError, MissingGreenlet
 from sqlalchemy.util import await_only
 
@@ -49,6 +50,8 @@ def keep_until_end(hold: Hold, session: Any) -> bool:
         if waiting is None:
             waiting = _waiting[sync_session] = []
             _ = weakref.finalize(sync_session, _dropped, waiting)
+            for over in ("after_commit", "after_rollback"):
+                event.listen(sync_session, over, _over)
             event.listen(sync_session, "after_transaction_end", _ended)
         if all(each is not hold for each in waiting):  # we may have been interrupted here before
             waiting.append(hold)
@@ -62,9 +65,17 @@ def _dropped(waiting: list[Hold]) -> None:
         hold.lease.renewing = False
 
 
+def _over(session: Any) -> None:
+    if not session.in_nested_transaction():  # a savepoint
+        _give_back(session)
+
+
 def _ended(session: Any, transaction: Any) -> None:
-    if transaction.parent is not None:  # a savepoint
-        return
+    if transaction.parent is None:
+        _give_back(session)
+
+
+def _give_back(session: Any) -> None:
     waiting = _waiting.get(session, [])  # none in a forked child, though the session is its parent's
     holds, waiting[:] = list(waiting), []
     try:
@@ -106,6 +117,8 @@ def pin(store: EngineStore, engine: Engine, connection: Connection, step: Execut
         raise autocommit
     if not store.pins:
         return [(True,)]
+    if isinstance(connection.get_transaction(), TwoPhaseTransaction) and not store.database.dialect.pins_prepared:
+        raise ValueError("guard() is not for a two-phase transaction on MySQL or MariaDB, which keeps no key once prepared")
     try:
         rows = connection.execute(text(step.statement.sql), step.parameters).all()
     except DBAPIError as error:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.ext.asyncio import (
     AsyncEngine,
     AsyncSession,
@@ -86,6 +86,39 @@ def test_it_is_kept_until_the_transaction_ends(database: str, engine: Engine, ho
         assert others_get_in(database)
         assert kept(database) == (round_ if how == "commit" else 0)
     session.close()
+
+
+def test_an_end_that_is_interrupted(database: str, engine: Engine) -> None:
+    """While the connection goes back to its pool, after the commit: the session never says that it has ended."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    session = Session(engine)
+    with db_lock(engine, "k", session=session):
+        write(session)
+    assert not others_get_in(database)
+    event.listen(engine, "reset", interrupt, once=True)
+    with pytest.raises(KeyboardInterrupt):
+        session.commit()
+    assert others_get_in(database)
+    assert kept(database) == 1
+    session.close()
+
+
+def test_a_two_phase_transaction(database: str, engine: Engine) -> None:
+    """On PostgreSQL it keeps the key; elsewhere it would not once it is prepared, and is not guarded."""
+    if database == "sqlite":
+        pytest.skip("has none")
+    lock = db_lock(engine, "k")
+    with lock, engine.connect() as connection:
+        transaction = connection.begin_twophase()
+        if database in INNODB:
+            with pytest.raises(ValueError, match="two-phase"):
+                lock.guard(connection)
+        else:
+            lock.guard(connection)
+        transaction.rollback()
 
 
 def test_blocks_of_the_session(database: str, engine: Engine) -> None:

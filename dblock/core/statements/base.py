@@ -141,6 +141,8 @@ class Dialect:
     """The tables, in plain SQL."""
     queue: Queue
     """The statements of those who wait."""
+    pins_prepared: bool = True
+    """Does `pin` last until a two-phase transaction ends, and not only until it is prepared, or the server restarts?"""
     quote: str = '"'
     """What names are quoted with."""
     tables: Tables = Tables()

@@ -47,6 +47,7 @@ def dialect(
     grant_leaves: bool = False,
     single_writer: bool = False,
     tick: float = 0.0,
+    pins_prepared: bool = True,
     quote: str = '"',
 ) -> Dialect:
     """All that a database needs: the common statements in its words, and its own. See `Dialect` for what each does."""
@@ -96,6 +97,7 @@ def dialect(
         classify=classify,
         ddl=tables(words),
         queue=queue,
+        pins_prepared=pins_prepared,
         quote=quote,
     )
 
