@@ -291,8 +291,8 @@ def durability(checkup: Checkup) -> Checked:
                 )
     elif checkup.kind == "mysql":
         flush, binlog = checkup.variable("innodb_flush_log_at_trx_commit"), checkup.variable("sync_binlog")
+        alone = checkup.variable("wsrep_on") != "ON"  # else the other nodes have it
         if flush in {"0", "2"}:
-            alone = checkup.variable("wsrep_on") != "ON"  # else the other nodes have it
             crash = ("the server" if flush == "0" else "its machine") if alone else "all nodes at once"
             yield Finding(
                 Level.ERROR if alone else Level.NOTE,
@@ -302,10 +302,11 @@ def durability(checkup: Checkup) -> Checked:
             )
         if checkup.variable("log_bin") == "ON" and binlog != "1":
             yield Finding(
-                Level.NOTE,
+                Level.ERROR if alone else Level.NOTE,
                 "durability",
-                f"sync_binlog = {binlog}: after a crash of the server its replicas may have more or less than it has",
-                "Set it to 1 where replicas are promoted.",
+                f"sync_binlog = {binlog}: a crash of its machine may lose a take that the binary log lacks, and let two "
+                "holders in",
+                "SET GLOBAL sync_binlog = 1, and so in the server's configuration.",
             )
 
 

@@ -400,6 +400,16 @@ def test_a_server_that_may_forget_a_take(request: pytest.FixtureRequest, databas
         run(database, f"SET GLOBAL innodb_flush_log_at_trx_commit = {before}")
 
 
+def test_a_binary_log_that_may_forget_a_take(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has one goes by it after a crash."""
+    ready(request, "mariadb")
+    told = {"log_bin": "ON", "sync_binlog": "0"}
+    asked = Checkup.variable
+    monkeypatch.setattr(Checkup, "variable", lambda self, name: told.get(name) or asked(self, name))
+    [found] = findings("mariadb", checkup.durability)["durability"]
+    assert (found.level, found.text.partition(":")[0]) == (Level.ERROR, "sync_binlog = 0")
+
+
 @pytest.mark.parametrize("server", ["postgresql", "mariadb"])
 def test_listening_that_does_not_arrive(request: pytest.FixtureRequest, server: str) -> None:
     """Switched off here; behind a pooler it is the same."""
