@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -414,7 +415,6 @@ def test_threads_that_share_one_database_in_memory() -> None:
 def test_a_missing_table_names_its_cure(tmp_path: Path) -> None:
     """`metadata.create_all`, with the driver's error as the cause."""
     import sqlite3
-import sys
 
     engine = create_engine(f"sqlite:///{tmp_path}/empty.sqlite3")
     with pytest.raises(LockStoreError, match="metadata.create_all") as caught:
