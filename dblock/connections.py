@@ -15,21 +15,26 @@ After a fork no connection of the parent is used or closed in the child: closing
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from contextvars import copy_context
+from typing import Any, Final, TypeVar
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
-from dblock.core import runtime, timing
+from dblock.core import clock, runtime, timing
 from dblock.core.connections.pool import AutocommitPool, Opening, PooledConnection
+from dblock.core.errors import StoreConflict
 from dblock.drivers.sessions import set_up
 
+T = TypeVar("T")
 MOST: Final = 5
 """How many connections are in use at a time for taking and waiting, at most; and for keeping and giving back."""
 
@@ -45,18 +50,18 @@ class DjangoPool(AutocommitPool):
         self.alias = alias
         self._vendor = connections[alias].vendor
         self._name = ""
-        self._lanes = _executors()
+        self._lanes = Lane("take"), Lane("keep")
         runtime.current.add_pool(self)
         for known in connections.all(initialized_only=True):
             _follow(known)
 
-    def executor(self, *, keeps: bool) -> ThreadPoolExecutor:
-        """Threads for the statements of asynchronous code, as many as connections: the application's may be busy."""
+    def lane(self, *, keeps: bool) -> Lane:
+        """Threads for the statements of asynchronous code: the application's may be busy."""
         return self._lanes[keeps]
 
     def leave_to_parent(self) -> Any:
         """In a forked child, which has none of the threads."""
-        self._lanes = _executors()
+        self._lanes = Lane("take"), Lane("keep")
         return super().leave_to_parent()
 
     def take(self, until: float, *, keeps: bool) -> PooledConnection:
@@ -108,9 +113,28 @@ class DjangoPool(AutocommitPool):
         time.sleep(seconds)
 
 
-def _executors() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
-    taking, keeping = (ThreadPoolExecutor(MOST, f"dblock-{lane}") for lane in ("take", "keep"))
-    return taking, keeping
+class Lane:
+    """As many threads as connections."""
+
+    def __init__(self, name: str) -> None:
+        self._threads = ThreadPoolExecutor(MOST, f"dblock-{name}")
+        self._free = threading.Semaphore(MOST)
+
+    async def run(self, work: Callable[[], T], until: float) -> T:
+        """Run it in one of them; StoreConflict if none is free until that local time."""
+        pause = 0.001
+        while not self._free.acquire(blocking=False):
+            if clock.now() + pause > until:
+                raise StoreConflict(f"all {MOST} connections of the lock are in use")
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 0.02)
+        try:
+            running = self._threads.submit(copy_context().run, work)
+        except BaseException:
+            self._free.release()
+            raise
+        running.add_done_callback(lambda _: self._free.release())
+        return await asyncio.wrap_future(running)
 
 
 class DjangoSQLite:

@@ -160,8 +160,9 @@ class DjangoStore(BaseStore):
         """Run the statement in a thread; in the one that Django's async code shares where it may join a transaction."""
         if isinstance(self._source, DjangoSQLite):
             return await sync_to_async(self.execute)(step)
-        lane = self._source.executor(keeps=step.statement.keeps)
-        return await sync_to_async(self.execute, thread_sensitive=False, executor=lane)(step)
+        # Not by sync_to_async, which raises another CancelledError than the one that AnyIO knows.
+        lane, until = self._source.lane(keeps=step.statement.keeps), self._until(step, self.database.now())
+        return await lane.run(partial(self.execute, step), until)
 
 
 def pin(store: DjangoStore, alias: str, step: Execute) -> Rows:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import anyio
 import django
 import pytest
 from django.core.signals import request_finished
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.test import override_settings
+from sqlalchemy import NullPool, create_engine
 
 from dblock import LockStoreError, db_lock
 from dblock.connections import MOST
 from dblock.core import clock
-from dblock.store import store_for
-from tests.conftest import ALIASES, INNODB, SERVERS, ready, run
+from dblock.core.errors import StoreUnanswered
+from dblock.core.protocol.steps import Execute, Rows
+from dblock.store import DjangoStore, store_for
+from tests.conftest import ALIASES, INNODB, SERVERS, ready, run, timed, url
+
+EXCLUSIVELY = ("IN ACCESS EXCLUSIVE MODE", "WRITE")
 
 
 @pytest.fixture
@@ -199,6 +207,67 @@ def test_connections_outlive_requests_but_not_a_close(database: str, alias: str)
     connections[alias].close()
     assert store_for(alias)._source._idle == []  # type: ignore[union-attr]
     assert kept.lent.connection is None
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_who_comes_behind_a_crowd_that_is_not_answered(
+    database: str, alias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an event loop, where a statement has a thread for as long as it takes: nobody waits for one for longer."""
+    timed(monkeypatch, single_try=0.25)
+    for _ in range(2):
+        with db_lock("k", using=alias):
+            pass
+    stranger = create_engine(url(database), poolclass=NullPool)
+
+    async def main() -> tuple[float, bool]:
+        crowd = [asyncio.create_task(db_lock(f"k{n}", using=alias, timeout=20).aacquire()) for n in range(12)]
+        await asyncio.sleep(0.5)
+        begun = time.monotonic()
+        try:
+            got = await db_lock("other", using=alias).aacquire(blocking=False)
+        except LockStoreError:
+            got = False
+        took = time.monotonic() - begun
+        for each in crowd:
+            _ = each.cancel()
+        await asyncio.gather(*crowd, return_exceptions=True)
+        return took, got
+
+    with stranger.connect() as connection:
+        connection.exec_driver_sql(f"LOCK TABLE{'S' * (database in INNODB)} locks {EXCLUSIVELY[database in INNODB]}")
+        took, got = asyncio.run(main())
+    assert not got
+    assert took < 1.0
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_scope_that_is_cancelled(database: str, alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AnyIO knows its cancellation again, also while the protocol deals with a lost answer."""
+    execute, lost = DjangoStore.execute, list[str]()
+
+    def lose(store: DjangoStore, step: Execute) -> Rows:
+        rows = execute(store, step)
+        if step.statement.name == "take" and not lost:
+            lost.append("take")
+            raise StoreUnanswered("lost")
+        if step.statement.name == "accept":
+            time.sleep(0.3)
+        return rows
+
+    async def main() -> bool:
+        with anyio.move_on_after(0.1) as scope:
+            async with db_lock("k", using=alias):
+                pass
+        return scope.cancelled_caught
+
+    with db_lock("k", using=alias):
+        pass
+    monkeypatch.setattr(DjangoStore, "execute", lose)
+    assert asyncio.run(main())
+    assert lost
 
 
 @pytest.mark.direct

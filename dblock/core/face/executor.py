@@ -70,11 +70,10 @@ class BaseStore:
 
     def execute(self, step: Execute) -> Rows:
         """Run the statement in this thread (or greenlet)."""
-        keeps, now, timing = step.statement.keeps, self.database.now(), self.database.timing
-        longest = timing.keeping_answer if keeps else timing.answer
-        until = now + max(timing.least_answer, min(step.until - now, longest))
+        now, timing = self.database.now(), self.database.timing
+        until = self._until(step, now)
         try:
-            connection = self._source.take(until, keeps=keeps)
+            connection = self._source.take(until, keeps=step.statement.keeps)
         except StoreConflict as error:
             raise StoreConflict(f"{self._described}: {error}", key=key_of(step)) from None
         except self._connect_errors as error:
@@ -114,6 +113,12 @@ class BaseStore:
             self._source.give_after_error(connection)
             raise self.error(error, step) from error
         return rows
+
+    def _until(self, step: Execute, now: float) -> float:
+        """The local time after which whoever sends it goes on without an answer."""
+        timing = self.database.timing
+        longest = timing.keeping_answer if step.statement.keeps else timing.answer
+        return now + max(timing.least_answer, min(step.until - now, longest))
 
     def _give_back(self, connection: PooledConnection, failure: Failure) -> None:
         if failure in _SPENT:
