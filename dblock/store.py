@@ -102,7 +102,7 @@ class DjangoStore(BaseStore):
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
         if not conf.settings().LISTEN or not isinstance(self._source, DjangoPool):
             return None
-        connection = self._source.open_apart()
+        connection = self._source.open_apart(self.database.now() + self.database.timing.answer)
         close = partial(self._source.terminate, connection)
         try:
             if self.database.dialect.queue.hear is not None:

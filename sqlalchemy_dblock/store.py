@@ -92,7 +92,7 @@ class EngineStore(BaseStore):
         rings = self.database.dialect.queue.hear is not None
         if not (make or rings) or not self._listens or not isinstance(self._source, EnginePool):
             return None
-        connection = self._source.open_apart()
+        connection = self._source.open_apart(self.database.now() + self.database.timing.answer)
         close = partial(self._source.terminate, connection)
         try:
             if make is None:

@@ -18,7 +18,7 @@ from django.test import override_settings
 from sqlalchemy import create_engine, make_url
 
 from dblock.core import runtime
-from dblock.core.errors import LockStoreError
+from dblock.core.errors import LockStoreError, StoreConflict
 from dblock.core.face.bell import Bell
 from dblock.core.protocol.steps import Execute
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
@@ -139,6 +139,21 @@ def test_a_listener_takes_no_place_in_a_pool(request: pytest.FixtureRequest, mon
     assert isinstance(subscription, PsycopgSubscription)
     assert not hasattr(subscription._connection, "_pool")
     subscription.close()
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "pymysql"])
+def test_a_listener_that_is_not_let_in(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that accepts and never answers: it gives up in time, and tries again later."""
+    timed(monkeypatch, answer=0.5, keeping_answer=0.25)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        kind = {"psycopg": "postgresql", "pymysql": "mysql"}[driver]
+        engine = create_engine(f"{kind}+{driver}://root@127.0.0.1:{silent.getsockname()[1]}/x")
+        store = db_lock(engine, "k")._store()
+        begun = time.monotonic()
+        with ThreadPoolExecutor(1) as pool, pytest.raises(StoreConflict, match="could be opened in time"):
+            pool.submit(store.subscribe, "channel", Wakeups()).result(20)
+        assert time.monotonic() - begun < 5
+    engine.dispose()
 
 
 def test_whether_to_listen_is_yes_or_no() -> None:

@@ -200,11 +200,9 @@ class AutocommitPool:
             raise
         return self._open_in_time(connection, until)
 
-    def open_apart(self) -> PooledConnection:
-        """A connection that is never given back, and counts for nothing."""
-        connection = PooledConnection(loop=self.loop())
-        self.open(connection)
-        return connection
+    def open_apart(self, until: float) -> PooledConnection:
+        """A connection that is never given back, and counts for nothing; StoreConflict if it is not open by then."""
+        return self._open_in_time(PooledConnection(loop=self.loop(), epoch=self._epoch), until)
 
     def give(self, connection: PooledConnection) -> None:
         """Keep it for the next statement."""
