@@ -118,7 +118,9 @@ def pin(store: EngineStore, engine: Engine, connection: Connection, step: Execut
     if not store.pins:
         return [(True,)]
     if isinstance(connection.get_transaction(), TwoPhaseTransaction) and not store.database.dialect.pins_prepared:
-        raise ValueError("guard() is not for a two-phase transaction on MySQL or MariaDB, which keeps no key once prepared")
+        raise ValueError(
+            "guard() is not for a two-phase transaction on MySQL or MariaDB, which keeps no key once prepared"
+        )
     try:
         rows = connection.execute(text(step.statement.sql), step.parameters).all()
     except DBAPIError as error:

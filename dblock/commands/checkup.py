@@ -304,8 +304,7 @@ def durability(checkup: Checkup) -> Checked:
             yield Finding(
                 Level.ERROR if alone else Level.NOTE,
                 "durability",
-                f"sync_binlog = {binlog}: a crash of its machine may lose a take that the binary log lacks, and let two "
-                "holders in",
+                f"sync_binlog = {binlog}: a crash of its machine may lose a take, and let two holders in",
                 "SET GLOBAL sync_binlog = 1, and so in the server's configuration.",
             )
 

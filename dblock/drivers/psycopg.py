@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator
 from functools import cache
 from typing import Any
 
-from psycopg import errors, generators, pq
+from psycopg import errors, generators, pq, waiting
 
 from dblock.core.protocol.steps import Execute, Parameters, Rows
 from dblock.core.statements.base import Reply, Statement, rendered
@@ -70,7 +70,8 @@ class Prepared:
     async def aexecute(self, step: Execute) -> Rows:
         """Run one statement on an AsyncConnection."""
         async with self._connection.lock:
-            rows: Rows = await self._connection.wait(self._exchange(step))
+            # Not by the connection's own `wait`: cancelled, it asks the server for seconds to cancel the statement.
+            rows: Rows = await waiting.wait_async(self._exchange(step), self._connection.pgconn.socket)
         return rows
 
     def _exchange(self, step: Execute) -> Generator[Any, Any, Rows]:

@@ -167,7 +167,7 @@ def test_a_child_of_a_task_that_holds_is_another_owner(subject: Subject) -> None
 
     def enter() -> bool:
         with subject.lock("k", timeout=0) as lock:
-            return lock.count > 0
+            return bool(lock.count)
 
     async def main() -> None:
         lock = subject.lock("k")

@@ -118,7 +118,7 @@ def _take(attempt: Attempt) -> Steps[Grant | LockInfo | None]:
             if tries > 2 and now() >= deadline:
                 return None
         # A key that is free, but cannot be had, has waiters, or a transaction pins it.
-        waits = holder is not None and (held or (yield from handover.grant_next(site, key)) or tries > 2)
+        waits = holder is not None and (held or (yield from handover.grant_next(site, key, until=until)) or tries > 2)
         if waits and now() < deadline:
             found = yield from _waiter(attempt).wait(holder, first=attempt.trying)
             if found is not Outcome.TAKE_AGAIN:

@@ -11,6 +11,7 @@ again by whoever gave it back.
 from __future__ import annotations
 
 import contextlib
+import math
 from enum import Enum
 
 from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, Stage
@@ -32,13 +33,13 @@ class Passed(Enum):
     UNKNOWN = "the answer was lost"
 
 
-def grant(site: Site, key: str, first: int, held: Held | None = None) -> Steps[bool]:
+def grant(site: Site, key: str, first: int, held: Held | None = None, *, until: float = math.inf) -> Steps[bool]:
     """Let the first live waiter from a ticket on have the key, if it is free or `held`, and tell it; was there one?
 
     False also if a transaction pins the key, or somebody is changing its row at this moment.
     """
     tenure = None if held is None else held.tenure
-    granted = yield from queue.grant(site.database, key, first, tenure, here=site.sockets.neighbourhood)
+    granted = yield from queue.grant(site.database, key, first, tenure, here=site.sockets.neighbourhood, until=until)
     if granted is None:
         return False
     if held is not None:
@@ -60,18 +61,19 @@ def _tell(site: Site, channel: str, message: Message) -> Steps[None]:
             yield from queue.call(site.database, channel.partition(".")[0], message)
 
 
-def grant_next(site: Site, key: str, first: int = 0) -> Steps[bool]:
+def grant_next(site: Site, key: str, first: int = 0, *, until: float = math.inf) -> Steps[bool]:
     """Give a key that nobody holds to the first of those who wait for it; False if it is free for anybody.
 
-    `first` is the first ticket that was not served, 0 if not known. What goes wrong here is left to the waiters: the
-    first of them is told to look, and goes on trying.
+    `first` is the first ticket that was not served, 0 if not known; `until` is the local time until which to try. What
+    goes wrong here is left to the waiters: the first of them is told to look, and goes on trying.
     """
     database = site.database
     try:
         for _ in range(2):  # somebody may leave, and somebody come, between two statements
-            if first and (yield from grant(site, key, first)):
+            if first and (yield from grant(site, key, first, until=until)):
                 return True
-            view = yield from queue.status(database, key, database.now() + database.timing.handover_retry)
+            soon = min(until, database.now() + database.timing.handover_retry)
+            view = yield from queue.status(database, key, soon)
             if view is None or view.first > view.last:
                 return False
             if view.remaining > 0:
@@ -80,7 +82,7 @@ def grant_next(site: Site, key: str, first: int = 0) -> Steps[bool]:
                 yield from queue.clear(database, key, view.last)
                 return False
             first = view.first
-        found = yield from queue.first_waiter(database, key, first)
+        found = yield from queue.first_waiter(database, key, first, until)
         if found is not None:
             ticket, channel, _ = found
             yield from _tell(site, channel, Message(key, ticket))
@@ -106,11 +108,14 @@ def _grant_or_free(site: Site, held: Held) -> Steps[bool]:
     return (yield from free(site, held, 1)) or passed is Passed.UNKNOWN
 
 
-def free(site: Site, held: Held, count: int) -> Steps[bool]:
-    """The same by a release alone, which may be sent twice; the next one is granted the key then."""
+def free(site: Site, held: Held, count: int, until: float | None = None) -> Steps[bool]:
+    """The same by a release alone, which may be sent twice; the next one is granted the key then.
+
+    `until` is the local time until which to try, the database's patience by default.
+    """
     if held.handed_over:
         return True
-    left = yield from tenures.release(site.database, held.tenure, count)
+    left = yield from tenures.release(site.database, held.tenure, count, until)
     if left.waiting:
         _ = yield from grant_next(site, held.tenure.key, left.waiting)
     return left.in_time
@@ -156,16 +161,17 @@ def undo_take(site: Site, key: str, owner: str, patience: float | None = None) -
 
     The server may still be executing the take when we look first, so we look twice.
     """
-    patience = site.database.timing.undo_timeout if patience is None else patience
+    now = site.database.now
+    until = now() + (site.database.timing.undo_timeout if patience is None else patience)
     try:
         for pause in (0.0, 0.05):
-            if pause > patience:
+            if pause and now() + pause > until:
                 return
             if pause:
                 yield from sleep(pause)
-            info = yield from tenures.inspect(site.database, key, site.database.now() + patience)
+            info = yield from tenures.inspect(site.database, key, until)
             if info is not None and info.owner == owner:
-                _ = yield from free(site, Held(Tenure(key, owner, info.fence)), 1)
+                _ = yield from free(site, Held(Tenure(key, owner, info.fence)), 1, until)
                 return
     except Exception:  # noqa: BLE001 - must not hide what broke the take off
         return

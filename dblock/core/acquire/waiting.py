@@ -75,6 +75,8 @@ class Waiter:
     waiting_since: float = 0.0
     slow_from: float = math.inf
     """The local time from which the log is to know."""
+    undo_until: float = math.inf
+    """The local time until which it tries to leave nothing behind, once it has been interrupted."""
     holder: LockInfo | None = None
     """Whom it found holding the key before it began to wait."""
     wakeup: Wakeup = field(init=False)
@@ -122,15 +124,15 @@ class Waiter:
             may_have_it = me.stage is not Stage.WAITING
             place = None if me.local_queue is None else me.local_queue.leave(me)
             if not isinstance(error, GeneratorExit):
-                patience = self._left() if isinstance(error, LockStoreError) else None
+                patience = self._left if isinstance(error, LockStoreError) else self._left_to_undo
                 owners = [me.owner] if may_have_it else []
                 if self.attempt.owner != me.owner:
                     owners.append(self.attempt.owner)
                 if place is not None:
-                    yield from queue.leave_queue(self.site.database, [place.owner], patience)
+                    yield from queue.leave_queue(self.site.database, [place.owner], patience())
                     owners.append(place.owner)
                 for owner in dict.fromkeys(owners):
-                    yield from undo_take(self.site, key, owner, patience)
+                    yield from undo_take(self.site, key, owner, patience())
                 self.attempt.owner = ""
             raise
         self.attempt.owner = found.tenure.owner if isinstance(found, Grant) else ""
@@ -293,7 +295,7 @@ class Waiter:
         except (GeneratorExit, LockStoreError):
             raise
         except BaseException:  # interrupted: it may be on its way; a place that was left to us is seen to further out
-            yield from queue.leave_queue(self.site.database, [self.me.owner])
+            yield from queue.leave_queue(self.site.database, [self.me.owner], self._left_to_undo())
             raise
         self.me.place = None if standing is None else standing[0]
         return standing
@@ -320,6 +322,12 @@ class Waiter:
     def _left(self) -> float:
         """Seconds for leaving in order."""
         return min(self.timing.handover_retry, max(self.attempt.until - self.site.database.now(), 0.0))
+
+    def _left_to_undo(self) -> float:
+        """Seconds for leaving nothing behind, of those that there are from the first call on."""
+        now = self.site.database.now()
+        self.undo_until = min(self.undo_until, now + self.timing.undo_timeout)
+        return max(self.undo_until - now, 0.0)
 
     def _await_grant(self, place: Place, view: QueueStatus | None, *, alone: bool) -> Steps[Grant | Outcome | None]:
         """A grant; an outcome; or None when the time is up, or we were handed the key inside the process.
@@ -358,7 +366,7 @@ class Waiter:
                 growing = pauses(longest=self.timing.grant_retry)
                 self._others_have_it()
             else:  # if nobody gets it, a transaction pins it, and that may last
-                _ = yield from handover.grant(self.site, key, view.first)
+                _ = yield from handover.grant(self.site, key, view.first, until=self.attempt.until)
                 pause = next(growing)
             soonest = yield from self._duties(place, alone=alone)
             left = self.attempt.deadline - now()

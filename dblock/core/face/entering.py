@@ -192,8 +192,9 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
         raise
     except BaseException:  # interrupted: the row's count goes back to ours
         if kept:  # an open transaction that keeps it counts as one, before and after
+            until = database.now() + database.timing.undo_timeout
             with contextlib.suppress(LockError):
-                _ = yield from handover.free(site_of(hold), hold.held, len(kept) + 1)
+                _ = yield from handover.free(site_of(hold), hold.held, len(kept) + 1, until)
         raise
     if hold.lease.loss is None or hold.lease.loss.reason is not Reason.RELEASED:  # else whoever did that gives it back
         _ = yield from handover.free(site_of(hold), hold.held, len(kept) + 1)  # the answer came too late to be of use

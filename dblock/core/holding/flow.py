@@ -43,7 +43,7 @@ LISTENING_PACE: Final = 1.0
 class Flow:
     """What one flow holds, found by the store of its row and its key; and who it is."""
 
-    __slots__ = ("__weakref__", "_is_task", "began", "before", "holds", "life", "name", "ref", "who")
+    __slots__ = ("__weakref__", "_is_task", "before", "began", "holds", "life", "name", "ref", "who")
 
     def __init__(self, name: str, thread: str, process: dict[str, Any], life: Any, *, is_task: bool = False) -> None:
         """`name` begins its owner tokens; `life` is the asyncio task, or lives as long as the thread."""

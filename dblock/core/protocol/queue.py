@@ -89,6 +89,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -214,14 +215,14 @@ def status(
 
 
 def grant(
-    database: Database, key: str, first: int, tenure: Tenure | None = None, *, here: str = ""
+    database: Database, key: str, first: int, tenure: Tenure | None = None, *, here: str = "", until: float = math.inf
 ) -> Steps[Granted | None]:
     """Let the first live waiter from a ticket on have the key, if it is free or `tenure`'s; whom, if there was one.
 
     None also if a transaction pins the key, or somebody is changing its row at this moment. `here`: what the channels
-    begin with which this process can call by itself.
+    begin with which this process can call by itself. `until`: the local time after which it is not tried again.
     """
-    queue, until = database.dialect.queue, database.now() + database.timing.handover_retry
+    queue, until = database.dialect.queue, min(until, database.now() + database.timing.handover_retry)
     parameters: dict[str, str | int] = {
         "key": key,
         "first": first,
@@ -232,7 +233,7 @@ def grant(
     if queue.grant_answers:
         _, rows = yield from send(database, queue.grant, parameters, until, resend=tenure is None)
     else:
-        found = yield from first_waiter(database, key, first)
+        found = yield from first_waiter(database, key, first, until)
         if found is None:
             return None
         ticket, channel, heir = found
@@ -246,10 +247,12 @@ def grant(
     return Granted(channel or "", message, called is not None)
 
 
-def first_waiter(database: Database, key: str, first: int) -> Steps[tuple[int, str, str] | None]:
+def first_waiter(
+    database: Database, key: str, first: int, until: float = math.inf
+) -> Steps[tuple[int, str, str] | None]:
     """The first live waiter from a ticket on: its ticket, where its process listens, its owner token."""
     asked: Parameters = {"key": key, "first": first}
-    until = database.now() + database.timing.handover_retry
+    until = min(until, database.now() + database.timing.handover_retry)
     _, rows = yield from send(database, database.dialect.queue.first_waiter, asked, until, resend=True)
     return (int(rows[0][0]), str(rows[0][1]), str(rows[0][2])) if rows else None
 

@@ -293,10 +293,10 @@ def leave(database: Database, tenure: Tenure, min_hold: float, *, alone: bool) -
     return Left.of(rows)
 
 
-def release(database: Database, tenure: Tenure, count: int) -> Steps[Left]:
-    """Lower the count from `count`, to nobody's from 1."""
+def release(database: Database, tenure: Tenure, count: int, until: float | None = None) -> Steps[Left]:
+    """Lower the count from `count`, to nobody's from 1; not after that local time, if one is given."""
     parameters: Parameters = {**tenure._asdict(), "count": count}
-    until = database.now() + database.timing.patience
+    until = database.now() + database.timing.patience if until is None else until
     try:
         _, rows = yield from send(database, database.dialect.release, parameters, until)
     except StoreUnanswered:

@@ -172,10 +172,10 @@ FROM JSON_TABLE(:leases, '$[*]' COLUMNS ({_DUE})) AS due STRAIGHT_JOIN locks FOR
 # Runs in the caller's transaction, which it lasts as long as. Safe: no take can begin a tenure until then; one that is
 # under way is waited for, and the look at the row that follows sees what it did. The inner SELECT is not a locking one
 # and reads by the transaction's snapshot, the first of it if there is none yet. A snapshot that shows the tenure also
-# shows what was committed under earlier pins, since the take needed them gone; one that does not is older. (MariaDB gives
-# a shared lock up at XA PREPARE, and after a crash both restore a prepared transaction without it.) Under
+# shows what was committed under earlier pins, since the take needed them gone; one that does not is older. Under
 # SERIALIZABLE all reads of a transaction lock and none goes by a snapshot: the row is not read, because that would keep
 # it from being renewed. (The variable is the session's level; SET TRANSACTION for one transaction does not show in it.)
+# Not for XA: MariaDB gives the lock up at PREPARE, and after a crash both restore a prepared transaction without it.
 PIN: Final = Statement(
     "pin",
     """
