@@ -170,11 +170,13 @@ def test_a_child_of_a_task_that_holds_is_another_owner(subject: Subject) -> None
             return bool(lock.count)
 
     async def main() -> None:
-        lock = subject.lock("k")
+        lock, other = subject.lock("k"), subject.lock("other")
         assert await sync_to_async(lock.acquire)()
+        assert await sync_to_async(other.acquire)()
         with pytest.raises(LockTimeout):
             await asyncio.create_task(sync_to_async(enter)())
         await sync_to_async(lock.release)()
+        await sync_to_async(other.release)()
         assert await asyncio.create_task(sync_to_async(enter)())
 
     asyncio.run(main())

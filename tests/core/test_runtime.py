@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import gc
+import signal
 import threading
 import time
 import weakref
@@ -10,16 +13,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 import dblock.core
 import sqlalchemy_dblock
 from dblock.core import clock
 from dblock.core.acquire import acquiring, handover
 from dblock.core.face.executor import BaseStore
+from dblock.core.holding.flow import Flow
 from dblock.core.holding.held import Held
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Steps
-from dblock.core.runtime import Runtime
+from dblock.core.runtime import Runtime, current_flow
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
 from dblock.core.timing import Timing
@@ -127,3 +133,37 @@ def test_one_fork_hook_in_the_core_and_one_beside_it_for_each_face() -> None:
     assert hooks(list(core.rglob("*.py"))) == 1
     assert hooks([path for path in django.rglob("*.py") if core not in path.parents]) == 1
     assert hooks(list(faces.rglob("*.py"))) == 1
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_whose_flow_it_is_whatever_a_signal_handler_does(raises: bool) -> None:
+    """It asks in between, or breaks the asking off: in its own context a flow stays what it is, a copy has another."""
+
+    class Struck(Exception):
+        pass
+
+    def strike(*_: object) -> None:
+        _ = current_flow()
+        if raises:
+            raise Struck
+
+    def ask(rounds: int) -> set[Flow]:
+        found = set[Flow]()
+        while rounds:
+            with contextlib.suppress(Struck):
+                found.add(current_flow())
+                rounds -= 1
+        return found
+
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+        for _ in range(20):
+            with contextlib.suppress(Struck):
+                mine = ask(500)
+                theirs = contextvars.copy_context().run(ask, 500)
+                assert len(mine) == len(theirs) == 1
+                assert mine == ask(500) != theirs
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

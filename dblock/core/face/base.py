@@ -230,8 +230,12 @@ class BaseLock:
     def _hold_before(self) -> Hold | None:
         """What was acquired through this very object by an earlier call of `sync_to_async` in the same task."""
         before = current_flow().before
-        hold = None if before is None else before.holds.get((self._store(), self._key))
-        return hold if hold is not None and hold.entered_by(self) else None
+        while before is not None:
+            hold = before.holds.get((self._store(), self._key))
+            if hold is not None and hold.entered_by(self):
+                return hold
+            before = before.before
+        return None
 
     def _open_blocks(self) -> list[Block]:
         """Those of this process that have not been left by hand."""

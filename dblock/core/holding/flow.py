@@ -57,7 +57,7 @@ class Flow:
         self.began: Token[None] | None = None
         """Of the context that it is, if it is not a task."""
         self.before: Flow | None = None
-        """One that holds something, and that the context was copied from with what it had set in this thread."""
+        """One that held something, and began in this thread in a context that this one was copied from."""
 
     @property
     def task(self) -> Any:
@@ -108,9 +108,11 @@ class Flows:
             if flow is None or flow.life() is not life:  # of another thread, whose context ours was copied from
                 flow = self._begin(life)
             elif not self._began_here(flow):
-                before = flow if flow.holds else flow.before
+                before: Flow | None = flow
+                while before is not None and not before.holds:
+                    before = before.before
                 flow = self._begin(life)
-                flow.before = before if before is not None and before.holds else None
+                flow.before = before
             return flow
         flow = self._tasks.get(task)
         if flow is None:
@@ -133,6 +135,8 @@ class Flows:
         except ValueError:  # of another context
             flow.began = token
             return False
+        except RuntimeError:  # taken back: a signal handler has asked here, between the two lines
+            return True
         return True
 
     @contextmanager
