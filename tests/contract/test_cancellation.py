@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any
 
 import pytest
 
+from dblock.core.errors import StoreUnanswered
+from dblock.core.protocol.steps import Execute, Rows
 from sqlalchemy_dblock import attach
 from tests.conftest import ALIASES, SELDOM, timed
 from tests.contract.test_queue import WAITERS
@@ -117,6 +120,63 @@ def test_whoever_waits_leaves_the_queue(subject: Subject, actor: Actor, other: A
     actor.call(lock, "release")
     assert other.call(lock, "acquire", timeout=1)
     other.call(lock, "release")
+
+
+def silence(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let it answer nothing any more."""
+
+    async def wait(step: Execute) -> Rows:
+        now = store.database.now()
+        await asyncio.sleep(store._until(step, now) - now)
+        raise StoreUnanswered("silent")
+
+    monkeypatch.setattr(store, "aexecute", wait)
+
+
+async def took(work: Coroutine[Any, Any, Any], seconds: float) -> float:
+    """Cancel it after so many; how many it has taken then."""
+    begun = time.monotonic()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await work
+    return time.monotonic() - begun
+
+
+def test_a_silent_server_keeps_nobody_who_waits(
+    subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is cancelled has a second for all that is to be left in order."""
+    holder, lock = subject.lock("k", ttl=60), subject.lock("k", timeout=60)
+    other.call(holder, "acquire")
+
+    async def main() -> float:
+        work = asyncio.ensure_future(took(getattr(lock, subject.method("acquire"))(), 1.0))
+        while not queued(subject):  # noqa: ASYNC110 - it looks at the database
+            await asyncio.sleep(0.002)
+        with monkeypatch.context() as patch:
+            silence(lock._store(), patch)
+            return await work
+
+    assert actor.do(main) < 2.6
+    other.call(holder, "release")
+
+
+def test_a_silent_server_keeps_nobody_who_enters_again(
+    subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Likewise."""
+    lock = subject.lock("k", ttl=60)
+    acquire = getattr(lock, subject.method("acquire"))
+
+    async def main() -> float:
+        await acquire()
+        with monkeypatch.context() as patch:
+            silence(lock._store(), patch)
+            seconds = await took(acquire(), 0.05)
+        await getattr(lock, subject.method("release"))()
+        return seconds
+
+    assert actor.do(main) < 1.6
 
 
 def test_whoever_takes_leaves_nothing(subject: Subject, actor: Actor) -> None:
