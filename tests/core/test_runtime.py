@@ -142,7 +142,7 @@ def test_whose_flow_it_is_whatever_a_signal_handler_does(raises: bool) -> None:
     class Struck(Exception):
         pass
 
-    def strike(*_: object) -> None:
+    def strike(*_signal: object) -> None:
         _ = current_flow()
         if raises:
             raise Struck
