@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psycopg
 import pytest
 from sqlalchemy import create_engine, text
 
@@ -21,6 +22,8 @@ from dblock.core.errors import LockError, Reason
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.runtime import current_flow
+from dblock.core.values import Tenure
+from dblock.core.wakeup.registry import Message
 from sqlalchemy_dblock import LockLost, db_lock, metadata
 from tests.support.lab import LONG, until
 from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, running
@@ -181,12 +184,16 @@ def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
 
 
 def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
-    """What is seen of a lease may then be more than what they have."""
+    """What is seen of a lease may then be more than what they have, and so may what is told by a notification."""
     options = ("synchronous_standby_names=nobody", "synchronous_commit=local")
     with running(lambda: PostgreSQL(options=options)) as server:
         engine = create_engine(SERVERS["postgresql"][1].format(server.port))
         metadata.create_all(engine)
-        with db_lock(engine, "k", renew=False) as lock:
+        listening = psycopg.connect(
+            host="127.0.0.1", port=server.port, user="dblock", dbname="postgres", autocommit=True
+        )
+        with db_lock(engine, "k", renew=False) as lock, listening:
+            listening.execute("LISTEN there")
             store, hold = lock._store(), lock._hold()
             assert hold is not None
             request = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "")
@@ -195,6 +202,14 @@ def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
             assert granted is not None
             assert granted.message.lasts == 0
             hold.held.handed_over = True
+            next_ = request.parameters("next", "there.1")
+            _ = drive(queue.join(store.database, next_, store.database.now() + 5), store)
+            tenure = Tenure("k", "heir", granted.message.fence)
+            assert drive(queue.grant(store.database, "k", 2, tenure, here="here"), store) is not None
+            [called] = listening.notifies(timeout=10, stop_after=1)
+            message = Message.read(called.payload)
+            assert message is not None
+            assert (message.key, message.proof) == ("k", "-"), "whoever hears it looks, and accepts"
         engine.dispose()
 
 

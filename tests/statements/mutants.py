@@ -108,7 +108,7 @@ EQUIVALENT: Final = (
     ),
     Excuse(*("mysql", "grant", "FORCE -> IGNORE (2)"), "as for the take"),
     Excuse(
-        *("postgresql", "grant", "current_setting('synchronous_standby_names') = '' -> TRUE"),
+        *("postgresql", "grant", "current_setting('synchronous_standby_names') = '' -> TRUE*"),
         "a setting of the server's, for which tests/faults/test_crash.py has one of its own",
     ),
     Excuse(

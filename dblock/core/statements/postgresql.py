@@ -202,9 +202,10 @@ SELECT last_ticket, {SQL.until("held_until")}, served_ticket + 1 FROM announced
 # the commit; or *covered*, and then asynchronous: the tenure that is handed over lasts as long as the one that begins,
 # or is made to, so that whatever a crash takes back, the key stays closed for as long as the heir believes. Then nobody
 # is notified (whoever hands it over tells, once it knows that it has), the new lease ends no later than the old one,
-# and the fence is the clock's, which goes on when the row does not. Not where standbys are waited for: a statement that
-# was ended while it waited has committed what they may lack. At least three quarters of what the heir would have had
-# anyway must be covered: one grant in many renews what the others live on.
+# and the fence is the clock's, which goes on when the row does not. At least three quarters of what the heir would have
+# had anyway must be covered: one grant in many renews what the others live on. Not where standbys are waited for: a
+# statement that was ended while it waited has committed what they may lack. There a notification proves nothing either,
+# and the heir looks, and accepts.
 _FREE: Final = SQL.unpinned(
     f"locks.owner IS NULL OR locks.expires_at <= {SQL.now}"
     " OR (locks.owner = :owner AND locks.fence = CAST(:fence AS bigint))"
@@ -212,13 +213,16 @@ _FREE: Final = SQL.unpinned(
 _NEAR: Final = "(channel = '' OR left(channel, length(:here)) = :here)"
 """Is the heir not to be notified: is it called by whoever hands over, or by nobody?"""
 _ENDS: Final = f"least(next.expires_at, {SQL.after('next.ttl')})"
+_ALONE: Final = "current_setting('synchronous_standby_names') = ''"
+"""Is there no standby to be waited for?"""
 _COVERED: Final = f"""locks.owner IS NOT NULL AND {_NEAR} AND locks.fence < {SQL.micros}
-      AND current_setting('synchronous_standby_names') = ''
+      AND {_ALONE}
       AND locks.expires_at - {SQL.now} >= ({_ENDS} - {SQL.now}) * 0.75"""
 _ASYNCHRONOUS: Final = "current_setting('synchronous_commit') = 'off'"
 """Was this grant found to be covered?"""
 _LASTS: Final = "CAST(floor(extract(epoch FROM locks.expires_at - next.joined_at) * 1000) AS bigint)"
-_PROOF: Final = "encode(sha256(convert_to(concat_ws(' ', ticket, fence, lasts, owner), 'UTF8')), 'hex')"
+_PROOF: Final = f"""CASE WHEN {_ALONE}
+    THEN encode(sha256(convert_to(concat_ws(' ', ticket, fence, lasts, owner), 'UTF8')), 'hex') ELSE '-' END"""
 """As `dblock.core.protocol.queue.proof` has it."""
 GRANT: Final = Statement(
     "grant",

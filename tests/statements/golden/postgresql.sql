@@ -260,7 +260,7 @@ RETURNING next.ticket, next.channel, next.owner, locks.fence, CASE WHEN current_
 FROM locks.expires_at - next.joined_at) * 1000) AS bigint) ELSE 0 END AS lasts ), gone AS ( DELETE FROM lock_waiters USING granted
 WHERE lock_key = :key
 AND lock_waiters.ticket = granted.ticket )
-SELECT ticket, channel, owner, fence, lasts, CASE WHEN (channel = '' OR left(channel, length(:here)) = :here) THEN NULL ELSE CAST(pg_notify(split_part(channel, '.', 1), concat_ws(' ', ticket, fence, lasts, encode(sha256(convert_to(concat_ws(' ', ticket, fence, lasts, owner), 'UTF8')), 'hex'), :key)) AS text) END FROM granted;
+SELECT ticket, channel, owner, fence, lasts, CASE WHEN (channel = '' OR left(channel, length(:here)) = :here) THEN NULL ELSE CAST(pg_notify(split_part(channel, '.', 1), concat_ws(' ', ticket, fence, lasts, CASE WHEN current_setting('synchronous_standby_names') = '' THEN encode(sha256(convert_to(concat_ws(' ', ticket, fence, lasts, owner), 'UTF8')), 'hex') ELSE '-' END, :key)) AS text) END FROM granted;
 
 -- accept: the rows it returns
 UPDATE locks
