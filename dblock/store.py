@@ -73,8 +73,8 @@ class DjangoStore(BaseStore):
         if vendor == "sqlite":
             self._source, self._paramstyle = DjangoSQLite(alias, pool), "named"
         self._errors = (connection.Database.Error, OSError)  # type: ignore[attr-defined]
-        # PyMySQL says by the last which package it needs.
-        self._connect_errors = (DatabaseError, InterfaceError, *self._errors, RuntimeError)
+        # No RuntimeError, by which pytest-django says that a test may not use the database.
+        self._connect_errors = (DatabaseError, InterfaceError, *self._errors)
 
     def same_database(self, alias: str) -> bool:
         """Is `alias` the database that the lock's rows live in, perhaps under another name?"""

@@ -13,7 +13,6 @@ import django
 import pytest
 from django.core.signals import request_finished
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
-from django.db.backends.base.base import BaseDatabaseWrapper
 from django.test import override_settings
 from sqlalchemy import NullPool, create_engine
 
@@ -268,20 +267,6 @@ def test_a_scope_that_is_cancelled(database: str, alias: str, monkeypatch: pytes
     monkeypatch.setattr(DjangoStore, "execute", lose)
     assert asyncio.run(main())
     assert lost
-
-
-@pytest.mark.direct
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
-def test_a_driver_that_lacks_a_package(database: str, alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As PyMySQL does, by a RuntimeError when it is to send MySQL's passwords."""
-    connections[alias].close()
-
-    def needs_more(_: object) -> None:
-        raise RuntimeError("'cryptography' package is required")
-
-    monkeypatch.setattr(BaseDatabaseWrapper, "ensure_connection", needs_more)
-    with pytest.raises(LockStoreError, match="'cryptography' package is required"):
-        db_lock("k", using=alias, timeout=0.1).acquire()
 
 
 @pytest.mark.direct
