@@ -18,8 +18,11 @@ from django.test import override_settings
 from sqlalchemy import create_engine, make_url
 
 from dblock.core import runtime
+from dblock.core.acquire.local_queue import Request
 from dblock.core.errors import LockStoreError, StoreConflict
 from dblock.core.face.bell import Bell
+from dblock.core.protocol import queue
+from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from dblock.drivers.listening import PsycopgSubscription
@@ -125,6 +128,26 @@ def test_a_neighbour_is_not_notified(request: pytest.FixtureRequest, before: str
         subject.engine.dispose()
         heard = [message.payload.split(" ", 4)[4] for message in connection.notifies(timeout=0.1)]
     assert heard == (["k"] * ROUNDS if before == ELSEWHERE else [])
+
+
+@pytest.mark.direct
+def test_a_notification_proves_what_was_granted(request: pytest.FixtureRequest) -> None:
+    """With the heir's own token, so that it may begin at once."""
+    ready(request, "postgresql")
+    subject = Subject("sqlalchemy", "sync", "postgresql")
+    asked = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "").parameters("heir", "there.1")
+    with psycopg.connect(url("postgresql").replace("+psycopg", ""), autocommit=True) as connection:
+        connection.execute("LISTEN there")
+        with subject.lock("k", renew=False) as lock:
+            store, hold = lock._store(), lock._hold()
+            _ = drive(queue.join(store.database, asked, store.database.now() + 5), store)
+            assert drive(queue.grant(store.database, "k", 1, hold.tenure, here="here"), store) is not None
+            hold.held.handed_over = True
+        [called] = connection.notifies(timeout=10, stop_after=1)
+    message = Message.read(called.payload)
+    assert message is not None
+    assert message.proof == queue.proof(message.ticket, message.fence, message.lasts, "heir")
+    subject.engine.dispose()
 
 
 @pytest.mark.direct

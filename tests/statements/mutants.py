@@ -112,6 +112,10 @@ EQUIVALENT: Final = (
         "a setting of the server's, for which tests/faults/test_crash.py has one of its own",
     ),
     Excuse(
+        *("postgresql", "grant", "current_setting('synchronous_standby_names') = '' -> FALSE"),
+        "what a notification proves, tests/servers/test_listener.py has (test_a_notification_proves_what_was_granted)",
+    ),
+    Excuse(
         *("postgresql", "grant", "FOR UPDATE -> nothing"),
         "the deletion waits for the same row; it comes too late for a waiter that leaves within the 20 ms, which"
         " tests/faults/test_queue.py shows (test_a_waiter_that_leaves_as_it_is_granted_the_key)",
