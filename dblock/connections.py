@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -108,33 +106,25 @@ class DjangoPool(AutocommitPool):
         opening.run()
         return opening
 
-    def rest(self, seconds: float) -> None:
-        """Sleep."""
-        time.sleep(seconds)
-
 
 class Lane:
     """As many threads as connections."""
 
     def __init__(self, name: str) -> None:
         self._threads = ThreadPoolExecutor(MOST, f"dblock-{name}")
-        self._free = threading.Semaphore(MOST)
 
     async def run(self, work: Callable[[], T], until: float) -> T:
-        """Run it in one of them; StoreConflict if none is free until that local time."""
-        pause = 0.001
-        while not self._free.acquire(blocking=False):
-            if clock.now() + pause > until:
-                raise StoreConflict(f"all {MOST} connections of the lock are in use")
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, 0.02)
+        """Run it in one of them, in its turn; StoreConflict if that does not come until that local time."""
+        begun = self._threads.submit(copy_context().run, work)
+        running = asyncio.wrap_future(begun)
         try:
-            running = self._threads.submit(copy_context().run, work)
+            _ = await asyncio.wait((running,), timeout=max(until - clock.now(), 0.0))
         except BaseException:
-            self._free.release()
+            _ = running.cancel()
             raise
-        running.add_done_callback(lambda _: self._free.release())
-        return await asyncio.wrap_future(running)
+        if begun.cancel():
+            raise StoreConflict(f"all {MOST} connections of the lock are in use")
+        return await running
 
 
 class DjangoSQLite:

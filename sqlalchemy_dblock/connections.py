@@ -26,6 +26,7 @@ from sqlalchemy.util import await_only, greenlet_spawn
 
 from dblock.core import clock, runtime
 from dblock.core.connections.pool import KEPT, AutocommitPool, Opening, PooledConnection
+from dblock.core.connections.slots import Place
 from dblock.core.errors import StoreConflict
 from dblock.core.holding.flow import current_task
 from dblock.core.statements import DIALECTS
@@ -53,7 +54,7 @@ class EnginePool(AutocommitPool):
         """
         while self._dialect.is_async and not self._known:
             if not self._goes_first(connection):
-                self.rest(0.002)
+                rest(0.002, self._dialect)
                 continue
             try:
                 self._open(connection)
@@ -173,9 +174,12 @@ class EnginePool(AutocommitPool):
         self._first = None
         return super().leave_to_parent()
 
-    def rest(self, seconds: float) -> None:
-        """Sleep there."""
-        rest(seconds, self._dialect)
+    def wait(self, place: Place, seconds: float) -> None:
+        """In this thread or task."""
+        if self._dialect.is_async:
+            await_only(place.wait_async(seconds))
+        else:
+            super().wait(place, seconds)
 
 
 def _hang_up(driver: Any) -> Callable[[], object]:

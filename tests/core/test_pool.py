@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dis
 import gc
 import itertools
 import os
@@ -18,8 +20,11 @@ import pytest
 from dblock.core import clock
 from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import AutocommitPool, PooledConnection
+from dblock.core.connections.slots import Place
 from dblock.core.errors import StoreConflict
 from tests.support.lab import threads, until
+
+STRUCK = ("/connections/pool.py", "/connections/slots.py", "/wakeup/registry.py", "/concurrent/futures/_base.py")
 
 
 class Pool(AutocommitPool):
@@ -48,9 +53,6 @@ class Pool(AutocommitPool):
 
     def loop(self) -> Any:
         return self.home
-
-    def rest(self, seconds: float) -> None:
-        time.sleep(seconds)
 
 
 class Loop:
@@ -92,10 +94,10 @@ def test_a_late_connection_that_somebody_borrows_at_once_counts_as_lent() -> Non
     pool.may.set()
     with pytest.raises(StoreConflict, match="in time"):
         pool.take(soon(), keeps=False)
-    assert len(pool._out[False]) == 1
+    assert len(pool._slots[False].lent) == 1
     pool.give(borrowed[0])
     assert pool._idle == borrowed
-    assert not pool._out[False]
+    assert not pool._slots[False].lent
 
 
 def test_a_crowd_behind_a_late_connection_opens_no_more_than_it_may() -> None:
@@ -191,6 +193,59 @@ def test_each_event_loop_has_its_own() -> None:
     assert pool.told == ["abandon"]
 
 
+def test_whoever_came_first_is_first() -> None:
+    """Nobody who comes later is faster, not even whoever gives a connection back and wants one again at once."""
+    pool, order = Pool(most=1), list[int]()
+    pool.may.set()
+    mine = pool.take(soon(), keeps=False)
+
+    def work(number: int) -> None:
+        connection = pool.take(soon(10), keeps=False)
+        order.append(number)
+        pool.give(connection)
+
+    crowd = list[threading.Thread]()
+    for number in range(20):
+        crowd.append(threading.Thread(target=work, args=(number,)))
+        crowd[-1].start()
+        assert until(lambda: len(pool._slots[False]._line) == len(crowd))
+    pool.give(mine)
+    mine = pool.take(soon(10), keeps=False)
+    assert order == list(range(20))
+    pool.give(mine)
+    for thread in crowd:
+        thread.join(10)
+    assert not pool._slots[False]._line
+
+
+def test_who_waits_for_nothing_keeps_nobody_from_their_turn() -> None:
+    """A place whose time is up, whose event loop does not run, or whose flow was interrupted and forgot it."""
+    pool = Pool(most=1)
+    pool.may.set()
+    slots = pool._slots[False]
+    late, asleep, gone = Place(soon(-1)), Place(soon(10)), Place(soon(10))
+    asleep._loop = asyncio.new_event_loop()
+    for place in (late, asleep, gone):
+        slots.join(place)
+    with pytest.raises(StoreConflict, match="in use"):
+        pool.take(soon(), keeps=False)
+    del gone, place
+    pool.give(pool.take(soon(), keeps=False))
+    asleep._loop.close()
+
+
+def test_a_call_that_is_lost_costs_a_pause() -> None:
+    """The first one in the line hears of nothing, and looks all the same."""
+    pool = Pool(most=1)
+    pool.may.set()
+    pool._slots[False].call = lambda: None  # type: ignore[method-assign]
+    mine = pool.take(soon(), keeps=False)
+    threading.Timer(0.05, pool.give, (mine,)).start()
+    start = clock.now()
+    assert pool.take(soon(10), keeps=False) is mine
+    assert clock.now() - start < 5
+
+
 def test_a_descriptor_that_somebody_has_closed() -> None:
     """What cannot be cut does not end the watch over all others."""
     deadlines = Deadlines()
@@ -205,18 +260,28 @@ def test_a_descriptor_that_somebody_has_closed() -> None:
 
 
 class Strike:
-    """Traces a thread in its pool, and interrupts it before the given instruction there."""
+    """Traces a thread in its pool, and interrupts it before the given instruction there.
 
-    def __init__(self, at: int) -> None:
+    `as_signals`: of those before which Python runs the handlers of signals. They are after a call, at a function's
+    beginning, and where it loops: never between a lock and its `with`, which another thread would wait for.
+    """
+
+    def __init__(self, at: int, *, as_signals: bool = False) -> None:
         self._left = at
+        self._as_signals = as_signals
+        self._last: dict[FrameType, str] = {}
         self.struck = False
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Strike | None:
         code = frame.f_code
-        if not code.co_filename.endswith(("/pool.py", "/concurrent/futures/_base.py")) or code.co_name == "__del__":
+        if not code.co_filename.endswith(STRUCK) or code.co_name == "__del__":
             return None
         frame.f_trace_opcodes = True
-        self._left -= event == "opcode"
+        if event != "opcode":
+            return self
+        before, self._last[frame] = self._last.get(frame, "RESUME"), dis.opname[code.co_code[frame.f_lasti]]
+        if not self._as_signals or before.startswith(("CALL", "RESUME", "JUMP_BACKWARD")):
+            self._left -= 1
         if self._left < 0 and not self.struck:
             self.struck = True
             raise KeyboardInterrupt
@@ -230,15 +295,42 @@ def test_whoever_is_interrupted_while_a_connection_is_opened_holds_up_no_thread(
         pool, strike = Pool(most=1), Strike(place)
         opens = threading.Timer(0.01, pool.may.set)
         opens.start()
-        sys.settrace(strike)
-        with contextlib.suppress(KeyboardInterrupt):
-            pool.take(soon(5), keeps=False)
-        sys.settrace(None)
+        _take(pool, strike)
         opens.join()
         assert until(lambda: not threads("dblock connect"), 2), place
-        if pool._out[0]:
-            gc.collect()  # frames that were traced
-        pool.give(pool.take(soon(5), keeps=False))
+        _has_room(pool)
         if not strike.struck and place != untraced:
             break
     assert place > 100
+
+
+def test_whoever_is_interrupted_in_the_line_holds_up_nobody() -> None:
+    """At each place of the wait in turn, while a connection is given back: the next one gets it."""
+    untraced = sys.maxsize
+    for place in itertools.chain([untraced], itertools.count()):
+        pool, strike = Pool(most=1), Strike(place, as_signals=True)
+        pool.may.set()
+        mine = [pool.take(soon(), keeps=False)]
+        gives = threading.Timer(0.002, lambda pool=pool, mine=mine: pool.give(mine.pop()))
+        gives.start()
+        _take(pool, strike)
+        gives.join()
+        _has_room(pool)
+        assert len(pool._slots[False]._line) <= 1
+        if not strike.struck and place != untraced:
+            break
+    assert place > 50
+
+
+def _take(pool: Pool, strike: Strike) -> None:
+    sys.settrace(strike)
+    with contextlib.suppress(KeyboardInterrupt):
+        _ = pool.take(soon(5), keeps=False)
+    sys.settrace(None)
+    strike._last.clear()
+
+
+def _has_room(pool: Pool) -> None:
+    if pool._slots[False].lent:
+        gc.collect()  # frames that were traced
+    pool.give(pool.take(soon(5), keeps=False))

@@ -699,4 +699,4 @@ def test_connections_that_fail_use_up_nothing() -> None:
         errors.append(caught.value)
     pool = store_for(engine)._source
     assert isinstance(pool, EnginePool)
-    assert not any(pool._out)
+    assert not any(slots.lent for slots in pool._slots)

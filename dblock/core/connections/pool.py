@@ -6,7 +6,7 @@ must not send one statement of a lock to another table than the next. Each is in
 that nothing has to be reset between two uses. They wait in a stack, the warmest on top.
 
 No more than `most` are in use at a time for taking and waiting, and as many (two at least) for keeping and giving back,
-so that renewals and releases never queue behind takes.
+so that renewals and releases never queue behind takes. Whoever finds them all in use gets one in its turn.
 
 Whoever asks for one waits until it is open for as long as the statement may take, and no longer: a connection that
 comes later is for whoever asks next.
@@ -26,15 +26,18 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from dblock.core import clock
+from dblock.core.connections.slots import Place, Slots
 from dblock.core.errors import StoreConflict
 from dblock.core.protocol.steps import Execute, Rows
 
 KEPT: Final = 5
 """How many idle connections a pool keeps, as many as SQLAlchemy's pools do by default."""
+LOOK: Final = 0.1
+"""Seconds after which whoever waits for its turn looks without having been called."""
 IDLE: Final = 60.0
 """Seconds after which an idle connection is closed when another one is given back."""
 HOPE: Final = 5.0
@@ -75,8 +78,8 @@ class PooledConnection:
     galera: bool = False
     """Is it to a node of a Galera cluster?"""
     idle_since: float = 0.0
-    out: set[int] = field(default_factory=set)
-    """The ids of those that its pool has lent for the same; whoever was interrupted may have lost it."""
+    slots: Slots | None = None
+    """Of which it has one, while it is lent."""
 
     def cut(self) -> None:
         """End whatever waits for an answer on it."""
@@ -102,7 +105,8 @@ class PooledConnection:
                 ours.close()
 
     def __del__(self, lock: Any = WIRES, close: Callable[[int], None] = os.close) -> None:
-        self.out.discard(id(self))
+        if self.slots is not None:
+            self.slots.lent.discard(id(self))
         with lock:  # by default values, which are still there when the interpreter ends
             if self.wire >= 0:
                 try:  # noqa: SIM105 - contextlib may be gone
@@ -115,11 +119,10 @@ class AutocommitPool:
     """The connections of the lock to one database, a server or a file."""
 
     def __init__(self, most: float, keep: int = KEPT) -> None:
-        self._most = (most, max(2, most))
-        """For taking and waiting, and for keeping and giving back: indexed by `keeps`, as `_out` is."""
+        self._slots = Slots(most), Slots(max(2, most))
+        """For taking and waiting, and for keeping and giving back: indexed by `keeps`."""
         self._keep = keep
         self._idle: list[PooledConnection] = []
-        self._out = set[int](), set[int]()
         self._all = weakref.WeakSet[PooledConnection]()
         """For the case of a fork."""
         self._late: dict[object, tuple[Any, float]] = {}
@@ -169,9 +172,9 @@ class AutocommitPool:
     def break_off(self, future: Any, seconds: float) -> None:
         """Give it up if it is not done in so many seconds, where that is possible."""
 
-    def rest(self, seconds: float) -> None:
-        """Sleep."""
-        raise NotImplementedError
+    def wait(self, place: Place, seconds: float) -> None:
+        """Wait there until it is called, no longer than so many seconds."""
+        place.wait(seconds)
 
     # -- for the executors
 
@@ -180,23 +183,18 @@ class AutocommitPool:
 
         `keeps`: to keep or to give back what is held.
         """
-        loop, pause = self.loop(), 0.001
-        while (connection := self._enter(loop, keeps=keeps)) is None:
-            if clock.now() + pause > until:
-                raise StoreConflict(f"all {self._most[keeps]:g} connections of the lock are in use")
-            self.rest(pause)
-            pause = min(pause * 2, 0.02)
+        loop, slots = self.loop(), self._slots[keeps]
+        connection = self._enter(loop, slots) or self._enter_in_turn(loop, slots, until)
         if connection.raw is not None:
             return connection
-        out = self._out[keeps]
         try:
             while self._expect_late(loop, until):
                 if (idle := self._idle_for(loop)) is not None:
-                    self._lend(idle, out)
-                    out.discard(id(connection))
+                    self._lend(idle, slots)
+                    slots.lent.discard(id(connection))
                     return idle
         except BaseException:
-            out.discard(id(connection))
+            _ = self._free(connection)
             raise
         return self._open_in_time(connection, until)
 
@@ -206,11 +204,11 @@ class AutocommitPool:
 
     def give(self, connection: PooledConnection) -> None:
         """Keep it for the next statement."""
-        if not self._returned(connection):
-            return
         connection.idle_since = now = clock.now()
         surplus: list[PooledConnection] | None = None
         with self._mutex:
+            if not self._free(connection):
+                return
             idle = self._idle
             if len(idle) < self._keep and connection.epoch == self._epoch:
                 idle.append(connection)
@@ -226,7 +224,7 @@ class AutocommitPool:
 
     def drop(self, connection: PooledConnection, *, others: bool) -> None:
         """Close one in an unknown state, and with `others` those that wait: they broke with it."""
-        if not self._returned(connection):
+        if not self._free(connection):
             return
         loop = self.loop()
         for each in (connection, *(self._all_idle() if others else ())):
@@ -244,43 +242,57 @@ class AutocommitPool:
         parents = list(self._all), self._late
         for connection in parents[0]:
             connection.unplug()
-        for out in self._out:  # none of them is given back here
-            out.clear()
+        for slots in self._slots:  # none of them is given back here
+            slots.lent.clear()
+        self._slots = Slots(self._slots[0].most), Slots(self._slots[1].most)
         self._idle, self._late, self._all = [], {}, weakref.WeakSet()
         self._mutex = threading.RLock()
         return parents
 
     # -- helpers
 
-    def _returned(self, connection: PooledConnection) -> bool:
-        """It is not lent any more; False if it was lent before a fork: it is the parent's."""
-        try:
-            connection.out.remove(id(connection))
-        except KeyError:
-            return False
-        return True
-
-    def _enter(self, loop: object, *, keeps: bool) -> PooledConnection | None:
-        """One that is idle, or a new one that is yet to be opened; None if too many are in use."""
-        out = self._out[keeps]
+    def _enter(self, loop: object, slots: Slots, place: Place | None = None) -> PooledConnection | None:
+        """One that is idle, or a new one that is yet to be opened; None if it is not our turn."""
         with self._mutex:
-            if len(out) >= self._most[keeps]:
-                out -= {id(each) for each in self._all if self.is_over(each.loop)}
-            if len(out) >= self._most[keeps]:
-                return None
+            if not slots.has_room(place):
+                slots.lent -= {id(each) for each in self._all if self.is_over(each.loop)}
+                if not slots.has_room(place):
+                    return None
             idle = self._idle
             connection = idle.pop() if idle and idle[-1].loop is loop else self._idle_for(loop) or self._new(loop)
-            self._lend(connection, out)
+            self._lend(connection, slots)
             return connection
+
+    def _enter_in_turn(self, loop: object, slots: Slots, until: float) -> PooledConnection:
+        """Wait for it; StoreConflict if it does not come until that local time."""
+        place = Place(until)
+        try:
+            with self._mutex:
+                slots.join(place)
+            while (connection := self._enter(loop, slots, place)) is None:
+                left = until - clock.now()
+                if left <= 0:
+                    raise StoreConflict(f"all {slots.most:g} connections of the lock are in use")
+                self.wait(place, min(left, LOOK))
+                _ = place.consume()
+            return connection
+        finally:
+            with self._mutex:
+                slots.leave(place)
 
     def _new(self, loop: object) -> PooledConnection:
         connection = PooledConnection(loop=loop, epoch=self._epoch)
         self._all.add(connection)
         return connection
 
-    def _lend(self, connection: PooledConnection, out: set[int]) -> None:
-        connection.out = out
-        out.add(id(connection))
+    def _lend(self, connection: PooledConnection, slots: Slots) -> None:
+        connection.slots = slots
+        slots.lent.add(id(connection))
+
+    def _free(self, connection: PooledConnection) -> bool:
+        """It is not lent any more; False if it was lent before a fork: it is the parent's."""
+        with self._mutex:
+            return connection.slots is not None and connection.slots.free(id(connection))
 
     def _idle_for(self, loop: object) -> PooledConnection | None:
         over: list[PooledConnection] = []
@@ -342,7 +354,7 @@ class AutocommitPool:
 
     def _give_up(self, new: PooledConnection, future: Any, *, late: bool) -> None:
         """Wait for it no more: it is not lent, before it can be lent to somebody else."""
-        new.out.discard(id(new))
+        _ = self._free(new)
         if future is None:
             return
         if late:
