@@ -13,17 +13,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import select
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from functools import cache
 from typing import Any
 
-from psycopg import errors, generators, pq, waiting
+from psycopg import errors, generators, postgres, pq, waiting
+from psycopg.adapt import AdaptersMap, Transformer
+from psycopg.types import numeric, string
 
 from dblock.core.protocol.steps import Execute, Parameters, Rows
 from dblock.core.statements.base import Reply, Statement, rendered
 
-_READERS = {20: int, 21: int, 23: int, 701: float}
-"""How to read the text of int8, int2, int4 and float8; the rest is text."""
+_ADAPTERS = AdaptersMap(types=postgres.types)
+"""How to read numbers and texts, whatever the application has taught psycopg or its connections."""
+numeric.register_default_adapters(_ADAPTERS)
+string.register_default_adapters(_ADAPTERS)
 CANCEL = 2.0
 """Seconds for asking the server to cancel a statement."""
 _OK = {pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK}
@@ -37,8 +41,7 @@ class Prepared:
         self._prepare = prepare
         self._known: dict[str, tuple[bytes, tuple[str, ...]]] = {}
         """Names and parameters of those that are prepared."""
-        self._readers: dict[str, list[Callable[[bytes], Any]]] = {}
-        """How to read the columns that a statement answers with."""
+        self._transformer = Transformer(_ADAPTERS)
         self._readable = self._writable = None
         if hasattr(select, "poll"):
             self._readable, self._writable = select.poll(), select.poll()
@@ -95,17 +98,8 @@ class Prepared:
         result = _checked(results)
         if statement.reply is Reply.COUNT:
             return [()] * (result.command_tuples or 0)
-        readers = self._readers.get(statement.sql)
-        if readers is None:
-            types = [result.ftype(column) for column in range(result.nfields)]
-            readers = self._readers[statement.sql] = [_READERS.get(each, bytes.decode) for each in types]
-        return [
-            [
-                None if (value := result.get_value(row, column)) is None else read(value)
-                for column, read in enumerate(readers)
-            ]
-            for row in range(result.ntuples)
-        ]
+        self._transformer.set_pgresult(result)
+        return self._transformer.load_rows(0, result.ntuples, tuple)
 
 
 def prepared_for(connection: Any, *, prepare: bool) -> Prepared | None:
