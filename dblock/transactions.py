@@ -87,7 +87,7 @@ def keep_until_end(hold: Hold) -> bool:
         if all(each is not hold for each in waiting):  # we may have been interrupted here before
             waiting.append(hold)
         _watch(connection)
-        hold.deferred = True
+        hold.kept_by = weakref.ref(connection)
     return True
 
 
@@ -149,7 +149,7 @@ def _give_back(connection: BaseDatabaseWrapper) -> None:
     try:
         while holds:
             hold = holds[0]
-            hold.deferred = False
+            hold.kept_by = None
             if not keep_until_end(hold):  # else a transaction on another database is still open
                 try:
                     drive(finish(hold), hold.store)
@@ -158,7 +158,7 @@ def _give_back(connection: BaseDatabaseWrapper) -> None:
             del holds[0]
     finally:
         for hold in holds:  # interrupted: they end with their leases
-            hold.deferred = False
+            hold.kept_by = None
 
 
 def _after_fork_in_child() -> None:

@@ -55,7 +55,7 @@ def keep_until_end(hold: Hold, session: Any) -> bool:
             event.listen(sync_session, "after_transaction_end", _ended)
         if all(each is not hold for each in waiting):  # we may have been interrupted here before
             waiting.append(hold)
-        hold.deferred = True
+        hold.kept_by = weakref.ref(sync_session.get_transaction())
     return True
 
 
@@ -92,7 +92,7 @@ def _give_back(session: Any) -> None:
             del holds[0]
     finally:
         for hold in holds:  # interrupted: they end with their leases
-            hold.deferred = False
+            hold.kept_by = None
 
 
 def connection_of(given: Any) -> Connection:

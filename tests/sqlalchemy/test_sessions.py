@@ -106,6 +106,24 @@ def test_an_end_that_is_interrupted(database: str, engine: Engine) -> None:
     session.close()
 
 
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_closing_that_is_interrupted(database: str, engine: Engine) -> None:
+    """Nobody will ever see the transaction's end, though the session is kept: the key ends with its lease."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    session = Session(engine)
+    with db_lock(engine, "k", session=session, ttl=1):
+        write(session)
+    event.listen(engine, "rollback", interrupt, once=True)
+    with pytest.raises(KeyboardInterrupt):
+        session.close()
+    time.sleep(1.2)
+    assert others_get_in(database)
+    session.close()
+
+
 def test_a_two_phase_transaction(database: str, engine: Engine) -> None:
     """On PostgreSQL it keeps the key; elsewhere it would not once it is prepared, and is not guarded."""
     if database == "sqlite":

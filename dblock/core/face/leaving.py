@@ -101,7 +101,7 @@ def finish(hold: Hold) -> Steps[None]:
 
 
 def _finish(hold: Hold) -> Steps[None]:
-    hold.deferred = False
+    hold.kept_by = None
     if not hold.entries:
         try:
             forget(hold)

@@ -234,8 +234,8 @@ class Hold:
     """Has somebody been told that a renewal is late?"""
     loss_reported = False
     """Have those who want to know been told that it is lost?"""
-    deferred = False
-    """Is it to be given back when a transaction ends?"""
+    kept_by: Callable[[], object] | None = None
+    """A reference to the transaction that it is to be given back with."""
     cancelling = 0
     """How many cancellations its task had been asked for when the body began."""
     interrupted = False
@@ -267,6 +267,11 @@ class Hold:
         """How it was entered, outermost first; empty when only an open transaction keeps it."""
         self.outer = outer
         """A lost hold of the same key, further out in the same flow, which has yet to be told so."""
+
+    @property
+    def deferred(self) -> bool:
+        """Is it to be given back when a transaction ends, and will anybody see that end?"""
+        return self.kept_by is not None and self.kept_by() is not None
 
     @property
     def count(self) -> int:
