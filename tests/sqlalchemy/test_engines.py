@@ -689,6 +689,45 @@ def test_a_crowd_uses_no_more_connections_than_the_pool_may_have(request: pytest
     assert 0 < most <= 2 * (3 + 2) + 1  # for taking, for giving back, and one to listen with
 
 
+@pytest.mark.direct
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_flows_share_a_small_pool_fairly(request: pytest.FixtureRequest, driver: str) -> None:
+    """Each has had its turns when the first has all of its own: whoever comes again stands behind those who wait."""
+    ready(request, "postgresql")
+    options = {"pool_size": 1, "max_overflow": 0}
+    flows, most, done = 20, 30, [0] * 20
+
+    def in_threads() -> None:
+        engine, start = create_engine(url("postgresql", driver), **options), threading.Barrier(flows)
+
+        def work(number: int) -> None:
+            start.wait()
+            while max(done) < most:
+                with db_lock(engine, f"k{number}"):
+                    done[number] += 1
+
+        crowd = [threading.Thread(target=work, args=(number,)) for number in range(flows)]
+        for thread in crowd:
+            thread.start()
+        for thread in crowd:
+            thread.join()
+        engine.dispose()
+
+    async def in_tasks() -> None:
+        engine = create_async_engine(url("postgresql", driver), **options)
+
+        async def work(number: int) -> None:
+            while max(done) < most:
+                async with db_lock(engine, f"k{number}"):
+                    done[number] += 1
+
+        await asyncio.gather(*(work(number) for number in range(flows)))
+        await engine.dispose()
+
+    asyncio.run(in_tasks()) if driver == "asyncpg" else in_threads()
+    assert min(done) > most / 5, done  # threads also wait for the interpreter; where nobody queued, some had one turn
+
+
 def test_connections_that_fail_use_up_nothing() -> None:
     """A server that is not there: each try ends with its error, whatever refers to the errors meanwhile."""
     engine = create_engine(f"postgresql+psycopg://dblock@127.0.0.1:{free_port()}/postgres", pool_size=1, max_overflow=0)
