@@ -11,6 +11,7 @@ import inspect
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -40,7 +41,10 @@ class Subject:
     @cached_property
     def engine(self) -> Any:
         make = create_engine if self.face == "sync" else create_async_engine
-        return make(url(self.database, self.driver))
+        made = make(url(self.database, self.driver))
+        if self.face == "sync":
+            weakref.finalize(self, made.dispose).atexit = False
+        return made
 
     def lock(self, key: str, **options: Any) -> Any:
         """A lock of this variant on this database."""
