@@ -29,7 +29,7 @@ from django.db.backends.signals import connection_created
 
 from dblock.core import clock, runtime, timing
 from dblock.core.connections.pool import AutocommitPool, Opening, PooledConnection
-from dblock.core.errors import StoreConflict
+from dblock.core.errors import StoreBusy
 from dblock.drivers.sessions import set_up
 
 T = TypeVar("T")
@@ -62,13 +62,13 @@ class DjangoPool(AutocommitPool):
         self._lanes = Lane("take"), Lane("keep")
         return super().leave_to_parent()
 
-    def take(self, until: float, *, keeps: bool) -> PooledConnection:
+    def take(self, until: float, *, keeps: bool, urgent: bool = False) -> PooledConnection:
         """As ever; a test runner may have turned to another database."""
         name = str(connections.settings[self.alias]["NAME"])
         if name != self._name:
             self.close_all()
             self._name = name
-        return super().take(until, keeps=keeps)
+        return super().take(until, keeps=keeps, urgent=urgent)
 
     def open(self, connection: PooledConnection) -> None:
         """As Django does."""
@@ -114,8 +114,11 @@ class Lane:
         self._threads = ThreadPoolExecutor(MOST, f"dblock-{name}")
 
     async def run(self, work: Callable[[], T], until: float) -> T:
-        """Run it in one of them, in its turn; StoreConflict if that does not come until that local time."""
-        begun = self._threads.submit(copy_context().run, work)
+        """Run it in one of them, in its turn; StoreBusy if that does not come until that local time."""
+        try:
+            begun = self._threads.submit(copy_context().run, work)
+        except RuntimeError:  # the interpreter is ending: what is held is given back all the same
+            return work()
         running = asyncio.wrap_future(begun)
         try:
             _ = await asyncio.wait((running,), timeout=max(until - clock.now(), 0.0))
@@ -123,7 +126,7 @@ class Lane:
             _ = running.cancel()
             raise
         if begun.cancel():
-            raise StoreConflict(f"all {MOST} connections of the lock are in use")
+            raise StoreBusy(f"all {MOST} connections of the lock are in use")
         return await running
 
 
@@ -134,13 +137,13 @@ class DjangoSQLite:
         self._alias = alias
         self._pool = pool
 
-    def take(self, until: float, *, keeps: bool) -> PooledConnection:
+    def take(self, until: float, *, keeps: bool, urgent: bool = False) -> PooledConnection:
         """The caller's in memory, in a transaction, and with a rollback journal; else one of the lock's own."""
         caller = connections[self._alias]
         inherited = any(caller.connection is parent for parent in _of_parents)
         if caller.is_in_memory_db() or (not inherited and in_sqlite_transaction(caller)):  # type: ignore[attr-defined]
             return self._callers(caller)
-        own = self._pool.take(until, keeps=keeps)
+        own = self._pool.take(until, keeps=keeps, urgent=urgent)
         if own.wal or inherited:
             return own
         self._pool.give(own)

@@ -81,8 +81,8 @@ def keep_until_end(hold: Hold) -> bool:
     ]
     if not still:
         return False
-    if not hold.deferred:
-        connection = still[0]
+    connection = still[0]
+    if hold.kept_by is None or hold.kept_by() is not connection:
         waiting = _waiting.setdefault(connection, [])
         if all(each is not hold for each in waiting):  # we may have been interrupted here before
             waiting.append(hold)
@@ -149,7 +149,6 @@ def _give_back(connection: BaseDatabaseWrapper) -> None:
     try:
         while holds:
             hold = holds[0]
-            hold.kept_by = None
             if not keep_until_end(hold):  # else a transaction on another database is still open
                 try:
                     drive(finish(hold), hold.store)

@@ -27,7 +27,7 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from dblock.core import clock, runtime
 from dblock.core.connections.pool import KEPT, AutocommitPool, Opening, PooledConnection
 from dblock.core.connections.slots import Place
-from dblock.core.errors import StoreConflict
+from dblock.core.errors import StoreBusy
 from dblock.core.holding.flow import current_task
 from dblock.core.statements import DIALECTS
 from dblock.drivers.sessions import set_up
@@ -200,7 +200,7 @@ class InMemory:
         self._mutex = threading.RLock()
         event.listen(engine, "engine_disposed", self._forget)
 
-    def take(self, until: float, *, keeps: bool) -> PooledConnection:
+    def take(self, until: float, *, keeps: bool, urgent: bool = False) -> PooledConnection:
         """The connection that the caller in this thread uses too; one statement of the lock at a time on it."""
         connection = PooledConnection()
         if not isinstance(self._engine.pool, StaticPool):
@@ -208,7 +208,7 @@ class InMemory:
         else:  # there is one connection for all: it is never checked in from here, since that would roll back for all
             while not self._enter(connection):
                 if clock.now() > until:
-                    raise StoreConflict("the one connection to the database in memory is in use")
+                    raise StoreBusy("the one connection to the database in memory is in use")
                 rest(0.001, self._engine.dialect)
             try:
                 fairy = self._static = self._static or self._engine.raw_connection()

@@ -99,7 +99,7 @@ class Tables:
         _ = self.connection.execute(STATES["sqlite"].make.sql)
         self._lent = PooledConnection(self.connection, joined=True)
 
-    def take(self, until: float, *, keeps: bool) -> PooledConnection:
+    def take(self, until: float, *, keeps: bool, urgent: bool = False) -> PooledConnection:
         """The one connection."""
         _ = self._mutex.acquire()
         self._moment = round((self._start + self._now()) * 1_000_000)

@@ -19,9 +19,9 @@ import pytest
 
 from dblock.core import clock
 from dblock.core.connections.deadlines import Deadlines
-from dblock.core.connections.pool import AutocommitPool, PooledConnection
-from dblock.core.connections.slots import Place
-from dblock.core.errors import StoreConflict
+from dblock.core.connections.pool import KEPT, AutocommitPool, PooledConnection
+from dblock.core.connections.slots import Place, Slots
+from dblock.core.errors import StoreBusy, StoreConflict
 from tests.support.lab import threads, until
 
 STRUCK = ("/connections/pool.py", "/connections/slots.py", "/wakeup/registry.py", "/concurrent/futures/_base.py")
@@ -126,6 +126,30 @@ def test_a_crowd_behind_a_late_connection_opens_no_more_than_it_may() -> None:
     assert pool.opened <= 4
 
 
+def test_a_crowd_uses_its_connections_again() -> None:
+    """More are kept than as a rule while somebody waits for them; afterwards the rest is closed."""
+    pool = Pool(most=4 * KEPT)
+    pool.may.set()
+    mine = [pool.take(soon(), keeps=False) for _ in range(4 * KEPT)]
+
+    def work() -> None:
+        connection = pool.take(soon(10), keeps=False)
+        time.sleep(0.05)
+        pool.give(connection)
+
+    crowd = [threading.Thread(target=work) for _ in range(5 * KEPT)]
+    for count, thread in enumerate(crowd, 1):
+        thread.start()
+        assert until(partial(_stand_in_line, pool, count))
+    with pool._mutex:  # all at once
+        for connection in mine:
+            pool.give(connection)
+    for thread in crowd:
+        thread.join(10)
+    assert pool.opened == 4 * KEPT
+    assert len(pool._idle) == KEPT
+
+
 def test_what_breaks_is_cut_before_it_is_closed() -> None:
     """So that nothing that a driver does to end a connection waits for a server that is silent."""
     pool = Pool(most=3)
@@ -193,8 +217,9 @@ def test_each_event_loop_has_its_own() -> None:
     assert pool.told == ["abandon"]
 
 
-def test_whoever_came_first_is_first() -> None:
+def test_whoever_came_first_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody who comes later is faster, not even whoever gives a connection back and wants one again at once."""
+    monkeypatch.setattr("dblock.core.connections.pool.LOOK", 10.0)
     pool, order = Pool(most=1), list[int]()
     pool.may.set()
     mine = pool.take(soon(), keeps=False)
@@ -208,7 +233,7 @@ def test_whoever_came_first_is_first() -> None:
     for number in range(20):
         crowd.append(threading.Thread(target=work, args=(number,)))
         crowd[-1].start()
-        assert until(lambda: len(pool._slots[False]._line) == len(crowd))
+        assert until(partial(_stand_in_line, pool, len(crowd)))
     pool.give(mine)
     mine = pool.take(soon(10), keeps=False)
     assert order == list(range(20))
@@ -218,27 +243,79 @@ def test_whoever_came_first_is_first() -> None:
     assert not pool._slots[False]._line
 
 
-def test_who_waits_for_nothing_keeps_nobody_from_their_turn() -> None:
-    """A place whose time is up, whose event loop does not run, or whose flow was interrupted and forgot it."""
+def test_who_is_in_the_midst_of_something_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before all who begin, however long they have waited."""
+    monkeypatch.setattr("dblock.core.connections.pool.LOOK", 10.0)
+    pool, order = Pool(most=1), list[bool]()
+    pool.may.set()
+    mine = pool.take(soon(), keeps=False)
+
+    def work(urgent: bool) -> None:
+        connection = pool.take(soon(10), keeps=False, urgent=urgent)
+        order.append(urgent)
+        pool.give(connection)
+
+    crowd = [threading.Thread(target=work, args=(urgent,)) for urgent in (False, False, True)]
+    for count, thread in enumerate(crowd, 1):
+        thread.start()
+        assert until(partial(_stand_in_line, pool, count))
+    pool.give(mine)
+    for thread in crowd:
+        thread.join(10)
+    assert order == [True, False, False]
+
+
+def test_no_room_is_kept_for_whoever_does_not_look() -> None:
+    """A place whose time is up, whose event loop does not run, or is blocked, or whose flow was interrupted."""
     pool = Pool(most=1)
     pool.may.set()
     slots = pool._slots[False]
-    late, asleep, gone = Place(soon(-1)), Place(soon(10)), Place(soon(10))
+    mine = pool.take(soon(), keeps=False)
+    late, asleep, gone, blocked = Place(soon(-1)), Place(soon(10)), Place(soon(10)), Place(soon(10))
     asleep._loop = asyncio.new_event_loop()
-    for place in (late, asleep, gone):
-        slots.join(place)
-    with pytest.raises(StoreConflict, match="in use"):
-        pool.take(soon(), keeps=False)
+    for place in (late, asleep, gone, blocked):
+        slots.join(place, first=False)
     del gone, place
-    pool.give(pool.take(soon(), keeps=False))
+    threading.Timer(0.05, pool.give, (mine,)).start()
+    assert pool.take(soon(5), keeps=False) is mine
+    assert blocked.notified()
+    assert not late.notified()
+    assert not asleep.notified()
     asleep._loop.close()
+
+
+def test_whoever_was_called_and_gives_up_passes_it_on() -> None:
+    """And whoever joins when one has just been given back is called at once."""
+    slots = Slots(1)
+    slots.lent.add(1)
+    first, second, third = (Place(soon(10)) for _ in range(3))
+    slots.join(first, first=False)
+    slots.join(second, first=False)
+    assert slots.free(1)
+    assert first.notified()
+    assert not second.notified()
+    slots.leave(first, served=False)
+    assert second.notified()
+    slots.leave(second, served=True)
+    slots.join(third, first=False)
+    assert third.notified()
+
+
+def test_nobody_waits_for_what_would_come_too_late() -> None:
+    """A statement that is cut short costs its connection, and the next one that."""
+    pool = Pool(most=1)
+    pool.may.set()
+    mine = pool.take(soon(), keeps=False)
+    threading.Timer(0.05, pool.give, (mine,)).start()
+    with pytest.raises(StoreBusy, match="in use"):
+        pool.take(soon(0.06), keeps=False)
 
 
 def test_a_call_that_is_lost_costs_a_pause() -> None:
     """The first one in the line hears of nothing, and looks all the same."""
     pool = Pool(most=1)
     pool.may.set()
-    pool._slots[False].call = lambda: None  # type: ignore[method-assign]
+    pool._slots[False]._call = lambda: None  # type: ignore[method-assign]
     mine = pool.take(soon(), keeps=False)
     threading.Timer(0.05, pool.give, (mine,)).start()
     start = clock.now()
@@ -320,6 +397,10 @@ def test_whoever_is_interrupted_in_the_line_holds_up_nobody() -> None:
         if not strike.struck and place != untraced:
             break
     assert place > 50
+
+
+def _stand_in_line(pool: Pool, count: int) -> bool:
+    return len(pool._slots[False]._line) == count
 
 
 def _take(pool: Pool, strike: Strike) -> None:

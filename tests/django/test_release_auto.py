@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -15,7 +16,7 @@ from django.http import HttpRequest, HttpResponse
 from django.test import Client, TestCase, override_settings
 from django.urls import path
 
-from dblock import LockNotHeld, LockStoreError, db_lock
+from dblock import Kind, LockNotHeld, LockStoreError, db_lock, observe
 from tests.conftest import ALIASES, SERVERS, ready, run
 
 
@@ -214,6 +215,29 @@ def test_the_key_is_free_for_on_commit(database: str, alias: str) -> None:
             pass
     assert seen == [True, 1]
     assert others_get_in(alias)
+
+
+def test_it_is_told_when_that_has_ended(database: str, alias: str) -> None:
+    """Once, with the last transaction that keeps it, and not before: by signals, metrics and the history alike."""
+    told = list[tuple[str, int]]()
+    stop = observe(lambda event: told.append((str(event.kind), event.depth)), Kind.ACQUIRED, Kind.RELEASED)
+    for fails in (False, True):
+        with contextlib.suppress(ZeroDivisionError), transaction.atomic(alias):
+            for _ in range(2):
+                with db_lock("k", using=alias):
+                    pass
+            assert told == [("acquired", 1), ("acquired", 2), ("released", 1)]
+            _ = 1 / 0 if fails else None
+        assert told[3:] == [("released", 0)]
+        told.clear()
+    if database != "sqlite":
+        other = next(name for name in SERVERS if name != database)
+        with transaction.atomic(alias), transaction.atomic(other):
+            with db_lock("k", using=alias):
+                pass
+            transaction.on_commit(lambda: told.append(("committed", 0)), other)
+        assert told == [("acquired", 1), ("committed", 0), ("released", 0)]
+    stop()
 
 
 def test_transactions_of_two_databases(request: pytest.FixtureRequest) -> None:

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import (
 )
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from sqlalchemy_dblock import LockNotHeld, LockStoreError, db_lock
+from sqlalchemy_dblock import Kind, LockNotHeld, LockStoreError, db_lock, observe
 from tests.conftest import INNODB, SERVERS, ready, run, url
 
 DRIVERS = [
@@ -234,6 +234,21 @@ def test_a_scoped_session(database: str, engine: Engine) -> None:
     sessions.commit()
     assert others_get_in(database)
     sessions.remove()
+
+
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_it_is_told_when_that_has_ended(database: str, engine: Engine) -> None:
+    """Once, and not before."""
+    told = list[tuple[str, int]]()
+    stop = observe(lambda event: told.append((str(event.kind), event.depth)), Kind.ACQUIRED, Kind.RELEASED)
+    with Session(engine) as session:
+        for _ in range(2):
+            with db_lock(engine, "k", session=session):
+                write(session)
+        assert told == [("acquired", 1), ("acquired", 2), ("released", 1)]
+        session.commit()
+    assert told[3:] == [("released", 0)]
+    stop()
 
 
 def test_several_locks_of_one_transaction(database: str, engine: Engine) -> None:

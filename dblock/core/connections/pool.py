@@ -6,7 +6,8 @@ must not send one statement of a lock to another table than the next. Each is in
 that nothing has to be reset between two uses. They wait in a stack, the warmest on top.
 
 No more than `most` are in use at a time for taking and waiting, and as many (two at least) for keeping and giving back,
-so that renewals and releases never queue behind takes. Whoever finds them all in use gets one in its turn.
+so that renewals and releases never queue behind takes. Whoever finds them all in use gets one in its turn; before those
+who begin something come those who are in the midst of it, and the renewals, on which all leases of the process depend.
 
 Whoever asks for one waits until it is open for as long as the statement may take, and no longer: a connection that
 comes later is for whoever asks next.
@@ -31,13 +32,15 @@ from typing import Any, Final, cast
 
 from dblock.core import clock
 from dblock.core.connections.slots import Place, Slots
-from dblock.core.errors import StoreConflict
+from dblock.core.errors import StoreBusy, StoreConflict
 from dblock.core.protocol.steps import Execute, Rows
 
 KEPT: Final = 5
 """How many idle connections a pool keeps, as many as SQLAlchemy's pools do by default."""
 LOOK: Final = 0.1
 """Seconds after which whoever waits for its turn looks without having been called."""
+LEAST: Final = 0.02
+"""With fewer seconds left nobody waits any more: a statement that is not answered in time costs its connection."""
 IDLE: Final = 60.0
 """Seconds after which an idle connection is closed when another one is given back."""
 HOPE: Final = 5.0
@@ -178,13 +181,13 @@ class AutocommitPool:
 
     # -- for the executors
 
-    def take(self, until: float, *, keeps: bool) -> PooledConnection:
+    def take(self, until: float, *, keeps: bool, urgent: bool = False) -> PooledConnection:
         """An idle connection of this event loop, or a new one; StoreConflict if there is none until that local time.
 
-        `keeps`: to keep or to give back what is held.
+        `keeps`: to keep or to give back what is held; `urgent`: before others who wait for the same.
         """
         loop, slots = self.loop(), self._slots[keeps]
-        connection = self._enter(loop, slots) or self._enter_in_turn(loop, slots, until)
+        connection = self._enter(loop, slots, called=urgent) or self._enter_in_turn(loop, slots, until, first=urgent)
         if connection.raw is not None:
             return connection
         try:
@@ -205,18 +208,16 @@ class AutocommitPool:
     def give(self, connection: PooledConnection) -> None:
         """Keep it for the next statement."""
         connection.idle_since = now = clock.now()
-        surplus: list[PooledConnection] | None = None
+        surplus = list[PooledConnection]()
         with self._mutex:
+            wanted = any(slots.has_line() for slots in self._slots)
             if not self._free(connection):
                 return
             idle = self._idle
-            if len(idle) < self._keep and connection.epoch == self._epoch:
-                idle.append(connection)
-            else:
-                surplus = [connection]
-            while len(idle) > 1 and idle[0].idle_since < now - IDLE:
-                surplus = [*(surplus or ()), idle.pop(0)]
-        for each in surplus or ():
+            (idle if connection.epoch == self._epoch else surplus).append(connection)
+            while (len(idle) > self._keep and not wanted) or (len(idle) > 1 and idle[0].idle_since < now - IDLE):
+                surplus.append(idle.pop(0))
+        for each in surplus:
             self._dismiss(each)
 
     give_after_error = give
@@ -251,34 +252,37 @@ class AutocommitPool:
 
     # -- helpers
 
-    def _enter(self, loop: object, slots: Slots, place: Place | None = None) -> PooledConnection | None:
-        """One that is idle, or a new one that is yet to be opened; None if it is not our turn."""
+    def _enter(self, loop: object, slots: Slots, *, called: bool = False) -> PooledConnection | None:
+        """One that is idle, or a new one that is yet to be opened; None if none may be lent, or others wait for it."""
         with self._mutex:
-            if not slots.has_room(place):
+            if not slots.has_room():
                 slots.lent -= {id(each) for each in self._all if self.is_over(each.loop)}
-                if not slots.has_room(place):
-                    return None
+            if not slots.has_room() or (slots.has_line() and not called):
+                return None
             idle = self._idle
             connection = idle.pop() if idle and idle[-1].loop is loop else self._idle_for(loop) or self._new(loop)
             self._lend(connection, slots)
             return connection
 
-    def _enter_in_turn(self, loop: object, slots: Slots, until: float) -> PooledConnection:
-        """Wait for it; StoreConflict if it does not come until that local time."""
-        place = Place(until)
+    def _enter_in_turn(self, loop: object, slots: Slots, until: float, *, first: bool) -> PooledConnection:
+        """Wait for it; StoreBusy if it does not come in time for a statement to be of use."""
+        place, called = Place(until), True
+        connection: PooledConnection | None = None
         try:
-            with self._mutex:
-                slots.join(place)
-            while (connection := self._enter(loop, slots, place)) is None:
-                left = until - clock.now()
-                if left <= 0:
-                    raise StoreConflict(f"all {slots.most:g} connections of the lock are in use")
+            while (left := until - LEAST - clock.now()) > 0:
+                if called:
+                    with self._mutex:
+                        slots.join(place, first=first)
                 self.wait(place, min(left, LOOK))
-                _ = place.consume()
-            return connection
+                called = place.consume()
+                connection = self._enter(loop, slots, called=True)
+                if connection is not None:
+                    return connection
+                first = first or called  # somebody looked before us
+            raise StoreBusy(f"all {slots.most:g} connections of the lock are in use")
         finally:
             with self._mutex:
-                slots.leave(place)
+                slots.leave(place, served=connection is not None)
 
     def _new(self, loop: object) -> PooledConnection:
         connection = PooledConnection(loop=loop, epoch=self._epoch)

@@ -1,15 +1,12 @@
-"""How many connections are lent at a time, and who gets the next one: whoever came first.
+"""How many connections are lent at a time, and who gets the next one: whoever came first, as a rule.
 
-Rule: a call only says "look". Whoever stands in the line enters by itself, once there is room for more than those who
-stand before it. So a call that is lost costs a pause, and a place ends with the frame that waits there, and with its
-time.
+Rule: a call only says "look", and no room is kept for whoever was called: it may not look for a long time (a blocked
+event loop), or never. So a call that is lost costs the others a pause.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
-from collections.abc import Iterator
+from collections import OrderedDict
 from weakref import ref
 
 from dblock.core import clock
@@ -19,15 +16,11 @@ from dblock.core.wakeup.registry import Wakeup
 class Place(Wakeup):
     """One in the line; it lives with whoever waits there."""
 
-    __slots__ = ("_until",)
+    __slots__ = ("until",)
 
     def __init__(self, until: float) -> None:
         super().__init__()
-        self._until = until
-
-    def counts(self) -> bool:
-        """Does its flow still wait? Not when its time is up, nor while its event loop does not run."""
-        return clock.now() < self._until and self.responsive()
+        self.until = until
 
 
 class Slots:
@@ -37,48 +30,50 @@ class Slots:
         self.most = most
         self.lent = set[int]()
         """The ids of the connections; whoever was interrupted may have lost one."""
-        self._line = deque[ref[Place]]()
+        self._line = OrderedDict[ref[Place], None]()
+        """Those who wait, and have not been called."""
 
-    def has_room(self, place: Place | None = None) -> bool:
-        """For whoever has that place in the line, or has only just come."""
-        room = self.most - len(self.lent)
-        if self._line and room > 0:
-            for other in self._places():
-                if other is place or room <= 0:
-                    break
-                room -= 1
-        return room > 0
+    def has_room(self) -> bool:
+        """Is there one for whoever looks?"""
+        return len(self.lent) < self.most
 
-    def join(self, place: Place) -> None:
-        """Stand in the line, behind all others."""
-        self._line.append(ref(place))
+    def has_line(self) -> bool:
+        """Is whoever comes behind others?"""
+        while self._line and self._waits(next(iter(self._line))) is None:
+            _ = self._line.popitem(last=False)
+        return bool(self._line)
 
-    def leave(self, place: Place) -> None:
-        """Stand there no more."""
-        with contextlib.suppress(ValueError):
-            self._line.remove(ref(place))
-        self.call()
+    def join(self, place: Place, *, first: bool) -> None:
+        """Wait to be called, behind all others or before them."""
+        self._line[ref(place)] = None
+        self._line.move_to_end(ref(place), last=not first)
+        if len(self._line) == 1:  # else whoever has come before was called if there is room
+            self._call()
+
+    def leave(self, place: Place, *, served: bool) -> None:
+        """Wait no more. Whoever has not been served may have been called: the next one is."""
+        _ = self._line.pop(ref(place), None)
+        if not served:
+            self._call()
 
     def free(self, connection: int) -> bool:
         """One is lent no more; False if it was not."""
         if connection not in self.lent:
             return False
         self.lent.remove(connection)
-        self.call()
+        self._call()
         return True
 
-    def call(self) -> None:
-        """Let the first one look: there may be room."""
-        if self._line:
-            for place in self._places():
-                place.notify()
-                break
+    def _call(self) -> None:
+        """Let the next one look, if there is room."""
+        called = None
+        while called is None and self._line and self.has_room():
+            called = self._waits(self._line.popitem(last=False)[0])
+            if called is not None:
+                called.notify()
 
-    def _places(self) -> Iterator[Place]:
-        """Those that count, from the first; of a copy, since a signal handler may come and go meanwhile."""
-        while self._line and self._line[0]() is None:
-            _ = self._line.popleft()
-        for each in tuple(self._line):
-            place = each()
-            if place is not None and place.counts():
-                yield place
+    @staticmethod
+    def _waits(place: ref[Place]) -> Place | None:
+        """Nobody waits there who was interrupted and forgot it, whose time is up, or whose event loop does not run."""
+        found = place()
+        return found if found is not None and clock.now() < found.until and found.responsive() else None

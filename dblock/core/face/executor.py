@@ -28,7 +28,7 @@ _SPENT: Final = frozenset({Failure.DISCONNECTED, Failure.SPENT})
 class ConnectionSource(Protocol):
     """Where the connections for statements come from."""
 
-    def take(self, until: float, *, keeps: bool) -> PooledConnection:
+    def take(self, until: float, *, keeps: bool, urgent: bool = False) -> PooledConnection:
         """One for a statement; StoreConflict if there is none until that local time."""
         ...
 
@@ -73,9 +73,9 @@ class BaseStore:
         now, timing = self.database.now(), self.database.timing
         until = self._until(step, now)
         try:
-            connection = self._source.take(until, keeps=step.statement.keeps)
+            connection = self._source.take(until, keeps=step.statement.keeps, urgent=step.statement.urgent)
         except StoreConflict as error:
-            raise StoreConflict(f"{self._described}: {error}", key=key_of(step)) from None
+            raise type(error)(f"{self._described}: {error}", key=key_of(step)) from None
         except self._connect_errors as error:
             cause = error.__cause__ or error
             if self.database.dialect.classify(cause) is Failure.LOCKED:

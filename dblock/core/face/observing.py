@@ -142,8 +142,8 @@ def _entered(hold: Hold) -> int:
     """How often; an open transaction that keeps it counts as one."""
     entries = hold.entries
     if len(entries) == 1 and entries[0].lock is not None:  # mostly
-        return 1 + hold.deferred
-    return len(hold.open_entries()) + hold.deferred
+        return 1 + (hold.kept_by is not None)
+    return len(hold.open_entries()) + (hold.kept_by is not None)
 
 
 class _Attempt:

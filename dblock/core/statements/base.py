@@ -79,6 +79,8 @@ class Statement:
     reply: Reply
     keeps: bool = False
     """Is it sent for somebody who holds or waits? Then it never waits for a connection behind those that take."""
+    urgent: bool = False
+    """Does an attempt go on with it, or depend what is held on it? Then it gets the next connection."""
     row_locked: WhenLocked = WhenLocked.RETRY
     database_locked: WhenLocked = WhenLocked.RETRY
 

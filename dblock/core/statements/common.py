@@ -160,7 +160,7 @@ SELECT owner, fence, count, ttl, {words.since("acquired_at")}, {words.until("exp
        revoked_fence, freed_fence, revocation
 FROM locks WHERE lock_key = :key
 """
-    return Statement("inspect", sql, Reply.ROWS)
+    return Statement("inspect", sql, Reply.ROWS, urgent=True)
 
 
 def reenter(words: Vocabulary) -> Statement:
@@ -369,7 +369,7 @@ SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END,
        (SELECT count(*) FROM lock_waiters AS me WHERE me.owner = :owner AND me.expires_at > {words.now})
 FROM locks WHERE locks.lock_key = :key
 """
-    return Statement("queue_status", sql, Reply.ROWS)
+    return Statement("queue_status", sql, Reply.ROWS, urgent=True)
 
 
 def first_waiter(words: Vocabulary) -> Statement:
@@ -379,7 +379,7 @@ SELECT ticket, channel, owner FROM lock_waiters{words.by_ticket}
 WHERE lock_key = :key AND ticket >= {words.bigint(":first")} AND expires_at > {words.now}
 ORDER BY ticket LIMIT 1
 """
-    return Statement("first_waiter", sql, Reply.ROWS)
+    return Statement("first_waiter", sql, Reply.ROWS, urgent=True)
 
 
 def accept(words: Vocabulary) -> Statement:
@@ -393,7 +393,7 @@ def accept(words: Vocabulary) -> Statement:
 WHERE lock_key = :key AND owner = :owner AND expires_at > {words.now} {words.durable}
 {words.returning("fence")}
 """
-    return Statement("accept", sql, words.numbers, keeps=True)
+    return Statement("accept", sql, words.numbers, keeps=True, urgent=True)
 
 
 def hand_over_local(words: Vocabulary) -> Statement:

@@ -133,6 +133,7 @@ VALUES (:key, :owner, {SQL.remember(SQL.micros)}, 1, :ttl, {SQL.now}, {SQL.after
         :label, :host, :pid, :thread, :program, :task)
 """,
     Reply.NUMBER,
+    urgent=True,
     row_locked=WhenLocked.SKIP,
 )
 
@@ -154,6 +155,7 @@ JSON_TABLE(:leases, '$[*]' COLUMNS (
 SET expires_at = GREATEST(expires_at, {SQL.after("due.life")})
 """,
     Reply.COUNT,
+    urgent=True,
     keeps=True,
     row_locked=WhenLocked.RAISE,
 )
@@ -166,6 +168,7 @@ SELECT lock_key, owner, fence, {REVOKED}
 FROM JSON_TABLE(:leases, '$[*]' COLUMNS ({_DUE})) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) {_OF_DUE}
 """,
     Reply.ROWS,
+    urgent=True,
     keeps=True,
 )
 
@@ -303,6 +306,7 @@ HEARTBEAT: Final = Statement(
 SET expires_at = GREATEST(expires_at, {SQL.after(":waiter_ttl")})
 """,
     Reply.COUNT,
+    urgent=True,
     keeps=True,
 )
 

@@ -111,6 +111,7 @@ ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence
 """,
     Reply.ROWS,
+    urgent=True,
     row_locked=WhenLocked.SKIP,
 )
 
@@ -127,6 +128,7 @@ WHERE lock_key = due.key AND locks.owner = due.owner AND locks.fence = due.fence
   {SQL.durable}
 """,
     Reply.COUNT,
+    urgent=True,
     keeps=True,
     row_locked=WhenLocked.RAISE,
 )
@@ -141,6 +143,7 @@ JOIN locks ON lock_key = due.key AND locks.owner = due.owner AND locks.fence = d
 WHERE expires_at > {SQL.now}
 """,
     Reply.ROWS,
+    urgent=True,
     keeps=True,
 )
 
@@ -298,6 +301,7 @@ WHERE owner = due.holder AND expires_at > {SQL.now} {SQL.durable}
 RETURNING owner
 """,
     Reply.ROWS,
+    urgent=True,
     keeps=True,
 )
 

@@ -75,6 +75,7 @@ ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence
 """,
     Reply.ROWS,
+    urgent=True,
     row_locked=WhenLocked.SKIP,
 )
 
@@ -87,6 +88,7 @@ FROM json_each(:leases) AS due {_TENURE_DUE}
   AND (revoked_fence <> fence OR json_extract(due.value, '$.unaware') = 0)
 """,
     Reply.COUNT,
+    urgent=True,
     keeps=True,
     row_locked=WhenLocked.RAISE,
 )
@@ -96,6 +98,7 @@ ALIVE: Final = Statement(
     "alive",
     f"SELECT lock_key, owner, fence, {REVOKED} FROM json_each(:leases) AS due CROSS JOIN locks {_TENURE_DUE}",
     Reply.ROWS,
+    urgent=True,
     keeps=True,
 )
 
@@ -181,6 +184,7 @@ WHERE owner IN (SELECT value FROM json_each(:owners)) AND expires_at > {SQL.now}
 RETURNING owner
 """,
     Reply.ROWS,
+    urgent=True,
     keeps=True,
 )
 
