@@ -52,13 +52,13 @@ class Lock(SyncLock):
     def __init__(
         self,
         key: str,
-        *,
+        *unnamed: object,
         ttl: Seconds | None = None,
         timeout: Seconds | EllipsisType | None = ...,
         using: str | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(key, ttl=ttl, timeout=timeout, **options)
+        super().__init__(key, *unnamed, ttl=ttl, timeout=timeout, **options)
         self._using = using
         if using is not None:
             _ = store_for(using)
@@ -174,7 +174,7 @@ class DbLock:
     def __call__(self, **options: Unpack[Options]) -> NoKey: ...
     @overload
     def __call__(self, key: F, /) -> F: ...
-    def __call__(self, key: Any = ..., **options: Any) -> Any:  # noqa: D417 - they are there
+    def __call__(self, key: Any = ..., *unnamed: object, **options: Any) -> Any:  # noqa: D417 - they are there
         """A lock on `key`, not yet taken.
 
         Args:
@@ -217,7 +217,7 @@ class DbLock:
             return NoKey(lambda name: Lock(name, **options))
         if callable(key) or hasattr(key, "__get__"):  # @db_lock, above what may be no plain function
             return NoKey(lambda name: Lock(name, **options))(key)
-        return Lock(key, **options)
+        return Lock(key, *unnamed, **options)
 
     def attach(self, token: str, **options: Unpack[Options]) -> Lock:
         """The lock of a token that `detach()` gave, held by this flow: same tenure, same fence, renewed from here.

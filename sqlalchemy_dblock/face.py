@@ -47,8 +47,8 @@ class _EngineLock(BaseLock):
 
     _face_options = ("session",)
 
-    def __init__(self, engine: Engine, key: str, *, session: Any = None, **options: Any) -> None:
-        super().__init__(key, **options)
+    def __init__(self, engine: Engine, key: str, *unnamed: object, session: Any = None, **options: Any) -> None:
+        super().__init__(key, *unnamed, **options)
         self._engine = engine
         self._own_store = own_store(engine)
         # Not kept alive from here: whoever throws a session away in mid-transaction ends it, and renewal with it.
@@ -80,8 +80,8 @@ class _EngineLock(BaseLock):
 class Lock(_EngineLock, SyncLock):
     """A lock over the database of an Engine; made by `db_lock`."""
 
-    def __init__(self, engine: Engine, key: str, **options: Any) -> None:
-        super().__init__(engine, key, **options)
+    def __init__(self, engine: Engine, key: str, *unnamed: object, **options: Any) -> None:
+        super().__init__(engine, key, *unnamed, **options)
         if self.options.interrupt:
             raise TypeError("interrupt=True cancels asyncio tasks; the lock of an Engine runs in threads")
 
@@ -127,7 +127,9 @@ def db_lock(engine: Engine, key: str, **options: Unpack[Options]) -> Lock: ...
 def db_lock(engine: AsyncEngine, key: str, **options: Unpack[Options]) -> AsyncLock: ...
 @overload
 def db_lock(engine: Engine | AsyncEngine, **options: Unpack[Options]) -> NoKey: ...
-def db_lock(engine: Any = None, key: Any = ..., **options: Any) -> Lock | AsyncLock | NoKey:  # noqa: D417 - they are
+def db_lock(  # noqa: D417 - they are
+    engine: Any = None, key: Any = ..., *unnamed: object, **options: Any
+) -> Lock | AsyncLock | NoKey:
     """A lock on `key` in the database of `engine`, not yet taken; its methods are coroutines for an AsyncEngine.
 
     Args:
@@ -166,7 +168,7 @@ def db_lock(engine: Any = None, key: Any = ..., **options: Any) -> Lock | AsyncL
     inner = _sync_engine(engine)
     kind = Lock if inner is engine else AsyncLock
     if key is not ...:
-        return kind(inner, key, **options)
+        return kind(inner, key, *unnamed, **options)
     from dblock.core.face.key_template import NoKey  # noqa: PLC0415 - for those who decorate
 
     return NoKey(lambda name: kind(inner, name, **options))

@@ -114,7 +114,15 @@ def reachable(checkup: Checkup) -> Checked:
     """The database answers."""
     began = time.monotonic()
     checkup.value("SELECT 1")
-    yield Finding(Level.OK, "reachable", f"{checkup.desk.where} answers ({(time.monotonic() - began) * 1000:.1f} ms)")
+    took, least = time.monotonic() - began, checkup.desk.store.database.timing.single_try
+    yield Finding(Level.OK, "reachable", f"{checkup.desk.where} answers ({took * 1000:.1f} ms)")
+    if took > least:
+        yield Finding(
+            Level.NOTE,
+            "reachable",
+            f"connecting took longer than the {least:g} s that a try (timeout=0) has: a process's first one fails",
+            "Give what begins with a try, a cron job for example, timeout=1.",
+        )
 
 
 def tables(checkup: Checkup) -> Checked:

@@ -146,6 +146,8 @@ def run(desk: Desk, options: Namespace) -> int:
         )
         with _ending_in_order():
             try:
+                if options.nb:  # which would have to connect in the time of a try
+                    _ = desk.inspect(options.key)
                 held = lock.acquire()
             except LockStoreError as error:
                 complain(str(error))

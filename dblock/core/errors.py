@@ -148,7 +148,7 @@ class StoreConflict(LockStoreError):
 
 
 class StoreBusy(StoreConflict):
-    """Another transaction has locked the row; nothing was changed."""
+    """Another transaction has locked the row, or all connections of the lock are in use; nothing was changed."""
 
 
 class StoreLocked(StoreBusy):

@@ -51,6 +51,11 @@ def unknown_options(unknown: Iterable[str], known: Iterable[str]) -> TypeError:
     return TypeError(f"db_lock has {', and '.join(told)}; its options are {', '.join(ours)}")
 
 
+def unnamed_options(given: tuple[object, ...]) -> TypeError:
+    """For what stands behind the key without a name, as the ttl or the timeout does in other libraries."""
+    return TypeError(f"db_lock takes the key alone without a name: say ttl= or timeout= for {given[0]!r}")
+
+
 def _nearest(name: str, known: set[str]) -> str:
     if "using" not in known:
         known = {*known, "engine"}

@@ -36,6 +36,15 @@ from tests.support.pages import block
 # -- ls, show
 
 
+def test_djangos_own_options_stand_behind_the_command_too(one: Shell) -> None:
+    """As everywhere in Django."""
+    if one.face != "django":
+        pytest.skip("has none")
+    behind = ("--settings", "tests.settings", "--pythonpath", ".", "--traceback", "--no-color", "-v", "0")
+    assert one("ls", *behind).stdout == "no lock is held\n"
+    assert one("ls", "-v", "7").returncode == 2
+
+
 def test_ls_lists_who_holds_what(shell: Shell) -> None:
     """As a table for people, as JSON for programs; a pattern, also what is free."""
     with shell.lock("stock:41"):

@@ -96,6 +96,20 @@ def test_the_other_faces_options(subject: Subject) -> None:
         assert f"(did you mean {hint}" in str(caught.value)
 
 
+def test_options_without_a_name(subject: Subject) -> None:
+    """In other libraries the ttl comes second, or the timeout: here neither."""
+    if subject.variant == "django":
+        from dblock import db_lock
+
+        make: Any = partial(db_lock, "k")
+    else:
+        from sqlalchemy_dblock import db_lock as sqlalchemy_lock
+
+        make = partial(sqlalchemy_lock, subject.engine, "k")
+    with pytest.raises(TypeError, match="say ttl= or timeout= for 30$"):
+        make(30)
+
+
 def test_contradictions_are_refused(subject: Subject) -> None:
     """An end of a renewal that there is not."""
     with pytest.raises(ValueError, match="max_hold says when renewal ends, and with renew=False there is none"):

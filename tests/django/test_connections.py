@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +26,7 @@ from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.store import DjangoStore, store_for
 from tests.conftest import ALIASES, INNODB, SERVERS, ready, run, timed, url
+from tests.support.pages import ROOT
 
 EXCLUSIVELY = ("IN ACCESS EXCLUSIVE MODE", "WRITE")
 
@@ -239,6 +243,40 @@ def test_who_comes_behind_a_crowd_that_is_not_answered(
         took, got = asyncio.run(main())
     assert not got
     assert took < 1.0
+
+
+ENDING = """
+import asyncio, threading, time
+import django
+django.setup()
+from dblock import db_lock
+
+async def main():
+    async with db_lock("k", using={alias!r}) as lock:
+        await asyncio.sleep(0.5)
+    print(lock.state)
+    async with db_lock("k", using={alias!r}, timeout=5) as lock:
+        print(lock.state)
+
+threading.Thread(target=lambda: asyncio.run(main())).start()
+time.sleep(0.2)
+"""
+
+
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_an_event_loop_that_outlives_the_main_thread(database: str, alias: str) -> None:
+    """Python starts no more work in pools of threads then; what is held is given back all the same."""
+    environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING.format(alias=alias)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+    )
+    assert (done.stdout.split(), done.stderr) == (["None", "held"], "")
+    assert run(database, "SELECT count(*) FROM locks WHERE owner IS NOT NULL") == [(0,)]
 
 
 @pytest.mark.direct

@@ -47,11 +47,15 @@ class BaseLock:
     def __init__(
         self,
         key: str,
-        *,
+        *unnamed: object,
         ttl: Seconds | None = None,
         timeout: Seconds | EllipsisType | None = ...,
         **options: Any,
     ) -> None:
+        if unnamed:
+            from dblock.core.spelling import unnamed_options  # noqa: PLC0415 - as below
+
+            raise unnamed_options(unnamed)
         self._key = valid_key(key)
         self._given_ttl = None if ttl is None else valid_ttl(ttl)
         self._given_timeout = timeout if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
