@@ -459,8 +459,9 @@ def test_a_stuck_take_keeps_no_renewal_and_no_release(request: pytest.FixtureReq
         stuck = source.take(time.monotonic() + 1e9, keeps=False)  # as a statement that is not answered
         time.sleep(3)
         assert held.state == "held"
-        with pytest.raises(LockStoreError, match="in use"):
-            db_lock(engine, "k").acquire(blocking=False)
+        assert not db_lock(engine, "k").acquire(blocking=False)
+        with pytest.raises(LockTimeout, match="all 1 connections of the lock are in use"):
+            db_lock(engine, "k", timeout=0.1).__enter__()
         held.release()
         source.give(stuck)
         engine.dispose()

@@ -215,7 +215,9 @@ class AutocommitPool:
                 return
             idle = self._idle
             (idle if connection.epoch == self._epoch else surplus).append(connection)
-            while (len(idle) > self._keep and not wanted) or (len(idle) > 1 and idle[0].idle_since < now - IDLE):
+            while len(idle) > self._keep and not wanted and idle[-1].loop is connection.loop:
+                surplus.append(idle.pop())
+            while len(idle) > 1 and idle[0].idle_since < now - IDLE:
                 surplus.append(idle.pop(0))
         for each in surplus:
             self._dismiss(each)

@@ -26,6 +26,8 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
+from functools import partial
+from operator import methodcaller
 from typing import Any, Final, NamedTuple, Protocol
 
 from dblock.core.errors import Reason
@@ -38,6 +40,8 @@ from dblock.core.values import Grant, Tenure
 
 LISTENING_PACE: Final = 1.0
 """Seconds between two renewals of what its holder wants to be asked back (`on_revoke`)."""
+
+_CALL: Final = methodcaller("__call__")
 
 
 class Flow:
@@ -128,14 +132,14 @@ class Flows:
 
     def _began_here(self, flow: Flow) -> bool:
         """In the context that runs now?"""
-        token, flow.began = flow.began, self._began.set(None)
-        assert token is not None  # noqa: S101 - it is not a task
+        assert flow.began is not None  # noqa: S101 - it is not a task
+        again = partial(self._began.reset, flow.began), partial(self._began.set, None)
         try:
-            self._began.reset(token)
+            # Both in one instruction, which no signal handler interrupts: a token that is spent tells nothing.
+            _, flow.began = map(_CALL, again)
         except ValueError:  # of another context
-            flow.began = token
             return False
-        except RuntimeError:  # taken back: a signal handler has asked here, between the two lines
+        except RuntimeError:  # spent: a signal handler has asked here, between the two lines
             return True
         return True
 
