@@ -29,7 +29,7 @@ from django.db.backends.signals import connection_created
 
 from dblock.core import clock, runtime, timing
 from dblock.core.connections.pool import AutocommitPool, Opening, PooledConnection
-from dblock.core.errors import StoreBusy
+from dblock.core.errors import PoolExhausted
 from dblock.drivers.sessions import set_up
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ class Lane:
         self._threads = ThreadPoolExecutor(MOST, f"dblock-{name}")
 
     async def run(self, work: Callable[[], T], until: float) -> T:
-        """Run it in one of them, in its turn; StoreBusy if that does not come until that local time."""
+        """Run it in one of them, in its turn; PoolExhausted if that does not come until that local time."""
         try:
             begun = self._threads.submit(copy_context().run, work)
         except RuntimeError:  # the interpreter is ending: what is held is given back all the same
@@ -126,7 +126,7 @@ class Lane:
             _ = running.cancel()
             raise
         if begun.cancel():
-            raise StoreBusy(f"all {MOST} connections of the lock are in use")
+            raise PoolExhausted(f"all {MOST} connections of the lock are in use")
         return await running
 
 

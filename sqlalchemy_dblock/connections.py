@@ -27,7 +27,7 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from dblock.core import clock, runtime
 from dblock.core.connections.pool import KEPT, AutocommitPool, Opening, PooledConnection
 from dblock.core.connections.slots import Place
-from dblock.core.errors import StoreBusy
+from dblock.core.errors import PoolExhausted
 from dblock.core.holding.flow import current_task
 from dblock.core.statements import DIALECTS
 from dblock.drivers.sessions import set_up
@@ -208,7 +208,7 @@ class InMemory:
         else:  # there is one connection for all: it is never checked in from here, since that would roll back for all
             while not self._enter(connection):
                 if clock.now() > until:
-                    raise StoreBusy("the one connection to the database in memory is in use")
+                    raise PoolExhausted("the one connection to the database in memory is in use")
                 rest(0.001, self._engine.dialect)
             try:
                 fairy = self._static = self._static or self._engine.raw_connection()

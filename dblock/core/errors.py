@@ -14,7 +14,8 @@
     '- LockStoreError                          the database failed; the driver's error is the `__cause__`
        |- StoreConflict                        nothing happened, trying again may help
        |  '- StoreBusy                         the same, because another transaction has locked the row
-       |     '- StoreLocked                    or, in SQLite, the whole database
+       |     |- StoreLocked                    or, in SQLite, the whole database
+       |     '- PoolExhausted                  or because all connections of the lock are in use
        '- StoreUnanswered                      the connection broke: the statement may or may not have happened
 
 Rule: every error keeps its facts as attributes and survives pickling, because Celery and multiprocessing carry
@@ -148,11 +149,15 @@ class StoreConflict(LockStoreError):
 
 
 class StoreBusy(StoreConflict):
-    """Another transaction has locked the row, or all connections of the lock are in use; nothing was changed."""
+    """Another transaction has locked the row; nothing was changed."""
 
 
 class StoreLocked(StoreBusy):
     """Another transaction is writing to the database, which has room for one; nothing was changed."""
+
+
+class PoolExhausted(StoreBusy):
+    """All connections of the lock are in use; nothing was sent."""
 
 
 class StoreUnanswered(LockStoreError):

@@ -21,7 +21,7 @@ from dblock.core import clock
 from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import KEPT, AutocommitPool, PooledConnection
 from dblock.core.connections.slots import Place, Slots
-from dblock.core.errors import StoreBusy, StoreConflict
+from dblock.core.errors import PoolExhausted, StoreConflict
 from tests.support.lab import threads, until
 
 STRUCK = ("/connections/pool.py", "/connections/slots.py", "/wakeup/registry.py", "/concurrent/futures/_base.py")
@@ -307,7 +307,7 @@ def test_nobody_waits_for_what_would_come_too_late() -> None:
     pool.may.set()
     mine = pool.take(soon(), keeps=False)
     threading.Timer(0.05, pool.give, (mine,)).start()
-    with pytest.raises(StoreBusy, match="in use"):
+    with pytest.raises(PoolExhausted, match="in use"):
         pool.take(soon(0.06), keeps=False)
 
 

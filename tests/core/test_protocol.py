@@ -15,9 +15,10 @@ import pytest
 from dblock.core import timing, values
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.local_queue import Request
-from dblock.core.errors import LockError, LockStoreError, StoreConflict, StoreUnanswered
+from dblock.core.errors import LockError, LockStoreError, PoolExhausted, StoreConflict, StoreUnanswered
 from dblock.core.holding.held import Held
 from dblock.core.protocol import tenures
+from dblock.core.protocol.sending import send
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.statements import DIALECTS
 from dblock.core.values import Grant, Tenure, margin
@@ -263,6 +264,16 @@ def test_conflicts_are_tried_again_and_then_reported(statement: str) -> None:
             with pytest.raises(LockStoreError):
                 play(world, story(), faults)
             assert world.time - start < 2 * timing.DEFAULT.patience + 2
+
+
+@pytest.mark.parametrize("statement", ["take", "renew", "release"])
+def test_a_pool_that_is_used_up_says_nothing_of_the_row(statement: str) -> None:
+    """It is waited for, whatever is done where somebody has locked the row: a batch of renewals is not taken apart."""
+    database = World().site().database
+    sending = send(database, getattr(DIALECTS["postgresql"], statement), {"key": "k"}, database.now() + 5)
+    assert isinstance(next(sending), Execute)
+    assert isinstance(sending.throw(PoolExhausted("all are in use")), Sleep)
+    assert isinstance(sending.send(None), Execute)
 
 
 def test_a_grant_that_comes_too_late_is_no_grant() -> None:

@@ -139,6 +139,7 @@ def test_public_names() -> None:
         "LockRevoked",
         "LockStoreError",
         "LockTimeout",
+        "PoolExhausted",
         "Reason",
         "Sequencer",
         "StaleSnapshot",

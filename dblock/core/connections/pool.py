@@ -32,7 +32,7 @@ from typing import Any, Final, cast
 
 from dblock.core import clock
 from dblock.core.connections.slots import Place, Slots
-from dblock.core.errors import StoreBusy, StoreConflict
+from dblock.core.errors import PoolExhausted, StoreConflict
 from dblock.core.protocol.steps import Execute, Rows
 
 KEPT: Final = 5
@@ -267,7 +267,7 @@ class AutocommitPool:
             return connection
 
     def _enter_in_turn(self, loop: object, slots: Slots, until: float, *, first: bool) -> PooledConnection:
-        """Wait for it; StoreBusy if it does not come in time for a statement to be of use."""
+        """Wait for it; PoolExhausted if it does not come in time for a statement to be of use."""
         place, called = Place(until), True
         connection: PooledConnection | None = None
         try:
@@ -281,7 +281,7 @@ class AutocommitPool:
                 if connection is not None:
                     return connection
                 first = first or called  # somebody looked before us
-            raise StoreBusy(f"all {slots.most:g} connections of the lock are in use")
+            raise PoolExhausted(f"all {slots.most:g} connections of the lock are in use")
         finally:
             with self._mutex:
                 slots.leave(place, served=connection is not None)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dblock.core import clock, timing
-from dblock.core.errors import LockStoreError, StoreBusy, StoreConflict, StoreLocked, StoreUnanswered
+from dblock.core.errors import LockStoreError, PoolExhausted, StoreBusy, StoreConflict, StoreLocked, StoreUnanswered
 from dblock.core.log import warn
 from dblock.core.protocol.steps import Parameters, Rows, Steps, execute, sleep
 from dblock.core.statements.base import Dialect, Statement, WhenLocked
@@ -93,6 +93,8 @@ def send(
 
 
 def _policy(statement: Statement, conflict: StoreConflict) -> WhenLocked:
+    if isinstance(conflict, PoolExhausted):  # which says nothing of the row
+        return WhenLocked.RETRY
     if isinstance(conflict, StoreLocked):
         return statement.database_locked
     return statement.row_locked if isinstance(conflict, StoreBusy) else WhenLocked.RETRY
