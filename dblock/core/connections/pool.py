@@ -210,10 +210,10 @@ class AutocommitPool:
         connection.idle_since = now = clock.now()
         surplus = list[PooledConnection]()
         with self._mutex:
-            wanted = any(slots.has_line() for slots in self._slots)
-            if not self._free(connection):
+            idle, slots = self._idle, connection.slots
+            wanted = len(idle) >= self._keep and any(each.has_line() for each in self._slots)
+            if slots is None or not slots.free(id(connection)):
                 return
-            idle = self._idle
             (idle if connection.epoch == self._epoch else surplus).append(connection)
             while len(idle) > self._keep and not wanted and idle[-1].loop is connection.loop:
                 surplus.append(idle.pop())
@@ -259,7 +259,9 @@ class AutocommitPool:
         with self._mutex:
             if not slots.has_room():
                 slots.lent -= {id(each) for each in self._all if self.is_over(each.loop)}
-            if not slots.has_room() or (slots.has_line() and not called):
+                if not slots.has_room():
+                    return None
+            if not called and slots.has_line():
                 return None
             idle = self._idle
             connection = idle.pop() if idle and idle[-1].loop is loop else self._idle_for(loop) or self._new(loop)

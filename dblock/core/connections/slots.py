@@ -61,7 +61,8 @@ class Slots:
         if connection not in self.lent:
             return False
         self.lent.remove(connection)
-        self._call()
+        if self._line:
+            self._call()
         return True
 
     def _call(self) -> None:

@@ -92,6 +92,7 @@ class Flows:
         self._thread = _Thread()
         self._of_context: ContextVar[Flow | None] = ContextVar("dblock flow", default=None)
         self._began: ContextVar[None] = ContextVar("dblock flow began", default=None)
+        self._mark = partial(self._began.set, None)
         self._tasks: MutableMapping[Any, Flow] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._process: tuple[str, dict[str, Any]] | None = None
@@ -133,7 +134,7 @@ class Flows:
     def _began_here(self, flow: Flow) -> bool:
         """In the context that runs now?"""
         assert flow.began is not None  # noqa: S101 - it is not a task
-        again = partial(self._began.reset, flow.began), partial(self._began.set, None)
+        again = partial(self._began.reset, flow.began), self._mark
         try:
             # Both in one instruction, which no signal handler interrupts: a token that is spent tells nothing.
             _, flow.began = map(_CALL, again)
