@@ -117,8 +117,10 @@ class Lane:
         """Run it in one of them, in its turn; PoolExhausted if that does not come until that local time."""
         try:
             begun = self._threads.submit(copy_context().run, work)
-        except RuntimeError:  # the interpreter is ending: what is held is given back all the same
-            return work()
+        except RuntimeError as refused:
+            if "shutdown" not in str(refused):  # out of threads: one that there is may do it yet
+                raise
+            return work()  # the interpreter is ending: what is held is given back all the same
         running = asyncio.wrap_future(begun)
         try:
             _ = await asyncio.wait((running,), timeout=max(until - clock.now(), 0.0))

@@ -20,7 +20,7 @@ from django.test import override_settings
 from sqlalchemy import NullPool, create_engine
 
 from dblock import LockStoreError, db_lock
-from dblock.connections import MOST
+from dblock.connections import MOST, Lane
 from dblock.core import clock
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.steps import Execute, Rows
@@ -277,6 +277,19 @@ def test_an_event_loop_that_outlives_the_main_thread(database: str, alias: str) 
     )
     assert (done.stdout.split(), done.stderr) == (["None", "held"], "")
     assert run(database, "SELECT count(*) FROM locks WHERE owner IS NOT NULL") == [(0,)]
+
+
+def test_work_is_done_once_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands in the pool's queue by then, and whichever thread there is may come to it."""
+    lane, done = Lane("take"), list[int]()
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(lane._threads, "submit", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        asyncio.run(lane.run(lambda: done.append(1), clock.now() + 5))
+    assert not done
 
 
 @pytest.mark.direct
