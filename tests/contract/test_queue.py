@@ -11,6 +11,7 @@ import pytest
 
 from dblock.core import runtime
 from dblock.core.errors import LockDeadlock, LockLost
+from dblock.core.face.executor import BaseStore
 from dblock.core.protocol.steps import Execute, Rows
 from tests.conftest import POOLER, SELDOM, timed
 from tests.contract.test_lease import attach
@@ -116,6 +117,33 @@ def test_a_queue_of_the_dead_is_no_obstacle(subject: Subject, actor: Actor) -> N
     stranger(subject, 21, 600)
     assert actor.do(lambda: subject.reap(0)) in {0, 1}
     assert subject.run("SELECT owner FROM lock_waiters") == [("s",)], "the living stay"
+
+
+def test_a_crowd_is_forgotten(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever stood in a queue pays two statements again when nobody else comes, however often it takes the key."""
+    monkeypatch.setattr("dblock.core.acquire.local_queue.RECENT", 0.3)
+    lock, sent = subject.lock("k"), list[str]()
+    actor.call(lock, "acquire")
+    stranger(subject, 1, 600)
+    subject.run("UPDATE locks SET last_ticket = 1")
+    actor.call(lock, "release")
+    assert subject.row("k")["owner"] == "s"
+    subject.run("UPDATE locks SET owner = NULL")
+    subject.run("DELETE FROM lock_waiters")
+    execute = BaseStore.execute
+
+    def noted(store: BaseStore, step: Execute) -> Rows:
+        sent.append(step.statement.name)
+        return execute(store, step)
+
+    monkeypatch.setattr(BaseStore, "execute", noted)
+    end, queued = time.monotonic() + 0.8, False
+    while time.monotonic() < end:
+        sent.clear()
+        actor.within(lock)
+        queued = queued or "join" in sent
+    assert [name for name in sent if name in {"join", "grant", "take", "release"}] == ["take", "release"]
+    assert queued, "it did not believe in a crowd in the first place"
 
 
 @some

@@ -44,7 +44,7 @@ def grant(site: Site, key: str, first: int, held: Held | None = None, *, until: 
         return False
     if held is not None:
         held.handed_over = True  # before anybody is told
-    site.local_queues.note_contention(key)
+        site.local_queues.note_contention(key)
     if not granted.called:
         yield from _tell(site, granted.channel, granted.message)
     return True
@@ -71,6 +71,7 @@ def grant_next(site: Site, key: str, first: int = 0, *, until: float = math.inf)
     try:
         for _ in range(2):  # somebody may leave, and somebody come, between two statements
             if first and (yield from grant(site, key, first, until=until)):
+                site.local_queues.note_contention(key)
                 return True
             soon = min(until, database.now() + database.timing.handover_retry)
             view = yield from queue.status(database, key, soon)
