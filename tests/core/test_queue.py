@@ -501,7 +501,21 @@ def test_a_listener_is_of_one_database(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not elsewhere.notified()
 
 
-@pytest.mark.parametrize("text", ["", "5", "5 6 p", "5 6 p ", "x 6 p k", "5 x p k", "\u0665 6 p k", "-5 6 p k"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "5",
+        "5 6 7 p",
+        "5 6 7 p ",
+        "x 6 7 p k",
+        "5 x 7 p k",
+        "5 6 x p k",
+        "\u0665 6 7 p k",
+        "-5 6 7 p k",
+        f"{10**19} 6 7 p k",
+    ],
+)
 def test_messages_that_are_none(text: str) -> None:
     assert Message.read(text) is None
 

@@ -208,7 +208,7 @@ class AutocommitPool:
     def give(self, connection: PooledConnection) -> None:
         """Keep it for the next statement."""
         connection.idle_since = now = clock.now()
-        surplus = list[PooledConnection]()
+        surplus: list[PooledConnection] = []
         with self._mutex:
             idle, slots = self._idle, connection.slots
             wanted = len(idle) >= self._keep and any(each.has_line() for each in self._slots)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from dblock.core import runtime
 from dblock.core.acquire.acquiring import Refused
 from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, LockTimeout, Reason
-from dblock.core.holding.flow import Block, Hold
+from dblock.core.holding.flow import Block, Flow, Hold
 from dblock.core.holding.lease import Loss
 from dblock.core.options import PLAIN, Options, valid_options
 from dblock.core.protocol.drive import adrive
@@ -246,8 +246,9 @@ class BaseLock:
         mine = [block for block in self._blocks if block.hold.who["pid"] == os.getpid()]
         return [block for block in mine if block.entry.detached or block.entry in block.hold.entries]
 
-    def _hold_here(self) -> Hold | None:
-        holds = current_flow().holds
+    def _hold_here(self, flow: Flow | None = None) -> Hold | None:
+        """What this flow holds, which is `flow` if that is known."""
+        holds = (flow or current_flow()).holds
         hold = holds.get((self._store(), self._key)) if holds else None
         if hold is not None and hold.outer is not None and not hold.entered_by(self):
             # Another lock object took the key again after this one's tenure had ended: lost is lost.

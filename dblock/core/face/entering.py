@@ -18,7 +18,7 @@ from dblock.core.errors import LockError, Reason
 from dblock.core.face.base import BaseLock
 from dblock.core.face.bookkeeping import begin_hold, forget, site_of, who_we_are
 from dblock.core.face.leaving import leave
-from dblock.core.holding.flow import Block, Entry, Hold
+from dblock.core.holding.flow import Block, Entry, Flow, Hold
 from dblock.core.holding.lease import Loss
 from dblock.core.identity import celery_task_id
 from dblock.core.protocol import tenures
@@ -29,13 +29,15 @@ from dblock.core.tokens import Token
 from dblock.core.values import Grant, LockInfo
 
 
-def acquire(lock: BaseLock, timeout: float | None, kind: str = "acquire") -> Steps[Hold | Refused]:
-    """What this flow holds now; else why not."""
-    entry, observers = Entry(lock, kind), runtime.current.watchdog.observers
+def acquire(
+    lock: BaseLock, timeout: float | None, kind: str = "acquire", flow: Flow | None = None
+) -> Steps[Hold | Refused]:
+    """What this flow holds now; else why not. `flow`: which one it is, if that is known."""
+    entry, observers, flow = Entry(lock, kind), runtime.current.watchdog.observers, flow or current_flow()
     if observers is None:
-        steps = _acquire(lock, timeout, entry)
+        steps = _acquire(lock, timeout, entry, flow)
     else:
-        steps = observers.acquire(lock, entry, functools.partial(_acquire, lock, timeout, entry))
+        steps = observers.acquire(lock, entry, functools.partial(_acquire, lock, timeout, entry, flow))
     for follow in runtime.current.followers:
         steps = follow(lock, timeout, steps)
     return steps
@@ -45,11 +47,12 @@ def _acquire(
     lock: BaseLock,
     timeout: float | None,
     entry: Entry,
+    flow: Flow,
     contended: Callable[[LockInfo | None], None] | None = None,
 ) -> Steps[Hold | Refused]:
     if lock.forked_from is not None:
         raise lock._forked()
-    store, flow, ttl = lock._store(), current_flow(), lock._ttl
+    store, ttl = lock._store(), lock._ttl
     database, resource = store.database, (store, lock._key)
     hold = flow.holds.get(resource)
     if hold is not None and hold.is_snapshot:
@@ -97,11 +100,12 @@ def _acquire(
 
 def enter(lock: BaseLock) -> Steps[None]:
     """Begin a `with`: take the lock, or enter it once more; an attachment becomes the block. Raises LockTimeout."""
-    hold = lock._hold_here()
+    flow = current_flow()
+    hold = lock._hold_here(flow)
     if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:
         hold.entries[-1] = Entry(lock, "with")
     else:
-        found = yield from acquire(lock, lock._timeout, "with")
+        found = yield from acquire(lock, lock._timeout, "with", flow)
         if isinstance(found, Refused):
             raise lock._timed_out(found) from found.busy
         hold = found

@@ -26,8 +26,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
-from functools import partial
-from operator import methodcaller
+from operator import call
 from typing import Any, Final, NamedTuple, Protocol
 
 from dblock.core.errors import Reason
@@ -40,8 +39,6 @@ from dblock.core.values import Grant, Tenure
 
 LISTENING_PACE: Final = 1.0
 """Seconds between two renewals of what its holder wants to be asked back (`on_revoke`)."""
-
-_CALL: Final = methodcaller("__call__")
 
 
 class Flow:
@@ -92,7 +89,7 @@ class Flows:
         self._thread = _Thread()
         self._of_context: ContextVar[Flow | None] = ContextVar("dblock flow", default=None)
         self._began: ContextVar[None] = ContextVar("dblock flow began", default=None)
-        self._mark = partial(self._began.set, None)
+        self._again: tuple[Callable[[Any], Any], ...] = self._began.reset, self._began.set
         self._tasks: MutableMapping[Any, Flow] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._process: tuple[str, dict[str, Any]] | None = None
@@ -134,10 +131,9 @@ class Flows:
     def _began_here(self, flow: Flow) -> bool:
         """In the context that runs now?"""
         assert flow.began is not None  # noqa: S101 - it is not a task
-        again = partial(self._began.reset, flow.began), self._mark
         try:
             # Both in one instruction, which no signal handler interrupts: a token that is spent tells nothing.
-            _, flow.began = map(_CALL, again)
+            _, flow.began = map(call, self._again, (flow.began, None))
         except ValueError:  # of another context
             return False
         except RuntimeError:  # spent: a signal handler has asked here, between the two lines

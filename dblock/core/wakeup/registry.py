@@ -6,6 +6,7 @@ depends on it but how soon a waiter looks.
 
 from __future__ import annotations
 
+import re
 import threading
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -33,11 +34,15 @@ class Message(NamedTuple):
     @classmethod
     def read(cls, text: str) -> Message | None:
         """From its text, which anybody may have written; None if it has not that form."""
-        ticket, fence, lasts, proof, key = (*text.split(" ", 4), *[""] * 4)[:5]
-        numbers = ticket + fence + lasts
-        if not (ticket and fence and lasts and key and numbers.isascii() and numbers.isdecimal()):
+        form = _FORM.fullmatch(text)
+        if form is None:
             return None
-        return cls(key, int(ticket[:19]), int(fence[:19]), int(lasts[:19]), proof)
+        ticket, fence, lasts, proof, key = form.groups()
+        return cls(key, int(ticket), int(fence), int(lasts), proof)
+
+
+_FORM: Final = re.compile(r"(\d{1,19}) (\d{1,19}) (\d{1,19}) ([^ ]*) (.+)", re.ASCII | re.DOTALL)
+"""Of the text of a message."""
 
 
 class Wakeup:
