@@ -368,7 +368,7 @@ class LocalQueues:
         self._tried.clear()
 
     def note_contention(self, key: str) -> None:
-        """Somebody else waited for that key just now. (Who had it granted to itself would believe in a crowd for ever.)"""
+        """Somebody else waited for that key just now. Who had it granted to itself would believe that for ever."""
         if len(self._contended) >= CONTENDED:
             self._contended.clear()
         self._contended[key] = self.database.now()
