@@ -40,6 +40,8 @@ from dblock.core.values import Grant, Tenure
 LISTENING_PACE: Final = 1.0
 """Seconds between two renewals of what its holder wants to be asked back (`on_revoke`)."""
 
+_CALL: Final[Callable[..., Any]] = call
+
 
 class Flow:
     """What one flow holds, found by the store of its row and its key; and who it is."""
@@ -133,7 +135,7 @@ class Flows:
         assert flow.began is not None  # noqa: S101 - it is not a task
         try:
             # Both in one instruction, which no signal handler interrupts: a token that is spent tells nothing.
-            _, flow.began = map(call, self._again, (flow.began, None))
+            _, flow.began = map(_CALL, self._again, (flow.began, None))
         except ValueError:  # of another context
             return False
         except RuntimeError:  # spent: a signal handler has asked here, between the two lines
