@@ -388,15 +388,25 @@ def test_whoever_is_interrupted_in_the_line_holds_up_nobody() -> None:
         pool, strike = Pool(most=1), Strike(place, as_signals=True)
         pool.may.set()
         mine = [pool.take(soon(), keeps=False)]
-        gives = threading.Timer(0.002, lambda pool=pool, mine=mine: pool.give(mine.pop()))
+        over = threading.Event()
+        gives = threading.Thread(target=_give_back, args=(pool, mine, over))
         gives.start()
         _take(pool, strike)
+        over.set()
         gives.join()
         _has_room(pool)
         assert len(pool._slots[False]._line) <= 1
         if not strike.struck and place != untraced:
             break
     assert place > 50
+
+
+def _give_back(pool: Pool, mine: list[PooledConnection], over: threading.Event) -> None:
+    """A moment after somebody stands in line, or was interrupted before."""
+    while not (over.is_set() or pool._slots[False]._line):
+        time.sleep(0.0005)
+    time.sleep(0.002)
+    pool.give(mine.pop())
 
 
 def _stand_in_line(pool: Pool, count: int) -> bool:

@@ -90,6 +90,13 @@ def wire(request: pytest.FixtureRequest) -> Iterator[Wire]:
         direct.engine.dispose()
 
 
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    """What was broken off is collected at its end, where its warnings may be expected, and not in some other test."""
+    yield
+    gc.collect()
+
+
 @pytest.fixture
 def actors() -> Iterator[Callable[[Subject], Actor]]:
     """Makes flows of control that end with the test."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,13 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers whose connections were cut
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _collected() -> Iterator[None]:
-    """What was broken off is collected here, where its warnings are expected, and not in some other test."""
-    yield
-    gc.collect()
 
 
 def test_a_black_hole_ends_trust_in_time(wire: Wire) -> None:

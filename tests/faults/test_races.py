@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,13 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers that were interrupted while they connected
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _collected() -> Iterator[None]:
-    """What was broken off is collected here, where its warnings are expected, and not in some other test."""
-    yield
-    gc.collect()
 
 
 class Interrupted(BaseException):
