@@ -144,7 +144,7 @@ def test_a_row_that_is_locked_is_passed_over(
         return execute(store, step)
 
     with monkeypatch.context() as patch:
-        timed(patch, patience=0.1)
+        timed(patch, patience=1.0)
         patch.setattr(BaseStore, "execute", refuse)
         if subject.face == "sync":
             with pytest.raises(KeyboardInterrupt):
