@@ -215,15 +215,16 @@ def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
 
 def test_what_is_seen_may_not_be_durable() -> None:
     """A take whose answer is lost is not believed because its row is there: the standby that it waited for lacks it."""
-    with running(PostgreSQL) as server, ThreadPoolExecutor(1) as pool:
-        engine = create_engine(SERVERS["postgresql"][1].format(server.port), isolation_level="AUTOCOMMIT")
-        metadata.create_all(engine)
-        lock, other = db_lock(engine, "k", ttl=2), db_lock(engine, "k", timeout=10)
-        with lock, engine.connect() as admin:
-            tell = admin.execute
-            tell(text("ALTER SYSTEM SET synchronous_standby_names = 'nobody'"))
-            tell(text("SELECT pg_reload_conf()"))
-        with engine.connect() as admin:
+    standby = ("synchronous_standby_names=nobody",)
+    with running(lambda: PostgreSQL(options=standby)) as server, ThreadPoolExecutor(1) as pool:
+        url = SERVERS["postgresql"][1].format(server.port)
+        waits = create_engine(url)
+        waits_not = create_engine(f"{url}?options=-csynchronous_commit%3Dlocal", isolation_level="AUTOCOMMIT")
+        metadata.create_all(waits_not)
+        with db_lock(waits_not, "k"):
+            pass
+        lock, other = db_lock(waits, "k", ttl=2), db_lock(waits_not, "k", timeout=10)
+        with waits_not.connect() as admin:
 
             def ended() -> bool:
                 waiting = "FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND query LIKE '%locks%'"
@@ -236,11 +237,11 @@ def test_what_is_seen_may_not_be_durable() -> None:
             with contextlib.suppress(LockError):
                 assert taking.result(10) is False
             assert lock.state is None
-            admin.execute(text("ALTER SYSTEM RESET synchronous_standby_names"))
-            admin.execute(text("SELECT pg_reload_conf()"))
+            assert until(lambda: not ended()), "whatever else waits keeps the row locked"
         with other:
             pass
-        engine.dispose()
+        waits.dispose()
+        waits_not.dispose()
 
 
 def test_crashes_amid_a_queue_that_moves_on() -> None:
