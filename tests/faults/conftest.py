@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.conftest import INNODB, POOLER, ready
-from tests.support.lab import LONG, SYNC, Wired, close_django, ledger
+from tests.support.lab import LONG, SYNC, Wired, close_django, ledger, threads, until
 from tests.support.proxy import Proxy
 from tests.support.subjects import Actor, Subject
 
@@ -94,6 +94,8 @@ def wire(request: pytest.FixtureRequest) -> Iterator[Wire]:
 def _collected() -> Iterator[None]:
     """What was broken off is collected at its end, where its warnings may be expected, and not in some other test."""
     yield
+    # What arrives for somebody who was interrupted is dropped by the thread that opens it.
+    _ = until(lambda: not threads("dblock connect"))
     gc.collect()
 
 
