@@ -187,6 +187,13 @@ def sqlite() -> Iterator[Path]:
     yield Path(os.environ["DBLOCK_TEST_SQLITE"])
 
 
+@pytest.fixture(autouse=True)
+def _empty_file(request: pytest.FixtureRequest) -> None:
+    """For a test that takes the file as it is."""
+    if "sqlite" in request.fixturenames:
+        _ = ready(request, "sqlite")
+
+
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[PostgreSQL]:
     """A PostgreSQL server with the table, made by Django's migration; with POOLER, PgBouncer is before it."""
@@ -255,7 +262,7 @@ def database(request: pytest.FixtureRequest) -> str:
 
 
 def ready(request: pytest.FixtureRequest, database: str) -> str:
-    """See that `database` runs and that its tables are empty."""
+    """See that `database` runs and that its tables are empty: who died in a queue stands there for seconds."""
     if POOLER and database != "postgresql":
         pytest.skip("not through PgBouncer")
     request.getfixturevalue(database)
