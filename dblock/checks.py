@@ -17,6 +17,7 @@ from django.core.checks import CheckMessage, Error, Warning, register
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.migrations.recorder import MigrationRecorder
 from django.db.models import Model
 
 from dblock import conf
@@ -272,11 +273,12 @@ def check_databases(
 
     W001: a SQLite file without write-ahead log, where each commit waits for the disk and readers block writers.
     W004: one where a transaction that has read may find that it cannot write any more.
+    W010: tables that are ours, of which migrate does not know.
     """
     connection = _locks_connection()
     if connection is None or connection.alias not in (databases or ()):
         return []
-    found = _strangers(connection)
+    found = _check_tables(connection)
     if connection.vendor == "sqlite" and not connection.is_in_memory_db():  # type: ignore[attr-defined]
         found += _check_file(connection)
     return found
@@ -303,40 +305,58 @@ def _check_file(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
     return found
 
 
-def _check_migrated(model: type[Model], alias: str) -> list[CheckMessage]:
-    if router.allow_migrate_model(alias, model):
-        return []
-    text = (
-        f"Database {alias!r} has no table `{model._meta.db_table}`, and DATABASE_ROUTERS keep migrate from making it."
-    )
-    hint = (
-        "Let allow_migrate() return None or True for the app 'dblock' there, or make the tables by "
-        "`manage.py dblock schema`. See docs/databases.md."
-    )
-    return [Error(text, hint=hint, id="dblock.E008")]
-
-
-def _strangers(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
-    """Tables of our names without our columns; not in a schema of our own, where nobody else's are."""
+def _check_tables(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
+    """Those of our names; in a schema of our own, whose tables Django does not list, nobody else's are."""
     from dblock.models import Lock, Waiter  # noqa: PLC0415 - needs the app registry
 
-    found: list[CheckMessage] = []
     with connection.cursor() as cursor:
         there = connection.introspection.table_names(cursor)
-        for model in (Lock, Waiter):
-            table = model._meta.db_table
-            if table not in there:
-                found += _check_migrated(model, connection.alias)
-                continue
-            try:
-                columns = {column.name for column in connection.introspection.get_table_description(cursor, table)}
-            except DatabaseError:  # it is not ours to read, whatever it is
-                columns = set()
-            if not {"lock_key", "owner", "expires_at"} <= columns:
-                text = f"The table `{table}` in database {connection.alias!r} is another application's."
-                hint = (
-                    "Give dblock's tables other names with DBLOCK['TABLE_PREFIX'] or DBLOCK['SCHEMA']. "
-                    "See docs/databases.md."
-                )
-                found.append(Error(text, hint=hint, id="dblock.E005"))
+    found: list[CheckMessage] = []
+    for model in (Lock, Waiter):
+        if model._meta.db_table in there:
+            found += _check_ours(model, connection)
+        elif not router.allow_migrate_model(connection.alias, model):
+            text = (
+                f"Database {connection.alias!r} has no table `{model._meta.db_table}`, and DATABASE_ROUTERS keep "
+                "migrate from making it."
+            )
+            hint = (
+                "Let allow_migrate() return None or True for the app 'dblock' there, or make the tables by "
+                "`manage.py dblock schema`. See docs/databases.md."
+            )
+            found.append(Error(text, hint=hint, id="dblock.E008"))
+    if not found and Lock._meta.db_table in there and _would_make_anew(Lock, connection):
+        text = (
+            f"The table `{Lock._meta.db_table}` in database {connection.alias!r} was made by another program than "
+            "migrate, which will say that it exists already."
+        )
+        hint = f"Run `manage.py migrate dblock{_other(connection)} --fake-initial` first. See docs/databases.md."
+        found.append(Warning(text, hint=hint, id="dblock.W010"))
     return found
+
+
+def _check_ours(model: type[Model], connection: BaseDatabaseWrapper) -> list[CheckMessage]:
+    """Has the table of our name our columns?"""
+    table = model._meta.db_table
+    try:
+        with connection.cursor() as cursor:
+            columns = {column.name for column in connection.introspection.get_table_description(cursor, table)}
+    except DatabaseError:  # it is not ours to read, whatever it is
+        columns = set()
+    if {"lock_key", "owner", "expires_at"} <= columns:
+        return []
+    text = f"The table `{table}` in database {connection.alias!r} is another application's."
+    hint = "Give dblock's tables other names with DBLOCK['TABLE_PREFIX'] or DBLOCK['SCHEMA']. See docs/databases.md."
+    return [Error(text, hint=hint, id="dblock.E005")]
+
+
+def _would_make_anew(model: type[Model], connection: BaseDatabaseWrapper) -> bool:
+    """Would migrate make the table, which is there?"""
+    label = model._meta.app_label
+    if label in settings.MIGRATION_MODULES or not router.allow_migrate_model(connection.alias, model):
+        return False
+    return (label, "0001_initial") not in MigrationRecorder(connection).applied_migrations()
+
+
+def _other(connection: BaseDatabaseWrapper) -> str:
+    return "" if connection.alias == DEFAULT_DB_ALIAS else f" --database {connection.alias}"

@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import importlib.util
 import io
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 from dblock import __version__
 from dblock.commands.console import complain
@@ -33,7 +35,10 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="dblock", description="A distributed lock in the database you already have.")
     made.add_argument("--version", action="version", version=f"dblock {__version__}")
     made.add_argument(
-        "--url", default=os.environ.get("DBLOCK_URL"), help="the database, as SQLAlchemy has it; DBLOCK_URL by default"
+        "--url",
+        type=_with_driver,
+        default=os.environ.get("DBLOCK_URL"),
+        help="the database, as SQLAlchemy has it; DBLOCK_URL by default",
     )
     made.add_argument("--prefix", default="", help="stands before the names of the tables")
     made.add_argument("--schema", default="", help="the schema of the tables (in MySQL: the database)")
@@ -49,6 +54,21 @@ def parser() -> argparse.ArgumentParser:
     completion = commands.add_parser("completion", help="print what makes a shell complete this command")
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
     return made
+
+
+_DRIVERS: Final = {
+    "postgres": ("postgresql", "psycopg"),
+    "postgresql": ("postgresql", "psycopg"),
+    "mysql": ("mysql", "pymysql"),
+    "mariadb": ("mariadb", "pymysql"),
+}
+
+
+def _with_driver(url: str) -> str:
+    """For a URL that names none, as those of platforms do: of the driver that our extras bring, if that is there."""
+    kind, separator, rest = url.partition("://")
+    database, driver = _DRIVERS.get(kind, (kind, ""))
+    return f"{database}+{driver}{separator}{rest}" if driver and importlib.util.find_spec(driver) else url
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

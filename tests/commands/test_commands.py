@@ -257,7 +257,7 @@ def test_a_database_that_is_not_there(
         gone = one("show", "k", "--using", "nowhere")
         assert gone.returncode == 1
         assert "there is no database 'nowhere'" in gone.stderr
-        monkeypatch.setattr("dblock.checks._strangers", Mock(side_effect=OperationalError))
+        monkeypatch.setattr("dblock.checks._check_tables", Mock(side_effect=OperationalError))
         assert "reachable" in one("doctor").stdout, "and what Django's checks say without it"
         return
     url = ["--url", "postgresql+psycopg://nobody@127.0.0.1:1/x"]
@@ -273,7 +273,7 @@ def test_mistakes_are_told(one: Shell, monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(SystemExit, match="2"):
         main(["ls"])
     assert "name the database" in capsys.readouterr().err
-    for wrong_url in ("postgres://user@host/name", "nonsense"):
+    for wrong_url in ("oracles://user@host/name", "nonsense"):
         with pytest.raises(SystemExit, match="2"):
             main(["--url", wrong_url, "ls"])
         assert "no URL as SQLAlchemy wants it" in capsys.readouterr().err
@@ -300,6 +300,19 @@ def test_mistakes_are_told(one: Shell, monkeypatch: pytest.MonkeyPatch, capsys: 
         assert done.returncode == 2, wrong
         assert "Traceback" not in done.stderr
         assert " value" not in done.stderr, "argparse's own words for a function of ours"
+
+
+def test_a_url_without_a_driver(capsys: pytest.CaptureFixture[str]) -> None:
+    """As platforms give it to an application: it is that of the extra, not one that SQLAlchemy would rather have."""
+    for kind, driver in (
+        ("postgres", "postgresql+psycopg"),
+        ("postgresql", "postgresql+psycopg"),
+        ("mysql", "mysql+pymysql"),
+    ):
+        assert main(["--url", f"{kind}://nobody@127.0.0.1:1/x", "doctor"]) == 2
+        assert f"{driver}://nobody@127.0.0.1:1/x" in capsys.readouterr().out
+    assert main(["--url", "postgres://nobody@127.0.0.1:1/x", "schema"]) == 0
+    assert "fillfactor" in capsys.readouterr().out
 
 
 def test_the_url_may_come_from_the_environment_and_names_other_tables(

@@ -21,11 +21,12 @@ from django.core.checks import run_checks
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.core.management.base import SystemCheckError
-from django.db import connections
+from django.db import OperationalError, connections
 from django.test import override_settings
 from sqlalchemy import Engine, create_engine, inspect, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
+from dblock import db_lock as db_lock_of_django
 from dblock.core.errors import LockStoreError, UnsupportedDatabase
 from dblock.core.protocol import states
 from dblock.core.protocol.drive import drive
@@ -34,7 +35,7 @@ from dblock.core.statements.base import Statement, Tables
 from dblock.core.validation import valid_tables
 from dblock.models import table
 from dblock.store import DjangoStore
-from sqlalchemy_dblock import attach, db_lock, metadata_for, reap
+from sqlalchemy_dblock import attach, db_lock, metadata, metadata_for, reap
 from tests.conftest import INNODB, observer, url
 from tests.project.test_schema import apply, describe, plain_ddl
 from tests.statements.laboratory import Session
@@ -320,6 +321,35 @@ def test_django_names_them_before_it_migrates(tmp_path: Path, monkeypatch: pytes
             database.execute("DROP TABLE lock_waiters")
         call_command("migrate", database="other", verbosity=0, skip_checks=False)
         assert [each.id for each in run_checks(tags=["dblock"], databases=["other"])] == []
+    connections["other"].close()
+    del connections["other"]
+
+
+def test_tables_that_migrate_did_not_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W010 says how it takes them over, which it does; silence where it would not make them."""
+    path = tmp_path / "other.sqlite3"
+    monkeypatch.setitem(connections.settings, "other", {**connections.settings["default"], "NAME": str(path)})
+    engine = create_engine(f"sqlite:///{path}")
+    metadata.create_all(engine)
+    engine.dispose()
+    with override_settings(DBLOCK={"USING": "other"}):
+
+        def ids() -> list[str]:
+            return [str(each.id) for each in run_checks(tags=["dblock"], databases=["other"])]
+
+        [found] = run_checks(tags=["dblock"], databases=["other"])
+        assert found.id == "dblock.W010"
+        with override_settings(MIGRATION_MODULES={"dblock": None}):
+            assert ids() == []
+        command = re.search(r"`manage\.py (.+?)`", str(found.hint))
+        assert command is not None
+        with pytest.raises(OperationalError, match="already exists"):
+            call_command("migrate", database="other", verbosity=0)
+        call_command(*command.group(1).split(), verbosity=0, skip_checks=False)
+        assert ids() == []
+        call_command("migrate", database="other", verbosity=0, skip_checks=False)
+        with db_lock_of_django("k"):
+            pass
     connections["other"].close()
     del connections["other"]
 
