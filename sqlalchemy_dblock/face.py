@@ -27,8 +27,8 @@ from sqlalchemy_dblock.transactions import connection_of, keep_until_end, pin, v
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
-    from sqlalchemy.orm import Session
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
+    from sqlalchemy.orm import Session, scoped_session
 
     from dblock.core.face.key_template import NoKey
     from dblock.core.protocol.reaping import Reaped
@@ -39,7 +39,7 @@ T = TypeVar("T")
 class Options(Given, total=False):
     """The keyword arguments of `db_lock`, which says what they mean."""
 
-    session: Any
+    session: Session | AsyncSession | scoped_session[Any] | async_scoped_session[Any] | None
 
 
 class _EngineLock(BaseLock):
@@ -55,6 +55,11 @@ class _EngineLock(BaseLock):
         self._given_session: Callable[[], Any] | None = None
         if session is not None:
             self._given_session = weakref.ref(valid_session(session, asynchronous=engine.dialect.is_async))
+
+    def __getstate__(self) -> object:
+        raise TypeError(
+            "a lock over an engine cannot be pickled, as the engine cannot: send the key, or detach()'s token"
+        )
 
     def _store(self) -> EngineStore:
         stand_in = runtime.current.stand_in

@@ -24,6 +24,7 @@ from dblock.commands import checkup
 from dblock.commands.checkup import Checkup, Finding, Level
 from dblock.commands.desk import Desk
 from dblock.commands.doctor import tasks
+from dblock.core.errors import LockStoreError
 from sqlalchemy_dblock import db_lock, metadata, reap
 from sqlalchemy_dblock.store import store_for
 from tests.commands.conftest import Shell
@@ -140,6 +141,10 @@ def lowly(request: pytest.FixtureRequest) -> Iterator[Callable[..., URL]]:
 def test_missing_rights(lowly: Callable[..., URL], database: str) -> None:
     """Each is named, and what the hint says mends it; nobody needs more than these, and the doctor neither."""
     user = lowly(database, "SELECT", "INSERT")
+    engine = create_engine(user)
+    with pytest.raises(LockStoreError, match=r"whoever locks needs SELECT, INSERT, UPDATE and DELETE .*\(GRANT\)"):
+        db_lock(engine, "k").acquire()
+    engine.dispose()
     found = findings(user)["rights"]
     assert [each.text.partition(":")[0] for each in found] == [
         "no right to UPDATE, DELETE in locks",

@@ -402,6 +402,14 @@ def test_acquire_accepts_what_an_rlock_accepts(subject: Subject, actor: Actor, a
     actor.call(lock, "release")
 
 
+def test_a_number_of_seconds_is_no_yes(subject: Subject, actor: Actor) -> None:
+    """Which it is to an RLock: `acquire(5)` would wait for as long as ever."""
+    for wrong in (5, 0.5, None, "k"):
+        with pytest.raises(TypeError, match="a wait in seconds is timeout="):
+            actor.call(subject.lock("k"), "acquire", wrong)
+    assert subject.run("SELECT count(*) FROM locks") == [(0,)]
+
+
 def test_releasing_without_holding(subject: Subject, actor: Actor) -> None:
     """LockNotHeld, a RuntimeError, before the first acquire and after the last release; the row stays as it is."""
     lock = subject.lock("k")
@@ -560,6 +568,22 @@ def test_errors_share_one_root(subject: Subject, actor: Actor) -> None:
         actor.call(subject.lock("k"), "release")
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (type(copy), str(copy), copy.key) == (LockNotHeld, str(caught.value), "k")
+
+
+def test_what_is_held_stays_where_it_is(subject: Subject, actor: Actor) -> None:
+    """A lock of Django's can be sent to another process, and its copy holds nothing; one that is held cannot."""
+    import pickle
+
+    lock = subject.lock("k", ttl=7)
+    if subject.variant == "sqlalchemy":
+        with pytest.raises(TypeError, match="as the engine cannot: send the key, or detach"):
+            pickle.dumps(lock)
+        return
+    assert pickle.loads(pickle.dumps(lock)).ttl == 7
+    actor.call(lock, "acquire")
+    with pytest.raises(TypeError, match="'k' is held, .* send the token of detach"):
+        actor.do(lambda: pickle.dumps(lock))
+    actor.call(lock, "release")
 
 
 def vars_of(info: Any) -> str:

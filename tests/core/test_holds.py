@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -141,7 +142,7 @@ def test_held_then_at_risk_then_lost(local: Clock) -> None:
     for local.time in (100, 114.9, 115, 128.9, 129, 500):
         states.append((hold.lease.state, round(hold.lease.remaining(), 1)))
     assert states == [("held", 29), ("held", 14.1), ("at_risk", 14), ("at_risk", 0.1), ("lost", 0), ("lost", 0)]
-    assert hold.lease.loss == Loss(Reason.EXPIRED)
+    assert hold.lease.loss == Loss(Reason.EXPIRED, stalled=True)
 
 
 def test_without_renewal_nothing_is_late(local: Clock) -> None:
@@ -149,6 +150,19 @@ def test_without_renewal_nothing_is_late(local: Clock) -> None:
     hold = hold_of(local, renew=False)
     local.time = 128.9
     assert hold.lease.state == "held"
+    local.time = 129
+    assert not hold.lease.remaining()
+    assert "use a longer ttl, or let it be renewed" in str(hold.lease.loss)
+
+
+def test_a_process_that_stood_still_is_told_that(local: Clock) -> None:
+    """And not that its lease was too short for its work: it was to be renewed, and nobody tried to."""
+    hold = hold_of(local)
+    local.time = 129
+    assert hold.lease.state == "lost"
+    assert "its process stood still" in str(hold.lease.loss)
+    hold.lease.explain(Loss(Reason.TAKEN_OVER, INFO))
+    assert re.search(r"its process stood still.*, and it was taken over by ", str(hold.lease.loss))
 
 
 def test_a_renewal_counts_from_its_sending(local: Clock) -> None:

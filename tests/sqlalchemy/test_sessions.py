@@ -267,10 +267,12 @@ def test_what_is_no_session_is_refused(database: str, engine: Engine) -> None:
     """TypeError, also for the other kind of session."""
     asynchronous = create_async_engine(url(database, dict(DRIVERS)[database]))
     with engine.connect() as connection:
-        for bad in (connection, engine, "session", 5, AsyncSession(asynchronous), Session):
+        wrong: list[Any] = [connection, engine, "session", 5, AsyncSession(asynchronous), Session]
+        for bad in wrong:
             with pytest.raises(TypeError, match="session"):
                 db_lock(engine, "k", session=bad)
-    for other in (asynchronous, "session", Session(engine)):
+    wrong = [asynchronous, "session", Session(engine)]
+    for other in wrong:
         with pytest.raises(TypeError, match="session"):
             db_lock(asynchronous, "k", session=other)
 

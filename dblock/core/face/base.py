@@ -208,6 +208,17 @@ class BaseLock:
                 f"{self._key!r} (fence {hold.tenure.fence}) was asked back: {hold.revoked}", key=self._key
             )
 
+    def __copy__(self) -> Self:
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self), _blocks=[])
+        return twin
+
+    def __getstate__(self) -> object:
+        if self._blocks or self._hold() is not None:
+            there = "send the token of detach(), and attach() to it there, or the key"
+            raise TypeError(f"{self._key!r} is held, and a lock that is held cannot be pickled: {there}")
+        return super().__getstate__()
+
     def __repr__(self) -> str:
         hold = self._hold()
         held = "not held here" if hold is None else f"{self.state}, fence {hold.tenure.fence}, count {hold.count}"
@@ -323,5 +334,5 @@ class BaseLock:
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A lock of its own for one call of a decorated function."""
         lock = copy.copy(self)
-        lock._key, lock._blocks = template.key(args, kwargs), []
+        lock._key = template.key(args, kwargs)
         return lock

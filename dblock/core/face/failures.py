@@ -78,6 +78,9 @@ def store_error(failure: Failure, error: BaseException, step: Execute, store: De
         case Failure.STALE:
             hint = "the transaction has read what others have changed since: take the lock, and then begin it"
             kind, text = StaleSnapshot, f"{database} refused to {what}: {detail}; {hint}"
+        case Failure.NO_RIGHT:
+            hint = "whoever locks needs SELECT, INSERT, UPDATE and DELETE on the lock's tables (GRANT)"
+            kind, text = LockStoreError, f"{database} refused to {what}: {detail}; {hint}"
         case Failure.DISCONNECTED:
             kind, text = StoreUnanswered, f"{database} did not answer when asked to {what}: {detail}"
         case _:

@@ -103,7 +103,9 @@ class NoKey:
         _refuse_unguardable(function)
         name = getattr(function, "__qualname__", ">")
         if name.endswith(">"):  # <lambda>, as all others of the module
-            raise InvalidKey(f"{function!r} has no name to call the lock by: give it a key")
+            raise InvalidKey(
+                f"{function!r} has no name to call the lock by: give it a key, such as 'order:{{order.pk}}'"
+            )
         decorated: F = self._make(f"{function.__module__}.{name}")(function)
         return decorated
 

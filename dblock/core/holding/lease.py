@@ -27,6 +27,11 @@ _WHAT_HAPPENED = {
     Reason.RELEASED: "its process has given all its locks back, with release_all()",
     Reason.BLOCKED: "its event loop was blocked for so long that no renewal of the lease could run there",
 }
+_STOOD_STILL = "no renewal of the lease was sent in time (its process stood still, or was short of processor time)"
+_WHEN_STALLED = {
+    Reason.EXPIRED: f"{_STOOD_STILL}; a longer ttl outlasts that",
+    Reason.TAKEN_OVER: f"{_STOOD_STILL}, and it was taken over",
+}
 
 
 class Loss(NamedTuple):
@@ -38,10 +43,13 @@ class Loss(NamedTuple):
     """By whom and why it was freed, where that was said."""
     early: bool = False
     """Did somebody take it over while the lease was good?"""
+    stalled: bool = False
+    """Was it to be renewed, and no renewal sent?"""
 
     def __str__(self) -> str:
         early = "it was freed by somebody (or the database's clock set forward) before its lease ended, and taken over"
-        what = early if self.early and not self.words else _WHAT_HAPPENED[self.reason]
+        happened = _WHAT_HAPPENED | (_WHEN_STALLED if self.stalled else {})
+        what = early if self.early and not self.words else happened[self.reason]
         what += f" ({printable(self.words)})" if self.words else ""
         if self.holder is None:
             return what
@@ -132,7 +140,9 @@ class Lease:
         with self._mutex:
             if self.loss is not None or (loss is None and self.now() < self.trusted_until):
                 return False
-            loss = loss or Loss(self.reason_if_lost or Reason.EXPIRED)
+            if loss is None:
+                stalled = self.renewing and self.reason_if_lost is None
+                loss = Loss(self.reason_if_lost or Reason.EXPIRED, stalled=stalled)
             self.loss = loss._replace(early=loss.holder is not None and self.now() < self.trusted_until)
             self.trusted_until = -math.inf
             return True
@@ -152,7 +162,8 @@ class Lease:
             if not self.lose(loss):
                 before = self.loss or loss
                 known = before.early or before.reason in {Reason.BLOCKED, Reason.RELEASED}
-                self.loss = before._replace(holder=loss.holder, words=loss.words) if known else loss
+                told = before if known else loss
+                self.loss = told._replace(holder=loss.holder, words=loss.words, stalled=before.stalled)
 
     def snapshot(self) -> Lease:
         """A copy that changes no more."""

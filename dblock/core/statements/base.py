@@ -33,6 +33,7 @@ class Failure(Enum):
     DISCONNECTED = "the connection broke, the outcome is unknown"
     NO_TABLE = "the table is missing"
     OTHER_TABLE = "the table lacks a column or an index that the statement names"
+    NO_RIGHT = "the user may not do that to the table; nothing happened"
     OTHER = "anything else; nothing happened"
 
 

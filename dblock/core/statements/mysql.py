@@ -325,6 +325,7 @@ _MEANINGS: Final = {
     1062: Failure.DUPLICATE,
     1146: Failure.NO_TABLE,
     **dict.fromkeys((1054, 1176), Failure.OTHER_TABLE),
+    **dict.fromkeys((1142, 1143), Failure.NO_RIGHT),
 }
 
 

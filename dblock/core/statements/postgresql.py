@@ -314,6 +314,7 @@ _MEANINGS: Final = {
     "55P03": Failure.BUSY,  # lock_timeout
     "42P01": Failure.NO_TABLE,
     "42703": Failure.OTHER_TABLE,
+    "42501": Failure.NO_RIGHT,
 }
 # Connection exceptions; the server ends sessions, one that is idle or one that takes long.
 _LOST = ("08", "57P", "25P03", "25P04")
