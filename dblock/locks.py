@@ -81,8 +81,8 @@ class Lock(SyncLock):
         # As django.utils.asyncio.async_unsafe, without the exception that it raises and catches each time.
         if current_task() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
             raise SynchronousOnlyOperation(
-                "You cannot use a synchronous lock from an async context - use `async with` and the methods that begin "
-                "with an `a`, a thread or sync_to_async."
+                "You cannot use a synchronous lock from an async context - use `async with`, the methods that begin "
+                "with an `a`, a decorated `async def`; or call what locks in a thread, by sync_to_async."
             )
         return drive(steps, self._store())
 

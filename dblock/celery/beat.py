@@ -185,7 +185,8 @@ class SingleBeat(_mixin):  # type: ignore[misc]
 
     def _new_lock(self) -> SyncLock:
         options = {} if self.using is None else {"using": self.using}
-        lock = face_for(type(self).bind).lock(self._key, ttl=self.lock_ttl, slow_wait=None, **options)
+        face = face_for(type(self).bind, "app.conf.beat_scheduler names a subclass with `bind = engine`")
+        lock = face.lock(self._key, ttl=self.lock_ttl, slow_wait=None, **options)
         lock._stands_by = True  # a beat that waits is no attempt that fails, whatever counts those
         return lock
 

@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from celery import Task, signals
 from celery._state import connect_on_app_finalize, get_current_app, get_current_task
@@ -36,14 +36,14 @@ _CELERYS: Final = ("queue", "exchange", "routing_key", "delivery_mode", "immedia
 def locked_task(
     key: str | MakeKey | None = None,
     *,
-    on_busy: str | None = None,
-    scope: str = "run",
+    on_busy: Literal["retry", "wait", "skip", "raise", "join"] | None = None,
+    scope: Literal["run", "queue", "both"] = "run",
     bind: Any = False,
     timeout: Seconds | EllipsisType | None = ...,
     busy_timeout: Seconds | None = None,
     busy_retries: int | None = None,
     queue_ttl: Seconds = 3600.0,
-    on_retry: str = "keep",
+    on_retry: Literal["keep", "release"] = "keep",
     interrupt: bool = False,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Any]:

@@ -21,7 +21,10 @@ class Face(Protocol):
 
 
 class DjangoFace:
-    """Locks of Django's `db_lock`."""
+    """Locks of Django's `db_lock`; `instead` says what to write without Django."""
+
+    def __init__(self, instead: str) -> None:
+        self._instead = instead
 
     def lock(self, key: str, **options: Any) -> SyncLock:
         """One that is not taken yet."""
@@ -34,7 +37,7 @@ class DjangoFace:
             _ = conf.settings()
             return db_lock(key, **options)
         except ImproperlyConfigured as error:
-            raise ImproperlyConfigured(f"{error} (Without Django: locked_task(..., bind=engine).)") from error
+            raise ImproperlyConfigured(f"{error} (Without Django: {self._instead}.)") from error
 
 
 class EngineFace:
@@ -56,10 +59,10 @@ class EngineFace:
 _NO_ASYNC = "a task runs in a thread: bind= takes an Engine, not an AsyncEngine"
 
 
-def face_for(bind: Any) -> Face:
+def face_for(bind: Any, instead: str = "locked_task(..., bind=engine)") -> Face:
     """By what `locked_task(bind=...)` was given: Celery's bool, an Engine, or a function that returns one."""
     if isinstance(bind, bool):
-        return DjangoFace()
+        return DjangoFace(instead)
     if hasattr(bind, "sync_engine"):
         raise TypeError(_NO_ASYNC)
     engine = getattr(sys.modules.get("sqlalchemy"), "Engine", ())

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -388,3 +390,9 @@ def test_a_beat_without_a_database_says_so_at_its_start(monkeypatch: pytest.Monk
     assert "celery-beat:beats (10 s)" in kind(app, lazy=True).info
     with pytest.raises(TypeError, match="bind="):
         kind(app)
+    no_settings = "import celery, dblock.celery as d; d.PersistentScheduler(celery.Celery('b', broker='memory://'))"
+    environment = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
+    done = subprocess.run(
+        [sys.executable, "-c", no_settings], env=environment, capture_output=True, text=True, check=False
+    )
+    assert "(Without Django: app.conf.beat_scheduler names a subclass with `bind = engine`.)" in done.stderr
