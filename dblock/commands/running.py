@@ -23,11 +23,13 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Self
 
 from dblock.commands.console import complain
 from dblock.commands.desk import Desk, options_of
+from dblock.commands.watcher import OVER
 from dblock.core.errors import LockError, LockLost, LockStoreError, Reason
 from dblock.core.face.leaving import share
 from dblock.core.face.locks import SyncLock
@@ -52,79 +54,10 @@ _PASSED_ON: Final = [
 ]
 _ENDING: Final = {getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM") if hasattr(signal, name)}
 """Whoever sends these before the command has begun does not want it."""
+_PROGRAM: Final = str(Path(__file__).with_name("watcher.py"))
+"""What a watcher runs."""
 _NEWS: Final = b"\0"
 """On the pipe: no signal, but look."""
-_OVER: Final = b"."
-"""To the watcher: there is nobody to be ended any more."""
-
-_WATCHER: Final = """
-import os, signal, sys, time
-kill_after, shared = float(sys.argv[1]), sys.argv[2] == "True"
-for each in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-    try:
-        signal.signal(each, signal.SIG_IGN)
-    except (OSError, ValueError):
-        pass
-os.write(1, b".")
-said = b""
-while more := os.read(0, 100):
-    said += more
-if said.endswith(b"."):
-    sys.exit()
-
-commands, groups = [], [] if shared else [0]
-
-def tell(number):
-    alone = []
-    for command in list(commands):
-        group = group_of(command)
-        if group in {0, command} and -command not in groups:
-            groups.insert(0, -command)
-        if group == 0:
-            commands.remove(command)
-        elif number == signal.SIGKILL or (group != command and (shared or group != os.getpgrp())):
-            alone.append(command)
-    for target in [*alone, *groups]:
-        try:
-            os.kill(target, number)
-        except OSError:
-            if target in groups:
-                groups.remove(target)
-
-def group_of(process):
-    try:
-        return os.getpgid(process)
-    except OSError:
-        return 0
-
-def bearers():
-    token = b"DBLOCK_TOKEN=" + os.environb[b"DBLOCK_TOKEN"]
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        try:
-            with open(f"/proc/{int(name)}/environ", "rb") as environment:
-                if token in environment.read().split(b"\\0") and int(name) != os.getpid():
-                    yield int(name)
-        except (OSError, ValueError):
-            pass
-
-commands += [int(said)] if said else bearers()
-tell(signal.SIGTERM)
-tell(signal.SIGCONT)
-end = time.monotonic() + kill_after
-while (commands or groups) and time.monotonic() < end:
-    time.sleep(0.05)
-    tell(0)
-if not said:
-    commands += bearers()
-tell(signal.SIGKILL)
-"""
-"""Ends its own group, and the command of which it is told, if its input ends otherwise than by `_OVER`.
-
-With a command that leads a group, that group, and it may come to lead one at any time. All are looked at all the time,
-so that no number is used that may have been given out anew; its own group, 0, is the last, since it is in there. If we
-were killed before we could tell, the command is whoever has our token in the environment (on Linux). It has begun by
-then: until it does, it keeps our end of the pipe open.
-"""
 
 
 def run(desk: Desk, options: Namespace) -> int:
@@ -256,7 +189,7 @@ class _Child:
             try:
                 watcher = ended.enter_context(_watcher(self._kill_after, self._environment, shared=self._shared))
                 if asked := [each for each in self._pipe.read(0) if each in _ENDING]:
-                    _tell(watcher, _OVER)
+                    _tell(watcher, OVER)
                     return 128 + asked[0]
                 with _nobody_to_end(watcher):
                     process = subprocess.Popen(  # noqa: S603 - it is what we are for
@@ -274,7 +207,7 @@ class _Child:
                 self._handle(process, self._pipe.read(self._patience()))
             if self._kill_at is not None and not self._shared:
                 self._send(process, signal.SIGKILL)  # what it has started, and has not ended by TERM
-            _tell(watcher, _OVER)
+            _tell(watcher, OVER)
             status = process.wait()
             return status if status >= 0 else 128 - status
 
@@ -330,7 +263,7 @@ def _group_of(process: subprocess.Popen[Any]) -> int:
 def _watcher(kill_after: float, environment: dict[str, str], *, shared: bool) -> Iterator[subprocess.Popen[bytes]]:
     """What ends the command if we do not come to say that it has ended, in a group that the command may join."""
     with subprocess.Popen(  # noqa: S603 - our own
-        [sys.executable, "-I", "-S", "-c", _WATCHER, str(kill_after), str(shared)],
+        [sys.executable, "-I", "-S", _PROGRAM, str(kill_after), str(shared)],
         env=environment,
         bufsize=0,
         stdin=subprocess.PIPE,
@@ -349,7 +282,7 @@ def _nobody_to_end(watcher: subprocess.Popen[bytes]) -> Iterator[None]:
     try:
         yield
     except OSError:
-        _tell(watcher, _OVER)
+        _tell(watcher, OVER)
         raise
 
 

@@ -1,0 +1,107 @@
+"""What ends the command of `dblock run` if `run` does not come to say that it has ended: a process of its own.
+
+    watcher.py SECONDS SHARED      TERM, so many seconds later KILL; shared: the command is in a terminal's foreground
+
+Its input says which process the command is, and at last `OVER`; if it ends otherwise, `run` was killed. Then it ends
+its own group, and the command, with a command that leads a group that group, and it may come to lead one at any time.
+All are looked at all the time, so that no number is used that may have been given out anew; its own group, 0, is the
+last, since it is in there. If `run` was killed before it could say who it is, the command is whoever has the lock's
+token in the environment (on Linux). It has begun by then: until it does, it keeps the other end of the pipe open.
+
+Rule: it is run by its path, and a command waits for its start: it imports what the interpreter has loaded anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+READY = b"."
+"""Signals do not end it any more."""
+OVER = b"."
+"""There is nobody to be ended any more."""
+
+
+def main(kill_after: float, *, shared: bool) -> None:
+    """Wait for the end of the input, and end the command if that is not how it ended."""
+    for each in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        try:  # noqa: SIM105 - it would have to be imported
+            _ = signal.signal(each, signal.SIG_IGN)
+        except (OSError, ValueError):
+            pass
+    _ = os.write(1, READY)
+    said = b""
+    while more := os.read(0, 100):
+        said += more
+    if said.endswith(OVER):
+        return
+    ended = _Ended([int(said)] if said else _bearers(), shared=shared)
+    ended.tell(signal.SIGTERM)
+    ended.tell(signal.SIGCONT)
+    end = time.monotonic() + kill_after
+    while ended.anybody() and time.monotonic() < end:
+        time.sleep(0.05)
+        ended.tell(0)
+    if not said:
+        ended.commands += _bearers()
+    ended.tell(signal.SIGKILL)
+
+
+class _Ended:
+    """Those who are to end."""
+
+    def __init__(self, commands: list[int], *, shared: bool) -> None:
+        self.commands, self._shared = commands, shared
+        self._groups = [] if shared else [0]
+        """What kill(2) calls a group."""
+
+    def anybody(self) -> bool:
+        return bool(self.commands or self._groups)
+
+    def tell(self, number: int) -> None:
+        """Send a signal to all that are left; 0 only looks who that is."""
+        alone: list[int] = []
+        for command in list(self.commands):
+            group = _group_of(command)
+            if group in {0, command} and -command not in self._groups:
+                self._groups.insert(0, -command)
+            if group == 0:
+                self.commands.remove(command)
+            elif number == signal.SIGKILL or (group != command and (self._shared or group != os.getpgrp())):
+                alone.append(command)
+        for target in [*alone, *self._groups]:
+            try:
+                os.kill(target, number)
+            except OSError:
+                if target in self._groups:
+                    self._groups.remove(target)
+
+
+def _group_of(process: int) -> int:
+    try:
+        return os.getpgid(process)
+    except OSError:
+        return 0
+
+
+def _bearers() -> list[int]:
+    """Whoever has our token."""
+    token, found = b"DBLOCK_TOKEN=" + os.environb[b"DBLOCK_TOKEN"], list[int]()
+    try:
+        processes = [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - nor this
+    except OSError:
+        return found
+    for process in processes:
+        try:
+            with open(f"/proc/{process}/environ", "rb") as environment:  # noqa: PTH123 - nor this
+                if token in environment.read().split(b"\0") and process != os.getpid():
+                    found.append(process)
+        except OSError:
+            pass
+    return found
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), shared=sys.argv[2] == "True")
