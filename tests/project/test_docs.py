@@ -90,6 +90,29 @@ thread.join()
 assert found[0].startswith("3 more of 42, fence 1") and rebuild.delay().get() == "rebuilt"
 """,
     "docs/fences.md django": "assert not same.locked() and Stock.objects.get().left == 6 and same.state is None",
+    "docs/deployment.md django": """
+import threading
+left, led, both = [6], [], threading.Lock()
+def step(lock):
+    assert both.acquire(blocking=False), "two lead"
+    led.append(lock.fence)
+    time.sleep(0.02)
+    left[0] -= 1
+    both.release()
+    if left[0] == 3:
+        Lock.objects.filter(lock_key="leader").update(owner="somebody")
+        lock.verify()
+from dblock.models import Lock
+lead(step, lambda: left[0] > 4)
+threads = [threading.Thread(target=lead, args=(step, lambda: left[0] > 0)) for _ in range(3)]
+for thread in threads:
+    thread.start()
+time.sleep(0.5)
+Lock.objects.filter(owner="somebody").update(owner=None)
+for thread in threads:
+    thread.join()
+assert len(set(led)) > 2 and led == sorted(led), led
+""",
     "docs/transactions.md django": 'sell(None, "42")\nassert Stock.objects.get().left == 7',
     "docs/transactions.md sqlalchemy": "assert lock.state is None",
 }
