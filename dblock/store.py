@@ -43,7 +43,7 @@ class DjangoStore(BaseStore):
 
     def __init__(self, alias: str) -> None:
         try:
-            connection = connections[alias]
+            connection = connections[str(alias)]
         except ConnectionDoesNotExist as error:
             known = ", ".join(sorted(connections))
             raise UnsupportedDatabase(f"DATABASES has no alias {alias!r}, only {known}") from error

@@ -223,9 +223,10 @@ def test_an_unknown_alias_is_refused() -> None:
     """By db_lock itself, with the aliases that there are."""
     from dblock import UnsupportedDatabase
 
-    with pytest.raises(UnsupportedDatabase, match="postgresql") as caught:
-        db_lock("k", using="nowhere")
-    assert isinstance(caught.value, LockError)
+    for unknown in ("nowhere", 3):
+        with pytest.raises(UnsupportedDatabase, match=f"{unknown}.*postgresql") as caught:
+            db_lock("k", using=unknown)  # type: ignore[arg-type]
+        assert isinstance(caught.value, LockError)
 
 
 def test_another_vendor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
