@@ -97,8 +97,8 @@ class Lock(SyncLock):
         if hold.store.database.dialect.single_writer and connections[self.using].in_atomic_block:
             follow_rollbacks(hold, connections[self.using])
 
-    def _defers(self, hold: Hold) -> bool:
-        if self.options.release == "now" or current_task() is not None:
+    def _defers(self, hold: Hold, *, last: bool) -> bool:
+        if not last or self.options.release == "now" or current_task() is not None:
             return False
         if not hold.transactions and hold.store.database.dialect.single_writer:
             hold.transactions = open_blocks()  # the release would be part of it, and a rollback undo it

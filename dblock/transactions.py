@@ -82,12 +82,12 @@ def keep_until_end(hold: Hold) -> bool:
     if not still:
         return False
     connection = still[0]
-    if hold.kept_by is None or hold.kept_by() is not connection:
+    if all(kept_by() is not connection for kept_by in hold.kept_by):
         waiting = _waiting.setdefault(connection, [])
         if all(each is not hold for each in waiting):  # we may have been interrupted here before
             waiting.append(hold)
         _watch(connection)
-        hold.kept_by = weakref.ref(connection)
+        hold.kept_by = (weakref.ref(connection),)
     return True
 
 
@@ -157,7 +157,7 @@ def _give_back(connection: BaseDatabaseWrapper) -> None:
             del holds[0]
     finally:
         for hold in holds:  # interrupted: they end with their leases
-            hold.kept_by = None
+            hold.kept_by = ()
 
 
 def _after_fork_in_child() -> None:

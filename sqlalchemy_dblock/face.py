@@ -54,7 +54,8 @@ class _EngineLock(BaseLock):
         # Not kept alive from here: whoever throws a session away in mid-transaction ends it, and renewal with it.
         self._given_session: Callable[[], Any] | None = None
         if session is not None:
-            self._given_session = weakref.ref(valid_session(session, asynchronous=engine.dialect.is_async))
+            given = valid_session(session, asynchronous=engine.dialect.is_async)
+            self._given_session = weakref.ref(getattr(given, "sync_session", given))
 
     def __getstate__(self) -> object:
         raise TypeError(
@@ -69,7 +70,7 @@ class _EngineLock(BaseLock):
     def _session(self) -> Any:
         return None if self._given_session is None else self._given_session()
 
-    def _defers(self, hold: Hold) -> bool:
+    def _defers(self, hold: Hold, *, last: bool) -> bool:
         session = self._session
         if session is None and hold.transactions and hold.store.database.dialect.single_writer:
             session = hold.transactions[0]()  # a session that guards it: nobody else can write before it has ended

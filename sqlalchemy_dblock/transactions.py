@@ -25,7 +25,9 @@ from sqlalchemy_dblock.store import EngineStore
 
 log = logging.getLogger("dblock")
 
-_waiting: weakref.WeakKeyDictionary[Any, list[Hold]] = weakref.WeakKeyDictionary()
+_Kept = tuple[Hold, "weakref.ref[Any]"]
+"""A hold, and the transaction that keeps it, as the hold knows it."""
+_waiting: weakref.WeakKeyDictionary[Any, list[_Kept]] = weakref.WeakKeyDictionary()
 
 
 def valid_session(session: Any, *, asynchronous: bool) -> Any:
@@ -45,7 +47,8 @@ def keep_until_end(hold: Hold, session: Any) -> bool:
     sync_session = getattr(session, "sync_session", session)
     if not sync_session.in_transaction():
         return False
-    if not hold.deferred:
+    transaction = sync_session.get_transaction()
+    if all(kept_by() is not transaction for kept_by in hold.kept_by):
         waiting = _waiting.get(sync_session)
         if waiting is None:
             waiting = _waiting[sync_session] = []
@@ -53,16 +56,18 @@ def keep_until_end(hold: Hold, session: Any) -> bool:
             for over in ("after_commit", "after_rollback"):
                 event.listen(sync_session, over, _over)
             event.listen(sync_session, "after_transaction_end", _ended)
-        if all(each is not hold for each in waiting):  # we may have been interrupted here before
-            waiting.append(hold)
-        hold.kept_by = weakref.ref(sync_session.get_transaction())
+        kept_by = weakref.ref(transaction)
+        if all(each is not hold for each, _ in waiting):  # we may have been interrupted here before
+            waiting.append((hold, kept_by))
+        hold.kept_by = (*hold.kept_by, kept_by)
     return True
 
 
-def _dropped(waiting: list[Hold]) -> None:
-    """A session was thrown away in the middle of its transaction: nobody is left to give back what it kept."""
-    for hold in waiting:
-        hold.lease.renewing = False
+def _dropped(waiting: list[_Kept]) -> None:
+    """A session was thrown away in the middle of its transaction: perhaps nobody is left to give back what it kept."""
+    for hold, _ in waiting:
+        if not hold.wanted:
+            hold.lease.renewing = False
 
 
 def _over(session: Any) -> None:
@@ -77,22 +82,34 @@ def _ended(session: Any, transaction: Any) -> None:
 
 def _give_back(session: Any) -> None:
     waiting = _waiting.get(session, [])  # none in a forked child, though the session is its parent's
-    holds, waiting[:] = list(waiting), []
+    kept, waiting[:] = list(waiting), []
     try:
-        while holds:
-            hold = holds[0]
-            steps = finish(hold)
-            try:
-                if hold.store.asynchronous:
-                    await_only(adrive(steps, hold.store))
-                else:
-                    drive(steps, hold.store)
-            except (LockError, MissingGreenlet) as error:
-                log.warning("could not give %r back when the transaction ended: %s", hold.tenure.key, error)
-            del holds[0]
+        while kept:
+            hold, ended = kept[0]
+            others = _others(hold, ended)
+            if any(kept_by() is not None for kept_by in others):  # transactions of other sessions
+                hold.kept_by = others
+            else:
+                _finish(hold)
+            del kept[0]
     finally:
-        for hold in holds:  # interrupted: they end with their leases
-            hold.kept_by = None
+        for hold, ended in kept:  # interrupted: they end with their leases
+            hold.kept_by = _others(hold, ended)
+
+
+def _others(hold: Hold, ended: Any) -> tuple[Any, ...]:
+    return tuple(kept_by for kept_by in hold.kept_by if kept_by is not ended)
+
+
+def _finish(hold: Hold) -> None:
+    steps = finish(hold)
+    try:
+        if hold.store.asynchronous:
+            await_only(adrive(steps, hold.store))
+        else:
+            drive(steps, hold.store)
+    except (LockError, MissingGreenlet) as error:
+        log.warning("could not give %r back when the transaction ended: %s", hold.tenure.key, error)
 
 
 def connection_of(given: Any) -> Connection:

@@ -135,6 +135,18 @@ def test_release_now(database: str, alias: str) -> None:
     assert others_get_in(alias)
 
 
+def test_release_now_ends_nothing_that_is_kept(database: str, alias: str) -> None:
+    """What was left to the transaction stays that, however often it is entered again."""
+    with transaction.atomic(alias):
+        with db_lock("k", using=alias):
+            pass
+        with db_lock("k", using=alias, release="now") as lock:
+            pass
+        assert lock.locked()
+        assert not others_get_in(alias)
+    assert others_get_in(alias)
+
+
 def test_the_same_transaction_enters_again(database: str, alias: str) -> None:
     """The same tenure, with the same fence, is still given back at the end."""
     fences = []

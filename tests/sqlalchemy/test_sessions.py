@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,8 +21,9 @@ from sqlalchemy.ext.asyncio import (
     create_async_engine,
 )
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
+from sqlalchemy.util import greenlet_spawn
 
-from sqlalchemy_dblock import Kind, LockNotHeld, LockStoreError, db_lock, observe
+from sqlalchemy_dblock import Kind, LockNotHeld, LockStoreError, attach, db_lock, observe
 from tests.conftest import INNODB, SERVERS, ready, run, url
 
 DRIVERS = [
@@ -213,6 +217,79 @@ def test_the_same_transaction_enters_again(database: str, engine: Engine) -> Non
         assert others_get_in(database)
 
 
+def test_whoever_enters_it_again_does_not_end_it(database: str, engine: Engine) -> None:
+    """Without the session, or with `release="now"`: what it keeps is kept until its end."""
+    with Session(engine) as session:
+        with db_lock(engine, "k", session=session):
+            session.execute(text("SELECT 1"))
+        for again in (db_lock(engine, "k"), db_lock(engine, "k", session=session, release="now")):
+            with again, again:
+                pass
+            assert not others_get_in(database)
+            again.acquire()
+            again.release()
+            assert not others_get_in(database)
+        session.commit()
+    assert others_get_in(database)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("how", ["in a row", "nested", "nested, and entered by neither"])
+def test_two_sessions(database: str, engine: Engine, how: str, first: int) -> None:
+    """Each keeps it, and the last one to end gives it back."""
+    sessions = [Session(engine), Session(engine)]
+    for session in sessions:
+        session.execute(text("SELECT 1"))
+    one, other = (db_lock(engine, "k", session=session) for session in sessions)
+    if how == "in a row":
+        with one:
+            pass
+        with other:
+            pass
+    else:
+        with db_lock(engine, "k") if "neither" in how else contextlib.nullcontext(), one, other:
+            pass
+    sessions.pop(first).commit()
+    assert not others_get_in(database)
+    sessions.pop().rollback()
+    assert others_get_in(database)
+
+
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_a_session_that_is_thrown_away_leaves_it_to_another_one(database: str, engine: Engine) -> None:
+    """Which is still open: it is renewed until that has ended."""
+    with Session(engine) as session:
+        thrown_away = Session(engine)
+        with db_lock(engine, "k", session=session), db_lock(engine, "k", session=thrown_away, ttl=1):
+            session.execute(text("SELECT 1"))
+            thrown_away.execute(text("SELECT 1"))
+        del thrown_away
+        gc.collect()
+        time.sleep(1.5)
+        assert not others_get_in(database)
+        session.commit()
+    assert others_get_in(database)
+
+
+@pytest.mark.parametrize("first", ["the session", "the bearer"])
+def test_what_is_kept_may_be_handed_over(database: str, engine: Engine, first: str) -> None:
+    """To a bearer beside the session: the key is free when both have ended."""
+    with Session(engine) as session, ThreadPoolExecutor(1) as another:
+        lock = db_lock(engine, "k", session=session)
+        with lock:
+            session.execute(text("SELECT 1"))
+        lock.acquire()
+        heir = another.submit(attach, engine, lock.detach()).result()
+        ends: dict[str, Callable[[], Any]] = {
+            "the session": session.commit,
+            "the bearer": lambda: another.submit(heir.release).result(),
+        }
+        for end in (ends.pop(first), *ends.values()):
+            assert not others_get_in(database)
+            end()
+        assert others_get_in(database)
+
+
 @pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_it_is_renewed_until_then(database: str, engine: Engine) -> None:
     """However long the transaction takes after the block."""
@@ -331,6 +408,8 @@ def test_an_asynchronous_session_in_blocks(request: pytest.FixtureRequest, where
             for _ in range(2):
                 async with db_lock(engine, "k", session=session) as lock:
                     fences.append(lock.fence)
+            async with db_lock(engine, "k"):
+                pass
             await session.execute(text("INSERT INTO kept VALUES (1)"))
             async with session.begin_nested():
                 pass
@@ -350,5 +429,15 @@ def test_an_asynchronous_session_in_blocks(request: pytest.FixtureRequest, where
         await sessions.commit()
         assert await free()
         await sessions.remove()
+        session = maker()
+        inner, lock = session.sync_session, db_lock(engine, "k", session=session)
+        await lock.acquire()
+        await session.execute(text("SELECT 1"))
+        del session  # the transaction is the inner one's
+        gc.collect()
+        await lock.release()
+        assert not await free()
+        await greenlet_spawn(inner.close)
+        assert await free()
 
     asynchronously(request, where, main)

@@ -75,8 +75,11 @@ class BaseLock:
     def _opened(self, hold: Hold) -> None:
         """A tenure has begun: note what `_defers` will need to know."""
 
-    def _defers(self, hold: Hold) -> bool:
-        """Is the lock to be kept until a transaction of the caller's ends? If so, see to it that it is given back."""
+    def _defers(self, hold: Hold, *, last: bool) -> bool:
+        """Is the lock to be kept until a transaction of the caller's ends? If so, see to it that it is given back.
+
+        `last`: nobody else is in.
+        """
         return False
 
     def _who_began(self) -> str:

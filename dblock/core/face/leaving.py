@@ -69,20 +69,21 @@ def detach(lock: BaseLock) -> Steps[str]:
 
 def _detach(lock: BaseLock, hold: Hold) -> Steps[str]:
     _ = lock._surely_held()
-    database, count = hold.store.database, len(hold.entries) if hold.shared_entries is None else 0
+    entry, kept = hold.entries[-1], hold.entries[:-1]
+    staying = max(len(kept), int(hold.deferred))  # what a transaction keeps counts as one entry, if there is no other
+    database, count = hold.store.database, staying + 1 if hold.shared_entries is None else 0
     if not (
         yield from tenures.detach(database, hold.tenure, hold.lease.ttl, hold.lease.grace, count=count, who=hold.who)
     ):
         yield from find_out(hold)
         raise lock._lost(hold)
-    entry, kept = hold.entries[-1], hold.entries[:-1]
     hold.shared_entries = hold.shared_entries or 0
-    hold.unused_tokens += bool(kept)
+    hold.unused_tokens += bool(staying)
     entry.detached = True
-    if not kept:
+    if not staying:
         forget(hold)
     hold.entries = kept
-    if not kept:
+    if not staying:
         freed(hold)
     return token_text(Token(hold.tenure, hold.lease.ttl, hold.lease.grace, hold.min_hold))
 
@@ -101,7 +102,7 @@ def finish(hold: Hold) -> Steps[None]:
 
 
 def _finish(hold: Hold) -> Steps[None]:
-    hold.kept_by = None
+    hold.kept_by = ()
     if not hold.entries:
         try:
             forget(hold)
@@ -183,7 +184,8 @@ def _leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
     if not in_time:
         runtime.current.watchdog.announce(hold)
     kept, through = hold.open_entries(but=left), left.lock or lock
-    if not kept and in_time and through._defers(hold):
+    put_off = in_time and (through._defers(hold, last=not kept) or hold.deferred)
+    if put_off and not kept:
         hold.leaving, hold.entries = through, kept
         return
     try:

@@ -142,8 +142,8 @@ def _entered(hold: Hold) -> int:
     """How often; an open transaction that keeps it counts as one."""
     entries = hold.entries
     if len(entries) == 1 and entries[0].lock is not None:  # mostly
-        return 1 + (hold.kept_by is not None)
-    return len(hold.open_entries()) + (hold.kept_by is not None)
+        return 1 + bool(hold.kept_by)
+    return len(hold.open_entries()) + bool(hold.kept_by)
 
 
 class _Attempt:

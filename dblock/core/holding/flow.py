@@ -185,7 +185,7 @@ class HoldObserver(Protocol):
 
     def _who_hears_of_revocation(self, words: str, /) -> list[Callable[[], object]]: ...
 
-    def _defers(self, hold: Hold, /) -> bool:
+    def _defers(self, hold: Hold, /, *, last: bool) -> bool:
         """Is the hold to be kept until a transaction of the caller's ends? Then that will give it back."""
         ...
 
@@ -237,8 +237,8 @@ class Hold:
     """Has somebody been told that a renewal is late?"""
     loss_reported = False
     """Have those who want to know been told that it is lost?"""
-    kept_by: Callable[[], object] | None = None
-    """A reference to the transaction that it is to be given back with."""
+    kept_by: tuple[Callable[[], object], ...] = ()
+    """References to the transactions that keep it: it is to be given back with the last of them."""
     cancelling = 0
     """How many cancellations its task had been asked for when the body began."""
     interrupted = False
@@ -273,8 +273,8 @@ class Hold:
 
     @property
     def deferred(self) -> bool:
-        """Is it to be given back when a transaction ends, and will anybody see that end?"""
-        return self.kept_by is not None and self.kept_by() is not None
+        """Does a transaction keep it whose end somebody will see?"""
+        return any(transaction() is not None for transaction in self.kept_by)
 
     @property
     def count(self) -> int:
