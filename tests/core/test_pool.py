@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from functools import partial
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ import pytest
 from dblock.core import clock
 from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import KEPT, AutocommitPool, PooledConnection
-from dblock.core.connections.slots import Place, Slots
+from dblock.core.connections.slots import MOMENT, Place, Slots
 from dblock.core.errors import PoolExhausted, StoreConflict
 from tests.support.lab import threads, until
 
@@ -240,29 +240,98 @@ def test_whoever_came_first_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.give(mine)
     for thread in crowd:
         thread.join(10)
-    assert not pool._slots[False]._line
+    assert not pool._slots[False].has_line()
 
 
 def test_who_is_in_the_midst_of_something_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before all who begin, however long they have waited."""
+    """Before all who begin, however long they have waited; among themselves as they came."""
     monkeypatch.setattr("dblock.core.connections.pool.LOOK", 10.0)
-    pool, order = Pool(most=1), list[bool]()
+    pool, order = Pool(most=1), list[tuple[bool, int]]()
     pool.may.set()
     mine = pool.take(soon(), keeps=False)
 
-    def work(urgent: bool) -> None:
+    def work(urgent: bool, number: int) -> None:
         connection = pool.take(soon(10), keeps=False, urgent=urgent)
-        order.append(urgent)
+        order.append((urgent, number))
         pool.give(connection)
 
-    crowd = [threading.Thread(target=work, args=(urgent,)) for urgent in (False, False, True)]
+    crowd = [threading.Thread(target=work, args=(n % 2 == 1, n)) for n in range(6)]
     for count, thread in enumerate(crowd, 1):
         thread.start()
         assert until(partial(_stand_in_line, pool, count))
     pool.give(mine)
     for thread in crowd:
         thread.join(10)
-    assert order == [True, False, False]
+    assert order == [(True, 1), (True, 3), (True, 5), (False, 0), (False, 2), (False, 4)]
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_whoever_gives_one_back_is_not_faster_than_who_was_called(urgent: bool) -> None:
+    """Threads that want one again at once, and hold the interpreter, keep nobody in the line from it."""
+    pool, stop, waited = Pool(most=1), threading.Event(), list[float]()
+    pool.may.set()
+
+    def greedy() -> None:
+        while not stop.is_set():
+            connection = pool.take(soon(10), keeps=False, urgent=urgent)
+            _ = sum(range(1000))
+            pool.give(connection)
+
+    crowd = [threading.Thread(target=greedy) for _ in range(2)]
+    for thread in crowd:
+        thread.start()
+    for _ in range(20):
+        start = clock.now()
+        pool.give(pool.take(soon(10), keeps=False, urgent=urgent))
+        waited.append(clock.now() - start)
+    stop.set()
+    for thread in crowd:
+        thread.join(10)
+    assert max(waited) < 1, waited
+
+
+def test_room_is_kept_for_whoever_was_called_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes meanwhile stands behind; when it is over, the next one gets it, and who was called is first again."""
+    now = [100.0]
+    monkeypatch.setattr("dblock.core.connections.slots.clock", SimpleNamespace(now=lambda: now[0]))
+    slots = Slots(1)
+    slots.lent.add(1)
+    first, second = Place(200.0), Place(200.0)
+    slots.join(first)
+    slots.join(second)
+    assert slots.free(1)
+    assert first.notified()
+    assert not slots.may_enter(urgent=True)
+    assert not slots.looks(second)
+    now[0] += MOMENT
+    assert slots.looks(second)
+    slots.lent.add(2)
+    slots.leave(second, served=True)
+    assert not slots.looks(first)
+    third = Place(200.0)
+    slots.join(third)
+    slots.join(first, again=True)
+    assert first.consume()
+    assert slots.free(2)
+    assert first.notified()
+    assert not third.notified()
+    assert slots.looks(first)
+
+
+def test_one_that_was_cut_is_lent_no_more() -> None:
+    """Though its event loop stands still, and does not see it; when it does, it is closed."""
+    pool = Pool(most=1)
+    pool.may.set()
+    stuck = pool.take(soon(), keeps=False)
+    with pytest.raises(PoolExhausted):
+        pool.take(soon(), keeps=False)
+    stuck.cut()
+    other = pool.take(soon(), keeps=False)
+    assert other is not stuck
+    pool.drop(stuck, others=False)
+    assert pool.told == ["terminate after a cut"]
+    pool.give(other)
+    assert pool.take(soon(), keeps=False) is other
 
 
 def test_no_room_is_kept_for_whoever_does_not_look() -> None:
@@ -274,7 +343,7 @@ def test_no_room_is_kept_for_whoever_does_not_look() -> None:
     late, asleep, gone, blocked = Place(soon(-1)), Place(soon(10)), Place(soon(10)), Place(soon(10))
     asleep._loop = asyncio.new_event_loop()
     for place in (late, asleep, gone, blocked):
-        slots.join(place, first=False)
+        slots.join(place)
     del gone, place
     threading.Timer(0.05, pool.give, (mine,)).start()
     assert pool.take(soon(5), keeps=False) is mine
@@ -289,15 +358,15 @@ def test_whoever_was_called_and_gives_up_passes_it_on() -> None:
     slots = Slots(1)
     slots.lent.add(1)
     first, second, third = (Place(soon(10)) for _ in range(3))
-    slots.join(first, first=False)
-    slots.join(second, first=False)
+    slots.join(first)
+    slots.join(second)
     assert slots.free(1)
     assert first.notified()
     assert not second.notified()
     slots.leave(first, served=False)
     assert second.notified()
     slots.leave(second, served=True)
-    slots.join(third, first=False)
+    slots.join(third)
     assert third.notified()
 
 
@@ -395,7 +464,7 @@ def test_whoever_is_interrupted_in_the_line_holds_up_nobody() -> None:
         over.set()
         gives.join()
         _has_room(pool)
-        assert len(pool._slots[False]._line) <= 1
+        assert sum(map(len, pool._slots[False]._lines)) <= 1
         if not strike.struck and place != untraced:
             break
     assert place > 50
@@ -403,14 +472,14 @@ def test_whoever_is_interrupted_in_the_line_holds_up_nobody() -> None:
 
 def _give_back(pool: Pool, mine: list[PooledConnection], over: threading.Event) -> None:
     """A moment after somebody stands in line, or was interrupted before."""
-    while not (over.is_set() or pool._slots[False]._line):
+    while not (over.is_set() or pool._slots[False].has_line()):
         time.sleep(0.0005)
     time.sleep(0.002)
     pool.give(mine.pop())
 
 
 def _stand_in_line(pool: Pool, count: int) -> bool:
-    return len(pool._slots[False]._line) == count
+    return sum(map(len, pool._slots[False]._lines)) == count
 
 
 def _take(pool: Pool, strike: Strike) -> None:

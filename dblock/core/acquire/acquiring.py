@@ -21,7 +21,7 @@ from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy, StoreLock
 from dblock.core.holding.held import Held
 from dblock.core.protocol.sending import pauses
 from dblock.core.protocol.steps import Steps, sleep
-from dblock.core.protocol.tenures import Unresolved, begin, inspect
+from dblock.core.protocol.tenures import Unresolved, begin, look
 from dblock.core.statements.base import Statement
 from dblock.core.values import Grant, LockInfo
 
@@ -105,7 +105,7 @@ def _take(attempt: Attempt) -> Steps[Grant | LockInfo | None]:
         grant = yield from _try(attempt, statement)
         if isinstance(grant, Grant):
             return grant
-        holder = yield from inspect(database, key, until)
+        holder = yield from look(database, key, until)
         held = holder is not None and holder.state == "held"
         if held and now() >= deadline:
             return holder

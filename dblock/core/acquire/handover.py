@@ -170,7 +170,7 @@ def undo_take(site: Site, key: str, owner: str, patience: float | None = None) -
                 return
             if pause:
                 yield from sleep(pause)
-            info = yield from tenures.inspect(site.database, key, until)
+            info = yield from tenures.look(site.database, key, until)
             if info is not None and info.owner == owner:
                 _ = yield from free(site, Held(Tenure(key, owner, info.fence)), 1, until)
                 return

@@ -24,7 +24,7 @@ from dblock.core.protocol import queue
 from dblock.core.protocol.queue import Place, QueueStatus
 from dblock.core.protocol.sending import pauses
 from dblock.core.protocol.steps import Steps, sleep, wait
-from dblock.core.protocol.tenures import inspect
+from dblock.core.protocol.tenures import look
 from dblock.core.timing import Timing
 from dblock.core.values import Grant, LockInfo
 from dblock.core.wakeup.registry import Wakeup
@@ -313,7 +313,7 @@ class Waiter:
     def _last_look(self) -> Steps[LockInfo | None]:
         """The row when our time is up, or as we saw it last; StoreBusy if the database has never said it."""
         try:
-            return (yield from inspect(self.site.database, self.request.key, self.attempt.until))
+            return (yield from look(self.site.database, self.request.key, self.attempt.until))
         except (StoreConflict, StoreUnanswered) as error:
             if self.holder is not None:
                 return self.holder

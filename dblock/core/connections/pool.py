@@ -184,10 +184,12 @@ class AutocommitPool:
     def take(self, until: float, *, keeps: bool, urgent: bool = False) -> PooledConnection:
         """An idle connection of this event loop, or a new one; StoreConflict if there is none until that local time.
 
-        `keeps`: to keep or to give back what is held; `urgent`: before others who wait for the same.
+        `keeps`: to keep or to give back what is held; `urgent`: before others who wait for the same and begin.
         """
         loop, slots = self.loop(), self._slots[keeps]
-        connection = self._enter(loop, slots, called=urgent) or self._enter_in_turn(loop, slots, until, first=urgent)
+        connection = self._enter(loop, slots, urgent=urgent)
+        if connection is None:
+            connection = self._enter_in_turn(loop, slots, Place(until, urgent=urgent))
         if connection.raw is not None:
             return connection
         try:
@@ -227,7 +229,7 @@ class AutocommitPool:
 
     def drop(self, connection: PooledConnection, *, others: bool) -> None:
         """Close one in an unknown state, and with `others` those that wait: they broke with it."""
-        if not self._free(connection):
+        if not (self._free(connection) or connection.overdue):
             return
         loop = self.loop()
         for each in (connection, *(self._all_idle() if others else ())):
@@ -254,35 +256,38 @@ class AutocommitPool:
 
     # -- helpers
 
-    def _enter(self, loop: object, slots: Slots, *, called: bool = False) -> PooledConnection | None:
-        """One that is idle, or a new one that is yet to be opened; None if none may be lent, or others wait for it."""
+    def _enter(
+        self, loop: object, slots: Slots, *, urgent: bool = False, place: Place | None = None
+    ) -> PooledConnection | None:
+        """One that is idle, or a new one that is yet to be opened; None if none may be lent, or others wait for it.
+
+        `place`: of whoever waits, and looks. Those that were cut are counted no more, though their event loop may not
+        have seen it: it may stand still.
+        """
         with self._mutex:
             if not slots.has_room():
-                slots.lent -= {id(each) for each in self._all if self.is_over(each.loop)}
-                if not slots.has_room():
-                    return None
-            if not called and slots.has_line():
+                slots.lent -= {id(each) for each in self._all if each.overdue or self.is_over(each.loop)}
+            if not (slots.may_enter(urgent=urgent) if place is None else slots.looks(place)):
                 return None
             idle = self._idle
             connection = idle.pop() if idle and idle[-1].loop is loop else self._idle_for(loop) or self._new(loop)
             self._lend(connection, slots)
             return connection
 
-    def _enter_in_turn(self, loop: object, slots: Slots, until: float, *, first: bool) -> PooledConnection:
+    def _enter_in_turn(self, loop: object, slots: Slots, place: Place) -> PooledConnection:
         """Wait for it; PoolExhausted if it does not come in time for a statement to be of use."""
-        place, called = Place(until), True
         connection: PooledConnection | None = None
+        called = again = False
         try:
-            while (left := until - LEAST - clock.now()) > 0:
-                if called:
+            while (left := place.until - LEAST - clock.now()) > 0:
+                if called or not again:
                     with self._mutex:
-                        slots.join(place, first=first)
+                        slots.join(place, again=again)
                 self.wait(place, min(left, LOOK))
-                called = place.consume()
-                connection = self._enter(loop, slots, called=True)
+                called, again = place.consume(), True
+                connection = self._enter(loop, slots, place=place)
                 if connection is not None:
                     return connection
-                first = first or called  # somebody looked before us
             raise PoolExhausted(f"all {slots.most:g} connections of the lock are in use")
         finally:
             with self._mutex:

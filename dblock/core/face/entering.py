@@ -162,7 +162,7 @@ def _adopt(lock: BaseLock, token: Token) -> Steps[bool]:
     database = store.database
     grant = yield from tenures.adopt(database, tenure, who_we_are(), lock._ttl, lock.options.grace)
     if grant is None:
-        info = yield from tenures.inspect(database, tenure.key)
+        info = yield from tenures.look(database, tenure.key)
         if info is not None and (info.owner, info.fence) == (tenure.owner, tenure.fence) and info.remaining > 0:
             return False
         loss = Loss(*(yield from tenures.why_lost(database, tenure)))

@@ -262,7 +262,7 @@ def _leave_after_all(hold: Hold) -> Steps[None]:
 
 def _unused(hold: Hold) -> Steps[bool]:
     """Has nobody come yet with a token of this tenure? Whoever attaches writes into the row who that is."""
-    info = yield from tenures.inspect(hold.store.database, hold.tenure.key)
+    info = yield from tenures.look(hold.store.database, hold.tenure.key)
     if info is None:
         return False
     who = info.identity

@@ -83,7 +83,7 @@ from dblock.core.errors import LockStoreError, Reason, StoreUnanswered
 from dblock.core.log import warn
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep
-from dblock.core.statements.base import Statement
+from dblock.core.statements.base import Statement, urgently
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
 
 NOBODY: Final[Parameters] = {"host": "", "pid": 0, "thread": ""}
@@ -116,13 +116,20 @@ def begin(database: Database, statement: Statement, request: Parameters, until: 
     return Grant(Tenure(key, owner, int(rows[0][0])), sent, ttl)
 
 
-def inspect(database: Database, key: str, until: float | None = None) -> Steps[LockInfo | None]:
+def inspect(database: Database, key: str) -> Steps[LockInfo | None]:
     """The key's row, or None where there is none."""
+    return _row(database, database.dialect.inspect, key, database.now() + database.timing.patience)
+
+
+def look(database: Database, key: str, until: float | None = None) -> Steps[LockInfo | None]:
+    """The same in the midst of something, until that local time: before those who only ask."""
     end = database.now() + database.timing.patience if until is None else until
-    _, rows = yield from send(database, database.dialect.inspect, {"key": key}, end, resend=True)
-    if not rows:
-        return None
-    return info_of(key, rows[0])
+    return _row(database, urgently(database.dialect.inspect), key, end)
+
+
+def _row(database: Database, statement: Statement, key: str, until: float) -> Steps[LockInfo | None]:
+    _, rows = yield from send(database, statement, {"key": key}, until, resend=True)
+    return info_of(key, rows[0]) if rows else None
 
 
 def info_of(key: str, columns: Sequence[Any]) -> LockInfo:
@@ -198,7 +205,7 @@ class WhyLost(NamedTuple):
 
 def why_lost(database: Database, tenure: Tenure) -> Steps[WhyLost]:
     """What became of a tenure that is over."""
-    info = yield from inspect(database, tenure.key)
+    info = yield from look(database, tenure.key)
     if info is None or info.fence < tenure.fence:  # a crash, or a failover, has taken it back
         return WhyLost(Reason.GONE)
     heir = None if info.fence == tenure.fence else info.masked()

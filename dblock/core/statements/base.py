@@ -90,6 +90,12 @@ class Statement:
         return replace(self, sql=tables.named(self.sql, quote))
 
 
+@lru_cache(maxsize=64)
+def urgently(statement: Statement) -> Statement:
+    """The same for whoever goes on with what has begun, where others only ask."""
+    return replace(statement, urgent=True)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Dialect:
     """All that the protocol needs of one database; below each statement: what it does -> the columns it answers."""

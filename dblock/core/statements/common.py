@@ -160,7 +160,7 @@ SELECT owner, fence, count, ttl, {words.since("acquired_at")}, {words.until("exp
        revoked_fence, freed_fence, revocation
 FROM locks WHERE lock_key = :key
 """
-    return Statement("inspect", sql, Reply.ROWS, urgent=True)
+    return Statement("inspect", sql, Reply.ROWS)
 
 
 def reenter(words: Vocabulary) -> Statement:
