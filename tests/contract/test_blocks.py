@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 import pytest
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
+from django.db import connections
 
 from dblock import LockLost, LockNotHeld, LockTimeout
 from dblock.core import runtime
@@ -180,6 +182,39 @@ def test_a_child_of_a_task_that_holds_is_another_owner(subject: Subject) -> None
         assert await asyncio.create_task(sync_to_async(enter)())
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("subject", SYNC, ids=str, indirect=True)
+def test_a_thread_that_lets_a_coroutine_run_is_the_same_afterwards(subject: Subject) -> None:
+    """By async_to_sync, though what that calls by sync_to_async in this thread locks something too."""
+
+    def touch() -> None:
+        with subject.lock("other"):
+            pass
+
+    async def service() -> None:
+        for _ in range(2):
+            await sync_to_async(touch)()
+
+    def view() -> list[int]:
+        lock, counts = subject.lock("k", timeout=0), list[int]()
+        for _ in range(2):
+            with lock, lock:
+                async_to_sync(service)()
+                assert lock.owned()
+                with subject.lock("k", timeout=0) as again:
+                    counts.append(again.count)
+                async_to_sync(service)()
+        lock.acquire()
+        async_to_sync(service)()
+        subject.lock("k").release()
+        return counts
+
+    with ThreadPoolExecutor(1) as pool:
+        for run in (view, partial(copy_context().run, view)):
+            assert pool.submit(run).result() == [3, 3]
+            assert subject.row("k")["owner"] is None
+        pool.submit(connections.close_all).result()
 
 
 @pytest.mark.parametrize("subject", [each for each in SYNC if each.variant == "sqlalchemy"], ids=str, indirect=True)
