@@ -115,7 +115,7 @@ class Flows:
                 before: Flow | None = flow
                 while before is not None and not before.holds:
                     before = before.before
-                if before not in {None, flow} and self._began_here(before):
+                if before is not None and before is not flow and self._began_here(before):
                     # asgiref has carried back the flow of a call in this thread, which has ended, over ours.
                     _ = self._of_context.set(before)
                     return before
