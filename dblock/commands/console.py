@@ -133,16 +133,16 @@ def wanted_json(wanted: Wanted) -> dict[str, Any]:
     return {"key": wanted.key, "waiter": who(wanted.waiter), "holder": who(wanted.holder)}
 
 
-def happened(event: EventInfo) -> datetime:
-    """When it happened, by this machine's clock and in its time zone: as its logs have it."""
-    return datetime.now().astimezone() - timedelta(seconds=event.age)
+def happened(event: EventInfo, now: datetime) -> datetime:
+    """When it happened, by this machine's clock, which shows `now`, and in its time zone: as its logs have it."""
+    return now.astimezone() - timedelta(seconds=event.age)
 
 
-def event_json(event: EventInfo) -> dict[str, Any]:
-    """Something that happened to a key."""
+def event_json(event: EventInfo, now: datetime) -> dict[str, Any]:
+    """Something that happened to a key; `now` is one for all, so that they stay in order."""
     return {
         "kind": event.kind,
-        "at": happened(event).isoformat(timespec="milliseconds"),
+        "at": happened(event, now).isoformat(timespec="milliseconds"),
         "ago": round(event.age, 6),
         "fence": event.fence,
         "seconds": round(event.seconds, 6),

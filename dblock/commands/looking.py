@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from argparse import Namespace
+from datetime import UTC, datetime
 from itertools import islice
 
 from dblock.commands.console import (
@@ -69,7 +70,8 @@ def show(desk: Desk, options: Namespace) -> int:
         complain(str(error))
     more, events = len(events) > options.events, events[: options.events]
     if options.json:
-        told = {"queue": [waiter_json(each) for each in waiters], "events": [event_json(each) for each in events]}
+        now = datetime.now(UTC)
+        told = {"queue": [waiter_json(each) for each in waiters], "events": [event_json(each, now) for each in events]}
         chains = {name: [wanted_json(each) for each in chain] for name, chain in blocking._asdict().items()}
         say_json({**lock_json(info, len(waiters)), **told, **chains})
         return 0
@@ -130,7 +132,7 @@ def _event(event: EventInfo, events: list[EventInfo]) -> tuple[str, ...]:
     if event.seconds - held >= 0.1:
         long += f", noticed {span(event.seconds - held)} later"
     how = event.detail.replace("_", " ") or "-"
-    when = happened(event).strftime("%H:%M:%S" if event.age < 86400 / 2 else "%Y-%m-%d %H:%M:%S")
+    when = happened(event, datetime.now(UTC)).strftime("%H:%M:%S" if event.age < 86400 / 2 else "%Y-%m-%d %H:%M:%S")
     return (when, span(event.age), event.kind.replace("_", " "), long, how, str(event.identity), event.label or "-")
 
 

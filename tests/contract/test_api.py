@@ -301,8 +301,8 @@ def _is_lost(actor: Actor, lock: Any) -> bool:
 @pytest.mark.parametrize("subject", ASYNCHRONOUS, ids=str, indirect=True)
 def test_a_busy_loop_is_not_blamed(subject: Subject, actor: Actor) -> None:
     """A lease that was capped, or not renewed, ended by itself."""
-    for options in ({"renew": False}, {"max_hold": 0.35}):
-        lock = subject.lock("k", ttl=0.3, **options)
+    for options in ({"renew": False}, {"max_hold": 1.1}):
+        lock = subject.lock("k", ttl=1, **options)
         actor.call(lock, "acquire")
         until(partial(_is_lost, actor, lock))
         with pytest.raises(LockLost) as caught:
