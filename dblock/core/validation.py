@@ -126,7 +126,7 @@ def acquire_timeout(blocking: object, timeout: object, own: float | None) -> flo
     """The wait that `acquire(blocking, timeout)` asks for, with threading.RLock's rules and errors.
 
     `timeout` is a number, a timedelta, -1 or None for ever, or Ellipsis for the lock's own. (Those locks take any
-    object for `blocking`, and so a number of seconds for "yes".)
+    whole number for `blocking`, and so one of seconds for "yes".)
     """
     if blocking not in (True, False):
         raise TypeError(f"blocking is True or False, and a wait in seconds is timeout=: not {_short(blocking)}")

@@ -18,9 +18,10 @@ from dblock.core.acquire.local_queue import Request
 from dblock.core.errors import LockError, LockStoreError, PoolExhausted, StoreConflict, StoreUnanswered
 from dblock.core.holding.held import Held
 from dblock.core.protocol import tenures
-from dblock.core.protocol.sending import send
+from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.statements import DIALECTS
+from dblock.core.statements.base import Dialect
 from dblock.core.values import Grant, Tenure, margin
 from dblock.core.wakeup.registry import Wakeup
 from tests.support.model import Interrupted, World, lost_after, play, raising, wish
@@ -336,3 +337,14 @@ def test_the_owner_token_is_shown_by_nothing() -> None:
     tenure = Tenure("k", "s3cret", 7)
     for text in (repr(tenure), str(tenure), repr(Grant(tenure, 1.0, 1.0))):
         assert "s3cret" not in text
+
+
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+def test_a_question_is_not_urgent(dialect: Dialect) -> None:
+    """Who only asks for a row stands in the line of connections; who is in the midst of an attempt goes before."""
+    urgent = []
+    for steps in (tenures.inspect(Database(dialect), "k"), tenures.look(Database(dialect), "k")):
+        step = next(steps)
+        assert isinstance(step, Execute)
+        urgent.append(step.statement.urgent)
+    assert urgent == [False, True]
