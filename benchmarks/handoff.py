@@ -3,7 +3,7 @@
 Run as part of `make bench`. Across processes one holds and the other waits; what the database's own session lock takes
 for the same is measured in turn, and only ratios travel (SQLite has none: there the figure is in milliseconds). A
 session lock ends with its server; a lease has to survive a crash. What that costs is measured as well: by bare psycopg,
-without a lock and without a thread, an UPDATE that notifies and a durable UPDATE by whoever was notified. Within a
+without a lock and without a thread, an UPDATE that notifies and a durable UPDATE by the notified process. Within a
 process it is one thread to another, against uncontended cycles of take and release in between, after the same pause.
 CLOCK_MONOTONIC is one clock for all processes of a machine.
 """
@@ -31,12 +31,12 @@ from sqlalchemy_dblock import db_lock
 COUNT = int(os.environ.get("HANDOFFS", "100"))
 """Hand-overs in a round."""
 PAUSE = 0.01
-"""Seconds before whatever is measured, in which the other one begins to wait, and the processors to idle."""
+"""Seconds before each measurement, in which the other flow begins to wait, and the processors to idle."""
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 TARGETS: dict[str, tuple[float, float | None]] = {"PostgreSQL": (2.5, 4.0), "MariaDB": (3.0, None)}
 """Multiples of the session lock's p50 and p99."""
 MILLISECONDS = 10.0
-"""The target where no bell works across processes."""
+"""The target where no notification works across processes."""
 CYCLES = 1.5
 """The target within a process, in uncontended cycles."""
 
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def bare(url: str) -> Lock:
-    """The writes and the call of a hand-over to another process, and nothing else; the parent is the one that gives."""
+    """The writes and the notification of a hand-over to another process, and nothing else; the parent hands over."""
     given, parent = "gives", multiprocessing.parent_process() is None
     connection, subscription = (
         psycopg.connect(url.replace("+psycopg", ""), autocommit=True, prepare_threshold=0) for _ in "ab"

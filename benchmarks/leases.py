@@ -78,7 +78,7 @@ def _nothing(_: object) -> None:
 
 
 def renewal(url: str) -> float:
-    """Seconds for one statement that renews many leases, held by this flow."""
+    """Seconds for one statement that renews many leases, which this flow holds."""
     engine = create_engine(url)
     store = store_for(engine)
     locks = [db_lock(engine, f"lease:{number}", ttl=TTL * 20) for number in range(LEASES)]

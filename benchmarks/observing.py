@@ -31,7 +31,7 @@ from sqlalchemy_dblock import db_lock, metadata, observe
 from sqlalchemy_dblock.store import store_for
 
 ROUNDS, CYCLES = 20, prometheus.PENDING // 2
-"""Cycles whose events are counted within their round: what is put aside is not paid for."""
+"""So many cycles that their events are counted within the round: what is put aside would not be paid for."""
 MOST = 0.05
 Begin = Callable[[Engine], Callable[[], None]]
 

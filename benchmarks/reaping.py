@@ -1,8 +1,8 @@
 """What reaping costs others: the rate of a working lock while old rows are deleted, against that when they are not.
 
 The two alternate, since the machine is shared: the reaper stays in one of its pauses for every other window, and a
-ratio is that of one window to its neighbours; the table has medians. What the reaper leaves to the server, which goes
-on in both, would show against the rate *before* it began. *Seconds* are those in which it was not kept waiting.
+ratio is that of one window to its neighbours; the table has medians. Work that it leaves to the server goes on in both
+windows, and would show against the rate *before* it began. *Seconds* are those in which it was not kept waiting.
 
 The longest cycle of the lock *alone* says what machine and disk do by themselves, which the longest statement has too:
 beside it stands the longest but one in a hundred. TMPDIR=/dev/shm leaves the disk out.

@@ -187,7 +187,7 @@ def _django_inside(alias: str) -> Cycle:
 
 
 def _count(console: Console, ports: dict[str, int]) -> list[str]:
-    """What the server itself counts: transactions, WAL flushes, heap-only updates, table size; failed tries."""
+    """What the server counts itself (transactions, WAL flushes, heap-only updates, table size), and failed tries."""
     import psycopg
 
     from dblock import db_lock

@@ -6,6 +6,8 @@ Names are resolved on first use, so that `import dblock.core` needs neither Djan
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
         LockDeadlock,
         LockError,
         LockLost,
+        LockNotAcquiredWarning,
         LockNotHeld,
         LockRevoked,
         LockStoreError,
@@ -59,6 +62,7 @@ __all__ = [
     "LockError",
     "LockInfo",
     "LockLost",
+    "LockNotAcquiredWarning",
     "LockNotHeld",
     "LockRevoked",
     "LockStoreError",
@@ -123,4 +127,12 @@ if not TYPE_CHECKING:  # a type checker is to know every name
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The names that `__getattr__` can resolve now, since inspect.getmembers(), freezegun and others read them all."""
+    return sorted({*globals(), *(name for name in __all__ if _resolvable(_HOMES.get(name, "")))})
+
+
+def _resolvable(home: str) -> bool:
+    if home == "dblock.fences":  # a model, which Django refuses to define before its apps are loaded
+        registry = sys.modules.get("django.apps")
+        return registry is not None and bool(registry.apps.apps_ready)
+    return home not in {"dblock.locks", "dblock.signals"} or importlib.util.find_spec("django") is not None

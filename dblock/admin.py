@@ -3,7 +3,7 @@
 Rows are not edited: what can be done is in `dblock.inspector`.
 
 Rule: states and spans are computed from the clock of the database that holds the rows, asked in the same query, and the
-owner token is never shown, nor asked for: an answer to a look-up tells as much.
+owner token is never shown and cannot be filtered by, since the answer to a look-up would tell as much.
 """
 
 from __future__ import annotations
@@ -14,13 +14,26 @@ from typing import Any
 
 from django.contrib import admin
 from django.contrib.admin.utils import flatten, unquote
+from django.contrib.admin.views.main import ChangeList
 from django.core.paginator import Paginator
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models import Count, DateTimeField, Exists, F, FloatField, Func, OuterRef, Q, QuerySet, Subquery
+from django.db.models import (
+    Case,
+    Count,
+    Exists,
+    F,
+    FloatField,
+    Func,
+    OuterRef,
+    Q,
+    QuerySet,
+    Subquery,
+    Value,
+    When,
+)
 from django.db.models.constants import LOOKUP_SEP
 from django.db.models.functions import Coalesce
 from django.http import HttpRequest, HttpResponse
-from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext, pgettext_lazy
@@ -29,21 +42,22 @@ from django.utils.translation import gettext_lazy as _
 from dblock.core.face import administration
 from dblock.core.protocol.drive import drive
 from dblock.core.statements.administration import WORDS
+from dblock.core.text import printable
 from dblock.core.values import Identity
-from dblock.inspector import Inspector, chains, queue
+from dblock.inspector import QUEUED, Inspector, chains, pinned_of, pins_of, pins_shown, queue
 from dblock.locks import default_alias
-from dblock.models import Lock, Waiter
+from dblock.models import Lock, MomentField, Waiter
 from dblock.store import store_for
 from dblock.timeline import timeline, told
-from dblock.wording import span
+from dblock.wording import moment, span
 
 
 class DatabaseClock(Func):
-    """The present by the clock that leases are judged with, whatever the session's time zone."""
+    """The current time of the clock that leases are judged by, whatever the session's time zone."""
 
     template = "CURRENT_TIMESTAMP"
     arity = 0
-    output_field = DateTimeField()
+    output_field = MomentField()
 
     def as_postgresql(self, compiler: Any, connection: BaseDatabaseWrapper, **context: Any) -> Any:
         return self.as_sql(compiler, connection, template="statement_timestamp()", **context)
@@ -58,7 +72,7 @@ class DatabaseClock(Func):
 
 
 class _Seconds(Func):
-    """From now until a time, or since one, as leases are judged."""
+    """Seconds until a time, or since one, by the clock that leases are judged by."""
 
     arity = 1
     output_field = FloatField()
@@ -71,28 +85,35 @@ class _Seconds(Func):
 
 
 class SecondsUntil(_Seconds):
-    """From now until a time."""
+    """Seconds until a time."""
 
 
 class SecondsSince(_Seconds):
-    """Since a time."""
+    """Seconds since a time."""
 
     words = "since"
 
 
 _LIVING = Q(owner__isnull=False, expires_at__gt=F("clock")) & ~Q(owner="")
 _AT_RISK = Q(left__lt=F("ttl") / 2, age__gt=F("ttl") * 1.01 - F("left"))
-"""Half of the lease has passed without a renewal, of one that was renewed before."""
+"""A lease that has been renewed before, and not for half of its ttl."""
 STATES: dict[str, tuple[Any, Q]] = {
     "held": (pgettext_lazy("lock", "held"), _LIVING & ~_AT_RISK),
     "at_risk": (pgettext_lazy("lock", "at risk"), _LIVING & _AT_RISK),
+    "pinned": (pgettext_lazy("lock", "pinned"), Q()),
     "expired": (pgettext_lazy("lock", "expired"), Q(owner__isnull=False, expires_at__lte=F("clock")) & ~Q(owner="")),
     "closed": (pgettext_lazy("lock", "closed"), Q(owner="", expires_at__gt=F("clock"))),
     "free": (pgettext_lazy("lock", "free"), Q(owner__isnull=True) | Q(owner="", expires_at__lte=F("clock"))),
 }
-"""`closed`: given back, and kept closed for the rest of its `min_hold`."""
+"""`closed`: given back, and kept closed for the rest of its `min_hold`. `pinned`: expired or free, and a transaction
+keeps everybody from taking it, which no column says."""
+_CALM = ("held", "closed", "free")
+"""The states in which nothing is wrong, and their order in the list; all others come before them."""
+TROUBLE_FIRST = Case(
+    *(When(STATES[name][1], then=Value(number)) for number, name in enumerate(_CALM, start=1)), default=Value(0)
+)
 MANY = 10_000
-"""Rows that a list counts, and has pages for; whoever has more searches."""
+"""The list counts so many rows, has pages for them, and sorts by state if there are fewer; beyond, the user filters."""
 
 
 class StateFilter(admin.SimpleListFilter):
@@ -102,15 +123,29 @@ class StateFilter(admin.SimpleListFilter):
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return [(name, label) for name, (label, _) in STATES.items()]
+        return [(name, label) for name, (label, _) in STATES.items() if name != "pinned"]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Lock]) -> QuerySet[Lock]:
         value = self.value()
         return queryset.filter(STATES[value][1]) if value in STATES else queryset
 
 
+class LockList(ChangeList):
+    """The rows of one page. Rows that nobody holds, and somebody might want, also say whether they are pinned."""
+
+    def get_results(self, request: HttpRequest) -> None:
+        """Django's results, and who pins them."""
+        super().get_results(request)
+        rows: list[Lock] = list(self.result_list)
+        suspects = [row.lock_key for row in rows if _state(row) == "expired" or _is_wanted(row)]
+        pins = pins_of(suspects)
+        for row in rows:
+            vars(row)["pinned"] = pins.get(row.lock_key)
+        self.result_list = rows
+
+
 class WaitersFilter(admin.SimpleListFilter):
-    """Does somebody wait?"""
+    """Whether the key has waiters."""
 
     title = _("waiters")
     parameter_name = "waiters"
@@ -125,14 +160,17 @@ class WaitersFilter(admin.SimpleListFilter):
 
 
 class HostFilter(admin.SimpleListFilter):
-    """The machine of whoever holds it: those that hold something now."""
+    """The holder's machine. Choices: the machines that hold something now; where there are many keys, of the first."""
 
     title = _("host")
     parameter_name = "host"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        hosts = model_admin.get_queryset(request).filter(_LIVING).order_by("host").values_list("host", flat=True)
-        return [(host, host) for host in hosts.distinct()[:50]]
+        rows = model_admin.get_queryset(request)
+        beyond = Subquery(rows.order_by("lock_key").values("lock_key")[MANY : MANY + 1])
+        near = rows.filter(_LIVING, lock_key__lt=Coalesce(beyond, Value("\U0010ffff")))
+        hosts = near.order_by("host").values_list("host", flat=True)
+        return [(host, printable(host)) for host in hosts.distinct()[:50]]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Lock]) -> QuerySet[Lock]:
         value = self.value()
@@ -149,17 +187,27 @@ class BoundedPaginator(Paginator):  # type: ignore[type-arg]
 
 
 def _waiters() -> QuerySet[Waiter]:
-    """Those who wait for the row at hand."""
+    """The live waiters of the current row's key."""
     return Waiter.objects.filter(
         lock_key=OuterRef("lock_key"), ticket__gt=OuterRef("served_ticket"), expires_at__gt=DatabaseClock()
     )
+
+
+def _shown(name: str) -> Any:
+    """The column `name`, whose text comes from others, made printable."""
+
+    @admin.display(description=Lock._meta.get_field(name).verbose_name, ordering=name)  # type: ignore[union-attr]
+    def column(inspector: LockAdmin, row: Lock) -> str:
+        return printable(getattr(row, name)) or "–"
+
+    return column
 
 
 @admin.register(Lock)
 class LockAdmin(Inspector):
     """A read-only list: rows belong to the protocol."""
 
-    list_display = ("lock_key", "state", "time_left", "waiters", "held_for", "label", "holder", "entries")
+    list_display = ("shown_key", "state", "held_by", "waiters", "held_for", "time_left")
     list_filter = (StateFilter, WaitersFilter, HostFilter)
     # As it was typed, too: PostgreSQL's "C" collation, by which keys are told apart, knows the case of ASCII only.
     search_fields = (
@@ -167,22 +215,22 @@ class LockAdmin(Inspector):
         *("host", "program", "celery_task_id"),
     )
     search_help_text = _("key, label, host, program or Celery task")
-    ordering = ("lock_key",)
     empty_value_display = "–"
     actions = None
     paginator = BoundedPaginator
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER  # they would count the whole table
     fields = (
-        ("lock_key", "state"),
-        ("label", "asked_back"),
+        ("shown_key", "state"),
+        "pinned_by",
+        ("shown_label", "asked_back"),
         ("held_for", "time_left"),
         ("acquired", "expires"),
         ("waiters", "entries"),
         ("life", "fence"),
-        ("host", "pid"),
-        ("program", "thread"),
-        "celery_task_id",
+        ("shown_host", "pid"),
+        ("shown_program", "shown_thread"),
+        "shown_celery_task_id",
     )
     readonly_fields = tuple(flatten(fields))
 
@@ -192,9 +240,24 @@ class LockAdmin(Inspector):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Lock]:
         count = _waiters().order_by().values("lock_key").annotate(number=Count("*")).values("number")
-        rows = super().get_queryset(request).using(default_alias()).annotate(clock=DatabaseClock())
-        rows = rows.alias(left=SecondsUntil("expires_at"), age=SecondsSince("acquired_at"))
+        rows = self.rows().alias(left=SecondsUntil("expires_at"), age=SecondsSince("acquired_at"))
         return rows.annotate(waiting=Coalesce(Subquery(count), 0))
+
+    def rows(self) -> QuerySet[Lock]:
+        return Lock.objects.using(default_alias()).annotate(clock=DatabaseClock())
+
+    def get_ordering(self, request: HttpRequest) -> tuple[Any, ...]:
+        """Trouble first, free keys last; if there are very many rows, in the order of the index."""
+        rows = Lock.objects.using(default_alias()).order_by().values("pk")[:MANY]
+        return (TROUBLE_FIRST, "lock_key") if rows.count() < MANY else ("lock_key",)
+
+    def get_changelist(self, request: HttpRequest, **options: Any) -> type[ChangeList]:
+        return LockList
+
+    def get_fields(self, request: HttpRequest, obj: Lock | None = None) -> Any:
+        """All fields; the transaction that pins the key only if there is one."""
+        pinned = obj is not None and pinned_of(obj)
+        return [each for each in self.fields if pinned or each != "pinned_by"]
 
     def lookup_allowed(self, lookup: str, value: Any, request: HttpRequest | None = None) -> bool:
         """What the query string may filter by: columns that are shown, in ways that no database fails or hangs at."""
@@ -221,21 +284,34 @@ class LockAdmin(Inspector):
         context: dict[str, Any] = {}
         if row is not None:
             events = self.history(request, lambda store: administration.events(store, key))
+            blocking = drive(administration.blocking(store, key), store)
+            waiters = drive(administration.waiters(store, key, QUEUED), store)
             context = {
                 "events": told(events),
                 "timeline": timeline(events, _holding(row)),
-                "blocking": chains(drive(administration.blocking(store, key), store)),
+                "blocking": chains(blocking),
+                "more_blocked": blocking.more,
                 "is_held": bool(row.owner) and _state(row) != "free",
                 "may_revoke": self.may(request, "revoke"),
                 "may_force_release": self.may(request, "force_release"),
-                "waiters": queue(drive(administration.waiters(store, key), store)),
+                "waiters": queue(waiters),
+                "more_waiters": max(vars(row)["waiting"] - len(waiters), 0),
             }
         return super().change_view(request, object_id, form_url, {**(extra_context or {}), **context})
 
-    @admin.display(description=_("state"))
+    shown_key, shown_label = _shown("lock_key"), _shown("label")
+    shown_host, shown_program, shown_thread = _shown("host"), _shown("program"), _shown("thread")
+    shown_celery_task_id = _shown("celery_task_id")
+
+    @admin.display(description=_("state"), ordering=TROUBLE_FIRST)
     def state(self, row: Lock) -> SafeString:
         name = _state(row)
         return format_html('<span class="dblock-state" data-state="{}">{}</span>', name, STATES[name][0])
+
+    @admin.display(description=_("pinned by"))
+    def pinned_by(self, row: Lock) -> str:
+        pinned = pinned_of(row)
+        return pins_shown(pinned) if pinned else "–"
 
     @admin.display(description=_("holder"), ordering="host")
     def holder(self, row: Lock) -> str:
@@ -244,7 +320,13 @@ class LockAdmin(Inspector):
         parts = [row.program, gettext("pid %(pid)s on %(host)s") % {"pid": row.pid, "host": row.host}, row.thread]
         if row.celery_task_id:
             parts.append(gettext("Celery task %s") % row.celery_task_id)
-        return ", ".join(part for part in parts if part)
+        return printable(", ".join(part for part in parts if part))
+
+    @admin.display(description=_("holder"), ordering="host")
+    def held_by(self, row: Lock) -> str:
+        """The holder with its label, for the list."""
+        who = self.holder(row)
+        return who if who == "–" or not row.label else format_html("<b>{}</b><br>{}", printable(row.label), who)
 
     @admin.display(description=_("held for"), ordering="acquired_at")
     def held_for(self, row: Lock) -> str:
@@ -254,7 +336,7 @@ class LockAdmin(Inspector):
     @admin.display(description=_("time left"), ordering="expires_at")
     def time_left(self, row: Lock) -> str:
         left, state = (row.expires_at - _clock(row)).total_seconds(), _state(row)
-        if state == "expired":
+        if state in {"expired", "pinned"}:
             return gettext("ended %s ago") % span(-left)
         if state == "free":
             return "–"
@@ -279,15 +361,15 @@ class LockAdmin(Inspector):
 
     @admin.display(description=_("asked back"))
     def asked_back(self, row: Lock) -> str:
-        return row.revocation if row.owner and row.revoked_fence == row.fence else "–"
+        return printable(row.revocation) if row.owner and row.revoked_fence == row.fence else "–"
 
     @admin.display(description=_("acquired at"), ordering="acquired_at")
     def acquired(self, row: Lock) -> str:
-        return _moment(row.acquired_at)
+        return moment(row.acquired_at)
 
     @admin.display(description=_("expires at"), ordering="expires_at")
     def expires(self, row: Lock) -> str:
-        return _moment(row.expires_at)
+        return moment(row.expires_at)
 
 
 _COLUMNS = {
@@ -298,7 +380,7 @@ _WAYS = {"", "exact", "contains", "icontains", "startswith", "istartswith", "gt"
 
 
 def _holding(row: Lock) -> tuple[Identity, int, float, float] | None:
-    """Who has it, by which fence, since how many seconds; and for how many the lease has been over."""
+    """The holder, its fence, for how many seconds it has held the key, and for how many its lease has been over."""
     if not row.owner:
         return None
     who = Identity(row.host, row.pid, row.thread, row.program, row.celery_task_id)
@@ -306,23 +388,19 @@ def _holding(row: Lock) -> tuple[Identity, int, float, float] | None:
     return who, row.fence, age, max(over, 0.0)
 
 
-def _moment(time: datetime) -> str:
-    """With seconds, in the time zone of whoever looks."""
-    local = timezone.localtime(time) if timezone.is_aware(time) else time
-    return f"{local:%Y-%m-%d %H:%M:%S} {local.tzname() or ''}".rstrip()
-
-
 def _clock(row: Lock) -> datetime:
     clock: datetime = vars(row)["clock"]  # annotated by get_queryset
     return clock
 
 
+def _is_wanted(row: Lock) -> bool:
+    return _state(row) == "free" and (vars(row)["waiting"] > 0 or row.freed_fence == row.fence)
+
+
 def _state(row: Lock) -> str:
-    if row.owner is None:
-        return "free"
     left = (row.expires_at - _clock(row)).total_seconds()
-    if left <= 0:
-        return "expired" if row.owner else "free"
+    if row.owner is None or left <= 0:
+        return "pinned" if pinned_of(row) else "expired" if row.owner else "free"
     if not row.owner:
         return "closed"
     renewed = (row.expires_at - row.acquired_at).total_seconds() > row.ttl * 1.01

@@ -86,7 +86,7 @@ def check_settings(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Ch
 
 
 def _check_names(given: dict[str, Any]) -> list[CheckMessage]:
-    """Of the tables."""
+    """Check the names of the tables."""
     from dblock.locks import default_alias  # noqa: PLC0415 - needs the settings
 
     try:
@@ -130,7 +130,7 @@ def check_transactions(app_configs: Sequence[AppConfig] | None, **_: Any) -> lis
 
 
 def _keeps_snapshots(connection: BaseDatabaseWrapper) -> bool:
-    """May a transaction overwrite what it does not see? PostgreSQL refuses that."""
+    """Whether a transaction may overwrite what it does not see. PostgreSQL refuses that."""
     level = connection.settings_dict["OPTIONS"].get("isolation_level")
     return connection.vendor == "mysql" and str(level).lower() == "repeatable read"
 
@@ -208,7 +208,7 @@ def check_reaping(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Che
 
 @register("dblock", deploy=True)
 def check_deployment(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
-    """What is fine on a desk. W006 a pooler and LISTEN, W008 locks in memory, W009 a life that is no lease's."""
+    """What is fine in development only: W006 a pooler and LISTEN, W008 locks in memory, W009 an implausible ttl."""
     connection = _locks_connection()
     if connection is None:
         return []
@@ -306,7 +306,7 @@ def _check_file(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
 
 
 def _check_tables(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
-    """Those of our names; in a schema of our own, whose tables Django does not list, nobody else's are."""
+    """Check the tables of our names. In a schema of our own, whose tables Django does not list, nobody else has any."""
     from dblock.models import Lock, Waiter  # noqa: PLC0415 - needs the app registry
 
     with connection.cursor() as cursor:
@@ -336,7 +336,7 @@ def _check_tables(connection: BaseDatabaseWrapper) -> list[CheckMessage]:
 
 
 def _check_ours(model: type[Model], connection: BaseDatabaseWrapper) -> list[CheckMessage]:
-    """Has the table of our name our columns?"""
+    """Whether the existing table has the columns of the model."""
     table = model._meta.db_table
     try:
         with connection.cursor() as cursor:
@@ -351,7 +351,7 @@ def _check_ours(model: type[Model], connection: BaseDatabaseWrapper) -> list[Che
 
 
 def _would_make_anew(model: type[Model], connection: BaseDatabaseWrapper) -> bool:
-    """Would migrate make the table, which is there?"""
+    """Whether migrate would create the table although it exists."""
     label = model._meta.app_label
     if label in settings.MIGRATION_MODULES or not router.allow_migrate_model(connection.alias, model):
         return False

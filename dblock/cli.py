@@ -24,6 +24,7 @@ from dblock.commands.parser import add_verbs
 from dblock.core.errors import InvalidKey, LockError, UnsupportedDatabase
 from dblock.core.log import log
 from dblock.core.statements import DIALECTS, dialect_for
+from dblock.core.text import printable
 from dblock.core.validation import valid_tables
 
 FAILED = 69
@@ -31,7 +32,7 @@ FAILED = 69
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the whole command line."""
+    """The parser of the whole command line."""
     made = argparse.ArgumentParser(prog="dblock", description="A distributed lock in the database you already have.")
     made.add_argument("--version", action="version", version=f"dblock {__version__}")
     made.add_argument(
@@ -65,7 +66,7 @@ _DRIVERS: Final = {
 
 
 def _with_driver(url: str) -> str:
-    """For a URL that names none, as those of platforms do: of the driver that our extras bring, if that is there."""
+    """The URL; if it names no driver, as those of platforms do, with the driver of our extras, if that is there."""
     kind, separator, rest = url.partition("://")
     database, driver = _DRIVERS.get(kind, (kind, ""))
     return f"{database}+{driver}{separator}{rest}" if driver and importlib.util.find_spec(driver) else url
@@ -84,18 +85,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _desk(options) as desk:
             return answered(options, desk)
     except (ValueError, UnsupportedDatabase) as error:
-        made.error(str(error))
+        made.error(printable(str(error)))
 
 
 def answered(options: argparse.Namespace, desk: Desk) -> int:
     """Run the verb; its exit status."""
-    if not (log.level or logging.root.handlers):  # warnings of the lock are for whoever typed this
+    if not (log.level or logging.root.handlers):  # the lock's warnings are for the user who typed this
         logging.basicConfig(format="dblock: %(message)s")
     return ended(lambda: options.verb(desk, options))
 
 
 def ended(verb: Callable[[], int]) -> int:
-    """The exit status, also where the database fails, the user has had enough, or nobody reads on."""
+    """The exit status, also if the database fails, the user interrupts, or nobody reads the output any more."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # keys are any text, and the terminal's encoding may not know it
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -127,7 +128,7 @@ def _desk(options: argparse.Namespace) -> Iterator[Desk]:
         from sqlalchemy import create_engine  # noqa: PLC0415 - of the extra `cli`
         from sqlalchemy.exc import ArgumentError, SQLAlchemyError  # noqa: PLC0415
 
-        from sqlalchemy_dblock import db_lock, metadata_for  # noqa: PLC0415
+        from sqlalchemy_dblock import create_tables, db_lock  # noqa: PLC0415
         from sqlalchemy_dblock.store import described, store_for  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise SystemExit(f"dblock: {error}: pip install 'dblock[cli]'") from None
@@ -142,17 +143,18 @@ def _desk(options: argparse.Namespace) -> Iterator[Desk]:
         creates = getattr(options, "create_tables", False)
         if file and not (creates or file.startswith((":memory:", "file:")) or Path(file).exists()):
             raise ValueError(f"there is no file {file}")  # it would be made, and left empty
-        metadata = metadata_for(options.prefix, options.schema or None)
         store = store_for(engine)
     except ModuleNotFoundError as error:
-        raise SystemExit(f"dblock: {error}: the driver of {options.url.partition(':')[0]} is not installed") from None
+        raise SystemExit(
+            printable(f"dblock: {error}: the driver of {options.url.partition(':')[0]} is not installed")
+        ) from None
     except ArgumentError as error:
         raise ValueError(f"no URL as SQLAlchemy wants it, postgresql+psycopg://user@host/name: {error}") from None
     try:
         yield Desk(
             store,
             lambda key, **given: db_lock(engine, key, **given),
-            lambda: metadata.create_all(engine),
+            lambda: create_tables(engine),
             (SQLAlchemyError,),
             described(engine.url),
         )

@@ -43,13 +43,13 @@ class Settings:
     SLOW_WAIT: Seconds | None = 5.0
     """Seconds from which a wait is logged, None for never, unless db_lock() is told otherwise."""
     HISTORY: int = 0
-    """Events of keys that are kept in `lock_events`, some; 0: this process writes none down."""
+    """About how many events of keys are kept in `lock_events`; 0: this process writes none."""
     LISTEN: bool = True
-    """May PostgreSQL call waiters with NOTIFY? It takes one connection for each process in which somebody waits."""
+    """Whether PostgreSQL notifies waiters with NOTIFY. It takes one connection for each process that waits."""
     TABLE_PREFIX: str = ""
     """Stands before the tables' names, `locks` and `lock_waiters`. Read when Django starts, as models are."""
     SCHEMA: str | None = None
-    """The schema of the tables, in PostgreSQL; None for where their sessions look first."""
+    """The schema of the tables, in PostgreSQL; None for the first one in the search path of their sessions."""
 
 
 NAMES = frozenset(field.name for field in fields(Settings))
@@ -77,35 +77,35 @@ def settings() -> Settings:
 
 @cache
 def ttl() -> float:
-    """The life of a lease, in seconds. Raises TypeError or ValueError for what is none."""
+    """The life of a lease, in seconds. Raises TypeError or ValueError for a bad value."""
     return valid_ttl(settings().TTL, "DBLOCK['TTL']")
 
 
 @cache
 def timeout() -> float | None:
-    """The longest wait in seconds, None for ever. Raises TypeError or ValueError for what is none."""
+    """The longest wait in seconds, None for ever. Raises TypeError or ValueError for a bad value."""
     return valid_timeout(settings().TIMEOUT, "DBLOCK['TIMEOUT']")
 
 
 @cache
 def slow_wait() -> float:
-    """Seconds from which a wait is logged. Raises TypeError or ValueError for what is no time."""
+    """Seconds from which a wait is logged. Raises TypeError or ValueError for a bad value."""
     return valid_slow_wait(settings().SLOW_WAIT, "DBLOCK['SLOW_WAIT']")
 
 
 @cache
 def reaping() -> tuple[float, float] | None:
-    """How often a process reaps, and what it keeps. Raises TypeError or ValueError for what is no time."""
+    """How often a process reaps, and what it keeps. Raises TypeError or ValueError for a bad value."""
     return valid_reaping(settings().REAP_EVERY, settings().RETENTION, "DBLOCK['REAP_EVERY']")
 
 
 def history() -> int:
-    """How many events are kept. Raises TypeError or ValueError for what is no such number."""
+    """How many events are kept. Raises TypeError or ValueError for a bad value."""
     return valid_history(settings().HISTORY, "DBLOCK['HISTORY']")
 
 
 def tables() -> Tables:
-    """What the tables are called. Raises ImproperlyConfigured for what is no name."""
+    """What the tables are called. Raises ImproperlyConfigured for a bad name."""
     try:
         return valid_tables(settings().TABLE_PREFIX, settings().SCHEMA)
     except (TypeError, ValueError) as error:

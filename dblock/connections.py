@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any, Final, TypeVar
@@ -30,7 +30,7 @@ from django.db.backends.signals import connection_created
 from dblock.core import clock, runtime, timing
 from dblock.core.connections.pool import AutocommitPool, Opening, PooledConnection
 from dblock.core.errors import PoolExhausted
-from dblock.drivers.sessions import set_up
+from dblock.drivers import sessions
 
 T = TypeVar("T")
 MOST: Final = 5
@@ -47,54 +47,68 @@ class DjangoPool(AutocommitPool):
         super().__init__(MOST)
         self.alias = alias
         self._vendor = connections[alias].vendor
-        self._name = ""
+        self._location: object = None
         self._lanes = Lane("take"), Lane("keep")
         runtime.current.add_pool(self)
         for known in connections.all(initialized_only=True):
             _follow(known)
 
-    def lane(self, *, keeps: bool) -> Lane:
+    def lane(self, *, critical: bool) -> Lane:
         """Threads for the statements of asynchronous code: the application's may be busy."""
-        return self._lanes[keeps]
+        return self._lanes[critical]
 
     def leave_to_parent(self) -> Any:
         """In a forked child, which has none of the threads."""
         self._lanes = Lane("take"), Lane("keep")
         return super().leave_to_parent()
 
-    def take(self, until: float, *, keeps: bool, urgent: bool = False) -> PooledConnection:
-        """As ever; a test runner may have turned to another database."""
-        name = str(connections.settings[self.alias]["NAME"])
-        if name != self._name:
+    def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
+        """As any pool does; but a test runner may have turned the alias to another database."""
+        now = location(connections.settings[self.alias])
+        if now != self._location:
             self.close_all()
-            self._name = name
-        return super().take(until, keeps=keeps, urgent=urgent)
+            self._location = now
+        return super().take(until, critical=critical, priority=priority)
 
     def open(self, connection: PooledConnection) -> None:
         """As Django does."""
-        wrapper = connection.lent = own_wrapper(self.alias)
+        wrapper = connection.lent = own_wrapper(self.alias, connection.purpose)
+        connection.location = location(wrapper.settings_dict)
         try:
             wrapper.ensure_connection()
             connection.raw = raw = wrapper.connection
-            set_up(connection, self._vendor, raw)
-            if self._vendor == "mysql":
+            raw.rollback()  # what a receiver of `connection_created` may have begun
+            wrapper._set_autocommit(True)  # type: ignore[attr-defined]  # and changed
+            ask = None
+            if hasattr(raw, "pgconn"):
+                from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, only where it is in use
+
+                ask = functools.partial(psycopg.ask, raw)
+            sessions.set_up(connection, self._vendor, raw, ask=ask)
+            if connection.mariadb:
                 from dblock.drivers import mariadb  # noqa: PLC0415 - only where it is in use
 
                 runner = mariadb.prepared_for(raw)
                 connection.prepared = None if runner is None else runner.execute
             elif hasattr(raw, "pgconn"):
-                from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, only where it is in use
-
                 # Behind a pooler too, where nothing may be prepared: Django's cursor would interpolate parameters.
-                prepared = psycopg.prepared_for(raw, prepare=connection.wired)
+                prepared = psycopg.prepared_for(raw, prepare=connection.direct)
                 connection.prepared = None if prepared is None else prepared.execute
         except BaseException:
             wrapper.close()
             raise
 
+    def ask(self, connection: PooledConnection, until: float) -> None:
+        """In this thread."""
+        sessions.ask(connection, until)
+
     def close(self, connection: PooledConnection) -> None:
-        """In order."""
-        connection.lent.close()
+        """In order; also in a thread whose event loop runs, where Django's own `close` raises."""
+        wrapper = connection.lent
+        try:
+            wrapper._close()
+        finally:
+            wrapper.connection = None
 
     terminate = abandon = close
 
@@ -114,7 +128,7 @@ class Lane:
         self._threads = ThreadPoolExecutor(MOST, f"dblock-{name}")
 
     async def run(self, work: Callable[[], T], until: float) -> T:
-        """Run it in one of them, in its turn; PoolExhausted if that does not come until that local time."""
+        """Run it in one of the threads; PoolExhausted if none has become free by that local time."""
         try:
             begun = self._threads.submit(copy_context().run, work)
         except RuntimeError as refused:
@@ -139,13 +153,13 @@ class DjangoSQLite:
         self._alias = alias
         self._pool = pool
 
-    def take(self, until: float, *, keeps: bool, urgent: bool = False) -> PooledConnection:
+    def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
         """The caller's in memory, in a transaction, and with a rollback journal; else one of the lock's own."""
         caller = connections[self._alias]
         inherited = any(caller.connection is parent for parent in _of_parents)
         if caller.is_in_memory_db() or (not inherited and in_sqlite_transaction(caller)):  # type: ignore[attr-defined]
             return self._callers(caller)
-        own = self._pool.take(until, keeps=keeps, urgent=urgent)
+        own = self._pool.take(until, critical=critical, priority=priority)
         if own.wal or inherited:
             return own
         self._pool.give(own)
@@ -153,13 +167,16 @@ class DjangoSQLite:
 
     @staticmethod
     def _callers(caller: BaseDatabaseWrapper) -> PooledConnection:
+        where = location(caller.settings_dict)
         caller.ensure_connection()
         raw: Any = caller.connection
-        [patience] = raw.execute("PRAGMA busy_timeout").fetchone()
-        return PooledConnection(raw, joined=True, busy_timeout=patience, lent=patience)
+        cursor = raw.cursor()
+        cursor.row_factory = None
+        [patience] = cursor.execute("PRAGMA busy_timeout").fetchone()
+        return PooledConnection(raw, location=where, joined=True, busy_timeout=patience, lent=patience)
 
     def give(self, connection: PooledConnection) -> None:
-        """Back to the pool; the caller's is as patient as before."""
+        """Give it back to the pool, or give the caller's its own busy_timeout back."""
         if not connection.joined:
             self._pool.give(connection)
         elif connection.busy_timeout != connection.lent:
@@ -172,19 +189,27 @@ class DjangoSQLite:
         self.give(connection)
 
 
+def location(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The database that the settings of an alias lead to. A test runner changes them while it runs."""
+    return tuple(str(settings[name]) for name in ("ENGINE", "NAME", "HOST", "PORT"))
+
+
 def in_sqlite_transaction(caller: BaseDatabaseWrapper) -> bool:
-    """Does it hold the database's one write lock, or will its next statement take it?"""
+    """Whether it holds the database's one write lock, or its next statement will take it."""
     if caller.connection is None:
         return not caller.settings_dict["AUTOCOMMIT"]
     return caller.in_atomic_block or not caller.autocommit or bool(caller.connection.in_transaction)
 
 
-def own_wrapper(alias: str) -> BaseDatabaseWrapper:
-    """A connection from the same settings, which is nobody else's."""
+def own_wrapper(alias: str, purpose: str) -> BaseDatabaseWrapper:
+    """A connection from the same settings, which is nobody else's, for a purpose of the lock's."""
     wrapper = connections.create_connection(alias)
     options = {name: value for name, value in wrapper.settings_dict["OPTIONS"].items() if name != "pool"}
     if wrapper.vendor == "sqlite":
         options["timeout"] = timing.DEFAULT.sqlite_busy  # for what `init_command` does
+        options["detect_types"] = 0  # the lock's answers are numbers and texts
+    if wrapper.Database.__name__ in sessions.NAMING:  # type: ignore[attr-defined]
+        options["program_name"] = sessions.name_of(purpose, options.get("program_name", ""))
     wrapper.settings_dict = {**wrapper.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
     wrapper.inc_thread_sharing()
     vars(wrapper)["_dblock"] = "own"

@@ -1,7 +1,7 @@
 """Stores that refuse stale writers: each row remembers the newest fence that wrote it, and takes no older one.
 
-This is the check that a fence is for: whoever was paused for longer than the lease, or waits in a network's queue,
-comes with a smaller number than the next holder's, and changes nothing.
+This is the check that a fence is for: a writer that was paused for longer than its lease, or whose write was
+delayed in the network, comes with a smaller number than the next holder's, and changes nothing.
 """
 
 from __future__ import annotations

@@ -7,30 +7,36 @@ and names the tenure that was shown by its fence: a successor is never touched.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from django import forms
 from django.contrib import admin, messages
 from django.contrib.admin.utils import label_for_field, quote, unquote
 from django.core.exceptions import PermissionDenied
+from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
 from dblock.core.errors import InvalidKey, LockError, LockStoreError
 from dblock.core.face import administration
 from dblock.core.face.administration import Blocking, EventInfo, WaiterInfo
+from dblock.core.face.pins import pinned
+from dblock.core.pinned import Pinned
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Steps
+from dblock.core.text import printable
 from dblock.core.validation import TEXT_LENGTH, valid_key
 from dblock.locks import default_alias, reap
 from dblock.models import Lock
 from dblock.store import DjangoStore, store_for
 from dblock.timeline import told
-from dblock.wording import named, span
+from dblock.wording import hidden, named, pin_told, span
 
 if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Lock]
@@ -41,7 +47,9 @@ End = Callable[[Any, str, int, str], Steps[bool]]
 REQUEST = 3.0
 """Seconds for which a request waits until all is tidied up."""
 SHOWN = 200
-"""Waiters on one page."""
+"""Waiters, or events, on one page."""
+QUEUED = 50
+"""Waiters on the page of a key, which has much else."""
 
 
 class ReasonForm(forms.Form):
@@ -77,14 +85,21 @@ class Inspector(_ModelAdmin):
         ]
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Lock | None:
-        """The row of a key; None also for what can be no key, which a database would not be asked for."""
+        """The row of a key, and who pins it; None also for what can be no key, which a database is not asked for."""
         try:
-            return super().get_object(request, valid_key(object_id), from_field)
+            row = super().get_object(request, valid_key(object_id), from_field)
         except InvalidKey:
             return None
+        if row is not None:
+            vars(row)["pinned"] = pins_of([row.lock_key]).get(row.lock_key)
+        return row
+
+    def rows(self) -> QuerySet[Lock]:
+        """All of them, with the clock that their states are computed by."""
+        raise NotImplementedError
 
     def may(self, request: HttpRequest, what: str) -> bool:
-        """Has the user that permission of ours, and may see locks?"""
+        """Whether the user has that permission of ours, and may see locks."""
         return self.has_view_permission(request) and request.user.has_perm(f"dblock.{what}_lock")
 
     def _demand(self, request: HttpRequest, what: str) -> None:
@@ -107,7 +122,7 @@ class Inspector(_ModelAdmin):
             title=_("Force release"),
             verb=_("Yes, force its release"),
             what_happens=_(
-                "The lock ends now, and whoever waits gets the key. Its holder is not stopped: it learns of this at "
+                "The lock ends now, and the next waiter gets the key. Its holder is not stopped: it learns of this at "
                 "its next renewal, within a third of the time to live, or, if it is not renewed, when it next asks. "
                 "What it writes until then only guard() refuses, and fences once somebody else has written."
             ),
@@ -137,24 +152,29 @@ class Inspector(_ModelAdmin):
     ) -> HttpResponse:
         row = self.get_object(request, key)
         if row is None:
-            return self._get_obj_does_not_exist_redirect(request, self.opts, key)  # type: ignore[attr-defined,no-any-return]
+            return self._get_obj_does_not_exist_redirect(request, self.opts, printable(key))  # type: ignore[attr-defined,no-any-return]
         back = reverse("admin:dblock_lock_change", args=[quote(key)])
+        but = ""
+        if end is administration.force_release and pinned_of(row):
+            but = _("A transaction pins this key: nobody can take it before that ends, whatever becomes of the lock.")
         if not row.owner and request.method != "POST":
-            messages.warning(request, _("Nobody holds “%(key)s”.") % {"key": key})
+            messages.warning(request, _("Nobody holds “%(key)s”.") % {"key": printable(key)})
             return HttpResponseRedirect(back)
         form = ReasonForm(request.POST if request.method == "POST" else None, initial={"fence": row.fence})
         if form.is_valid():
             reason = form.cleaned_data["reason"]
             if self._told(request, lambda store, words: end(store, key, form.cleaned_data["fence"], words), reason):
-                messages.success(request, done % {"key": key})
-                self.log_change(request, row, log % {"reason": reason})
+                messages.success(request, done % {"key": printable(key)})
+                if but:
+                    messages.warning(request, but)
+                self.log_change(request, row, log % {"reason": printable(" ".join(reason.split()))})
             return HttpResponseRedirect(back)
-        names = ("lock_key", "state", "holder", "label", "held_for", "fence")
+        names = ("shown_key", "state", *(["pinned_by"] if but else []), "holder", "shown_label", "held_for", "fence")
         facts = [(label_for_field(name, Lock, self), self._shown(row, name)) for name in names]
-        return self._page(request, "end", title, object=row, form=form, facts=facts, back=back, **words)
+        return self._page(request, "end", title, object=row, form=form, facts=facts, back=back, but=but, **words)
 
     def _told(self, request: HttpRequest, end: Callable[[DjangoStore, str], Steps[bool]], reason: str) -> bool:
-        """Has it been done? Else the user is told why not."""
+        """Whether it was done; if not, the user is told why."""
         store = store_for(default_alias())
         words = f"{request.user.get_username()}: {' '.join(reason.split())}"[:TEXT_LENGTH]
         try:
@@ -207,8 +227,13 @@ class Inspector(_ModelAdmin):
             raise PermissionDenied
         store = store_for(default_alias())
         found = drive(administration.all_waiters(store, SHOWN + 1), store)
-        more = SHOWN if len(found) > SHOWN else 0
-        return self._page(request, "waiters", _("Who waits"), waiters=queue(found[:SHOWN]), more=more)
+        more, found = SHOWN if len(found) > SHOWN else 0, found[:SHOWN]
+        rows = self.rows().in_bulk({each.key for each in found})
+        waiters = [
+            {**told, "holder": self._shown(rows[each.key], "held_by") if each.key in rows else "–"}
+            for each, told in zip(found, queue(found), strict=True)
+        ]
+        return self._page(request, "waiters", _("Who waits"), waiters=waiters, more=more)
 
     def events_view(self, request: HttpRequest) -> HttpResponse:
         """What happened last, to whatever key, where a history is kept."""
@@ -243,17 +268,53 @@ class Reaping(threading.Thread):
             self.error = error
 
 
+def pins_of(keys: Collection[str]) -> dict[str, Pinned]:
+    """The transactions that keep keys from being taken; none where the database could not say."""
+    store = store_for(default_alias())
+    try:
+        return drive(pinned(store.database, keys), store)
+    except LockStoreError:
+        return {}
+
+
+def pinned_of(row: Lock) -> Pinned | None:
+    """Who pins a row that was asked for; None if nobody does."""
+    found: Pinned | None = vars(row).get("pinned")
+    return found
+
+
+def pins_shown(pinned: Pinned) -> SafeString:
+    """The transactions, each with the SQL that ends it; and what may not be seen of them."""
+    line = '<div class="dblock-pin">{}. {} <code>{}</code></div>'
+    lines = format_html_join("", line, [(pin_told(pin), _("To end it:"), printable(pin.end)) for pin in pinned.pins])
+    return format_html("{}{}", lines, hidden(pinned.hidden))
+
+
 def chains(blocking: Blocking) -> dict[str, list[dict[str, str]]]:
     """As the templates show them."""
     return {
-        name: [{"key": each.key, "waiter": named(each.waiter), "holder": named(each.holder)} for each in chain]
-        for name, chain in blocking._asdict().items()
+        name: [
+            {
+                "key": each.key,
+                "shown": printable(each.key),
+                "waiter": named(each.waiter),
+                "holder": named(each.holder),
+            }
+            for each in chain
+        ]
+        for name, chain in blocking.chains().items()
     }
 
 
 def queue(waiters: list[WaiterInfo]) -> list[dict[str, Any]]:
     """As the templates show it."""
     return [
-        {"key": each.key, "waiting": span(each.age), "identity": named(each.identity), "label": each.label}
+        {
+            "key": each.key,
+            "shown": printable(each.key),
+            "waiting": span(each.age),
+            "identity": named(each.identity),
+            "label": printable(each.label),
+        }
         for each in waiters
     ]

@@ -78,8 +78,7 @@ class Lock(SyncLock):
         return conf.slow_wait()
 
     def _drive(self, steps: Steps[T]) -> T:
-        # As django.utils.asyncio.async_unsafe, without the exception that it raises and catches each time.
-        if current_task() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
+        if _in_async_code():
             raise SynchronousOnlyOperation(
                 "You cannot use a synchronous lock from an async context - use `async with`, the methods that begin "
                 "with an `a`, a decorated `async def`; or call what locks in a thread, by sync_to_async."
@@ -90,7 +89,7 @@ class Lock(SyncLock):
         return store_for(self.using, self)
 
     def _opened(self, hold: Hold) -> None:
-        if current_task() is not None:
+        if _in_async_code():
             return
         if self.options.release == "auto":
             hold.transactions = open_blocks()
@@ -98,7 +97,7 @@ class Lock(SyncLock):
             follow_rollbacks(hold, connections[self.using])
 
     def _defers(self, hold: Hold, *, last: bool) -> bool:
-        if not last or self.options.release == "now" or current_task() is not None:
+        if not last or self.options.release == "now" or _in_async_code():
             return False
         if not hold.transactions and hold.store.database.dialect.single_writer:
             hold.transactions = open_blocks()  # the release would be part of it, and a rollback undo it
@@ -159,6 +158,15 @@ class Lock(SyncLock):
         return super().__call__(function)
 
 
+def _in_async_code() -> bool:
+    """Whether a task runs here whose code awaits.
+
+    As django.utils.asyncio.async_unsafe asks it, without the exception that it raises and catches each time. Where
+    DJANGO_ALLOW_ASYNC_UNSAFE is set, in a notebook, code on a running event loop is synchronous, transactions included.
+    """
+    return current_task() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE")
+
+
 class Options(Given, total=False):
     """The keyword arguments of `db_lock`, which says what they mean."""
 
@@ -167,6 +175,12 @@ class Options(Given, total=False):
 
 class DbLock:
     """The type of `db_lock`."""
+
+    def __init__(self) -> None:
+        self.__doc__ = type(self).__call__.__doc__  # what help(db_lock) shows
+
+    def __repr__(self) -> str:
+        return "dblock.db_lock"
 
     @overload
     def __call__(self, key: str, **options: Unpack[Options]) -> Lock: ...
@@ -189,8 +203,8 @@ class DbLock:
             renew: renew the lease from a third of the ttl on, until release (the default); False: the lease simply
                 ends.
             using: database alias; by default DBLOCK["USING"], else where the database routers write `dblock.Lock`.
-            label: free text of up to 255 characters for whoever inspects the lock.
-            on_lost: called once, in a thread of its own, with the lock and a `Reason` when the lock is lost.
+            label: free text of up to 255 characters for people who inspect the lock.
+            on_lost: called once, in another thread, with the lock and a `Reason` when the lock is lost.
             on_at_risk: called likewise, with the lock, when a renewal is late.
             on_revoke: called likewise, with the lock and by whom and why, when somebody asks for it back; the lease is
                 then renewed once a second, which is how that is heard.
@@ -204,9 +218,14 @@ class DbLock:
             max_hold: seconds after the take at which renewal stops.
             interrupt: cancel the body of an `async with`, or an `async def`, when the lock is lost; it ends with
                 LockLost.
-            fair: whoever came first gets the key first. False: take it before those who wait, if it happens to be free.
+            fair: first come, first served. False: take a key that happens to be free before those who wait for it.
+            reentrant: False: a second take by the thread or task that holds the key is treated as anybody else's, and
+                waits; with nothing to end that wait, it raises LockDeadlock at once. One of the two takes has to say
+                so.
             slow_wait: seconds from which a wait is logged, once per key and minute; None: never.
                 DBLOCK["SLOW_WAIT"] (5) by default.
+            on_busy: "skip": a decorated call that does not get the lock in time is left out. It is logged at INFO, and
+                returns `otherwise` (None by default). "raise": LockTimeout, the default.
 
         Raises:
             InvalidKey: the key cannot be stored exactly on every database.
@@ -228,6 +247,7 @@ class DbLock:
         Raises InvalidToken for what is no token, LockLost if the tenure is over.
         """
         lock, steps = self._attaching(token, options)
+        del token  # an error report may show the locals
         return lock._drive(steps)
 
     def aattach(self, token: str, **options: Unpack[Options]) -> Attaching[Lock]:
@@ -248,7 +268,7 @@ db_lock = DbLock()
 def check_sequencer(sequencer: str, *, using: str | None = None) -> Sequencer:
     """Key, mode and fence of a sequencer whose tenure is alive, by the database's word.
 
-    Who sent it, it does not prove: it is no secret. Raises InvalidToken for what is no sequencer, LockLost once the
+    It is no secret, and does not prove who sent it. Raises InvalidToken for what is no sequencer, LockLost once the
     tenure is over.
     """
     lock, steps = _checking(sequencer, using)
@@ -270,9 +290,9 @@ def _checking(text: str, using: str | None) -> tuple[Lock, Steps[Sequencer]]:
 def release_all(*, using: str | None = None) -> int:
     """Give back all locks that this process holds, whichever thread or task took them; how many there were.
 
-    For the end of a process whose work is done, in the hooks of its server: whoever still works under one of them has
-    lost it (`Reason.RELEASED`), before anybody else can have it. `using`: those of one database alias only. Raises no
-    error of the database: what could not be given back within some seconds ends with its lease.
+    For the end of a process whose work is done, in the hooks of its server: a flow that still works under one of them
+    has lost it (`Reason.RELEASED`), before anybody else can have it. `using`: those of one database alias only. Raises
+    no error of the database: what could not be given back within some seconds ends with its lease.
     """
     return sum(drive(leaving.release_all(store), store) for store in _stores(using))
 

@@ -5,27 +5,33 @@ Only the protocol's statements write them.
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
 from dblock import conf
 from dblock.core.statements.mysql import COLLATIONS
+from dblock.core.text import printable
 
 if TYPE_CHECKING:
     _CharField = models.CharField[str, str]
+    _DateTimeField = models.DateTimeField[datetime, datetime]
 else:
     _CharField = models.CharField
+    _DateTimeField = models.DateTimeField
 
 
 def table(name: str) -> str:
     """The name of `locks`, say, as Django is to know it; with a schema it is quoted, and left as it is."""
     try:
         tables = conf.tables()
-    except ImproperlyConfigured:  # which a system check tells, and whoever takes a lock
+    except ImproperlyConfigured:  # a system check reports it, and so does taking a lock
         return name
     return tables.name(name, '"') if tables.schema else tables.prefix + name
 
@@ -46,6 +52,32 @@ class ExactCharField(_CharField):
         elif connection.vendor == "mysql":
             parameters["collation"] = COLLATIONS["mariadb" if connection.mysql_is_mariadb else "mysql"]  # type: ignore[attr-defined]
         return parameters
+
+
+class MomentField(_DateTimeField):
+    """A moment, which MySQL, MariaDB and SQLite store in UTC, whatever USE_TZ and the TIME_ZONE of the database are.
+
+    For Python it is what Django makes of moments: aware, or with USE_TZ = False in TIME_ZONE and naive. PostgreSQL's
+    type has time zones, so that Django itself does the same there.
+    """
+
+    def from_db_value(
+        self, value: datetime | None, expression: object, connection: BaseDatabaseWrapper
+    ) -> datetime | None:
+        """From what Django has made of it, which took it for a moment in the time zone of the connection."""
+        if value is None or connection.vendor == "postgresql":
+            return value
+        moment = value.replace(tzinfo=UTC)
+        return moment if settings.USE_TZ else timezone.make_naive(moment, timezone.get_default_timezone())
+
+    def get_db_prep_value(self, value: Any, connection: BaseDatabaseWrapper, prepared: bool = False) -> Any:
+        """To a naive one in UTC, which Django leaves as it is."""
+        if not prepared:
+            value = self.get_prep_value(value)
+        if isinstance(value, datetime) and connection.vendor != "postgresql":
+            aware = value if timezone.is_aware(value) else timezone.make_aware(value, timezone.get_default_timezone())
+            value = timezone.make_naive(aware, UTC)
+        return super().get_db_prep_value(value, connection, prepared=True)
 
 
 class OwnerField(ExactCharField):
@@ -93,8 +125,8 @@ class Lock(_Row):
     fence = models.BigIntegerField(_("fence"))
     count = models.IntegerField(_("count"))
     ttl = models.FloatField(_("time to live"))
-    acquired_at = models.DateTimeField(_("acquired at"))
-    expires_at = models.DateTimeField(_("expires at"))
+    acquired_at = MomentField(_("acquired at"))
+    expires_at = MomentField(_("expires at"))
     label = ExactCharField(_("label"), max_length=255)
     host = ExactCharField(_("host"), max_length=255)
     pid = models.IntegerField(_("process"))
@@ -106,6 +138,8 @@ class Lock(_Row):
     revoked_fence = models.BigIntegerField(_("last fence asked back"), db_default=0)
     freed_fence = models.BigIntegerField(_("last fence freed"), db_default=0)
     revocation = ExactCharField(_("by whom and why"), max_length=255, db_default="")
+    tokens = models.IntegerField(_("tokens not used yet"), db_default=0)
+    bearers = models.IntegerField(_("entered by a token"), db_default=0)
 
     class Meta:
         db_table = table("locks")
@@ -118,7 +152,7 @@ class Lock(_Row):
         )
 
     def __str__(self) -> str:
-        return str(self.lock_key)
+        return printable(self.lock_key)
 
 
 class Waiter(_Row):
@@ -138,8 +172,9 @@ class Waiter(_Row):
     program = ExactCharField(_("program"), max_length=255)
     celery_task_id = ExactCharField(_("Celery task"), max_length=255)
     channel = ExactCharField(_("channel"), max_length=63)
-    joined_at = models.DateTimeField(_("joined at"))
-    expires_at = models.DateTimeField(_("expires at"))
+    circle = ExactCharField(_("deadlock that it is in"), max_length=64, db_default="")
+    joined_at = MomentField(_("joined at"))
+    expires_at = MomentField(_("expires at"))
 
     class Meta:
         db_table = table("lock_waiters")
@@ -147,7 +182,7 @@ class Waiter(_Row):
         verbose_name_plural = _("waiters")
 
     def __str__(self) -> str:
-        return f"{self.lock_key} ({self.ticket})"
+        return f"{printable(self.lock_key)} ({self.ticket})"
 
 
 class LockEvent(_Row):
@@ -165,7 +200,7 @@ class LockEvent(_Row):
     thread = ExactCharField(_("thread or task"), max_length=255)
     program = ExactCharField(_("program"), max_length=255)
     celery_task_id = ExactCharField(_("Celery task"), max_length=255)
-    happened_at = models.DateTimeField(_("happened at"))
+    happened_at = MomentField(_("happened at"))
 
     class Meta:
         db_table = table("lock_events")
@@ -173,4 +208,4 @@ class LockEvent(_Row):
         verbose_name_plural = _("lock events")
 
     def __str__(self) -> str:
-        return f"{self.lock_key} {self.kind} ({self.fence})"
+        return printable(f"{self.lock_key} {self.kind} ({self.fence})")

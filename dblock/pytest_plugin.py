@@ -1,4 +1,4 @@
-"""The fixtures `dblock_memory` and `dblock_recorder`, for whoever has pytest: no conftest.py is needed.
+"""The fixtures `dblock_memory` and `dblock_recorder`, for all who use pytest: no conftest.py is needed.
 
 Rule: nothing is imported, and nothing is done, before a test asks for one of them.
 """

@@ -1,6 +1,6 @@
 """Django signals about locks.
 
-`lock_lost` and `lock_at_risk` are sent in a thread of their own with `lock` (and `reason`) for each lock object. The
+`lock_lost` and `lock_at_risk` are sent in another thread with `lock` (and `reason`) for each lock object. The
 others are sent with an `event`, where and when `dblock.observe` tells it: in the flow that it is about, where a
 receiver does no I/O and takes no lock. The sender is the lock's class.
 
@@ -53,7 +53,7 @@ lock_acquired = EventSignal(Kind.ACQUIRED)
 lock_contended = EventSignal(Kind.CONTENDED)
 """Somebody else has the key: a flow begins to wait, or is refused at once."""
 lock_gave_up = EventSignal(Kind.GAVE_UP)
-"""It has not got it."""
+"""That flow has not got the key."""
 lock_released = EventSignal(Kind.RELEASED)
 lock_reaped = EventSignal(Kind.REAPED)
 lock_forced = EventSignal(Kind.FORCED)

@@ -16,11 +16,11 @@ from asgiref.sync import sync_to_async
 from django.apps import apps
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections
 from django.db.transaction import TransactionManagementError
-from django.db.utils import InterfaceError
+from django.db.utils import InterfaceError, NotSupportedError, ProgrammingError
 from django.utils.connection import ConnectionDoesNotExist
 
 from dblock import conf
-from dblock.connections import DjangoPool, DjangoSQLite, in_sqlite_transaction
+from dblock.connections import DjangoPool, DjangoSQLite, in_sqlite_transaction, location
 from dblock.core import runtime
 from dblock.core.errors import LockError, LockTimeout, StoreLocked, UnsupportedDatabase
 from dblock.core.face.executor import BaseStore
@@ -28,10 +28,12 @@ from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Cursor, Tables, perform
-from dblock.drivers.listening import PsycopgSubscription
+from dblock.drivers.listening import Psycopg2Subscription, PsycopgSubscription
+from dblock.drivers.literals import inlined
+from dblock.drivers.tried import refuse_untried
 
 if TYPE_CHECKING:
-    from dblock.core.wakeup.listener import Subscription
+    from dblock.core.protocol.store import Subscription
     from dblock.core.wakeup.registry import Wakeups
 
 
@@ -52,6 +54,7 @@ class DjangoStore(BaseStore):
             raise UnsupportedDatabase(
                 f"database {alias!r} is {vendor}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite"
             )
+        refuse_untried(vendor, connection.Database.__name__.removesuffix(".dbapi2"), f"database {alias!r}")  # type: ignore[attr-defined]
         tables = conf.tables()
         _ = conf.reaping(), conf.history()  # what is wrong with them is said here, not in the background
         if tables.schema and vendor != "postgresql":
@@ -75,11 +78,17 @@ class DjangoStore(BaseStore):
         self._errors = (connection.Database.Error, OSError)  # type: ignore[attr-defined]
         # No RuntimeError, by which pytest-django says that a test may not use the database.
         self._connect_errors = (DatabaseError, InterfaceError, *self._errors)
+        dbapi = connection.Database  # type: ignore[attr-defined]
+        self._mistakes = (ProgrammingError, NotSupportedError, dbapi.ProgrammingError, dbapi.NotSupportedError)
 
     def same_database(self, alias: str) -> bool:
-        """Is `alias` the database that the lock's rows live in, perhaps under another name?"""
-        ours, theirs = connections[self._alias].settings_dict, connections[alias].settings_dict
-        return alias == self._alias or all(ours[name] == theirs[name] for name in ("ENGINE", "NAME", "HOST", "PORT"))
+        """Whether `alias` is the database that the lock's rows live in, perhaps under another name."""
+        return alias == self._alias or location(connections[alias].settings_dict) == self.location
+
+    @property
+    def location(self) -> object:
+        """By the settings of its alias, which a test runner turns to the test database, and back at the end."""
+        return location(connections.settings[self._alias])
 
     @property
     def reaping(self) -> tuple[float, float] | None:
@@ -102,15 +111,19 @@ class DjangoStore(BaseStore):
         """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
         if not conf.settings().LISTEN or not isinstance(self._source, DjangoPool):
             return None
-        connection = self._source.open_apart(self.database.now() + self.database.timing.answer)
+        connection = self._source.open_apart(self.database.now() + self.database.timing.statement_timeout)
         close = partial(self._source.terminate, connection)
         try:
-            if self.database.dialect.queue.hear is not None:
-                from dblock.core.face.bell import hang_up  # noqa: PLC0415 - on databases that have one
+            if self.database.dialect.queue.sleep_until_killed is not None:
+                from dblock.core.face.kill_query_listener import open_listener  # noqa: PLC0415 - on databases that have one
 
-                return hang_up(self, connection, close, channel, wakeups)
-            if connection.wired and hasattr(connection.raw, "pgconn"):  # psycopg 2 has none
-                return PsycopgSubscription(connection.raw, channel, close)
+                return open_listener(self, connection, close, channel, wakeups)
+            if connection.direct:
+                make: Any = PsycopgSubscription if hasattr(connection.raw, "pgconn") else Psycopg2Subscription
+                begin: Callable[[], Subscription] = partial(
+                    make, connection.raw, channel, partial(self._source.ask, connection), close
+                )
+                return self._begin_to_listen(connection, begin)
         except BaseException:
             close()
             raise
@@ -161,7 +174,7 @@ class DjangoStore(BaseStore):
         if isinstance(self._source, DjangoSQLite):
             return await sync_to_async(self.execute)(step)
         # Not by sync_to_async, which raises another CancelledError than the one that AnyIO knows.
-        lane, until = self._source.lane(keeps=step.statement.keeps), self._until(step, self.database.now())
+        lane, until = self._source.lane(critical=step.statement.critical), self._until(step, self.database.now())
         return await lane.run(partial(self.execute, step), until)
 
 
@@ -186,6 +199,9 @@ def pin(store: DjangoStore, alias: str, step: Execute) -> Rows:
         return [(True,)]
     try:
         with connection.cursor() as cursor:
+            if connection.vendor == "mysql":  # the session's character set and SQL mode are the caller's
+                cursor.execute(inlined(step))
+                return list(cursor.fetchall())
             return perform(cast("Cursor", cursor), step.statement, step.parameters, "pyformat")
     except (DatabaseError, InterfaceError) as error:
         cause = error.__cause__ or error
@@ -194,15 +210,15 @@ def pin(store: DjangoStore, alias: str, step: Execute) -> Rows:
 
 def known_stores() -> list[DjangoStore]:
     """Those that have been asked for."""
-    stand_in = runtime.current.stand_in
-    return list(_stores.values()) if stand_in is None else [stand_in(None)]
+    store_override = runtime.current.store_override
+    return list(_stores.values()) if store_override is None else [store_override(None)]
 
 
 def store_for(alias: str, lock: object = None) -> DjangoStore:
-    """The one store of an alias, whoever asks first; in a test perhaps another one, by the lock object."""
+    """The one store of an alias, however many threads ask at once; in a test perhaps another, by the lock object."""
     found = _stores.get(alias) or _stores.setdefault(alias, DjangoStore(alias))
-    stand_in = runtime.current.stand_in
-    return found if stand_in is None else cast("DjangoStore", stand_in(lock))
+    store_override = runtime.current.store_override
+    return found if store_override is None else cast("DjangoStore", store_override(lock))
 
 
 _stores: dict[str, DjangoStore] = {}

@@ -14,8 +14,9 @@ from django.utils.translation import gettext as _
 from django.utils.translation import ngettext, pgettext
 
 from dblock.core.face.administration import EventInfo, truly_held
+from dblock.core.text import printable
 from dblock.core.values import Identity
-from dblock.wording import named, said, span
+from dblock.wording import moment, named, said, span
 
 WIDTH: Final = 960
 NAMES: Final = 230
@@ -40,7 +41,7 @@ class Stretch(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """One of them in the picture."""
+    """A stretch in the picture."""
 
     kind: str
     x: float
@@ -169,9 +170,11 @@ def told(events: Sequence[EventInfo]) -> list[dict[str, Any]]:
         {
             "event": event,
             "when": span(event.age),
-            "what": kinds.get(event.kind, event.kind),
+            "key": printable(event.key),
+            "label": printable(event.label),
+            "what": kinds.get(event.kind, printable(event.kind)),
             "length": _length(event, events, lengths),
-            "at": f"{timezone.localtime(timezone.now() - timedelta(seconds=event.age)):%Y-%m-%d %H:%M:%S}",
+            "at": moment(timezone.now() - timedelta(seconds=event.age)),
             "detail": said(event.detail),
             "who": named(event.identity),
         }

@@ -10,7 +10,6 @@ Rule: the blocks that Django's TestCase opens around a test do not count (Django
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import threading
 import weakref
@@ -25,6 +24,7 @@ from dblock.core.errors import LockError
 from dblock.core.face.leaving import finish
 from dblock.core.face.operations import look_after
 from dblock.core.holding.flow import Hold
+from dblock.core.log import warn
 from dblock.core.protocol.drive import drive
 
 _ENDS = ("commit", "rollback", "savepoint_commit", "savepoint_rollback", "close")
@@ -57,8 +57,6 @@ connection_created.connect(_created, dispatch_uid="dblock.transactions")
 _joined: weakref.WeakKeyDictionary[BaseDatabaseWrapper, list[Hold]] = weakref.WeakKeyDictionary()
 """Holds that were taken as part of a transaction, which a rollback takes away."""
 _waiting: weakref.WeakKeyDictionary[BaseDatabaseWrapper, list[Hold]] = weakref.WeakKeyDictionary()
-
-log = logging.getLogger("dblock")
 
 
 def open_blocks() -> tuple[tuple[BaseDatabaseWrapper, Any], ...]:
@@ -137,7 +135,7 @@ def _look_after(connection: BaseDatabaseWrapper) -> None:
         try:
             drive(look_after(hold), hold.store)
         except LockError as error:
-            log.warning("could not verify %r when a transaction ended: %s", hold.tenure.key, error)
+            warn("could not verify %r when a transaction ended: %s", hold.tenure.key, error)
     if connection.in_atomic_block:
         _joined[connection] = holds
 
@@ -153,7 +151,7 @@ def _give_back(connection: BaseDatabaseWrapper) -> None:
                 try:
                     drive(finish(hold), hold.store)
                 except LockError as error:
-                    log.warning("could not give %r back when the transaction ended: %s", hold.tenure.key, error)
+                    warn("could not release %r when the transaction ended: %s", hold.tenure.key, error)
             del holds[0]
     finally:
         for hold in holds:  # interrupted: they end with their leases

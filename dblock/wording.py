@@ -1,16 +1,21 @@
-"""Lengths of time, processes and what happened to a lock, in the language of whoever looks at it.
+"""Lengths of time, moments, processes and what happened to a lock, in the language of the user.
 
-Rule: rows and events keep the protocol's own words; what is none of them is shown as it is.
+Rule: rows and events keep the protocol's own words; what is none of them is shown as it is, if it is printable.
 """
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any, Final
 
+from django.utils import timezone
 from django.utils.formats import number_format
-from django.utils.translation import gettext, pgettext_lazy
+from django.utils.translation import gettext, gettext_lazy, pgettext_lazy
 
 from dblock.commands.console import parts
+from dblock.core.face import pins
+from dblock.core.pinned import Pin
+from dblock.core.text import printable
 from dblock.core.values import Identity
 
 _UNITS: Final[dict[str, Any]] = {
@@ -40,6 +45,20 @@ _WORDS: Final[dict[str, Any]] = {
     "lost": pgettext_lazy("lock", "lost"),
 }
 """Of `How` and `Reason`, and why an attempt was given up."""
+_HIDDEN: Final[dict[str, Any]] = {
+    pins.AGES: gettext_lazy("Members of pg_monitor are shown since when, and what it does."),
+    pins.PROCESS: gettext_lazy(
+        "Which session that is, the server shows to users with the right PROCESS (on MySQL also with SELECT on "
+        "performance_schema.data_locks)."
+    ),
+    pins.DATA_LOCKS: gettext_lazy(
+        "Which of the transactions that have locked rows it is, MySQL shows to users with SELECT on "
+        "performance_schema.data_locks."
+    ),
+    pins.MARIADB: gettext_lazy(
+        "MariaDB does not say which of the transactions that have locked rows it is: see what each does first."
+    ),
+}
 
 
 def span(seconds: float) -> str:
@@ -47,13 +66,34 @@ def span(seconds: float) -> str:
     return " ".join(f"{number_format(number)} {_UNITS[unit]}" for number, unit in parts(seconds))
 
 
+def moment(time: datetime) -> str:
+    """With seconds, in the user's time zone; with USE_TZ = False in TIME_ZONE, which is not named then."""
+    local = timezone.localtime(time) if timezone.is_aware(time) else time
+    return f"{local:%Y-%m-%d %H:%M:%S} {local.tzname() or ''}".rstrip()
+
+
 def named(identity: Identity) -> str:
     """A holder or waiter; its machine comes first."""
     process = gettext("%(host)s pid %(pid)s") % {"host": identity.host, "pid": identity.pid}
     task = gettext("Celery task %s") % identity.celery_task_id if identity.celery_task_id else ""
-    return ", ".join(part for part in (process, identity.thread, identity.program, task) if part)
+    return printable(", ".join(part for part in (process, identity.thread, identity.program, task) if part))
+
+
+def pin_told(pin: Pin) -> str:
+    """A transaction that pins a key: whose it is, what it does, since when."""
+    whose = gettext("session %s") if pin.session.isdecimal() else gettext("prepared transaction “%s”")
+    whose %= pin.session
+    facts = [whose if pin.sure else gettext("perhaps %s") % whose, pin.user, pin.program, pin.client, pin.doing]
+    if pin.age is not None:
+        facts.append(gettext("its transaction is open for %s") % span(pin.age))
+    return printable(", ".join(filter(None, facts)))
+
+
+def hidden(words: str) -> str:
+    """What is not known of a transaction."""
+    return str(_HIDDEN.get(words, words))
 
 
 def said(word: str) -> str:
     """How something happened, or why."""
-    return str(_WORDS.get(word.replace("_", " "), word))
+    return str(_WORDS.get(word.replace("_", " "), printable(word)))

@@ -1,6 +1,6 @@
-"""A distributed lock whose only server is the database that the application already has: for SQLAlchemy.
+"""A distributed lock over the application's database, for SQLAlchemy.
 
-Speaks the same protocol over the same table as the Django app `dblock`, so that the two exclude each other.
+It uses the same protocol and table as the Django app `dblock`, so that the locks of both exclude each other.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dblock.core.errors import (
     LockDeadlock,
     LockError,
     LockLost,
+    LockNotAcquiredWarning,
     LockNotHeld,
     LockRevoked,
     LockStoreError,
@@ -34,6 +35,7 @@ from sqlalchemy_dblock.face import AsyncLock, Lock, attach, check_sequencer, db_
 if TYPE_CHECKING:
     from dblock.core.events import Event, Kind
     from dblock.core.face.observing import observe
+    from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
     from sqlalchemy_dblock.table import lock_events, lock_waiters, locks, metadata, metadata_for
 
@@ -49,6 +51,7 @@ __all__ = [
     "LockError",
     "LockInfo",
     "LockLost",
+    "LockNotAcquiredWarning",
     "LockNotHeld",
     "LockRevoked",
     "LockStoreError",
@@ -65,6 +68,7 @@ __all__ = [
     "UnsupportedDatabase",
     "attach",
     "check_sequencer",
+    "create_tables",
     "db_lock",
     "fenced_update",
     "lock_events",
@@ -78,12 +82,14 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker is to know every name
+if not TYPE_CHECKING:  # type checkers see every name
 
     def __getattr__(name: str) -> Any:
-        """What loads much of SQLAlchemy, when asked for: the dialects of three databases, the ORM; or what few need."""
+        """Import on first use what loads much of SQLAlchemy (the dialects, the ORM), and what few applications need."""
         if name in {"lock_events", "lock_waiters", "locks", "metadata", "metadata_for"}:
             from sqlalchemy_dblock import table as home  # noqa: PLC0415
+        elif name == "create_tables":
+            from sqlalchemy_dblock import creating as home  # noqa: PLC0415
         elif name in {"FencedMixin", "fenced_update"}:
             from sqlalchemy_dblock import fences as home  # noqa: PLC0415
         elif name in {"Event", "Kind"}:

@@ -1,8 +1,8 @@
-"""The connections of the lock for one engine.
+"""The lock's connections for one engine.
 
 They are opened as the engine's pool opens its own (same credentials, same events) but never taken from that pool; see
-`dblock.core.connections.pool`. `engine.dispose()` closes them. As many are in use at a time as the engine's own pool
-may have, and an engine with a NullPool keeps none.
+`dblock.core.connections.pool`. `engine.dispose()` closes them. At most as many are in use as the engine's own pool may
+have, and an engine with a NullPool keeps none.
 
 A database in memory lives in the engine's own connection: there the statement joins the caller's transaction if one is
 open, and commits on its own if not.
@@ -17,8 +17,11 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
+from functools import partial
+from types import ModuleType
+from typing import Any, TypeVar
 
 from sqlalchemy import Dialect, Engine, NullPool, QueuePool, StaticPool, event
 from sqlalchemy.pool import PoolProxiedConnection
@@ -26,31 +29,40 @@ from sqlalchemy.util import await_only, greenlet_spawn
 
 from dblock.core import clock, runtime
 from dblock.core.connections.pool import KEPT, AutocommitPool, Opening, PooledConnection
-from dblock.core.connections.slots import Place
+from dblock.core.connections.slots import SlotWaiter
 from dblock.core.errors import PoolExhausted
 from dblock.core.holding.flow import current_task
+from dblock.core.protocol.drive import plain_task
 from dblock.core.statements import DIALECTS
-from dblock.drivers.sessions import set_up
+
+_purpose = ContextVar("_purpose", default="")
+"""Purpose of the connection that is being opened; empty if it is not the lock's."""
+
+T = TypeVar("T")
 
 
 class EnginePool(AutocommitPool):
-    """Connections beside the engine's pool, to a server or a file."""
+    """The lock's connections to a server or a file, beside the engine's pool."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(_most(engine), 0 if isinstance(engine.pool, NullPool) else KEPT)
         runtime.current.add_pool(self)
         self._dialect = engine.dialect
-        # A pool of its own, without limits: one that hangs in the opening must not keep others from it.
-        self._source = NullPool(engine.pool._creator, dialect=engine.dialect, _dispatch=engine.pool.dispatch)
+        self._engine = weakref.ref(engine)
+        self._source = _source(engine)
         self._first: PooledConnection | None = None
-        """The one that is being opened before SQLAlchemy knows the server."""
+        """The first connection, while it is being opened, before SQLAlchemy has examined the server."""
         self._known = False
+        self._apart = set[asyncio.Task[None]]()
+        """Tasks, kept so that they are not collected before they have ended."""
         event.listen(engine, "engine_disposed", lambda _: self.close_all())
+        if self._dialect.name in {"mysql", "mariadb"} and self._dialect.driver in _sessions().NAMING:
+            event.listen(engine, "do_connect", _name)
 
     def open(self, connection: PooledConnection) -> None:
-        """As the engine's pool does; alone at first, while SQLAlchemy gets to know the server.
+        """Open it as the engine's pool does; the first one alone, while SQLAlchemy examines the server.
 
-        It does so under a lock that belongs to one event loop, and whoever waits for that in another is never woken.
+        SQLAlchemy does so under a lock that belongs to one event loop, and never wakes a waiter in another loop.
         """
         while self._dialect.is_async and not self._known:
             if not self._goes_first(connection):
@@ -67,17 +79,24 @@ class EnginePool(AutocommitPool):
 
     def _goes_first(self, connection: PooledConnection) -> bool:
         with self._mutex:
-            if self._first is None or self.is_over(self._first.loop):  # whose loop was closed in the midst of it
+            if self._first is None or self.is_over(self._first.loop):  # whose loop was closed meanwhile
                 self._first = connection
             return self._first is connection
 
     def _open(self, connection: PooledConnection) -> None:
-        fairy = self._source.connect()
+        engine = self._engine()
+        if engine is not None:  # the application may have registered event handlers meanwhile
+            self._source = _source(engine)
+        purpose = _purpose.set(connection.purpose)
+        try:
+            fairy = self._source.connect()
+        finally:
+            _purpose.reset(purpose)
         driver: Any = fairy.driver_connection
         connection.raw = fairy.dbapi_connection
         fairy.detach()
         try:
-            connection.raw.rollback()  # what a listener of the user's may have begun
+            connection.raw.rollback()  # a transaction that a listener of the application may have begun
             self._dialect.set_isolation_level(connection.raw, "AUTOCOMMIT")
             self._set_up(connection, driver)
         except BaseException:
@@ -90,29 +109,73 @@ class EnginePool(AutocommitPool):
             from dblock.drivers import asyncpg  # noqa: PLC0415 - only where it is in use
 
             unnamed = asyncpg.Unnamed(driver)
-            set_up(connection, self._dialect.name, driver, lambda sql: await_only(unnamed.ask(sql)))
-            if not connection.wired:
+            _sessions().set_up(
+                connection,
+                self._dialect.name,
+                driver,
+                ask=lambda sql: await_only(unnamed.ask(sql)),
+                question=lambda: await_only(driver.execute("SELECT 1")),
+                wait=await_only,
+            )
+            if not connection.direct:
                 connection.prepared = lambda step: await_only(unnamed.execute(step))
             return
-        set_up(connection, self._dialect.name, driver)
-        wired = connection.wired
         if kind in {"psycopg", "psycopg_async"}:
-            from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, which need not be installed
-
-            runner = psycopg.prepared_for(driver, prepare=wired and driver.prepare_threshold is not None)
-            if not wired:
-                driver.prepare_threshold = None  # behind a pooler, psycopg must not prepare on its own either
-            if runner is not None:
-                asynchronous, run = self._dialect.is_async, runner
-                connection.prepared = (lambda step: await_only(run.aexecute(step))) if asynchronous else run.execute
-        elif kind in {"pymysql", "mysqldb"}:
+            self._set_up_psycopg(connection, driver)
+            return
+        wait = await_only if self._dialect.is_async else lambda got: got
+        _sessions().set_up(connection, self._dialect.name, driver, wait=wait)
+        if kind in {"pymysql", "mysqldb"} and connection.mariadb:
             from dblock.drivers import mariadb  # noqa: PLC0415 - only where it is in use
 
             prepared = mariadb.prepared_for(driver)
             connection.prepared = None if prepared is None else prepared.execute
 
+    def ask(self, connection: PooledConnection, until: float) -> None:
+        """Probe it in this thread or task."""
+        _sessions().ask(connection, until)
+
+    def apart(self, work: Callable[[PooledConnection], None], connections: list[PooledConnection]) -> None:
+        """Do the work in a thread, or in tasks of the connections' event loops."""
+        if not self._dialect.is_async:
+            super().apart(work, connections)
+            return
+        for connection in connections:
+            loop: Any = connection.loop
+            try:
+                if not loop.is_running():  # and perhaps never will: end its session now
+                    connection.cut()
+                loop.call_soon_threadsafe(self._begin_apart, work, connection)
+            except RuntimeError:  # it is closed
+                self._end(connection, loop)
+
+    def _begin_apart(self, work: Callable[[PooledConnection], None], connection: PooledConnection) -> None:
+        task = plain_task(greenlet_spawn(work, connection), asyncio.get_running_loop())
+        self._apart.add(task)
+
+        def ended(_: object) -> None:
+            self._apart.discard(task)
+            if task.cancelled():  # with its event loop, perhaps before it began
+                self._end(connection, connection.loop)
+
+        task.add_done_callback(ended)
+
+    def _set_up_psycopg(self, connection: PooledConnection, driver: Any) -> None:
+        from dblock.drivers import psycopg  # noqa: PLC0415 - imports the driver, which need not be installed
+
+        asynchronous = self._dialect.is_async
+        ask = (lambda sql: await_only(psycopg.aask(driver, sql))) if asynchronous else partial(psycopg.ask, driver)
+        _sessions().set_up(connection, self._dialect.name, driver, ask=ask)
+        direct = connection.direct
+        runner = psycopg.prepared_for(driver, prepare=direct and driver.prepare_threshold is not None)
+        if not direct:
+            driver.prepare_threshold = None  # behind a pooler, psycopg must not prepare on its own either
+        if runner is not None:
+            run = runner
+            connection.prepared = (lambda step: await_only(run.aexecute(step))) if asynchronous else run.execute
+
     def close(self, connection: PooledConnection) -> None:
-        """In order; but for asyncpg, which would wait until the server has hung up."""
+        """Close it in an orderly way; not with asyncpg, which would wait for the server."""
         if self._dialect.driver == "asyncpg":
             connection.cut()
             self.terminate(connection)
@@ -120,38 +183,38 @@ class EnginePool(AutocommitPool):
             self._dialect.do_close(connection.raw)
 
     def terminate(self, connection: PooledConnection) -> None:
-        """Without asking the server, and without waiting: a task that is cancelled again and again never gets there."""
+        """Close it without waiting: a task that is cancelled again and again would not end."""
         driver = connection.raw.driver_connection if self._dialect.is_async else None
         if driver is None:
             self._dialect.do_terminate(connection.raw)
-        elif hasattr(driver, "stop"):  # aiosqlite has a thread, which is told and not waited for
+        elif hasattr(driver, "stop"):  # aiosqlite's thread, which is stopped without waiting
             _ = driver.stop()
         else:
-            _ = _hang_up(driver)()
+            _ = _closer(driver)()
 
     def abandon(self, connection: PooledConnection) -> None:
-        """Close the socket without asking the event loop that it belongs to; where that still runs, in it."""
+        """Close the socket without its event loop; if that still runs, in it."""
         driver = connection.raw.driver_connection
         loop: Any = connection.loop
         with contextlib.suppress(Exception):
-            if hasattr(driver, "stop"):  # aiosqlite: its thread answers to the loop that runs now
+            if hasattr(driver, "stop"):  # aiosqlite: its thread replies to the running loop
                 await_only(driver.stop())
                 return
             if self.is_over(loop):
                 connection.cut()  # aiomysql's and asyncmy's end no session without their loop
-                _ = _hang_up(driver)()
+                _ = _closer(driver)()
             else:
-                loop.call_soon_threadsafe(_hang_up(driver))
+                loop.call_soon_threadsafe(_closer(driver))
 
     def loop(self) -> object:
-        """The running one, for asynchronous drivers."""
+        """The running event loop, for asynchronous drivers."""
         task = current_task() if self._dialect.is_async else None
         return None if task is None else task.get_loop()
 
     def in_background(self, work: Callable[[], PooledConnection]) -> Any:
-        """In a thread or a task; a file needs neither."""
+        """Start the work in a thread or a task; for a file run it at once."""
         if self._dialect.is_async:
-            return asyncio.get_running_loop().create_task(greenlet_spawn(work))
+            return plain_task(greenlet_spawn(work))
         if not DIALECTS[self._dialect.name].single_writer:
             return super().in_background(work)
         opening = Opening(work)
@@ -159,35 +222,56 @@ class EnginePool(AutocommitPool):
         return opening
 
     def await_background(self, future: Any, seconds: float) -> bool:
-        """In this thread or task."""
+        """Wait in this thread or task."""
         if isinstance(future, Opening):
             return super().await_background(future, seconds)
         return bool(await_only(asyncio.wait({future}, timeout=seconds))[0])
 
     def break_off(self, future: Any, seconds: float) -> None:
-        """A task can be cancelled, so that it keeps no other from being the first."""
+        """Cancel the task in time, so that it does not keep another one from being the first."""
         if not isinstance(future, Opening):
             _ = future.get_loop().call_later(seconds, future.cancel)
 
     def leave_to_parent(self) -> Any:
-        """In a forked child, whose parent may be opening its first one."""
+        """Start empty in a forked child, whose parent may be opening its first connection."""
         self._first = None
         return super().leave_to_parent()
 
-    def wait(self, place: Place, seconds: float) -> None:
-        """In this thread or task."""
+    def wait(self, waiter: SlotWaiter, seconds: float) -> None:
+        """Wait in this thread or task."""
         if self._dialect.is_async:
-            await_only(place.wait_async(seconds))
+            await_only(waiter.wait_async(seconds))
         else:
-            super().wait(place, seconds)
+            super().wait(waiter, seconds)
 
 
-def _hang_up(driver: Any) -> Callable[[], object]:
-    """What closes an asynchronous connection to a server at once: psycopg's; asyncpg's, aiomysql's, asyncmy's."""
-    hang_up: Callable[[], object] = (
+def _sessions() -> ModuleType:
+    """The module, imported with the first connection."""
+    from dblock.drivers import sessions  # noqa: PLC0415 - see there
+
+    return sessions
+
+
+def _source(engine: Engine) -> NullPool:
+    """A pool that opens connections as the engine's does. It has no limits: an opening that hangs delays no other."""
+    return NullPool(engine.pool._creator, dialect=engine.dialect, _dispatch=engine.pool.dispatch)
+
+
+def _closer(driver: Any) -> Callable[[], object]:
+    """The function that closes an asynchronous connection at once: psycopg's; asyncpg's, aiomysql's, asyncmy's."""
+    close: Callable[[], object] = (
         driver.pgconn.finish if hasattr(driver, "pgconn") else getattr(driver, "terminate", driver.close)
     )
-    return hang_up
+    return close
+
+
+def _name(dialect: Dialect, record: object, positional: object, options: dict[str, Any]) -> None:
+    """Name a session of the lock, not the application's, also where SQLAlchemy keeps the options."""
+    own = options.get("program_name") or ""
+    if own.startswith(_sessions().PREFIX):
+        own = options["program_name"] = own.partition(" of ")[2]
+    if purpose := _purpose.get():
+        options["program_name"] = _sessions().name_of(purpose, own)
 
 
 class InMemory:
@@ -200,12 +284,12 @@ class InMemory:
         self._mutex = threading.RLock()
         event.listen(engine, "engine_disposed", self._forget)
 
-    def take(self, until: float, *, keeps: bool, urgent: bool = False) -> PooledConnection:
-        """The connection that the caller in this thread uses too; one statement of the lock at a time on it."""
+    def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
+        """The connection that the caller in this thread also uses; one statement of the lock at a time on it."""
         connection = PooledConnection()
         if not isinstance(self._engine.pool, StaticPool):
             fairy = connection.lent = self._engine.raw_connection()
-        else:  # there is one connection for all: it is never checked in from here, since that would roll back for all
+        else:  # one connection for all threads: never checked in from here, since that would roll back for all
             while not self._enter(connection):
                 if clock.now() > until:
                     raise PoolExhausted("the one connection to the database in memory is in use")
@@ -220,19 +304,19 @@ class InMemory:
         return connection
 
     def give(self, connection: PooledConnection) -> None:
-        """Commit, unless that is the caller's to do."""
+        """Commit, unless the statement is part of the caller's transaction."""
         try:
             if not connection.joined:
                 connection.raw.commit()
         except sqlite3.Error:
-            raise  # to be undone, which leaves as well
+            raise  # give_after_error() rolls back, and leaves
         except BaseException:  # interrupted: done or not
             self._leave(connection)
             raise
         self._leave(connection)
 
     def give_after_error(self, connection: PooledConnection) -> None:
-        """Undo, unless that is the caller's to do."""
+        """Roll back, unless the statement is part of the caller's transaction."""
         try:
             if not connection.joined:
                 connection.raw.rollback()
@@ -240,7 +324,7 @@ class InMemory:
             self._leave(connection)
 
     def drop(self, connection: PooledConnection, *, others: bool) -> None:
-        """SQLite is in this process: a connection is never in the middle of an answer."""
+        """As after an error: SQLite is in this process, so a connection is never in the middle of an answer."""
         self.give_after_error(connection)
 
     def _enter(self, connection: PooledConnection) -> bool:
@@ -258,6 +342,27 @@ class InMemory:
         self._static = None
 
 
+def source_for(engine: Engine) -> EnginePool | InMemory:
+    """The lock's connections for an engine, one for all options of its stores."""
+    kept = vars(engine)
+    if "_dblock_source" not in kept:
+        _ = kept.setdefault("_dblock_source", InMemory(engine) if is_in_memory(engine) else EnginePool(engine))
+    source: EnginePool | InMemory = kept["_dblock_source"]
+    return source
+
+
+async def in_greenlet_of_its_own(work: Callable[..., T], *given: Any) -> T:
+    """Run the work in a greenlet whose parent is the event loop's.
+
+    An eager task that an event handler of SQLAlchemy creates begins inside the greenlet of that handler, which waits
+    for its own result when the loop continues: the task must not return there.
+    """
+    from greenlet import getcurrent  # noqa: PLC0415 - only asynchronous engines need it
+
+    spawned: Coroutine[Any, Any, T] = greenlet_spawn(work, *given)
+    return await (spawned if getcurrent().parent is None else plain_task(spawned))
+
+
 def rest(seconds: float, dialect: Dialect) -> None:
     """Sleep in this thread, or in this task."""
     if dialect.is_async:
@@ -267,7 +372,7 @@ def rest(seconds: float, dialect: Dialect) -> None:
 
 
 def _most(engine: Engine) -> float:
-    """How many connections statements may use at once: as many as the engine's own pool allows."""
+    """Most connections in use at once, as in the engine's own pool."""
     pool = engine.pool
     if isinstance(pool, QueuePool) and pool._max_overflow >= 0:
         return max(1, pool.size() + pool._max_overflow)
@@ -275,7 +380,7 @@ def _most(engine: Engine) -> float:
 
 
 def is_in_memory(engine: Engine) -> bool:
-    """Does each connection see a database of its own, or share the process's memory?"""
+    """Whether the database is in memory: each connection has its own, or all share the process's."""
     database = engine.url.database or ""
     return DIALECTS[engine.dialect.name].single_writer and (
         not database or ":memory:" in database or "mode=memory" in database or engine.url.query.get("mode") == "memory"

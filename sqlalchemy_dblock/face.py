@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
 
 from sqlalchemy import Engine
-from sqlalchemy.util import greenlet_spawn
 
 from dblock.core import runtime
 from dblock.core.face import entering, leaving, operations
@@ -22,8 +21,8 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention
 from dblock.core.values import Seconds
+from sqlalchemy_dblock.connections import in_greenlet_of_its_own
 from sqlalchemy_dblock.store import INSTEAD, EngineStore, own_store, store_for
-from sqlalchemy_dblock.transactions import connection_of, keep_until_end, pin, valid_session
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -37,13 +36,13 @@ T = TypeVar("T")
 
 
 class Options(Given, total=False):
-    """The keyword arguments of `db_lock`, which says what they mean."""
+    """The keyword arguments of `db_lock`, whose docstring explains them."""
 
     session: Session | AsyncSession | scoped_session[Any] | async_scoped_session[Any] | None
 
 
 class _EngineLock(BaseLock):
-    """What both kinds of lock over an engine have in common."""
+    """The common base of both kinds of lock over an engine."""
 
     _face_options = ("session",)
 
@@ -51,10 +50,10 @@ class _EngineLock(BaseLock):
         super().__init__(key, *unnamed, **options)
         self._engine = engine
         self._own_store = own_store(engine)
-        # Not kept alive from here: whoever throws a session away in mid-transaction ends it, and renewal with it.
+        # A weak reference: an application that drops a session during its transaction ends that, and the renewal.
         self._given_session: Callable[[], Any] | None = None
         if session is not None:
-            given = valid_session(session, asynchronous=engine.dialect.is_async)
+            given = _transactions().valid_session(session, asynchronous=engine.dialect.is_async)
             self._given_session = weakref.ref(getattr(given, "sync_session", given))
 
     def __getstate__(self) -> object:
@@ -63,8 +62,8 @@ class _EngineLock(BaseLock):
         )
 
     def _store(self) -> EngineStore:
-        stand_in = runtime.current.stand_in
-        return self._own_store if stand_in is None else cast("EngineStore", stand_in(self))
+        store_override = runtime.current.store_override
+        return self._own_store if store_override is None else cast("EngineStore", store_override(self))
 
     @property
     def _session(self) -> Any:
@@ -73,8 +72,8 @@ class _EngineLock(BaseLock):
     def _defers(self, hold: Hold, *, last: bool) -> bool:
         session = self._session
         if session is None and hold.transactions and hold.store.database.dialect.single_writer:
-            session = hold.transactions[0]()  # a session that guards it: nobody else can write before it has ended
-        return session is not None and self.options.release == "auto" and keep_until_end(hold, session)
+            session = hold.transactions[0]()  # a session that guards it: no other one can write before it has ended
+        return session is not None and self.options.release == "auto" and _transactions().keep_until_end(hold, session)
 
     def _guarded(self, given: Any) -> None:
         hold = self._hold()
@@ -94,23 +93,24 @@ class Lock(_EngineLock, SyncLock):
     def _drive(self, steps: Steps[T]) -> T:
         if current_task() is not None:
             text = f"the lock of an Engine blocks the event loop while the database answers: {INSTEAD}"
-            warnings.warn(text, RuntimeWarning, stacklevel=3)  # which Python shows once
+            warnings.warn(text, RuntimeWarning, stacklevel=3)  # Python shows it once
         return super()._drive(steps)
 
     def guard(self, session_or_connection: Session | Connection | None = None) -> None:
-        """Keep the lock, come what may, until the open transaction ends: nobody else's tenure begins before.
+        """Keep the key until the open transaction ends, whatever happens: no other tenure begins before.
 
-        Verifies the tenure and pins it, under any isolation level. What is written in the transaction can then only be
-        committed before the next holder begins. `session_or_connection` is of the lock's own database; by default what
-        `session=` said.
+        Verifies the tenure and pins it, under any isolation level. So the writes of the transaction can be committed
+        only before the next holder begins. `session_or_connection` is of the lock's own database; by default that of
+        `session=`.
 
-        Raises LockLost if the lock is not ours any more, StaleSnapshot if the transaction reads as of a moment before
-        it was taken, ValueError in autocommit mode.
+        Raises LockLost if this flow no longer holds the lock, StaleSnapshot if the transaction reads as of a moment
+        before it was taken, ValueError in autocommit mode.
         """
         given = self._session if session_or_connection is None else session_or_connection
-        connection = connection_of(given)
+        transactions = _transactions()
+        connection = transactions.connection_of(given)
         hold, step = self._drive(operations.guarding(self))
-        self._drive(operations.guarded(self, hold, pin(self._store(), self._engine, connection, step)))
+        self._drive(operations.guarded(self, hold, transactions.pin(self._store(), self._engine, connection, step)))
         self._guarded(given)
 
 
@@ -118,11 +118,13 @@ class AsyncLock(_EngineLock, CoreAsyncLock):
     """A lock over the database of an AsyncEngine, with coroutines for methods; made by `db_lock`."""
 
     async def guard(self, session_or_connection: AsyncSession | AsyncConnection | None = None) -> None:
-        """Keep the lock, come what may, until the open transaction ends: nobody else's tenure begins before."""
+        """Keep the key until the open transaction ends, whatever happens: no other tenure begins before."""
         given = self._session if session_or_connection is None else session_or_connection
         hold, step = await self._adrive(operations.guarding(self))
-        store, engine = self._store(), self._engine
-        pinned = await greenlet_spawn(lambda: pin(store, engine, connection_of(given), step))
+        store, engine, transactions = self._store(), self._engine, _transactions()
+        pinned = await in_greenlet_of_its_own(
+            lambda: transactions.pin(store, engine, transactions.connection_of(given), step)
+        )
         await self._adrive(operations.guarded(self, hold, pinned))
         self._guarded(given)
 
@@ -140,7 +142,7 @@ def db_lock(  # noqa: D417 - they are
 
     Args:
         engine: an Engine or an AsyncEngine of PostgreSQL, MySQL, MariaDB or SQLite. The lock opens connections of its
-            own, in the way that the engine does.
+            own, as the engine does.
         key: 1 to 255 characters, compared code point by code point. As a decorator's, a format string over the
             arguments of the call; without one, as `@db_lock(engine)`, the module and the qualified name of the
             function.
@@ -149,33 +151,37 @@ def db_lock(  # noqa: D417 - they are
         ttl: life of the lease in seconds or as a timedelta; 30 by default. Never the wait.
         timeout: longest wait in seconds, 0 to try once, -1 or None for ever; 10 by default. Never the life.
         renew: renew the lease from a third of the ttl on, until release (the default); False: the lease simply ends.
-        label: free text of up to 255 characters for whoever inspects the lock.
-        on_lost: called once, in a thread of its own, with the lock and a `Reason` when the lock is lost.
+        label: free text of up to 255 characters, shown to people who inspect the lock.
+        on_lost: called once, in another thread, with the lock and a `Reason` when the lock is lost.
         on_at_risk: called likewise, with the lock, when a renewal is late.
-        on_revoke: called likewise, with the lock and by whom and why, when somebody asks for it back; the lease is
-            then renewed once a second, which is how that is heard.
-        session: a Session (AsyncSession for an AsyncEngine). Left while its transaction is open, the lock is kept until
-            that has ended, by commit or rollback.
-        release: "auto"; "now" gives the lock back without regard to `session`.
+        on_revoke: called likewise, with the lock and a text (by whom and why), when somebody asks for it back. With it
+            the lease is renewed once a second, as renewals bring that news.
+        session: a Session (AsyncSession for an AsyncEngine). If the lock is left while the session's transaction is
+            open, it is kept until that has ended, by commit or rollback.
+        release: "auto"; "now" releases the lock without regard to `session`.
         grace: seconds for which the key stays closed after a lease that expired (not after a release), for work that
             talks to systems without fences (the lock-delay of Chubby and Consul). The row's `expires_at` is that much
             later than the lease.
-        min_hold: seconds for which the key stays taken at least, counted from the take, however early it is given back.
+        min_hold: seconds for which the key stays taken at least, counted from the take, however early it is released.
         max_hold: seconds after the take at which renewal stops.
         interrupt: cancel the body of an `async with`, or an `async def`, when the lock is lost; it ends with LockLost.
-        fair: whoever came first gets the key first. False: take it before those who wait, if it happens to be free.
-        slow_wait: seconds from which a wait is logged, once per key and minute; 5 by default. None: never.
+        fair: first come, first served. False: take the key before its waiters, if it happens to be free.
+        reentrant: False: a second take by the thread or task that holds the key waits like any other; if nothing can
+            end that wait, it raises LockDeadlock at once. It is enough that one of the two takes has the option.
+        slow_wait: seconds after which a wait is logged, once per key and minute; 5 by default. None: never.
+        on_busy: "skip": a decorated call that does not get the lock in time is left out. It is logged at INFO, and
+            returns `otherwise` (None by default). "raise": LockTimeout, the default.
 
     Raises:
         InvalidKey: the key cannot be stored exactly on every database.
-        UnsupportedDatabase: the engine's is another database.
-        TypeError, ValueError: any other argument makes no sense.
+        UnsupportedDatabase: the engine is for another database.
+        TypeError, ValueError: another argument is invalid.
     """
     inner = _sync_engine(engine)
     kind = Lock if inner is engine else AsyncLock
     if key is not ...:
         return kind(inner, key, *unnamed, **options)
-    from dblock.core.face.key_template import NoKey  # noqa: PLC0415 - for those who decorate
+    from dblock.core.face.key_template import NoKey  # noqa: PLC0415 - only for decorators
 
     return NoKey(lambda name: kind(inner, name, **options))
 
@@ -185,14 +191,15 @@ def attach(engine: Engine, token: str, **options: Unpack[Options]) -> Lock: ...
 @overload
 def attach(engine: AsyncEngine, token: str, **options: Unpack[Options]) -> Attaching[AsyncLock]: ...
 def attach(engine: Engine | AsyncEngine, token: str, **options: Unpack[Options]) -> Lock | Attaching[AsyncLock]:
-    """The lock of a token that `detach()` gave, held by this flow: same tenure, same fence, renewed from here.
+    """The lock of a token of `detach()`, held by this flow: same tenure, same fence, renewed by this process.
 
     Leave it with `release()`, or use it in a `with`; for an AsyncEngine `await` it, or use it in an `async with`. While
     others hold the same tenure, its `count` goes up. `options` are those of `db_lock`.
 
-    Raises InvalidToken for what is no token, LockLost if the tenure is over.
+    Raises InvalidToken for any other text, LockLost if the tenure is over.
     """
     known = valid_token(token)
+    del token  # an error report may show the locals
     merged: Options = {"ttl": known.ttl, "grace": known.grace, "min_hold": known.min_hold, **options}
     lock = db_lock(engine, known.tenure.key, **merged)
     if isinstance(lock, Lock):
@@ -205,10 +212,10 @@ def check_sequencer(engine: Engine, sequencer: str) -> Sequencer: ...
 @overload
 def check_sequencer(engine: AsyncEngine, sequencer: str) -> Coroutine[Any, Any, Sequencer]: ...
 def check_sequencer(engine: Engine | AsyncEngine, sequencer: str) -> Sequencer | Coroutine[Any, Any, Sequencer]:
-    """Key, mode and fence of a sequencer whose tenure is alive, by the database's word.
+    """Key, mode and fence of a sequencer whose tenure is alive, according to the database.
 
-    Who sent it, it does not prove: it is no secret. To be awaited for an AsyncEngine. Raises InvalidToken for what is
-    no sequencer, LockLost once the tenure is over.
+    It does not prove who sent the sequencer, which is no secret. Await it for an AsyncEngine. Raises InvalidToken for
+    any other text, LockLost once the tenure is over.
     """
     key, _, fence = valid_sequencer(sequencer)
     lock = db_lock(engine, key)
@@ -221,10 +228,10 @@ def reap(engine: Engine, *, retention: Seconds | None = None) -> int: ...
 @overload
 def reap(engine: AsyncEngine, *, retention: Seconds | None = None) -> Coroutine[Any, Any, int]: ...
 def reap(engine: Engine | AsyncEngine, *, retention: Seconds | None = None) -> int | Coroutine[Any, Any, int]:
-    """Delete the rows that have been free or expired for longer than `retention` seconds; how many there were.
+    """Delete the rows that have been free or expired for longer than `retention` seconds; returns their number.
 
-    By default as long as the engine's execution option dblock_retention (one hour) says. To be awaited for an
-    AsyncEngine. Safe to run at any time, any number of times at once.
+    The default is the engine's execution option dblock_retention (one hour). Await it for an AsyncEngine. Safe to run
+    at any time, any number of times at once.
     """
     steps, store = _reaping(engine, retention)
     return drive(steps, store).locks if isinstance(engine, Engine) else _areap(steps, store)
@@ -235,12 +242,12 @@ async def _areap(steps: Steps[Reaped], store: EngineStore) -> int:
 
 
 def reaped(engine: Engine, retention: Seconds | None) -> Reaped:
-    """Reap, and say how many rows of which table there were."""
+    """Reap; returns the number of rows of each table."""
     return drive(*_reaping(engine, retention))
 
 
 def _reaping(engine: Engine | AsyncEngine, retention: Seconds | None) -> tuple[Steps[Reaped], EngineStore]:
-    from dblock.core.face import observing  # noqa: PLC0415 - for those who observe, and those who reap
+    from dblock.core.face import observing  # noqa: PLC0415 - only for observing and reaping
 
     store = store_for(_sync_engine(engine))
     return observing.reap(store, valid_retention(store.retention if retention is None else retention), Lock), store
@@ -251,15 +258,22 @@ def release_all(engine: Engine) -> int: ...
 @overload
 def release_all(engine: AsyncEngine) -> Coroutine[Any, Any, int]: ...
 def release_all(engine: Engine | AsyncEngine) -> int | Coroutine[Any, Any, int]:
-    """Give back all locks that this process holds through the engine, whichever thread or task took them; how many.
+    """Release all locks that this process holds through the engine, in any thread or task; returns their number.
 
-    For the end of a process whose work is done, in the hooks of its server and before `engine.dispose()`: whoever still
-    works under one of them has lost it (`Reason.RELEASED`), before anybody else can have it. To be awaited for an
-    AsyncEngine. Raises no error of the database: what could not be given back within some seconds ends with its lease.
+    For the end of a process whose work is done, in the hooks of its server and before `engine.dispose()`: a flow that
+    still works under one of them finds it lost (`Reason.RELEASED`) before another flow can get it. Await it for an
+    AsyncEngine. Raises no error of the database: a lock that could not be released within some seconds expires.
     """
     store = store_for(_sync_engine(engine))
     steps = leaving.release_all(store)
     return drive(steps, store) if isinstance(engine, Engine) else adrive(steps, store)
+
+
+def _transactions() -> Any:
+    """The module, imported only where a session is used."""
+    from sqlalchemy_dblock import transactions  # noqa: PLC0415
+
+    return transactions
 
 
 def _sync_engine(engine: Engine | AsyncEngine) -> Engine:

@@ -1,4 +1,4 @@
-"""Statements that refuse stale writers: each row remembers the newest fence that wrote it, and takes no older one."""
+"""Statements that refuse stale writers: each row stores the newest fence that wrote it, and refuses older ones."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class FencedMixin:
 
 
 def fenced_update(statement: U, lock: BaseLock | int, column: ColumnElement[int] | None = None) -> U:
-    """The UPDATE, restricted to rows that no newer tenure has written, and recording the lock's fence in them.
+    """The UPDATE, restricted to rows that no newer tenure has written, and storing the lock's fence in them.
 
-    `lock` is held by this flow (LockNotHeld otherwise), or a fence that came in a message; `column` is the one for it,
-    by default the table's `fence`. A lost lock still has its fence: the rows decide. The result's `rowcount` says how
-    many there were.
+    `lock` is held by this flow (LockNotHeld otherwise), or a fence that came in a message; `column` is the column for
+    it, by default the table's `fence`. A lost lock still has its fence: the rows decide. The result's `rowcount` is the
+    number of updated rows.
     """
     if not isinstance(statement, Update):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"fenced_update takes an update(...) and then a lock, not {statement!r}")

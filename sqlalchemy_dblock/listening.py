@@ -1,4 +1,4 @@
-"""LISTEN on the connections of asynchronous drivers, each inside the greenlet that waits for it."""
+"""LISTEN on connections of asynchronous drivers, inside the greenlet that waits."""
 
 from __future__ import annotations
 
@@ -8,36 +8,59 @@ from typing import Any
 
 from sqlalchemy.util import await_only
 
-from dblock.core.wakeup.listener import Subscription
-from dblock.drivers.listening import PsycopgSubscription
+from dblock.core.protocol.store import Subscription
+from dblock.drivers.listening import Notifications, Psycopg2Subscription, PsycopgSubscription, begin
 
 
 class AsyncPsycopgSubscription:
-    """Hears what is said on one channel, on psycopg's AsyncConnection."""
+    """Receives the messages of one channel, on psycopg's AsyncConnection."""
 
-    def __init__(self, connection: Any, channel: str, close: Callable[[], object]) -> None:
+    def __init__(
+        self, connection: Any, channel: str, ask: Callable[[float], None], close: Callable[[], object]
+    ) -> None:
         self._connection = connection
-        self._close = close
-        await_only(connection.execute(f"LISTEN {channel}"))
+        self.ask, self._close = ask, close
+        self._notifications = Notifications(connection)
+        await_only(connection.execute(begin(channel)))
 
     def listen(self, seconds: float) -> Sequence[str]:
         """The messages that come within so many seconds, as soon as there is one."""
         return await_only(self._listen(seconds))
 
     async def _listen(self, seconds: float) -> list[str]:
-        return [message.payload async for message in self._connection.notifies(timeout=seconds, stop_after=1)]
+        heard = self._notifications.heard()  # messages that came with an answer
+        if heard:
+            return heard
+        loop, descriptor = asyncio.get_running_loop(), self._connection.fileno()
+        readable = loop.create_future()
+        loop.add_reader(descriptor, _end, readable)
+        try:
+            async with asyncio.timeout(seconds):
+                await readable
+        except TimeoutError:
+            return []
+        finally:
+            _ = loop.remove_reader(descriptor)
+        return self._notifications.read()
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         _ = self._close()
 
 
-class AsyncpgSubscription:
-    """Hears what is said on one channel, on asyncpg's connection."""
+def _end(readable: asyncio.Future[None]) -> None:
+    if not readable.done():
+        readable.set_result(None)
 
-    def __init__(self, connection: Any, channel: str, close: Callable[[], object]) -> None:
+
+class AsyncpgSubscription:
+    """Receives the messages of one channel, on asyncpg's connection."""
+
+    def __init__(
+        self, connection: Any, channel: str, ask: Callable[[float], None], close: Callable[[], object]
+    ) -> None:
         self._connection = connection
-        self._close = close
+        self.ask, self._close = ask, close
         self._heard: list[str] = []
         self._something = asyncio.Event()
         connection.add_termination_listener(lambda _: self._something.set())
@@ -64,13 +87,16 @@ class AsyncpgSubscription:
         return heard
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         _ = self._close()
 
 
-SUBSCRIPTIONS: dict[tuple[str, bool], Callable[[Any, str, Callable[[], object]], Subscription]] = {
+SUBSCRIPTIONS: dict[
+    tuple[str, bool], Callable[[Any, str, Callable[[float], None], Callable[[], object]], Subscription]
+] = {
     ("psycopg", False): PsycopgSubscription,
+    ("psycopg2", False): Psycopg2Subscription,
     ("psycopg", True): AsyncPsycopgSubscription,
     ("asyncpg", True): AsyncpgSubscription,
 }
-"""How to listen, by the name of SQLAlchemy's driver and whether it is asynchronous."""
+"""The subscription classes, by the name of SQLAlchemy's driver and whether it is asynchronous."""

@@ -8,54 +8,80 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from sqlalchemy import URL, Engine
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import URL, Engine, exc
 from sqlalchemy.pool import SingletonThreadPool
-from sqlalchemy.util import greenlet_spawn
 
 from dblock.core import runtime
 from dblock.core.errors import SynchronousOnlyOperation, UnsupportedDatabase
 from dblock.core.face.executor import BaseStore
 from dblock.core.holding.flow import current_task
-from dblock.core.protocol.drive import to_its_end
+from dblock.core.protocol.drive import plain_task, to_its_end
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.protocol.store import Subscription
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Tables
 from dblock.core.validation import valid_history, valid_reaping, valid_tables
-from dblock.core.wakeup.listener import Subscription
+from dblock.core.values import Seconds
 from dblock.core.wakeup.registry import Wakeups
-from sqlalchemy_dblock.connections import EnginePool, InMemory, is_in_memory, rest
+from sqlalchemy_dblock.connections import EnginePool, in_greenlet_of_its_own, rest, source_for
 
 INSTEAD = "use the lock of an AsyncEngine, or a thread (asyncio.to_thread)"
 
 
-class EngineStore(BaseStore):
-    """The database of one engine."""
+_MISTAKES = (exc.ProgrammingError, exc.NotSupportedError, exc.InvalidRequestError, exc.ArgumentError, RuntimeError)
+"""Mistakes of the client, as SQLAlchemy and drivers raise them while they connect."""
 
-    _create_table = "create it with sqlalchemy_dblock.metadata.create_all(engine), or with Alembic"
+
+class Options(NamedTuple):
+    """The execution options of an engine, checked."""
+
+    tables: Tables
+    listens: bool
+    retention: Seconds
+    reaping: tuple[float, float] | None
+    history: int
+
+
+def _options(engine: Engine) -> Options:
+    """The options of an engine; TypeError or ValueError for an invalid one."""
+    get = engine.get_execution_options().get
+    schema, translated = get("dblock_schema"), get("schema_translate_map") or {}
+    listens, retention = get("dblock_listen", True), get("dblock_retention", 3600.0)
+    if not isinstance(listens, bool):
+        raise TypeError(f"the execution option dblock_listen is True or False, not {listens!r}")
+    return Options(
+        valid_tables(get("dblock_prefix", ""), translated.get(schema, schema)),
+        listens,
+        retention,
+        valid_reaping(get("dblock_reap_every"), retention, "dblock_reap_every"),
+        valid_history(get("dblock_history", 0), "the execution option dblock_history"),
+    )
+
+
+class EngineStore(BaseStore):
+    """The database of one engine, and of engines that its `execution_options()` has made with the same `Options`."""
+
+    _create_table = "create it with sqlalchemy_dblock.create_tables(engine), or with Alembic"
     _rename_tables = (
         "give dblock's other names, with metadata_for(prefix=, schema=) and the execution options dblock_prefix and "
         "dblock_schema of the engine"
     )
 
-    def __init__(self, engine: Engine) -> None:
-        name = engine.dialect.name
+    def __init__(self, engine: Engine, options: Options) -> None:
+        name, tables = engine.dialect.name, options.tables
         if name not in DIALECTS:
             raise UnsupportedDatabase(f"the engine speaks {name}; the lock needs PostgreSQL, MySQL, MariaDB or SQLite")
-        options = engine.get_execution_options()
-        tables = valid_tables(options.get("dblock_prefix", ""), options.get("dblock_schema"))
+        from dblock.drivers.tried import refuse_untried  # noqa: PLC0415 - once for each engine
+
+        refuse_untried(name, engine.dialect.driver, "the engine")
         self.asynchronous: bool = engine.dialect.is_async
         refuse_waiting = None if self.asynchronous else _not_on_an_event_loop
         self.database = Database(dialect_for(name, tables), refuse_waiting=refuse_waiting)
-        if tables != Tables():
-            names = ", ".join(f"{option}={value!r}" for option, value in asdict(tables).items() if value)
-            self._create_table = f"create it with sqlalchemy_dblock.metadata_for({names}).create_all(engine)"
-        self._source = InMemory(engine) if is_in_memory(engine) else EnginePool(engine)
+        self._source = source_for(engine)
         if isinstance(engine.pool, SingletonThreadPool):
             self._create_table += (
                 "; each thread has a database in memory of its own, unless the engine is made with "
@@ -66,13 +92,8 @@ class EngineStore(BaseStore):
         self.name = str(URL.create(url.drivername, host=_host(url), port=url.port, database=url.database))
         self._described = described(url)
         self._dialect, self._driver = engine.dialect, engine.dialect.driver
-        self._listens = options.get("dblock_listen", True)
-        if not isinstance(self._listens, bool):
-            raise TypeError(f"the execution option dblock_listen is True or False, not {self._listens!r}")
-        self.retention = options.get("dblock_retention", 3600.0)
-        self.reaping = valid_reaping(options.get("dblock_reap_every"), self.retention, "dblock_reap_every")
-        history = valid_history(options.get("dblock_history", 0), "the execution option dblock_history")
-        self.history = history if self.renewable else 0
+        self._listens, self.retention, self.reaping = options.listens, options.retention, options.reaping
+        self.history = options.history if self.renewable else 0
         if self.history:
             from dblock.core.face import observing  # noqa: PLC0415 - off by default
 
@@ -80,27 +101,31 @@ class EngineStore(BaseStore):
         self._tasks: set[asyncio.Task[None]] = set()
         self._paramstyle = "named" if name == "sqlite" else _paramstyle(engine.dialect.paramstyle)
         self._errors = (engine.dialect.loaded_dbapi.Error, OSError, *_untranslated(engine.dialect.driver))
-        # An engine that two event loops use for the first time at once says so that a lock is bound to one of them, and
-        # PyMySQL for what it needs another package.
-        self._connect_errors = (*self._errors, SQLAlchemyError, RuntimeError)
+        # RuntimeError: an engine that two event loops use for the first time at once reports that a lock is bound to
+        # one of them, and PyMySQL reports a missing package.
+        self._connect_errors = (*self._errors, exc.SQLAlchemyError, RuntimeError)
+        dbapi = engine.dialect.loaded_dbapi
+        self._mistakes = (dbapi.ProgrammingError, dbapi.NotSupportedError, *_MISTAKES)
 
     def subscribe(self, channel: str, wakeups: Wakeups) -> Subscription | None:
-        """Listen on a connection of its own; None for drivers that cannot, behind a pooler, and if told not to."""
-        from sqlalchemy_dblock.listening import SUBSCRIPTIONS  # noqa: PLC0415 - only where somebody waits
+        """Listen on a connection of its own; None if the driver cannot, behind a pooler, or if it is switched off."""
+        from sqlalchemy_dblock.listening import SUBSCRIPTIONS  # noqa: PLC0415 - only for waiters
 
         make = SUBSCRIPTIONS.get((self._driver, self.asynchronous))
-        rings = self.database.dialect.queue.hear is not None
-        if not (make or rings) or not self._listens or not isinstance(self._source, EnginePool):
+        by_kill_query = self.database.dialect.queue.sleep_until_killed is not None
+        if not (make or by_kill_query) or not self._listens or not isinstance(self._source, EnginePool):
             return None
-        connection = self._source.open_apart(self.database.now() + self.database.timing.answer)
+        connection = self._source.open_apart(self.database.now() + self.database.timing.statement_timeout)
         close = partial(self._source.terminate, connection)
         try:
             if make is None:
-                from dblock.core.face.bell import hang_up  # noqa: PLC0415 - on databases that have one
+                from dblock.core.face.kill_query_listener import open_listener  # noqa: PLC0415 - only on MySQL and MariaDB
 
-                return hang_up(self, connection, close, channel, wakeups)
-            if connection.wired:
-                return make(connection.raw.driver_connection if self.asynchronous else connection.raw, channel, close)
+                return open_listener(self, connection, close, channel, wakeups)
+            if connection.direct:
+                driver = connection.raw.driver_connection if self.asynchronous else connection.raw
+                ask = partial(self._source.ask, connection)
+                return self._begin_to_listen(connection, partial(make, driver, channel, ask, close))
         except BaseException:
             close()
             raise
@@ -108,27 +133,27 @@ class EngineStore(BaseStore):
         return None
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
-        """Run it in a thread, or in a task of the running event loop."""
+        """Run a function in a thread, or in a task of the running event loop."""
         if not self.asynchronous:
             thread = threading.Thread(target=function, name="dblock listener", daemon=True)
             thread.start()
             return thread.is_alive
         self._tasks = {task for task in self._tasks if not task.get_loop().is_closed()}
-        task = asyncio.get_running_loop().create_task(greenlet_spawn(function))
+        task = plain_task(in_greenlet_of_its_own(function))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return lambda: not task.done()
 
     def rest(self, seconds: float) -> None:
-        """Sleep there."""
+        """Sleep in this thread or task."""
         rest(seconds, self._dialect)
 
     async def aexecute(self, step: Execute) -> Rows:
         """Run the statement on the running event loop."""
-        work: Coroutine[Any, Any, Rows] = greenlet_spawn(self.execute, step)
+        work: Coroutine[Any, Any, Rows] = in_greenlet_of_its_own(self.execute, step)
         if self._driver != "aiosqlite":
             return await work
-        # Broken off there, it goes on: what it has written is committed when its cursor is collected, whenever that is.
+        # A cancelled statement continues there: it is committed when its cursor is collected, whenever that is.
         cancelled: list[BaseException] = []
         try:
             return await to_its_end(work, cancelled)
@@ -143,31 +168,41 @@ def _not_on_an_event_loop() -> None:
 
 
 def own_store(engine: Engine) -> EngineStore:
-    """The one store of an engine, whoever asks first; it lives and dies with the engine."""
-    kept = vars(engine)
-    store: EngineStore = kept.get("_dblock_store") or kept.setdefault("_dblock_store", EngineStore(engine))
+    """The only store of an engine, made when first needed; it lives as long as the engine.
+
+    An engine made by another one's `execution_options()`, for a tenant perhaps, shares that engine's connections, and
+    its store too if the options are the same: a flow holds its locks through any of them.
+    """
+    store: EngineStore | None = vars(engine).get("_dblock_store")
+    if store is None:
+        root, options = engine, _options(engine)
+        while (made_of := getattr(root, "_proxied", None)) is not None:
+            root = made_of
+        stores: dict[Options, EngineStore] = vars(root).setdefault("_dblock_stores", {})
+        store = stores.get(options) or stores.setdefault(options, EngineStore(root, options))
+        vars(engine)["_dblock_store"] = store
     return store
 
 
 def store_for(engine: Engine) -> EngineStore:
-    """The store of an engine; in a test perhaps another one."""
-    store, stand_in = own_store(engine), runtime.current.stand_in
-    return store if stand_in is None else cast("EngineStore", stand_in(None))
+    """The store of an engine; in a test perhaps its replacement."""
+    store, store_override = own_store(engine), runtime.current.store_override
+    return store if store_override is None else cast("EngineStore", store_override(None))
 
 
 def described(url: URL) -> str:
-    """A database, for people: no password, wherever in its URL that is."""
+    """Name of a database for people, without a password, wherever in its URL that is."""
     query = {name: value for name, value in url.query.items() if name in {"host", "port", "unix_socket"}}
     return str(URL.create(url.drivername, url.username, None, _host(url), url.port, url.database, query))
 
 
 def _host(url: URL) -> str | None:
-    """Without what was the end of a password that has an `@` in it."""
+    """The host without the end of a password that contains an `@`."""
     return url.host and url.host.rpartition("@")[2]
 
 
 def _untranslated(driver: str) -> tuple[type[BaseException], ...]:
-    """Errors of a driver that SQLAlchemy's adapter, by its version, may let pass as they are."""
+    """Errors of a driver that SQLAlchemy's adapter, in some versions, does not translate."""
     if driver != "asyncpg":
         return ()
     from asyncpg import InterfaceError, InternalClientError, PostgresError  # noqa: PLC0415 - only where it is in use

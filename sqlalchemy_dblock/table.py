@@ -1,7 +1,7 @@
 """The tables `locks`, `lock_waiters` and `lock_events` for SQLAlchemy and Alembic: the same as the Django migration's.
 
-Rule: only the protocol's statements write them. And only SQLAlchemy's own types and options describe them, since these
-are what Alembic can write into a migration.
+Rule: only the protocol's statements write them. Only SQLAlchemy's own types and options describe them, since Alembic
+can write only these into a migration.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _exact(length: int) -> TypeEngine[str]:
     return String(length).with_variant(String(length, collation="C"), "postgresql")
 
 
-# All text here has this collation, so it is said of the table. MySQL has another name for it than MariaDB, and whoever
-# speaks to MySQL, an engine or a migration, may meet either: what one of them executes is a comment for the other.
+# All text here has this collation, so it is set for the table. MySQL and MariaDB have different names for it, and an
+# engine or a migration for MySQL may connect to either: the text for one of them is a comment for the other.
 _INNODB: dict[str, Any] = {
     "mysql_engine": "InnoDB",
     "mysql_collate": f"/*!80017 {COLLATIONS['mysql']} */ /*M! {COLLATIONS['mariadb']} */",
@@ -48,20 +48,20 @@ _INNODB: dict[str, Any] = {
 _moment = DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
 _seconds: TypeEngine[float] = Double().with_variant(sqlite.REAL(), "sqlite")
 
-# Half of each page stays free for new versions of its rows, so that updates stay heap-only. SQLAlchemy 2.0 cannot say
-# so, but writes what is to stand behind USING as it is, and WITH comes next. Before 2.0.26 an Alembic migration wants
-# `op.execute("ALTER TABLE locks SET (fillfactor = 50)")` by hand.
+# Half of each page stays free for new versions of its rows, so that updates stay heap-only. SQLAlchemy 2.0 has no
+# option for that, but writes the text behind USING unchanged, and WITH comes next. Before 2.0.26 an Alembic migration
+# needs `op.execute("ALTER TABLE locks SET (fillfactor = 50)")` by hand.
 _KNOWN = {name for kind, names in PGDialect.construct_arguments or () if kind is Table for name in names}
 _WAYS: dict[str, Any] = {"with": {"fillfactor": 50}, "using": "heap WITH (fillfactor = 50)"}
 _ROOM: dict[str, Any] = next(({f"postgresql_{name}": way} for name, way in _WAYS.items() if name in _KNOWN), {})
 
 
 def metadata_for(prefix: str = "", schema: str | None = None) -> MetaData:
-    """The tables under names of your own: `prefix` stands before theirs and their indexes', `schema` is their place.
+    """The tables under other names: `prefix` comes before their names and their indexes', `schema` contains them.
 
-    The engines whose locks live there say so too: `create_engine(..., execution_options={"dblock_prefix": prefix,
-    "dblock_schema": schema})`. The schema (in MySQL's words: the database) is there already. Raises TypeError or
-    ValueError for what is no plain name.
+    The engines for these locks need the same options: `create_engine(..., execution_options={"dblock_prefix": prefix,
+    "dblock_schema": schema})`. The schema (on MySQL: the database) has to exist. Raises TypeError or ValueError for a
+    name that is not plain.
     """
     tables = valid_tables(prefix, schema)
     made = MetaData(schema=tables.schema or None)
@@ -97,7 +97,9 @@ def _add_locks(made: MetaData, prefix: str) -> None:
         Column("revoked_fence", BigInteger, nullable=False, server_default=text("0")),
         Column("freed_fence", BigInteger, nullable=False, server_default=text("0")),
         Column("revocation", _exact(255), nullable=False, server_default=""),
-        # In MySQL `lock.guard()` locks its entries; the others have it too, so that Alembic sees one table everywhere.
+        Column("tokens", Integer, nullable=False, server_default=text("0")),
+        Column("bearers", Integer, nullable=False, server_default=text("0")),
+        # On MySQL `lock.guard()` locks its entries; the others have it too, so that Alembic sees one table everywhere.
         Index(f"{prefix}locks_pin", "lock_key", unique=True),
         **_INNODB,
         **_ROOM,
@@ -119,6 +121,7 @@ def _add_lock_waiters(made: MetaData, prefix: str) -> None:
         Column("program", _exact(255), nullable=False),
         Column("celery_task_id", _exact(255), nullable=False),
         Column("channel", _exact(63), nullable=False),
+        Column("circle", _exact(64), nullable=False, server_default=""),
         Column("joined_at", _moment, nullable=False),
         Column("expires_at", _moment, nullable=False),
         Index(f"{prefix}lock_waiters_queue", "lock_key", "ticket", unique=True),
@@ -151,11 +154,11 @@ def _add_lock_events(made: MetaData, prefix: str) -> None:
 
 
 metadata = metadata_for()
-"""For `metadata.create_all(engine)`, or in Alembic's `target_metadata`."""
+"""The tables, for Alembic's `target_metadata`; `create_tables(engine)` makes them."""
 
 locks = metadata.tables["locks"]
 """A key's row; read it with SQLAlchemy, but leave writing to the protocol."""
 lock_waiters = metadata.tables["lock_waiters"]
 """A place in the queue of a key."""
 lock_events = metadata.tables["lock_events"]
-"""What happened to keys, where a history is kept."""
+"""An event of a key, if a history is kept."""

@@ -1,13 +1,12 @@
 """The caller's transactions: `session=`, which keeps a lock until its transaction ends, and the pin of `guard()`.
 
 Rule: a session's `after_commit`, `after_rollback` and, if it is closed instead, `after_transaction_end` come when its
-transaction is over in the database too; a Connection's own events come before, so they are of no use here. The last of
-them alone would not do: it does not come if whoever commits is interrupted while the connection goes back to its pool.
+transaction is over in the database too; a Connection's own events come before, so they are not used. The last of the
+three alone is not enough: it does not come if the commit is interrupted while the connection returns to its pool.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from typing import Any
@@ -19,14 +18,13 @@ from sqlalchemy.util import await_only
 from dblock.core.errors import LockError
 from dblock.core.face.leaving import finish
 from dblock.core.holding.flow import Hold
+from dblock.core.log import warn
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Execute, Rows
 from sqlalchemy_dblock.store import EngineStore
 
-log = logging.getLogger("dblock")
-
 _Kept = tuple[Hold, "weakref.ref[Any]"]
-"""A hold, and the transaction that keeps it, as the hold knows it."""
+"""A hold, and the reference to the transaction that keeps it."""
 _waiting: weakref.WeakKeyDictionary[Any, list[_Kept]] = weakref.WeakKeyDictionary()
 
 
@@ -43,7 +41,7 @@ def valid_session(session: Any, *, asynchronous: bool) -> Any:
 
 
 def keep_until_end(hold: Hold, session: Any) -> bool:
-    """Keep it until the session's transaction has ended; False if none is open."""
+    """Keep a hold until the session's transaction has ended; False if none is open."""
     sync_session = getattr(session, "sync_session", session)
     if not sync_session.in_transaction():
         return False
@@ -57,16 +55,16 @@ def keep_until_end(hold: Hold, session: Any) -> bool:
                 event.listen(sync_session, over, _over)
             event.listen(sync_session, "after_transaction_end", _ended)
         kept_by = weakref.ref(transaction)
-        if all(each is not hold for each, _ in waiting):  # we may have been interrupted here before
+        if all(each is not hold for each, _ in waiting):  # else an interrupted call has added it
             waiting.append((hold, kept_by))
         hold.kept_by = (*hold.kept_by, kept_by)
     return True
 
 
 def _dropped(waiting: list[_Kept]) -> None:
-    """A session was thrown away in the middle of its transaction: perhaps nobody is left to give back what it kept."""
+    """Handle a session that was dropped during its transaction: stop renewing holds that no code can release."""
     for hold, _ in waiting:
-        if not hold.wanted:
+        if not hold.can_be_released:
             hold.lease.renewing = False
 
 
@@ -81,7 +79,7 @@ def _ended(session: Any, transaction: Any) -> None:
 
 
 def _give_back(session: Any) -> None:
-    waiting = _waiting.get(session, [])  # none in a forked child, though the session is its parent's
+    waiting = _waiting.get(session, [])  # none in a forked child, as the session is its parent's
     kept, waiting[:] = list(waiting), []
     try:
         while kept:
@@ -93,7 +91,7 @@ def _give_back(session: Any) -> None:
                 _finish(hold)
             del kept[0]
     finally:
-        for hold, ended in kept:  # interrupted: they end with their leases
+        for hold, ended in kept:  # interrupted: their leases expire
             hold.kept_by = _others(hold, ended)
 
 
@@ -109,7 +107,7 @@ def _finish(hold: Hold) -> None:
         else:
             drive(steps, hold.store)
     except (LockError, MissingGreenlet) as error:
-        log.warning("could not give %r back when the transaction ended: %s", hold.tenure.key, error)
+        warn("could not release %r when the transaction ended: %s", hold.tenure.key, error)
 
 
 def connection_of(given: Any) -> Connection:
@@ -139,7 +137,12 @@ def pin(store: EngineStore, engine: Engine, connection: Connection, step: Execut
             "guard() is not for a two-phase transaction on MySQL or MariaDB, which keeps no key once prepared"
         )
     try:
-        rows = connection.execute(text(step.statement.sql), step.parameters).all()
+        if connection.dialect.name in {"mysql", "mariadb"}:  # the session's character set and SQL mode are the caller's
+            from dblock.drivers.literals import inlined  # noqa: PLC0415 - see there
+
+            rows = connection.exec_driver_sql(inlined(step)).all()
+        else:
+            rows = connection.execute(text(step.statement.sql), step.parameters).all()
     except DBAPIError as error:
         raise store.error(error.orig or error, step) from error.orig
     if _driver_commits(connection.connection.driver_connection):
@@ -148,7 +151,7 @@ def pin(store: EngineStore, engine: Engine, connection: Connection, step: Execut
 
 
 def _driver_commits(driver: Any) -> bool:
-    """Is the driver itself in autocommit mode, by `connect_args` or a listener of the user's?"""
+    """Whether the driver itself is in autocommit mode, by `connect_args` or a listener of the application."""
     if hasattr(driver, "get_autocommit"):  # PyMySQL and its kin
         return bool(driver.get_autocommit())
     if hasattr(driver, "in_transaction"):  # sqlite3, where a listener may send BEGIN
@@ -164,10 +167,10 @@ def _default_level(connection: Connection) -> str | None:
 
 
 def _place(engine: Engine) -> tuple[Any, ...]:
-    # A transaction on MySQL is the whole server's, and the statement names the table's database.
+    # A transaction on MySQL spans the whole server, and the statement names the table's database.
     database = engine.url.database if engine.dialect.name in {"postgresql", "sqlite"} else None
     return engine.dialect.name, engine.url.host, engine.url.port, database
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_waiting.clear)  # what waits is the parent's to give back
+    os.register_at_fork(after_in_child=_waiting.clear)  # the parent releases these holds

@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 import pytest
 from django.db import connections
 from sqlalchemy import create_engine, event, text
-from sqlalchemy.engine import Dialect, Engine, make_url
+from sqlalchemy.engine import URL, Dialect, Engine, make_url
 
 from dblock.core import runtime, timing
+from dblock.core.deliveries import deliveries
 from dblock.core.runtime import current_flow
 from tests.support.proxy import Proxy
 from tests.support.servers import MariaDB, MySQL, PgBouncer, PostgreSQL, Server, free_port, remove_leftovers
@@ -31,7 +32,7 @@ INNODB = ("mariadb", "mysql") if MYSQL_URL or MySQL.installed() else ("mariadb",
 SERVERS = ("postgresql", *INNODB)
 DATABASES = ("sqlite", *SERVERS)
 POOLER = bool(os.environ.get("DBLOCK_POOLER"))
-"""Are the tests to speak to PostgreSQL through PgBouncer in transaction mode?"""
+"""Whether the tests speak to PostgreSQL through PgBouncer in transaction mode."""
 MYSQL_DRIVER = "mysqldb" if os.environ.get("DBLOCK_MYSQLCLIENT") else "pymysql"
 ALIASES = {"sqlite": "default"} | {name: name for name in SERVERS}
 
@@ -114,12 +115,13 @@ SELDOM: dict[str, Any] = {
     "poll_max": 36000.0,
     "poll_notified": 36000.0,
     "unresponsive_after": 90000.0,
+    "listen_after": 0.0,
 }
-"""Nobody looks by himself, unless a lease ends."""
+"""No waiter polls, unless a lease ends; the process listens at once."""
 PATIENT = 3.0
 """Seconds for a try in tests of other things, for which a busy machine may be slow to open a connection."""
 UNHURRIED = 1.0
-"""Seconds for leaving the queue in order when the time is up."""
+"""Seconds for the answer of a statement that is under way when the time is up."""
 
 
 @pytest.fixture(autouse=True)
@@ -129,9 +131,31 @@ def _patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     SQLite opens connections at once, and a try beside a writer, of whom tests have many there, takes all of its time.
     """
     if request.node.get_closest_marker("exact") is None:
-        timed(monkeypatch, leave_timeout=UNHURRIED)
+        timed(monkeypatch, answer_grace=UNHURRIED)
         if "sqlite" not in request.node.name:
             timed(monkeypatch, single_try=PATIENT)
+
+
+@pytest.fixture
+def pruned_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle connections are closed after half a second, so that no thread waits a minute for it."""
+    timed(monkeypatch, trusted_idle=0.5, idle_session=0.5)
+    if runtime.current.watchdog._thread is not None:
+        runtime.current.watchdog.look()
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """That of pytest; what the lock has logged is there, though another thread hands it to the handlers."""
+    handler: Any = pytest.LogCaptureFixture.handler
+
+    def delivered(self: pytest.LogCaptureFixture) -> Any:
+        _ = deliveries.is_calling() or deliveries.flush(5)
+        return handler.fget(self)
+
+    monkeypatch.setattr(pytest.LogCaptureFixture, "handler", property(delivered))
+    caplog.clear()  # of what earlier tests have logged
+    return caplog
 
 
 @pytest.fixture(autouse=True)
@@ -269,6 +293,27 @@ def ready(request: pytest.FixtureRequest, database: str) -> str:
     for table in ("locks", "lock_waiters", "lock_events"):
         run(database, f"DELETE FROM {table}")
     return database
+
+
+@pytest.fixture
+def lowly(request: pytest.FixtureRequest) -> Iterator[Callable[..., URL]]:
+    """Makes somebody with few rights on the tables of a server."""
+    made: list[tuple[str, str]] = []
+
+    def make(database: str, *rights: str) -> URL:
+        ready(request, database)
+        name = "lowly" if database == "postgresql" else "lowly@'%'"
+        run(database, f"CREATE USER {name}")
+        made.append((database, name))
+        for table in ("locks", "lock_waiters"):
+            run(database, f"GRANT {', '.join(rights)} ON {table} TO {name}")
+        return make_url(url(database)).set(username="lowly", password=None)
+
+    yield make
+    for database, name in made:
+        if database == "postgresql":
+            run(database, f"DROP OWNED BY {name}")
+        run(database, f"DROP USER {name}")
 
 
 def run(database: str, sql: str, **parameters: object) -> list[tuple[object, ...]]:

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import pymysql
 
 MYSQLCLIENT = bool(os.environ.get("DBLOCK_MYSQLCLIENT"))
-"""Is MySQLdb the real one?"""
+"""Whether MySQLdb is the real one, rather than PyMySQL."""
 if not MYSQLCLIENT:
     pymysql.install_as_MySQLdb()
 

@@ -2,11 +2,11 @@
 
     locked_task           a task whose runs, or whose messages, take turns
     current_lock          what the running task holds
-    skipped               was this a task's result, or what `on_busy="skip"` put in its place?
+    skipped               whether a result is what `on_busy="skip"` put in its place
     task_skipped          Celery signals: somebody else held the key, and the task's run was left out
     place_lost            the lock that a message carried had ended before a worker came to it
     beat_schedule         for the reaper: app.conf.beat_schedule = {**beat_schedule(every=60), ...}
-    BEAT_SCHEDULE         that of every ten minutes
+    BEAT_SCHEDULE         the same, every ten minutes
     PersistentScheduler   celery beat -S dblock.celery:PersistentScheduler: any number run, and one is active
     DatabaseScheduler     the same for the schedule of django-celery-beat
     SingleBeat            mixed in before another scheduler, the same

@@ -5,16 +5,16 @@
        │                      └────┼── the database was away ────────────────────────┘ │
        └───────────────────────────┴── the lock is lost ───────────────────────────────┘
 
-When each entry was sent last is in the database, under the lock's fence (`dblock.core.protocol.states`): whoever takes
-over enters that state, after which nobody who was active before can write it. An entry is *claimed* there, then sent.
-So no clock decides who sends it: a beat that was frozen and has been deposed claims nothing any more, however much
-later it wakes up.
+When each entry was sent last is in the database, under the lock's fence (`dblock.core.protocol.states`). A beat that
+takes over enters that state; a beat that was active before can then write it no more. An entry is *claimed* there, then
+sent. So no clock decides who sends it: a beat that was frozen and has been deposed claims nothing any more, however
+much later it wakes up.
 
 What remains. A beat that is killed between a claim and the broker's answer has sent that one message or not, and nobody
 knows: it is not sent again. One that is frozen just there sends it when it wakes up; nobody else does.
 
-Rule: what is claimed and could not be sent is given back by who claimed it, as soon as that knows, and only while the
-state still shows its claim. Nothing that passes ends a beat, and no entry keeps another one waiting.
+Rule: a claim whose message could not be sent is withdrawn by the beat that made it, as soon as it knows, and only while
+the state still shows that claim. No temporary failure ends a beat, and no entry keeps another one waiting.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from kombu.exceptions import OperationalError
 
 from dblock.celery.faces import face_for
 from dblock.core.errors import LockError, LockLost, LockRevoked
+from dblock.core.log import one_line
 from dblock.core.protocol import states
 from dblock.core.protocol.drive import drive
 
@@ -48,13 +49,13 @@ if TYPE_CHECKING:
 WAIT: Final = 5.0
 """Seconds for which a standby waits at most before it lets Celery see whether it is to stop."""
 PAUSE: Final = 2.0
-"""Seconds after which what was away is tried again."""
+"""Seconds after which a database or broker that was away is tried again."""
 PATIENCE: Final = 3.0
 """Seconds for which a signal that ends the beat waits at most until what was claimed has been sent."""
 
 _log = get_logger("celery.beat")
 _mixin: Any = object
-"""Which calls the scheduler that it is mixed in before."""
+"""The base class, typed so that `super()` may be the scheduler that this is mixed in before."""
 
 
 class Sent(NamedTuple):
@@ -80,7 +81,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
     """Seconds after which another beat takes over from one that was killed or frozen."""
 
     _passing: ClassVar[tuple[type[Exception], ...]] = (LockError,)
-    """What ends by itself."""
+    """Temporary failures."""
 
     def __init__(self, app: Any, *args: Any, **kwargs: Any) -> None:
         self._key = self.lock_key or f"celery-beat:{app.main or 'celery'}"
@@ -92,20 +93,22 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         self._unsent: dict[str, tuple[Sent, Sent]] = {}
         """What is claimed and not sent: how it was before, and the claim."""
         self._number = 0
-        """Of the last write of the state."""
+        """Number of the last write of the state."""
         self._sending: ExitStack | None = None
         self._heap: Any = None
         self._told = ""
         if not kwargs.get("lazy"):
             _ = self._new_lock()  # whatever is wrong with it is said at once
             if not (app.main or self.lock_key):
-                _log.warning("beat: the app has no name, and shares %r with others that have none", self._key)
+                _log.warning(
+                    *one_line("beat: the app has no name, and shares %r with others that have none", self._key)
+                )
         super().__init__(app, *args, **kwargs)
 
     # -- what Celery calls
 
     def setup_schedule(self) -> None:
-        """Nothing yet: the schedule is read by whoever becomes active."""
+        """Does nothing: the beat reads the schedule when it becomes active."""
 
     def tick(self, *args: Any, **kwargs: Any) -> float:
         """Send what is due, if active; seconds until the next call."""
@@ -149,7 +152,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
 
     def apply_entry(self, entry: Any, producer: Any = None) -> None:
         """Send it, and log what becomes of that."""
-        _log.info("Scheduler: Sending due task %s (%s)", entry.name, entry.task)
+        _log.info(*one_line("Scheduler: Sending due task %s (%s)", entry.name, entry.task))
         try:
             _ = self.apply_async(entry, producer=producer, advance=False)
         except beat.SchedulingError as error:
@@ -196,7 +199,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         return self._lock
 
     def _wait(self) -> bool:
-        """Is it our turn?"""
+        """Whether it is this process's turn."""
         lock = self._new_lock()
         if lock.acquire(timeout=min(self.max_interval, WAIT) if self._told == "standing by" else 0.0):
             self._lock = lock
@@ -207,7 +210,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         return False
 
     def _take_over(self) -> None:
-        """Read what was sent last by whoever was active before, and the schedule."""
+        """Read the schedule, and what earlier active beats sent last."""
         lock = self._current()
         lock.check()
         store, fence = lock._store(), lock.fence
@@ -232,7 +235,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         self._tell("active", "beat: active (fence %d)", fence)
 
     def _give_back(self) -> None:
-        """What the broker did not take is due again, soon, and until then other entries have their turns."""
+        """Entries whose message the broker did not take are due again soon; until then others have their turns."""
         self._write({**(self._runs or {}), **{name: before for name, (before, _) in self._unsent.items()}})
         schedule = self.schedule
         heap = [event for event in self._heap or () if event.entry.name not in self._unsent]
@@ -244,7 +247,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         self._unsent.clear()
 
     def _date(self, entry: Any) -> None:
-        """It was sent last when the state says so."""
+        """Set when the entry was sent last, and how often, to what the state says."""
         sent = (self._runs or {}).get(entry.name)
         if sent is not None:
             moment, zone = datetime.fromisoformat(sent.moment), entry.last_run_at.tzinfo
@@ -277,7 +280,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         """Log it, once."""
         if self._told != what:
             self._told = what
-            _log.log(level, message, *arguments)
+            _log.log(level, *one_line(message, *arguments))
 
 
 class _Memory(dict[str, Any]):
@@ -297,11 +300,11 @@ class PersistentScheduler(SingleBeat, beat.PersistentScheduler):  # type: ignore
         super().__init__(*args, **kwargs)
 
     class persistence:  # noqa: N801 - Celery's name for the module `shelve`
-        """In place of a file."""
+        """Stands for `shelve`, so that there is no file."""
 
         @staticmethod
         def open(_name: str, **_: Any) -> Any:
-            """Empty: what it would tell is in the database."""
+            """An empty shelf: what the file would contain is in the database."""
             return _Memory()
 
 
@@ -311,9 +314,9 @@ def _sent(entry: Any) -> Sent:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """What would end this beat waits a moment: between a claim and its message there is no good one for that.
+    """Delay a signal that would end this beat until a claimed message has been sent.
 
-    A second signal does not wait.
+    A second signal ends it at once.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,6 +1,6 @@
 """What a worker says at its start, and `dblock doctor`, about settings that do not go together with locks.
 
-Rule: it warns and goes on: which of them matters, its operator knows.
+Rule: it only warns: the operator knows which of these problems matter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dblock.core.validation import valid_ttl
 
 
 class Problem(NamedTuple):
-    """In a sentence, and what mends it in another one."""
+    """A problem in one sentence, and what mends it in another."""
 
     text: str
     hint: str
@@ -32,7 +32,7 @@ def app_of(name: str | None) -> Any:
 
 
 def problems(app: Any) -> list[Problem]:
-    """Those of each locked task and those of the app."""
+    """The problems of each locked task, and those of the app."""
     specs = {task.name: (task, spec) for task in app.tasks.values() if (spec := spec_of(task)) is not None}
     found = [problem for task, spec in specs.values() for problem in _of_task(app, task, spec)]
     visible = (app.conf.broker_transport_options or {}).get("visibility_timeout")

@@ -1,7 +1,7 @@
 """One active beat over django-celery-beat's `DatabaseScheduler`.
 
-Each message is written to its tables as soon as it is sent, and not minutes later. Where a beat was killed before that,
-or one that was deposed wrote late, what the state says is newer, and is believed.
+Each message is written to its tables as soon as it is sent, and not minutes later. If a beat was killed before that,
+or one that was deposed wrote late, the state is newer than the table, and is believed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from django_celery_beat import schedulers
 from dblock.celery.beat import SingleBeat
 
 _IN_THE_PAST: Final = timedelta(days=365 * 30)
-"""So long ago, `ModelEntry` takes it, was what has a `start_time` and no `last_run_at`."""
+"""`ModelEntry` takes an entry with a `start_time` and no `last_run_at` to have run this long ago."""
 _DEFAULT: Final = "celery.backend_cleanup"
 """The entry that the scheduler adds itself."""
 
@@ -27,7 +27,7 @@ class DatabaseScheduler(SingleBeat, schedulers.DatabaseScheduler):  # type: igno
     _passing: ClassVar[tuple[type[Exception], ...]] = (*SingleBeat._passing, Error)
 
     def all_as_schedule(self) -> Any:
-        """Read its tables."""
+        """Read the scheduler's tables."""
         entries = super().all_as_schedule()
         for entry in entries.values():
             self._date_anew(entry)
@@ -65,10 +65,10 @@ class DatabaseScheduler(SingleBeat, schedulers.DatabaseScheduler):  # type: igno
             self._date(entry)
 
     def _told_by(self, entry: Any) -> datetime:
-        """The moment from which the row knows what it says.
+        """The time to which the row's last run is true.
 
-        Without a `last_run_at` it was last changed then: it is to begin anew, as one that was enabled again. But rows
-        of entries that the app's settings tell of are changed by each beat that starts.
+        Without a `last_run_at` that is the row's last change: it is to begin anew, as one that was enabled again. But
+        rows of entries from the app's settings are changed by each beat that starts.
         """
         told: datetime = maybe_make_aware(entry.last_run_at)
         changed = entry.model.date_changed

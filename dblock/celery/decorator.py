@@ -1,7 +1,8 @@
 """`locked_task`: a Celery task that holds a lock while it runs, or from its sending on.
 
-Rule: the task is registered under its own name unless another decorator above (`@app.task`, `@shared_task`) makes a
-task of it: then it is that one's, with that one's options.
+Rule: alone, it is a shared task: every app registers it under its own name, as it does with those of `shared_task`, and
+it is Celery that keeps the list of them. A decorator above (`@app.task`, `@shared_task`) makes a task of it with its
+own options and in its own apps; then this module registers nothing.
 """
 
 from __future__ import annotations
@@ -10,24 +11,27 @@ import difflib
 import enum
 import functools
 import inspect
+import itertools
+import weakref
 from collections.abc import Callable
 from types import EllipsisType
 from typing import Any, Final, Literal, TypeVar
 
-from celery import Task, signals
-from celery._state import connect_on_app_finalize, get_current_app, get_current_task
+from celery import Celery, Task, _state
+from celery._state import connect_on_app_finalize, get_current_app
 
 from dblock.celery import checks as _checks  # noqa: F401 - speaks when a worker begins
 from dblock.celery import sending as _sending  # noqa: F401 - sees to what is sent from now on
 from dblock.celery.faces import face_for
 from dblock.celery.running import execute, spec_of
-from dblock.celery.spec import MakeKey, OnBusy, OnRetry, Scope, Spec
+from dblock.celery.spec import MakeKey, OnBusy, OnRetry, Scope, Spec, refuse_others
 from dblock.core.face.key_template import Template
+from dblock.core.log import warn
 from dblock.core.options import Options, valid_options
 from dblock.core.validation import valid_timeout, valid_ttl
 from dblock.core.values import Seconds
 
-_LOCKS: Final = ("ttl", *Options._fields, "using")
+_LOCKS: Final = ("ttl", *(name for name in Options._fields if name not in {"on_busy", "otherwise"}), "using")
 _OURS: Final = (*_LOCKS, "timeout", "on_busy", "scope", "bind", "busy_timeout", "busy_retries", "queue_ttl", "on_retry")
 _CELERYS: Final = ("queue", "exchange", "routing_key", "delivery_mode", "immediate", "mandatory", "shared", "lazy")
 """Options of tasks that are no attributes of every task, and look like some of ours or are none of its class."""
@@ -58,8 +62,8 @@ def locked_task(
 
     Keyword Args:
         on_busy: what becomes of a task whose key somebody else holds:
-            "retry" (the default): its message goes back to the broker, for up to a minute; neither `max_retries` nor a
-            worker is taken up by that. "wait": it stands in the queue, in its worker, up to `timeout`, then
+            "retry" (the default): its message goes back to the broker, with pauses that grow to 60 s; this does not
+            count for `max_retries`, nor occupy a worker. "wait": its worker waits in the queue, up to `timeout`, then
             LockTimeout. "skip": it ends with a result that `dblock.celery.skipped` knows. "raise": LockTimeout.
             "join", for the scopes that lock at sending, where it is the default: a second call returns the
             AsyncResult of the first.
@@ -116,7 +120,10 @@ def locked_task(
 
 
 def _refuse_typos(options: dict[str, Any]) -> None:
-    """A task takes any attribute, and a mistyped option of ours would be one."""
+    """A task takes any attribute, and a mistyped option of ours would be one, or one of another library's."""
+    refuse_others(options, options.get("base"))
+    if "otherwise" in options:
+        raise TypeError("locked_task has no option 'otherwise': dblock.celery.skipped() knows a skipped task's result")
     for name in options.keys() - {*_CELERYS}:
         near = ["bind"] if name == "engine" else difflib.get_close_matches(name, _OURS, 1, 0.75)
         if near and not hasattr(Task, name) and "autoretry" not in name:
@@ -137,7 +144,7 @@ _BRACKETS: Final = "this is a decorator and no task yet: write @locked_task(), w
 
 
 class _Decorator:
-    """What `locked_task(...)` makes; for whoever forgets the brackets, it says so."""
+    """What `locked_task(...)` returns. If the brackets were forgotten, any use of the task says so."""
 
     def __init__(self, make: Callable[[Callable[..., Any]], LockedTask]) -> None:
         self._make = make
@@ -152,7 +159,7 @@ class _Decorator:
 
 
 class LockedTask:
-    """A task that locks: all that is asked of it is asked of the Celery task of the current app."""
+    """A task that locks. Its other attributes are those of the Celery task of the current app."""
 
     def __init__(self, spec: Spec, options: dict[str, Any]) -> None:
         function = spec.function
@@ -167,11 +174,23 @@ class LockedTask:
         if isinstance(spec.made_key, str):
             _ = Template(spec.made_key, function, bound=options.get("bind", False))
         self.dblock_spec, self._options, self._given_name = spec, options, options.get("name")
-        self._only_in = None if options.pop("shared", True) else get_current_app()
+        self._home = None if options.pop("shared", True) else get_current_app()
+        """The only app that has it, unless it is shared."""
+        self._is_below = False
+        """Whether a decorator above has made a task of it."""
+        self._apps = weakref.WeakSet[Any]()
+        """The apps in which it is registered under its own name."""
+        self._number = next(_numbers)
         functools.update_wrapper(self, function)
         self._guarded = _guarded(spec)
-        _ = connect_on_app_finalize(self._when_finalized)
-        _all.append(self)
+        if self._home is None:
+            _ = connect_on_app_finalize(self._when_finalized)
+        elif not self._home.finalized:
+            _ = self._home.on_after_finalize.connect(self._offer, weak=False)
+        for app in list(_state._get_active_apps()):
+            if app.finalized and (self._home is None or self._home is app):
+                with app._finalize_mutex:
+                    self._offer(app)
 
     # -- as a function, for a decorator above
 
@@ -181,9 +200,7 @@ class LockedTask:
 
         @functools.wraps(self._guarded)
         def call(*args: Any, **kwargs: Any) -> Any:
-            task = get_current_task()
-            above = task is not None and _is_above(task, self)
-            return (self._below() if above else self._task)(*args, **kwargs)
+            return (self._below() if self._is_below else self._task)(*args, **kwargs)
 
         return call
 
@@ -193,31 +210,52 @@ class LockedTask:
 
     def _below(self) -> Callable[..., Any]:
         """The function, for the task that another decorator has made of it."""
-        if self._options.keys() - {"bind"} or self._options.get("bind"):
-            raise TypeError(f"options of the task {self!r} are those of the decorator above it")
+        theirs = sorted(name for name, value in self._options.items() if name != "bind" or value)
+        if theirs:
+            raise TypeError(f"{self!r}: give {', '.join(theirs)} to the decorator above it, which makes the task")
         return self._guarded
+
+    def give_way(self) -> None:
+        """Unregister it everywhere: a decorator above makes a task of it."""
+        self._is_below, self._home = True, None
+        _state._on_app_finalizers.discard(self._when_finalized)
+        for app in list(self._apps):
+            with app._finalize_mutex:
+                _ = app._tasks.pop(self._name_in(app), None)
+        self._apps.clear()
 
     # -- as a task
 
     @property
     def _task(self) -> Any:
-        return self.register(get_current_app())
+        return self.register(self._home or get_current_app())
 
     def register(self, app: Any) -> Any:
-        """The task in that app, made at first use if no decorator above has made it."""
-        name = self._given_name or app.gen_task_name(self.__name__, self.__module__)
-        above = next((task for task in app.tasks.values() if _is_above(task, self)), None)
-        if above is not None:
-            return above
-        found = app.tasks.get(name)
-        if found is not None and spec_of(found) is None:
+        """The task in that app: the one that was made of it, else a new one."""
+        found = next((task for task in app.tasks.values() if spec_of(task) is self.dblock_spec), None)
+        if found is not None:
+            return found
+        if self._is_below:
+            raise TypeError(f"{self!r} is no task of {app!r}: the decorator above it made a task of another app")
+        name = self._name_in(app)
+        if name in app.tasks and spec_of(app.tasks[name]) is None:
             raise ValueError(f"another task, which does not lock, is registered as {name!r}")
-        return app._task_from_fun(self._guarded, **self._options) if found is None else found
+        task = app._task_from_fun(self._guarded, **self._options)
+        if spec_of(task) is self.dblock_spec:  # and not an older one of the same name
+            self._apps.add(app)
+        return task
+
+    def _name_in(self, app: Any) -> str:
+        return self._given_name or str(app.gen_task_name(self.__name__, self.__module__))
+
+    def _offer(self, sender: Any, **_: Any) -> None:
+        """Register it in a finalized app, unless a decorator above did or another task has its name."""
+        if not self._is_below and self._name_in(sender) not in sender._tasks:
+            _ = self.register(sender)
 
     def _when_finalized(self, app: Any) -> None:
-        if self._only_in is None or self._only_in is app:
-            # Afterwards: the decorators above come first.
-            _ = app.on_after_finalize.connect(lambda **_: self.register(app), weak=False)
+        # Afterwards: the decorators above come first.
+        _ = app.on_after_finalize.connect(_offer_all, dispatch_uid="dblock.celery.decorator", weak=False)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_task":
@@ -231,13 +269,48 @@ class LockedTask:
         return f"<@locked_task {self.__module__}.{self.__qualname__}>"
 
 
-_all: Final[list[LockedTask]] = []
+_numbers: Final = itertools.count()
 
 
-def _is_above(task: Any, locked: LockedTask) -> bool:
-    """Was that task made of this one by another decorator?"""
-    function = vars(type(task)).get("__wrapped__")
-    return getattr(function, "__func__", function) is locked
+def _offer_all(sender: Any, **_: Any) -> None:
+    """Register the shared tasks in an app that has just been finalized; of two of one name the newer one."""
+    callbacks = [getattr(callback, "__self__", None) for callback in set(_state._on_app_finalizers)]
+    shared = [task for task in callbacks if isinstance(task, LockedTask)]
+    for task in sorted(shared, key=lambda task: task._number, reverse=True):
+        task._offer(sender)
+        name = task._name_in(sender)
+        if not task._is_below and spec_of(sender._tasks[name]) is None:
+            warn("app %r has a task named %r that does not lock: %r is not registered", sender.main, name, task)
+
+
+def _see_to_decorators_above() -> None:
+    """Tell a locked task of a decorator above it: where `app.task` is applied, and where Celery makes the task."""
+    make_task, from_function = Celery.task, Celery._task_from_fun
+
+    @functools.wraps(make_task)
+    def task(app: Any, *args: Any, **options: Any) -> Any:
+        if args:
+            return make_task(app, *(_below(each, options) for each in args), **options)
+        decorate = make_task(app, **options)
+        return lambda function: decorate(_below(function, options))
+
+    @functools.wraps(from_function)
+    def task_from_fun(app: Any, fun: Any, *args: Any, **options: Any) -> Any:
+        return from_function(app, _below(fun, options), *args, **options)
+
+    Celery.task, Celery._task_from_fun = task, task_from_fun
+
+
+def _below(function: Any, options: dict[str, Any]) -> Any:
+    """What a decorator with those options makes a task of."""
+    if isinstance(function, LockedTask):
+        refuse_others(options, options.get("base"))
+        if not function._is_below:
+            function.give_way()
+    return function
+
+
+_see_to_decorators_above()
 
 
 def _guarded(spec: Spec) -> Callable[..., Any]:
@@ -250,12 +323,3 @@ def _guarded(spec: Spec) -> Callable[..., Any]:
     guarded.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     guarded.dblock_spec = spec  # type: ignore[attr-defined]
     return guarded
-
-
-def _worker_begins(sender: Any, **_: Any) -> None:
-    """What was defined after its app was finalized, and is nobody's so far."""
-    for task in _all:
-        _ = task.register(sender.app)
-
-
-_ = signals.worker_init.connect(_worker_begins, dispatch_uid="dblock.celery.decorator", weak=False)

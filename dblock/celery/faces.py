@@ -60,7 +60,7 @@ _NO_ASYNC = "a task runs in a thread: bind= takes an Engine, not an AsyncEngine"
 
 
 def face_for(bind: Any, instead: str = "locked_task(..., bind=engine)") -> Face:
-    """By what `locked_task(bind=...)` was given: Celery's bool, an Engine, or a function that returns one."""
+    """The face for `locked_task(bind=...)`: Celery's bool, an Engine, or a function that returns one."""
     if isinstance(bind, bool):
         return DjangoFace(instead)
     if hasattr(bind, "sync_engine"):

@@ -1,6 +1,6 @@
 """When a message whose key is busy comes back.
 
-Rule: it is late at most, never lost: what is kept here is one number for each busy key of a process, which time undoes.
+Rule: it is late at most, never lost: what is kept here is one number for each busy key of a process, which expires.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The lock that a message carries: taken where it is sent, held by whoever runs it, left when the task has ended.
+"""The lock that a message carries: taken by the sender, held by the worker that runs it, left when the task has ended.
 
     take        where the message is sent
     Carried     a worker holds it for as long as the run lasts; what the run sends in its own place carries it on
@@ -20,9 +20,9 @@ from celery.exceptions import Reject
 from dblock.celery.results import place_lost
 from dblock.celery.spec import OnBusy, Scope, Spec
 from dblock.core import clock
-from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout
+from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, Reason
 from dblock.core.face.entering import adopt
-from dblock.core.identity import acting_for
+from dblock.core.identity import acting_for, storable
 from dblock.core.log import warn
 from dblock.core.tokens import Token, token_text, valid_token
 
@@ -30,25 +30,31 @@ if TYPE_CHECKING:
     from dblock.core.face.locks import SyncLock
 
 OWN: Final = 2.0
-"""Seconds for which a run waits for an earlier one of the same task: its `retry()` sent the message while it was still
-running, and is about to end. So it does for a database that did not answer at once, where nobody brings it back."""
+"""Seconds for which a run waits for an earlier run of the same task, which sent the message by `retry()` and is about
+to end. Also for a database that did not answer at once, if nobody would bring the message back."""
 
 
-def take(spec: Spec, task: Any, key: str, task_id: str, delay: float) -> str:
+def take(spec: Spec, task: Any, key: str, task_id: Any, delay: float) -> str:
     """The token of a new place for the message of task `task_id`, due in `delay` seconds; raises LockTimeout."""
     timeout = spec.timeout if spec.on_busy is OnBusy.WAIT or spec.timeout is not ... else 0
     lock = spec.queue_lock(task, spec.queue_key(key), timeout, spec.queue_ttl + delay)
     if lock._hold_here() is not None:  # it would be entered once more
-        raise LockTimeout(f"{lock.key!r} is held by whoever sends {task.name}", key=lock.key)
-    with acting_for(task_id), lock:
+        raise LockTimeout(f"{lock.key!r} is held by the flow that sends {task.name}", key=lock.key)
+    with acting_for(str(task_id)), lock:
         return lock.detach()
 
 
-def give_up(spec: Spec, task: Any, text: str) -> None:
-    """Nobody will run that message. What fails here ends with its lease."""
+def give_up(spec: Spec, task: Any, task_id: Any, text: str) -> None:
+    """Release the lock of a message that nobody will run, if it was taken for that task.
+
+    What fails here ends with its lease.
+    """
     try:
         token = valid_token(text)
         lock = spec.queue_lock(task, token.tenure.key, 0)
+        info = lock.inspect()
+        if info is None or info.identity.celery_task_id != storable(str(task_id)):
+            return
         if lock._drive(adopt(lock, token)):
             lock.release()
     except LockLost:
@@ -67,6 +73,16 @@ def let_go(lock: SyncLock) -> None:
             lock.release()
 
 
+def _why(error: LockLost) -> str:
+    """Why the lock of a message was over when the message came."""
+    if error.reason is not Reason.EXPIRED:
+        return str(error)
+    return (
+        f"the lease on {error.key!r} has ended: "
+        "the process that ran the task before was killed, or the message waited longer than queue_ttl"
+    )
+
+
 class Carried:
     """The lock of a message, held by its worker for one run."""
 
@@ -80,7 +96,7 @@ class Carried:
         """Another run of the same message is under way, or one ended without a word within the last ttl; or the
         database is away."""
         self._goes_on: float | None = None
-        """Seconds until the next run of the message is due that carries it on."""
+        """Seconds until the run is due to which the message takes the lock on."""
 
     def __enter__(self) -> Self:
         key, deadline = self._token.tenure.key, clock.now() + OWN
@@ -97,7 +113,12 @@ class Carried:
             _ = lock.__enter__()  # what was adopted becomes the block
             self.lock = lock
         except LockLost as error:
-            warn("the lock of task %s[%s] was lost before it ran: %s", self._task.name, self._task.request.id, error)
+            warn(
+                "the lock of task %s[%s] was over before it ran: %s",
+                self._task.name,
+                self._task.request.id,
+                _why(error),
+            )
             _ = place_lost.send(self._task, task_id=self._task.request.id, key=key, error=error)
         except LockStoreError as error:
             self.busy = error
@@ -107,18 +128,18 @@ class Carried:
         return self
 
     def carry_on(self, delay: float) -> str:
-        """The token for a message that is due in `delay` seconds: the lock is its, once this run has ended."""
+        """The token for a message that is due in `delay` seconds; the lock passes to it once this run has ended."""
         if self.lock is None:
             return self._text if self.busy else ""
         self._goes_on = delay
         return token_text(Token(self._token.tenure, self._life, 0.0, 0.0))
 
     def keep(self) -> None:
-        """That message has not been sent."""
+        """Keep the lock in this run: the message of `carry_on` was not sent."""
         self._goes_on = None
 
     def give_up(self) -> None:
-        """It is needed no more, before the run has ended."""
+        """Release the lock before the run has ended: it is needed no more."""
         if self.lock is not None:
             with suppress(LockError):
                 self.lock.release()

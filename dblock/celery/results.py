@@ -44,5 +44,5 @@ def skip_result(task: Any, busy: LockTimeout) -> dict[str, Any]:
 
 
 def skipped(result: Any) -> bool:
-    """Was this put in a result's place, because the key was busy?"""
+    """Whether this stands in a result's place because the key was busy."""
     return isinstance(result, dict) and result.get(SKIPPED) is True

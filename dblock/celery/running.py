@@ -30,12 +30,12 @@ from celery.exceptions import Retry, SoftTimeLimitExceeded
 
 from dblock.celery.header import Header
 from dblock.celery.pace import Pace
-from dblock.celery.places import OWN, Carried, let_go
+from dblock.celery.places import OWN, Carried, give_up, let_go
 from dblock.celery.results import skip_result, task_skipped
 from dblock.celery.spec import OnBusy, Scope, Spec
 from dblock.core.errors import LockNotHeld, LockStoreError, LockTimeout, Reason
+from dblock.core.identity import storable
 from dblock.core.log import warn
-from dblock.core.tokens import valid_token
 
 if TYPE_CHECKING:
     from dblock.core.face.locks import SyncLock
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """What goes on in this thread."""
+    """The run of a locked task in this thread."""
 
     spec: Spec
     task: Any
@@ -53,7 +53,7 @@ class Run:
     entered: list[SyncLock] = field(default_factory=list)
     """All that it has tried to enter."""
     begun: bool = False
-    """Has it come to the lock that its message carries, or is there none?"""
+    """Whether it has reached the lock that its message carries, or the message carries none."""
     sending_back: str = ""
     """The id of the task whose message is on its way back to the broker, while it is."""
 
@@ -92,7 +92,7 @@ def spec_of(task: Any) -> Spec | None:
 
 
 def is_bound(task: Any) -> bool:
-    """Does its function take the task first?"""
+    """Whether its function takes the task as the first argument."""
     return hasattr(task.__wrapped__, "__func__")
 
 
@@ -132,7 +132,7 @@ class Interrupt:
 
     @staticmethod
     def possible() -> bool:
-        """Is this the main thread of a child of the prefork pool, which turns that signal into an exception?"""
+        """Whether this is the main thread of a prefork child, which turns that signal into an exception."""
         here = threading.current_thread() is threading.main_thread()
         return here and signal.getsignal(SIG_SOFT_TIMEOUT) is soft_timeout_sighandler
 
@@ -167,16 +167,17 @@ def execute(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if hasattr(request, "dblock_run"):  # the task calls its own function, which is no run of a message
         run = Run(spec, task, spec.key(task, args[bound:], kwargs, bound=bound))
         return _take_turn(run, body, Header(), in_place=True)
-    header = Header.of(request.headers, request.id)
-    carries = header.token and not request.called_directly
-    run = request.dblock_run = Run(spec, task, valid_token(header.token).tenure.key if carries else "")
-    if not carries or spec.scope is Scope.BOTH:
-        run.key = spec.key(task, tuple(request.args or ()), dict(request.kwargs or {}), bound=bound)
+    key = spec.key(task, tuple(request.args or ()), dict(request.kwargs or {}), bound=bound)
+    run = request.dblock_run = Run(spec, task, key)
     if request.called_directly or request.is_eager:
         return _take_turn(run, body, Header(), in_place=True)
+    header = Header.of(request.headers, request.id)
     if header.tries:
         request.eta = header.eta
-    if not carries:
+    if header.token and not header.is_for(spec.queue_key(key)):
+        give_up(spec, task, request.id, header.token)
+        header = header.carrying("")
+    if not header.token:
         run.begun = True
         return _take_turn(run, body, header)
     with Carried(spec, task, header.token, run.entered) as carried:
@@ -235,8 +236,8 @@ def _take_turn(
     first: Busy | None = None,
     in_place: bool = False,
 ) -> Any:
-    """Run under a lock that is taken now; `first`: why it cannot be before the message has been sent back once."""
-    spec, task, me = run.spec, run.task, run.task.request.id
+    """Run under a lock that is taken now. `first`: why the message is to be sent back once before the lock is tried."""
+    spec, task, me = run.spec, run.task, storable(str(run.task.request.id or ""))
     waits = spec.on_busy is OnBusy.WAIT or (in_place and spec.on_busy in {OnBusy.RETRY, OnBusy.JOIN})
     timeout = spec.timeout if waits or spec.timeout is not ... else 0
     while True:
@@ -261,7 +262,7 @@ def _take_turn(
             first = None
         elif spec.on_busy is OnBusy.SKIP and isinstance(busy, LockTimeout):
             result = skip_result(task, busy)
-            _ = task_skipped.send(task, task_id=me, key=run.key, result=result)
+            _ = task_skipped.send(task, task_id=task.request.id, key=run.key, result=result)
             return result
         else:
             raise busy

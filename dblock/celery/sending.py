@@ -9,7 +9,7 @@ task is locked; messages of other tasks pass.
     its own retry()         carries the lock of the run on, if that is for the same key
     sent back, busy         as it is
 
-Rule: a lock without a message is given back, and no message is left out but one that another one stands for.
+Rule: a lock without a message is given back, and a message is left out only if another one stands for it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from dblock.celery.header import Header
 from dblock.celery.places import Carried, give_up, let_go, take
 from dblock.celery.running import current_run, is_bound, spec_of
-from dblock.celery.spec import OnBusy, OnRetry, Scope, Spec
+from dblock.celery.spec import OnBusy, OnRetry, Scope, Spec, refuse_others
 from dblock.core.errors import LockTimeout
-from dblock.core.tokens import valid_token
 
 _HANGING: Final = ("chain", "chord", "group_id", "link", "link_error")
-"""What hangs on a message: no other message stands for one that has such."""
+"""What may hang on a message; no other message can stand for one that has any of it."""
 _POSITIONAL: Final = tuple(inspect.signature(Celery.send_task).parameters)[4:]
 """What may follow name, args and kwargs."""
 
@@ -63,6 +62,7 @@ _see_to_what_is_sent()
 
 
 def _send(send: Callable[..., Any], spec: Spec, task: Any, call: tuple[Any, Any], options: dict[str, Any]) -> Any:
+    refuse_others(options, task)
     given_before, task_id = bool(options.get("task_id")), options.get("task_id") or uuid()
     options["task_id"] = task_id
     key = spec.key(task, tuple(call[0] or ()), dict(call[1] or {}), bound=is_bound(task))
@@ -80,34 +80,34 @@ def _send(send: Callable[..., Any], spec: Spec, task: Any, call: tuple[Any, Any]
                 result = _first(spec, task, key, busy)
                 if result is not None and not hanging:
                     return result
-        options["headers"] = Header(task_id, token).into(options.get("headers"))
+        options["headers"] = Header(str(task_id), token).into(options.get("headers"))
         return send(**options)
     except BaseException:
         if carried is not None:
             carried.keep()
         elif token:
-            give_up(spec, task, token)
+            give_up(spec, task, task_id, token)
         raise
 
 
 def _is_again(task: Any, task_id: str) -> bool:
-    """Does the running task send itself again, with `retry()`?"""
+    """Whether the running task sends itself again, with `retry()`."""
     running = get_current_task()
     return running is not None and running.name == task.name and running.request.id == task_id
 
 
 def _goes_along(spec: Spec, task: Any, key: str, delay: float) -> tuple[Carried | None, str]:
-    """The lock of this run that goes on with what it sends in its own place, and its token.
+    """The lock, and its token, that this run passes on to the message that it sends in its own place.
 
-    Where the run has not come to its lock yet (`before_start`), that is as it came.
+    If the run has not come to its lock yet (`before_start`), the lock is as it came.
     """
     run = getattr(task.request, "dblock_run", None)
     if run is None or not run.begun:
-        token = Header.of(task.request.headers, task.request.id).token
-        if token and spec.on_retry is OnRetry.KEEP and valid_token(token).tenure.key == spec.queue_key(key):
-            return None, token
-        if token:
-            give_up(spec, task, token)
+        came = Header.of(task.request.headers, task.request.id)
+        if spec.on_retry is OnRetry.KEEP and came.is_for(spec.queue_key(key)):
+            return None, came.token
+        if came.token:
+            give_up(spec, task, task.request.id, came.token)
         return None, ""
     carried = run.carried
     same = carried is not None and carried.lock is not None and run.lock is carried.lock and run.key == key
@@ -150,11 +150,11 @@ def _revoked(sender: Any = None, request: Any = None, **_said: Any) -> None:
     spec = spec_of(sender)
     token = "" if spec is None else Header.of(getattr(request, "headers", None), request.id).token
     if spec is not None and token:  # not in the thread that serves the broker
-        _ = _revoking.submit(give_up, spec, sender, token)
+        _ = _revoking.submit(give_up, spec, sender, request.id, token)
 
 
 def _over(sender: Any = None, state: str = "", retval: Any = None, **_: Any) -> None:
-    """A run has ended. Was it interrupted on its way in or out of a lock, or before it came to the one it carries?"""
+    """Handle the end of a run: it may have been interrupted around a lock, or before it came to the one it carries."""
     spec = spec_of(sender)
     run = None if spec is None else getattr(sender.request, "dblock_run", None)
     for lock in () if run is None else run.entered:
@@ -162,7 +162,7 @@ def _over(sender: Any = None, state: str = "", retval: Any = None, **_: Any) -> 
     token = "" if spec is None else Header.of(sender.request.headers, sender.request.id).token
     goes_on = state == "RETRY" or (isinstance(retval, Reject) and retval.requeue)
     if spec is not None and token and not goes_on and not (run is not None and run.begun):
-        give_up(spec, sender, token)
+        give_up(spec, sender, sender.request.id, token)
 
 
 _ = signals.task_revoked.connect(_revoked, dispatch_uid="dblock.celery.revoked", weak=False)

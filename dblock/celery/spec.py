@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from celery import Task
 from kombu.exceptions import EncodeError
@@ -25,6 +25,17 @@ from dblock.core.validation import TEXT_LENGTH, valid_key
 if TYPE_CHECKING:
     from dblock.core.face.locks import SyncLock
 
+_GRACEFUL = 'on_busy="join", the default with scope="queue"; without it, on_busy="raise"'
+_BOTH = 'scope="both", one queued and one running'
+_ELSEWHERE: Final = {
+    "once": f"keys: names in the key; graceful: {_GRACEFUL}; timeout: queue_ttl; unlock_before_run: {_BOTH}",
+    "graceful": _GRACEFUL,
+    "unlock_before_run": _BOTH,
+    "unique_on": "names of arguments in the key",
+    "raise_on_duplicate": 'on_busy="raise"',
+    "lock_expiry": "queue_ttl",
+}
+"""What options of celery-once and celery-singleton are here."""
 MakeKey = Callable[..., str]
 """`(task, *args, **kwargs)`, the arguments of the call."""
 
@@ -35,7 +46,7 @@ class OnBusy(enum.StrEnum):
     RETRY = "retry"
     """Its message goes back to the broker, for later."""
     WAIT = "wait"
-    """It stands in the queue of the key, and its worker with it."""
+    """It waits in the key's queue, and its worker with it."""
     SKIP = "skip"
     """Its run is left out; its result says who holds the key."""
     RAISE = "raise"
@@ -89,7 +100,7 @@ class Spec:
             task: the Celery task.
             args: without the task itself, if that is `bound`.
             kwargs: likewise.
-            bound: does the function take the task first?
+            bound: whether the function takes the task as the first argument.
         """
         args, kwargs = _as_received(task, args, kwargs)
         if isinstance(self.made_key, str):
@@ -132,6 +143,18 @@ class Spec:
     def queue_key(self, key: str) -> str:
         """The key of a queued message; where the running one has a lock of its own, it is another one."""
         return valid_key(f"{key} (queued)") if self.scope is Scope.BOTH else key
+
+
+def refuse_others(options: Mapping[str, Any], task: Any) -> None:
+    """TypeError for an option of another library, which a task or a call of one takes, and nobody would look at.
+
+    Unless `task`, or the class that it is made of, has that: then it is of that library as well.
+    """
+    for name in options.keys() & _ELSEWHERE.keys():
+        if not hasattr(task, name):
+            raise TypeError(
+                f"a locked task has no option {name!r}, which is another library's: here {_ELSEWHERE[name]}"
+            )
 
 
 def _as_received(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The commands of whoever operates the locks: the same as `manage.py dblock` and as `dblock --url`.
+"""The operator's commands, the same for `manage.py dblock` and for `dblock --url`.
 
     console    what is printed: tables, JSON, lengths of time; questions
     desk       what a face gives to the commands

@@ -6,6 +6,7 @@ the others from nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shlex
@@ -14,13 +15,14 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
-from dblock.commands.console import span
+from dblock.commands.console import pins_of, span
 from dblock.commands.desk import Desk
 from dblock.core.errors import LockError, LockTimeout, StoreBusy, StoreConflict, StoreUnanswered
+from dblock.core.events import DOCTOR
 from dblock.core.face import administration
 from dblock.core.statements.administration import WORDS
 from dblock.core.statements.base import Tables
-from dblock.core.values import printable
+from dblock.core.text import printable
 from dblock.core.wakeup.registry import Wakeups
 
 
@@ -45,8 +47,10 @@ class Finding(NamedTuple):
 Checked = Iterator[Finding]
 OLD_SNAPSHOT: Final = 600.0
 """Seconds after which an open snapshot keeps enough dead versions of hot rows to slow them down."""
+OLD_XMIN: Final = 1_000_000
+"""Transactions after which that is so for a replication slot or a standby, of which no time is known."""
 UPDATES: Final = 10_000
-"""So many say whether updates are heap-only."""
+"""So many updates suffice to say whether they are heap-only."""
 DEAD: Final = 100_000
 """Dead row versions that vacuuming would have removed."""
 CLOCK: Final = 2.0
@@ -75,6 +79,9 @@ class Checkup:
             yield from found
             needed = check in _FIRST or check is replication
             if needed and any(each.level is Level.ERROR for each in found):
+                if check is probe:  # a pin may be why
+                    with contextlib.suppress(LockError):
+                        yield from holders(self)
                 return
 
     def value(self, sql: str) -> Any:
@@ -91,20 +98,61 @@ class Checkup:
         return str(self.value(sql) or "")
 
     def who_locks(self) -> str:
-        """What to do about whoever has locked a whole table."""
+        """What to do about a session that has locked a whole table, or waits to change it."""
         if self.kind == "sqlite":
             return "A program keeps a transaction that writes open: have it commit sooner, or end it (fuser names it)."
+        if waiting := self.who_alters():
+            return waiting
         if self.kind == "mysql":
             return "SHOW FULL PROCESSLIST names its session; KILL that, if it is not to be waited for."
-        prefix = self.dialect.tables.prefix
         found = self.value(f"""
 SELECT string_agg(DISTINCT concat('pg_terminate_backend(', pid, ')'), ', ')
-FROM pg_locks JOIN pg_class ON pg_class.oid = relation JOIN pg_database ON pg_database.oid = database
-WHERE relname IN (concat('{prefix}', 'lock', 's'), concat('{prefix}', 'lock', '_waiters'))
-  AND datname = current_database() AND granted
-  AND mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+FROM {self._locked_tables} AND granted
 """)
-        return f"Wait for whoever has locked the table, or end it: SELECT {found}" if found else "Try again."
+        return f"Wait for the session that has locked the table, or end it: SELECT {found}" if found else "Try again."
+
+    @property
+    def _locked_tables(self) -> str:
+        """In PostgreSQL: the locks on our tables that statements of ours wait for."""
+        return f"""pg_locks JOIN pg_class ON pg_class.oid = relation JOIN pg_database ON pg_database.oid = database
+WHERE relname IN ({self.names_in_sql}) AND datname = current_database()
+  AND mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')"""
+
+    @property
+    def names_in_sql(self) -> str:
+        """The names of the two tables as text in SQL, in which no table is to be recognised."""
+        prefix = self.dialect.tables.prefix
+        return f"concat('{prefix}', 'lock', 's'), concat('{prefix}', 'lock', '_waiters')"
+
+    def who_alters(self) -> str:
+        """What to do about a statement that waits to change a table, behind which all later ones wait; else empty.
+
+        MySQL and MariaDB show a user without PROCESS its own sessions only.
+        """
+        sql = f"""
+SELECT waiting.pid, left(coalesce(query, ''), 60), array_to_string(pg_blocking_pids(waiting.pid), ', ')
+FROM (SELECT DISTINCT pid FROM {self._locked_tables} AND NOT granted) AS waiting
+LEFT JOIN pg_stat_activity AS session ON session.pid = waiting.pid
+"""
+        if self.kind == "mysql":
+            sql = f"""
+SELECT id, left(info, 60), '' FROM information_schema.processlist
+WHERE state = 'Waiting for table metadata lock' AND info LIKE concat('%{self.dialect.tables.prefix}', 'lock', '%')
+  AND info REGEXP '^ *(ALTER|CREATE|DROP|RENAME|TRUNCATE|OPTIMIZE|LOCK) '
+ORDER BY time DESC
+"""
+        told = []
+        for session, statement, before in self.desk.query(sql):
+            behind = f"session {before}" if before else "a transaction"
+            changes = printable(" ".join(statement.split()))
+            end = f"SELECT pg_cancel_backend({session})" if self.kind == "postgresql" else f"KILL QUERY {session}"
+            told.append(
+                f"Session {session} waits to change a table ({changes}) until {behind} has ended, a guard() perhaps, "
+                "and every statement of the lock waits behind it: renewals come too late. End it, and let the next one "
+                "wait for less than a third of the shortest ttl (SET lock_timeout; on MySQL and MariaDB "
+                f"lock_wait_timeout): {end}"
+            )
+        return " ".join(told)
 
 
 # -- can it work at all?
@@ -196,15 +244,31 @@ def rights(checkup: Checkup) -> Checked:
                 Level.ERROR,
                 "rights",
                 f"no right to {', '.join(refused)} in {name}: {next(iter(refused.values()))}",
-                f"GRANT SELECT, INSERT, UPDATE, DELETE ON {name} TO whoever connects here."
+                f"GRANT SELECT, INSERT, UPDATE, DELETE ON {name} TO the user that connects here."
                 if checkup.kind != "sqlite"
                 else "Let this user write the file and its directory, and open it for writing.",
             )
 
 
+def row_security(checkup: Checkup) -> Checked:
+    """PostgreSQL shows this user all rows."""
+    if checkup.kind != "postgresql":
+        return
+    for table in ("locks", "lock_waiters"):
+        if checkup.value(f"SELECT CAST(row_security_active(CAST('{table}' AS regclass)) AS integer)"):
+            name = checkup.dialect.tables.name(table, "")
+            yield Finding(
+                Level.WARNING,
+                "row-security",
+                f"row-level security holds for this user on {name}: a key whose row a policy hides can never be taken, "
+                "and looks as if others were faster each time",
+                f"ALTER TABLE {name} DISABLE ROW LEVEL SECURITY, or let its policy show and accept all rows.",
+            )
+
+
 def probe(checkup: Checkup) -> Checked:
     """A key is taken and given back, by the way that all locks go."""
-    lock = checkup.desk.lock("dblock doctor", ttl=10, timeout=2, slow_wait=None)
+    lock = checkup.desk.lock(DOCTOR, ttl=10, timeout=2, slow_wait=None)
     began = time.monotonic()
     try:
         with lock:
@@ -214,7 +278,7 @@ def probe(checkup: Checkup) -> Checked:
             Level.ERROR,
             "probe",
             f"a key that hardly anybody wants could not be taken: {error}",
-            "Another doctor is done in a moment. If it stays so: dblock release 'dblock doctor'.",
+            f"Another doctor is done in a moment. If it stays so: dblock release '{DOCTOR}'.",
         )
         return
     given = time.monotonic()
@@ -266,6 +330,20 @@ SELECT table_name, engine FROM information_schema.tables WHERE table_schema = {w
             "engine",
             f"{table} is kept by {kind}: a crash may break it, and it knows neither transactions nor rows to lock",
             f"ALTER TABLE {table} ENGINE = InnoDB",
+        )
+
+
+def binary_log(checkup: Checkup) -> Checked:
+    """MySQL writes down what a statement did, and not its text."""
+    if checkup.kind != "mysql" or checkup.variable("log_bin") != "ON":
+        return
+    if checkup.variable("binlog_format") == "STATEMENT":
+        yield Finding(
+            Level.WARNING,
+            "binary-log",
+            "binlog_format = STATEMENT: many of the lock's statements are unsafe there, and the server's error log "
+            "shows them, with owner tokens, which are secrets",
+            "SET GLOBAL binlog_format = 'ROW' (or 'MIXED'), and so in the server's configuration; then connect anew.",
         )
 
 
@@ -365,13 +443,13 @@ def replication(checkup: Checkup) -> Checked:
 
 
 def pooler(checkup: Checkup) -> Checked:
-    """Does the database call those who wait?"""
+    """Whether the database notifies waiters."""
     subscribe = getattr(checkup.desk.store, "subscribe", None)
     if checkup.kind == "sqlite" or subscribe is None:
         return
     channel = f"dblock_doctor_{os.getpid()}_{secrets.token_hex(4)}"
     subscription = subscribe(channel, Wakeups())
-    hint = "Locks work, and whoever waits on another machine looks up to once a second. Let the lock's engine or alias "
+    hint = "Locks work, and a waiter on another machine polls up to once a second. Let the lock's engine or alias "
     if subscription is None:
         yield Finding(
             Level.WARNING,
@@ -381,7 +459,7 @@ def pooler(checkup: Checkup) -> Checked:
             hint + "connect directly, or in session mode.",
         )
         return
-    heard = checkup.kind == "mysql"  # its bell has been tried
+    heard = checkup.kind == "mysql"  # its listener has been tried
     try:
         if not heard:
             checkup.desk.query(f"SELECT pg_notify('{channel}', 'x')")
@@ -417,6 +495,31 @@ def sqlite(checkup: Checkup) -> Checked:
             f"the journal mode is {mode}: each commit waits for the disk, and readers block writers",
             "PRAGMA journal_mode=WAL, once.",
         )
+
+
+def sessions(checkup: Checkup) -> Checked:
+    """How many sessions the lock has there, by what they are for; where the server knows, and we may see it."""
+    sql = {
+        "postgresql": """
+SELECT split_part(application_name, ' of ', 1), count(*) FROM pg_stat_activity
+WHERE starts_with(application_name, 'dblock: ') AND datname = current_database() GROUP BY 1 ORDER BY 1
+""",
+        "mysql": """
+SELECT substring_index(attr_value, ' of ', 1), count(*) FROM performance_schema.session_connect_attrs
+WHERE attr_name = 'program_name' AND left(attr_value, 8) = 'dblock: ' GROUP BY 1 ORDER BY 1
+""",
+    }.get(checkup.kind)
+    if sql is None:
+        return
+    try:
+        found = checkup.desk.query(sql)
+    except (StoreConflict, StoreUnanswered):
+        raise
+    except LockError:  # no right to see it
+        return
+    if found:
+        counts = ", ".join(f"{count} named {name!r}" for name, count in found)
+        yield Finding(Level.OK, "sessions", f"sessions of all processes: {counts}")
 
 
 # -- is it in good order?
@@ -468,21 +571,45 @@ WHERE relname = concat('{names.prefix}', 'lock', 's') AND schemaname = {where}
             )
 
 
-def snapshots(checkup: Checkup) -> Checked:
-    """No old transaction keeps dead versions of hot rows alive."""
-    sql = {
-        "postgresql": """
-SELECT CAST(extract(epoch FROM clock_timestamp() - xact_start) AS double precision), pid
-FROM pg_stat_activity WHERE backend_xmin IS NOT NULL AND datname = current_database() ORDER BY xact_start LIMIT 1
-""",
-        "mysql": """
-SELECT timestampdiff(SECOND, trx_started, convert_tz(utc_timestamp(), '+00:00', 'SYSTEM')), trx_mysql_thread_id
+_XMIN: Final = """
+(SELECT CAST(extract(epoch FROM clock_timestamp() - xact_start) AS double precision), 0,
+        concat('session ', pid, CASE WHEN datname <> current_database() THEN concat(' in database ', datname) END),
+        concat('SELECT pg_terminate_backend(', pid, ')')
+ FROM pg_stat_activity
+ WHERE ((backend_xmin IS NOT NULL AND datname = current_database()) OR backend_xid IS NOT NULL)
+   AND pid <> pg_backend_pid()
+ ORDER BY xact_start LIMIT 1)
+UNION ALL
+(SELECT CAST(extract(epoch FROM clock_timestamp() - prepared) AS double precision), 0,
+        concat('prepared transaction ', gid, ' in database ', database),
+        concat('ROLLBACK PREPARED ', quote_literal(gid))
+ FROM pg_prepared_xacts ORDER BY prepared LIMIT 1)
+UNION ALL
+(SELECT 0, age(xmin), concat('replication slot ', slot_name),
+        concat('SELECT pg_drop_replication_slot(', quote_literal(slot_name), '), if no standby needs it')
+ FROM pg_replication_slots WHERE xmin IS NOT NULL ORDER BY age(xmin) DESC LIMIT 1)
+UNION ALL
+(SELECT 0, age(backend_xmin), concat('standby ', application_name), 'hot_standby_feedback = off on that standby'
+ FROM pg_stat_replication WHERE backend_xmin IS NOT NULL ORDER BY age(backend_xmin) DESC LIMIT 1)
+"""
+"""The oldest of each kind that keeps row versions: seconds, or transactions, since when; what it is; what ends it.
+
+Of other databases only transactions that have written count: the snapshots that are taken here begin with the oldest.
+"""
+_TRX: Final = """
+SELECT timestampdiff(SECOND, trx_started, convert_tz(utc_timestamp(), '+00:00', 'SYSTEM')), 0,
+       CASE trx_mysql_thread_id WHEN 0 THEN 'prepared with XA' ELSE concat('session ', trx_mysql_thread_id) END,
+       CASE trx_mysql_thread_id WHEN 0 THEN 'XA RECOVER names it for XA ROLLBACK'
+                                ELSE concat('KILL ', trx_mysql_thread_id) END
 FROM information_schema.innodb_trx ORDER BY trx_started LIMIT 1
-""",
-    }.get(checkup.kind)
+"""
+
+
+def snapshots(checkup: Checkup) -> Checked:
+    """No old transaction keeps dead versions of hot rows alive: of this database, of others, prepared, of a standby."""
+    sql = {"postgresql": _XMIN, "mysql": _TRX}.get(checkup.kind)
     if sql is None:
         return
-    end = "SELECT pg_terminate_backend({})" if checkup.kind == "postgresql" else "KILL {}"
     try:
         oldest = checkup.desk.query(sql)
     except (StoreConflict, StoreUnanswered):
@@ -490,14 +617,17 @@ FROM information_schema.innodb_trx ORDER BY trx_started LIMIT 1
     except LockError as error:  # MySQL asks for the right PROCESS
         yield Finding(Level.NOTE, "snapshot", f"the transactions of others cannot be seen: {error}")
         return
-    for age, session in oldest:
-        if float(age) > OLD_SNAPSHOT:
+    for age, transactions, what, end in oldest:
+        old = float(age or 0) > OLD_SNAPSHOT
+        if old or int(transactions) > OLD_XMIN:
+            since = f"a transaction has been open for {span(float(age))}"
+            if not old:
+                since = f"old row versions have been kept for {transactions} transactions"
             yield Finding(
                 Level.WARNING,
                 "snapshot",
-                f"a transaction has been open for {span(float(age))} (session {session}): "
-                "every hot row gets slower meanwhile, those of busy locks first",
-                f"See what it does, or end it: {end.format(session)}",
+                f"{since} ({printable(what)}): every hot row gets slower meanwhile, those of busy locks first",
+                f"See what it does, or end it: {printable(end)}",
             )
 
 
@@ -508,11 +638,20 @@ def holders(checkup: Checkup) -> Checked:
     """Keys that holders have died with, and keys that are always wanted."""
     ended, slow = [], []
     for row in checkup.desk.survey():
-        if row.info.state == "expired":
+        if row.pinned:
+            yield Finding(
+                Level.WARNING,
+                "pinned",
+                f"nobody holds {printable(row.info.key)!r}, and nobody can take it: a transaction guards it, or has "
+                f"locked its row; waiters: {row.waiters}; last held by {row.info.identity}",
+                f"{'; '.join(pins_of(row.pinned))}. What it has written is rolled back. The server can bound such "
+                "transactions, see docs/fences.md.",
+            )
+        elif row.state == "expired":
             ended.append(repr(printable(row.info.key)))
         elif row.waiters:
-            waiting = checkup.desk.do(administration.waiters(checkup.desk.store, row.info.key))
-            longest = max((each.age for each in waiting), default=0.0)
+            first = checkup.desk.do(administration.waiters(checkup.desk.store, row.info.key, 1))
+            longest = max((each.age for each in first), default=0.0)
             if longest > max(row.info.ttl, 10.0):
                 slow.append((longest, row))
     if ended:
@@ -530,7 +669,7 @@ def holders(checkup: Checkup) -> Checked:
             Level.WARNING,
             "contended",
             f"{printable(row.info.key)!r} has waiters in {processes}, one of them for {span(age)}; "
-            f"held by {printable(str(row.info.identity))}{printable(label)}",
+            f"held by {row.info.identity}{printable(label)}",
             f"See what it does: dblock show {shlex.quote(printable(row.info.key))}",
         )
 
@@ -560,12 +699,15 @@ CHECKS: Final[tuple[Check, ...]] = (
     tables,
     replication,
     rights,
+    row_security,
     probe,
     collation,
     engine,
+    binary_log,
     clock,
     durability,
     pooler,
+    sessions,
     sqlite,
     reaping,
     heap_only,

@@ -1,6 +1,7 @@
 """What the commands print, and ask.
 
-Rule: keys, labels and names are strangers' text: what could steer a terminal is shown escaped.
+Rule: keys, labels and names are strangers' text, and all lines go through `printable` here. A caller that prints
+several lines at once does that itself with each text that it puts into them, which could begin a new line.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 from dblock.core.face.administration import EventInfo, Surveyed, WaiterInfo, Wanted
-from dblock.core.values import Identity, LockInfo, printable
+from dblock.core.pinned import Pinned
+from dblock.core.text import printable
+from dblock.core.values import Identity
 
 
 def parts(seconds: float) -> list[tuple[str, str]]:
@@ -37,7 +40,7 @@ def span(seconds: float) -> str:
 
 def _width(text: str) -> int:
     wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)
-    return len(text) + wide - sum(unicodedata.combining(each) > 0 for each in text)
+    return len(text) + wide - sum(unicodedata.category(each) in {"Mn", "Me", "Cf"} for each in text)
 
 
 _WIDEST: Final = 60
@@ -55,8 +58,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def say(text: str) -> None:
-    """On standard output."""
-    print(text, flush=True)  # noqa: T201 - that is what it is for
+    """On standard output, one or more lines."""
+    print(_lines(text), flush=True)  # noqa: T201 - that is what it is for
+
+
+def _lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def complain(text: str) -> None:
@@ -67,18 +74,28 @@ def complain(text: str) -> None:
 
 def say_json(value: Any) -> None:
     """As one JSON text."""
+    print(as_json(value, indent=2 if sys.stdout.isatty() else None), flush=True)  # noqa: T201
+
+
+def as_json(value: Any, *, indent: int | None = None) -> str:
+    r"""The JSON text, which decodes to `value`: what is not printable is escaped as \uXXXX, other text stays."""
     utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-    say(json.dumps(value, ensure_ascii=not utf8, indent=2 if sys.stdout.isatty() else None))
+    text = json.dumps(value, ensure_ascii=not utf8, indent=indent)
+    return "\n".join(printable(line, _json_escaped) for line in text.split("\n"))
+
+
+def _json_escaped(character: str) -> str:
+    return json.dumps(character)[1:-1]
 
 
 def can_ask() -> bool:
-    """Is there somebody to answer?"""
+    """Whether a person can answer: input and output are terminals."""
     return sys.stdin.isatty()
 
 
 def agreed(question: str) -> bool:
-    """Does whoever sits there agree? Who ends the input does not."""
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201 - standard output may be a pipe
+    """Whether the person at the terminal agrees; end of input means no."""
+    print(f"{_lines(question)} [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201 - standard output may be a pipe
     try:
         return input().strip().lower() in {"y", "yes"}
     except EOFError:
@@ -89,7 +106,7 @@ def agreed(question: str) -> bool:
 
 
 def who(identity: Identity) -> dict[str, Any]:
-    """As JSON."""
+    """The holder or waiter, as JSON."""
     return {
         "host": identity.host,
         "pid": identity.pid,
@@ -99,22 +116,29 @@ def who(identity: Identity) -> dict[str, Any]:
     }
 
 
-def lock_json(info: LockInfo, waiters: int) -> dict[str, Any]:
+def lock_json(row: Surveyed) -> dict[str, Any]:
     """A key's row; lengths of time in seconds, by the database's clock."""
+    info = row.info
     held = info.owner is not None
     return {
         "key": info.key,
-        "state": info.state,
+        "state": row.state if row.state == "pinned" else info.state,
         "fence": info.fence,
         "count": info.count,
         "ttl": info.ttl,
         "held_for": round(info.age + min(info.remaining, 0.0), 6) if held else None,
         "remaining": round(info.remaining, 6) if held else None,
-        "waiters": waiters,
+        "waiters": row.waiters,
         "label": info.label,
         **who(info.identity),
         "revoked": info.revoked,
+        "pinned": None if row.pinned is None else pinned_json(row.pinned),
     }
+
+
+def pinned_json(pinned: Pinned) -> dict[str, Any]:
+    """The transactions that keep a key from being taken."""
+    return {"transactions": [pin._asdict() for pin in pinned.pins], "hidden": pinned.hidden}
 
 
 def waiter_json(waiter: WaiterInfo) -> dict[str, Any]:
@@ -159,9 +183,16 @@ def lock_row(row: Surveyed) -> tuple[str, ...]:
     """A line of `HEADER`'s table."""
     info = row.info
     waiting = str(row.waiters) if row.waiters else "-"
-    if info.state == "free":
+    if row.state == "free":
         return (info.key, "free", "-", "-", waiting, "-", "-")
+    who = (str(info.identity), info.label or "-")
+    if info.state == "free":
+        return (info.key, row.state, "-", f"given back {span(-info.remaining)} ago", waiting, *who)
     left = span(info.remaining) if info.state == "held" else f"ended {span(-info.remaining)} ago"
-    state = "closed" if info.owner == "" else info.state
     held_for = span(info.age + min(info.remaining, 0.0))
-    return (info.key, state, held_for, left, waiting, str(info.identity), info.label or "-")
+    return (info.key, row.state, held_for, left, waiting, *who)
+
+
+def pins_of(pinned: Pinned) -> list[str]:
+    """Which transactions keep a key from being taken, and how to end them."""
+    return pinned.told(span)

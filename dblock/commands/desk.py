@@ -13,6 +13,8 @@ from dblock.core.errors import LockError, LockStoreError
 from dblock.core.face import administration
 from dblock.core.face.administration import PAGE, Surveyed
 from dblock.core.face.locks import SyncLock
+from dblock.core.face.pins import pinned
+from dblock.core.pinned import Pinned
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.sending import send
@@ -35,7 +37,7 @@ class Desk:
     make_tables: Callable[[], object]
     """Make the tables."""
     errors: tuple[type[Exception], ...]
-    """What that raises where somebody else is making them."""
+    """What `make_tables` raises while somebody else makes them."""
     where: str
     """The database, for people."""
     command: str = "dblock"
@@ -44,13 +46,13 @@ class Desk:
     """Seconds for which rows of free keys stay, by default."""
 
     def do(self, steps: Steps[T]) -> T:
-        """Run them."""
+        """Drive these steps."""
         return drive(steps, self.store)
 
     def has_tables(self) -> bool:
-        """Are both there?"""
+        """Whether both exist."""
         try:
-            _ = self.do(administration.survey(self.store, most=1))
+            _ = self.do(administration.survey(self.store, most=1, free=True))
         except LockError:
             return False
         return True
@@ -76,13 +78,13 @@ class Desk:
         return self._send(Statement("query", sql, Reply.ROWS))
 
     def run(self, sql: str) -> None:
-        """Run one that has no rows; it may be run twice."""
+        """Run a statement that has no rows; it may be run twice."""
         self._send(Statement("run", sql, Reply.COUNT))
 
     def _send(self, statement: Statement) -> Rows:
         database = self.store.database
         statement = statement.over(database.dialect.tables, database.dialect.quote)
-        until = database.now() + database.timing.patience
+        until = database.now() + database.timing.retry_budget
         return self.do(send(database, statement, {}, until, resend=True))[1]
 
     def inspect(self, key: str) -> LockInfo | None:
@@ -90,10 +92,19 @@ class Desk:
         info = self.do(tenures.inspect(self.store.database, valid_key(key)))
         return None if info is None else info.masked()
 
+    def pinned(self, key: str) -> Pinned | None:
+        """The transaction that keeps a key from being taken, or will when its tenure is over."""
+        return self.do(pinned(self.store.database, [key])).get(key)
+
     def survey(self, prefix: str = "", *, free: bool = False) -> Iterator[Surveyed]:
-        """The rows of all keys that begin with `prefix`, in order, a page at a time."""
+        """The rows of keys that begin with `prefix`, in order, a page at a time.
+
+        Only keys that somebody holds, and pinned keys that somebody waits for; with `free` all.
+        """
         after = prefix[:-1]
-        while page := self.do(administration.survey(self.store, after, PAGE, free=free)):
+        page: list[Surveyed] | None = None
+        while page is None or len(page) == PAGE:
+            page = self.do(administration.survey(self.store, after, PAGE, free=free, prefix=prefix))
             for row in page:
                 after = row.info.key
                 if after.startswith(prefix):
@@ -103,5 +114,5 @@ class Desk:
 
 
 def options_of(options: Any, *names: str) -> dict[str, Any]:
-    """Those that were given."""
+    """The options that were given."""
     return {name: value for name in names if (value := getattr(options, name, None)) is not None}

@@ -10,6 +10,7 @@ from typing import Final
 from dblock.commands.checkup import Checkup, Finding, Level
 from dblock.commands.console import say, say_json
 from dblock.commands.desk import Desk
+from dblock.core.text import printable
 
 STATUS: Final = {Level.OK: 0, Level.NOTE: 0, Level.WARNING: 1, Level.ERROR: 2}
 _MARKS: Final = {Level.OK: "ok     ", Level.NOTE: "note   ", Level.WARNING: "WARNING", Level.ERROR: "ERROR  "}
@@ -22,11 +23,11 @@ def doctor(desk: Desk, options: Namespace, more: Sequence[Finding] = ()) -> int:
         say_json([each._asdict() for each in found])
     else:
         for each in found:
-            say(f"{_MARKS[each.level]}  {each.check}: {each.text}")
+            say(printable(f"{_MARKS[each.level]}  {each.check}: {each.text}"))
             if each.hint:
-                say(f"         {each.hint}")
+                say(printable(f"         {each.hint}"))
         bad = [each for each in found if STATUS[each.level]]
-        say(f"\n{desk.where}: " + (f"to be mended: {len(bad)}" if bad else "all is well"))
+        say(f"\n{printable(desk.where)}: " + (f"to be mended: {len(bad)}" if bad else "all is well"))
     return max(STATUS[each.level] for each in found)
 
 

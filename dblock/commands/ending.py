@@ -7,13 +7,15 @@ import os
 import socket
 from argparse import Namespace
 
-from dblock.commands.console import agreed, can_ask, complain, lock_json, lock_row, say, say_json, span
+from dblock.commands.console import agreed, can_ask, complain, lock_json, lock_row, pins_of, say, say_json, span
 from dblock.commands.desk import Desk
 from dblock.core.face import administration
 from dblock.core.face.administration import Surveyed
+from dblock.core.pinned import Pinned
 from dblock.core.protocol import reaping
+from dblock.core.text import printable
 from dblock.core.validation import TEXT_LENGTH, valid_retention
-from dblock.core.values import LockInfo, printable
+from dblock.core.values import LockInfo
 
 DONE, NOT_HELD, NOT_AGREED = 0, 1, 2
 
@@ -21,12 +23,15 @@ DONE, NOT_HELD, NOT_AGREED = 0, 1, 2
 def release(desk: Desk, options: Namespace) -> int:
     """End the tenure of a key, or ask its holder to; 1 if nobody holds it, 2 if that was not agreed to."""
     key, info = options.key, desk.inspect(options.key)
+    pinned = None if options.ask else desk.pinned(key)
     if info is None or info.owner is None or options.fence not in {None, info.fence}:
         complain(f"{printable(key)!r} is not held" + (f" under fence {options.fence}" if options.fence else ""))
+        if pinned:
+            complain(_kept(key, pinned))
         return NOT_HELD
-    question = (
-        f"Ask it to release {printable(key)!r}?" if options.ask else f"{_warning(info)}\nFree {printable(key)!r}?"
-    )
+    question = f"Ask it to release {printable(key)!r}?"
+    if not options.ask:
+        question = "\n".join([_warning(info), *([_kept(key, pinned)] if pinned else ()), f"Free {printable(key)!r}?"])
     if not (options.yes or can_ask()):
         complain("nobody can be asked here (standard input is no terminal): say --yes")
         return NOT_AGREED
@@ -36,11 +41,13 @@ def release(desk: Desk, options: Namespace) -> int:
     end = administration.revoke if options.ask else administration.force_release
     done = desk.do(end(desk.store, key, info.fence, _words(options.reason)))
     if options.json:
-        say_json({**lock_json(info, 0), "done": done})
+        say_json({**lock_json(Surveyed(info, 0, pinned)), "done": done})
     elif done:
         say(f"{printable(key)!r} (fence {info.fence}) " + (_asked(info) if options.ask else "was freed"))
     else:
-        complain(f"{printable(key)!r} (fence {info.fence}) was over before; whoever holds it now was left alone")
+        complain(f"{printable(key)!r} (fence {info.fence}) was over before; its present holder was left alone")
+    if pinned and not options.json:
+        complain(_kept(key, pinned))
     return DONE if done else NOT_HELD
 
 
@@ -67,6 +74,11 @@ def _warning(info: LockInfo) -> str:
         "its lock is not renewed, when it next asks. "
         "What it writes until then only guard() refuses, and fences once somebody else has written."
     )
+
+
+def _kept(key: str, pinned: Pinned) -> str:
+    pins = "; ".join(pins_of(pinned))
+    return f"{printable(key)!r} is pinned, and nobody can take it before that transaction ends: {pins}"
 
 
 def _asked(info: LockInfo) -> str:

@@ -17,6 +17,7 @@ from dblock.commands.console import (
     happened,
     lock_json,
     lock_row,
+    pins_of,
     say,
     say_json,
     span,
@@ -28,8 +29,9 @@ from dblock.commands.desk import Desk
 from dblock.core.errors import LockStoreError
 from dblock.core.face import administration
 from dblock.core.face.administration import Blocking, EventInfo, Surveyed, WaiterInfo, truly_held
-from dblock.core.values import LockInfo, printable
+from dblock.core.text import printable
 
+_PINNED = ": nobody can take the key until a transaction ends, whatever the lease says"
 _SPENT = {"acquired": "waited", "gave_up": "waited", "released": "held", "lost": "held", "at_risk": "late by"}
 """What the time of an event was spent on."""
 
@@ -43,9 +45,12 @@ def ls(desk: Desk, options: Namespace) -> int:
     found = list(islice(rows, options.limit + 1))
     more, found = len(found) > options.limit, found[: options.limit]
     if options.json:
-        say_json([lock_json(row.info, row.waiters) for row in found])
+        say_json([lock_json(row) for row in found])
     elif found:
         say(table(HEADER, [lock_row(row) for row in found]))
+        for row in found:
+            for pin in pins_of(row.pinned) if row.pinned else ():
+                say(printable(f"{row.info.key!r} is pinned: {pin}"))
     else:
         say("no lock is held" if pattern == "*" else f"no lock that fits {printable(pattern)} is held")
     if more:
@@ -55,13 +60,16 @@ def ls(desk: Desk, options: Namespace) -> int:
 
 def show(desk: Desk, options: Namespace) -> int:
     """All about one key; 1 if it has no row."""
-    info = desk.inspect(options.key)
+    info, pinned = desk.inspect(options.key), desk.pinned(options.key)
     if info is None:
         complain(f"{printable(options.key)!r} has no row in {desk.where}: nobody has held it, or it was reaped since")
+        for pin in pins_of(pinned) if pinned else ():
+            complain(f"a transaction pins it, and keeps everybody from taking it: {pin}")
         if options.json:
             say_json(None)
         return 1
-    waiters = desk.do(administration.waiters(desk.store, options.key))
+    waiters = desk.do(administration.waiters(desk.store, options.key, options.waiters))
+    waiting = max(desk.do(administration.count_waiters(desk.store, options.key)), len(waiters))
     blocking = desk.do(administration.blocking(desk.store, options.key))
     events: list[EventInfo] = []
     try:
@@ -72,14 +80,16 @@ def show(desk: Desk, options: Namespace) -> int:
     if options.json:
         now = datetime.now(UTC)
         told = {"queue": [waiter_json(each) for each in waiters], "events": [event_json(each, now) for each in events]}
-        chains = {name: [wanted_json(each) for each in chain] for name, chain in blocking._asdict().items()}
-        say_json({**lock_json(info, len(waiters)), **told, **chains})
+        chains = {name: [wanted_json(each) for each in chain] for name, chain in blocking.chains().items()}
+        say_json({**lock_json(Surveyed(info, waiting, pinned)), **told, **chains})
         return 0
-    facts = [*_facts(info, waiters), *_chains(blocking)]
+    facts = [*_facts(Surveyed(info, waiting, pinned)), *_chains(blocking)]
     say("\n".join(f"{name + ':':<14}{printable(value)}" for name, value in facts))
     if waiters:
         say("")
         say(table(("#", "WAITING FOR", "WHO", "LABEL"), [_waiter(n, each) for n, each in enumerate(waiters, 1)]))
+        if waiting > len(waiters):
+            say(f"(and {waiting - len(waiters)} more; --waiters N shows more)")
         say("(of each process that waits the first: the others of it stand behind that one, in no table)")
     if events:
         say("")
@@ -94,21 +104,30 @@ def show(desk: Desk, options: Namespace) -> int:
     return 0
 
 
-def _facts(info: LockInfo, waiters: list[WaiterInfo]) -> list[tuple[str, str]]:
-    row = lock_row(Surveyed(info, len(waiters)))
-    facts = [("key", info.key), ("state", row[1]), ("fence", str(info.fence))]
+def _facts(surveyed: Surveyed) -> list[tuple[str, str]]:
+    info, row = surveyed.info, lock_row(surveyed)
+    facts = [("key", info.key), ("state", row[1] + _PINNED if surveyed.state == "pinned" else row[1])]
+    if surveyed.pinned:
+        name = "pinned by" if surveyed.state == "pinned" else "guarded by"
+        for pin in surveyed.pinned.pins:
+            facts += [(name, pin.told(span)), ("to end it", pin.end)]
+        facts += [("not known", surveyed.pinned.hidden)] if surveyed.pinned.hidden else []
+    facts.append(("fence", str(info.fence)))
     if info.state == "free":
         return [
             *facts,
             ("last held by", str(info.identity)),
-            ("free since", span(-info.remaining)),
+            (
+                "given back" if surveyed.pinned else "free since",
+                f"{span(-info.remaining)}{' ago' if surveyed.pinned else ''}",
+            ),
             ("waiters", row[4]),
         ]
     facts += [
         ("holder", str(info.identity)),
         ("label", info.label or "-"),
         ("held for", span(info.age + min(info.remaining, 0.0))),
-        ("left", row[3] + (": anybody may take the key" if info.state == "expired" else "")),
+        ("left", row[3] + (": anybody may take the key" if surveyed.state == "expired" else "")),
     ]
     facts += [("ttl", f"{info.ttl:g} s"), ("entries", str(info.count)), ("waiters", row[4])]
     if info.renewed is not None:
@@ -117,13 +136,13 @@ def _facts(info: LockInfo, waiters: list[WaiterInfo]) -> list[tuple[str, str]]:
 
 
 def _chains(blocking: Blocking) -> list[tuple[str, str]]:
-    """What keeps its holder from giving it back; and whom it keeps from giving back other keys."""
-    told = {"blocked by": blocking.blocked_by, "blocks": blocking.blocks}
-    return [
-        (name, f"{each.waiter} waits for {printable(each.key)!r}, which {each.holder} holds")
-        for name, chain in told.items()
+    """What keeps the key's holder from giving it back, and which holders the key keeps from giving back other keys."""
+    told = [
+        (name.replace("_", " "), f"{each.waiter} waits for {printable(each.key)!r}, which {each.holder} holds")
+        for name, chain in blocking.chains().items()
         for each in chain
     ]
+    return [*told, ("blocks", f"and {blocking.more} more keys")] if blocking.more else told
 
 
 def _event(event: EventInfo, events: list[EventInfo]) -> tuple[str, ...]:

@@ -20,8 +20,10 @@ Verb = Callable[[Desk, Namespace], int]
 
 _STATUS = f"""\
 exit status: that of the command, or 128 + n if signal n ended it; {BUSY} if the lock was not free in time
-(--conflict-exit-code); 76 if it was lost meanwhile, and the command ended because of that; 69 if the database failed;
-126 or 127 if the command cannot be run, or found. The command has DBLOCK_KEY, DBLOCK_FENCE and DBLOCK_TOKEN in its
+(--conflict-exit-code); 76 if it was lost meanwhile, and the command ended because of that; 77 if it was lost, and the
+command could not be ended; 69 if the database failed; 126 or 127 if the command cannot be run, or found. A command that
+runs as another user (`run KEY -- sudo CMD`) cannot be ended and is sent no signals, unless `run` is root: run dblock
+itself as that user (`sudo dblock run KEY -- CMD`). The command has DBLOCK_KEY, DBLOCK_FENCE and DBLOCK_TOKEN in its
 environment; the last is a secret, with which one can attach to the lock."""
 
 
@@ -34,6 +36,7 @@ def add_verbs(commands: _SubParsersAction[Any]) -> None:
 
     showing = _add(commands, "show", show, "show who holds a key, and who waits for it")
     showing.add_argument("key", metavar="KEY")
+    showing.add_argument("--waiters", type=_count, default=50, metavar="N", help="of its queue; 50 by default")
     showing.add_argument("--events", type=_count, default=20, metavar="N", help="of its history; 20 by default")
 
     releasing = _add(commands, "release", release, "free a key by force, or ask for it back")
@@ -71,7 +74,7 @@ def _add_run(commands: _SubParsersAction[Any]) -> None:
     wait.add_argument("-w", "--timeout", type=_seconds, metavar="SECONDS", help="wait for so long; for ever by default")
     wait.add_argument("-n", "--nb", action="store_true", help="do not wait")
     running.add_argument("--ttl", type=_seconds, metavar="SECONDS", help="life of the lease, which is renewed")
-    running.add_argument("--label", metavar="TEXT", help="for whoever inspects the lock; by default the command's name")
+    running.add_argument("--label", metavar="TEXT", help="for all who inspect the lock; by default the command's name")
     running.add_argument("--min-hold", type=_seconds, metavar="SECONDS", help="keep the key for so long at least")
     running.add_argument(
         "--kill-after",

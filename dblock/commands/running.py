@@ -1,13 +1,16 @@
 """`run`: a command under a lock, as flock(1) runs one under a file's.
 
 The command is a child process. It is ended (TERM, then KILL) when the lock is lost, and the key stays closed for as
-long as that may take (`grace`), so that whoever has it next finds it dead; only who frees the key by force does not
+long as that may take (`grace`), so that the next holder finds the command dead; only a forced release does not
 wait for that. If `run` itself is killed, a watcher does the same: a process that waits for the end of a pipe of ours.
 
 Signals. At a terminal, in the foreground, the command shares our process group: Ctrl-C and its like reach it from
 there, and are not sent to it twice. Elsewhere it is in a group with the watcher, which ignores them: all signals are
 passed on to it, and what the command has started goes with it. A command that makes a group of its own, as timeout(1)
 does, is sent them there.
+
+Another user's processes, those of `sudo` for example, accept no signal of ours. They cannot be ended: `run` says so
+when the lock is lost, goes on waiting for the command, and exits with a status of its own.
 
 Rule: signals are written to a pipe and handled in the one loop that waits for the child.
 """
@@ -29,17 +32,19 @@ from typing import Any, Final, Self
 
 from dblock.commands.console import complain
 from dblock.commands.desk import Desk, options_of
-from dblock.commands.watcher import OVER
+from dblock.commands.watcher import OVER, out_of_reach
 from dblock.core.errors import LockError, LockLost, LockStoreError, Reason
 from dblock.core.face.leaving import share
 from dblock.core.face.locks import SyncLock
 from dblock.core.identity import storable
-from dblock.core.values import printable
+from dblock.core.text import printable
 
 BUSY: Final = 75
 """The lock was not free in time (EX_TEMPFAIL of sysexits.h)."""
 LOST: Final = 76
 """The lock was lost while the command ran, which was ended."""
+NOT_ENDED: Final = 77
+"""The same, but the command could not be ended, because it is another user's (EX_NOPERM)."""
 UNAVAILABLE: Final = 69
 """The database failed (EX_UNAVAILABLE)."""
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
@@ -53,11 +58,11 @@ _PASSED_ON: Final = [
     *(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT") if hasattr(signal, name)),
 ]
 _ENDING: Final = {getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM") if hasattr(signal, name)}
-"""Whoever sends these before the command has begun does not want it."""
+"""Signals that cancel `run` if they come before the command has begun."""
 _PROGRAM: Final = str(Path(__file__).with_name("watcher.py"))
 """What a watcher runs."""
 _NEWS: Final = b"\0"
-"""On the pipe: no signal, but look."""
+"""Written to the pipe, it is no signal, but wakes the loop."""
 
 
 def run(desk: Desk, options: Namespace) -> int:
@@ -100,7 +105,7 @@ def _busy(desk: Desk, key: str) -> str:
 
 
 def _run(lock: SyncLock, options: Namespace, pipe: _Pipe) -> int:
-    """The same, and the lock is held, and given back."""
+    """Run the command while the lock is held; its exit status."""
     try:
         environment = {
             **os.environ,
@@ -111,12 +116,13 @@ def _run(lock: SyncLock, options: Namespace, pipe: _Pipe) -> int:
     except LockLost as error:
         complain(str(error))
         return LOST
-    status = _Child(options.argv, environment, pipe, options.kill_after).wait()
+    child = _Child(options.argv, environment, pipe, options.kill_after)
+    status = child.wait()
     try:
         lock.release()
     except LockLost as error:
-        complain(f"{error}; so the command was ended" if pipe.why else str(error))
-        return LOST
+        complain(f"{error}{child.end}")
+        return NOT_ENDED if child.refused else LOST
     except LockError as error:
         complain(f"the command has ended with {status}, and the lock could not be given back: {error}")
     return status
@@ -164,12 +170,12 @@ class _Pipe:
 
 
 def _heeded(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Those that whoever started us does not have us ignore (nohup(1), a shell's background): nor does the command."""
+    """Those that our parent does not have us ignore (nohup(1), a shell's background); the command ignores the rest."""
     return [each for each in signals if signal.getsignal(each) is not signal.SIG_IGN]
 
 
 def _note(_signal: int, _frame: FrameType | None) -> None:
-    """The pipe has it."""
+    """Does nothing: the number is in the pipe."""
 
 
 class _Child:
@@ -181,6 +187,19 @@ class _Child:
         self._shared = _in_foreground()
         self._group = 0
         self._kill_at: float | None = None
+        self._warned = False
+        self.refused: set[int] = set()
+        """Processes of other users that were to be ended."""
+
+    @property
+    def end(self) -> str:
+        """What the loss of the lock did to the command, as the end of a sentence."""
+        if self._kill_at is None:
+            return ""
+        if not self.refused:
+            return "; so the command was ended"
+        left = out_of_reach(list(self.refused), set())
+        return "; another user's processes could not be ended" + (f", and still run: {_listed(left)}" if left else "")
 
     def wait(self) -> int:
         """Run it to its end; its exit status, as a shell has it."""
@@ -206,6 +225,7 @@ class _Child:
             while not _has_ended(process):
                 self._handle(process, self._pipe.read(self._patience()))
             if self._kill_at is not None and not self._shared:
+                self._note_refused(process)
                 self._send(process, signal.SIGKILL)  # what it has started, and has not ended by TERM
             _tell(watcher, OVER)
             status = process.wait()
@@ -219,20 +239,44 @@ class _Child:
             self._kill_at = time.monotonic() + self._kill_after
             self._send(process, signal.SIGTERM)
             self._send(process, signal.SIGCONT)  # if it is stopped, to let it hear that
+            self._note_refused(process)
         elif self._kill_at is not None and self._patience() == 0.0:
+            self._note_refused(process)
             self._send(process, signal.SIGKILL)
             self._kill_at = time.monotonic() + 1.0
         for number in news:
             if number == signal.SIGTSTP:  # brought to the foreground, and stopped there: it does not go on without us
+                if self._is_refused(process, number):
+                    continue
                 self._send(process, signal.SIGSTOP)
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif number in _PASSED_ON and not (number in _OF_TERMINALS and self._hears_the_terminal(process)):
                 self._send(process, number)
+                _ = self._is_refused(process, number)
                 if number in _ENDING:
                     self._send(process, signal.SIGCONT)  # one that reads a terminal which it does not have is stopped
 
     def _hears_the_terminal(self, process: subprocess.Popen[Any]) -> bool:
         return self._shared and _group_of(process) == os.getpgrp()
+
+    def _is_refused(self, process: subprocess.Popen[Any], number: int) -> bool:
+        """Whether the command accepts no signals of ours; standard error says so once."""
+        refused = bool(out_of_reach([process.pid], set()))
+        if refused and not self._warned:
+            self._warned = True
+            complain(f"the command is another user's: {signal.Signals(number).name} cannot be passed on to it")
+        return refused
+
+    def _note_refused(self, process: subprocess.Popen[Any]) -> None:
+        """Find the processes that cannot be ended; standard error names those that are new."""
+        group = _group_of(process)
+        groups = {each for each in (0 if self._shared else self._group, group if group == process.pid else 0) if each}
+        if new := set(out_of_reach([process.pid], groups)) - self.refused:
+            self.refused |= new
+            complain(
+                f"the lock on {printable(self._environment['DBLOCK_KEY'])!r} is lost ({self._pipe.why}), but another "
+                f"user's processes cannot be ended: {_listed(new)}; the next holder may begin while they run"
+            )
 
     def _send(self, process: subprocess.Popen[Any], number: int) -> None:
         """To the watcher's group, whose number is not given out anew while that is in it; and where the command is."""
@@ -245,8 +289,12 @@ class _Child:
                 os.kill(target, number)
 
 
+def _listed(processes: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(processes)))
+
+
 def _has_ended(process: subprocess.Popen[Any]) -> bool:
-    """It is not waited for yet, where that can be: its number remains its own."""
+    """Whether it has ended. It is not reaped, where that is possible, so that its number is not given out anew."""
     if not hasattr(os, "waitid"):  # macOS, before Python 3.13
         return process.poll() is not None
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -268,7 +316,6 @@ def _watcher(kill_after: float, environment: dict[str, str], *, shared: bool) ->
         bufsize=0,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
         process_group=0,
     ) as watcher:
         if watcher.stdout is None or not watcher.stdout.read(1):
@@ -278,7 +325,7 @@ def _watcher(kill_after: float, environment: dict[str, str], *, shared: bool) ->
 
 @contextlib.contextmanager
 def _nobody_to_end(watcher: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Where the command cannot be begun."""
+    """If the command cannot be started, tell the watcher so."""
     try:
         yield
     except OSError:
@@ -292,7 +339,7 @@ def _tell(watcher: subprocess.Popen[bytes], news: bytes) -> None:
 
 
 def _in_foreground() -> bool:
-    """Do we have the terminal, whose keys then send signals to our whole group? Whatever our input is."""
+    """Whether our process group owns the terminal, whose keys then send signals to all of the group."""
     with contextlib.suppress(OSError):
         terminal = os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY)
         try:

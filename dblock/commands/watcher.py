@@ -2,11 +2,12 @@
 
     watcher.py SECONDS SHARED      TERM, so many seconds later KILL; shared: the command is in a terminal's foreground
 
-Its input says which process the command is, and at last `OVER`; if it ends otherwise, `run` was killed. Then it ends
-its own group, and the command, with a command that leads a group that group, and it may come to lead one at any time.
-All are looked at all the time, so that no number is used that may have been given out anew; its own group, 0, is the
-last, since it is in there. If `run` was killed before it could say who it is, the command is whoever has the lock's
-token in the environment (on Linux). It has begun by then: until it does, it keeps the other end of the pipe open.
+Its input says which process the command is, and at last `OVER`; if it ends otherwise, `run` was killed. Then the
+watcher ends its own group and the command, and the group that the command leads or comes to lead. It looks all of them
+up again and again, so that it uses no number that may have been given out anew; its own group, 0, is the last, since
+the watcher is in it. If `run` was killed before it could say which process the command is, that is the process with the
+lock's token in its environment (on Linux). The command has begun by then: until it does, it keeps the pipe open.
+Processes of other users (`sudo`) accept no signal of ours: standard error names those that stay.
 
 Rule: it is run by its path, and a command waits for its start: it imports what the interpreter has loaded anyway.
 """
@@ -40,12 +41,14 @@ def main(kill_after: float, *, shared: bool) -> None:
     ended = _Ended([int(said)] if said else _bearers(), shared=shared)
     ended.tell(signal.SIGTERM)
     ended.tell(signal.SIGCONT)
+    ended.report("cannot be ended")
     end = time.monotonic() + kill_after
     while ended.anybody() and time.monotonic() < end:
         time.sleep(0.05)
         ended.tell(0)
     if not said:
         ended.commands += _bearers()
+    ended.report("were not ended and still run")  # before the signal, which ends this process too
     ended.tell(signal.SIGKILL)
 
 
@@ -74,9 +77,52 @@ class _Ended:
         for target in [*alone, *self._groups]:
             try:
                 os.kill(target, number)
+            except PermissionError:
+                pass
             except OSError:
                 if target in self._groups:
                     self._groups.remove(target)
+
+    def report(self, what: str) -> None:
+        """Say on standard error which processes do not accept our signals."""
+        groups = {-group or os.getpgrp() for group in self._groups}
+        if left := out_of_reach(self.commands, groups):
+            text = f"dblock: run was killed; processes of another user {what}: {', '.join(map(str, left))}\n"
+            try:  # noqa: SIM105 - as above
+                _ = os.write(2, text.encode())
+            except OSError:
+                pass
+
+
+def out_of_reach(commands: list[int], groups: set[int]) -> list[int]:
+    """Processes of other users, among these commands and in these groups: kill(2) is refused for them.
+
+    The members of a group are found on Linux only. A signal to a group that reaches one member reports no other.
+    """
+    try:
+        listed = [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - nor this
+    except OSError:
+        listed = []
+    members = {process for process in listed if _group_of(process) in groups}
+    return [process for process in sorted({*commands, *members}) if _refuses(process)]
+
+
+def _refuses(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except PermissionError:
+        return not _is_zombie(process)
+    except OSError:
+        pass
+    return False
+
+
+def _is_zombie(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat", "rb") as stat:  # noqa: PTH123 - nor this
+            return stat.read().rpartition(b")")[2].startswith(b" Z")
+    except OSError:
+        return False
 
 
 def _group_of(process: int) -> int:
@@ -87,7 +133,7 @@ def _group_of(process: int) -> int:
 
 
 def _bearers() -> list[int]:
-    """Whoever has our token."""
+    """The processes that have our token in their environment."""
     token, found = b"DBLOCK_TOKEN=" + os.environb[b"DBLOCK_TOKEN"], list[int]()
     try:
         processes = [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - nor this

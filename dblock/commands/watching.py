@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from argparse import Namespace
@@ -10,15 +9,17 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dblock.commands.console import HEADER, complain, lock_json, lock_row, parts, say
+from dblock.commands.console import HEADER, as_json, complain, lock_json, lock_row, parts, say
 from dblock.commands.desk import Desk
 from dblock.core.face.administration import Surveyed
-from dblock.core.values import printable
+from dblock.core.text import printable
 
 PAPER: Final = 200
 """Columns where there is no terminal."""
 NARROW: Final = 110
 """With fewer columns less is shown."""
+BREATH: Final = 4.0
+"""It pauses this many times as long as a query took, which is long if the table has millions of free keys."""
 WINDOW: Final = 10.0
 """Seconds over which a rate is told."""
 
@@ -52,7 +53,7 @@ def top(desk: Desk, options: Namespace) -> int:
     """Show them until Ctrl-C or `--count`; 0."""
     rates = Rates()
     if options.json:
-        return _loop(desk, options, rates, lambda rows: say(json.dumps(_snapshot(rows, rates), ensure_ascii=False)))
+        return _loop(desk, options, rates, lambda rows: say(as_json(_snapshot(rows, rates))))
     try:
         from rich.console import Console  # noqa: PLC0415 - of the extra `cli`
         from rich.live import Live  # noqa: PLC0415
@@ -88,7 +89,8 @@ def _loop(desk: Desk, options: Namespace, rates: Rates, show: Any) -> int:
         left -= 1
         if left <= 0:
             return 0
-        time.sleep(max(options.interval - (time.monotonic() - began), 0.05))
+        took = time.monotonic() - began
+        time.sleep(max(options.interval - took, BREATH * took, 0.05))
 
 
 def _snapshot(rows: list[Surveyed], rates: Rates) -> dict[str, Any]:
@@ -96,10 +98,7 @@ def _snapshot(rows: list[Surveyed], rates: Rates) -> dict[str, Any]:
         "held": sum(row.info.state == "held" for row in rows),
         "waiting": sum(row.waiters for row in rows),
         "tenures_per_second": round(rates.rate(), 2),
-        "locks": [
-            {**lock_json(row.info, row.waiters), "tenures_per_second": round(rates.rate(row.info.key), 2)}
-            for row in rows
-        ],
+        "locks": [{**lock_json(row), "tenures_per_second": round(rates.rate(row.info.key), 2)} for row in rows],
     }
 
 
@@ -131,7 +130,7 @@ def _view(desk: Desk, rows: list[Surveyed], rates: Rates, height: int, width: in
         cells = list(lock_row(row)) if width >= NARROW else _short_row(row)
         if width >= NARROW:
             cells.insert(5, f"{rate:.1f}" if rate else "-")
-        style = "red" if row.info.state == "expired" else "yellow" if row.waiters else ""
+        style = "red" if row.state in {"expired", "pinned"} else "yellow" if row.waiters else ""
         view.add_row(*(Text(printable(cell)) for cell in cells), style=style)
     return Group(head, view)
 

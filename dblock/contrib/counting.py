@@ -61,7 +61,7 @@ class Tenures:
             self._open[tenure] = self._open.get(tenure, 0) + 1
 
     def ended(self, event: Event) -> bool:
-        """One has it no more; False if it was not counted."""
+        """A flow has it no more; False if it was not counted."""
         tenure = event.database, event.key, event.fence
         with self._mutex:
             count = self._open.pop(tenure, 0)

@@ -24,6 +24,7 @@ from django.utils.translation import gettext_lazy as _
 
 from dblock.core.events import Event, Kind
 from dblock.core.face.observing import observe
+from dblock.core.text import printable
 from dblock.wording import said
 
 KINDS: Final = (Kind.ACQUIRED, Kind.CONTENDED, Kind.GAVE_UP, Kind.RELEASED, Kind.LOST)
@@ -63,9 +64,15 @@ class LocksPanel(Panel):  # type: ignore[misc]
 
     @property
     def content(self) -> str:
-        """The table, in the language of whoever opens it; what is kept is not in any."""
+        """The table, in the language of the user who opens it; what is kept is in none."""
         locks = [
-            {**lock, "how": _words(lock["how"]), "end": _words(lock["end"]), "taken": lock["how"][:7] != "gave up"}
+            {
+                **lock,
+                **{name: printable(lock[name]) for name in ("key", "label", "holder")},
+                "how": _words(lock["how"]),
+                "end": _words(lock["end"]),
+                "taken": lock["how"][:7] != "gave up",
+            }
             for lock in self.get_stats().get("locks", ())
         ]
         return render_to_string(self.template, {"locks": locks})

@@ -1,8 +1,8 @@
-"""Are locks to be had? For the endpoints by which a site says whether it is ready, of either face.
+"""Whether locks can be acquired. For the endpoints by which a site says whether it is ready, of either face.
 
 Rule: what is looked at is what locks need, by the way that all of them go: a key is taken, which reaches the database,
 finds the table and writes, and is given back. Each machine has a key of its own, so that probes of many wait for nobody
-and leave one row each behind.
+and leave one row each behind. Observers, metrics and the history are not told of it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import time
 from typing import Any, Final, overload
 
+from dblock.core.events import HEALTH
 from dblock.core.identity import process_identity
 
-KEY: Final = "dblock health:"
-"""The keys of probes begin so."""
 TTL: Final = 5.0
 """Seconds for which a probe that was killed keeps those of its machine from taking their key, at most."""
 
@@ -42,7 +41,7 @@ async def acheck(alias: str | None = None, *, timeout: float = 2.0) -> float:
 
 
 def _lock(bind: Any, timeout: float) -> Any:
-    key = f"{KEY}{process_identity()['host']}"[:255]
+    key = f"{HEALTH}{process_identity()['host']}"[:255]
     options: dict[str, Any] = {"ttl": TTL, "timeout": timeout, "renew": False, "slow_wait": None}
     if bind is not None and not isinstance(bind, str):
         from sqlalchemy_dblock import db_lock as over_engine  # noqa: PLC0415 - needs SQLAlchemy

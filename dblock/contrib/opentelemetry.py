@@ -97,9 +97,6 @@ class Metrics:
         self.held = meter.create_up_down_counter("dblock.locks.held", "{lock}", "Locks that are held.")
         self.waiting = meter.create_up_down_counter("dblock.attempts.waiting", "{attempt}", "Attempts that wait.")
         self.contended = meter.create_counter("dblock.attempts.contended", "{attempt}", "That met another holder.")
-        self.handovers = meter.create_counter(
-            "dblock.handovers", "{handover}", "Keys handed to the next flow of the same process."
-        )
         self.at_risk = meter.create_counter("dblock.leases.at_risk", "{lease}", "Leases whose renewal was late.")
         self.lost = meter.create_counter("dblock.leases.lost", "{lease}", "Leases that ended before the work.")
         self.renewed = meter.create_counter("dblock.leases.renewed", "{lease}", "Leases that were renewed.")
@@ -126,8 +123,6 @@ class Metrics:
         self.held.add(1, where)
         if event.how != "attached":
             self.wait.record(event.wait, {**where, "dblock.outcome": event.how})
-        if event.how == "handed_over":
-            self.handovers.add(1, where)
         if event.contended:
             self.waiting.add(-1, where)
 

@@ -80,9 +80,6 @@ class Metrics:
         self.held = Gauge("dblock_held", "Locks that are held.", where, **live)
         self.waiting = Gauge("dblock_waiting", "Attempts that wait for a key.", where, **live)
         self.contended = Counter("dblock_contended", "Attempts that met another holder.", where, registry=registry)
-        self.handovers = Counter(
-            "dblock_handovers", "Keys handed to the next flow of the same process.", where, registry=registry
-        )
         self.gave_up = Counter(
             "dblock_gave_up", "Attempts that ended without the key.", (*where, "reason"), registry=registry
         )
@@ -164,8 +161,6 @@ class Metrics:
             return
         if how != "attached":
             self.wait.labels(*series.where, how).observe(event.wait)
-        if how == "handed_over":
-            self.handovers.labels(*series.where).inc()
         if event.contended:
             self.waiting.labels(*series.where).dec()
 

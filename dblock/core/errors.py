@@ -1,10 +1,10 @@
 """What can go wrong, as the caller sees it.
 
     LockError
-    |- LockTimeout            (TimeoutError)   somebody else held the key for as long as we were told to wait
+    |- LockTimeout            (TimeoutError)   the key did not become free within the timeout
     |- LockDeadlock                            flows wait for each other's locks in a circle
     |- LockLost                                the lease ended before the work did; `reason` says how
-    |- LockRevoked                             it is held, and somebody asks for it back
+    |- LockRevoked                             the lock is held, and an administrator asks for it back
     |- LockNotHeld            (RuntimeError)   released, extended or used by a flow that does not hold it
     |- StaleSnapshot          (RuntimeError)   the transaction reads as of a moment before the lock was taken
     |- SynchronousOnlyOperation (RuntimeError) a wait that would block the event loop
@@ -19,15 +19,19 @@
        '- StoreUnanswered                      the connection broke: the statement may or may not have happened
 
 Rule: every error keeps its facts as attributes and survives pickling, because Celery and multiprocessing carry
-exceptions between processes.
+exceptions between processes. Its message is one line that may be shown anywhere, whatever text of others is in it; the
+attributes keep such text as it is.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
+
+from dblock.core.text import printable
 
 if TYPE_CHECKING:
+    from dblock.core.pinned import Pinned
     from dblock.core.values import LockInfo
 
 
@@ -37,17 +41,58 @@ class Reason(StrEnum):
     EXPIRED = "expired"
     """The lease ended and was not renewed: `renew=False`, `max_hold`, a process that was paused."""
     TAKEN_OVER = "taken over"
-    """Somebody else has or had the key since: the lease had ended, or somebody had freed the key."""
+    """Another tenure of the key has begun since: the lease had ended, or the key had been freed from outside."""
     FREED = "freed"
-    """Somebody freed the key, an administrator for example."""
+    """The key was freed from outside, by an administrator for example."""
     GONE = "row gone"
     """The row was deleted, a crash of the database took the tenure back, or a replica lacked it."""
     UNREACHABLE = "database unreachable"
     """No renewal was answered in time."""
     RELEASED = "released with all others"
-    """This process has given back all its locks, with `release_all()`."""
+    """This process has released all its locks, with `release_all()`."""
     BLOCKED = "event loop blocked"
     """The event loop on which the renewal was to run did not get to it in time."""
+
+
+_WHAT_HAPPENED: Final = {
+    Reason.EXPIRED: "the lease ended before the work did; use a longer ttl, or let it be renewed (for longer)",
+    Reason.TAKEN_OVER: "the lease ended, and it was taken over",
+    Reason.FREED: "it was freed by somebody",
+    Reason.GONE: "its row was deleted, or taken back by a crash of the database or a failover",
+    Reason.UNREACHABLE: "the database did not answer in time to renew the lease",
+    Reason.RELEASED: "its process has given all its locks back, with release_all()",
+    Reason.BLOCKED: "its event loop was blocked for so long that no renewal of the lease could run there",
+}
+_STOOD_STILL: Final = (
+    "no renewal of the lease was sent in time (its process stood still, or was short of processor time)"
+)
+_WHEN_STALLED: Final = {
+    Reason.EXPIRED: f"{_STOOD_STILL}; a longer ttl outlasts that",
+    Reason.TAKEN_OVER: f"{_STOOD_STILL}, and it was taken over",
+}
+
+
+class Loss(NamedTuple):
+    """Why a lease was lost, and who took the key over, if somebody did."""
+
+    reason: Reason
+    holder: LockInfo | None = None
+    words: str = ""
+    """By whom and why it was freed, where that was said."""
+    early: bool = False
+    """Whether it was taken over while the lease was good."""
+    stalled: bool = False
+    """Whether renewals were due and none was sent."""
+
+    def __str__(self) -> str:
+        early = "it was freed by somebody (or the database's clock set forward) before its lease ended, and taken over"
+        happened = _WHAT_HAPPENED | (_WHEN_STALLED if self.stalled else {})
+        what = early if self.early and not self.words else happened[self.reason]
+        what += f" ({self.words})" if self.words else ""
+        if self.holder is None:
+            return what
+        then = "" if self.reason is Reason.TAKEN_OVER else "; it was taken over"
+        return f"{what}{then} by {self.holder}"
 
 
 class LockError(Exception):
@@ -56,24 +101,38 @@ class LockError(Exception):
     key: str | None
 
     def __init__(self, message: str = "", *, key: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.key = key
 
 
 class LockTimeout(LockError, TimeoutError):
-    """The lock was not free within `timeout` seconds; `holder` says who had it when we last looked."""
+    """The lock was not free within `timeout` seconds; `holder` is the holder as last read.
+
+    `pinned` is the transaction that kept a key without a holder closed, by guard() or a lock on its row.
+    """
 
     holder: LockInfo | None
+    pinned: Pinned | None
 
-    def __init__(self, message: str = "", *, key: str | None = None, holder: LockInfo | None = None) -> None:
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        key: str | None = None,
+        holder: LockInfo | None = None,
+        pinned: Pinned | None = None,
+    ) -> None:
         super().__init__(message, key=key)
         self.holder = holder
+        self.pinned = pinned
 
 
 class LockDeadlock(LockError):
-    """Flows that hold locks wait for each other's in a circle; this one joined its queue last and gives way.
+    """Flows that hold locks wait for each other's in a circle; this flow joined its queue last and gives way.
 
-    `cycle` has, for each of them in turn, the key that it waits for and who it is.
+    A flow that would wait for itself without end, with `reentrant=False`, is a circle of its own.
+
+    `cycle` has, for each flow in turn, the key that it waits for and a description of the flow.
     """
 
     cycle: tuple[tuple[str, str], ...]
@@ -83,10 +142,14 @@ class LockDeadlock(LockError):
         self.cycle = cycle
 
 
+class LockNotAcquiredWarning(RuntimeWarning):
+    """`acquire()` returned False, and the statement that called it ignores that: what follows runs without the lock."""
+
+
 class LockLost(LockError):
     """The lease ended (or may have ended) while the holder still relied on it.
 
-    `reason` is why, as far as it was known then; `holder` is who took the key over, if somebody did.
+    `reason` is the cause as far as it was known then; `holder` is the next holder of the key, if there is one.
     """
 
     reason: Reason
@@ -106,7 +169,7 @@ class LockLost(LockError):
 
 
 class LockRevoked(LockError):
-    """Somebody, an administrator for example, asks for the lock back, which is held: finish, and release it."""
+    """The lock is held, but somebody (an administrator, for example) asks for it back: finish, and release it."""
 
 
 class LockNotHeld(LockError, RuntimeError):
@@ -121,10 +184,10 @@ class StaleSnapshot(LockError, RuntimeError):
 
 
 class SynchronousOnlyOperation(LockError, RuntimeError):
-    """The lock of an Engine, held by somebody, was to be waited for on the thread of a running event loop.
+    """A synchronous lock of an Engine had to wait on the thread of a running event loop.
 
-    That would keep every task from running, the holder perhaps among them. Named as Django names the same mistake; what
-    the Django app raises, at any use there, is both.
+    Waiting would keep every task from running, the holder perhaps among them. Django has an exception of this name for
+    the same mistake; the Django app raises, at any use on an event loop, an error that is both.
     """
 
 
@@ -142,6 +205,14 @@ class UnsupportedDatabase(LockError):
 
 class LockStoreError(LockError):
     """The database could not do what the lock needed; the driver's error is the `__cause__`."""
+
+    late = False
+    """Whether the only known problem is that the answer did not come in time."""
+
+    def because_late(self) -> Self:
+        """This error, with `late` set."""
+        self.late = True
+        return self
 
 
 class StoreConflict(LockStoreError):

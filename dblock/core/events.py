@@ -1,32 +1,39 @@
-"""What those who observe locks are told.
+"""The events that observers of locks receive.
 
     attempt     ->  CONTENDED at most once, when it begins to wait or is refused; then ACQUIRED or GAVE_UP
     tenure      ->  ACQUIRED with `depth` 1; then RELEASED with `depth` 0, or LOST; AT_RISK in between
     statements  ->  RENEWED, REAPED, FORCED
 
-Rule: an event is what was known when it happened. Nothing is asked of the database for it, and it holds on to nothing:
-neither a lock object nor an owner's token.
+Rule: an event holds what was known when it happened. Making one never queries the database, and it refers neither to a
+lock object nor to an owner's token.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from dblock.core.values import LockInfo
+
+HEALTH: Final = "dblock health:"
+"""Prefix of the keys of health probes."""
+DOCTOR: Final = "dblock doctor"
+"""The key that the doctor acquires and releases."""
+PROBES: Final = (HEALTH, DOCTOR)
+"""Prefixes of keys that neither observers nor the history see, as they are not the application's."""
 
 
 class Kind(StrEnum):
     """What has happened."""
 
     ACQUIRED = "acquired"
-    """A flow holds a key: anew, once more (`how="reentered"`) or by a token (`how="attached"`)."""
+    """A flow has entered a lock: for the first time, again (`how="reentered"`) or by a token (`how="attached"`)."""
     CONTENDED = "contended"
-    """Somebody else has the key: a flow begins to wait for it, or with `timeout=0` is refused."""
+    """Another flow holds the key: the caller begins to wait for it, or with `timeout=0` is refused."""
     GAVE_UP = "gave_up"
     """An attempt has ended without the key; `reason` says why."""
     RELEASED = "released"
-    """A flow has left a lock, for good if `depth` is 0."""
+    """A flow has left a lock; with `depth` 0 it no longer holds it."""
     RENEWED = "renewed"
     """A statement has renewed leases of this process, `amount` of them."""
     AT_RISK = "at_risk"
@@ -34,16 +41,16 @@ class Kind(StrEnum):
     LOST = "lost"
     """A lease ended before the work did; `reason` is a `Reason`."""
     REAPED = "reaped"
-    """Rows that nobody uses any more were deleted: `amount` of keys, `places` of waiters."""
+    """Unused rows were deleted: `amount` rows of keys, `places` rows of waiters."""
     FORCED = "forced"
-    """This process has freed a key that another one held, for an administrator; `reason` is by whom and why."""
+    """This process has freed a key of another holder for an administrator; `reason` says by whom and why."""
 
 
 How = Literal["", "at_once", "waited", "handed_over", "reentered", "attached", "released", "detached"]
 
 
 class Event(NamedTuple):
-    """Something that has happened to a lock; what a kind has no use for is as here. Times are seconds, local clock."""
+    """Something that has happened to a lock. Fields that a kind does not use keep their defaults; times are seconds."""
 
     kind: Kind
     database: str
@@ -57,19 +64,19 @@ class Event(NamedTuple):
     """ACQUIRED: `at_once`; `waited`, granted by the queue or taken after a wait; `handed_over` by another flow of this
     process; `reentered`; `attached`. RELEASED: `released`, or `detached`, left to the bearer of a token."""
     depth: int = 0
-    """How many entries the flow has now."""
+    """Number of entries that the flow has now."""
     contended: bool = False
-    """ACQUIRED, GAVE_UP: was CONTENDED told before?"""
+    """ACQUIRED, GAVE_UP: whether CONTENDED came before."""
     wait: float = 0.0
-    """ACQUIRED, GAVE_UP: since the attempt began."""
+    """ACQUIRED, GAVE_UP: time since the attempt began, by the local clock."""
     held: float = 0.0
-    """RELEASED, LOST: since this flow had it."""
+    """RELEASED, LOST: time since this flow acquired the lock, by the local clock."""
     holder: LockInfo | None = None
-    """CONTENDED, GAVE_UP: whom we saw last, if anybody has looked. LOST: who has the key now."""
+    """CONTENDED, GAVE_UP: the holder as last read, if it was read. LOST: the holder now."""
     reason: str = ""
-    """LOST: a `Reason`. GAVE_UP: `timeout`, or the class of what broke it off; RELEASED: likewise."""
+    """LOST: a `Reason`. GAVE_UP: `timeout`, or the class of the exception that ended it; RELEASED: likewise."""
     lateness: float = 0.0
-    """RENEWED, AT_RISK: since the renewal was due; of several the greatest. It is due a third of the ttl after the last
-    one, and late from a half on."""
+    """RENEWED, AT_RISK: time since the renewal was due, the greatest of several. A renewal is due a third of the ttl
+    after the last one, and late after half of it."""
     amount: int = 0
     places: int = 0

@@ -1,6 +1,7 @@
-"""Who is running this code.
+"""Names of the host, process, program and task that run this code.
 
-Rule: for people who look at a lock. The protocol only ever compares it with what the same flow has written before.
+Rule: they are for people who inspect a lock. The protocol compares owner tokens, never these names: pools may give all
+threads one name, and containers may share a host name and pid 1.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _acting_for: Final[ContextVar[str]] = ContextVar("dblock_acting_for", default=""
 
 @contextmanager
 def acting_for(task_id: str) -> Generator[None]:
-    """What is locked in this block is the Celery task's with that id, which has yet to be sent."""
+    """Locks taken in this block belong to the Celery task with that id, which is not sent yet."""
     before = _acting_for.set(task_id)
     try:
         yield
@@ -40,7 +41,7 @@ def acting_for(task_id: str) -> Generator[None]:
 
 
 def celery_task_id() -> str:
-    """The id of the Celery task that this thread is running, or nothing; Celery is not imported for it."""
+    """The id of the Celery task that this thread runs, else empty; this does not import Celery."""
     if told := _acting_for.get():
         return storable(told)
     task = getattr(sys.modules.get("celery"), "current_task", None)
@@ -48,5 +49,5 @@ def celery_task_id() -> str:
 
 
 def storable(text: str) -> str:
-    """`text` without what a column cannot take."""
+    """`text` without what a column cannot store."""
     return text.encode("utf-8", "replace").decode().replace("\0", "")[:TEXT_LENGTH]

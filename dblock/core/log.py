@@ -1,18 +1,70 @@
-"""The log `dblock`: what goes wrong where no caller can be given an exception.
+"""The logger `dblock`: problems that no caller can be given as an exception.
 
-Rule: logging never raises.
+Handlers, filters and the record factory are code of the application: they run in another thread (`deliveries`), in a
+copy of the context of the code that logs. A record shows the thread and time of that code.
+
+Rule: logging neither raises nor waits, and foreign text cannot forge a line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any
+
+from dblock.core.text import printable
+
+if TYPE_CHECKING:
+    from dblock.core.deliveries import Deliveries
 
 log = logging.getLogger("dblock")
 log.addHandler(logging.NullHandler())
 
 
 def warn(message: str, *args: object, exc_info: bool = False) -> None:
-    """Log; but a handler or filter that fails must not end what goes on."""
+    """Log a warning from the delivery thread."""
+    _log_later(logging.WARNING, message, args, sys.exc_info() if exc_info else None)
+
+
+def inform(message: str, *args: object) -> None:
+    """Log at INFO from the delivery thread."""
+    if log.isEnabledFor(logging.INFO):
+        _log_later(logging.INFO, message, args, None)
+
+
+def _log_later(level: int, message: str, args: tuple[object, ...], error: Any) -> None:
+    caller = sys._getframe(2)
+    code = caller.f_code
+    record = logging.LogRecord(log.name, level, code.co_filename, caller.f_lineno, message, args, error, code.co_name)
+    context = copy_context()
+    deliver(lambda: context.run(_log, record, args))
+
+
+def deliver(call: Callable[[], object]) -> None:
+    """Call code of the application in another thread."""
+    from dblock.core.deliveries import deliveries  # noqa: PLC0415 - only where there is something to deliver
+
+    deliveries.put(call)
+
+
+def delivering() -> Deliveries | None:
+    """The queue of calls, if it has been needed so far."""
+    return getattr(sys.modules.get("dblock.core.deliveries"), "deliveries", None)
+
+
+def _log(record: logging.LogRecord, args: tuple[object, ...]) -> None:
     with contextlib.suppress(Exception):
-        log.warning(message, *args, exc_info=exc_info)
+        if log.isEnabledFor(record.levelno):
+            record.msg, *rest = one_line(record.msg, *args)
+            record.args = tuple(rest)
+            log.handle(logging.makeLogRecord(vars(record)))
+
+
+def one_line(message: str, *args: object) -> tuple[object, ...]:
+    """Arguments for a logger: unchanged, as handlers group by them, unless the formatted line is not printable."""
+    text = message % args if args else message
+    shown = printable(text)
+    return (message, *args) if shown == text else ("%s", shown)

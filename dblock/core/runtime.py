@@ -1,19 +1,20 @@
-"""What the lock keeps for this process, in one object: its flows and holds, who waits, where it is called.
+"""The state of this process in one object: flows and holds, waiters, sockets, connections.
 
-A fork replaces the object whole: a child begins with nothing, and leaves its parent's connections and names alone.
+A fork replaces the whole object: a child begins empty, and leaves its parent's connections and names alone.
 
-Rule: no other module of the core keeps anything of the process. (Caches of texts do no harm; pools and lock objects are
-the caller's.)
+Rule: no other module of the core keeps state of the process, except caches of texts, and `deliveries`, which every
+module logs through and a fork empties. Pools and lock objects are the caller's.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import threading
-from collections.abc import Callable, MutableMapping, MutableSet
-from typing import Any
+from collections.abc import Callable, MutableMapping, MutableSet, Sequence
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from dblock.core import clock
@@ -21,40 +22,42 @@ from dblock.core.acquire import handover
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.connections.deadlines import Deadlines
-from dblock.core.connections.pool import WIRES, AutocommitPool
+from dblock.core.connections.pool import FD_LOCK, AutocommitPool
 from dblock.core.holding.flow import Flow, Flows, Hold
-from dblock.core.protocol import tenures
+from dblock.core.log import delivering
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
-from dblock.core.wakeup.listener import Listener
-from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Wakeups
 from dblock.core.watchdog.heartbeats import KeptPlace
 from dblock.core.watchdog.watchdog import Watchdog, run_apart
 
+if TYPE_CHECKING:
+    from dblock.core.acquire.listener import Listener
+    from dblock.core.wakeup.local_socket import LocalSockets
+
 
 class Runtime:
-    """A process, as far as the lock is concerned; a test may have several."""
+    """The state of one process; a test may have several."""
 
     def __init__(self) -> None:
         self.flows = Flows()
         self.wakeups = Wakeups()
         self.deadlines = Deadlines()
-        self.watchdog = Watchdog(self.flows, self._give_back)
-        self.followers: list[Callable[[Any, float | None, Steps[Any]], Steps[Any]]] = []
-        """In a test: what sees each attempt to take a lock, by the lock object, the timeout and the steps."""
-        self.stand_in: Callable[[Any], Any] | None = None
-        """In a test: the store that takes the place of a lock object's; of any, for None."""
+        self.watchdog = Watchdog(self.flows, self._give_back, self._withdraw, self._prune)
+        self.acquire_hooks: list[Callable[[Any, float | None, Steps[Any]], Steps[Any]]] = []
+        """In a test: hooks that wrap the steps of each acquire, given the lock object, the timeout and the steps."""
+        self.store_override: Callable[[Any], Any] | None = None
+        """In a test: gives the store to use in place of a lock object's own; for None, of any."""
         self._pools: MutableSet[AutocommitPool] = WeakSet()
         self._of_parents: list[Any] = []
-        """In a forked child: the parent's connections, kept so that nothing finalizes them."""
+        """In a forked child: the parent's connections, kept so that none is finalized."""
         self._lock = threading.RLock()  # a signal handler may take a lock
         self._sockets: LocalSockets | None = None
         self._sites: MutableMapping[Store, Site] = WeakKeyDictionary()
 
     def site(self, store: Store) -> Site:
-        """The database of a store, as the flows of this process share it."""
+        """What the flows of this process share of the store's database."""
         found = self._sites.get(store)
         if found is None:
             with self._lock:
@@ -62,17 +65,19 @@ class Runtime:
         return found
 
     def sockets(self) -> LocalSockets:
-        """Where neighbours call flows of this process; made when somebody first needs it."""
+        """The sockets by which processes of this machine notify waiters of this one; made when first needed."""
         sockets = self._sockets
         if sockets is None:
+            from dblock.core.wakeup.local_socket import LocalSockets  # noqa: PLC0415 - for those who wait
+
             with self._lock:
                 sockets = self._sockets = self._sockets or LocalSockets(self.wakeups.on_message)
         return sockets
 
     def waiter_services(self, store: Store) -> WaiterServices:
-        """What this process does for the waiters of a database, in threads or on the running event loop."""
+        """The services of this process for waiters of a database, in threads or on the running event loop."""
         loop = sys.modules["asyncio"].get_running_loop() if store.asynchronous else None
-        # On the store, since they refer to it: they are to live and die together.
+        # On the store, since they refer to it: both have the same lifetime.
         known: dict[Any, ProcessServices] = vars(store).setdefault("_waiter_services", {})
         found = known.get(loop)
         if found is None or found.runtime is not self:
@@ -86,56 +91,67 @@ class Runtime:
         return found
 
     def add_pool(self, pool: AutocommitPool) -> None:
-        """One of the lock's own connections, which a fork leaves to the parent."""
+        """Register a pool of the lock's own connections, which a fork leaves to the parent."""
         with self._lock:
             self._pools.add(pool)
+        pool.prune_by = self.watchdog.look_by
 
     def pools(self) -> list[AutocommitPool]:
-        """All of them."""
+        """All registered pools."""
         with self._lock:
             return list(self._pools)
 
     def forked(self) -> Runtime:
-        """That of a forked child: empty, but for the pools, which leave their connections to the parent."""
+        """The runtime of a forked child, empty but for the pools, whose connections stay the parent's."""
         self.flows.leave_to_parent(os.getppid())
         if self._sockets is not None:
             self._sockets.close()
         child = Runtime()
         child._pools = self._pools
-        if (observers := self.watchdog.observers) is not None:  # those of a worker are told of before it is forked
+        for pool in child._pools:
+            pool.prune_by = child.watchdog.look_by
+        if (observers := self.watchdog.observers) is not None:  # registered before a worker is forked
             child.watchdog.observers = observers.forked()
         child._of_parents = [self._of_parents, *(pool.leave_to_parent() for pool in self._pools)]
-        for site in self._sites.values():  # what is under way in the one thread that has come along must find its end
+        for site in self._sites.values():  # so that operations of the one thread that survives can end
             site.local_queues.leave_to_parent()
+            site.database.latency.leave_to_parent()
         return child
 
+    def _withdraw(self, store: Store, places: Sequence[tuple[str, str]]) -> Steps[None]:
+        return handover.withdraw(self.site(store), places)
+
+    def _prune(self) -> float:
+        """Close connections that have been idle for too long; returns the local time at which to do so again."""
+        return min((pool.prune() for pool in self.pools()), default=math.inf)
+
     def _give_back(self, hold: Hold) -> None:
-        """At the end of the process."""
+        """Release a hold at the end of the process."""
         run_apart(leave_for_good(self.site(hold.store), hold), hold.store)
 
 
 class ProcessServices:
-    """What this process does for the waiters of one database (`WaiterServices`), in threads or on one event loop."""
+    """The `WaiterServices` of this process for one database, in threads or on one event loop."""
+
+    _listener: Listener | None = None
+    """Made for the first waiter that waits for long, where the database can notify this process."""
 
     def __init__(self, runtime: Runtime, store: Store, loop: Any) -> None:
         self.runtime = runtime
         self._watchdog, self._site = runtime.watchdog, runtime.site(store)
         self._store, self._loop = store, loop
-        self._listener: Listener | None = None
-        if store.renewable and store.database.dialect.queue.call is not None:
-            self._listener = Listener(store, runtime.wakeups, runtime.sockets().channel)
 
     @property
-    def shared(self) -> bool:
-        """Do its flows wait for a key together?"""
+    def queues_locally(self) -> bool:
+        """See WaiterServices."""
         return self._store.renewable
 
     def holds(self, key: str) -> bool:
-        """Does a flow of this process hold that key?"""
+        """See WaiterServices."""
         return self._watchdog.holds(self._store, key)
 
     def holder(self, key: str) -> tuple[str, str, float] | None:
-        """The flow of this process that holds it."""
+        """See WaiterServices."""
         hold = self._watchdog._by_key.get((self._store, key))
         if hold is None:
             return None
@@ -143,69 +159,86 @@ class ProcessServices:
         return hold.who["thread"], label, hold.lease.now() - hold.lease.acquired
 
     def keep(self, place: Place) -> bool:
-        """Keep a place in a queue; False where only its flow can."""
+        """See WaiterServices."""
         if self._store.renewable:
             due = clock.now() + self._store.database.timing.heartbeat_interval
             self._watchdog.keep(KeptPlace(place, self._store, self._loop, due))
         return self._store.renewable
 
     def leave(self, owner: str, *, served: bool = False) -> None:
-        """Keep that place no more."""
-        there = not self._store.database.dialect.queue.grant_leaves
-        self._watchdog.leave(owner, served=served and there and self.tidies)
+        """See WaiterServices."""
+        served = served and not self._store.database.dialect.queue.grant_leaves and self.deletes_served_rows
+        at_once = served and self._loop is not None  # the loop may be closed by the next heartbeat
+        self._watchdog.leave(owner, served=served and not at_once)
+        if at_once:
+            self._watchdog.withdraw(self._store, self._loop, "", owner)
+
+    def withdraw(self, key: str, owner: str) -> bool:
+        """See WaiterServices."""
+        if self._store.renewable:
+            self._watchdog.withdraw(self._store, self._loop, key, owner)
+        return self._store.renewable
 
     @property
-    def tidies(self) -> bool:
-        """Not on an event loop, which may be closed by then."""
-        return self._store.renewable and self._loop is None
+    def deletes_served_rows(self) -> bool:
+        """See WaiterServices."""
+        return self._store.renewable
 
     def listen(self) -> None:
-        """Begin to listen, if need be."""
-        if self._listener is not None:
-            self._listener.want()
+        """See WaiterServices."""
+        if not self._store.renewable or self._store.database.dialect.queue.call is None:
+            return
+        if self._listener is None:
+            from dblock.core.acquire.listener import Listener  # noqa: PLC0415 - for those who wait for long
+
+            made = Listener(self._store, self.runtime.wakeups, self.runtime.sockets().channel)
+            _ = vars(self).setdefault("_listener", made)  # another thread may be as far
+        assert self._listener is not None  # noqa: S101 - never unset
+        self._listener.want()
 
     @property
     def channel(self) -> str:
-        """Where the database may call this process, now or soon: when it begins to listen, every waiter looks once."""
+        """See WaiterServices. When listening begins, every waiter polls once."""
         return self._site.sockets.channel if self._store.renewable else ""
 
     @property
-    def called(self) -> bool:
-        """Does the database call this process at this moment?"""
+    def notifications_ready(self) -> bool:
+        """See WaiterServices."""
         return self._listener is not None and self._listener.ready
 
 
 def leave_for_good(site: Site, hold: Hold) -> Steps[None]:
-    """Give it back, however often it was entered."""
-    alone = hold.shared_entries is None
-    if alone and not hold.min_hold:
-        _ = yield from handover.release(site, hold.held, 1)
+    """Release a hold, however often it was entered."""
+    if hold.shared_entries is None and not hold.min_hold:
+        _ = yield from handover.release(site, hold.record, 1)
         return
-    for _ in range(max(1, len(hold.entries)) - bool(hold.unused_tokens)):  # each entry counts in the row
-        _ = yield from handover.leave(site, hold.tenure, hold.min_hold, alone=alone)
-    if hold.unused_tokens:
-        _ = yield from tenures.detach(site.database, hold.tenure, hold.lease.ttl, hold.lease.grace)
+    for count in range(max(1, len(hold.entries)), 0, -1):  # each entry counts in the row
+        _ = yield from handover.leave(site, hold, count=count)
 
 
 current = Runtime()
-"""That of this process; to be looked up here each time, since a fork replaces it."""
+"""The runtime of this process. Read this attribute each time, since a fork replaces it."""
 
 
 def current_flow() -> Flow:
-    """The flow of control that is running now."""
+    """The running flow of control."""
     return current.flows.current()
 
 
 def _after_fork_in_child() -> None:
-    global current  # noqa: PLW0603 - the one thing that a fork replaces
-    WIRES.release()
+    global current  # noqa: PLW0603 - a fork replaces it
+    FD_LOCK.release()
+    if (deliveries := delivering()) is not None:
+        deliveries.forked()
     current = current.forked()
 
 
 def _at_exit() -> None:
     current.watchdog.close()
+    if (deliveries := delivering()) is not None:
+        deliveries.close()
 
 
 _ = atexit.register(_at_exit)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=WIRES.acquire, after_in_parent=WIRES.release, after_in_child=_after_fork_in_child)
+    os.register_at_fork(before=FD_LOCK.acquire, after_in_parent=FD_LOCK.release, after_in_child=_after_fork_in_child)

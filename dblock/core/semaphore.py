@@ -1,6 +1,6 @@
-"""What wakes a thread that waits for work.
+"""A semaphore that wakes a thread that waits for work.
 
-Rule: it may be set by a signal handler that interrupts whoever sets it or waits.
+Rule: a signal handler may set it, also one that interrupts `set` or `wait`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import threading
 
 
 class BinarySemaphore:
-    """Set by anybody, any number of times; whoever waits is woken once.
+    """A flag that any thread sets, any number of times; it wakes the waiting thread once.
 
-    `SimpleQueue.get(timeout)` would do, but before Python 3.13 a signal that interrupts it when its time is up makes it
-    wait for ever: it goes on with what is left of the time, which is negative. So does a process that is stopped
-    and continued, if it handles SIGCONT.
+    Not `SimpleQueue.get(timeout)`: before Python 3.13 a signal that interrupts it when its time is up makes it wait for
+    ever, as it goes on with the rest of the time, which is negative. So does stopping and continuing a process that
+    handles SIGCONT.
     """
 
     def __init__(self) -> None:
@@ -22,10 +22,10 @@ class BinarySemaphore:
         _ = self._lock.acquire()
 
     def set(self) -> None:
-        """Wake whoever waits, or will."""
+        """Wake the thread that waits, or that waits next."""
         with contextlib.suppress(RuntimeError):  # it is set already
             self._lock.release()
 
     def wait(self, seconds: float) -> bool:
-        """Was it set within so many seconds? Takes that back."""
+        """Wait at most so many seconds and clear the flag; returns whether it was set."""
         return self._lock.acquire(timeout=max(seconds, 0.0))

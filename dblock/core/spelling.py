@@ -1,6 +1,6 @@
-"""What options of `db_lock` are called elsewhere, and by those who mistype; loaded when somebody does.
+"""Hints for unknown options of `db_lock`; loaded when one is given.
 
-Rule: whoever comes from another library, or mistypes, is told what the option is called here.
+Rule: the error for a mistyped option, or for another library's name of it, names the option to use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MEANINGS: Final = {
     "ttl": "the life of the lease in seconds",
     "timeout": "the longest wait in seconds, 0 to try once",
     "renew": "False for a lease that simply ends",
-    "label": "free text for whoever inspects the lock",
+    "label": "free text shown by the lock inspector",
     "on_lost": "called when the lock is lost",
     "on_revoke": "called when somebody asks for the lock back",
     "min_hold": "seconds for which the key stays taken at least",
@@ -41,18 +41,18 @@ _ELSEWHERE: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(("using", "database", "alias", "engine", "bind", "connection"), _WHERE),
     **dict.fromkeys(("session", "xact"), ("session", "release")),
 }
-"""What other libraries, and our other face, call it."""
+"""Names of options in other libraries, and in the other face."""
 
 
 def unknown_options(unknown: Iterable[str], known: Iterable[str]) -> TypeError:
-    """The error for options that there are not: the nearest of ours, and all of them. `known`: those of this face."""
+    """The error for unknown options, with the nearest known and all. `known`: the options of this face."""
     ours = list(known)
     told = [f"no option {name!r}{_nearest(name, {*ours, 'key'})}" for name in unknown]
     return TypeError(f"db_lock has {', and '.join(told)}; its options are {', '.join(ours)}")
 
 
 def unnamed_options(given: tuple[object, ...]) -> TypeError:
-    """For what stands behind the key without a name, as the ttl or the timeout does in other libraries."""
+    """The error for positional arguments behind the key, such as the ttl or the timeout in other libraries."""
     return TypeError(f"db_lock takes the key alone without a name: say ttl= or timeout= for {given[0]!r}")
 
 

@@ -1,7 +1,7 @@
-"""The times that the protocol goes by (statements, attempts, queues), in seconds, and what must hold between them.
+"""The times of the protocol (statements, attempts, queues) in seconds, and the relations that must hold between them.
 
-Rule: what has to fit together is here. Fractions of a ttl are in `holding.lease` and `watchdog`; for how long idle
-threads and connections stay is said where they are.
+Rule: times that depend on each other are here. Fractions of a ttl are in `holding.lease` and `watchdog`, lifetimes of
+idle threads in their own modules. The times are for a near database; `at` gives them for one some milliseconds away.
 """
 
 from __future__ import annotations
@@ -13,72 +13,117 @@ class Timing(NamedTuple):
     """The times of one database; a named tuple because that takes a tenth of a dataclass's time to make."""
 
     # -- a statement
-    patience: float = 5.0
-    """For so long a statement is sent again after conflicts and broken connections, before the error goes out."""
-    answer: float = 5.0
-    """Any statement is answered by then, or its connection is cut."""
-    keeping_answer: float = 2.0
-    """The same for those that keep or give back what is held, which may be sent again over another connection."""
+    retry_budget: float = 5.0
+    """A statement is resent for so long after conflicts and broken connections; then its error is raised."""
+    statement_timeout: float = 5.0
+    """Longest time for the answer to a statement; then its connection is cut."""
+    critical_timeout: float = 2.0
+    """The same for statements that renew or release, which may be resent over another connection."""
     least_answer: float = 0.005
-    """What a statement has even if its answer is already late."""
-    worthwhile: float = 0.03
-    """With less time left than that a statement is not sent again."""
+    """Shortest time for an answer, also when the caller's time is up."""
+    min_retry_time: float = 0.03
+    """A statement is not resent with less time left."""
     sqlite_busy: float = 0.25
-    """For so long a statement waits for another writer on SQLite; then the protocol tries again."""
+    """Longest wait of a statement for another writer on SQLite; then the protocol tries again."""
+
+    # -- a connection
+    trusted_idle: float = 5.0
+    """A connection that has been idle for longer is probed before it is lent, which costs a round trip."""
+    question: float = 0.05
+    """Shortest time-out of the probe."""
+    question_share: float = 0.1
+    """The probe's share of the time of the caller's statement, if that is longer; a number, not seconds."""
+    idle_session: float = 60.0
+    """Idle connections but one are closed after so long."""
+
+    first_connection: float = 2.0
+    """Longest wait of a process's first try for its first connection, which takes some 20 round trips."""
 
     # -- an attempt to get a key
     single_try: float = 0.25
-    """Even a try without waiting has its answer by then, whatever the database says or does not say."""
-    leave_timeout: float = 0.03
-    """For so long after its time is up a waiter tries to leave in order; its place ends by itself."""
+    """Longest duration of a try without waiting, whatever the database does."""
+    answer_grace: float = 0.03
+    """Wait after the caller's deadline for the answer to a statement that is under way."""
+    pinned_answer: float = 0.1
+    """Time after the caller's deadline to find out which transaction pins a key without a holder."""
     undo_timeout: float = 1.0
-    """For so long whoever is interrupted tries to leave nothing behind; what it leaves ends by itself."""
+    """Time for an interrupted caller to clean up; what it leaves behind expires."""
+    last_read: float = 0.005
+    """Before its deadline, by this and a few round trips, a waiter reads the holder."""
+    withdrawal: float = 3.0
+    """Time for the process to delete the places of waiters whose deadline is over."""
     deadlock_check: float = 0.5
-    """Between two looks for a deadlock, of a waiter that holds other keys."""
+    """Between two checks for a deadlock, by a waiter that holds other keys."""
 
     # -- the queue of the database
     waiter_ttl: float = 5.0
-    """For so long a place in the queue lasts without a heartbeat."""
+    """Life of a place in the queue without a heartbeat."""
     heartbeat_interval: float = 5.0 / 3
     poll_min: float = 0.003
-    """Between two looks of the head of the queue, at least, where nobody can call it."""
+    """Shortest poll interval of the head of the queue, where it cannot be notified."""
     poll_max: float = 1.0
-    """Between two looks of any waiter that nobody can call, at most."""
+    """Longest poll interval of a waiter that cannot be notified."""
     poll_notified: float = 2.0
-    """Between two looks of a waiter that will be called."""
+    """Poll interval of a waiter that will be notified."""
     look_stagger: float = 0.02
-    """When a holder's lease has ended, each waiter looks so much later than the one before it in the queue: as a rule
-    the first of them sees to it for all."""
+    """After the holder's lease has expired, each waiter polls so much later than the one before it in the queue: as a
+    rule the first has the key granted, for all."""
     grant_retry: float = 0.1
-    """Between two tries to have a free key granted, at most."""
+    """Longest pause between two attempts to have a free key granted."""
     handover_retry: float = 0.25
-    """For so long a hand-over is tried again after conflicts; then it is left to whoever looks next."""
+    """A hand-over is retried for so long after conflicts; then the next poll of a waiter does it."""
+    listen_after: float = 1.0
+    """After so long a wait the process listens for notifications of the database: connecting costs more than a poll."""
+
+    # -- distance
+    near: float = 0.005
+    """Longest round trip to a near database."""
+    farthest: float = 0.1
+    """Longest round trip that counts as distance; the rest is a slow server."""
 
     # -- the local queue
     local_handover_wait: float = 0.1
-    """For so long the first of a local queue waits to be handed the key before it asks the database."""
+    """The first of a local queue waits for so long to be handed the key before it joins the database's queue."""
     unresponsive_after: float = 6.0
-    """The first of a local queue that has not been seen for so long is passed over, and a place no more kept."""
+    """A waiter that has shown no activity for so long is passed over, and its place gets no more heartbeats."""
     holder_cache: float = 1.0
-    """For so long whoever gives up may name the holder that another one of its local queue has seen."""
+    """A waiter that gives up may name the holder that another one of its local queue has read at most so long ago."""
 
     max_local_handovers: int = 8
-    """How often in a row a key is handed over inside a process while others wait for it; a number, not seconds."""
+    """Most consecutive hand-overs inside a process while other processes wait; a number, not seconds."""
+
+    def at(self, distance: float) -> Timing:
+        """The times for a database whose round trip takes `distance` seconds, with room for each step's statements."""
+        if distance <= self.near:
+            return self
+        far = min(distance, self.farthest)
+        return self._replace(
+            min_retry_time=max(self.min_retry_time, 1.25 * far),
+            single_try=max(self.single_try, 6 * far),  # take, look, create, and one of them again
+            pinned_answer=max(self.pinned_answer, 4 * far),
+            undo_timeout=max(self.undo_timeout, 8 * far),
+            handover_retry=max(self.handover_retry, 5 * far),  # two statements, the first use of each
+            local_handover_wait=max(self.local_handover_wait, 3 * far),
+        )
 
     def checked(self) -> Timing:
         """The same; raises ValueError if the times do not fit together."""
         must = {
             "a place survives a heartbeat that fails": 2 * self.heartbeat_interval <= self.waiter_ttl,
-            "a waiter that is called looks no more often than one that is not": self.poll_max <= self.poll_notified,
+            "a waiter that is notified polls no more often than another": self.poll_max <= self.poll_notified,
+            "far is farther than near": self.near < self.farthest,
             "polling grows": self.poll_min <= self.poll_max,
-            "whoever waits in a local queue is seen twice before it is passed over": (
+            "a waiter of a local queue is active twice before it is passed over": (
                 2 * self.poll_notified < self.unresponsive_after
             ),
-            "what keeps a lock has time for a second connection": 2 * self.keeping_answer <= self.answer,
-            "a statement that is sent at all has time for an answer": self.least_answer < self.worthwhile,
-            "a waiter has time for leaving in order": self.worthwhile <= self.leave_timeout,
+            "a renewal or release has time for a second connection": 2 * self.critical_timeout
+            <= self.statement_timeout,
+            "a statement that is sent at all has time for an answer": self.least_answer < self.min_retry_time,
+            "a connection is trusted for less time than it is kept": self.trusted_idle <= self.idle_session,
             "a single try sees twice that SQLite is busy": self.sqlite_busy <= self.single_try,
-            "a waiter asks for itself before its place could end": self.local_handover_wait < self.waiter_ttl,
+            "a waiter joins the database's queue before its place could expire": (
+                max(self.local_handover_wait, 3 * self.farthest) < self.waiter_ttl
+            ),
         }
         if broken := [name for name, holds in must.items() if not holds]:
             raise ValueError(f"times that do not fit together: {'; '.join(broken)}")

@@ -1,11 +1,11 @@
 """The two texts that name a tenure outside its process.
 
-A *token* hands a tenure over: whoever bears it can hold the key, so it contains the owner's secret of 128 random bits.
-A *sequencer* only proves one: key, mode and fence, for a service that is to act on behalf of the holder (Burrows, "The
+A *token* hands a tenure over: its bearer can hold the key, so it contains the owner's secret of 128 random bits.
+A *sequencer* only names a tenure by key, mode and fence, for a service that acts on behalf of the holder (Burrows, "The
 Chubby lock service for loosely-coupled distributed systems", OSDI 2006, section 2.4). It is no secret: it proves that
-this tenure is alive, not that the holder sent it. Whoever knows a key and its fence can write one.
+this tenure is alive, not that the holder sent it. Anybody who knows a key and its fence can write one.
 
-Rule: whatever cannot have been made here is refused before any I/O.
+Rule: a text that cannot have been made here is refused before any I/O.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from dblock.core.errors import InvalidKey, InvalidToken
+from dblock.core.statements.base import Masked
 from dblock.core.validation import valid_key, valid_span, valid_ttl
 from dblock.core.values import Tenure
 
@@ -24,20 +25,22 @@ _TOKEN, _SEQUENCER = "dblock-token-1.", "dblock-seq-1."
 
 
 class Token(NamedTuple):
-    """What is needed to go on with a tenure."""
+    """What a bearer needs to continue a tenure."""
 
     tenure: Tenure
     ttl: float
     grace: float
     min_hold: float
+    counted: bool = True
+    """Whether the key's row counts the token until it is used, so that the key stays closed for its bearer."""
 
 
 class Sequencer(NamedTuple):
-    """What a holder may show to others."""
+    """Public proof of a tenure."""
 
     key: str
     mode: str
-    """`exclusive`, the only mode there is."""
+    """Always `exclusive`."""
     fence: int
 
     def __str__(self) -> str:
@@ -46,22 +49,24 @@ class Sequencer(NamedTuple):
 
 def token_text(token: Token) -> str:
     """The token as one opaque string of URL-safe characters."""
-    return _TOKEN + _packed([*token.tenure, token.ttl, token.grace, token.min_hold])
+    return _TOKEN + _packed([*token.tenure, token.ttl, token.grace, token.min_hold, int(token.counted)])
 
 
 def valid_token(text: object) -> Token:
-    """What `token_text` made; InvalidToken otherwise, which neither quotes it nor refers to it: it may be a secret."""
+    """Parse what `token_text` made. InvalidToken otherwise, which neither quotes nor references the text, a secret."""
     with suppress(InvalidKey, TypeError, ValueError):
-        key, owner, fence, ttl, grace, min_hold = _unpacked(text, _TOKEN)
-        if not (isinstance(owner, str) and _OWNER.fullmatch(owner)):
+        key, owner, fence, ttl, grace, min_hold, counted = _unpacked(text, _TOKEN)
+        if not (isinstance(owner, str) and _OWNER.fullmatch(owner) and counted in (0, 1)):
             raise _Malformed
-        tenure = Tenure(valid_key(key), owner, _fence(fence))
-        return Token(tenure, valid_ttl(ttl), valid_span(grace, "grace", ""), valid_span(min_hold, "min_hold", ""))
+        tenure = Tenure(valid_key(key), Masked(owner), _fence(fence))
+        spans = valid_ttl(ttl), valid_span(grace, "grace", ""), valid_span(min_hold, "min_hold", "")
+        return Token(tenure, *spans, counted=bool(counted))
+    del text  # an error report may show the locals
     raise InvalidToken("this is not a token made by detach()")
 
 
 def valid_sequencer(text: object) -> Sequencer:
-    """What `str(Sequencer(...))` made; InvalidToken otherwise."""
+    """Parse what `str(Sequencer(...))` made; InvalidToken otherwise."""
     try:
         key, mode, fence = _unpacked(text, _SEQUENCER)
         if mode != "exclusive":

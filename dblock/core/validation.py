@@ -1,6 +1,6 @@
-"""What a user gives, checked once at the door.
+"""Checks of user input.
 
-Rule: every check here happens before any I/O, so that bad input changes nothing.
+Rule: every check happens before any I/O, so that bad input changes nothing.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ def valid_timeout(timeout: object, what: str = "timeout") -> float | None:
 
 def valid_slow_wait(seconds: object, what: str = "slow_wait") -> float:
     """Seconds from which a wait is logged, infinite for None; TypeError or ValueError otherwise."""
-    return math.inf if seconds is None else valid_span(seconds, what, "the wait from which the log has it")
+    return math.inf if seconds is None else valid_span(seconds, what, "the wait from which on it is logged")
 
 
 def valid_retention(retention: object) -> float:
-    """How long to keep rows that nobody holds, in seconds; TypeError or ValueError otherwise."""
+    """Seconds for which rows without a holder are kept; TypeError or ValueError otherwise."""
     seconds = _seconds(retention, "retention")
     if not 0 <= seconds <= TTL_MAX:
         raise ValueError(f"retention is 0 to {TTL_MAX:.0f} seconds, not {seconds:g}")
@@ -96,14 +96,14 @@ def valid_retention(retention: object) -> float:
 
 
 def valid_reaping(every: object, retention: object, what: str) -> tuple[float, float] | None:
-    """How often a process reaps and what it keeps, in seconds, None for never; TypeError or ValueError otherwise."""
+    """Interval of reaping and retention in seconds, None for never; TypeError or ValueError otherwise."""
     if every is None:
         return None
     return valid_ttl(every, what, "the time between two reapings,"), valid_retention(retention)
 
 
 def valid_history(most: object, what: str) -> int:
-    """How many events are kept; TypeError or ValueError otherwise."""
+    """Number of events to keep; TypeError or ValueError otherwise."""
     if not isinstance(most, int) or isinstance(most, bool):
         raise TypeError(f"{what} is a number of events, 0 for none, not {type(most).__name__}: {_short(most)}")
     if not 0 <= most <= HISTORY_MAX:
@@ -112,7 +112,7 @@ def valid_history(most: object, what: str) -> int:
 
 
 def valid_tables(prefix: object, schema: object) -> Tables:
-    """What the tables are called: plain names, which need no care wherever they are quoted; TypeError or ValueError."""
+    """Names of the tables, of characters that are safe in any quoting; TypeError or ValueError otherwise."""
     schema = "" if schema is None else schema
     for what, name, longest in (("a prefix of tables", prefix, PREFIX_LENGTH), ("a schema", schema, SCHEMA_LENGTH)):
         if not isinstance(name, str):
@@ -125,8 +125,8 @@ def valid_tables(prefix: object, schema: object) -> Tables:
 def acquire_timeout(blocking: object, timeout: object, own: float | None) -> float | None:
     """The wait that `acquire(blocking, timeout)` asks for, with threading.RLock's rules and errors.
 
-    `timeout` is a number, a timedelta, -1 or None for ever, or Ellipsis for the lock's own. (Those locks take any
-    whole number for `blocking`, and so one of seconds for "yes".)
+    `timeout` is a number, a timedelta, -1 or None for ever, or Ellipsis for the lock's own. Unlike those locks this
+    refuses other numbers for `blocking`, which may be seconds by mistake.
     """
     if blocking not in (True, False):
         raise TypeError(f"blocking is True or False, and a wait in seconds is timeout=: not {_short(blocking)}")

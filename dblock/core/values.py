@@ -1,6 +1,6 @@
-"""The facts that the protocol's statements tell, frozen.
+"""Frozen values that the protocol's statements work with.
 
-Rule: what a user gave has been checked before it comes here, by `dblock.core.validation`.
+Rule: user input has been checked before it comes here, by `dblock.core.validation`.
 """
 
 from __future__ import annotations
@@ -9,30 +9,30 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Final, Literal, NamedTuple
 
+from dblock.core.text import printable
+
 TTL_MIN: Final = 0.02
 """Seconds: SQLite cuts the present to a millisecond and rounds the ttl to one, so that a lease may end 1.5 ms early,
 which the margin of a tenth of the ttl must cover."""
+
+MACHINE: Final = 8
+"""Number of leading hexadecimal digits of an owner token that name a machine (`dblock.core.machine`)."""
 
 Seconds = float | int | timedelta
 State = Literal["held", "at_risk", "lost"]
 
 
 def margin(ttl: float) -> float:
-    """How long before the end of a lease trust in it ends, in seconds: a tenth of it, at most one second.
+    """Seconds by which trust ends before the lease: a tenth of the lease, at most one second.
 
-    It covers what the local clock and the database's may drift apart during one ttl, and the time from a look at the
-    state to the act that follows.
+    It covers the drift between the local clock and the database's during one ttl, and the time between reading the
+    state and acting on it.
     """
     return min(1.0, ttl / 10)
 
 
-def printable(text: str) -> str:
-    """Without what could steer a terminal, forge a line of a log, or hide something there."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-
-
 class Tenure(NamedTuple):
-    """One holding of a key by one owner: what every statement after the take names, whole."""
+    """One holding of a key by one owner. Every statement after the take names all three values."""
 
     key: str
     owner: str
@@ -43,19 +43,19 @@ class Tenure(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """A tenure, and the lease on it that a statement gave."""
+    """A tenure and its lease, as a statement gave it."""
 
     tenure: Tenure
     sent: float
     """The local moment at which the statement was sent."""
     ttl: float
-    """What was asked for, in seconds; and given, if `term` does not say less."""
+    """Seconds that were asked for; also the length of the lease unless `term` is set."""
     ticket: int = 0
-    """The ticket that it was granted by in the queue; 0 if it was simply taken."""
+    """The ticket of the place in the queue that it was granted to; 0 if it was taken."""
     local_handovers: int = 0
-    """How often in a row the key was handed over inside this process to come here."""
+    """Number of consecutive hand-overs inside this process up to this tenure."""
     term: float = 0.0
-    """The seconds that the statement gave, if fewer than `ttl`: a tenure begins with the lease of a place."""
+    """Seconds of the lease if fewer than `ttl`: a granted tenure begins with the lease of its place."""
 
     @property
     def lasts(self) -> float:
@@ -76,7 +76,7 @@ class Grant(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who holds a lock, for people who look at it: no decision ever rests on it."""
+    """Description of a holder or waiter for people; the protocol never decides by it."""
 
     host: str
     pid: int
@@ -88,12 +88,12 @@ class Identity:
         parts = [f"{self.host} pid {self.pid}", self.thread, self.program]
         if self.celery_task_id:
             parts.append(f"Celery task {self.celery_task_id}")
-        return ", ".join(part for part in parts if part)
+        return printable(", ".join(part for part in parts if part))
 
 
 @dataclass(frozen=True, slots=True)
 class LockInfo:
-    """A key's row as the database saw it at the moment of asking; times are spans by the database's clock."""
+    """A key's row when it was read; times are lengths by the database's clock."""
 
     key: str
     owner: str | None = field(repr=False)
@@ -107,11 +107,13 @@ class LockInfo:
     label: str
     identity: Identity
     revoked_fence: int = 0
-    """The last tenure that was asked back."""
+    """Fence of the last tenure that was asked back."""
     freed_fence: int = 0
-    """The last tenure that was ended from outside."""
+    """Fence of the last tenure that was ended from outside."""
     revocation: str = ""
-    """By whom and why the later of the two was."""
+    """By whom and why the later of the two was done."""
+    bearers: int = 0
+    """Number of flows that entered the tenure by a token: then another flow than the one that took it holds it."""
 
     @property
     def revoked(self) -> str | None:
@@ -119,14 +121,14 @@ class LockInfo:
         return self.revocation if self.owner and self.revoked_fence == self.fence else None
 
     def masked(self) -> LockInfo:
-        """The same without the owner's token, which is nobody else's business."""
+        """A copy without the owner's token, which is a secret."""
         return replace(self, owner="***") if self.owner else self
 
     @property
     def state(self) -> Literal["held", "expired", "free"]:
-        """`expired`: its holder neither renewed it nor gave it back; whoever asks next gets it.
+        """`expired`: its holder neither renewed nor released it; the next take gets it.
 
-        `held` also while it is closed: given back (`owner` is empty), and its min_hold is not over.
+        `held` includes a key that was released (`owner` is empty) but whose min_hold is not over.
         """
         if self.owner is not None and self.remaining > 0:
             return "held"
@@ -134,7 +136,7 @@ class LockInfo:
 
     @property
     def renewed(self) -> float | None:
-        """Seconds since the lease was last renewed, for a lock with `grace` less that; None if it never was."""
+        """Seconds since the last renewal, less the `grace` of the lock; None if there was none."""
         ago = self.ttl - self.remaining
         return ago if self.state == "held" and 0 <= ago < self.age - TTL_MIN / 2 else None
 

@@ -1,5 +1,5 @@
-"""Prepared statements one level below the drivers' cursors: the lock sends the same few texts all day.
+"""Driver-specific code. Prepared statements one level below the cursors, since the lock repeats the same few texts.
 
-Rule: only on a connection that is wired to one session of the server, which each module finds out for itself. A pooler
-in between greets its clients with a session number that it made up, and gives each transaction another session.
+Rule: only on a connection that leads to one session of the server, which each module checks for itself. A pooler in
+between gives its clients an invented session number, and each transaction another session.
 """

@@ -1,30 +1,25 @@
 """Prepared statements on a MariaDB connection, through SQL's own PREPARE and EXECUTE.
 
 Parsing a take costs the server about as much as executing it, and formatting it costs the client more; `EXECUTE name
-USING values` spares both. PyMySQL and mysqlclient speak text only, so values are written as literals. MySQL allows only
-user variables there, for which one more round trip would be needed: it goes without.
+USING values` saves both. PyMySQL and mysqlclient send text only, so values are written as literals. MySQL allows only
+user variables there, which would cost another round trip, so this is not used there.
 
-Rule: a literal means the same under every character set and sql_mode of the session: plain ASCII between quotes, all
-else in hexadecimal.
+Rule: values are written by `dblock.drivers.literals`.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from functools import lru_cache
 from typing import Any
 
 from dblock.core.protocol.steps import Execute, Rows
-from dblock.core.statements.base import Reply, Statement, perform, rendered
+from dblock.core.statements.base import Masked, Reply, Statement, perform, rendered
+from dblock.drivers.literals import literal
 
 OFTEN = 5
-"""How often a statement is used on a connection before it is prepared, which takes a round trip."""
+"""Uses of a statement on a connection before it is prepared, which takes a round trip."""
 _UNKNOWN = 1243
 _TOO_MANY = 1461
-_FOR_MYSQL = re.compile(r"/\*!80017.*?\*/", re.DOTALL)
-_PLAIN = re.compile(r"[ -&(-\[\]-~]*")
-"""Printable ASCII but for the quote and the backslash."""
 
 
 class Prepared:
@@ -38,17 +33,17 @@ class Prepared:
 
     def execute(self, step: Execute) -> Rows:
         """Run one statement."""
-        statement, parameters, _ = step
+        statement, parameters, *_ = step
         order = None if statement.reply is Reply.ROWS else self._known.get(statement.sql) or self._prepare(statement)
         connection = self._connection
         if order is None:
             with connection.cursor() as cursor:
                 return perform(cursor, statement, parameters, "pyformat")
-        values = ",".join([_literal(parameters[name]) for name in order])
+        values = Masked(",".join([literal(parameters[name]) for name in order]))
         try:
             connection.query(f"EXECUTE dblock_{statement.name} USING {values}")
         except Exception as error:
-            if error.args and error.args[0] == _UNKNOWN:  # the session was reset: a conflict, which is tried again
+            if error.args and error.args[0] == _UNKNOWN:  # the session was reset: a conflict, which is retried
                 self._known.clear()
             raise
         changed: int = connection.affected_rows()
@@ -60,12 +55,11 @@ class Prepared:
         self._uses[statement.sql] += 1
         if not self._room or self._uses[statement.sql] < OFTEN:
             return None
-        # What is for MySQL alone is a comment here, and its parameters none.
-        text, order = rendered(_FOR_MYSQL.sub("", statement.sql), "qmark")
-        if not order:  # nothing to be said with USING
+        text, order = rendered(statement.sql, "qmark")
+        if not order:  # no parameters for USING
             return None
         try:
-            self._connection.query(f"PREPARE dblock_{statement.name} FROM {_literal(text)}")
+            self._connection.query(f"PREPARE dblock_{statement.name} FROM {literal(text)}")
         except Exception as error:
             if error.args and error.args[0] == _TOO_MANY:  # max_prepared_stmt_count, which counts the whole server's
                 self._room = False
@@ -76,8 +70,8 @@ class Prepared:
 
 
 def prepared_for(connection: Any) -> Prepared | None:
-    """A runner for a PyMySQL or mysqlclient connection; None where it must not or need not be."""
-    return Prepared(connection) if "MariaDB" in connection.get_server_info() and _is_direct(connection) else None
+    """A runner for a PyMySQL or mysqlclient connection to MariaDB; None behind a pooler."""
+    return Prepared(connection) if _is_direct(connection) else None
 
 
 def _is_direct(connection: Any) -> bool:
@@ -85,10 +79,3 @@ def _is_direct(connection: Any) -> bool:
         cursor.execute("SELECT CONNECTION_ID()")
         [session] = cursor.fetchone()
     return bool(session == connection.thread_id())
-
-
-@lru_cache(maxsize=64, typed=True)
-def _literal(value: str | float) -> str:
-    if not isinstance(value, str):
-        return repr(value)
-    return f"'{value}'" if _PLAIN.fullmatch(value) else f"_utf8mb4 X'{value.encode().hex()}'"

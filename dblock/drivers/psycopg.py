@@ -1,8 +1,8 @@
 """Statements on a psycopg connection, prepared when they are first used.
 
-A cursor adapts parameters and results of any type; for the lock's dozen of texts and numbers that costs more processor
-time than all the rest of a take. This is the same exchange on psycopg's own libpq layer (`psycopg.pq`). Ctrl-C cancels
-the statement on the server, as psycopg does it, and is raised when that is known to have ended.
+A cursor adapts parameters and results of any type; for the lock's few texts and numbers that costs more processor time
+than all the rest of a take. This is the same exchange on psycopg's own libpq layer (`psycopg.pq`). Ctrl-C cancels the
+statement on the server, as in psycopg, and is raised when the statement has ended.
 
 Rule: only in autocommit mode. Behind a pooler nothing is prepared (see `dblock.drivers.sessions`). A statement's name
 carries a digest of its text and never stands for another.
@@ -25,11 +25,11 @@ from dblock.core.protocol.steps import Execute, Parameters, Rows
 from dblock.core.statements.base import Reply, Statement, rendered
 
 _ADAPTERS = AdaptersMap(types=postgres.types)
-"""How to read numbers and texts, whatever the application has taught psycopg or its connections."""
+"""Adapters for numbers and texts, whatever the application has registered with psycopg or its connections."""
 numeric.register_default_adapters(_ADAPTERS)
 string.register_default_adapters(_ADAPTERS)
 CANCEL = 2.0
-"""Seconds for asking the server to cancel a statement."""
+"""Time-out of a request to the server to cancel a statement."""
 _OK = {pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK}
 
 
@@ -40,7 +40,7 @@ class Prepared:
         self._connection = connection
         self._prepare = prepare
         self._known: dict[str, tuple[bytes, tuple[str, ...]]] = {}
-        """Names and parameters of those that are prepared."""
+        """Names and parameters of the prepared statements."""
         self._transformer = Transformer(_ADAPTERS)
         self._readable = self._writable = None
         if hasattr(select, "poll"):
@@ -50,7 +50,7 @@ class Prepared:
 
     def execute(self, step: Execute) -> Rows:
         """Run one statement on a Connection."""
-        statement, parameters, _ = step
+        statement, parameters, *_ = step
         known, connection = self._known.get(statement.sql), self._connection
         if known is None or self._readable is None or self._writable is None:
             with connection.lock:
@@ -65,7 +65,7 @@ class Prepared:
             return self._rows(statement, _answer(pgconn, self._readable))
         except KeyboardInterrupt:
             if pgconn.transaction_status == pq.TransactionStatus.ACTIVE:
-                with contextlib.suppress(Exception):  # whoever lent the connection drops it
+                with contextlib.suppress(Exception):  # the caller drops the connection
                     connection.cancel_safe(timeout=CANCEL)
                     _ = _answer(pgconn, self._readable)
             raise
@@ -73,12 +73,12 @@ class Prepared:
     async def aexecute(self, step: Execute) -> Rows:
         """Run one statement on an AsyncConnection."""
         async with self._connection.lock:
-            # Not by the connection's own `wait`: cancelled, it asks the server for seconds to cancel the statement.
+            # Not by the connection's own `wait`, which after a cancellation waits for seconds for the server to cancel.
             rows: Rows = await waiting.wait_async(self._exchange(step), self._connection.pgconn.socket)
         return rows
 
     def _exchange(self, step: Execute) -> Generator[Any, Any, Rows]:
-        statement, parameters, _ = step
+        statement, parameters, *_ = step
         pgconn = self._connection.pgconn
         known = self._known.get(statement.sql)
         if known is None:
@@ -102,8 +102,28 @@ class Prepared:
         return self._transformer.load_rows(0, result.ntuples, tuple)
 
 
+def ask(connection: Any, sql: str) -> str | None:
+    """The only value that a query returns, on a Connection."""
+    with connection.lock:
+        value: str | None = connection.wait(_question(connection.pgconn, sql))
+    return value
+
+
+async def aask(connection: Any, sql: str) -> str | None:
+    """The same on an AsyncConnection."""
+    async with connection.lock:
+        value: str | None = await waiting.wait_async(_question(connection.pgconn, sql), connection.pgconn.socket)
+    return value
+
+
+def _question(pgconn: Any, sql: str) -> Generator[Any, Any, str | None]:
+    pgconn.send_query_params(sql.encode(), [])
+    value = _checked((yield from generators.execute(pgconn))).get_value(0, 0)
+    return None if value is None else value.decode()
+
+
 def prepared_for(connection: Any, *, prepare: bool) -> Prepared | None:
-    """A runner for a psycopg connection, where it can be; `prepare`: the connection is wired to one session."""
+    """A runner for a psycopg connection, None if its encoding is not UTF-8; `prepare`: it leads to one session."""
     utf8 = connection.pgconn.parameter_status(b"client_encoding") == b"UTF8"
     return Prepared(connection, prepare=prepare) if utf8 else None
 
@@ -121,9 +141,9 @@ def _encoded(parameters: Parameters, order: tuple[str, ...]) -> list[bytes]:
 
 
 def _answer(pgconn: Any, readable: Any) -> list[Any]:
-    """The results of what was sent, waited for in `poll`, as psycopg's `generators.fetch_many` and `waiting.wait` do.
+    """The results of a statement, waited for in `poll`, as psycopg's `generators.fetch_many` and `waiting.wait` do.
 
-    Never in `get_result`, which keeps every other thread from running: none could cut the connection.
+    Never in `get_result`, which keeps every other thread from running, so that none could cut the connection.
     """
     results: list[Any] = []
     while True:
@@ -133,7 +153,7 @@ def _answer(pgconn: Any, readable: Any) -> list[Any]:
                 pgconn.consume_input()
         except errors.OperationalError:
             if any(result.status not in _OK for result in results):
-                return results  # the server has said why it ends the session
+                return results  # they say why the server ends the session
             raise
         result = pgconn.get_result()
         if result is None:
@@ -142,7 +162,7 @@ def _answer(pgconn: Any, readable: Any) -> list[Any]:
 
 
 def _checked(results: list[Any]) -> Any:
-    """The last of the results; raises what the first one that failed says: libpq adds that the connection is gone."""
+    """The last of the results; raises the first error: libpq adds another one, that the connection is gone."""
     for result in results:
         if result.status not in _OK:
             raise errors.error_from_result(result, encoding="utf-8")

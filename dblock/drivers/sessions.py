@@ -1,73 +1,164 @@
-"""Setting up a session of the lock's own, for both faces and whatever driver: how long it waits, and what it sees.
+"""Setting up a session of the lock, for both faces and every driver: time limits, isolation, encoding, name.
 
-What is set lasts as long as the session, so it is set only where the connection is wired to one: PgBouncer and its like
-make up the process id that they greet clients with, so that it is not the one that the session itself tells. Statements
-that must not wait for another transaction's lock on their row say so themselves, which holds behind a pooler too; this
-is for locks on the whole table, and for whatever else makes a server slow. On PostgreSQL the level is READ COMMITTED,
-whatever the default: a renewal must not be among the conflicts of a guarded transaction that is SERIALIZABLE. There is
-one plan for each of our statements, since they look rows up by their keys: the server need not make five to find out.
-On a node of a Galera cluster each statement waits until the node has applied what others committed before: whoever is
-told of a tenure would not find it there yet, and take it for lost.
+Settings last as long as the session, so they are made only if the connection leads to one session: PgBouncer and its
+like invent the process id that they give their clients, which then differs from the session's own. Statements that must
+not wait for another transaction's lock on their row limit that themselves, also behind a pooler; the time limits here
+are for locks on the whole table, and for a slow server. On PostgreSQL the isolation level is READ COMMITTED, whatever
+the default: a renewal must not be among the conflicts of a guarded SERIALIZABLE transaction. Each statement is planned
+once, and never as a sequential scan: a plan lasts as long as the session. In a table of one page a sequential scan is
+the cheapest plan, and the session would keep it when the table has a million rows; a bitmap scan would read all waiters
+of a key to find the first. Every statement finds rows by their keys, through an index, so it needs no other plan, and
+no compiled one. Contrary settings of the role or of the database are overridden.
 
-Rule: a few round trips, when the connection is opened, which end in time like any statement.
+On MySQL and MariaDB the character set is utf8mb4, for the driver too, and the SQL mode is fixed: text drivers write
+values into the statement, and both decide where a literal ends and what the server reads. On a node of a Galera cluster
+each statement waits until the node has applied earlier commits of others: otherwise a waiter that is notified of its
+tenure would not find it there yet, and take it for lost.
+
+Each session has a name on the server, its purpose before the application's own name: `dblock: locks of shop`. On
+PostgreSQL that is the `application_name`. On MySQL and MariaDB it is the connection attribute `program_name`, which a
+face gives its driver (`NAMING`) when it connects.
+
+The kernel sends keepalives on an idle connection, so that devices on the way do not drop it, and ends a connection
+whose other side is silent. Shorter times of the application are kept.
+
+Rule: it takes a few round trips when the connection is opened, with a deadline like any statement.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from dblock.core import clock, runtime, timing
 from dblock.core.connections.pool import PooledConnection
 
+KEEPALIVE: Final = {
+    "TCP_KEEPIDLE": 15,  # seconds of silence before the first one
+    "TCP_KEEPALIVE": 15,  # the same on macOS
+    "TCP_KEEPINTVL": 5,  # seconds between two
+    "TCP_KEEPCNT": 3,  # so many without an answer end the connection
+    "TCP_USER_TIMEOUT": 30_000,  # milliseconds; so does anything sent that is not acknowledged for so long
+}
+"""Options of a TCP socket, as far as the system supports them."""
+PREFIX: Final = "dblock: "
+"""Prefix of the names of sessions."""
+NAMING: Final = {"pymysql", "aiomysql", "asyncmy"}
+"""Drivers of MySQL and MariaDB that take a `program_name`."""
 _POSTGRESQL = """
 SELECT CASE WHEN pg_backend_pid() = {process}
             THEN set_config('lock_timeout', '20ms', false) || set_config('statement_timeout', '5s', false)
                  || set_config('default_transaction_isolation', 'read committed', false)
-                 || set_config('plan_cache_mode', 'force_generic_plan', false) END
+                 || set_config('plan_cache_mode', 'force_generic_plan', false)
+                 || set_config('enable_seqscan', 'off', false) || set_config('enable_bitmapscan', 'off', false)
+                 || set_config('enable_indexscan', 'on', false) || set_config('enable_nestloop', 'on', false)
+                 || set_config('jit', 'off', false) || set_config('client_encoding', 'UTF8', false)
+                 || set_config('application_name',
+                               concat_ws(' of ', '{name}', nullif(current_setting('application_name'), '')),
+                               false) END
 """
-# In whole seconds; MySQL knows no zero.
-_MYSQL = "SET SESSION innodb_lock_wait_timeout = 1, lock_wait_timeout = /*M! 0 */ /*!80017 1 */, sql_safe_updates = 0"
-_GALERA = "SHOW SESSION VARIABLES WHERE variable_name = 'wsrep_on' AND value = 'ON'"
+# In whole seconds; MySQL does not allow zero.
+_MYSQL = """
+SET NAMES utf8mb4, SESSION sql_mode = 'TRADITIONAL', innodb_lock_wait_timeout = 1,
+    lock_wait_timeout = /*M! 0 */ /*!80017 1 */, sql_safe_updates = 0
+"""
+# Returns `version` on MariaDB, whatever version a proxy or a setting reports, and `wsrep_on` on a Galera node.
+_SERVER = """
+SHOW SESSION VARIABLES WHERE variable_name = 'wsrep_on' AND value = 'ON' /*M! OR variable_name = 'version' */
+"""
 
 
-def set_up(connection: PooledConnection, vendor: str, driver: Any, ask: Callable[[str], Any] | None = None) -> None:
-    """Bound what the session waits for, and find out whether the connection is wired to one.
+def set_up(
+    connection: PooledConnection,
+    vendor: str,
+    driver: Any,
+    *,
+    ask: Callable[[str], Any] | None = None,
+    question: Callable[[], object] | None = None,
+    wait: Callable[[Any], object] = lambda answer: answer,
+) -> None:
+    """Set up the session, and find out whether the connection leads to a single one.
 
-    `connection.raw` is the connection as DB-API knows it, `driver` as the driver made it. `ask` answers with the first
-    value of a statement's first row, by default through a cursor.
+    `connection.raw` is the DB-API connection, `driver` the driver's own. `ask` returns the first value of a statement's
+    first row, and `question` probes the server; both by default through a cursor. `wait` awaits the results of an
+    asynchronous driver's methods.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         connection.descriptor = _fileno(driver)
-        connection.wire = os.dup(connection.descriptor)
+        connection.shutdown_fd = os.dup(connection.descriptor)
+        _keep_alive(connection.shutdown_fd)
+    if vendor != "sqlite":
+        connection.question = question or partial(_question, connection.raw)
     deadlines = runtime.current.deadlines
-    deadlines.watch(connection, clock.now() + timing.DEFAULT.answer)
+    deadlines.arm(connection, clock.now() + timing.DEFAULT.statement_timeout)
     try:
+        from dblock.drivers.defaults import restore  # noqa: PLC0415 - with the first connection
+
+        restore(vendor, driver, wait)
         _set_up(connection, vendor, driver, ask or partial(_ask, connection.raw))
     finally:
-        in_time = deadlines.answered(connection)
+        in_time = deadlines.disarm(connection)
     if not in_time:
         raise TimeoutError("the server was silent while the session was set up")
+    connection.opened = clock.now()
+
+
+def ask(connection: PooledConnection, until: float) -> None:
+    """Probe the server; raises unless it answers by that local time."""
+    assert connection.question is not None  # noqa: S101 - on servers only
+    deadlines = runtime.current.deadlines
+    deadlines.arm(connection, until)
+    try:
+        _ = connection.question()
+    finally:
+        in_time = deadlines.disarm(connection)
+    if not in_time:
+        raise TimeoutError("the server did not answer")
+
+
+def name_of(purpose: str, application: str) -> str:
+    """Name of a session of the lock with that purpose."""
+    return f"{PREFIX}{purpose} of {application}" if application else f"{PREFIX}{purpose}"
+
+
+def _keep_alive(descriptor: int) -> None:
+    """Let the kernel check sooner than by default whether the other side of a TCP connection is still there."""
+    sock = socket.socket(fileno=descriptor)
+    try:
+        if sock.family not in {socket.AF_INET, socket.AF_INET6}:
+            return
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if (option := getattr(socket, name, None)) is not None:
+                known = sock.getsockopt(socket.IPPROTO_TCP, option)
+                sock.setsockopt(socket.IPPROTO_TCP, option, min(value, known or value))
+    finally:
+        _ = sock.detach()
 
 
 def _set_up(connection: PooledConnection, vendor: str, driver: Any, ask: Callable[[str], Any]) -> None:
+    begun = clock.now()
     if vendor == "postgresql":
-        process = _process(driver)
-        connection.wired = process is not None and bool(ask(_POSTGRESQL.format(process=process)))
+        process, name = _process(driver), name_of(connection.purpose, "")
+        connection.direct = process is not None and bool(ask(_POSTGRESQL.format(process=process, name=name)))
+        connection.round_trip = clock.now() - begun
         return
-    connection.wired = True
+    connection.direct = True
     if vendor == "sqlite":
-        connection.busy_timeout = int(timing.DEFAULT.sqlite_busy * 500)  # a try is to see here too that it is busy
+        connection.busy_timeout = int(timing.DEFAULT.sqlite_busy * 500)  # a try must find out here too that it is busy
         _ = ask(f"PRAGMA busy_timeout = {connection.busy_timeout}")
         if ask("PRAGMA journal_mode") == "wal":
             _ = ask("PRAGMA synchronous = NORMAL")
             connection.wal = True
         return
     _ = ask(_MYSQL)
-    connection.galera = ask(_GALERA) is not None
+    connection.round_trip = clock.now() - begun
+    server = [str(name) for name, *_ in _rows(connection.raw, _SERVER)]
+    connection.mariadb, connection.galera = "version" in server, "wsrep_on" in server
     if connection.galera:
         _ = ask("SET SESSION wsrep_sync_wait = 7")  # reads, updates, inserts
 
@@ -78,22 +169,35 @@ def _fileno(driver: Any) -> int:
     transport = getattr(driver, "_transport", None)  # asyncpg, asyncmy
     if transport is None and getattr(driver, "_writer", None) is not None:  # aiomysql
         transport = driver._writer.transport
-    wire = driver._sock if transport is None else transport.get_extra_info("socket")  # PyMySQL
-    return int(wire.fileno())
+    sock = driver._sock if transport is None else transport.get_extra_info("socket")  # PyMySQL
+    return int(sock.fileno())
 
 
 def _process(driver: Any) -> int | None:
-    """The server process that the driver believes to speak to."""
+    """The server process that the driver believes to be connected to."""
     if hasattr(driver, "get_server_pid"):  # asyncpg
         return int(driver.get_server_pid())
     return int(driver.info.backend_pid) if hasattr(driver, "info") else None
 
 
 def _ask(raw: Any, sql: str) -> Any:
+    rows = _rows(raw, sql)
+    return rows[0][0] if rows else None
+
+
+def _rows(raw: Any, sql: str) -> list[Any]:
     cursor = raw.cursor()
     try:
         cursor.execute(sql)
-        row = cursor.fetchone() if cursor.description else None
-        return row[0] if row else None
+        return list(cursor.fetchall()) if cursor.description else []
+    finally:
+        cursor.close()
+
+
+def _question(raw: Any) -> None:
+    cursor = raw.cursor()
+    try:
+        cursor.execute("SELECT 1")
+        _ = cursor.fetchall()  # also for a cursor on the server
     finally:
         cursor.close()

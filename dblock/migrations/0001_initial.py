@@ -75,8 +75,8 @@ class Migration(migrations.Migration):
                 ("fence", models.BigIntegerField(verbose_name="fence")),
                 ("count", models.IntegerField(verbose_name="count")),
                 ("ttl", models.FloatField(verbose_name="time to live")),
-                ("acquired_at", models.DateTimeField(verbose_name="acquired at")),
-                ("expires_at", models.DateTimeField(verbose_name="expires at")),
+                ("acquired_at", dblock.models.MomentField(verbose_name="acquired at")),
+                ("expires_at", dblock.models.MomentField(verbose_name="expires at")),
                 ("label", dblock.models.ExactCharField(max_length=255, verbose_name="label")),
                 ("host", dblock.models.ExactCharField(max_length=255, verbose_name="host")),
                 ("pid", models.IntegerField(verbose_name="process")),
@@ -91,6 +91,8 @@ class Migration(migrations.Migration):
                     "revocation",
                     dblock.models.ExactCharField(db_default="", max_length=255, verbose_name="by whom and why"),
                 ),
+                ("tokens", models.IntegerField(db_default=0, verbose_name="tokens not used yet")),
+                ("bearers", models.IntegerField(db_default=0, verbose_name="entered by a token")),
             ],
             options={
                 "verbose_name": "lock",
@@ -122,8 +124,12 @@ class Migration(migrations.Migration):
                 ("program", dblock.models.ExactCharField(max_length=255, verbose_name="program")),
                 ("celery_task_id", dblock.models.ExactCharField(max_length=255, verbose_name="Celery task")),
                 ("channel", dblock.models.ExactCharField(max_length=63, verbose_name="channel")),
-                ("joined_at", models.DateTimeField(verbose_name="joined at")),
-                ("expires_at", models.DateTimeField(verbose_name="expires at")),
+                (
+                    "circle",
+                    dblock.models.ExactCharField(db_default="", max_length=64, verbose_name="deadlock that it is in"),
+                ),
+                ("joined_at", dblock.models.MomentField(verbose_name="joined at")),
+                ("expires_at", dblock.models.MomentField(verbose_name="expires at")),
             ],
             options={
                 "verbose_name": "waiter",
@@ -146,7 +152,7 @@ class Migration(migrations.Migration):
                 ("thread", dblock.models.ExactCharField(max_length=255, verbose_name="thread or task")),
                 ("program", dblock.models.ExactCharField(max_length=255, verbose_name="program")),
                 ("celery_task_id", dblock.models.ExactCharField(max_length=255, verbose_name="Celery task")),
-                ("happened_at", models.DateTimeField(verbose_name="happened at")),
+                ("happened_at", dblock.models.MomentField(verbose_name="happened at")),
             ],
             options={
                 "verbose_name": "lock event",

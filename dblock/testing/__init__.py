@@ -1,4 +1,4 @@
-"""For the tests of whoever uses the lock: locks in memory with a clock that tests move, and a recorder.
+"""For the tests of applications: locks in memory with a clock that tests move, and a recorder.
 
     with testing.memory() as locks:             # the locks of both faces live in memory, and no database is asked
         with locks.busy("stock:42"):            # somebody else has it

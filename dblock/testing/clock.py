@@ -1,6 +1,6 @@
 """The clock of locks in memory: of the database and of those who trust in leases, at once.
 
-Rule: it stands still. A test moves it; whoever waits in vain moves it on to the end of its wait; and while somebody
+Rule: it stands still. A test moves it; a flow that waits in vain moves it on to the end of its wait; and while somebody
 waits for a flow of the test's own, which may be at work, it goes along with the real one.
 """
 
@@ -34,7 +34,7 @@ class Clock:
     def advance(self, seconds: Seconds) -> None:
         """Let time pass: leases are renewed on the way, or end, and `on_lost` and `on_at_risk` have been called.
 
-        Whoever waits for a lock in another thread or task finds out as soon as it runs. Raises ValueError for a
+        A flow that waits for a lock in another thread or task finds out as soon as it runs. Raises ValueError for a
         negative number: neither of the two clocks that this stands for is ever set back.
         """
         span = seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)

@@ -3,14 +3,12 @@
 All of it works in memory and over a real database, under any test runner.
 
 Rule: what is done here is what would be done elsewhere: a stranger's tenure is begun and ended by the protocol's own
-statements, so that whoever waits is woken as ever.
+statements, so that waiters are woken as ever.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import TracebackType
@@ -20,12 +18,13 @@ from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.acquiring import acquire
 from dblock.core.acquire.local_queue import Request
+from dblock.core.deliveries import deliveries
 from dblock.core.errors import LockError, LockNotHeld, Reason
 from dblock.core.face.administration import force_release
 from dblock.core.face.bookkeeping import find_out, site_of
 from dblock.core.face.executor import BaseStore
 from dblock.core.holding.flow import Hold, current_task
-from dblock.core.holding.held import Held
+from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
@@ -75,7 +74,7 @@ class Busy:
             if isinstance(self._store, InMemory):
                 _ = self._store.strangers.pop(grant.tenure, None)
             with contextlib.suppress(LockError):  # it ends by itself
-                _ = yield from handover.free(runtime.current.site(self._store), Held.of(grant), 1)
+                _ = yield from handover.free(runtime.current.site(self._store), HandoverRecord.of(grant), 1)
 
     def __enter__(self) -> Self:
         if not isinstance(self._store, InMemory) and current_task() is not None:
@@ -101,7 +100,7 @@ class Busy:
 def busy(key: str, bind: Any = None, *, ttl: Seconds | None = None, label: str = "", host: str = "elsewhere") -> Busy:
     """Somebody else on another machine holds the key in this block, a `with` or an `async with`.
 
-    In memory nobody waits for real for that: whoever does is at the end of its `timeout` at once.
+    In memory nobody waits for real for that: the `timeout` of a waiter is over at once.
 
     Args:
         key: what is held.
@@ -165,16 +164,13 @@ def frozen_renewal() -> Generator[None]:
 
 
 def await_callbacks() -> None:
-    """Wait until those have ended whom the loss of a lock, or the risk of it, was told."""
-    for thread in threading.enumerate():
-        if thread.name == "dblock callback" and thread is not threading.current_thread():
-            while thread.ident is None:  # it is being started
-                time.sleep(0.001)
-            thread.join(PATIENCE)
+    """Wait until the callbacks have ended that were told of a lost lock, or of one at risk."""
+    if not deliveries.is_calling():
+        _ = deliveries.flush(PATIENCE)
 
 
 def _holds(key: str) -> list[Hold]:
-    """Those of this process."""
+    """The holds of this process."""
     found = [hold for hold in list(runtime.current.watchdog._holds) if hold.tenure.key == key]
     if not found:
         raise LockNotHeld(f"cannot take {key!r} away: no thread or task of this process holds it", key=key)
@@ -192,8 +188,8 @@ def _taking_away(hold: Hold) -> Steps[None]:
 
 def _store(key: str, bind: Any) -> Any:
     """Where the locks of an alias or an engine live."""
-    if runtime.current.stand_in is not None:
-        return runtime.current.stand_in(None)
+    if runtime.current.store_override is not None:
+        return runtime.current.store_override(None)
     if bind is not None and not isinstance(bind, str):
         from sqlalchemy_dblock.face import db_lock as over_engine  # noqa: PLC0415 - needs SQLAlchemy
 

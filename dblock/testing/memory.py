@@ -14,7 +14,7 @@ clock is moved to the end of the shortest pause: a timeout of ten seconds is ove
 Else somebody waits for a flow that may be at work, in another thread or task. That wait is real, and ends when the key
 is given back; meanwhile the clock goes along with the real one, so that a timeout ends it too.
 
-No thread watches over leases: whoever moves the clock, and whoever waits for real, sees to what is due.
+No thread watches over leases: the flow that moves the clock, or waits for real, does what is due.
 
 Rule: what is put in the place of something is put back, however the test ends, and what the test leaves held is lost.
 """
@@ -68,7 +68,7 @@ SLICE: Final = 0.005
 TIMING: Final = Timing(
     waiter_ttl=3600.0, heartbeat_interval=1200.0, poll_notified=600.0, unresponsive_after=2000.0, deadlock_check=5.0
 ).checked()
-"""Nobody dies in the queue, and who waits is always called."""
+"""No place in the queue ends, and waiters are always notified."""
 
 
 DIALECT: Final = replace(DIALECTS["sqlite"], tick=0.0, single_writer=False)
@@ -99,7 +99,7 @@ class Tables:
         _ = self.connection.execute(STATES["sqlite"].make.sql)
         self._lent = PooledConnection(self.connection, joined=True)
 
-    def take(self, until: float, *, keeps: bool, urgent: bool = False) -> PooledConnection:
+    def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
         """The one connection."""
         _ = self._mutex.acquire()
         self._moment = round((self._start + self._now()) * 1_000_000)
@@ -117,7 +117,7 @@ class Tables:
 
     def owner(self, key: str) -> str | None:
         """Whose the key is by its row, if it is anybody's; empty for nobody's, during `min_hold`."""
-        lent = self.take(math.inf, keeps=True)
+        lent = self.take(math.inf, critical=True)
         try:
             held = "SELECT owner FROM locks WHERE lock_key = ? AND expires_at > ?"
             row = lent.raw.execute(held, (key, self._row())).fetchone()
@@ -143,7 +143,7 @@ class Pause:
     until: float
     flow: Flow
     thread: Any
-    """What dies with its thread."""
+    """An object that dies with the flow's thread."""
 
 
 class MemoryStore(InMemory):
@@ -170,7 +170,7 @@ class MemoryStore(InMemory):
         self.process: MemoryRuntime
         self.ended = False
         self.moving = threading.RLock()
-        """Held by whoever moves the clock."""
+        """Held by the flow that moves the clock."""
         self._pauses: dict[Wakeup, Pause] = {}
         self._jumped: WeakKeyDictionary[Wakeup, float] = WeakKeyDictionary()
         """For how many seconds a waiter has moved the clock."""
@@ -186,7 +186,7 @@ class MemoryStore(InMemory):
         return self.execute(step)
 
     def subscribe(self, channel: str, wakeups: Wakeups) -> None:
-        """None: whoever waits is in this process, and called there."""
+        """None: waiters are in this process, and are notified there."""
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Nobody asks for it."""
@@ -220,7 +220,7 @@ class MemoryStore(InMemory):
             _ = drive(tenures.renew(self.database, due, math.inf), self)
 
     def pause(self, step: Sleep | Wait) -> None:
-        """Nobody sleeps for real, and who waits only as long as that is of use."""
+        """Wait for real only as long as that is of use; else move the clock."""
         if isinstance(step, Sleep):
             self.move(step.seconds)
             return
@@ -253,7 +253,7 @@ class MemoryStore(InMemory):
             _ = self._pauses.pop(step.wakeup, None)
 
     def _over(self, wakeup: Wakeup, pause: Pause) -> bool:
-        """Is the pause over? If all who wait do so in vain, the clock is moved until one of theirs is."""
+        """Whether the pause is over. If all who wait do so in vain, the clock is moved until one of their pauses is."""
         if self.ended:
             raise LockStoreError("memory() has ended while somebody was waiting for a lock")
         with self.moving:
@@ -306,16 +306,16 @@ class MemoryStore(InMemory):
 
 
 class Attendant(PollingOnly):
-    """What is done for waiters: nothing, but they are called by whoever gives a key back."""
+    """Does nothing for waiters: releasers notify them."""
 
-    called = True
+    notifications_ready = True
 
 
 class MemoryWatchdog(Watchdog):
     """Watches when it is told to, over locks in memory; over others as ever."""
 
     def __init__(self, process: MemoryRuntime, outer: Watchdog) -> None:
-        super().__init__(process.flows, process._give_back)
+        super().__init__(process.flows, process._give_back, process._withdraw)
         self._process, self._outer = process, outer
 
     def add(self, hold: Hold) -> None:
@@ -330,11 +330,15 @@ class MemoryWatchdog(Watchdog):
         return super().discard(hold) if hold.store is self._process.store else self._outer.discard(hold)
 
     def look(self) -> None:
-        """Whoever moves the clock does."""
+        """Does nothing: moving the clock does what is due."""
+
+    def look_by(self, moment: float) -> None:
+        """Left to the outer watchdog: connections are to databases."""
+        self._outer.look_by(moment)
 
     @property
     def keeps_any(self) -> bool:
-        """Is there something that may be due?"""
+        """Whether something may be due."""
         return bool(self._holds)
 
     def see_to_it(self) -> float:
@@ -358,17 +362,17 @@ class MemoryRuntime(Runtime):
     def __init__(self, store: MemoryStore, outer: Runtime) -> None:
         super().__init__()
         self.store, self.outer = store, outer
-        self.flows, self.deadlines, self.followers, self._pools = (
+        self.flows, self.deadlines, self.acquire_hooks, self._pools = (
             outer.flows,
             outer.deadlines,
-            outer.followers,
+            outer.acquire_hooks,
             outer._pools,
         )
         self.watchdog = MemoryWatchdog(self, outer.watchdog)
-        self.stand_in = self._stand_in
+        self.store_override = self._override
         store.process = self
 
-    def _stand_in(self, lock: BaseLock | None) -> Store:
+    def _override(self, lock: BaseLock | None) -> Store:
         """The store in memory; but what was locked before is where it was."""
         if lock is not None:
             for hold in self.flows.current().holds.values():
@@ -410,7 +414,7 @@ class Memory(Recorder):
         runtime.current = MemoryRuntime(self._store, runtime.current)
 
     def _end(self) -> None:
-        """What is still held is lost; whoever waits is told."""
+        """What is still held is lost; waiters are told."""
         process, store = self._store.process, self._store
         for hold in process.watchdog.give_up(store):
             flow = hold.flow()

@@ -50,7 +50,7 @@ class Attempt:
 
     @property
     def taken(self) -> bool:
-        """Was the lock taken?"""
+        """Whether the lock was taken."""
         return self._held is not None
 
     def __repr__(self) -> str:
@@ -92,7 +92,7 @@ class Recorder:
             self.assert_locked(key)
 
     def _told(self) -> str:
-        """What was."""
+        """All attempts, for a failed assertion's message."""
         counted = Counter((each.key, each.outcome) for each in self.history)
         told = [f"{key!r} ({outcome}{f', {n} times' if n > 1 else ''})" for (key, outcome), n in counted.items()]
         return f"there was {', '.join(told)}" if told else "there was no attempt to lock anything"
@@ -144,12 +144,12 @@ def record(bind: Any = None) -> Generator[Recorder]:
 @contextmanager
 def following(recorder: Recorder) -> Generator[None]:
     """Let it look on."""
-    follow, followers = recorder._follow, runtime.current.followers
-    followers.append(follow)
+    follow, acquire_hooks = recorder._follow, runtime.current.acquire_hooks
+    acquire_hooks.append(follow)
     try:
         yield
     finally:
-        followers.remove(follow)
+        acquire_hooks.remove(follow)
 
 
 def _times(number: int) -> str:

@@ -38,6 +38,6 @@ def audit(sku: str, pause: float = 0.0) -> int:
 
 @shared_task
 def take_stock(token: str) -> int:
-    """Count all that is on the shelves, under the lock that whoever ordered it took and handed over."""
+    """Count all that is on the shelves, under the lock that the caller took and handed over."""
     with db_lock.attach(token):
         return sum(Item.objects.values_list("stock", flat=True))

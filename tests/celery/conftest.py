@@ -50,7 +50,7 @@ class Worker:
         assert self.process.poll() is None, self.text()
 
     def ready(self) -> bool:
-        """Does it take tasks?"""
+        """Whether it takes tasks."""
         return self.process.poll() is None and " ready." in self.text()
 
     def text(self) -> str:

@@ -122,7 +122,7 @@ def raises(error: Exception, task: str) -> Callable[[str], object]:
 def test_what_is_due_is_sent_once_and_the_next_one_knows(
     make: Callable[..., Beat], face: str, database: str, known: Callable[[], Any]
 ) -> None:
-    """By whoever is active; after it has ended in order the next one is at once, and sends it when it is due again."""
+    """By the active beat; after that has ended in order the next one sends the entry when it is due again."""
     leave(database, 1, e=(2 * HOUR, 5), gone=(HOUR, 1))
     first, second = make(face), make(face)
     with ThreadPoolExecutor(1) as another:

@@ -197,7 +197,7 @@ once.save()
 
 
 def test_schedules_in_djangos_database(make: Callable[..., Beats], tmp_path: Path) -> None:
-    """Whoever takes over knows what was sent, whatever its tables say; and does what their users say."""
+    """The beat that takes over knows what was sent, whatever its tables say; and does what their users say."""
     told = {"DJANGO_SETTINGS_MODULE": "tests.celery.beat_settings", "BEATS_FILE": str(tmp_path / "db.sqlite3")}
     beats = make(**told)
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
+import celery
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded, WorkerLostError
 
 from dblock.celery import skipped
+from dblock.celery.header import NAME
 from dblock.core.errors import LockLost, LockTimeout
+from sqlalchemy_dblock import attach, db_lock
 from tests.celery import locked
 from tests.celery.conftest import Celery, held, overlaps, redelivering, runs, wait_until
 from tests.conftest import run
@@ -79,7 +84,7 @@ def test_its_own_retry_takes_the_lock_along(celery: Celery) -> None:
 
 
 def test_a_long_task_keeps_its_lock(celery: Celery) -> None:
-    """For longer than the ttl; whoever comes later waits."""
+    """For longer than the ttl; a task that comes later waits."""
     first = locked.TASKS["wait", "run"].delay("r", LEASE * 1.5)
     second = locked.TASKS["wait", "run"].delay("r")
     assert first.get(timeout=30) == second.get(timeout=30) == "done r"
@@ -133,7 +138,7 @@ def test_revoking_frees_the_key(make: Callable[..., Celery], when: str) -> None:
 
 
 def test_a_killed_process_keeps_nobody_waiting_for_long(celery: Celery) -> None:
-    """Whoever waits runs when the lease has ended; its task is run again, if it is acknowledged late."""
+    """A waiting task runs when the lease has ended; its task is run again, if it is acknowledged late."""
     result = locked.late.delay("r", 1.0)
     wait_until(runs)
     [holder] = run("postgresql", "SELECT pid FROM locks WHERE lock_key = 'late r'")
@@ -188,3 +193,49 @@ def test_other_pools(make: Callable[..., Celery], pool: str) -> None:
     _ = run("postgresql", "UPDATE locks SET owner = NULL, count = 0 WHERE lock_key = 'lost r'")
     with pytest.raises(LockLost):
         lost.get(timeout=20)
+
+
+FORGED: dict[str, dict[str, Any]] = {
+    "garbage": {"token": "garbage"},
+    "no text": {"token": [1]},
+    "huge": {"tries": 10**400, "since": 10**400},
+    "infinite": {"tries": 3, "since": math.inf},
+    "nan": {"tries": math.nan, "since": math.nan},
+    "negative": {"tries": -1, "since": -1.0},
+    "eta": {"tries": 1, "since": 1.0, "eta": "tomorrow"},
+}
+
+
+@pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
+def test_messages_that_somebody_else_wrote(make: Callable[..., Celery], broker: str) -> None:
+    """They run under their own key, whatever their header says, and the lock whose token they have stays held."""
+    site = make(broker)
+    site.worker()
+    victim = db_lock(locked.engine(), "victim", ttl=60)
+    assert victim.acquire()
+    fence, token = victim.fence, victim.detach()
+    results = {}
+    with db_lock(locked.engine(), "retry run busy"):
+        for scope in locked.SCOPES:
+            task = locked.TASKS["retry", scope]
+            results[f"victim {scope}"] = _forge(task, f"victim {scope}", {"token": token})
+            for name, said in FORGED.items():
+                results[f"{name} {scope}"] = _forge(task, f"{name} {scope}", said)
+            results[f"nested {scope}"] = _forge(task, f"nested {scope}", "[" * 10_000)
+        results["busy"] = _forge(locked.TASKS["retry", "run"], "busy", FORGED["huge"])
+        wait_until(lambda: f"[{results['busy'].id}] retry:" in site.log())
+    for name, result in results.items():
+        assert result.get(timeout=40) == f"done {name}"
+    assert str(fence) not in {each.fence for each in runs()}
+    assert not overlaps()
+    assert held() == ["victim"]
+    assert "Traceback" not in site.log()
+    attach(locked.engine(), token).release()
+
+
+def _forge(task: Any, resource: str, said: dict[str, Any] | str) -> Any:
+    """Send a message with that header, as anybody who writes to the broker can."""
+    task_id = f"forged {resource}"
+    text = said if isinstance(said, str) else json.dumps({"task": task_id, **said})
+    send = celery.Celery.send_task.__wrapped__
+    return send(locked.app, task.name, (resource,), task_id=task_id, headers={NAME: text})

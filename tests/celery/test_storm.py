@@ -103,7 +103,7 @@ def test_nothing_overlaps_and_nothing_is_lost(
     assert not left_out or policy == "skip"
     assert not failed or policy == "raise"
     assert not refused or (policy == "raise" and scope != "run")
-    # A killed run has no end, and whoever came after it waited for its lease to end.
+    # A killed run has no end, and the run after it waited for its lease to end.
     assert not [each for each in overlaps() if each[0].ended is not None]
     finished = Counter(each.task for each in runs() if each.ended is not None)
     done = {name for name, each in outcomes.items() if str(each).startswith("done")}

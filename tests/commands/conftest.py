@@ -4,7 +4,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -38,13 +38,17 @@ class Shell:
         return [sys.executable, "-m", "django", "dblock", verb, "--using", ALIASES[self.database], *rest]
 
     def start(
-        self, *arguments: str, env_more: Mapping[str, str] = MappingProxyType({}), **options: Any
+        self,
+        *arguments: str,
+        env_more: Mapping[str, str] = MappingProxyType({}),
+        through: Sequence[str] = (),
+        **options: Any,
     ) -> subprocess.Popen[str]:
-        """Begin it."""
+        """Begin it; through another command, if one is given."""
         environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT), **env_more}
         given: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         given |= {"cwd": ROOT, "env": environment, "text": True, "start_new_session": True}  # without a terminal
-        return subprocess.Popen(self.argv(*arguments), **{**given, **options})
+        return subprocess.Popen([*through, *self.argv(*arguments)], **{**given, **options})
 
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run it to its end in this process, without a terminal."""

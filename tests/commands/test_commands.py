@@ -10,9 +10,11 @@ import re
 import shlex
 import subprocess
 import threading
+from argparse import Namespace
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 from unittest.mock import Mock
 
 import pytest
@@ -25,11 +27,14 @@ from dblock.commands import watching
 from dblock.commands.console import span, table
 from dblock.commands.desk import Desk
 from dblock.core import runtime
-from dblock.core.values import Identity, LockInfo, printable
+from dblock.core.face.administration import Surveyed
+from dblock.core.text import printable
+from dblock.core.values import Identity, LockInfo
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import described, store_for
-from tests.commands.conftest import Shell
-from tests.conftest import url
+from tests.commands.conftest import EACH, Shell
+from tests.conftest import SERVERS, url
+from tests.support.hung import hung
 from tests.support.lab import until
 from tests.support.pages import block
 
@@ -101,7 +106,7 @@ def test_show_tells_what_happened(shell: Shell) -> None:
 
 
 def test_show_tells_what_blocks_what(one: Shell) -> None:
-    """Whoever is to free a key sees for what its holder waits, and who waits for that in turn."""
+    """An operator who is to free a key sees what its holder waits for, and who waits for that in turn."""
 
     def holder() -> None:
         with one.lock("b"), one.lock("a", timeout=30):
@@ -118,7 +123,7 @@ def test_show_tells_what_blocks_what(one: Shell) -> None:
         told = json.loads(one("show", "--json", "b").stdout)
     for thread in threads:
         thread.join()
-    assert re.search(r"blocks: .* the last waits for 'b', which .* in the middle holds", first)
+    assert re.search(r"blocks: .* the last, .* waits for 'b', which .* in the middle holds", first)
     assert re.search(r"blocked by: .* in the middle waits for 'a', which .* MainThread holds", second)
     assert [each["key"] for each in told["blocked_by"]] == ["a"]
     assert told["blocks"] == []
@@ -158,14 +163,74 @@ def test_show_tells_all_about_a_key(shell: Shell) -> None:
         assert waiter["label"] == "next"
         assert waiter["waiting_for"] >= 0
         assert "owner" not in told
+        another = next_of_another_process(shell)
+        assert "(and 1 more; --waiters N shows more)" in shell("show", "k", "--waiters", "1").stdout
+        found = json.loads(shell("show", "k", "--json", "--waiters", "1").stdout)
+        assert (found["waiters"], [each["label"] for each in found["queue"]]) == (2, ["next"])
+        shell.run(f"DELETE FROM lock_waiters WHERE owner = '{another}'")
     waiting.join()
     assert "state:        held" in shell("show", "k").stdout
+
+
+def next_of_another_process(shell: Shell) -> str:
+    """A second place in the queue of `k`, which nobody keeps; its token."""
+    columns = "lock_key, ttl, label, host, pid, thread, program, celery_task_id, channel, joined_at, expires_at"
+    shell.run(
+        f"INSERT INTO lock_waiters (owner, ticket, {columns}) SELECT 'x', ticket + 1, {columns} FROM lock_waiters"
+    )
+    return "x"
+
+
+def test_top_pauses_for_longer_than_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of millions of free keys is read a fifth of the time at most."""
+    now, paused = [0.0], list[float]()
+
+    def survey() -> list[Surveyed]:
+        now[0] += 2.0
+        return []
+
+    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=paused.append))
+    desk, options = SimpleNamespace(survey=survey), SimpleNamespace(json=True, count=2, interval=1.0)
+    assert watching.top(cast("Desk", desk), cast("Namespace", options)) == 0
+    assert paused == [8.0]
 
 
 def test_a_lease_that_has_ended_blocks_nobody(one: Shell) -> None:
     """And that is said."""
     one.lock("k", ttl=0.1, renew=False).acquire()
     assert until(lambda: ": anybody may take the key" in one("show", "k").stdout, 10)
+
+
+@pytest.mark.parametrize("shell", [each for each in EACH if each.database in SERVERS], indirect=True, ids=str)
+def test_a_key_that_a_transaction_pins(shell: Shell) -> None:
+    """Its lease has ended, and nobody can take it: each command says so, names the session and what ends it."""
+    with hung(shell.database, "k") as (_, session):
+        perhaps = "perhaps " if shell.database == "mariadb" else ""
+        end = f"SELECT pg_terminate_backend({session})" if shell.database == "postgresql" else f"KILL {session}"
+        listed = shell("ls").stdout
+        assert re.search(r"^k +pinned ", listed, re.MULTILINE)
+        assert f"'k' is pinned: {perhaps}session {session} of " in listed
+        assert f"; to end it: {end}\n" in listed
+        told = shell("show", "k").stdout
+        assert "anybody may take the key" not in told
+        assert "state:        pinned: nobody can take the key" in told
+        assert f"pinned by:    {perhaps}session {session} of " in told
+        assert f"to end it:    {end}\n" in told
+        found = json.loads(shell("show", "k", "--json").stdout)
+        assert (found["state"], found["pinned"]["transactions"][0]["end"]) == ("pinned", end)
+        assert " pinned " in shell("top", "--count", "1").stdout
+        doctor = shell("doctor")
+        assert doctor.returncode > 0
+        assert "WARNING  pinned: nobody holds 'k', and nobody can take it" in doctor.stdout
+        assert "The keys are free" not in doctor.stdout
+        done = shell("release", "k", "--yes")
+        assert "was freed" in done.stdout
+        assert f"nobody can take it before that transaction ends: {perhaps}session {session}" in done.stderr
+        assert re.search(r"^k +pinned ", shell("ls").stdout, re.MULTILINE), "it is free, and of no use to anybody"
+        assert f"session {session}" in shell("release", "k", "--yes").stderr
+        shell.run(end)
+    assert shell("ls").stdout == "no lock is held\n"
+    assert "state:        free" in shell("show", "k").stdout
 
 
 def test_what_could_steer_a_terminal_is_escaped(one: Shell) -> None:
@@ -388,9 +453,9 @@ def test_lengths_of_time() -> None:
 
 
 def test_tables_line_up_whatever_is_in_them() -> None:
-    """Wide characters take two columns, combining ones none; what cannot be seen is escaped."""
-    drawn = table(("A", "B"), [("货", "1"), ("e\u0301", "2"), ("xyz", "3")])
-    assert drawn.splitlines() == ["A    B", "货   1", "e\u0301    2", "xyz  3"]
+    """Wide characters take two columns, combining ones and joiners none; what cannot be seen is escaped."""
+    drawn = table(("A", "B"), [("货", "1"), ("e\u0301", "2"), ("xyz", "3"), ("ه\u200cا", "4")])
+    assert drawn.splitlines() == ["A    B", "货   1", "e\u0301    2", "xyz  3", "ه\u200cا   4"]
     assert printable("a\tb\0\x7f") == r"a\tb\x00\x7f"
 
 
@@ -442,7 +507,7 @@ def test_a_view_on_paper(one: Shell) -> None:
 
 @pytest.mark.parametrize("wrong", ["", "k" * 256])
 def test_what_is_no_key(one: Shell, wrong: str) -> None:
-    """A mistake of whoever typed it."""
+    """A user's mistake."""
     for verb in (["show"], ["release", "--yes"]):
         assert one(*verb, wrong).returncode == 2
 

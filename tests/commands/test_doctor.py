@@ -17,6 +17,7 @@ import pytest
 from celery import Celery
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from dblock.celery import locked_task
@@ -30,6 +31,7 @@ from sqlalchemy_dblock.store import store_for
 from tests.commands.conftest import Shell
 from tests.conftest import DATABASES, INNODB, POOLER, SERVERS, observer, ready, run, timed, url
 from tests.servers.test_pooler import missing
+from tests.support.hung import hung
 from tests.support.lab import until
 from tests.support.servers import HINTS, PgBouncer, PostgreSQL, Standby, running
 
@@ -115,34 +117,13 @@ def test_tables_of_another_shape(database: str) -> None:
     assert bad(findings(database)) == []
 
 
-@pytest.fixture
-def lowly(request: pytest.FixtureRequest) -> Iterator[Callable[..., URL]]:
-    """Makes somebody with few rights on the tables of a server."""
-    made: list[tuple[str, str]] = []
-
-    def make(database: str, *rights: str) -> URL:
-        ready(request, database)
-        name = "lowly" if database == "postgresql" else "lowly@'%'"
-        run(database, f"CREATE USER {name}")
-        made.append((database, name))
-        for table in ("locks", "lock_waiters"):
-            run(database, f"GRANT {', '.join(rights)} ON {table} TO {name}")
-        return make_url(url(database)).set(username="lowly", password=None)
-
-    yield make
-    for database, name in made:
-        if database == "postgresql":
-            run(database, f"DROP OWNED BY {name}")
-        run(database, f"DROP USER {name}")
-
-
 @pytest.mark.direct
 @pytest.mark.parametrize("database", SERVERS)
 def test_missing_rights(lowly: Callable[..., URL], database: str) -> None:
     """Each is named, and what the hint says mends it; nobody needs more than these, and the doctor neither."""
     user = lowly(database, "SELECT", "INSERT")
     engine = create_engine(user)
-    with pytest.raises(LockStoreError, match=r"whoever locks needs SELECT, INSERT, UPDATE and DELETE .*\(GRANT\)"):
+    with pytest.raises(LockStoreError, match=r"its user needs SELECT, INSERT, UPDATE and DELETE .*\(GRANT\)"):
         db_lock(engine, "k").acquire()
     engine.dispose()
     found = findings(user)["rights"]
@@ -152,7 +133,7 @@ def test_missing_rights(lowly: Callable[..., URL], database: str) -> None:
     ]
     for each in found:
         name = "lowly" if database == "postgresql" else "lowly@'%'"
-        run(database, each.hint.replace("whoever connects here.", name))
+        run(database, each.hint.replace("the user that connects here.", name))
     assert bad(findings(user)) == []
 
 
@@ -166,7 +147,7 @@ def test_a_file_that_may_not_be_written(sqlite: Path) -> None:
 @pytest.mark.direct
 def test_a_stranger_who_has_locked_the_table(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said before anybody asks why locks time out, and on PostgreSQL who it is."""
-    timed(monkeypatch, patience=4.0 if database == "mysql" else 1.0)  # which waits for a second at least
+    timed(monkeypatch, retry_budget=4.0 if database == "mysql" else 1.0)  # which waits for a second at least
     lock = {"sqlite": "BEGIN EXCLUSIVE", "postgresql": "LOCK TABLE locks IN SHARE MODE"}.get(
         database, "LOCK TABLES locks READ"
     )
@@ -428,7 +409,7 @@ def test_listening_that_does_not_arrive(request: pytest.FixtureRequest, server: 
 @pytest.mark.direct
 @pytest.mark.skipif(missing(), reason=HINTS["pgbouncer"])
 def test_a_pooler(request: pytest.FixtureRequest, postgresql: PostgreSQL) -> None:
-    """In transaction mode: all is well but that nobody is called."""
+    """In transaction mode: all is well but that nobody is notified."""
     ready(request, "postgresql")
     with running(lambda: PgBouncer(postgresql)) as pooler:
         there = make_url(url("postgresql")).set(port=pooler.port)
@@ -530,6 +511,104 @@ def test_an_old_snapshot(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
         connection.invalidate()
 
 
+def test_what_else_keeps_dead_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of PostgreSQL: a transaction of another database that has written, a prepared one, a slot; each with its end."""
+    monkeypatch.setattr(checkup, "OLD_SNAPSHOT", 0.0)
+    monkeypatch.setattr(checkup, "OLD_XMIN", -1)
+    with running(lambda: PostgreSQL(options=("max_prepared_transactions=2", "hot_standby_feedback=on"))) as server:
+        where = make_url(f"postgresql+psycopg://dblock@127.0.0.1:{server.port}/postgres")
+        engine = create_engine(where, isolation_level="AUTOCOMMIT", poolclass=NullPool)
+        metadata.create_all(engine)
+        with engine.connect() as ours:
+            ours.execute(text("CREATE DATABASE other"))
+            with create_engine(where.set(database="other"), poolclass=NullPool).connect() as theirs:
+                theirs.execute(text("SELECT 1"))
+                assert "snapshot" not in findings(where, checkup.snapshots), "a transaction that only reads is no harm"
+                theirs.execute(text("CREATE TABLE written (n integer)"))
+                [found] = findings(where, checkup.snapshots)["snapshot"]
+                assert re.search(r"\(session \d+ in database other\)", found.text), found.text
+                ours.execute(text(found.hint.partition(": ")[2]))
+                theirs.invalidate()
+            lock = db_lock(engine, "k", renew=False)
+            lock.acquire()
+            with create_engine(where, poolclass=NullPool).connect() as twophase:
+                lock.guard(twophase)
+                twophase.execute(text("CREATE TABLE prepared (n integer)"))
+                twophase.execute(text("PREPARE TRANSACTION 'it''s'"))
+            ours.execute(text("UPDATE locks SET expires_at = acquired_at"))
+            [found] = findings(where, checkup.snapshots)["snapshot"]
+            assert "(prepared transaction it's in database postgres)" in found.text
+            [pinned] = findings(where, checkup.holders)["pinned"]
+            assert "prepared transaction" in pinned.hint
+            end = "ROLLBACK PREPARED 'it''s'"
+            assert end in pinned.hint
+            assert found.hint.endswith(f": {end}")
+            ours.execute(text(end))
+            assert set(findings(where, checkup.snapshots, checkup.holders)) <= {"holders"}
+            ours.execute(text("SELECT pg_create_physical_replication_slot('idle')"))
+            assert "snapshot" not in findings(where, checkup.snapshots), "a slot that keeps no row versions"
+        lock.release()
+        engine.dispose()
+
+
+def test_row_level_security(lowly: Callable[..., URL]) -> None:
+    """Which hides rows is named before anything else fails of it."""
+    user = lowly("postgresql", "SELECT", "INSERT", "UPDATE", "DELETE")
+    assert "row-security" not in findings(user, checkup.row_security)
+    run("postgresql", "ALTER TABLE locks ENABLE ROW LEVEL SECURITY")
+    try:
+        [found] = findings(user)["row-security"]
+        assert found.level is Level.WARNING
+        assert "row-security" not in findings("postgresql", checkup.row_security), "not for a superuser"
+        run("postgresql", found.hint.partition(", or")[0])
+        assert "row-security" not in findings(user, checkup.row_security)
+    finally:
+        run("postgresql", "ALTER TABLE locks DISABLE ROW LEVEL SECURITY")
+
+
+@pytest.mark.parametrize("database", INNODB)
+def test_a_binary_log_of_statements(
+    request: pytest.FixtureRequest, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In which many of the lock's statements are unsafe; a server without one is left alone."""
+    ready(request, database)
+    assert "binary-log" not in findings(database, checkup.binary_log)
+    settings = {"log_bin": "ON", "binlog_format": "STATEMENT"}
+    monkeypatch.setattr(Checkup, "variable", lambda _, name: settings[name])
+    [found] = findings(database, checkup.binary_log)["binary-log"]
+    assert (found.level, "owner tokens" in found.text) == (Level.WARNING, True)
+    settings["binlog_format"] = "MIXED"
+    assert "binary-log" not in findings(database, checkup.binary_log)
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_ddl_behind_a_guard(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While an ALTER waits for a guarded transaction, and all else for the ALTER, that is said; the hint ends it."""
+    timed(monkeypatch, retry_budget=4.0 if database == "mysql" else 1.0)  # which waits for a second at least
+    with hung(database, "k") as (_, session):
+        altering = threading.Thread(target=alter, args=(database,))
+        altering.start()
+        waiting = {
+            "postgresql": "SELECT 1 FROM pg_locks WHERE NOT granted AND mode = 'AccessExclusiveLock'",
+        }.get(database, "SELECT 1 FROM information_schema.processlist WHERE state LIKE 'Waiting for table metadata%'")
+        assert until(lambda: run(database, waiting), 10)
+        [locked] = findings(database)["locked"]
+        assert "waits to change a table (ALTER TABLE locks ADD COLUMN" in locked.hint
+        if database == "postgresql":
+            assert f"until session {session} has ended" in locked.hint
+        run(database, locked.hint.rpartition(": ")[2])
+        altering.join(30)
+        assert not altering.is_alive()
+        assert "locked" not in findings(database, checkup.reachable, checkup.tables)
+
+
+def alter(database: str) -> None:
+    """Wait to change the table, until somebody ends that."""
+    with pytest.raises(DBAPIError):
+        run(database, "ALTER TABLE locks ADD COLUMN another integer")
+
+
 def test_what_cannot_be_looked_at_is_told(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And keeps no other check from looking."""
     monkeypatch.setattr(Checkup, "variable", lambda self, _: self.value("SELECT nothing FROM nowhere"))
@@ -588,3 +667,16 @@ def test_the_app_that_a_project_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (nothing.level, "nothing_of_that_name" in nothing.text) == (Level.WARNING, True)
     monkeypatch.delitem(sys.modules, "celery")
     assert list(tasks(None)) == []
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("database", SERVERS)
+def test_how_many_sessions_there_are(request: pytest.FixtureRequest, database: str) -> None:
+    """By what they are for; where the server keeps no names of them, nothing is said."""
+    ready(request, database)
+    shown = database == "postgresql" or run(database, "SELECT @@performance_schema") == [(1,)]
+    found = findings(database, checkup.sessions)
+    assert list(found) == ["sessions"] * shown
+    for each in found.values():
+        assert each[0].level is Level.OK
+        assert re.search(r"[1-9]\d* named 'dblock: locks'", each[0].text)

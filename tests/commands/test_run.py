@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.support.lab import LONG, ROOT, until
 
 
 def free(shell: Shell, key: str = "k") -> bool:
-    """Does nobody hold the key?"""
+    """Whether nobody holds the key."""
     return shell.run("SELECT owner FROM locks WHERE lock_key = :k", k=key) in ([(None,)], [])
 
 
@@ -299,6 +300,151 @@ def test_who_was_killed_before_it_could_tell_of_its_command(shared: bool) -> Non
     _ = others.wait()
 
 
+as_root = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("setpriv") is None,
+    reason="only root can start processes of two users: needs setpriv(1)",
+)
+_MAY = "dac_override,+setuid"
+NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", f"--inh-caps=-all,+{_MAY}"]
+NOBODY += [f"--ambient-caps=+{_MAY}"]  # reads the tree and becomes another user, as sudo does; without CAP_KILL
+OTHER = "setpriv --reuid=54321"
+
+
+def _said(process: subprocess.Popen[str], text: str) -> str:
+    """The lines of its standard error up to the one that has this text."""
+    assert process.stderr is not None
+    seen = ""
+    while text not in seen:
+        line = process.stderr.readline()
+        assert line, seen
+        seen += line
+    return seen
+
+
+@as_root
+@pytest.mark.parametrize(
+    "command", [f"exec {OTHER}", f"exec {OTHER} timeout 60"], ids=["its group", "a group of its own"]
+)
+def test_a_command_of_another_user_cannot_be_ended(one: Shell, command: str) -> None:
+    """`run` says so at once, waits for its end, says it again, and exits with a status of its own."""
+    script = f"{command} sh -c 'trap \"\" TERM; echo $$; sed 1q'"
+    process = one.start("run", "--kill-after", "0.5", "--ttl", "2", "k", "--", "sh", "-c", script, through=NOBODY)
+    assert process.stdout is not None
+    pid = process.stdout.readline().strip()
+    assert one("release", "--yes", "k").returncode == 0
+    said = _said(process, "cannot be ended")
+    assert "'k' is lost (freed)" in said
+    named = said.rpartition("cannot be ended: ")[2].partition(";")[0].split(", ")
+    assert pid in named
+    with one.lock("k", timeout=10):
+        time.sleep(1.0)  # KILL is refused as well
+        assert _lives(pid)
+    out, err = process.communicate("hello\n", timeout=20)
+    assert (process.returncode, out) == (77, "hello\n")
+    assert "another user's processes could not be ended" in err
+    assert "was ended" not in err
+    assert "still run" not in err, "it has ended by itself"
+
+
+@as_root
+@pytest.mark.parametrize("deaf", [False, True])
+def test_what_the_command_has_started_as_another_user(one: Shell, deaf: bool) -> None:
+    """The command is ended, by KILL if need be; what stays behind is named, and the status says so."""
+    wait = "trap true TERM; while :; do wait; done" if deaf else "wait"
+    script = f"{OTHER} sh -c 'echo $$; exec sleep 60 >/dev/null 2>&1 <&1' & {wait}"
+    process = one.start("run", "--kill-after", "0.5", "--ttl", "2", "k", "--", "sh", "-c", script, through=NOBODY)
+    assert process.stdout is not None
+    pid = process.stdout.readline().strip()
+    try:
+        assert one("release", "--yes", "k").returncode == 0
+        _, err = process.communicate(timeout=20)
+        assert process.returncode == 77
+        assert f"cannot be ended: {pid};" in err
+        assert err.rstrip().endswith(f"could not be ended, and still run: {pid}")
+        assert _lives(pid)
+    finally:
+        os.kill(int(pid), signal.SIGKILL)
+
+
+@as_root
+@pytest.mark.parametrize("command", [f"exec {OTHER}", OTHER], ids=["itself", "its child"])
+def test_the_watcher_says_that_it_cannot_end_another_user(one: Shell, command: str) -> None:
+    """When `run` was killed: at once, and again after KILL."""
+    script = f"{command} sh -c 'echo $$; exec sleep 60 >/dev/null 2>&1 <&1'; true"
+    process = one.start("run", "--kill-after", "0.5", "k", "--", "sh", "-c", script, through=NOBODY)
+    assert process.stdout is not None
+    pid = process.stdout.readline().strip()
+    try:
+        process.kill()
+        _, err = process.communicate(timeout=20)
+        assert f"dblock: run was killed; processes of another user cannot be ended: {pid}\n" in err
+        assert f"were not ended and still run: {pid}\n" in err
+        assert _lives(pid)
+    finally:
+        os.kill(int(pid), signal.SIGKILL)
+    one.run("UPDATE locks SET expires_at = acquired_at")
+
+
+@as_root
+def test_signals_for_another_user_are_not_passed_on(one: Shell) -> None:
+    """`run` says so once; and does not stop while the command cannot be stopped, which would end the lease."""
+    script = f"exec {OTHER} sh -c 'echo $$; sed 1q'"
+    process = one.start("run", "k", "--", "sh", "-c", script, through=NOBODY)
+    assert process.stdout is not None
+    _ = process.stdout.readline()
+    process.send_signal(signal.SIGTSTP)
+    assert "SIGTSTP cannot be passed on" in _said(process, "passed on")
+    process.send_signal(signal.SIGTERM)
+    assert _state(str(process.pid)) in "SR"
+    out, err = process.communicate("hello\n", timeout=20)
+    assert (process.returncode, out) == (0, "hello\n")
+    assert "passed on" not in err
+    assert free(one)
+
+
+@as_root
+def test_at_a_terminal_another_user_is_told_by_the_terminal_alone(one: Shell) -> None:
+    """Ctrl-C reaches the command there, which is in the same group; `run` cannot end it, and says so."""
+    waits = 'sh -c "echo ready; exec sed 1q"'  # a child: the shell runs its trap when that has ended
+    script = f"exec {OTHER} sh -c 'trap \"echo interrupted\" INT; {waits}; sed 1q'"
+    pid, master = _at_a_terminal(one, "sh", "-c", script, through=NOBODY)
+    _ = _until(master, b"ready")
+    os.write(master, b"\x03")
+    _ = _until(master, b"interrupted")
+    assert one("release", "--yes", "k").returncode == 0
+    seen = _until(master, b"cannot be ended")
+    os.write(master, b"hello\n")
+    _, status = os.waitpid(pid, 0)
+    seen += _rest(master)
+    assert os.waitstatus_to_exitcode(status) == 77, seen
+    assert b"could not be ended" in seen
+    assert b"passed on" not in seen
+
+
+@as_root
+def test_who_is_out_of_reach() -> None:
+    """Processes of other users that run, by themselves or in a group; not one's own, nor one that has ended."""
+    code = f"""
+import os, subprocess, time
+from dblock.commands.watcher import out_of_reach
+mine = subprocess.Popen(["sleep", "60"])
+other = subprocess.Popen([*{OTHER.split()}, "sh", "-c", "echo; read line"], process_group=0, stdin=-1, stdout=-1)
+other.stdout.readline()
+print([out_of_reach([mine.pid], set()) == [], out_of_reach([mine.pid, other.pid], set()) == [other.pid]])
+print(out_of_reach([], {{other.pid, os.getpgrp()}}) == [other.pid])
+other.stdin.close()
+os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+print(out_of_reach([other.pid], {{other.pid}}) == [])
+other.wait()
+print(out_of_reach([other.pid], {{other.pid}}) == [])
+mine.kill()
+"""
+    done = subprocess.run(
+        ["setsid", *NOBODY, sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[True, True]\nTrue\nTrue\nTrue\n"
+
+
 def test_a_stopped_command_hears_that_it_is_to_end(one: Shell) -> None:
     """As one does that wants to read from a terminal which is not its own."""
     process = one.start("run", "k", "--", "sh", "-c", "echo $$; exec sleep 60")
@@ -439,14 +585,14 @@ def test_at_a_terminal_the_command_alone_is_ended(one: Shell) -> None:
     one.run("UPDATE locks SET expires_at = acquired_at")
 
 
-def _at_a_terminal(one: Shell, *command: str) -> tuple[int, int]:
+def _at_a_terminal(one: Shell, *command: str, through: Sequence[str] = ()) -> tuple[int, int]:
     """Run it in the foreground of one; the process, and the other end."""
     environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
     pid, master = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
-        argv = one.argv("run", "k", "--", *command)
-        os.execve(argv[0], argv, environment)
+        argv = [*through, *one.argv("run", "k", "--", *command)]
+        os.execvpe(argv[0], argv, environment)
     return pid, master
 
 

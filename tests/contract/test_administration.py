@@ -43,7 +43,7 @@ def beside(subject: Subject) -> Subject:
 
 
 class Desk:
-    """Whoever looks after the locks of a subject's database."""
+    """The administrator of the locks of a subject's database."""
 
     def __init__(self, subject: Subject) -> None:
         self.store: Any = beside(subject).lock("k")._store()
@@ -97,7 +97,7 @@ def test_its_holder_has_lost_it_and_is_told_by_whom_and_why(subject: Subject, ac
 def test_the_next_waiter_is_served(
     subject: Subject, actors: Actors, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once, by being called, though the holder's lease would last on. That one learns who did it, and who has it."""
+    """At once, by a notification, though the lease would last on. The holder learns who did it, and who has the key."""
     holder, heir = actors(2)
     timed(monkeypatch, **SELDOM)
     lock, later = subject.lock("k", ttl=15), subject.lock("k", timeout=30)
@@ -183,7 +183,7 @@ def test_an_answer_that_is_lost_is_looked_up(subject: Subject, desk: Desk, monke
         monkeypatch.undo()
 
 
-def test_whoever_observes_is_told(subject: Subject, desk: Desk) -> None:
+def test_observers_are_told(subject: Subject, desk: Desk) -> None:
     """What was done, by whom and why; nothing of what was not."""
     told: list[Event] = []
     stop = observe(told.append, Kind.FORCED)
@@ -250,7 +250,7 @@ def test_without_a_callback_check_tells_it_after_the_next_renewal(subject: Subje
 
 @few
 def test_only_a_tenure_that_lives_is_asked(subject: Subject, desk: Desk) -> None:
-    """And one that ended without having answered was not ended by who had asked."""
+    """And a tenure that ended before its holder answered was not ended by the administrator that had asked."""
     lock = subject.lock("k", ttl=0.3, renew=False)
     with pytest.raises(LockLost, match="the lease ended, and it was taken over by") as caught, lock:
         assert not desk.revoke("k", lock.fence - 1)
@@ -276,7 +276,7 @@ def test_on_revoke_needs_renewals(subject: Subject) -> None:
 
 @few
 def test_all_keys_are_seen_a_page_at_a_time(subject: Subject, desk: Desk) -> None:
-    """In the order of their code points; whoever is in `min_hold` counts as holding; no owner token is shown."""
+    """In the order of their code points; a tenure in `min_hold` counts as held; no owner token is shown."""
     keys = ["a", "b", "c", "Z", "é", "😀", "'; --"]
     for key in keys:
         with subject.lock(key):

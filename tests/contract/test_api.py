@@ -6,13 +6,14 @@ import asyncio
 import logging
 import time
 import traceback
+import warnings
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 
-from dblock.core.errors import InvalidKey, LockLost, LockTimeout, Reason
+from dblock.core.errors import InvalidKey, LockLost, LockNotAcquiredWarning, LockTimeout, Reason
 from tests.conftest import ALIASES
 from tests.contract.test_lease import FREE, STEAL, attach, until
 from tests.support.lab import some
@@ -274,7 +275,7 @@ def test_who_freed_it(subject: Subject, actor: Actor, caplog: pytest.LogCaptureF
 @pytest.mark.parametrize("subject", LOOPS, ids=str, indirect=True)
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_blocked_loop_is_named(subject: Subject, actor: Actor, taken: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """In the log, in the reason that callbacks hear, and in what the block raises, whoever has the key by then."""
+    """In the log, in the reason that callbacks hear, and in what the block raises, even if somebody took the key."""
     heard: list[Any] = []
     lock = subject.lock("k", ttl=0.6, on_lost=lambda _, reason: heard.append(reason))
 
@@ -309,3 +310,34 @@ def test_a_busy_loop_is_not_blamed(subject: Subject, actor: Actor) -> None:
             actor.call(lock, "release")
         assert caught.value.reason is Reason.EXPIRED
         assert "blocked" not in "".join(traceback.format_exception(caught.value))
+
+
+# -- an answer that is thrown away
+
+
+@some
+def test_an_ignored_answer(subject: Subject, actor: Actor, other: Actor) -> None:
+    """A statement that ignores the False of `acquire()` is warned of, once for its place; others are not."""
+    held, lock = subject.lock("k"), subject.lock("k", timeout=0)
+    actor.call(held, "acquire")
+    begin, wait = ("async ", "await ") if subject.face == "async" else ("", "")
+    acquire = f"{wait}lock.{subject.method('acquire')}()"
+    code = f"""
+{begin}def ignores():
+    for _ in range(2):
+        {acquire}
+    return {acquire}
+"""
+    space: dict[str, Any] = {"lock": lock}
+    exec(compile(code, "users.py", "exec"), space)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default", LockNotAcquiredWarning)
+        assert other.do(space["ignores"]) is False
+    said = [(each.filename, each.lineno) for each in caught if each.category is LockNotAcquiredWarning]
+    assert said == [("users.py", 4)]
+    actor.call(held, "release")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert other.do(space["ignores"]) is True  # which may be ignored
+    for _ in range(3):
+        other.call(lock, "release")

@@ -77,7 +77,7 @@ async def of_a_generator(lock: Any) -> None:
 
 @pytest.mark.parametrize("how", ["block", "twice", "by hand", "generator"])
 @pytest.mark.parametrize("option", [{}, {"min_hold": 0.02}])
-def test_whoever_holds_gives_back(subject: Subject, actor: Actor, how: str, option: dict[str, Any]) -> None:
+def test_a_cancelled_holder_releases(subject: Subject, actor: Actor, how: str, option: dict[str, Any]) -> None:
     """At once, and not with the lease."""
     for number in range(3):
         lock = subject.lock(f"k{number}", ttl=60, **option)
@@ -88,7 +88,7 @@ def test_whoever_holds_gives_back(subject: Subject, actor: Actor, how: str, opti
         assert actor.get(lock, "state") is None
 
 
-def test_whoever_is_attached_leaves(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_cancelled_bearer_leaves(subject: Subject, actor: Actor, other: Actor) -> None:
     """Its entry alone: the count is lowered once."""
     lock = subject.lock("k", ttl=60)
     actor.call(lock, "acquire")
@@ -111,7 +111,7 @@ def test_whoever_is_attached_leaves(subject: Subject, actor: Actor, other: Actor
     assert subject.row("k")["owner"] is None
 
 
-def test_whoever_waits_leaves_the_queue(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_cancelled_waiter_leaves_the_queue(subject: Subject, actor: Actor, other: Actor) -> None:
     """So that a key that is given back is free for the next one at once."""
     lock = subject.lock("k", ttl=60, timeout=60)
     actor.call(lock, "acquire")
@@ -179,7 +179,7 @@ def test_a_silent_server_keeps_nobody_who_enters_again(
     assert actor.do(main) < 1.6
 
 
-def test_whoever_takes_leaves_nothing(subject: Subject, actor: Actor) -> None:
+def test_a_cancelled_take_leaves_nothing(subject: Subject, actor: Actor) -> None:
     """At whatever step of the loop the cancellations begin."""
     lock = subject.lock("k", ttl=60, timeout=60)
     actor.within(lock)
@@ -197,10 +197,10 @@ def test_whoever_takes_leaves_nothing(subject: Subject, actor: Actor) -> None:
         assert subject.row("k")["owner"] is None, delay
 
 
-def test_whoever_hands_over_calls_the_next(
+def test_a_cancelled_releaser_notifies_the_next(
     subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At whatever step of the loop the cancellation comes; nobody looks."""
+    """At whatever step of the loop the cancellation comes; nobody polls."""
     timed(monkeypatch, **SELDOM)
     lock, heir = subject.lock("k", ttl=60), twin(subject).lock("k", ttl=60, timeout=60)
     acquire, release = subject.method("acquire"), subject.method("release")

@@ -14,6 +14,7 @@ import dblock
 import sqlalchemy_dblock
 from dblock import Event, Kind, LockLost, LockTimeout, Reason, observe
 from dblock.core import runtime
+from dblock.core.deliveries import deliveries
 from dblock.core.errors import StoreConflict
 from dblock.core.face.executor import BaseStore
 from dblock.core.holding.observers import Observers
@@ -81,7 +82,7 @@ def test_a_lock_that_nobody_contends(subject: Subject, actor: Actor, told: list[
 
 
 def test_who_waits(subject: Subject, actor: Actor, other: Actor, told: list[Event]) -> None:
-    """Is told to be contended once, when it begins to wait, and how it got the key in the end; and how it did not."""
+    """One event says that the key is contended, when the wait begins, and one how the wait ended, either way."""
     lock = subject.lock("k", timeout=20, label="mine")
     assert actor.call(lock, "acquire")
     waiting = other.start(getattr(subject.lock("k", timeout=20), subject.method("acquire")))
@@ -120,7 +121,7 @@ def test_inside_a_process_the_key_is_handed_over(
 ) -> None:
     """To a flow that is seen to wait for it here, where flows wait together."""
     if subject.variant == "django" and subject.database == "sqlite":
-        pytest.skip("whoever polls there may be faster")
+        pytest.skip("a waiter that polls there may be faster")
     for _ in range(20):
         told.clear()
         lock = subject.lock("k", timeout=20)
@@ -206,7 +207,7 @@ def test_renewals_and_reaping(subject: Subject, actor: Actor, told: list[Event])
 
 
 def test_release_all(subject: Subject, actor: Actor, told: list[Event]) -> None:
-    """Whoever still works under a lock has lost it, and is told to."""
+    """A flow that still works under a lock has lost it, and is told so."""
     assert actor.call(subject.lock("k"), "acquire")
     if subject.variant == "sqlalchemy":
         actor.do(lambda: sqlalchemy_dblock.release_all(subject.engine))
@@ -283,7 +284,7 @@ def test_a_wait_that_is_broken_off(subject: Subject, actor: Actor, other: Actor,
 
 
 def test_it_is_for_functions_and_kinds() -> None:
-    """A mistake is told at once; who ends twice ends nobody else's; one that hears of little hears of that alone."""
+    """A mistake is told at once; ending twice ends no other one; a callback for one kind is told of that alone."""
     with pytest.raises(TypeError, match="none"):
         observe("me")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="told"):
@@ -313,12 +314,11 @@ def test_events_of_the_watchdog_come_in_order_in_one_thread() -> None:
     for number in range(500):
         observers.tell_later(Kind.RENEWED, store, {}, amount=number)
         observers.tell_later(Kind.LOST, store, {})
-    assert sum(thread.name == "dblock observers" for thread in threading.enumerate()) == 1
+    assert sum(thread.name == "dblock deliveries" for thread in threading.enumerate()) == 1
     go.set()
     assert until(lambda: len(seen) == 500, 20)
-    assert seen == [(number, "dblock observers") for number in range(500)]
-    assert until(lambda: observers._thread is None, 5)
-    assert observers._pending.maxlen
+    assert seen == [(number, "dblock deliveries") for number in range(500)]
+    assert deliveries.flush(5)
 
 
 def test_one_face_hears_of_the_other(subject: Subject, actor: Actor) -> None:
@@ -358,7 +358,7 @@ def test_what_is_lost_is_not_left(
 
     def lose(self: BaseStore, step: Execute) -> Any:
         if step.statement.name == "release":
-            assert runtime.current.watchdog.ends(hold)
+            assert runtime.current.watchdog.claim_loss_report(hold)
         return execute(self, step)
 
     monkeypatch.setattr(BaseStore, "execute", lose)

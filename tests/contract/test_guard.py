@@ -189,12 +189,12 @@ class Rival:
 
     def __init__(self, database: str) -> None:
         self.database = database
-        # So that whoever hangs fails.
+        # So that a test that hangs fails.
         args = {"init_command": "SET SESSION innodb_lock_wait_timeout = 1"} if database in INNODB else {}
         self.engine = create_engine(url(database), connect_args=args)
 
     def gets_in(self, key: str = "k") -> bool:
-        """Does a try without waiting succeed? Gives it back at once. On SQLite a writer may find no room at all."""
+        """Whether a try without waiting succeeds; it is given back at once. On SQLite a writer may find no room."""
         lock = sqlalchemy_lock(self.engine, key)
         for _ in range(5):  # a machine that is busy may make one of them slow
             start = time.monotonic()
@@ -209,7 +209,7 @@ class Rival:
                 lock.release()
             if quick or self.database == "sqlite":
                 return acquired
-        pytest.fail("whoever tries is kept waiting")
+        pytest.fail("a try is kept waiting")
 
 
 @pytest.fixture
@@ -312,12 +312,12 @@ def test_a_lease_that_runs_out_under_guard(
 ) -> None:
     """By itself, unrenewed: others come in when the transaction has ended, not before."""
     holder = client(kind)
-    lock = holder.lock(ttl=0.3, renew=False)
+    lock = holder.lock(ttl=1.0, renew=False)
     holder.call(lock, "acquire")
     holder.begin()
     holder.guard(lock)
     holder.write()
-    time.sleep(0.4)
+    time.sleep(1.1)
     assert holder.actor.get(lock, "state") == "lost"
     assert not rival.gets_in()
     with pytest.raises(LockTimeout) as caught, sqlalchemy_lock(rival.engine, "k", timeout=0.1):
@@ -484,7 +484,7 @@ STRICT = [
 
 
 def sees_the_past(database: str, level: str) -> bool:
-    """Does a transaction that has read go on to read as of then, without an error?"""
+    """Whether a transaction that has read goes on to read as of then, without an error."""
     if database in INNODB:  # where SERIALIZABLE locks what it reads
         return level == "REPEATABLE READ"
     return level in {"REPEATABLE READ", "SERIALIZABLE", "DEFERRED"}
@@ -686,7 +686,7 @@ def test_a_galera_cluster_is_told_of_once(
     schema = make_url(url("mariadb")).database
     assert [tuple(row) for row in asked[0]] == [(schema, 0)]
     assert [record.getMessage() for record in caplog.records if "one node" in record.getMessage()] == [
-        "this is a Galera cluster, and guard() holds on one node only: let one node take all guarded writes"
+        "guard() holds on one node of a Galera cluster only: send all guarded writes to one node"
     ] * galera
 
 

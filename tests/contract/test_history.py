@@ -119,7 +119,7 @@ def test_what_became_of_a_lock(
 
 @few
 def test_what_went_wrong_with_it(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss and a forced release, by whom and why; who had it is told by the flow that had."""
+    """A loss and a forced release, by whom and why; the flow that had it tells who that was."""
     lost = subject.lock("k", ttl=3)
     actor.call(lost, "acquire")
     expire(subject)
@@ -135,7 +135,7 @@ def test_what_went_wrong_with_it(subject: Subject, actor: Actor, monkeypatch: py
 
 
 def test_a_tenure_has_ended_before_the_next_began() -> None:
-    """Whoever has told of it first, and where the clock shows no difference."""
+    """Whichever flow has told of it first, and where the clock shows no difference."""
 
     def row(kind: str, fence: int, ago: float, pid: int, key: str = "k") -> tuple[Any, ...]:
         return (key, kind, fence, ago, 0.0, "", "", "host", pid, "thread", "program", "")
@@ -239,7 +239,7 @@ def test_it_keeps_no_lock_from_working(
     with monkeypatch.context() as patched:
         patched.setattr(history, "ask", refuse)
         actor.within(subject.lock("k"))
-        assert until(lambda: "could not write down what happened to locks: no such table" in caplog.text, 10)
+        assert until(lambda: "could not write the history of locks: no such table" in caplog.text, 10)
         assert until(lambda: not runtime.current.watchdog._to_write, 10)
     actor.within(subject.lock("k"))
     assert len(written(subject, 2)) == 2

@@ -18,7 +18,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("one", "two"), PAIRS, ids=str)
 def test_two_variants_exclude_each_other(one: Subject, two: Subject, request: pytest.FixtureRequest) -> None:
-    """Whoever is first; and fences go on increasing from one to the other."""
+    """Whichever is first; and fences go on increasing from one to the other."""
     ready(request, one.database)
     first, second = Actor(one), Actor(two)
     fences = []

@@ -14,10 +14,14 @@ from typing import Any
 
 import pytest
 
+from dblock import Kind, observe
+from dblock.core import deliveries as deliveries_module
 from dblock.core.errors import InvalidToken, LockLost, LockNotHeld, LockTimeout, Reason, StoreConflict
+from dblock.core.face.entering import adopt
+from dblock.core.log import log, warn
 from dblock.core.protocol.steps import Execute, Rows, execute
 from dblock.core.runtime import current_flow
-from dblock.core.tokens import Token, token_text
+from dblock.core.tokens import Token, token_text, valid_token
 from tests.support.lab import some
 from tests.support.subjects import MATRIX, Actor, Subject, Twin, twin
 
@@ -325,6 +329,42 @@ def test_lost_stays_lost_when_the_key_is_taken_again(subject: Subject, actor: Ac
 
 
 @some
+def test_application_code_that_blocks_costs_no_lease(
+    subject: Subject, actor: Actor, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log handler that blocks delays callbacks and observers of locks, but neither renewals nor their signals."""
+    monkeypatch.setattr(deliveries_module, "PATIENCE", 60.0)
+    go, ran = threading.Event(), list[str]()
+
+    def run(name: str, *_: object) -> None:
+        ran.append(name)
+        go.wait(30)
+
+    handler = logging.Handler()
+    handler.emit = partial(run, "handler")  # type: ignore[method-assign]
+    log.addHandler(handler)
+    request.addfinalizer(lambda: log.removeHandler(handler))
+    request.addfinalizer(go.set)
+    request.addfinalizer(observe(partial(run, "observer"), Kind.LOST))
+    kept = subject.lock("kept", ttl=1.5)
+    actor.call(kept, "acquire")
+    lock = subject.lock("k", ttl=0.1, renew=False, on_lost=partial(run, "callback"))
+    actor.call(lock, "acquire")
+    until(lambda: ran)
+    actor.do(partial(warn, "said in the flow, which may be a task of the event loop"))
+    time.sleep(1.8)
+    assert actor.get(kept, "state") == "held"
+    assert actor.call(kept, "verify") is True
+    actor.call(kept, "release")
+    with pytest.raises(LockLost):
+        actor.call(lock, "release")
+    assert ran == ["handler"]
+    go.set()
+    assert deliveries_module.deliveries.flush(20)
+    assert [name for name in ran if name != "handler"] == ["callback", "observer"]
+
+
+@some
 def test_a_failing_callback_is_logged(subject: Subject, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
     """And does no harm to other leases."""
 
@@ -369,7 +409,7 @@ def test_grace_keeps_the_key_closed_after_an_expiry(subject: Subject, actor: Act
 
 
 def test_a_release_that_comes_too_late_leaves_the_grace(subject: Subject, actor: Actor, other: Actor) -> None:
-    """Whoever talks to a system without fences may still be at it: the key stays closed."""
+    """A holder that talks to a system without fences may still be at it: the key stays closed."""
     lock, rival = subject.lock("k", ttl=0.2, renew=False, grace=30), subject.lock("k")
     actor.call(lock, "acquire")
     until(lambda: actor.get(lock, "state") == "lost")
@@ -529,6 +569,29 @@ def test_a_token_outlives_the_blocks_around_it(subject: Subject, actor: Actor, o
         assert subject.row("k")["owner"] is None
 
 
+def test_the_row_knows_which_tokens_were_used(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Whatever names for people their bearers have: all threads of a pool have one, and all containers pid 1."""
+    outer, inner = subject.lock("k", ttl=30), subject.lock("k", ttl=30)
+    who = actor.do(lambda: current_flow().who)
+    other.do(lambda: current_flow().who.update(who))
+    actor.call(outer, "acquire")
+    actor.call(inner, "acquire")
+    first = actor.call(inner, "detach")
+    other.call(other.do(partial(attach, subject, first)), "release")
+    actor.call(inner, "acquire")
+    second = actor.call(inner, "detach")
+    actor.call(outer, "release")
+    assert subject.row("k")["owner"] is not None, "the second is out"
+    other.call(other.do(partial(attach, subject, second)), "release")
+    assert subject.row("k")["owner"] is None, "both were used"
+    actor.call(outer, "acquire")
+    actor.call(inner, "acquire")
+    taken = other.do(partial(attach, subject, actor.call(inner, "detach")))
+    other.call(taken, "release")
+    actor.call(outer, "release")
+    assert subject.row("k")["owner"] is None, "closed for nobody"
+
+
 def test_a_tenure_can_be_shared(subject: Subject, actor: Actor, other: Actor) -> None:
     """While one entry is handed over and another kept, both count, and the key is free after both."""
     for first_out in (0, 1):
@@ -550,7 +613,7 @@ def test_a_tenure_can_be_shared(subject: Subject, actor: Actor, other: Actor) ->
         other.call(rival, "release")
 
 
-def test_a_bearer_is_counted_by_whoever_hands_over(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_bearer_is_counted_when_an_entry_is_handed_over(subject: Subject, actor: Actor, other: Actor) -> None:
     """A flow that takes itself for the only one sets no count once the row shows that somebody else has attached."""
     lock = subject.lock("k", ttl=30)
     for entered in (1, 2):
@@ -560,12 +623,13 @@ def test_a_bearer_is_counted_by_whoever_hands_over(subject: Subject, actor: Acto
         bearers = [other.do(partial(attach, subject, token_text(Token(hold.tenure, 30, 0, 0)))) for _ in range(2)]
         assert hold.shared_entries is None
         assert subject.row("k")["count"] == entered + 2
-        _ = actor.call(lock, "detach")
+        token = actor.call(lock, "detach")
         assert subject.row("k")["count"] == entered + 1
         for bearer in bearers:
             other.call(bearer, "release")
         for _ in range(entered - 1):
             actor.call(lock, "release")
+        other.call(other.do(partial(attach, subject, token)), "release")
         assert subject.row("k")["owner"] is None
 
 
@@ -575,7 +639,7 @@ def test_a_hand_over_that_arrives_late_takes_no_entry_away(subject: Subject, act
     actor.call(lock, "acquire")
     actor.call(lock, "acquire")
     tenure = actor.do(lambda: current_flow().holds[lock._store(), "k"].tenure)
-    late: dict[str, Any] = {**actor.do(lambda: current_flow().who), **tenure._asdict(), "life": 30.0, "count": 2}
+    late: dict[str, Any] = {**tenure._asdict(), "life": 30.0, "count": 2, "bearers": 0}
     token = actor.call(lock, "detach")
     taken = other.do(partial(attach, subject, token))
     drive = lock._drive if subject.face == "sync" else lock._adrive
@@ -583,6 +647,39 @@ def test_a_hand_over_that_arrives_late_takes_no_entry_away(subject: Subject, act
     assert subject.row("k")["count"] == 2
     actor.call(lock, "release")
     other.call(taken, "release")
+    assert subject.row("k")["owner"] is None
+
+
+def test_one_that_attaches_beside_a_bearer_is_counted(subject: Subject, actor: Actor, other: Actor) -> None:
+    """The one has adopted the tenure (as a Celery worker does), the other attached by the same token."""
+    lock, adopted, rival = subject.lock("k", ttl=30), subject.lock("k", ttl=30), subject.lock("k")
+    actor.call(lock, "acquire")
+    text = actor.call(lock, "detach")
+    drive = adopted._drive if subject.face == "sync" else adopted._adrive
+    assert actor.do(lambda: drive(adopt(adopted, valid_token(text))))
+    attached = other.do(partial(attach, subject, text))
+    actor.call(adopted, "release")
+    assert other.call(attached, "verify")
+    assert actor.call(rival, "acquire", blocking=False) is False
+    other.call(attached, "release")
+    assert subject.row("k")["owner"] is None
+
+
+def test_each_token_of_a_bearer_is_counted(subject: Subject, actor: Actor, other: Actor) -> None:
+    """A flow that has adopted the tenure hands over two of its entries: the key stays closed until both are used."""
+    lock, adopted, rival = subject.lock("k", ttl=30), subject.lock("k", ttl=30), subject.lock("k")
+    actor.call(lock, "acquire")
+    text = actor.call(lock, "detach")
+    drive = adopted._drive if subject.face == "sync" else adopted._adrive
+    assert actor.do(lambda: drive(adopt(adopted, valid_token(text))))
+    actor.call(adopted, "acquire")
+    actor.call(adopted, "acquire")
+    tokens = [actor.call(adopted, "detach") for _ in range(2)]
+    assert subject.run("SELECT tokens FROM locks") == [(2,)]
+    actor.call(adopted, "release")
+    for token in tokens:
+        assert actor.call(rival, "acquire", blocking=False) is False
+        other.call(other.do(partial(attach, subject, token)), "release")
     assert subject.row("k")["owner"] is None
 
 
@@ -658,18 +755,21 @@ def test_what_is_no_token_is_refused(subject: Subject, actor: Actor, other: Acto
     sequencer = actor.get(lock, "sequencer")
     token = actor.call(lock, "detach")
     prefix, packed = token.split(".")
-    key, owner, fence, ttl, grace, min_hold = json.loads(base64.urlsafe_b64decode(packed + "=" * (-len(packed) % 4)))
+    values = json.loads(base64.urlsafe_b64decode(packed + "=" * (-len(packed) % 4)))
+    key, owner, fence, ttl, grace, min_hold, counted = values
 
-    def made(*values: Any) -> str:
-        return f"{prefix}.{base64.urlsafe_b64encode(json.dumps(list(values)).encode()).decode().rstrip('=')}"
+    def made(*values: Any, counted: Any = (counted,)) -> str:
+        text = json.dumps([*values, *counted])
+        return f"{prefix}.{base64.urlsafe_b64encode(text.encode()).decode().rstrip('=')}"
 
-    assert made(key, owner, fence, ttl, grace, min_hold) == token
+    assert made(*values[:-1]) == token
     before = subject.row("k")
     malformed: list[Any] = [
         *("", "x", prefix, f"{prefix}.", f"{prefix}.!", f"{prefix}.{'A' * 5}", f"{prefix}.e30", packed, token[:-9]),
         *(f" {token}", token + "A" * 4, token.upper(), sequencer, "☂", "\0", "[" * 100_000),
         *(None, 0, 1.5, True, token.encode(), [token], object()),
-        *(made(), made(key), made(key, owner, fence, ttl, grace), made(key, owner, fence, ttl, grace, min_hold, 0)),
+        *(made(), made(key), made(key, owner, fence, ttl, grace), made(*values)),
+        *(made(*values[:-1], counted=odd) for odd in list[Any](([], [2], [-1], [None], ["1"], [[]], [{}]))),
         *(made("", owner, fence, ttl, grace, min_hold), made("a\0", owner, fence, ttl, grace, min_hold)),
         *(made(odd, owner, fence, ttl, grace, min_hold) for odd in list[Any]((None, 1, "x" * 256, "\ud800", ["k"]))),
         *(made(key, odd, fence, ttl, grace, min_hold) for odd in list[Any]((None, "", 1, "x" * 65, "é", [owner], {}))),

@@ -118,7 +118,7 @@ def test_others_have_their_turn(
 
 
 @pytest.mark.usefixtures("hopeful")
-def test_whoever_gives_up_is_passed_over(subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
+def test_one_that_gives_up_is_passed_over(subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
     """The first of a local queue runs out of time, and the one behind it is handed the key."""
     holder = subject.lock("k")
     actor.call(holder, "acquire")
@@ -136,7 +136,7 @@ def test_whoever_gives_up_is_passed_over(subject: Subject, actor: Actor, actors:
 @some
 @pytest.mark.usefixtures("hopeful")
 def test_what_cannot_be_handed_on_is_asked_for(subject: Subject, actor: Actor, other: Actor) -> None:
-    """A lock with min_hold goes back to the database, and whoever waits gets it from there as soon as it may."""
+    """A lock with min_hold goes back to the database, and waiters get it from there as soon as they may."""
     holder = subject.lock("k", min_hold=1.0)
     actor.call(holder, "acquire")
     lock, waiting = start(subject, other)
@@ -146,7 +146,7 @@ def test_what_cannot_be_handed_on_is_asked_for(subject: Subject, actor: Actor, o
 
 
 @some
-def test_whoever_gives_up_names_the_holder_of_that_moment(
+def test_a_waiter_that_gives_up_names_the_holder_of_that_moment(
     subject: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever way the key went on inside the process, and not whom the first of them saw."""

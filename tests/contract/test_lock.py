@@ -15,6 +15,7 @@ import pytest
 from dblock.core.errors import InvalidKey, LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout
 from dblock.core.values import TTL_MIN
 from tests.conftest import INNODB
+from tests.support.lab import SOME
 from tests.support.subjects import Actor, Subject
 
 
@@ -615,3 +616,34 @@ def test_a_missing_index_is_named(subject: Subject, actor: Actor) -> None:
 def _moment(value: Any) -> datetime:
     moment = datetime.fromisoformat(value) if isinstance(value, str) else value
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+BUSY = 0.6
+"""Seconds that a connection takes on a busy machine."""
+
+
+@pytest.mark.exact
+@pytest.mark.direct
+@pytest.mark.parametrize("subject", [each for each in SOME if each.database != "sqlite"], indirect=True, ids=str)
+def test_a_first_try_on_a_busy_machine(
+    subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A try that has to open the first connection of its process has an answer, also if others have the key."""
+    lock = subject.lock("k")
+    store = lock._store()
+    open_at_once = store._source.open
+
+    def first(actor: Actor) -> bool:
+        store.database.latency.leave_to_parent()
+        actor.do(store._source.close_all)
+        got: bool = actor.call(lock, "acquire", blocking=False)
+        return got
+
+    def open_late(connection: Any) -> None:
+        open_at_once(connection)
+        store.rest(BUSY)
+
+    monkeypatch.setattr(store._source, "open", open_late)
+    assert first(actor) is True
+    assert first(other) is False
+    actor.call(lock, "release")

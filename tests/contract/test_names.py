@@ -152,7 +152,7 @@ def test_two_ways_make_them(place: Place) -> None:
     made = metadata_for(prefix=PREFIX, schema=place.schema)
     made.create_all(place.engine)
     by_metadata = place.looks()
-    assert [len(table[0]) for table in by_metadata] == [18, 13]
+    assert [len(table[0]) for table in by_metadata] == [20, 14]
     made.drop_all(place.engine)
     assert set(inspect(place.engine).get_table_names()) == {"locks", "lock_waiters"}
     options = ["--prefix", PREFIX, *(["--schema", place.schema] if place.schema else [])]
@@ -355,7 +355,7 @@ def test_tables_that_migrate_did_not_make(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_settings_that_make_no_name() -> None:
-    """Are a check's business, and that of whoever takes a lock."""
+    """A system check reports them, and so does taking a lock."""
     for wrong in ({"TABLE_PREFIX": "a b"}, {"SCHEMA": 1}):
         with override_settings(DBLOCK=wrong):
             assert [each.id for each in run_checks(tags=["dblock"])] == ["dblock.E002"]

@@ -13,6 +13,7 @@ from dblock.core import runtime
 from dblock.core.errors import LockDeadlock, LockLost
 from dblock.core.face.executor import BaseStore
 from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.runtime import current_flow
 from tests.conftest import POOLER, SELDOM, timed
 from tests.contract.test_lease import attach
 from tests.support.lab import remaining, some, until
@@ -26,7 +27,7 @@ WHERE ticket > coalesce((SELECT served_ticket FROM locks WHERE locks.lock_key = 
 
 
 def waiters(subject: Subject) -> int:
-    """How many stand in queues."""
+    """How many waiters are in queues."""
     [(count,)] = subject.run(WAITERS)
     return int(count)
 
@@ -59,7 +60,7 @@ LATER["mariadb"] = LATER["mysql"]
 
 
 def stranger(subject: Subject, ticket: int, seconds: float, name: str = "s", ttl: float = 30) -> None:
-    """Put a waiter into the queue that nobody is behind, as a killed process leaves it, for so many seconds."""
+    """Enqueue a waiter that no flow belongs to, as a killed process leaves it, for so many seconds."""
     later = LATER[subject.protocol.dialect.name]
     subject.run(
         "INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id,"
@@ -120,7 +121,7 @@ def test_a_queue_of_the_dead_is_no_obstacle(subject: Subject, actor: Actor) -> N
 
 
 def test_a_crowd_is_forgotten(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever stood in a queue pays two statements again when nobody else comes, however often it takes the key."""
+    """A flow that stood in a queue pays two statements again when nobody else comes, however often it takes the key."""
     recent = "dblock.core.acquire.local_queue.RECENT"
     monkeypatch.setattr(recent, 60.0)
     lock, sent = subject.lock("k"), list[str]()
@@ -167,7 +168,7 @@ def test_a_waiter_gets_what_it_asked_for(subject: Subject, actor: Actor, other: 
 
 @some
 def test_who_gives_up_leaves_nothing(subject: Subject, actor: Actor, other: Actor) -> None:
-    """At the timeout, to 50 ms of waiting; the key then goes to whoever asks."""
+    """At the timeout, to 50 ms of waiting; the key then goes to the next that asks."""
     holder = subject.lock("k")
     actor.call(holder, "acquire")
     lock = subject.lock("k", timeout=0.4)
@@ -175,7 +176,7 @@ def test_who_gives_up_leaves_nothing(subject: Subject, actor: Actor, other: Acto
     begun = time.monotonic()
     assert other.call(lock, "acquire") is False
     assert time.monotonic() - begun >= 0.4
-    assert waiters(subject) == 0
+    assert until(lambda: waiters(subject) == 0, 2.0)  # deleted behind the caller
     actor.call(holder, "release")
     assert other.call(lock, "acquire", blocking=False) is True
 
@@ -239,13 +240,14 @@ def test_an_heir_begins_on_the_lease_of_its_place(
     other.call(lock, "release")
 
 
-def test_most_heirs_need_no_statement(
+def test_an_heir_that_is_notified_needs_no_statement(
     subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To take over, that is. Where nobody calls it, the head of the queue may find its tenure before it hears of it."""
+    """To take over, that is: the releaser, on the same machine, sends what its place was granted."""
     if POOLER or not (subject.database == "postgresql" and subject.lock("k")._store().renewable):
-        pytest.skip("nobody calls it")
-    sent, accepted = listen_in(subject, monkeypatch), 0
+        pytest.skip("nobody notifies it")
+    timed(monkeypatch, **{**SELDOM, "listen_after": 3600.0})
+    sent = listen_in(subject, monkeypatch)
     for _ in range(5):
         holder = subject.lock("k")
         actor.call(holder, "acquire")
@@ -253,9 +255,8 @@ def test_most_heirs_need_no_statement(
         sent.clear()
         actor.call(holder, "release")
         assert waiting.result(30) is True
-        accepted += "accept" in [name for name, _ in sent]
+        assert "accept" not in [name for name, _ in sent]
         other.call(lock, "release")
-    assert accepted < 3
 
 
 @pytest.mark.parametrize("fair", [True, False])
@@ -275,7 +276,7 @@ def test_a_lease_is_no_longer_than_was_asked_for(subject: Subject, actor: Actor,
 
 
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody looks by himself, unless a lease ends."""
+    """Nobody polls, unless a lease ends."""
     timed(monkeypatch, **SELDOM)
 
 
@@ -283,8 +284,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_herd_when_a_lease_ends(
     subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first waiter looks and has the key granted; the others look later, each after those before it, and that is
-    all."""
+    """The first waiter polls and is granted the key; the others poll later, each after those before it; that is all."""
     short_waits(monkeypatch)
     timed(monkeypatch, look_stagger=0.3)
     holder = subject.lock("k", ttl=60, renew=False)
@@ -296,7 +296,7 @@ def test_no_herd_when_a_lease_ends(
     assert until(lambda: len(runtime.current.wakeups._registered) == len(queued))
     runtime.current.wakeups.notify_all()
     assert until(lambda: {owner for name, owner in sent if name == "queue_status"} == set(queued))
-    time.sleep(0.5)  # somebody was called twice, and looks once more
+    time.sleep(0.5)  # somebody was notified twice, and polls once more
     assert not any(got.done() for _, _, got in waits)
     sent.clear()
     assert waits[0][2].result(30) is True
@@ -353,7 +353,7 @@ def test_a_waiter_that_was_passed_over_stands_anew(subject: Subject, actor: Acto
 
 
 def test_a_row_deleted_under_its_waiters(subject: Subject, actor: Actor, other: Actor) -> None:
-    """By hand, with the holder: whoever waits gets the key, and the holder's release says that it was lost."""
+    """By hand, with the holder: a waiter gets the key, and the holder's release says that it was lost."""
     holder = subject.lock("k")
     actor.call(holder, "acquire")
     lock, waiting = wait_for(subject, other)
@@ -426,8 +426,36 @@ def test_who_waits_for_itself_is_told(subject: Subject, actor: Actor) -> None:
 
 
 @some
+@pytest.mark.parametrize("past", ["wait", "tenure"])
+def test_what_is_past_closes_no_circle(subject: Subject, actor: Actor, other: Actor, past: str) -> None:
+    """A place that nobody could delete, a tenure of a take that was never answered: its flow does something else."""
+    name, m, k = actor.do(lambda: current_flow().name), subject.lock("m", timeout=1.2), subject.lock("k", timeout=1.2)
+    if past == "wait":  # `actor` waited for `k`, and holds `m`
+        other.call(k, "acquire")
+        actor.call(m, "acquire")
+        stranger(subject, 1, 600, name=f"{name}1")
+    else:  # `actor` waits for `m`, and began with `k`
+        actor.call(subject.lock("a"), "acquire")
+        other.call(m, "acquire")
+        actor.call(k, "acquire")
+        actor.call(k, "release")
+        later = LATER[subject.protocol.dialect.name]
+        subject.run(
+            f"UPDATE locks SET owner = :o, count = 1, expires_at = {later} WHERE lock_key = 'k'",
+            o=f"{name}1",
+            seconds=600,
+        )
+        waiting = actor.start(getattr(subject.lock("m", timeout=30), subject.method("acquire")))
+        assert until(lambda: waiters(subject) == 1)
+    assert other.call(m if past == "wait" else k, "acquire") is False
+    if past == "tenure":
+        other.call(m, "release")
+        assert waiting.result(20) is True
+
+
+@some
 def test_a_chain_is_no_circle(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
-    """Whoever holds keys and waits for others just waits; and a key that was handed over counts for its bearer."""
+    """A flow that holds keys and waits for others just waits; and a key that was handed over counts for its bearer."""
     one, two, three = actors(3)
     a, b = subject.lock("a", timeout=30), subject.lock("b", timeout=30)
     one.call(a, "acquire")

@@ -86,7 +86,7 @@ def reapers() -> list[threading.Thread]:
 
 
 def taking(actor: Actor, subject: Subject, condition: Callable[[], object]) -> bool:
-    """Does it come true while the actor takes a lock now and then?"""
+    """Whether the condition comes true while the actor takes a lock now and then."""
 
     def taken() -> object:
         actor.within(subject.lock("k"))
@@ -99,7 +99,7 @@ def old(subject: Subject) -> bool:
     return subject.run("SELECT count(*) FROM locks WHERE lock_key = 'old'") == [(1,)]
 
 
-def test_whoever_takes_locks_reaps_now_and_then(
+def test_a_process_that_takes_locks_reaps_now_and_then(
     subject: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a thread that keeps no process from ending, or in a task; what is held or was of late stays."""
@@ -141,7 +141,7 @@ def test_it_keeps_what_it_is_told_to_keep(
 def test_it_is_off_unless_asked_for(
     subject: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The watchdog has looked, and has nothing in mind."""
+    """The watchdog has run, and plans no reaping."""
     own, looks = reaping(), list[list[Any]]()
     watchdog = runtime.current.watchdog
     plainly = watchdog._reap
@@ -183,7 +183,7 @@ print("begun")
 
 @pytest.mark.usefixtures("reaping")
 def test_a_process_ends_in_the_middle_of_it(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
-    """At once and without a word; whoever reaps next finds the rest."""
+    """At once and without a log line; the next reaper finds the rest."""
     assert process(subject, ENDING) == "begun\n"
     assert old(subject)
     assert actors(1)[0].do(lambda: subject.reap(3600)) == 1

@@ -87,11 +87,11 @@ def test_a_database_that_fails_is_asked_once(
         return execute(store, step)
 
     with monkeypatch.context() as patch:
-        timed(patch, patience=0.1)
+        timed(patch, retry_budget=0.1)
         patch.setattr(BaseStore, "execute", refuse)
         assert other.do(lambda: release_all(subject)) == 0
     assert set(asked) == {"c"}, "the last one taken comes first"
-    assert "could not give 'c' back: down" in caplog.text
+    assert "could not release 'c': down" in caplog.text
     assert not runtime.current.watchdog._holds
     assert other.call(subject.lock("a", timeout=5), "acquire"), "within its ttl"
     other.call(subject.lock("a"), "release")
@@ -144,7 +144,7 @@ def test_a_row_that_is_locked_is_passed_over(
         return execute(store, step)
 
     with monkeypatch.context() as patch:
-        timed(patch, patience=1.0)
+        timed(patch, retry_budget=1.0)
         patch.setattr(BaseStore, "execute", refuse)
         if subject.face == "sync":
             with pytest.raises(KeyboardInterrupt):

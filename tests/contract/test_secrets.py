@@ -1,20 +1,26 @@
-"""Owner tokens are in no log at any level, no list of queries and no error: whoever has one can attach to the lock."""
+"""Owner tokens are in no log at any level, no list of queries, no error and no report of one: with one anybody
+can attach to the lock."""
 
 from __future__ import annotations
 
 import logging
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from django.db import connections
 
 from dblock.core.acquire.local_queue import Request
-from dblock.core.errors import LockError
+from dblock.core.errors import InvalidToken, LockError, LockStoreError, LockTimeout
+from dblock.drivers.mariadb import OFTEN
 from tests.conftest import run
 from tests.contract.test_guard import KINDS, Client, client
+from tests.contract.test_lease import attach
+from tests.support.subjects import Actor, Subject
 
 __all__ = ["client"]
 
@@ -28,8 +34,9 @@ def tokens(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     draw = Request.new_owner
 
     def new_owner(self: Request) -> str:
-        made.append(draw(self).removeprefix(self.flow))
-        return self.flow + made[-1]
+        owner = draw(self)
+        made.append(owner.removeprefix(self.flow))
+        return owner
 
     monkeypatch.setattr(Request, "new_owner", new_owner)
     return made
@@ -73,7 +80,7 @@ def test_no_token_is_told(
     caplog: pytest.LogCaptureFixture,
     tokens: list[str],
 ) -> None:
-    """Whoever listens at DEBUG while locks are taken, entered again, waited for, guarded, handed over, lost, left."""
+    """The log at DEBUG, while locks are taken, entered again, waited for, guarded, handed over, lost, left."""
     logs = ("", "django.db.backends", "django.db.backends.schema", "aiosqlite", "psycopg", "asyncio", "dblock")
     for name in logs:
         caplog.set_level(logging.DEBUG, name)
@@ -124,3 +131,76 @@ def test_no_token_is_told(
     assert any(re.search(r"locks", text) for text in told)
     for text in told:
         assert not any(made in text for made in tokens), text
+
+
+def reported(value: object, depth: int = 8) -> Iterator[str]:
+    """A local as Sentry's SDK shows it (`sentry_sdk.serializer`): containers by what is in them, all else by `repr`."""
+    if isinstance(value, Mapping) and depth:
+        for name, each in list(value.items()):
+            yield str(name)
+            yield from reported(each, depth - 1)
+    elif (
+        isinstance(value, Sequence | AbstractSet)
+        and not isinstance(value, str | bytes | bytearray | memoryview)
+        and depth
+    ):
+        for each in value:
+            yield from reported(each, depth - 1)
+    else:
+        yield repr(value)
+
+
+def frames(error: BaseException | None) -> Iterator[tuple[str, str, str]]:
+    """What a report shows of an error and of those behind it: function, local, and text; without the tests' frames."""
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if not str(frame.f_globals["__name__"]).startswith("tests."):
+                for name, value in list(frame.f_locals.items()):
+                    for text in reported(value):
+                        yield frame.f_code.co_qualname, name, text
+        error = error.__cause__ or error.__context__
+
+
+@contextmanager
+def without(database: str, table: str) -> Iterator[None]:
+    """A database that refuses all statements on a table."""
+    run(database, f"ALTER TABLE {table} RENAME TO {table}_away")
+    try:
+        yield
+    finally:
+        run(database, f"ALTER TABLE {table}_away RENAME TO {table}")
+
+
+def test_no_report_of_an_error_shows_a_token(subject: Subject, actor: Actor, other: Actor, tokens: list[str]) -> None:
+    """Whatever the database refuses: the locals of all frames, the driver's among them, are without owner tokens."""
+    shown = list[tuple[str, str, str]]()
+
+    def refused(function: Callable[[], Any], kind: type[BaseException] = LockStoreError) -> None:
+        with pytest.raises(kind) as caught:
+            function()
+        shown.extend(frames(caught.value))
+
+    held = subject.lock("held", ttl=30)
+    actor.call(held, "acquire")
+    for _ in range(OFTEN):  # MariaDB is then sent the values alone
+        actor.call(held, "extend")
+    refused(lambda: other.within(subject.lock("held", timeout=0)), LockTimeout)
+    detached = subject.lock("detached", ttl=30)
+    actor.call(detached, "acquire")
+    token = actor.call(detached, "detach")
+    with without(subject.database, "locks"):
+        refused(lambda: actor.call(held, "acquire"))
+        refused(lambda: actor.call(held, "extend"))
+        refused(lambda: actor.call(held, "verify"))
+        refused(lambda: actor.call(held, "detach"))
+        refused(lambda: actor.do(lambda: attach(subject, token)))
+        refused(lambda: other.call(subject.lock("new"), "acquire"))
+        refused(lambda: actor.call(held, "release"))
+    refused(lambda: other.do(lambda: attach(subject, token[:-8])), InvalidToken)
+    with without(subject.database, "lock_waiters"):
+        refused(lambda: other.call(subject.lock("held", timeout=30), "acquire"), LockError)
+    assert len(tokens) >= 3
+    names = {function for function, _, _ in shown}
+    assert {"BaseStore.execute", "send"} <= names
+    secrets = [*tokens, token[20:]]
+    assert not [each for each in shown if any(secret in each[2] for secret in secrets)]

@@ -108,7 +108,7 @@ def test_it_costs_no_statement(subject: Subject, actor: Actor, other: Actor, mon
     for slow_wait in (None, 0):
         sent.clear()
         assert not other.call(subject.lock("k", timeout=0.3, slow_wait=slow_wait), "acquire")
-        seen.append({name for _, name in sent} - {"heartbeat", "call"})  # the latter tries a bell
+        seen.append({name for _, name in sent} - {"heartbeat", "call"})  # the latter tries a listener
     assert seen[0] == seen[1]
     actor.call(lock, "release")
 

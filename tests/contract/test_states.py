@@ -1,4 +1,4 @@
-"""The state of a key: the last word of whoever held it, and nobody's after the next one has entered it."""
+"""The state of a key: the last word of its holder, and nobody's after the next one has entered it."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ def test_a_lost_answer_is_no_refusal(over: States, monkeypatch: pytest.MonkeyPat
     lost = list[str]()
     real = steps.execute
 
-    def execute(statement: Any, parameters: Any, until: float) -> Steps[Any]:
-        rows = yield Execute(statement, parameters, until)
+    def execute(statement: Any, parameters: Any, until: float, location: Any) -> Steps[Any]:
+        rows = yield Execute(statement, parameters, until, location)
         if statement.name not in lost:
             lost.append(statement.name)
             raise StoreUnanswered("lost")
@@ -173,10 +173,10 @@ def test_who_may_not_make_the_table_is_told_so(over: States, monkeypatch: pytest
     """And not that there is none, which is what made it try."""
     real = steps.execute
 
-    def execute(statement: Any, parameters: Any, until: float) -> Steps[Any]:
+    def execute(statement: Any, parameters: Any, until: float, location: Any) -> Steps[Any]:
         if statement.name == "make_states":
             raise LockStoreError("you may not")
-        return (yield from real(statement, parameters, until))
+        return (yield from real(statement, parameters, until, location))
 
     monkeypatch.setattr(sending, "execute", execute)
     with pytest.raises(LockStoreError, match="you may not"):

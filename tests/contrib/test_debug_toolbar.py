@@ -39,12 +39,14 @@ def test_a_request_is_told_of(told: Any) -> None:
         ("gone", "at once", "lost: freed"),
     ]
     assert locks[0]["label"] == "sell"
-    assert locks[2]["holder"].endswith('"somebody"')
+    assert locks[2]["holder"].endswith('somebody"')
     assert locks[0]["held"] > locks[1]["held"] > 0
     assert locks[2]["held"] is None
     assert panel["subtitle"].startswith("4 locks, waited ")
     assert panel["subtitle"].endswith(" ms, 1 lost")
     assert "stock:&lt;42&gt;" in panel["page"]
+    assert r"&quot;\x1b\u202esomebody&quot;" in panel["page"]
+    assert not {"\x1b", "\u202e"} & {*panel["page"]}
     assert "lost: freed" in panel["page"]
     assert "LocksPanel_wait" in told["timing"]
 

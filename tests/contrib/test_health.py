@@ -19,12 +19,14 @@ from health_check.views import HealthCheckView
 from sqlalchemy import Engine, create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from dblock import LockStoreError, LockTimeout
-from dblock.contrib import health
+from dblock import LockStoreError, LockTimeout, observe
 from dblock.contrib.health import acheck, check
 from dblock.contrib.health_check import Locks
+from dblock.core import runtime
+from dblock.core.events import DOCTOR, HEALTH, Event, Kind
 from sqlalchemy_dblock import db_lock, metadata
 from tests.conftest import ALIASES, ready, run, timed, url
+from tests.support.lab import until
 from tests.support.pages import block
 from tests.support.servers import free_port
 
@@ -43,10 +45,28 @@ def test_every_face(request: pytest.FixtureRequest) -> None:
         took = [check(ALIASES[database]), check(engine), *asyncio.run(on_a_loop(ALIASES[database], async_engine))]
         assert all(0 < each < 2 for each in took)
         [(key, owner)] = run(database, "SELECT lock_key, owner FROM locks")
-        assert str(key).startswith(health.KEY)
+        assert str(key).startswith(HEALTH)
         assert owner is None
         engine.dispose()
     assert check() > 0
+
+
+def test_nobody_is_told(request: pytest.FixtureRequest) -> None:
+    """A probe a second, or a doctor, is no group of the metrics, and fills no history."""
+    ready(request, "sqlite")
+    engine, told = create_engine(url("sqlite"), execution_options={"dblock_history": 100}), list[Event]()
+    stop = observe(told.append)
+    try:
+        _ = check(engine)
+        for key in (DOCTOR, "k"):
+            with db_lock(engine, key):
+                pass
+        assert [(event.key, event.kind) for event in told] == [("k", Kind.ACQUIRED), ("k", Kind.RELEASED)]
+        assert until(lambda: run("sqlite", "SELECT lock_key FROM lock_events") == [("k",)] * 2, 10)
+    finally:
+        stop()
+        runtime.current.watchdog.observers = runtime.current.watchdog.histories = None
+        engine.dispose()
 
 
 def test_inside_a_transaction(request: pytest.FixtureRequest) -> None:
@@ -84,12 +104,12 @@ def test_what_is_not_well_is_raised(engine: Engine, monkeypatch: pytest.MonkeyPa
     nothing.dispose()
 
     def hold() -> None:
-        with db_lock(engine, f"{health.KEY}here", ttl=60):
+        with db_lock(engine, f"{HEALTH}here", ttl=60):
             held.set()
             done.wait(30)
 
     held, done = threading.Event(), threading.Event()
-    monkeypatch.setattr(health, "process_identity", lambda: {"host": "here"})
+    monkeypatch.setattr("dblock.contrib.health.process_identity", lambda: {"host": "here"})
     holder = threading.Thread(target=hold)
     holder.start()
     assert held.wait(10)
@@ -116,7 +136,7 @@ def test_django_health_check(sqlite: Path, monkeypatch: pytest.MonkeyPatch) -> N
         response = asyncio.run(ready_view(request))
         return response.status_code, json.loads(response.content)
 
-    timed(monkeypatch, leave_timeout=0.1)
+    timed(monkeypatch, answer_grace=0.1)
     status, told = ask()
     assert (status, list(told.values())) == (200, ["OK"])
     run("sqlite", "ALTER TABLE locks RENAME TO hidden")

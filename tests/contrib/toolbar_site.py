@@ -55,7 +55,7 @@ def sync_view(request: HttpRequest) -> HttpResponse:
         thread = threading.Thread(target=db_lock("another flow")(nothing))
         thread.start()
         thread.join()
-    with busy("report", label="somebody"):
+    with busy("report", label="\x1b\u202esomebody"):
         assert not db_lock("report").acquire(blocking=False)
     with contextlib.suppress(LockLost), db_lock("gone"):
         take_away("gone")

@@ -20,7 +20,7 @@ class SharedWorld(World):
 
     def _begin(self, row: dict[str, Any] | None, p: dict[str, Any]) -> Rows:
         rows = super()._begin(row, p)
-        self.rows[p["key"]]["who"] = _who(p)
+        self.rows[p["key"]] |= {"tokens": 0, "bearers": 0}
         return rows
 
     def _attach(self, p: dict[str, Any]) -> Rows:
@@ -28,7 +28,8 @@ class SharedWorld(World):
         if row is None or row["expires_at"] <= self.time:
             return []
         row["count"] += 1
-        row["who"] = _who(p)
+        row["tokens"] = max(row["tokens"] - p["counted"], 0)
+        row["bearers"] += 1
         row["expires_at"] = max(row["expires_at"], self.time + p["life"])
         return [(row["count"],)]
 
@@ -36,29 +37,27 @@ class SharedWorld(World):
         row = self._tenure(p)
         if row is None or row["expires_at"] <= self.time:
             return []
-        if p["count"] and (row["who"] != _who(p) or row["count"] > p["count"]):
+        if p["count"] and (row["bearers"] != p["bearers"] or row["count"] > p["count"]):
             return []
         row["count"] = (p["count"] or row["count"]) - 1
+        row["tokens"] = 1 if p["count"] else row["tokens"] + 1
         row["expires_at"] = max(row["expires_at"], self.time + p["life"])
         return [()]
 
     def _leave(self, p: dict[str, Any]) -> Rows:
         row = self._tenure(p)
-        if row is None:
+        if row is None or (p["count"] and (row["count"], row["bearers"]) != (p["count"], p["bearers"])):
             return []
-        if row["count"] <= 1:
+        if row["count"] <= 1 and row["tokens"] and row["expires_at"] > self.time:
+            row["expires_at"] = max(row["expires_at"], self.time + p["life"])
+        elif row["count"] <= 1:
             row["owner"], row["expires_at"] = None, self.time
         row["count"] = max(row["count"] - 1, 0)
         return [(0,)]
 
 
-def _who(p: dict[str, Any]) -> tuple[Any, ...]:
-    return p["host"], p["pid"], p["thread"]
-
-
-def someone(number: int) -> dict[str, Any]:
-    """A flow."""
-    return {"host": "h", "pid": number, "thread": "t"}
+WHO: dict[str, Any] = {"host": "h", "pid": 1, "thread": "t"}
+"""All flows have the same name for people."""
 
 
 def play(
@@ -95,42 +94,43 @@ def test_random_hand_overs(seed: int, share: float) -> None:
     often it was sent.
     """
     chance, world, late = random.Random(seed), SharedWorld(), list[Execute]()
-    fence = world._begin(None, {**someone(0), "key": "k", "owner": "o", "ttl": 600.0, "life": 600.0})[0][0]
+    fence = world._begin(None, {**WHO, "key": "k", "owner": "o", "ttl": 600.0, "life": 600.0})[0][0]
     tenure, database, row = Tenure("k", "o", fence), world.database(), world.rows["k"]
     row["count"] = count = chance.choice((1, 2, 3))
-    detached = tenures.detach(database, tenure, 600.0, 0.0, count=count, who=someone(0))
+    detached = tenures.detach(database, tenure, 600.0, 0.0, count=count)
     assert play(world, detached, chance, share, late)
     assert row["count"] == count - 1
     assert row["expires_at"] >= world.time + 599
     holders, tokens = count - 1, 1
-    for number in range(1, 61):
+    for _ in range(60):
         if late and chance.random() < 0.5:
             _ = world.execute(late.pop(0))
-        moves = ["attach"] * (tokens > 0) + ["detach", "leave"] * (holders > 0)
+        moves = ["attach"] * (tokens > 0 or chance.random() < 0.2) + ["detach", "leave"] * (holders > 0)
         if not moves or (tokens == 0 and holders == 0):
             break
         move = chance.choice(moves)
         try:
             if move == "attach":
-                attached = tenures.attach(database, tenure, someone(number), 600.0, 0.0)
+                attached = tenures.attach(database, tenure, WHO, 600.0, 0.0, counted=True)
                 found = play(world, attached, chance, share)
                 assert found is not None
-                holders += 1
+                holders, tokens = holders + 1, max(tokens - 1, 0)
             elif move == "detach":
                 assert play(world, tenures.detach(database, tenure, 600.0, 0.0), chance, share)
                 holders, tokens = holders - 1, tokens + 1
-            elif holders > 1 or not tokens or chance.random() < 0.2:
-                _ = play(world, tenures.leave(database, tenure, 0.0, alone=False), chance, share)
+            else:
+                _ = play(world, tenures.leave(database, tenure, 600.0, 0.0), chance, share)
                 holders -= 1
                 if holders == 0 and row["owner"] is None:
-                    break  # given back: the tokens are of an ended tenure
+                    assert share or not tokens, "freed under a token"
+                    break
         except (StoreConflict, StoreUnanswered):
             continue  # it did not happen, as far as that flow is concerned
         if holders:
             assert row["owner"] == "o", "freed under a holder"
             assert row["count"] >= holders
         if not share and row["owner"]:
-            assert row["count"] == holders
+            assert (row["count"], row["tokens"]) == (holders, tokens)
     if not share and not holders and not tokens:
         assert row["owner"] is None
 
@@ -138,7 +138,7 @@ def test_random_hand_overs(seed: int, share: float) -> None:
 def shared(count: int) -> tuple[SharedWorld, Tenure]:
     """A tenure of that count, taken by a flow whose lease has nine seconds left."""
     world = SharedWorld()
-    fence = world._begin(None, {**someone(0), "key": "k", "owner": "o", "ttl": 600.0, "life": 9.0})[0][0]
+    fence = world._begin(None, {**WHO, "key": "k", "owner": "o", "ttl": 600.0, "life": 9.0})[0][0]
     world.rows["k"]["count"] = count
     return world, Tenure("k", "o", fence)
 
@@ -149,10 +149,10 @@ def test_a_bearer_that_attaches_between_two_sendings_is_counted() -> None:
 
     def unanswered(step: Execute) -> Rows:
         _ = world.execute(step)
-        _ = world._attach({**tenure._asdict(), **someone(1), "life": 600.0})
+        _ = world._attach({**tenure._asdict(), "life": 600.0, "counted": 1})
         raise StoreUnanswered("cut")
 
-    steps = tenures.detach(world.database(), tenure, 600.0, 0.0, count=2, who=someone(0))
+    steps = tenures.detach(world.database(), tenure, 600.0, 0.0, count=2)
     assert perform(world, steps, {("detach", 0): unanswered}) is True
     assert world.rows["k"]["count"] == 2
 
@@ -160,8 +160,8 @@ def test_a_bearer_that_attaches_between_two_sendings_is_counted() -> None:
 def test_a_bearer_that_has_attached_unnoticed_is_counted() -> None:
     """The flow thinks that it counts alone; the row shows that it does not."""
     world, tenure = shared(1)
-    _ = world._attach({**tenure._asdict(), **someone(1), "life": 9.0})
-    steps = tenures.detach(world.database(), tenure, 600.0, 0.0, count=1, who=someone(0))
+    _ = world._attach({**tenure._asdict(), "life": 9.0, "counted": 1})
+    steps = tenures.detach(world.database(), tenure, 600.0, 0.0, count=1)
     assert perform(world, steps, {}) is True
     assert world.rows["k"]["count"] == 1
 
@@ -182,5 +182,5 @@ def test_a_tenure_that_ended_is_not_handed_over(count: int) -> None:
     for faults in ({}, {("detach", 0): raising(StoreUnanswered("cut"))}):
         world, tenure = shared(2)
         world.time += 10
-        steps = tenures.detach(world.database(), tenure, 600.0, 0.0, count=count, who=someone(0))
+        steps = tenures.detach(world.database(), tenure, 600.0, 0.0, count=count)
         assert perform(world, steps, faults) is False

@@ -30,6 +30,7 @@ class Store:
         now = staticmethod(time.monotonic)
 
     name, asynchronous, history = "x", False, 100
+    location: object = None
 
 
 def made() -> Any:
@@ -92,8 +93,25 @@ def test_an_event_loop_that_does_not_run_is_not_waited_for(asked: list[tuple[str
     loop.close()
     for each in (steps, stopped[0][0]):
         _ = list(each)
-    assert [len(json.loads(given["events"])) for name, given in asked if name == "note"] == [1, 0]
+    assert [len(json.loads(given["events"])) for name, given in asked if name == "note"] == [1]
     assert not noting.pending
+
+
+def test_what_happened_elsewhere_is_dropped(asked: list[tuple[str, Any]], caplog: pytest.LogCaptureFixture) -> None:
+    """The store's name leads to another database since, be it when that is begun or when the next thing is noted."""
+    noting, store = History(), made()
+    store.location = "test"
+    note(noting, store, 2)
+    store.location = "real"
+    write(noting, store)
+    assert (asked, noting.pending) == ([], False)
+    note(noting, store)
+    store.location = "test"
+    note(noting, store)
+    write(noting, store)
+    [(_, given)] = asked
+    assert [(each["lock_key"], each["kind"]) for each in json.loads(given["events"])] == [("k0", "acquired")]
+    assert not caplog.text
 
 
 def test_it_waits_for_more() -> None:
@@ -171,7 +189,7 @@ def test_stores_may_come_while_it_is_looked_at() -> None:
         while not ended.is_set():
             store = made()
             note(noting, store)
-            _ = noting._of[store]._take(store)  # or it would be kept until somebody has written that
+            _ = noting._of[store]._take(store, None)  # or it would be kept until somebody has written that
 
     elsewhere = threading.Thread(target=note_elsewhere)
     sys.setswitchinterval(1e-5)

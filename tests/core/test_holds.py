@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from dblock.core import clock, runtime
+from dblock.core.acquire import handover
 from dblock.core.errors import (
     LockError,
     LockLost,
     LockNotHeld,
     LockStoreError,
+    Loss,
     Reason,
     StoreBusy,
     StoreConflict,
@@ -31,7 +37,7 @@ from dblock.core.face.executor import BaseStore
 from dblock.core.face.leaving import leave
 from dblock.core.face.locks import SyncLock
 from dblock.core.holding.flow import Entry, Hold
-from dblock.core.holding.lease import Lease, Loss
+from dblock.core.holding.lease import Lease
 from dblock.core.options import PLAIN
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.queue import Place
@@ -47,6 +53,7 @@ from dblock.core.watchdog.renewals import Renewal
 from dblock.core.watchdog.watchdog import Watchdog
 from tests.conftest import timed
 
+pytestmark = pytest.mark.usefixtures("pruned_soon")
 TENURE = Tenure("k", "secret", 7)
 INFO = LockInfo("k", "***", 8, 1, 30.0, 1.0, 29.0, "", Identity("elsewhere", 1, "main", "program", ""))
 
@@ -70,6 +77,7 @@ class FakeStore:
 
     name = "model"
     asynchronous = False
+    location: object = None
     renewable = True
     reaping: tuple[float, float] | None = None
     history = 0
@@ -88,7 +96,7 @@ class FakeStore:
             return self.answers[name](step)
         if name == "renew":
             return [()] * len(json.loads(str(step.parameters["leases"])))
-        replies: dict[str, Rows] = {"take": [(7,)], "inspect": [], "release": [(0,)], "leave": [(0,)]}
+        replies: dict[str, Rows] = {"take": [(7,)], "inspect": [], "release": [(0,)], "leave": [(0,)], "adopt": [(1,)]}
         return replies.get(name, [()])
 
     async def aexecute(self, step: Execute) -> Rows:
@@ -102,6 +110,16 @@ class FakeStore:
 
     def rest(self, seconds: float) -> None:
         raise NotImplementedError
+
+
+def columns_of(info: LockInfo) -> tuple[Any, ...]:
+    """The row as `inspect` answers it."""
+    who = info.identity
+    return (
+        *(info.owner, info.fence, info.count, info.ttl, info.age, info.remaining, info.label),
+        *(who.host, who.pid, who.thread, who.program, who.celery_task_id),
+        *(info.revoked_fence, info.freed_fence, info.revocation, info.bearers),
+    )
 
 
 def renewals() -> list[threading.Thread]:
@@ -203,7 +221,7 @@ def test_the_first_reason_counts(local: Clock) -> None:
 
 
 def test_a_blocked_loop_stays_the_reason(local: Clock) -> None:
-    """Whoever has taken the key meanwhile; and what was taken from a good lease did not end by itself."""
+    """Even if somebody has taken the key meanwhile; and what was taken from a good lease did not end by itself."""
     hold = hold_of(local)
     hold.lease.reason_if_lost = Reason.BLOCKED
     local.time += 29
@@ -218,7 +236,7 @@ def test_a_blocked_loop_stays_the_reason(local: Clock) -> None:
 
 
 def test_a_take_without_an_answer(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is a StoreUnanswered to whoever asked, and nothing that only the protocol knows."""
+    """The caller gets a StoreUnanswered, and nothing that only the protocol knows."""
 
     def cut(step: Execute) -> Rows:
         raise StoreUnanswered("cut")
@@ -264,7 +282,7 @@ def test_a_short_hold_costs_no_renewal(store: FakeStore) -> None:
 
 
 def test_short_holds_do_not_disturb_the_watch(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is started once, and looks now and then, not at each of them."""
+    """It is started once, and runs now and then, not at each hold."""
     wait_until(lambda: runtime.current.watchdog._thread is None)
     looks: list[int] = []
     look = runtime.current.watchdog._look_at_all
@@ -395,7 +413,7 @@ def test_the_watchdog_ends_when_idle(store: FakeStore) -> None:
 
 def test_adding_never_misses_the_watch(store: FakeStore) -> None:
     """However the adding thread and a watch that is about to end interleave, somebody watches afterwards."""
-    watch = Watchdog(runtime.current.flows, runtime.current._give_back)
+    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
     for _ in range(300):
         lock = FakeLock(store, ttl=0.3, renew=False)
         hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), lock.options)
@@ -410,7 +428,7 @@ def test_adding_never_misses_the_watch(store: FakeStore) -> None:
 
 
 def test_either_its_flow_gives_a_hold_back_or_all_are_given_back(store: FakeStore) -> None:
-    """Whoever takes it out of the watchdog's hands first, and nobody else: a hand-over is not followed by a release."""
+    """The first to take it out of the watchdog's hands does, and nobody else: no hand-over is followed by a release."""
     watch = runtime.current.watchdog
     for flow_first in (True, False):
         lock = FakeLock(store)
@@ -429,17 +447,36 @@ def test_either_its_flow_gives_a_hold_back_or_all_are_given_back(store: FakeStor
         assert (hold.lease.loss is None) is flow_first
 
 
-def test_of_what_was_adopted_somebody_has_a_token(store: FakeStore) -> None:
-    """Nothing is covered by it, when it is handed over."""
+@pytest.mark.parametrize("leaves", ["release", "detach"])
+def test_leaving_what_was_adopted_is_sent_again(store: FakeStore, leaves: str) -> None:
+    """After a lost answer, with the count and the bearers that prove that its flow is still alone."""
+    lock, sent = FakeLock(store), list[tuple[int, int]]()
+    assert drive(adopt(lock, Token(TENURE, 30.0, 0.0, 0.0)), store)
+    execute = store.execute
+
+    def lose_the_first(step: Execute) -> Rows:
+        if step.statement.name in {"leave", "detach"}:
+            sent.append((int(step.parameters["count"]), int(step.parameters["bearers"])))
+            if len(sent) == 1:
+                raise StoreUnanswered("lost")
+        return execute(step)
+
+    store.execute = lose_the_first  # type: ignore[method-assign]
+    getattr(lock, leaves)()
+    assert sent == [(1, 1), (1, 1)]
+
+
+def test_what_was_adopted_is_left_and_not_handed_over(store: FakeStore) -> None:
+    """A bearer of the same token may have attached beside it: the row's count tells."""
     lock = FakeLock(store)
     assert drive(adopt(lock, Token(TENURE, 30.0, 0.0, 0.0)), store)
-    assert lock._own_hold("release").held.token
     lock.release()
+    assert store.sent[-1] == "leave"
 
 
 def test_the_place_of_a_flow_that_has_not_been_seen_for_long_is_not_kept(store: FakeStore) -> None:
     """It was interrupted on its way out, or its event loop is closed: nobody would ever answer there."""
-    watch, now = Watchdog(runtime.current.flows, runtime.current._give_back), clock.now()
+    watch, now = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw), clock.now()
     living, dead = (Place(name, 1, now, seen, now) for name, seen in (("living", now), ("dead", now - 7)))
     for place in (living, dead):
         watch.keep(KeptPlace(place, store, None, now + 60))
@@ -448,9 +485,83 @@ def test_the_place_of_a_flow_that_has_not_been_seen_for_long_is_not_kept(store: 
     watch.leave("living")
 
 
+def _has_withdrawn_all(watch: Watchdog) -> bool:
+    return not (watch._withdraws or watch._withdrawn)
+
+
+def test_an_interrupt_ends_no_later_withdrawal(store: FakeStore) -> None:
+    """A signal handler that raises at any line costs that place its deletion at most: the next withdrawal goes on."""
+    deleted: list[str] = []
+
+    def delete(step: Execute) -> Rows:
+        owners = json.loads(str(step.parameters["owners"]))
+        deleted.extend(owners)
+        return [()] * len(owners)
+
+    store.answers["leave_queue"] = delete
+    code, struck = Watchdog.withdraw.__code__, set[int]()
+
+    def at_another_line(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is code and event == "line" and frame.f_lineno not in struck:
+            struck.add(frame.f_lineno)
+            raise KeyboardInterrupt
+        return at_another_line if frame.f_code is code else None
+
+    while True:
+        watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
+        lines, before = len(struck), sys.gettrace()
+        deleted.clear()
+        sys.settrace(at_another_line)
+        try:
+            watch.withdraw(store, None, "k", "interrupted")
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        watch.withdraw(store, None, "k", "next")
+        wait_until(lambda: "next" in deleted)
+        wait_until(partial(_has_withdrawn_all, watch))
+        if len(struck) == lines:
+            break
+    assert len(struck) > 5
+
+
+def test_the_withdrawals_of_a_closed_event_loop_are_forgotten() -> None:
+    """A loop that was closed with a withdrawal under way is kept by nothing."""
+    store, closed = FakeStore(), asyncio.new_event_loop()
+    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
+    watch._withdrawn[store, closed] = {"left": "k"}
+    watch._withdrawals[store, closed] = lambda: True
+    closed.close()
+    watch.withdraw(store, None, "k", "next")
+    assert (store, closed) not in watch._withdrawn
+    assert (store, closed) not in watch._withdrawals
+
+
+def test_one_of_many_places_that_was_granted_its_key_gives_it_back_soon() -> None:
+    """Where many waiters give up at once, the pause before the second look is made once for all of them."""
+    store, places = FakeStore(), [(f"owner{n}", f"key{n}") for n in range(200)]
+    store.answers["leave_queue"] = lambda _: [()] * (len(places) - 1)
+    held = replace(INFO, owner="owner199")
+    store.answers["inspect"] = lambda step: [columns_of(held)] if step.parameters["key"] == "key199" else []
+    steps, slept = handover.withdraw(runtime.current.site(store), places), 0.0
+    step = next(steps)
+    while not (isinstance(step, Execute) and step.statement.name == "release"):
+        if isinstance(step, Execute):
+            step = steps.send(store.execute(step))
+        else:
+            slept += step.seconds
+            step = next(steps)
+    assert slept <= 0.05
+    steps.close()
+
+
 def test_at_exit_only_what_nobody_uses_is_given_back(store: FakeStore) -> None:
     """Locks of the exiting flow and of ended ones; not those of a daemon thread, which may still be at work."""
-    watch, go = Watchdog(runtime.current.flows, runtime.current._give_back), threading.Event()
+    watch, go = (
+        Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw),
+        threading.Event(),
+    )
 
     def keep(name: str) -> Hold:
         lock = FakeLock(store, name)
@@ -497,7 +608,7 @@ def test_a_lost_hold_is_found_out_by_the_database(store: FakeStore) -> None:
 
 
 def test_a_callback_looks_and_does_not_act(store: FakeStore) -> None:
-    """It sees its lock as the holder does; but what it might change, the holder relies on."""
+    """A callback sees its lock as the holder does, but cannot change what the holder relies on."""
     store.answers["renew"] = lambda _: (_ for _ in ()).throw(StoreConflict("down"))
     seen: list[Any] = []
 
@@ -575,11 +686,11 @@ def test_a_watchdog_that_cannot_start_is_tried_again(store: FakeStore, monkeypat
 
 def test_what_was_asked_back_is_renewed_by_the_same_renewal(store: FakeStore) -> None:
     """The first statement meets the question and leaves it out; its holder is told, and the next one renews it."""
-    unaware: list[int] = []
+    not_notified: list[int] = []
 
     def renew(step: Execute) -> Rows:
-        unaware.extend(lease["unaware"] for lease in json.loads(str(step.parameters["leases"])))
-        return [] if unaware[-1] else [()]
+        not_notified.extend(lease["not_notified"] for lease in json.loads(str(step.parameters["leases"])))
+        return [] if not_notified[-1] else [()]
 
     store.answers["renew"] = renew
     lock = FakeLock(store, ttl=30.0)
@@ -588,7 +699,7 @@ def test_what_was_asked_back_is_renewed_by_the_same_renewal(store: FakeStore) ->
     store.answers["alive"] = lambda _: [(*hold.tenure, "root: please")]
     before = hold.lease.renewed
     drive(Renewal(store, [hold], runtime.current.watchdog).steps(), store)
-    assert unaware == [1, 0]
+    assert not_notified == [1, 0]
     assert hold.revoked == "root: please"
     assert hold.lease.renewed > before
     lock.release()
@@ -627,7 +738,7 @@ def test_a_row_that_is_busy_for_a_moment_is_no_news(
 
 
 def test_a_shared_tenure_is_never_shortened(store: FakeStore) -> None:
-    """Whoever attached may rely on the longer lease."""
+    """The flow that attached may rely on the longer lease."""
     lock = FakeLock(store)
     lock.acquire()
     lock.acquire()
@@ -667,8 +778,8 @@ def test_at_exit_every_entry_is_left(store: FakeStore) -> None:
     store.answers["attach"] = lambda _: [(2,)]
     _ = lock.detach()
     [hold] = current_flow().holds.values()
-    watch = Watchdog(runtime.current.flows, runtime.current._give_back)
+    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
     watch._holds[hold] = None
     watch.close()
-    assert store.sent[-2:] == ["leave", "detach"]  # the token may yet be used
+    assert store.sent[-2:] == ["leave", "leave"]  # the last of them leaves it to the token's bearer
     runtime.current.watchdog.discard(hold)

@@ -1,4 +1,4 @@
-"""Lines as data: flows of several processes under random schedules, with interrupts, timeouts and lost answers."""
+"""Local queues as data: flows of several processes in random schedules, with interrupts, timeouts and lost answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, Stage
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Waiter
 from dblock.core.errors import LockStoreError, StoreUnanswered
-from dblock.core.holding.held import Held
+from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.values import Grant, Tenure
 from dblock.core.wakeup.local_socket import LocalSockets
@@ -41,13 +41,13 @@ class Process(Kept):
         wakeups = self.world.listening[self.channel] = Wakeups()
         self.site = Site(self.world.database(), wakeups, lambda: cast("LocalSockets", Post(self.world, self.channel)))
 
-    shared = True
+    queues_locally = True
 
     def holds(self, key: str) -> bool:
         return bool(self.holding)
 
     def nobody(self) -> bool:
-        """Is nobody in a local queue?"""
+        """Whether nobody is in a local queue."""
         return not self.site.local_queues._queues
 
 
@@ -76,7 +76,7 @@ class Flow:
         site, holding, chance = self.process.site, self.process.holding, self.chance
         for _ in range(self.cycles):
             fair = int(chance.random() >= self.barging)
-            request = wish(ttl=2 * HOUR, fair=fair, flow=str(self.name), prompt=chance.random() < 0.8)
+            request = wish(ttl=2 * HOUR, fair=fair, flow=str(self.name), starts_on_place_lease=chance.random() < 0.8)
             timeout = chance.choice((None, 0.0, 0.02, 1.0)) if self.faults else None
             self.interruptible = self.faults
             try:
@@ -96,7 +96,7 @@ class Flow:
             holding.remove(self.name)
             self.interruptible = self.faults
             try:
-                held = Held.of(found)
+                held = HandoverRecord.of(found)
                 assert (yield from handover.pass_on(site, held))
             except (Interrupted, LockStoreError):
                 pass
@@ -126,7 +126,7 @@ class Flow:
             return
         error, self.broken = self.broken, None
         if self.interruptible and error is None and self.chance.random() < 0.02:
-            error, self.interruptible = Interrupted(), False  # whoever interrupts the clean-up has to wait for the ttl
+            error, self.interruptible = Interrupted(), False  # to interrupt the clean-up costs the ttl
         try:
             found = self.steps.send(self.reply) if error is None else self.steps.throw(error)
         except StopIteration:
@@ -174,7 +174,7 @@ def schedule(
 
 @pytest.fixture
 def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody looks by himself but after an hour; and places last for longer."""
+    """Nobody polls before an hour has passed; and places last longer."""
     timed(
         monkeypatch,
         local_handover_wait=HOUR,
@@ -182,7 +182,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
         unresponsive_after=3 * HOUR,
         waiter_ttl=10 * HOUR,
     )
-    monkeypatch.setattr(Waiter, "_until_next_look", lambda *_, **__: HOUR)
+    monkeypatch.setattr(Waiter, "_until_next_poll", lambda *_, **__: HOUR)
 
 
 @pytest.mark.usefixtures("deaf")
@@ -254,11 +254,11 @@ def holder_and_heir(timeout: float = 0.05) -> tuple[World, Process, Tenure, Step
 def given(process: Process, tenure: Tenure) -> Steps[bool]:
     """The holder gives the key back."""
     process.holding.clear()
-    return handover.pass_on(process.site, Held(tenure))
+    return handover.pass_on(process.site, HandoverRecord(tenure))
 
 
 def test_an_heir_that_has_given_up_meanwhile_leaves_nothing() -> None:
-    """Its time was up while the key was being handed to it: whoever handed it over gives it back."""
+    """A waiter timed out while the key was handed to it: the flow that handed it over gives it back."""
     world, process, tenure, heir = holder_and_heir()
     holder = given(process, tenure)
     relay = begun(world, holder, "hand_over_local")
@@ -275,17 +275,45 @@ def test_an_heir_that_has_given_up_meanwhile_leaves_nothing() -> None:
 
 
 def test_an_heir_that_is_told_at_the_last_moment_has_it() -> None:
-    """It was looking whom to blame: acquire() is a success."""
+    """The waiter was reading the holder's name for its LockTimeout: acquire() is a success."""
     world, process, tenure, heir = holder_and_heir()
-    world.time += 1
+    world.time += 0.046
     look = begun(world, heir, "inspect")
     assert play(world, given(process, tenure), {}) is True
-    with pytest.raises(StopIteration) as done:
-        heir.send(world.execute(look))
-    grant = done.value.value
+    grant = play(world, heir, {}, world.execute(look))
     assert isinstance(grant, Grant)
     assert (world.rows["k"]["owner"], world.rows["k"]["fence"]) == grant.tenure[1:]
     assert process.nobody()
+
+
+@pytest.mark.parametrize(
+    ("starts_on_place_lease", "held_for", "lasts"),
+    [(True, 0.5, 3.5), (True, 1.1, 4.0), (False, 0.5, 4.0)],
+    ids=["covered", "less than three quarters are left", "a lease that ends"],
+)
+def test_an_heir_believes_in_no_more_than_what_covers_it(
+    starts_on_place_lease: bool, held_for: float, lasts: float
+) -> None:
+    """What a crash takes back keeps the key closed for as long; a lease that ends covers nothing."""
+    world = World()
+    process = Process(world)
+    fence = world._begin(None, wish(ttl=4.0).parameters("o"))[0][0]
+    process.holding.add(0)
+    heir = acquiring.acquire(
+        process.site,
+        wish(ttl=4.0, starts_on_place_lease=starts_on_place_lease),
+        60,
+        lambda: process,
+        held_in_process=True,
+    )
+    begun(world, heir, "wait")
+    world.time += held_for
+    process.holding.clear()
+    assert play(world, handover.pass_on(process.site, HandoverRecord(Tenure("k", "o", fence))), {}) is True
+    grant = play(world, heir, {})
+    assert isinstance(grant, Grant)
+    assert grant.lasts == pytest.approx(lasts, abs=0.01)
+    assert grant.sent + grant.lasts <= world.rows["k"]["expires_at"]
 
 
 class Away(dict[tuple[str, int], Callable[[Execute], Rows]]):
@@ -315,7 +343,7 @@ def test_a_hand_over_of_which_nothing_is_known(outage: float) -> None:
 
 
 def test_a_hand_over_that_arrives_late_is_found_too() -> None:
-    """The heir has asked what became of it, and stands in the queue, with the token that it was offered it under."""
+    """The heir has asked what became of it, and waits in the queue under the token of that offer."""
     world, process, tenure, heir = holder_and_heir(300)
     holder = given(process, tenure)
     relay = begun(world, holder, "hand_over_local")
@@ -332,7 +360,7 @@ def test_a_hand_over_that_arrives_late_is_found_too() -> None:
 
 @pytest.mark.parametrize("told", [False, True])
 def test_a_hand_over_to_one_that_stands_in_the_queue_by_now(told: bool) -> None:
-    """It leaves its place there, to nobody or to the next of its process; nobody is granted the key there."""
+    """The heir's place goes to nobody, or to the next flow of its process; nobody is granted the key there."""
     world, process, tenure, heir = holder_and_heir(300)
     holder = given(process, tenure)
     relay = begun(world, holder, "hand_over_local")
@@ -353,7 +381,7 @@ def test_a_hand_over_to_one_that_stands_in_the_queue_by_now(told: bool) -> None:
 
 
 def test_a_holder_that_hangs_keeps_its_local_queue_no_longer_than_its_lease() -> None:
-    """Whoever was chosen and is told nothing asks for itself, and has the key when the holder's lease is over."""
+    """A waiter that is offered the key and then told nothing asks itself, and has it when the holder's lease ends."""
     world, process, tenure, heir = holder_and_heir(300)
     holder = given(process, tenure)
     relay = begun(world, holder, "hand_over_local")
@@ -366,7 +394,7 @@ def test_a_holder_that_hangs_keeps_its_local_queue_no_longer_than_its_lease() ->
 
 
 def test_an_heir_that_is_interrupted_while_it_finds_out() -> None:
-    """It may have the tenure: it gives it back."""
+    """The heir may have the tenure: it gives it back."""
     world, process, tenure, heir = holder_and_heir(300)
     holder = given(process, tenure)
     answer = world.execute(begun(world, holder, "hand_over_local"))
@@ -378,9 +406,9 @@ def test_an_heir_that_is_interrupted_while_it_finds_out() -> None:
 
 
 def test_what_comes_too_late_is_given_back() -> None:
-    """Looking whom to blame took longer than the lease that it was handed meanwhile."""
+    """Reading who has the key took longer than the lease that it was handed meanwhile."""
     world, process, tenure, heir = holder_and_heir()
-    world.time += 0.5
+    world.time += 0.046
     look = begun(world, heir, "inspect")
     assert play(world, given(process, tenure), {}) is True
     assert world.rows["k"]["owner"] not in {"o", None}
@@ -403,8 +431,8 @@ def two_that_ask(timeout: float) -> tuple[World, Process, Tenure, Steps[Any], St
 
 
 def test_a_place_under_the_token_of_a_tenure_is_left_to_nobody() -> None:
-    """It was handed the key while it stood in the queue: whoever took its place over later, when that has ended, would
-    take the tenure for one that nobody has."""
+    """A flow was handed the key while it stood in the queue. Who took its place over when the tenure has ended would
+    take that tenure for one that nobody has."""
     world, process, tenure, heir = holder_and_heir(300)
     holder = given(process, tenure)
     relay = begun(world, holder, "hand_over_local")
@@ -421,7 +449,7 @@ def test_a_place_under_the_token_of_a_tenure_is_left_to_nobody() -> None:
 
 
 def test_who_gives_a_token_up_is_not_told_of_it_any_more() -> None:
-    """Its place has ended, and it clears up after itself, as the hand-over comes through: nobody has that tenure."""
+    """The waiter's place has ended, and it withdraws as the hand-over is executed: nobody has that tenure."""
     world, process, tenure, heir = holder_and_heir(300)
     holder = given(process, tenure)
     relay = begun(world, holder, "hand_over_local")
@@ -444,7 +472,7 @@ def test_who_gives_a_token_up_is_not_told_of_it_any_more() -> None:
 
 @pytest.mark.parametrize("how", ["time", "interrupt"])
 def test_the_next_of_a_process_inherits_the_place(how: str) -> None:
-    """It is served before those who came between, though the one that stood for it has given up."""
+    """The next flow is served before those who came between, though the flow that had the place has given up."""
     world, _, tenure, first, second = two_that_ask(1.0)
     [ticket] = [place["ticket"] for place in world.waiters.values()]
     rival = acquiring.acquire(world.site(), wish(flow="rival"), 300, Kept, held_in_process=True)
@@ -455,19 +483,34 @@ def test_the_next_of_a_process_inherits_the_place(how: str) -> None:
     else:
         with pytest.raises(Interrupted):
             play(world, first, {}, error=Interrupted())
-    adopted = begun(world, second, "inherit")
+    adopted = begun(world, second, "adopt_place")
     _ = world.execute(adopted)
     assert min(place["ticket"] for place in world.waiters.values()) == ticket
-    assert play(world, handover.free(world.site(), Held(tenure), 1), {})
+    assert play(world, handover.free(world.site(), HandoverRecord(tenure), 1), {})
     grant = play(world, second, {}, [()])
     assert isinstance(grant, Grant)
     assert (grant.ticket, world.rows["k"]["owner"][:6]) == (ticket, "second")
     rival.close()
 
 
+def test_nor_does_a_hand_over_that_is_executed_after_both_have_looked() -> None:
+    """The release, which waits for it on the server, finds it executed: the holder gives that tenure back."""
+    world, process, tenure, heir = holder_and_heir()
+    holder = given(process, tenure)
+    relay = begun(world, holder, "hand_over_local")
+    world.time += 0.5
+    assert not isinstance(play(world, heir, {}), Grant)
+    step = holder.throw(StoreUnanswered("cut"))
+    while not (isinstance(step, Execute) and step.statement.name == "release"):
+        step = holder.send(world.execute(step) if isinstance(step, Execute) else None)
+    _ = world.execute(relay)
+    assert play(world, holder, {}, world.execute(step)) is True
+    assert world.rows["k"]["owner"] is None
+
+
 @pytest.mark.parametrize("first", ["heir", "answer"])
 def test_nor_does_an_answer_that_is_lost_leave_something(first: str) -> None:
-    """Whichever of the two it is that gives up last looks what the other may have left behind."""
+    """The last of the two that gives up checks what the other may have left behind."""
     world, process, tenure, heir = holder_and_heir()
     holder = given(process, tenure)
     relay = begun(world, holder, "hand_over_local")
@@ -483,7 +526,7 @@ def test_nor_does_an_answer_that_is_lost_leave_something(first: str) -> None:
 
 
 def test_a_place_for_which_there_is_only_one_that_does_not_answer() -> None:
-    """It stands behind, and has not been seen for long: whoever gives up leaves the database's queue itself."""
+    """The next flow has not been seen for long: a waiter that gives up leaves the database's queue itself."""
     world, process, _, first, second = two_that_ask(9.0)
     local_queue = process.site.local_queues.find("k")
     assert local_queue is not None
@@ -513,7 +556,7 @@ def test_an_inheritance_of_which_nothing_is_known(executed: bool) -> None:
     world, process, tenure, first, second = two_that_ask(1.0)
     world.time += 1
     assert not isinstance(play(world, first, {}), Grant)
-    adopting = begun(world, second, "inherit")
+    adopting = begun(world, second, "adopt_place")
     if executed:
         _ = world.execute(adopting)
     join = second.throw(StoreUnanswered("cut"))
@@ -521,19 +564,19 @@ def test_an_inheritance_of_which_nothing_is_known(executed: bool) -> None:
         join = second.send(world.execute(join) if isinstance(join, Execute) else None)
     assert not world.waiters
     joined = world.execute(join)
-    assert play(world, handover.free(world.site(), Held(tenure), 1), {})
+    assert play(world, handover.free(world.site(), HandoverRecord(tenure), 1), {})
     assert world.rows["k"]["owner"].startswith("second")
     assert isinstance(play(world, second, {}, joined), Grant)
     assert process.nobody()
 
 
 def test_what_was_granted_to_one_who_has_given_up_is_given_back_by_its_heir() -> None:
-    """The key came as its time was up: the next of its process finds no place, and looks."""
+    """The key came as the waiter timed out: the next flow of its process finds no place, and polls."""
     world, process, tenure, first, second = two_that_ask(1.0)
     world.time += 1
     with pytest.raises(StopIteration):
         first.send(world.execute(begun(world, first, "inspect")))
-    assert play(world, handover.free(world.site(), Held(tenure), 1), {})
+    assert play(world, handover.free(world.site(), HandoverRecord(tenure), 1), {})
     assert world.rows["k"]["owner"].startswith("first")
     grant = play(world, second, {})
     assert isinstance(grant, Grant)
@@ -544,12 +587,12 @@ def test_what_was_granted_to_one_who_has_given_up_is_given_back_by_its_heir() ->
 
 
 def test_the_last_one_leaves_while_the_key_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the holder's look at the local queue and its choice."""
+    """It leaves after the holder has seen the local queue, and before it chooses."""
     world, process, tenure, heir = holder_and_heir()
     local_queue = process.site.local_queues.find("k")
     assert local_queue is not None
     heir.close()
-    assert local_queue.choose() is None
+    assert local_queue.offer() is None
     monkeypatch.setattr(process.site.local_queues, "find", lambda *_: local_queue)
     assert play(world, given(process, tenure), {}) is True
     assert world.rows["k"]["owner"] is None
@@ -562,38 +605,38 @@ def test_an_unresponsive_waiter_is_passed_over(how: str) -> None:
     world = World()
     stuck, alive = (LocalWaiter(wish()) for _ in range(2))
     queues = world.site().local_queues
-    local_queue, *_ = [queues.enter(waiter, hopeful=False) for waiter in (stuck, alive)]
-    assert local_queue.until_asking(alive) > 0
+    local_queue, *_ = [queues.enter(waiter, handover_expected=False) for waiter in (stuck, alive)]
+    assert local_queue.until_queueing(alive) > 0
     if how == "unseen":
         stuck.seen = world.time - timing.DEFAULT.unresponsive_after - 1
     else:
         stuck.wakeup._loop = SimpleNamespace(is_closed=lambda: how == "closed", is_running=lambda: False)
-    assert local_queue.until_asking(alive) == 0
-    assert local_queue.choose() is alive
-    local_queue.withdraw(alive)
-    local_queue.hope(0.0)
+    assert local_queue.until_queueing(alive) == 0
+    assert local_queue.offer() is alive
+    local_queue.retract(alive)
+    local_queue.expect_handover(0.0)
     stuck.wakeup._loop = None
-    assert local_queue.until_asking(stuck) > 0
+    assert local_queue.until_queueing(stuck) > 0
     assert local_queue.leave(alive) is None
     assert stuck.wakeup.consume()
-    assert local_queue.until_asking(stuck) == 0
+    assert local_queue.until_queueing(stuck) == 0
     assert local_queue.leave(stuck) is None
     assert not queues._queues
 
 
 def test_what_is_no_move() -> None:
-    """A stage that cannot follow is a defect, and said to be; whoever has left stays so, and leaves once."""
+    """A stage that cannot follow raises, as a defect; a flow that has left stays so, and leaves once."""
     queues, waiter = World().site().local_queues, LocalWaiter(wish())
-    local_queue = queues.enter(waiter, hopeful=False)
-    assert local_queue.begin_asking(waiter) is Stage.WAITING
-    with pytest.raises(RuntimeError, match="from ASKING to OFFERED"):
+    local_queue = queues.enter(waiter, handover_expected=False)
+    assert local_queue.begin_queueing(waiter) is Stage.WAITING
+    with pytest.raises(RuntimeError, match="from IN_QUEUE to OFFERED"):
         waiter.move(Stage.OFFERED)
     assert local_queue.leave(waiter) is None
     assert local_queue.leave(waiter) is None
     for stage in Stage:
         with pytest.raises(RuntimeError, match="from LEFT"):
             waiter.move(stage)
-    assert not local_queue.tell(waiter, Grant(Tenure("k", waiter.owner, 1), 0.0, 1.0))
+    assert not local_queue.confirm(waiter, Grant(Tenure("k", waiter.owner, 1), 0.0, 1.0))
 
 
 @pytest.mark.parametrize("time", [0.0, 1e9])
@@ -601,25 +644,25 @@ def test_a_local_queue_goes_by_the_clock_of_its_database(time: float) -> None:
     """However far that is from any other clock of the process: how long the machine has run must not matter."""
     world, waiter = World(time=time), LocalWaiter(wish())
     queues = world.site().local_queues
-    local_queue = queues.enter(waiter, hopeful=False)
-    assert local_queue.choose() is waiter
-    local_queue.withdraw(waiter)
+    local_queue = queues.enter(waiter, handover_expected=False)
+    assert local_queue.offer() is waiter
+    local_queue.retract(waiter)
     world.time += timing.DEFAULT.unresponsive_after
-    assert local_queue.choose() is None
+    assert local_queue.offer() is None
     assert not queues._queues
 
 
 def test_a_local_queue_whose_waiters_were_all_passed_over() -> None:
-    """They come again, in the order in which they do."""
+    """The waiters come again, and are served in the order in which they do."""
     world = World()
     one, other = (LocalWaiter(wish()) for _ in range(2))
     queues = world.site().local_queues
-    local_queue, *_ = [queues.enter(waiter, hopeful=False) for waiter in (one, other)]
+    local_queue, *_ = [queues.enter(waiter, handover_expected=False) for waiter in (one, other)]
     world.time += timing.DEFAULT.unresponsive_after + 1
-    assert local_queue.choose() is None
+    assert local_queue.offer() is None
     assert not queues._queues
-    assert local_queue.until_asking(other) == 0
-    assert local_queue.until_asking(one) > 0
+    assert local_queue.until_queueing(other) == 0
+    assert local_queue.until_queueing(one) > 0
     for waiter in (other, one):
         assert local_queue.leave(waiter) is None
 

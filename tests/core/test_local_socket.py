@@ -1,4 +1,4 @@
-"""Where a flow waits to be called by its neighbours: what wakes it, what does not, and what a fork leaves alone."""
+"""The socket at which neighbours notify a flow: what wakes it, what does not, and what a fork leaves alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dblock.core.wakeup.local_socket import KEPT, LocalSocket, LocalSockets
-from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
+from dblock.core.wakeup.registry import MOST, Message, Wakeup, Wakeups
 from tests.support.lab import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
@@ -81,7 +81,7 @@ def waiting(wakeup: Wakeup, waits: Callable[[Wakeup], None]) -> threading.Thread
 def test_a_flow_that_waits_at_a_socket_is_woken(
     wakeups: Wakeups, sockets: LocalSockets, others: LocalSockets, waits: Callable[[Wakeup], None], *, neighbour: bool
 ) -> None:
-    """By a datagram, which it reads itself; and by whoever shares its process. Not by what is not for it."""
+    """By a datagram, which it reads itself; and by flows of its process. Not by what is not for it."""
     wakeup, socket = Wakeup(), lent(sockets)
     wakeup.socket = socket
     wakeups.register("k", 7, wakeup)
@@ -104,11 +104,62 @@ def test_a_flow_that_waits_at_a_socket_is_woken(
     assert not wakeup.consume()
 
 
+@pytest.mark.parametrize("junk", ["", "junk", MESSAGE._replace(ticket=6).text(), MESSAGE._replace(key="j").text()])
+def test_a_flow_that_is_sent_too_much_leaves_its_socket(
+    wakeups: Wakeups,
+    sockets: LocalSockets,
+    others: LocalSockets,
+    waits: Callable[[Wakeup], None],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    junk: str,
+) -> None:
+    """It reads a bounded number of datagrams, and is still woken by flows of its process; nobody is lent its socket."""
+    reads, receive = list[str | None](), LocalSocket.receive
+
+    def count(self: LocalSocket, seconds: float) -> str | None:
+        reads.append(receive(self, seconds))
+        return reads[-1]
+
+    monkeypatch.setattr(LocalSocket, "receive", count)
+    wakeup, socket = Wakeup(), lent(sockets)
+    wakeup.socket = socket
+    wakeups.register("k", 7, wakeup)
+    flow = waiting(wakeup, waits)
+    tried = 0
+    while others.notify(socket.channel, junk) or not wakeup.flooded:
+        tried += 1
+        assert tried < 1_000_000
+    assert len(reads) == MOST + 1
+    assert flow.is_alive()
+    assert socket.fileno() == -1
+    wakeup.notify()
+    flow.join(5)
+    assert not flow.is_alive()
+    sockets.take_back(socket)
+    assert lent(sockets).channel != socket.channel
+
+
+def test_a_flow_may_be_called_often_over_time(
+    sockets: LocalSockets, others: LocalSockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What counts are the datagrams of a second."""
+    now = [100.0]
+    monkeypatch.setattr("dblock.core.clock.now", lambda: now[0])
+    wakeup, socket = Wakeup(), lent(sockets)
+    wakeup.socket = socket
+    for _ in range(5 * MOST):
+        assert others.notify(socket.channel, "junk")
+        wakeup._receive(socket, 1.0)
+        now[0] += 1.01 / MOST
+    assert not wakeup.flooded
+
+
 @pytest.mark.parametrize("at_socket", [True, False])
 def test_what_comes_before_the_wait_ends_it(
     sockets: LocalSockets, waits: Callable[[Wakeup], None], *, at_socket: bool
 ) -> None:
-    """Whoever notifies does not know whether the flow waits already."""
+    """The notifier does not know whether the flow waits already."""
     wakeup = Wakeup()
     if at_socket:
         wakeup.socket = lent(sockets)
@@ -118,7 +169,7 @@ def test_what_comes_before_the_wait_ends_it(
         assert wakeup.consume()
 
 
-def test_whoever_has_a_socket_next_hears_nothing_that_was_said_before(sockets: LocalSockets) -> None:
+def test_the_next_flow_at_a_socket_reads_no_earlier_datagram(sockets: LocalSockets) -> None:
     """They are kept for the next flow, a few of them."""
     several = [lent(sockets) for _ in range(KEPT + 2)]
     assert len({socket.channel for socket in several}) == len(several)
@@ -129,11 +180,11 @@ def test_whoever_has_a_socket_next_hears_nothing_that_was_said_before(sockets: L
     assert again in several
     assert again.receive(0.0) is None
     assert len(sockets._idle) == KEPT - 1
-    assert sum(each.fileno() < 0 for each in several) == 2, "whoever collects garbage finds nothing unclosed"
+    assert sum(each.fileno() < 0 for each in several) == 2, "the garbage collector finds nothing unclosed"
 
 
 def test_nobody_is_called_where_nobody_is(sockets: LocalSockets, others: LocalSockets) -> None:
-    """Then the database calls, where it can."""
+    """Then the database notifies, where it can."""
     channel = lent(others).channel
     others.close()
     assert not sockets.notify(channel, MESSAGE.text())
@@ -180,7 +231,7 @@ def test_a_fork_leaves_the_names_to_the_parent(sockets: LocalSockets) -> None:
 
 
 def test_somebody_closes_every_descriptor(sockets: LocalSockets) -> None:
-    """A thread waits on without its socket, in no hurry; whoever waits next has another one."""
+    """A thread waits on without its socket, in no hurry; the next that waits has another one."""
     wakeup, socket, idle = Wakeup(), lent(sockets), lent(sockets)
     wakeup.socket = socket
     sockets.take_back(idle)

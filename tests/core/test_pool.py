@@ -7,6 +7,7 @@ import contextlib
 import dis
 import gc
 import itertools
+import math
 import os
 import sys
 import threading
@@ -17,11 +18,12 @@ from typing import Any
 
 import pytest
 
-from dblock.core import clock
+from dblock.core import clock, timing
 from dblock.core.connections.deadlines import Deadlines
 from dblock.core.connections.pool import KEPT, AutocommitPool, PooledConnection
-from dblock.core.connections.slots import MOMENT, Place, Slots
+from dblock.core.connections.slots import RESERVATION, Slots, SlotWaiter
 from dblock.core.errors import PoolExhausted, StoreConflict
+from tests.conftest import timed
 from tests.support.lab import threads, until
 
 STRUCK = ("/connections/pool.py", "/connections/slots.py", "/wakeup/registry.py", "/concurrent/futures/_base.py")
@@ -66,15 +68,15 @@ def soon(seconds: float = 0.05) -> float:
     return clock.now() + seconds
 
 
-def test_whoever_is_interrupted_with_a_late_connection_uses_up_no_slot() -> None:
+def test_a_flow_interrupted_with_a_late_connection_uses_up_no_slot() -> None:
     """It came late, the next one took it and was interrupted before its statement: the slot is free again."""
     pool = Pool(most=1)
     with pytest.raises(StoreConflict, match="in time"):
-        pool.take(soon(), keeps=False)
+        pool.take(soon(), critical=False)
     pool.may.set()
     assert until(lambda: pool._idle)
-    pool.take(soon(), keeps=False)  # and nobody refers to it
-    pool.give(pool.take(soon(), keeps=False))
+    pool.take(soon(), critical=False)  # and nobody refers to it
+    pool.give(pool.take(soon(), critical=False))
 
 
 def test_a_late_connection_that_somebody_borrows_at_once_counts_as_lent() -> None:
@@ -88,12 +90,12 @@ def test_a_late_connection_that_somebody_borrows_at_once_counts_as_lent() -> Non
 
         def _arrived(self, future: Any) -> None:
             super()._arrived(future)
-            borrowed.append(self.take(soon(), keeps=False))
+            borrowed.append(self.take(soon(), critical=False))
 
     pool = Eager(most=2)
     pool.may.set()
     with pytest.raises(StoreConflict, match="in time"):
-        pool.take(soon(), keeps=False)
+        pool.take(soon(), critical=False)
     assert len(pool._slots[False].lent) == 1
     pool.give(borrowed[0])
     assert pool._idle == borrowed
@@ -104,10 +106,10 @@ def test_a_crowd_behind_a_late_connection_opens_no_more_than_it_may() -> None:
     """All of them wait for it; when it has come, as many go on as there may be connections."""
     pool, out, most = Pool(most=3), list[PooledConnection](), list[int]()
     with pytest.raises(StoreConflict):
-        pool.take(soon(), keeps=False)
+        pool.take(soon(), critical=False)
 
     def work() -> None:
-        connection = pool.take(soon(10), keeps=False)
+        connection = pool.take(soon(10), critical=False)
         out.append(connection)
         most.append(len(out))
         time.sleep(0.01)
@@ -130,10 +132,10 @@ def test_a_crowd_uses_its_connections_again() -> None:
     """More are kept than as a rule while somebody waits for them; afterwards the rest is closed."""
     pool = Pool(most=4 * KEPT)
     pool.may.set()
-    mine = [pool.take(soon(), keeps=False) for _ in range(4 * KEPT)]
+    mine = [pool.take(soon(), critical=False) for _ in range(4 * KEPT)]
 
     def work() -> None:
-        connection = pool.take(soon(10), keeps=False)
+        connection = pool.take(soon(10), critical=False)
         time.sleep(0.05)
         pool.give(connection)
 
@@ -154,19 +156,19 @@ def test_what_breaks_is_cut_before_it_is_closed() -> None:
     """So that nothing that a driver does to end a connection waits for a server that is silent."""
     pool = Pool(most=3)
     pool.may.set()
-    first, second = (pool.take(soon(), keeps=False) for _ in range(2))
+    first, second = (pool.take(soon(), critical=False) for _ in range(2))
     pool.give(first)
     pool.drop(second, others=True)
     assert pool.told == ["terminate after a cut"] * 2
     assert not pool._idle
-    first, second = (pool.take(soon(), keeps=False) for _ in range(2))
+    first, second = (pool.take(soon(), critical=False) for _ in range(2))
     pool.give(first)
     pool.drop(second, others=False)
     assert pool._idle == [first]
 
 
 def test_one_that_somebody_was_interrupted_waiting_for_is_expected_too() -> None:
-    """So a silent server is not asked for another connection by each who is."""
+    """So interrupted flows do not ask a silent server for one connection each."""
 
     class Interrupted(Pool):
         def await_background(self, future: Any, seconds: float) -> bool:
@@ -177,11 +179,11 @@ def test_one_that_somebody_was_interrupted_waiting_for_is_expected_too() -> None
 
     pool = Interrupted(most=3)
     with pytest.raises(KeyboardInterrupt):
-        pool.take(soon(), keeps=False)
+        pool.take(soon(), critical=False)
     with pytest.raises(StoreConflict, match="in time"):
-        pool.take(soon(), keeps=False)
+        pool.take(soon(), critical=False)
     pool.may.set()
-    pool.give(pool.take(soon(5), keeps=False))
+    pool.give(pool.take(soon(5), critical=False))
     assert pool.opened == 1
 
 
@@ -190,12 +192,12 @@ def test_what_was_lent_in_an_event_loop_that_is_closed_is_lent_no_more() -> None
     pool = Pool(most=1)
     pool.may.set()
     pool.home = over = Loop()
-    abandoned = pool.take(soon(), keeps=False)
+    abandoned = pool.take(soon(), critical=False)
     pool.home = Loop()
     with pytest.raises(StoreConflict, match="in use"):
-        pool.take(soon(), keeps=False)
+        pool.take(soon(), critical=False)
     over.closed = True
-    pool.give(pool.take(soon(), keeps=False))
+    pool.give(pool.take(soon(), critical=False))
     pool.give(abandoned)
     assert len(pool._idle) == 1
 
@@ -206,26 +208,26 @@ def test_each_event_loop_has_its_own() -> None:
     pool.may.set()
     one, other = Loop(), Loop()
     pool.home = one
-    pool.give(ours := pool.take(soon(), keeps=False))
+    pool.give(ours := pool.take(soon(), critical=False))
     pool.home = other
-    pool.give(pool.take(soon(), keeps=False))
+    pool.give(pool.take(soon(), critical=False))
     pool.home = one
-    assert pool.take(soon(), keeps=False) is ours
+    assert pool.take(soon(), critical=False) is ours
     assert pool.told == []
     other.closed = True
-    pool.give(pool.take(soon(), keeps=False))
+    pool.give(pool.take(soon(), critical=False))
     assert pool.told == ["abandon"]
 
 
-def test_whoever_came_first_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody who comes later is faster, not even whoever gives a connection back and wants one again at once."""
-    monkeypatch.setattr("dblock.core.connections.pool.LOOK", 10.0)
+def test_first_come_first_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody who comes later is faster, not even a flow that gives a connection back and wants one again at once."""
+    monkeypatch.setattr("dblock.core.connections.pool.POLL", 10.0)
     pool, order = Pool(most=1), list[int]()
     pool.may.set()
-    mine = pool.take(soon(), keeps=False)
+    mine = pool.take(soon(), critical=False)
 
     def work(number: int) -> None:
-        connection = pool.take(soon(10), keeps=False)
+        connection = pool.take(soon(10), critical=False)
         order.append(number)
         pool.give(connection)
 
@@ -235,7 +237,7 @@ def test_whoever_came_first_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
         crowd[-1].start()
         assert until(partial(_stand_in_line, pool, len(crowd)))
     pool.give(mine)
-    mine = pool.take(soon(10), keeps=False)
+    mine = pool.take(soon(10), critical=False)
     assert order == list(range(20))
     pool.give(mine)
     for thread in crowd:
@@ -245,14 +247,14 @@ def test_whoever_came_first_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_is_in_the_midst_of_something_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before all who begin, however long they have waited; among themselves as they came."""
-    monkeypatch.setattr("dblock.core.connections.pool.LOOK", 10.0)
+    monkeypatch.setattr("dblock.core.connections.pool.POLL", 10.0)
     pool, order = Pool(most=1), list[tuple[bool, int]]()
     pool.may.set()
-    mine = pool.take(soon(), keeps=False)
+    mine = pool.take(soon(), critical=False)
 
-    def work(urgent: bool, number: int) -> None:
-        connection = pool.take(soon(10), keeps=False, urgent=urgent)
-        order.append((urgent, number))
+    def work(priority: bool, number: int) -> None:
+        connection = pool.take(soon(10), critical=False, priority=priority)
+        order.append((priority, number))
         pool.give(connection)
 
     crowd = [threading.Thread(target=work, args=(n % 2 == 1, n)) for n in range(6)]
@@ -265,15 +267,15 @@ def test_who_is_in_the_midst_of_something_goes_first(monkeypatch: pytest.MonkeyP
     assert order == [(True, 1), (True, 3), (True, 5), (False, 0), (False, 2), (False, 4)]
 
 
-@pytest.mark.parametrize("urgent", [False, True])
-def test_whoever_gives_one_back_is_not_faster_than_who_was_called(urgent: bool) -> None:
+@pytest.mark.parametrize("priority", [False, True])
+def test_a_flow_that_gives_one_back_is_not_faster_than_one_that_was_notified(priority: bool) -> None:
     """Threads that want one again at once, and hold the interpreter, keep nobody in the line from it."""
     pool, stop, waited = Pool(most=1), threading.Event(), list[float]()
     pool.may.set()
 
     def greedy() -> None:
         while not stop.is_set():
-            connection = pool.take(soon(10), keeps=False, urgent=urgent)
+            connection = pool.take(soon(10), critical=False, priority=priority)
             _ = sum(range(1000))
             pool.give(connection)
 
@@ -282,7 +284,7 @@ def test_whoever_gives_one_back_is_not_faster_than_who_was_called(urgent: bool) 
         thread.start()
     for _ in range(20):
         start = clock.now()
-        pool.give(pool.take(soon(10), keeps=False, urgent=urgent))
+        pool.give(pool.take(soon(10), critical=False, priority=priority))
         waited.append(clock.now() - start)
     stop.set()
     for thread in crowd:
@@ -290,74 +292,74 @@ def test_whoever_gives_one_back_is_not_faster_than_who_was_called(urgent: bool) 
     assert max(waited) < 1, waited
 
 
-def test_room_is_kept_for_whoever_was_called_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who comes meanwhile stands behind; when it is over, the next one gets it, and who was called is first again."""
+def test_a_slot_is_reserved_for_a_moment_for_the_flow_that_was_notified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flows that come meanwhile stand behind. Afterwards the next one gets it, and the notified one is first again."""
     now = [100.0]
     monkeypatch.setattr("dblock.core.connections.slots.clock", SimpleNamespace(now=lambda: now[0]))
     slots = Slots(1)
     slots.lent.add(1)
-    first, second = Place(200.0), Place(200.0)
+    first, second = SlotWaiter(200.0), SlotWaiter(200.0)
     slots.join(first)
     slots.join(second)
     assert slots.free(1)
     assert first.notified()
-    assert not slots.may_enter(urgent=True)
-    assert not slots.looks(second)
-    now[0] += MOMENT
-    assert slots.looks(second)
+    assert not slots.may_enter(priority=True)
+    assert not slots.try_claim(second)
+    now[0] += RESERVATION
+    assert slots.try_claim(second)
     slots.lent.add(2)
     slots.leave(second, served=True)
-    assert not slots.looks(first)
-    third = Place(200.0)
+    assert not slots.try_claim(first)
+    third = SlotWaiter(200.0)
     slots.join(third)
     slots.join(first, again=True)
     assert first.consume()
     assert slots.free(2)
     assert first.notified()
     assert not third.notified()
-    assert slots.looks(first)
+    assert slots.try_claim(first)
 
 
 def test_one_that_was_cut_is_lent_no_more() -> None:
     """Though its event loop stands still, and does not see it; when it does, it is closed."""
     pool = Pool(most=1)
     pool.may.set()
-    stuck = pool.take(soon(), keeps=False)
+    stuck = pool.take(soon(), critical=False)
     with pytest.raises(PoolExhausted):
-        pool.take(soon(), keeps=False)
+        pool.take(soon(), critical=False)
     stuck.cut()
-    other = pool.take(soon(), keeps=False)
+    other = pool.take(soon(), critical=False)
     assert other is not stuck
     pool.drop(stuck, others=False)
     assert pool.told == ["terminate after a cut"]
     pool.give(other)
-    assert pool.take(soon(), keeps=False) is other
+    assert pool.take(soon(), critical=False) is other
 
 
-def test_no_room_is_kept_for_whoever_does_not_look() -> None:
+def test_no_slot_is_reserved_for_a_flow_that_does_not_claim_it() -> None:
     """A place whose time is up, whose event loop does not run, or is blocked, or whose flow was interrupted."""
     pool = Pool(most=1)
     pool.may.set()
     slots = pool._slots[False]
-    mine = pool.take(soon(), keeps=False)
-    late, asleep, gone, blocked = Place(soon(-1)), Place(soon(10)), Place(soon(10)), Place(soon(10))
+    mine = pool.take(soon(), critical=False)
+    late, asleep, gone, blocked = SlotWaiter(soon(-1)), SlotWaiter(soon(10)), SlotWaiter(soon(10)), SlotWaiter(soon(10))
     asleep._loop = asyncio.new_event_loop()
     for place in (late, asleep, gone, blocked):
         slots.join(place)
     del gone, place
     threading.Timer(0.05, pool.give, (mine,)).start()
-    assert pool.take(soon(5), keeps=False) is mine
+    assert pool.take(soon(5), critical=False) is mine
     assert blocked.notified()
     assert not late.notified()
     assert not asleep.notified()
     asleep._loop.close()
 
 
-def test_whoever_was_called_and_gives_up_passes_it_on() -> None:
-    """And whoever joins when one has just been given back is called at once."""
+def test_a_flow_that_was_notified_and_gives_up_passes_it_on() -> None:
+    """And a flow that joins when one has just been given back is notified at once."""
     slots = Slots(1)
     slots.lent.add(1)
-    first, second, third = (Place(soon(10)) for _ in range(3))
+    first, second, third = (SlotWaiter(soon(10)) for _ in range(3))
     slots.join(first)
     slots.join(second)
     assert slots.free(1)
@@ -374,21 +376,21 @@ def test_nobody_waits_for_what_would_come_too_late() -> None:
     """A statement that is cut short costs its connection, and the next one that."""
     pool = Pool(most=1)
     pool.may.set()
-    mine = pool.take(soon(), keeps=False)
+    mine = pool.take(soon(), critical=False)
     threading.Timer(0.05, pool.give, (mine,)).start()
     with pytest.raises(PoolExhausted, match="in use"):
-        pool.take(soon(0.06), keeps=False)
+        pool.take(soon(0.06), critical=False)
 
 
 def test_a_call_that_is_lost_costs_a_pause() -> None:
-    """The first one in the line hears of nothing, and looks all the same."""
+    """The first one in the line is not notified, and looks for a connection all the same."""
     pool = Pool(most=1)
     pool.may.set()
-    pool._slots[False]._call = lambda: None  # type: ignore[method-assign]
-    mine = pool.take(soon(), keeps=False)
+    pool._slots[False]._notify_next = lambda: None  # type: ignore[method-assign]
+    mine = pool.take(soon(), critical=False)
     threading.Timer(0.05, pool.give, (mine,)).start()
     start = clock.now()
-    assert pool.take(soon(10), keeps=False) is mine
+    assert pool.take(soon(10), critical=False) is mine
     assert clock.now() - start < 5
 
 
@@ -397,19 +399,20 @@ def test_a_descriptor_that_somebody_has_closed() -> None:
     deadlines = Deadlines()
     reader, writer = os.pipe()
     os.close(writer)
-    broken, sound = PooledConnection(wire=writer), PooledConnection(wire=reader)
+    broken, sound = PooledConnection(shutdown_fd=writer), PooledConnection(shutdown_fd=reader)
     for connection in (broken, sound):
-        deadlines.watch(connection, soon(0.01))
+        deadlines.arm(connection, soon(0.01))
         assert until(partial(getattr, connection, "overdue"))
-        assert not deadlines.answered(connection)
-    broken.wire = -1
+        assert not deadlines.disarm(connection)
+    broken.shutdown_fd = -1
 
 
 class Strike:
     """Traces a thread in its pool, and interrupts it before the given instruction there.
 
-    `as_signals`: of those before which Python runs the handlers of signals. They are after a call, at a function's
-    beginning, and where it loops: never between a lock and its `with`, which another thread would wait for.
+    `as_signals`: of those before which Python runs the handlers of signals. They are after a call that has returned,
+    at a function's beginning, and where it loops: never between a lock and its `with`, which another thread would wait
+    for.
     """
 
     def __init__(self, at: int, *, as_signals: bool = False) -> None:
@@ -425,8 +428,10 @@ class Strike:
         frame.f_trace_opcodes = True
         if event != "opcode":
             return self
-        before, self._last[frame] = self._last.get(frame, "RESUME"), dis.opname[code.co_code[frame.f_lasti]]
-        if not self._as_signals or before.startswith(("CALL", "RESUME", "JUMP_BACKWARD")):
+        name = dis.opname[code.co_code[frame.f_lasti]]
+        before, self._last[frame] = self._last.get(frame, "RESUME"), name
+        raised = name == "PUSH_EXC_INFO"
+        if not self._as_signals or (before.startswith(("CALL", "RESUME", "JUMP_BACKWARD")) and not raised):
             self._left -= 1
         if self._left < 0 and not self.struck:
             self.struck = True
@@ -434,7 +439,7 @@ class Strike:
         return self
 
 
-def test_whoever_is_interrupted_while_a_connection_is_opened_holds_up_no_thread() -> None:
+def test_a_flow_interrupted_while_a_connection_is_opened_holds_up_no_thread() -> None:
     """An exception of a signal handler, at each place of the wait in turn: the thread ends, and its slot is free."""
     untraced = sys.maxsize  # Python 3.12 does not count the instructions of what it has not traced before
     for place in itertools.chain([untraced], itertools.count()):
@@ -450,13 +455,13 @@ def test_whoever_is_interrupted_while_a_connection_is_opened_holds_up_no_thread(
     assert place > 100
 
 
-def test_whoever_is_interrupted_in_the_line_holds_up_nobody() -> None:
+def test_a_flow_interrupted_in_the_line_holds_up_nobody() -> None:
     """At each place of the wait in turn, while a connection is given back: the next one gets it."""
     untraced = sys.maxsize
     for place in itertools.chain([untraced], itertools.count()):
         pool, strike = Pool(most=1), Strike(place, as_signals=True)
         pool.may.set()
-        mine = [pool.take(soon(), keeps=False)]
+        mine = [pool.take(soon(), critical=False)]
         over = threading.Event()
         gives = threading.Thread(target=_give_back, args=(pool, mine, over))
         gives.start()
@@ -485,7 +490,7 @@ def _stand_in_line(pool: Pool, count: int) -> bool:
 def _take(pool: Pool, strike: Strike) -> None:
     sys.settrace(strike)
     with contextlib.suppress(KeyboardInterrupt):
-        _ = pool.take(soon(5), keeps=False)
+        _ = pool.take(soon(5), critical=False)
     sys.settrace(None)
     strike._last.clear()
 
@@ -493,4 +498,205 @@ def _take(pool: Pool, strike: Strike) -> None:
 def _has_room(pool: Pool) -> None:
     if pool._slots[False].lent:
         gc.collect()  # frames that were traced
-    pool.give(pool.take(soon(5), keeps=False))
+    pool.give(pool.take(soon(5), critical=False))
+
+
+class AskedPool(Pool):
+    """Its connections have a server that can be asked, and `dead` ones do not answer."""
+
+    def __init__(self, most: float) -> None:
+        super().__init__(most)
+        self.may.set()
+        self.asked = list[tuple[PooledConnection, float]]()
+        """Which connections were asked, and how many seconds they had."""
+        self.dead = list[PooledConnection]()
+        self.interrupts = False
+
+    def open(self, connection: PooledConnection) -> None:
+        super().open(connection)
+        connection.shutdown_fd, connection.question = os.open(os.devnull, os.O_RDONLY), lambda: None
+
+    def ask(self, connection: PooledConnection, until: float) -> None:
+        self.asked.append((connection, until - clock.now()))
+        if self.interrupts:
+            raise KeyboardInterrupt
+        if connection in self.dead:
+            raise TimeoutError
+
+    def filled(self, count: int) -> list[PooledConnection]:
+        """So many idle connections, the last one on top."""
+        made = [self.take(soon(5), critical=False) for _ in range(count)]
+        for each in made:
+            self.give(each)
+        return made
+
+
+def test_hot_use_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection is asked when it has been idle for long, and trusted again after its next statement."""
+    pool = AskedPool(most=1)
+    [connection] = pool.filled(1)
+    for _ in range(10):
+        pool.give(pool.take(soon(5), critical=False))
+    assert pool.asked == []
+    connection.idle_since -= timing.DEFAULT.trusted_idle
+    for _ in range(10):
+        pool.give(pool.take(soon(5), critical=False))
+    assert [each for each, _ in pool.asked] == [connection]
+    timed(monkeypatch, trusted_idle=0.0)
+    assert pool.take(soon(5), critical=False) is connection
+    assert len(pool.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("left", "round_trip", "answer"),
+    [
+        (0.25, 0.0, 0.05),  # a try: 50 ms
+        (5.0, 0.0, 0.5),  # a tenth
+        (0.25, 0.04, 0.08),  # two round trips
+        (0.25, 0.3, 0.125),  # and half of the time at most
+        (0.005, 0.0, 0.0025),
+    ],
+)
+def test_the_question_takes_a_part_of_the_callers_time(
+    monkeypatch: pytest.MonkeyPatch, left: float, round_trip: float, answer: float
+) -> None:
+    """A small one, as long as the server is not far away."""
+    timed(monkeypatch, trusted_idle=0.0)
+    pool = AskedPool(most=1)
+    [connection] = pool.filled(1)
+    connection.round_trip = round_trip
+    moment = clock.now()
+    monkeypatch.setattr("dblock.core.connections.pool.clock", SimpleNamespace(now=lambda: moment))
+    monkeypatch.setattr("tests.core.test_pool.clock", SimpleNamespace(now=lambda: moment))
+    assert pool.take(moment + left, critical=False) is connection
+    [(asked, seconds)] = pool.asked
+    assert asked is connection
+    assert seconds == pytest.approx(answer)
+
+
+def test_one_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a new one, in the same slot; it is closed without asking the server."""
+    timed(monkeypatch, trusted_idle=0.0)
+    pool = AskedPool(most=1)
+    pool.dead = pool.filled(1)
+    new = pool.take(soon(5), critical=False)
+    assert new not in pool.dead
+    assert pool.told == ["terminate after a cut"]
+    with pytest.raises(PoolExhausted):
+        pool.take(soon(), critical=False)
+    pool.give(new)
+    pool.give(pool.dead[0])
+    assert pool._idle == [new]
+
+
+def test_the_others_are_asked_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller waits for one question, however many are idle; those that answer are kept, each of the others ends."""
+    timed(monkeypatch, trusted_idle=0.0)
+    pool = AskedPool(most=9)
+    made = pool.filled(KEPT)
+    pool.dead, sound = [*made[:2], made[-1]], made[2:-1]
+    caller = list[PooledConnection]()
+    ask, answering = pool.ask, threading.Event()
+
+    def slow(connection: PooledConnection, until: float) -> None:
+        if threading.current_thread() is threading.main_thread():
+            caller.append(connection)
+        else:
+            answering.wait(5)
+        ask(connection, until)
+
+    monkeypatch.setattr(pool, "ask", slow)
+    new = pool.take(soon(5), critical=False)
+    assert caller == [made[-1]]
+    assert new not in made
+    answering.set()
+    assert until(lambda: len(pool.told) == 3)
+    assert pool.told == ["terminate after a cut"] * 3
+    assert until(lambda: len(pool._idle) == len(sound))
+    assert pool._idle == sound
+
+
+def test_those_of_another_event_loop_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may stand still, so that nothing could be asked there: they are asked when they are wanted."""
+    timed(monkeypatch, trusted_idle=0.0)
+    pool = AskedPool(most=9)
+    pool.home = Loop()
+    [theirs] = pool.filled(1)
+    pool.home = Loop()
+    pool.dead = pool.filled(1)
+    assert pool.take(soon(5), critical=False) not in pool.dead
+    assert pool._idle == [theirs]
+    assert [each for each, _ in pool.asked] == pool.dead
+
+
+def test_one_that_was_used_meanwhile_needs_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was given back after the question was sent has had an answer since."""
+    timed(monkeypatch, trusted_idle=0.0)
+    pool = AskedPool(most=9)
+    [first, second] = pool.filled(2)
+    assert pool.take(soon(5), critical=False) is second
+    pool.dead = [first]
+    ask = pool.ask
+
+    def meanwhile(connection: PooledConnection, until: float) -> None:
+        pool.give(second)
+        ask(connection, until)
+
+    monkeypatch.setattr(pool, "ask", meanwhile)
+    new = pool.take(soon(5), critical=False)
+    assert new not in {first, second}
+    assert pool._idle == [second]
+
+
+def test_a_caller_interrupted_during_the_question_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection ends, since an answer may yet come, and its slot is free."""
+    timed(monkeypatch, trusted_idle=0.0)
+    pool = AskedPool(most=1)
+    pool.filled(1)
+    pool.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        pool.take(soon(5), critical=False)
+    assert pool.told == ["terminate after a cut"]
+    assert not pool._idle
+    pool.interrupts = False
+    pool.give(pool.take(soon(5), critical=False))
+
+
+def test_a_caller_interrupted_around_the_question_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each place of taking a connection that does not answer, in turn: its slot is free."""
+    timed(monkeypatch, trusted_idle=0.0)
+    untraced = sys.maxsize
+    for place in itertools.chain([untraced], itertools.count()):
+        pool, strike = AskedPool(most=1), Strike(place, as_signals=True)
+        pool.dead = pool.filled(1)
+        _take(pool, strike)
+        pool.asked.clear()  # nobody refers to what a flow was interrupted with
+        pool.dead.clear()
+        assert until(lambda: not threads("dblock connect"), 2), place
+        _has_room(pool)
+        if not strike.struck and place != untraced:
+            break
+    assert place > 20
+
+
+def test_idle_connections_are_closed_but_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By time, the oldest first; what the pool asks for is to be pruned when the first of them is due."""
+    pool, asked_for = AskedPool(most=9), list[float]()
+    pool.prune_by = asked_for.append
+    [connection] = pool.filled(1)
+    assert asked_for == []
+    assert pool.prune() == math.inf
+    made = pool.filled(3)
+    lasts = timing.DEFAULT.idle_session
+    assert asked_for[0] == made[1].idle_since + lasts
+    assert pool.prune() == pool._idle[0].idle_since + lasts
+    assert pool.told == []
+    for each in made[:2]:
+        each.idle_since -= lasts
+    assert pool.prune() == math.inf
+    assert until(lambda: pool.told == ["close"] * 2)
+    assert pool._idle == made[2:]
+    made[2].idle_since -= 10 * lasts
+    assert pool.prune() == math.inf
+    assert pool._idle == made[2:]
+    assert connection in made

@@ -16,7 +16,7 @@ from dblock.core import timing, values
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.local_queue import Request
 from dblock.core.errors import LockError, LockStoreError, PoolExhausted, StoreConflict, StoreUnanswered
-from dblock.core.holding.held import Held
+from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
@@ -70,9 +70,9 @@ class Worker:
             if self.chance.random() < 0.3 and self.trusts():
                 again = yield from tenures.reenter(database, found.tenure, 1, ttl)
                 if again:
-                    _ = yield from handover.free(site, Held.of(found), 2)
+                    _ = yield from handover.free(site, HandoverRecord.of(found), 2)
             self.believes = None
-            _ = yield from handover.release(site, Held.of(found), 1)
+            _ = yield from handover.release(site, HandoverRecord.of(found), 1)
 
     def trusts(self) -> bool:
         return self.believes is not None and self.world.time < self.believes.trusted_until
@@ -235,7 +235,10 @@ def test_a_re_entry_whose_answer_was_lost_counts_once() -> None:
     again = play(world, tenures.reenter(database, grant.tenure, 1, 30), {("reenter", 0): lost_after(world)})
     assert again is not None
     assert world.rows["k"]["count"] == 2
-    assert play(world, handover.free(world.site(), Held.of(grant), 2), {("release", 0): lost_after(world)}) is True
+    assert (
+        play(world, handover.free(world.site(), HandoverRecord.of(grant), 2), {("release", 0): lost_after(world)})
+        is True
+    )
     assert world.rows["k"]["count"] == 1
     never = {("reenter", 0): raising(StoreUnanswered("cut"))}
     assert play(world, tenures.reenter(database, grant.tenure, 1, 30), never) is not None
@@ -264,7 +267,7 @@ def test_conflicts_are_tried_again_and_then_reported(statement: str) -> None:
         else:
             with pytest.raises(LockStoreError):
                 play(world, story(), faults)
-            assert world.time - start < 2 * timing.DEFAULT.patience + 2
+            assert world.time - start < 2 * timing.DEFAULT.retry_budget + 2
 
 
 @pytest.mark.parametrize("statement", ["take", "renew", "release"])
@@ -322,7 +325,7 @@ def test_an_outage_while_waiting_is_part_of_the_wait() -> None:
 
 
 def test_a_long_outage_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """To whoever reads the log, where the caller waits for ever; a short one is not."""
+    """The log tells it, where the caller waits for ever; a short one is not logged."""
     for times, told in ((5, 0), (3000, 1)):
         world = World()
         faults = {("take", number): raising(StoreConflict("no route to host")) for number in range(times)}
@@ -342,9 +345,9 @@ def test_the_owner_token_is_shown_by_nothing() -> None:
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
 def test_a_question_is_not_urgent(dialect: Dialect) -> None:
     """Who only asks for a row stands in the line of connections; who is in the midst of an attempt goes before."""
-    urgent = []
+    priority = []
     for steps in (tenures.inspect(Database(dialect), "k"), tenures.look(Database(dialect), "k")):
         step = next(steps)
         assert isinstance(step, Execute)
-        urgent.append(step.statement.urgent)
-    assert urgent == [False, True]
+        priority.append(step.statement.priority)
+    assert priority == [False, True]

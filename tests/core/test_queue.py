@@ -1,4 +1,4 @@
-"""The queue as data: random schedules in which nobody looks unless called, and the order of service.
+"""The queue as data: random schedules in which nobody polls unless notified, and the order of service.
 
 In `World` a statement may begin, see the waiters of that moment, and get at the key's row only after others have
 changed it, as under READ COMMITTED: that is how a releaser misses a waiter.
@@ -11,23 +11,24 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from dblock.core.acquire import acquiring, handover
+from dblock.core.acquire import listener as listener_module
+from dblock.core.acquire.listener import Listener
 from dblock.core.acquire.services import PollingOnly
 from dblock.core.acquire.waiting import Attempt, Waiter
 from dblock.core.errors import StoreBusy, StoreConflict, StoreUnanswered
-from dblock.core.holding.held import Held
+from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.deadlock import deadlock
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.statements import DIALECTS
-from dblock.core.values import Grant, Tenure
-from dblock.core.wakeup import listener as listener_module
-from dblock.core.wakeup.listener import Listener
+from dblock.core.statements.common import FLOW
+from dblock.core.values import Grant, Identity, LockInfo, Tenure
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.conftest import timed
 from tests.support.lab import until
@@ -47,7 +48,7 @@ class Kept(PollingOnly):
 class Called(Kept):
     """And the database calls whose turn it is."""
 
-    called = True
+    notifications_ready = True
 
 
 @dataclass
@@ -76,7 +77,7 @@ class Flow:
             if self.chance.random() < 0.5:
                 yield Sleep(self.chance.choice((0.001, 0.1)))
             self.holding = False
-            assert (yield from handover.release(site, Held.of(grant), 1))
+            assert (yield from handover.release(site, HandoverRecord.of(grant), 1))
             if self.chance.random() < 0.5:
                 yield Sleep(self.chance.choice((0.001, 0.1)))
 
@@ -123,15 +124,15 @@ def schedule(seed: int, kind: str, flows: int = 4, cycles: int = 5) -> tuple[Wor
 
 @pytest.fixture
 def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody looks by himself but after an hour; and places last for longer."""
-    timed(monkeypatch, waiter_ttl=10 * HOUR)
-    monkeypatch.setattr(Waiter, "_until_next_look", lambda *_, **__: HOUR)
+    """Nobody polls before an hour has passed; and places last longer."""
+    timed(monkeypatch, waiter_ttl=10 * HOUR, listen_after=10 * HOUR)
+    monkeypatch.setattr(Waiter, "_until_next_poll", lambda *_, **__: HOUR)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("deaf")
 def test_no_wake_up_is_lost(kind: str) -> None:
-    """Whatever the order of statements, whoever waits is called, or sees the key free when it looks after joining."""
+    """Whatever the order of statements, a waiter is notified, or sees the key free when it polls after joining."""
     waited = 0
     for seed in range(400):
         world, log = schedule(seed, kind)
@@ -167,7 +168,7 @@ def test_the_schedules_catch_a_broken_queue(broken: str, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(World, "_join", join_silently)
         monkeypatch.setattr(World, "_announce", lambda *_: [()])
-    elif broken == "queue_status":  # a waiter does not look after joining
+    elif broken == "queue_status":  # a waiter does not poll after joining
 
         def look(database: Any, key: str, until: float, owner: str = "", ticket: int = 0) -> Any:
             yield from ()
@@ -176,7 +177,7 @@ def test_the_schedules_catch_a_broken_queue(broken: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(queue, "status", look)
     elif broken == "release":  # what a releaser sees of the queue is taken for the whole of it
 
-        def release(site: Any, held: Held, count: int) -> Any:
+        def release(site: Any, held: HandoverRecord, count: int) -> Any:
             if held.ticket and (yield from handover.grant(site, held.tenure.key, held.ticket + 1, held)):
                 return True
             left = yield from tenures.release(site.database, held.tenure, count)
@@ -204,36 +205,94 @@ def in_order(world: World, log: list[tuple[int, int]]) -> None:
     assert not world.barged
 
 
-def told(owner: str, rows: list[tuple[Any, ...]], *, lost: bool = False) -> tuple[tuple[str, str], ...]:
-    """The circle that a waiter is told of when the database shows those waits."""
-    steps = deadlock(World().database(), owner, () if lost else (owner[:-1] + "2",), 2000.0)
-    assert isinstance(next(steps), Execute)
-    with pytest.raises(StopIteration) as done:
-        steps.send(rows)
-    return done.value.value.cycle if done.value.value else ()
+class Circles:
+    """The waits that the database shows, by the waiter's flow, which one letter names."""
+
+    def __init__(self, *waits: tuple[str, str, int, str], idle: str = "", lost: str = "") -> None:
+        """Of each its flow, key and ticket, and the key's holder; `idle`: flows that do not wait any more.
+
+        `lost`: those that do not have what the rows say that they hold.
+        """
+        self.waits, self.idle, self.lost = list(waits), idle, lost
+        self.confirmed: dict[str, str] = {}
+
+    def rows(self) -> list[tuple[Any, ...]]:
+        """As `chain` answers them."""
+        return [
+            (place, key, ticket, "host", 1, flow, holder * FLOW, "host", 1, holder, self.confirmed.get(place, ""))
+            for flow, key, ticket, holder in self.waits
+            for place in [f"{flow * FLOW}{ticket}"]
+        ]
+
+    def look(self, flow: str) -> list[str]:
+        """The keys of the circle that a flow is told of; what it confirms is written down."""
+        newest = max(ticket for waiter, _, ticket, _ in self.waits if waiter == flow)
+        owner, held = f"{flow * FLOW}{newest}", [] if flow in self.lost else [flow * FLOW]
+        steps = deadlock(World().database(), owner, held, 2000.0)
+        reply: Any = None
+        while True:
+            try:
+                step = steps.send(reply)
+            except StopIteration as done:
+                return [key for key, _ in done.value.cycle] if done.value else []
+            assert isinstance(step, Execute)
+            reply = self.rows()
+            if step.statement.name == "confirm":
+                self.confirmed[owner] = str(step.parameters["circle"])
+
+    def told(self, flows: str, seed: int = 0) -> dict[str, list[str]]:
+        """Which flows are told of a circle, and its keys, when all poll several times."""
+        chance, found = random.Random(seed), dict[str, list[str]]()
+        for _ in range(3):
+            for flow in chance.sample(flows, len(flows)):
+                if flow not in self.idle and (keys := self.look(flow)):
+                    found[flow] = keys
+        return found
 
 
-def wait_of(flow: str, key: str, ticket: int, holder: str) -> tuple[Any, ...]:
-    """A row of `waits`: flows are named by one letter, which their tokens begin with sixteen times."""
-    return (flow * 16 + "1", key, ticket, "host", 1, flow, holder * 16 + "2", "host", 1, holder)
+CIRCLE = ("a", "k2", 5, "b"), ("b", "k3", 9, "c"), ("c", "k1", 7, "a")
 
 
-def test_only_the_youngest_of_a_circle_gives_way() -> None:
-    """Also when all of them look at once; who waits for one in the circle, but holds nothing of it, never does."""
-    circle = [wait_of("a", "k2", 5, "b"), wait_of("b", "k3", 9, "c"), wait_of("c", "k1", 7, "a")]
-    rows = [*circle, wait_of("d", "k2", 1, "b"), wait_of("e", "k4", 12, "f")]
-    for seed in range(20):
-        random.Random(seed).shuffle(rows)
-        cycles = {flow: told(flow * 16 + "1", rows) for flow in "abcdef"}
-        assert {flow for flow, cycle in cycles.items() if cycle} == {"b"}
-        assert [key for key, _ in cycles["b"]] == ["k3", "k1", "k2"]
-    tied = [wait_of("a", "k2", 9, "b"), wait_of("b", "k3", 5, "c"), wait_of("c", "k1", 9, "a")]
-    assert [flow for flow in "abc" if told(flow * 16 + "1", tied)] == ["c"], "two keys gave out one ticket"
-    other_thread = [wait_of("a", "k2", 5, "b"), (*wait_of("b", "k1", 9, "a")[:9], "who attached to the token")]
-    assert not any(told(flow * 16 + "1", other_thread) for flow in "ab")
-    alone = [wait_of("a", "k", 5, "a")]
-    assert [key for key, _ in told("a" * 16 + "1", alone)] == ["k"]
-    assert not told("a" * 16 + "1", alone, lost=True), "what was lost ends by itself"
+@pytest.mark.parametrize("seed", range(10))
+def test_only_the_youngest_of_a_circle_gives_way(seed: int) -> None:
+    """Once the others have confirmed it; who waits for one in the circle, but holds nothing of it, never does."""
+    waits = [*CIRCLE, ("d", "k2", 1, "b"), ("e", "k4", 12, "f")]
+    random.Random(seed).shuffle(waits)
+    circles = Circles(*waits)
+    assert not circles.look("b"), "nobody else has said so"
+    assert circles.told("abcde", seed) == {"b": ["k3", "k1", "k2"]}
+    tied = Circles(("a", "k2", 9, "b"), ("b", "k3", 5, "c"), ("c", "k1", 9, "a"))
+    assert list(tied.told("abc", seed)) == ["c"], "two keys gave out one ticket"
+    assert Circles(("a", "k", 5, "a")).told("a", seed) == {"a": ["k"]}
+    assert not Circles(("a", "k", 5, "a"), lost="a").told("a", seed), "what was lost ends by itself"
+
+
+@pytest.mark.parametrize("flow", "abc")
+@pytest.mark.parametrize("past", ["idle", "lost"])
+def test_what_a_flow_does_no_more_closes_no_circle(flow: str, past: str) -> None:
+    """The place of a wait that is over, or a tenure that it does not have: it does not confirm the circle."""
+    for seed in range(5):
+        assert not Circles(*CIRCLE, **{past: flow}).told("abc", seed)
+
+
+def test_a_circle_is_confirmed_as_a_whole() -> None:
+    """What was said of one circle is not said of the next, of which one place or one tenure is another."""
+    circles = Circles(*CIRCLE)
+    _ = circles.look("a"), circles.look("c")
+    circles.waits[2] = ("c", "k1", 8, "d")
+    circles.waits.append(("d", "k5", 3, "a"))
+    assert not circles.look("b")
+    _ = circles.look("d"), circles.look("c")
+    assert not circles.look("b"), "a has not looked since"
+    _ = circles.look("a")
+    assert circles.look("b") == ["k3", "k1", "k5", "k2"]
+
+
+def test_of_several_places_of_a_flow_the_newest_counts() -> None:
+    """The others could not be deleted."""
+    left_over = Circles(("a", "k9", 2, "z"), *CIRCLE)
+    assert list(left_over.told("abc")) == ["b"]
+    assert not Circles(*CIRCLE, ("a", "k9", 11, "z")).told("bc")
 
 
 # -- single faults, one at a time
@@ -247,7 +306,7 @@ def held_by(world: World, owner: str = "rival", ttl: float = 5.0) -> Tenure:
 
 def waiter(world: World, timeout: float | None = None, ttl: float = 30.0) -> Steps[Any]:
     """A flow that wants the key."""
-    return acquiring.acquire(world.site(), wish(ttl=ttl, prompt=False), timeout, Kept)
+    return acquiring.acquire(world.site(), wish(ttl=ttl, starts_on_place_lease=False), timeout, Kept)
 
 
 def joining(world: World, owner: str, channel: str = "elsewhere") -> int:
@@ -258,7 +317,7 @@ def joining(world: World, owner: str, channel: str = "elsewhere") -> int:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("held", [True, False])
 def test_who_joins_the_queue_hears_whether_somebody_has_the_key(kind: str, held: bool) -> None:
-    """So it looks only if nobody has it by then."""
+    """So it polls only if nobody has it by then."""
     world, names = World(dialect=DIALECTS[kind]), list[str]()
     _ = held_by(world)
     steps, rows = waiter(world), None
@@ -276,7 +335,7 @@ def test_who_joins_the_queue_hears_whether_somebody_has_the_key(kind: str, held:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whoever_is_called_before_it_waits_looks(kind: str) -> None:
+def test_a_waiter_that_is_notified_before_it_waits_polls(kind: str) -> None:
     """Though it has heard that somebody has the key."""
     world = World(dialect=DIALECTS[kind])
     _ = held_by(world)
@@ -329,7 +388,7 @@ def test_a_grant_that_is_answered_too_late_is_none(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_short_turn_is_not_slept_through() -> None:
-    """The call got lost: a waiter looks often enough to find what it was granted, which lasts for its ttl only."""
+    """The notification got lost: a waiter polls often enough to find its grant, which lasts for its ttl only."""
     world = World()
     tenure, joined = held_by(world, ttl=60.0), list[Rows]()
 
@@ -338,7 +397,7 @@ def test_a_short_turn_is_not_slept_through() -> None:
         _ = world.execute(Execute(world.dialect.queue.grant, {**tenure._asdict(), "first": 1}))
         return joined[-1]
 
-    waits = acquiring.acquire(world.site(), wish(ttl=1.0, prompt=False), None, Called)
+    waits = acquiring.acquire(world.site(), wish(ttl=1.0, starts_on_place_lease=False), None, Called)
     grant = play(world, waits, {("join", number): served for number in range(9)})
     assert isinstance(grant, Grant)
     assert len(joined) == 1
@@ -379,7 +438,7 @@ def test_a_hand_over_whose_answer_is_lost(kind: str, broken_off: bool) -> None:
         _ = world.execute(step)
         raise KeyboardInterrupt
 
-    released = handover.pass_on(world.site(), Held(tenure, ticket - 1))
+    released = handover.pass_on(world.site(), HandoverRecord(tenure, ticket - 1))
     if broken_off:
         with pytest.raises(KeyboardInterrupt):
             play(world, released, {("grant", 0): interrupted})
@@ -388,27 +447,9 @@ def test_a_hand_over_whose_answer_is_lost(kind: str, broken_off: bool) -> None:
     assert world.rows["k"]["owner"] == "heir"
 
 
-@pytest.mark.parametrize("token", [False, True])
-def test_a_tenure_of_which_somebody_has_a_token_covers_no_other(token: bool) -> None:
-    """Whoever has it could enter what a crash brings back: it is given back first, and the next grant is durable."""
-    world = World()
-    tenure = held_by(world)
-    ticket = joining(world, "heir")
-    sent = list[tuple[str, str]]()
-
-    def note(step: Execute) -> Rows:
-        sent.append((step.statement.name, str(step.parameters.get("owner", ""))))
-        return world.execute(step)
-
-    released = handover.release(world.site(), Held(tenure, ticket - 1, token=token), 1)
-    assert play(world, released, {(name, 0): note for name in ("grant", "release")})
-    assert sent == ([("release", tenure.owner), ("grant", "")] if token else [("grant", tenure.owner)])
-    assert world.rows["k"]["owner"] == "heir"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hand_over_that_finds_a_row_locked_calls_the_first(kind: str) -> None:
-    """It goes on trying, and need not find out by itself that the key was given back."""
+    """The first waiter goes on trying, and need not find out by itself that the key was given back."""
     world = World(dialect=DIALECTS[kind])
     tenure, wakeup = held_by(world), Wakeup()
     tickets = list[int]()
@@ -418,10 +459,25 @@ def test_a_hand_over_that_finds_a_row_locked_calls_the_first(kind: str) -> None:
     world.waiters["dead"]["expires_at"] = world.time
     world.wakeups.register("k", tickets[1], wakeup)
     busy = {("grant", number): raising(StoreBusy("a stranger's")) for number in range(9)}
-    assert play(world, handover.free(world.site(), Held(tenure), 1), busy) is True
+    assert play(world, handover.free(world.site(), HandoverRecord(tenure), 1), busy) is True
     assert world.rows["k"]["owner"] is None
     assert wakeup.consume()
     world.wakeups.unregister("k", tickets[1], wakeup)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dead", [15, 16, 40])
+def test_a_queue_of_the_dead_is_forgotten(kind: str, dead: int) -> None:
+    """By the release, also where they are more than one statement counts: the next take needs no queue."""
+    world = World(dialect=DIALECTS[kind])
+    tenure = held_by(world)
+    ticket = 0
+    for number in range(dead):
+        ticket = joining(world, f"dead{number}")
+        _ = world._announce({"key": "k", "ticket": ticket})
+        world.waiters[f"dead{number}"]["expires_at"] = world.time
+    assert play(world, handover.free(world.site(), HandoverRecord(tenure), 1), {}) is True
+    assert world.rows["k"]["served"] == world.rows["k"]["last"] == ticket
 
 
 def test_a_wakeup_that_is_notified_before_it_is_registered() -> None:
@@ -437,7 +493,7 @@ def test_a_wakeup_that_is_notified_before_it_is_registered() -> None:
 
 
 def test_waiters_come_and_go_while_others_are_woken() -> None:
-    """Whoever wakes all of them, in another thread, is not disturbed by that."""
+    """Waking all of them, in another thread, is not disturbed by that."""
     registry, ended = Wakeups(), threading.Event()
 
     def come_and_go() -> None:
@@ -481,14 +537,14 @@ def test_a_listener_is_of_one_database(monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on for those who wait there, and wakes nobody else."""
     monkeypatch.setattr(listener_module, "LINGER", 0.1)
     wakeups, elsewhere, there, away = Wakeups(), Wakeup("elsewhere"), Wakeup("away"), _Away()
-    listener = Listener(away, wakeups, "channel")
+    listener = Listener(cast("Any", away), wakeups, "channel")
     wakeups.register("k", 1, elsewhere)
     wakeups.register("k", 2, there)
     listener.want()
     time.sleep(0.2)
     assert listener._runs()
     assert away.tries > 1
-    assert not there.notified()  # it was not called before either
+    assert not there.notified()  # it was not notified before either
     wakeups.unregister("k", 2, there)
     assert until(lambda: not listener._runs(), 5)
     listener.ready = True
@@ -557,15 +613,36 @@ def test_a_waiter_believes_only_what_proves_to_know_its_token() -> None:
 
 
 def test_what_a_waiter_was_told_is_weighed_once() -> None:
-    """A crash has taken it back, which an accept brings to light: no later heartbeat makes it credible again."""
+    """A crash has taken the grant back, as an accept shows: no later heartbeat makes it credible again."""
     world = World()
     _ = held_by(world)
     waiter = Waiter(Attempt(world.site(), wish(), 9e9, 9e9, PollingOnly, tuple), PollingOnly(), holds_other_keys=False)
     place = Place(waiter.me.owner, 5, world.time - 3, world.time, world.time - 3)
     waiter.wakeup.message = Message("k", 5, 7, 5000, queue.proof(5, 7, 5000, place.owner))
-    assert play(world, waiter._told(place), {}) is None, "too late to be believed without an accept"
+    assert play(world, waiter._grant_by_message(place), {}) is None, "too late to be believed without an accept"
     place.sent = world.time
-    assert play(world, waiter._told(place), {}) is None
+    assert play(world, waiter._grant_by_message(place), {}) is None
+
+
+class _Lent:
+    """A socket."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "bearers", "near"),
+    [("a" * 24, 0, True), ("a" * 8 + "b" * 16, 0, True), ("b" * 24, 0, False), ("a" * 24, 1, False), (None, 0, False)],
+    ids=["same flow", "another process", "another machine", "handed over", "free"],
+)
+def test_a_holder_is_near_by_its_token(owner: str | None, bearers: int, near: bool) -> None:
+    """It calls the waiter's socket: one whose token begins with the same machine. Hosts may all have one name."""
+    attempt = Attempt(World().site(), wish(flow="a" * 24), 9e9, 9e9, PollingOnly, tuple)
+    waiter = Waiter(attempt, PollingOnly(), holds_other_keys=False)
+    waiter.waiting_since, waiter.listen_after = attempt.site.database.now(), 60.0
+    who = Identity(attempt.request.host, 1, "t", "p", "")
+    waiter.holder = LockInfo("k", owner, 7, 1, 30.0, 1.0, 29.0, "", who, bearers=bearers)
+    assert waiter._is_notified() is False, "without a socket"
+    waiter.wakeup.socket = _Lent()  # type: ignore[assignment]
+    assert waiter._is_notified() is near
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -583,7 +660,7 @@ def test_a_heartbeat_moves_trust_for_those_alone_whom_it_kept(kind: str) -> None
     play(world, queue.heartbeat(world.database(), places, world.time + 1), {})
     assert [place.sent > joined for place in places] == [True, True]
     kept = places[0].sent
-    assert play(world, handover.grant(world.site(), "k", 1, Held(tenure)), {})
+    assert play(world, handover.grant(world.site(), "k", 1, HandoverRecord(tenure)), {})
     end = world.rows["k"]["expires_at"]
     world.time += 1.0
     play(world, queue.heartbeat(world.database(), places, world.time + 1), {})

@@ -22,7 +22,7 @@ from dblock.core import clock
 from dblock.core.acquire import acquiring, handover
 from dblock.core.face.executor import BaseStore
 from dblock.core.holding.flow import Flow
-from dblock.core.holding.held import Held
+from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Steps
@@ -41,6 +41,7 @@ class ModelStore:
     name = "model"
     pin: Statement | None = None
     asynchronous = False
+    location: object = None
     renewable = True
     reaping: tuple[float, float] | None = None
     history = 0
@@ -72,7 +73,7 @@ class ModelStore:
 
 def test_two_processes_in_one() -> None:
     """Each with a local queue, a socket and a watchdog of its own: they exclude and wake each other, and nobody
-    looks by himself."""
+    polls."""
     world, mutex = World(dialect=DIALECTS["sqlite"]), threading.Lock()
     processes = [Runtime(), Runtime()]
     stores = [ModelStore(world, mutex) for _ in processes]
@@ -89,7 +90,7 @@ def test_two_processes_in_one() -> None:
             log.append((number, found))
             time.sleep(0.002)
             inside.remove(number)
-            assert (yield from handover.pass_on(site, Held.of(found)))
+            assert (yield from handover.pass_on(site, HandoverRecord.of(found)))
 
     threads = [
         threading.Thread(target=lambda n=n, p=p, s=s: drive(life(n, p, s), s))

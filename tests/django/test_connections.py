@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -24,6 +28,7 @@ from dblock.connections import MOST, Lane
 from dblock.core import clock
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.statements.base import Reply, Statement, on_server
 from dblock.store import DjangoStore, store_for
 from tests.conftest import ALIASES, INNODB, SERVERS, ready, run, timed, url
 from tests.support.pages import ROOT
@@ -195,7 +200,7 @@ def test_a_crowd_has_few_connections(database: str, alias: str) -> None:
 @pytest.mark.direct
 @pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_connections_outlive_requests_but_not_a_close(database: str, alias: str) -> None:
-    """The end of a request with CONN_MAX_AGE 0 leaves the lock's connection; whoever closes by hand closes it too."""
+    """The end of a request with CONN_MAX_AGE 0 leaves the lock's connection; closing by hand closes it too."""
     for _ in range(2):
         connections[alias].close()  # what an earlier test has left
         connections[alias].ensure_connection()
@@ -337,6 +342,47 @@ def test_a_test_database_can_be_dropped(request: pytest.FixtureRequest) -> None:
     assert name not in [row[0] for row in run("postgresql", "SELECT datname FROM pg_database")]
 
 
+@pytest.mark.parametrize("wal", [True, False])
+def test_a_statement_for_the_database_that_the_alias_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wal: bool
+) -> None:
+    """Is not run in another one, to which a test runner turns the alias while the statement waits for a connection."""
+    named = {name: str(tmp_path / name) for name in ("test", "real")}
+    for path in named.values():
+        with closing(sqlite3.connect(path)) as database:
+            _ = database.execute(f"PRAGMA journal_mode={'WAL' if wal else 'DELETE'}")
+            _ = database.execute("CREATE TABLE seen (name text)")
+    monkeypatch.setitem(connections.settings["default"], "NAME", named["test"])
+    monkeypatch.setitem(connections.settings["default"], "OPTIONS", {})
+    store = DjangoStore("default")
+    insert = Statement("insert", "INSERT INTO seen VALUES ('x')", Reply.COUNT)
+    step, take = Execute(insert, {}, location=store.location), store._source.take
+
+    def run_step() -> None:
+        try:
+            _ = store.execute(step)
+        finally:
+            connections.close_all()
+
+    def take_late(*given: Any, **named_ones: Any) -> Any:
+        monkeypatch.setitem(connections.settings["default"], "NAME", named["real"])
+        return take(*given, **named_ones)
+
+    apart(run_step)
+    monkeypatch.setattr(store._source, "take", take_late)
+    with pytest.raises(LockStoreError, match="another one"):
+        apart(run_step)
+    for name, count in (("test", 1), ("real", 0)):
+        with closing(sqlite3.connect(named[name])) as database:
+            assert database.execute("SELECT count(*) FROM seen").fetchall() == [(count,)]
+
+
+def apart(function: Callable[[], None]) -> None:
+    """Run it in a thread, which has connections of its own, and raise what it raises."""
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(function).result()
+
+
 @pytest.mark.direct
 @pytest.mark.parametrize("database", ["postgresql", "mariadb"], indirect=True)
 def test_statements_are_prepared_by_use(database: str, alias: str) -> None:
@@ -346,8 +392,24 @@ def test_statements_are_prepared_by_use(database: str, alias: str) -> None:
         with db_lock("k", using=alias):
             pass
     source = store_for(alias)._source
-    connection = source.take(clock.now() + 10, keeps=False)
+    connection = source.take(clock.now() + 10, critical=False)
     known = connection.prepared.__self__._known  # type: ignore[union-attr]
     source.give(connection)
     dialect = store_for(alias).database.dialect
-    assert {dialect.take.sql, dialect.release.sql} <= set(known)
+    sent = {on_server(statement, mariadb=True).sql for statement in (dialect.take, dialect.release)}
+    assert sent <= set(known)
+
+
+def test_the_locks_own_connections_are_closed_where_an_event_loop_runs(postgresql: object) -> None:
+    """There Django refuses to close its own, and a session would stay until the garbage collector comes."""
+    with db_lock("k", using="postgresql"):
+        pass
+    [*kept] = store_for("postgresql")._source._idle  # type: ignore[union-attr]
+    raws = [each.raw for each in kept]
+
+    async def close() -> None:
+        store_for("postgresql")._source.close_all()  # type: ignore[union-attr]
+
+    asyncio.run(close())
+    assert raws
+    assert all(raw.closed for raw in raws)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import threading
@@ -28,7 +29,7 @@ def alias(database: str) -> Iterator[str]:
 
 
 def others_get_in(alias: str, key: str = "k") -> bool:
-    """Does another thread get the key without waiting? On SQLite the writer leaves it no room."""
+    """Whether another thread gets the key without waiting. On SQLite the writer leaves it no room."""
     results: list[Any] = []
 
     def attempt() -> None:
@@ -96,6 +97,21 @@ def test_acquire_and_release_as_well(database: str, alias: str) -> None:
     assert others_get_in(alias)
 
 
+def test_in_a_notebook(database: str, alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose cells run on an event loop, where Django lets synchronous code use the database if it is told to."""
+    monkeypatch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "1")
+
+    async def cell() -> None:
+        with transaction.atomic(alias):
+            with db_lock("k", using=alias) as lock:
+                assert lock.verify()
+            assert not others_get_in(alias)
+        assert others_get_in(alias)
+        connections[alias].close()
+
+    asyncio.run(cell())
+
+
 def test_an_inner_rollback_is_not_the_end(database: str, alias: str) -> None:
     """The lock was taken inside a savepoint that is undone; the outer block is still open."""
     with transaction.atomic(alias):
@@ -159,6 +175,19 @@ def test_the_same_transaction_enters_again(database: str, alias: str) -> None:
                     assert (inner.fence, inner.count) == (lock.fence, 2)
             assert not others_get_in(alias)
     assert len(set(fences)) == 1
+    assert others_get_in(alias)
+
+
+def test_a_lock_that_is_not_reentrant(database: str, alias: str) -> None:
+    """Is refused inside of its block, and may be taken again in the same transaction when that has been left."""
+    lock = db_lock("k", using=alias, reentrant=False, timeout=0.05)
+    with transaction.atomic(alias):
+        for _ in range(2):
+            with lock:
+                assert lock.acquire() is False
+                assert lock.verify()
+            assert lock.state is None
+        assert not others_get_in(alias)
     assert others_get_in(alias)
 
 
@@ -229,7 +258,7 @@ def test_the_key_is_free_for_on_commit(database: str, alias: str) -> None:
     assert others_get_in(alias)
 
 
-def test_it_is_told_when_that_has_ended(database: str, alias: str) -> None:
+def test_it_is_told_when_that_has_ended(request: pytest.FixtureRequest, database: str, alias: str) -> None:
     """Once, with the last transaction that keeps it, and not before: by signals, metrics and the history alike."""
     told = list[tuple[str, int]]()
     stop = observe(lambda event: told.append((str(event.kind), event.depth)), Kind.ACQUIRED, Kind.RELEASED)
@@ -244,6 +273,7 @@ def test_it_is_told_when_that_has_ended(database: str, alias: str) -> None:
         told.clear()
     if database != "sqlite":
         other = next(name for name in SERVERS if name != database)
+        _ = ready(request, other)
         with transaction.atomic(alias), transaction.atomic(other):
             with db_lock("k", using=alias):
                 pass

@@ -181,7 +181,7 @@ def test_what_was_given_back_is_no_loss(
 def test_sqlite_in_wal_mode_commits_without_waiting_for_the_disk(database: str, alias: str) -> None:
     """On a connection of the lock's own, since the caller's keeps its own setting."""
     source = store_for(alias)._source
-    own = source.take(clock.now() + 10, keeps=False)
+    own = source.take(clock.now() + 10, critical=False)
     with connections[alias].cursor() as callers:
         callers.execute("PRAGMA synchronous")
         assert (own.raw.execute("PRAGMA synchronous").fetchone()[0], callers.fetchone()[0]) == (1, 2)
@@ -194,7 +194,7 @@ def test_a_broken_connection_is_replaced(database: str, alias: str) -> None:
     with lock:
         pass
     source = store_for(alias)._source
-    own = source.take(clock.now() + 10, keeps=False)
+    own = source.take(clock.now() + 10, critical=False)
     if database == "postgresql":
         run(database, f"SELECT pg_terminate_backend({own.raw.info.backend_pid})")
     elif database in INNODB:

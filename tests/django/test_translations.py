@@ -216,7 +216,7 @@ def strangers() -> list[str]:
 
 
 def test_no_page_speaks_english(request: pytest.FixtureRequest) -> None:
-    """Whoever's browser asks for German or Chinese sees nothing as it is in English but what strangers have written."""
+    """A user whose browser asks for German or Chinese sees no English but what strangers have written."""
     ready(request, "sqlite")
     middleware = [*settings.MIDDLEWARE, "django.middleware.locale.LocaleMiddleware"]
     with override_settings(MIDDLEWARE=middleware, ALLOWED_HOSTS=["*"], TIME_ZONE="UTC"):

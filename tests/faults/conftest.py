@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.conftest import INNODB, POOLER, ready
-from tests.support.lab import LONG, SYNC, Wired, close_django, ledger, threads, until
+from tests.support.lab import LONG, SYNC, Wired, close_django, ledger, nobody_withdraws, threads, until
 from tests.support.proxy import Proxy
 from tests.support.subjects import Actor, Subject
 
@@ -80,6 +80,7 @@ def wire(request: pytest.FixtureRequest) -> Iterator[Wire]:
         actor.close()
         proxy.black_hole, proxy.refusing, proxy.delay = False, False, 0.0
         proxy.cut()
+        assert until(nobody_withdraws, 10)  # a statement after its end would open an engine's pool again
         if variant == "django":
             close_django(database, "_wire")
         elif face == "sync":

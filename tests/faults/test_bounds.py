@@ -26,12 +26,12 @@ from dblock import db_lock as django_lock
 from dblock.core import runtime, timing
 from dblock.core.connections import pool as pools
 from dblock.core.errors import StoreConflict
-from dblock.drivers import sessions
+from dblock.drivers import psycopg, sessions
 from sqlalchemy_dblock import db_lock, metadata
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, POOLER, SERVERS, observer, ready, run, timed, url
-from tests.faults.conftest import ALL_WIRES, Wire, name_of
-from tests.support.lab import SOME, threads, until
+from tests.faults.conftest import ALL_WIRES, SEVERAL_WIRES, Wire, name_of
+from tests.support.lab import SOME, hold_of, threads, until
 from tests.support.proxy import Proxy
 from tests.support.servers import MySQL, free_port, running
 from tests.support.subjects import MATRIX, Actor, Subject
@@ -85,7 +85,7 @@ UNLOCK = {"mariadb": "UNLOCK TABLES", "mysql": "UNLOCK TABLES"}
 
 
 def takes_at_most(seconds: float, attempt: Callable[[], bool], chances: int = 20) -> bool:
-    """Does it when nothing else happens on the machine: is one of a few attempts as short, and as it should be?"""
+    """Whether one of a few attempts succeeds in that time, as it should when nothing else happens on the machine."""
     for _ in range(chances):
         start = time.monotonic()
         if attempt() and time.monotonic() - start < seconds:
@@ -94,10 +94,10 @@ def takes_at_most(seconds: float, attempt: Callable[[], bool], chances: int = 20
 
 
 def refused(actor: Actor, lock: Any, *, silent: bool, **options: Any) -> Callable[[], bool]:
-    """An acquire that must not succeed, and says so if it can: is that what it says?
+    """An attempt, true if the acquire fails as it must: it answers False, or raises where it is `silent`.
 
     MySQL's shortest wait for a table's lock is a second, and behind a pooler no setting of a session bounds it: these
-    are `silent`. Nor may a machine that is busy say it.
+    are `silent`, and a busy machine may be.
     """
 
     def attempt() -> bool:
@@ -157,7 +157,7 @@ def test_a_strangers_lock_on_what_is_held(
     lock = subject.lock("k", ttl=20)
     actor.call(lock, "acquire")
     with strangers(subject.database, ROW), monkeypatch.context() as patch:
-        timed(patch, patience=0.4)
+        timed(patch, retry_budget=0.4)
         with pytest.raises(LockStoreError):
             actor.call(lock, what, *HELD[what])
     if what != "release":  # which has left it to its end
@@ -198,7 +198,7 @@ def test_a_server_that_does_not_answer(wire: Wire) -> None:
     wire.actor.call(held, "release")
 
 
-@pytest.mark.parametrize("wire", ALL_WIRES, indirect=True, ids=name_of)
+@pytest.mark.parametrize("wire", SEVERAL_WIRES, indirect=True, ids=name_of)
 def test_an_answer_that_stops_in_its_middle(wire: Wire) -> None:
     """What the statement says has come, the end of the answer never does: the connection is cut in time all the same.
 
@@ -316,7 +316,7 @@ def test_closing_what_is_silent(request: pytest.FixtureRequest, driver: str) -> 
 
         async def main() -> None:
             pool: Any = store_for(engine.sync_engine)._source
-            for end in (pool.close_all, lambda: pool.drop(pool.take(math.inf, keeps=False), others=True)):
+            for end in (pool.close_all, lambda: pool.drop(pool.take(math.inf, critical=False), others=True)):
                 await asyncio.gather(*map(hold, "abcde"))
                 assert len(pool._idle) > 2
                 proxy.black_hole = True
@@ -336,7 +336,7 @@ def test_closing_what_is_silent(request: pytest.FixtureRequest, driver: str) -> 
 def test_a_first_connection_that_nobody_answers(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, driver: str, ends: str
 ) -> None:
-    """Whatever becomes of whoever waits for it, soon after the server speaks again the engine's locks work."""
+    """Whatever becomes of the flow that waits for it, the engine's locks work soon after the server answers again."""
     ready(request, "postgresql")
     monkeypatch.setattr(pools, "HOPE", 0.5)
     with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
@@ -377,16 +377,18 @@ def test_a_session_that_cannot_be_set_up(
 ) -> None:
     """A server that lets us in and then is silent keeps no thread."""
     ready(request, database)
-    timed(monkeypatch, answer=1.0, keeping_answer=0.5)
+    timed(monkeypatch, statement_timeout=1.0, critical_timeout=0.5)
     with Proxy(free_port(), make_url(url(database)).port or 0) as proxy:
-        engine, asks = create_engine(make_url(url(database)).set(port=proxy.port)), sessions._ask
+        engine = create_engine(make_url(url(database)).set(port=proxy.port))
+        module, name = (psycopg, "ask") if database == "postgresql" else (sessions, "_ask")
+        asks = getattr(module, name)
 
         def unheard(raw: Any, sql: str) -> Any:
             proxy.black_hole = True
             return asks(raw, sql)
 
         with monkeypatch.context() as patch:
-            patch.setattr(sessions, "_ask", unheard)
+            patch.setattr(module, name, unheard)
             with pytest.raises(StoreConflict):
                 db_lock(engine, "k", timeout=0.3).acquire()
             assert until(lambda: not threads("dblock connect"), 5)
@@ -456,7 +458,7 @@ def test_a_stuck_take_keeps_no_renewal_and_no_release(request: pytest.FixtureReq
         held = db_lock(engine, "held", ttl=1.5)
         held.acquire()
         source = store_for(engine)._source
-        stuck = source.take(time.monotonic() + 1e9, keeps=False)  # as a statement that is not answered
+        stuck = source.take(time.monotonic() + 1e9, critical=False)  # as a statement that is not answered
         time.sleep(3)
         assert held.state == "held"
         assert not db_lock(engine, "k").acquire(blocking=False)
@@ -529,3 +531,127 @@ def test_a_server_that_takes_no_writes_for_a_moment(database: str, read_only: Ca
 def test_a_try_is_short() -> None:
     """Its bound leaves room for what the caller's own thread does."""
     assert timing.DEFAULT.single_try < TRY
+
+
+def crowded(wire: Wire, actors: list[Actor]) -> Any:
+    """The pool of the lock's connections, several of which are idle."""
+    pool = wire.subject.lock("k")._store()._source
+
+    def burst() -> bool:
+        locks = [wire.subject.lock(f"other {n}") for n, _ in enumerate(actors)]
+        for method in ("acquire", "release"):
+            begun = [
+                actor.start(getattr(lock, wire.subject.method(method)))
+                for actor, lock in zip(actors, locks, strict=True)
+            ]
+            for each in begun:
+                each.result(20)
+        return len(pool._idle) > 2
+
+    assert until(burst, 20)
+    return pool
+
+
+@pytest.fixture
+def crowd(wire: Wire) -> Iterator[list[Actor]]:
+    """Flows that use the database at the same time."""
+    actors = [Actor(wire.subject) for _ in range(5)]
+    yield actors
+    for each in actors:
+        each.close()
+
+
+@pytest.mark.parametrize("wire", SEVERAL_WIRES, indirect=True, ids=name_of)
+def test_connections_that_the_network_has_forgotten(
+    wire: Wire, crowd: list[Actor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database is healthy and the key free: a try gets it, a second is enough to wait, a release is prompt."""
+    lock = wire.subject.lock("k")
+    wire.actor.within(lock)
+    timed(monkeypatch, trusted_idle=0.0)
+
+    def takes_and_releases(**options: Any) -> tuple[float, float]:
+        """Seconds; infinite for a key that is not got."""
+        pool = crowded(wire, crowd)
+        wire.proxy.forget()
+        start = time.monotonic()
+        got = wire.actor.call(lock, "acquire", **options)
+        took = time.monotonic() - start
+        assert until(lambda: len(pool._idle) == 1), "the others were asked, and ended"
+        if not got:
+            return math.inf, math.inf
+        wire.proxy.forget()
+        start = time.monotonic()
+        wire.actor.call(lock, "release")
+        return took, time.monotonic() - start
+
+    chances = 10  # a busy machine opens a connection late
+    assert any(takes_and_releases(blocking=False)[0] < TRY for _ in range(chances))
+    took, released = takes_and_releases(timeout=1)
+    assert took < 1
+    assert any(each < 0.5 for each in (released, *(takes_and_releases(timeout=1)[1] for _ in range(chances))))
+    assert wire.direct.row("k")["owner"] is None
+
+
+@pytest.mark.parametrize("delay", [0.02, 0.08])
+@pytest.mark.parametrize("wire", SEVERAL_WIRES, indirect=True, ids=name_of)
+def test_an_idle_connection_to_a_server_far_away(wire: Wire, delay: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round trip of 20 and of 80 ms: it is asked, has time to answer, is kept, and a try has its answer in time."""
+    wire.proxy.delay = delay
+    lock = wire.subject.lock("k")
+    for _ in range(8):  # prepared
+        assert wire.actor.call(lock, "acquire", timeout=20)
+        wire.actor.call(lock, "release")
+    timed(monkeypatch, trusted_idle=0.0)
+
+    def tries() -> bool:
+        opened, asked = wire.proxy.accepted, wire.proxy.round_trips
+        got = wire.actor.call(lock, "acquire", blocking=False)
+        assert wire.proxy.round_trips - asked >= 2
+        kept = wire.proxy.accepted == opened
+        if got:
+            wire.actor.call(lock, "release")
+        return got is True and kept
+
+    assert any(tries() for _ in range(5))
+
+
+@pytest.mark.parametrize("wire", SEVERAL_WIRES, indirect=True, ids=name_of)
+def test_a_second_is_enough_from_far_away(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgotten by the network, at a round trip of 20 ms: a timeout of a second suffices."""
+    lock = wire.subject.lock("k")
+    wire.proxy.delay = 0.02
+    wire.actor.within(lock)
+    timed(monkeypatch, trusted_idle=0.0)
+
+    def acquires() -> bool:
+        wire.proxy.forget()
+        got = wire.actor.call(lock, "acquire", timeout=1)
+        if got:
+            wire.actor.call(lock, "release")
+        return got is True
+
+    assert any(acquires() for _ in range(5))
+
+
+@pytest.mark.parametrize("wire", ALL_WIRES, indirect=True, ids=name_of)
+def test_a_renewal_over_a_connection_that_the_network_has_forgotten(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is renewed at the first try, and the holder hears of nothing."""
+    lock = wire.subject.lock("k", ttl=30)
+    assert wire.actor.call(lock, "acquire", timeout=20)
+    hold = wire.actor.do(lambda: hold_of(lock))
+    timed(monkeypatch, trusted_idle=0.0)
+
+    def renewed() -> bool:
+        sent, hold.lease.due = hold.lease.renewed, 0.0
+        runtime.current.watchdog.look()
+        return until(lambda: hold.lease.renewed > sent, 5)
+
+    assert renewed()
+    caplog.clear()
+    wire.proxy.forget()
+    assert renewed()
+    assert caplog.messages == []
+    wire.actor.call(lock, "release")

@@ -47,7 +47,7 @@ def test_a_clock_wrong_by_an_hour_changes_nothing(subject: Subject) -> None:
         other.send("lock.acquire(timeout=60)")
         time.sleep(0.1)
         lock.release()
-        assert other.answer() is True, "it was called: by itself it looks once in ten hours"
+        assert other.answer() is True, "it was notified: it polls once in ten hours"
         other.do("setattr(timing, 'DEFAULT', timing.Timing())")
         assert other.do("lock.fence") > fence
         assert other.do("lock.verify()")

@@ -18,9 +18,10 @@ from sqlalchemy import create_engine, text
 
 from dblock.core import runtime, timing
 from dblock.core.acquire.local_queue import Request
-from dblock.core.errors import LockError, Reason
+from dblock.core.errors import LockError, Loss, Reason
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.drive import drive
+from dblock.core.protocol.sending import send
 from dblock.core.runtime import current_flow
 from dblock.core.values import Tenure
 from dblock.core.wakeup.registry import Message
@@ -159,7 +160,7 @@ def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
             assert joined is not None
             granted = drive(queue.grant(store.database, "k", 1, hold.tenure), store)
             assert granted is not None
-            hold.held.handed_over = True
+            hold.record.handed_over = True
             grant = joined[0].granted(granted.message, 60.0, store.database.timing.waiter_ttl)
             assert grant is not None
             assert 4 <= grant.lasts <= 4.5, "as long as what it was given by"
@@ -174,7 +175,7 @@ def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
                 [(owner, fence)] = connection.execute(text("SELECT owner, fence FROM locks"))
             assert (owner, fence) == (hold.tenure.owner, hold.tenure.fence), "the hand-over was taken back"
             why = drive(tenures.why_lost(store.database, grant.tenure), store)
-            assert why == (Reason.GONE, None, "")
+            assert why == Loss(Reason.GONE)
         assert other.acquire(blocking=False) is False, "who has handed it over frees it no more"
         with other:
             assert store.database.now() >= grant.trusted_until
@@ -183,9 +184,43 @@ def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
         engine.dispose()
 
 
+def test_a_hand_over_in_a_process_that_is_taken_back_lets_nobody_in() -> None:
+    """The heir loses the key when it hears of that; nobody else has it before the lease that was handed over ends."""
+    with running(lambda: PostgreSQL(**LAZY)) as server, ThreadPoolExecutor(1) as pool:
+        engine = create_engine(SERVERS["postgresql"][1].format(server.port))
+        metadata.create_all(engine)
+        lock, heir = db_lock(engine, "k", ttl=3), db_lock(engine, "k", ttl=3, timeout=20)
+        other = db_lock(engine, "k", timeout=10)
+        lock.acquire()
+        store, owner, fence = lock._store(), lock.owner, lock.fence
+        waiting = pool.submit(heir.acquire)
+        assert until(lambda: runtime.current.site(store).local_queues.find("k"))
+        lock.release()
+        assert waiting.result(10)
+        hold = pool.submit(heir._hold).result()
+        assert hold is not None
+        lasts, believed = hold.lease.term, hold.lease.trusted_until
+        engine.dispose()
+        server.stop(signal.SIGKILL)
+        server.start()
+        with engine.connect() as connection:
+            [found] = connection.execute(text("SELECT owner, fence FROM locks"))
+        assert tuple(found) == (owner, fence), "the hand-over was taken back"
+        assert other.acquire(blocking=False) is False
+        with other:
+            assert lasts < 3
+            assert store.database.now() >= believed
+            assert other.fence is not None
+            assert hold.tenure.fence < other.fence
+            with pytest.raises(LockLost):
+                pool.submit(heir.release).result(20)
+        engine.dispose()
+
+
 def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
     """What is seen of a lease may then be more than what they have, and so may what is told by a notification."""
     options = ("synchronous_standby_names=nobody", "synchronous_commit=local")
+    there = "dblock_00000000_0123456789abcdef"
     with running(lambda: PostgreSQL(options=options)) as server:
         engine = create_engine(SERVERS["postgresql"][1].format(server.port))
         metadata.create_all(engine)
@@ -193,7 +228,7 @@ def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
             host="127.0.0.1", port=server.port, user="dblock", dbname="postgres", autocommit=True
         )
         with db_lock(engine, "k", renew=False) as lock, listening:
-            listening.execute("LISTEN there")
+            listening.execute(f"LISTEN {there}")
             store, hold = lock._store(), lock._hold()
             assert hold is not None
             request = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "")
@@ -201,15 +236,24 @@ def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
             granted = drive(queue.grant(store.database, "k", 1, hold.tenure), store)
             assert granted is not None
             assert granted.message.lasts == 0
-            hold.held.handed_over = True
-            next_ = request.parameters("next", "there.1")
+            hold.record.handed_over = True
+            next_ = request.parameters("next", f"{there}.1")
             _ = drive(queue.join(store.database, next_, store.database.now() + 5), store)
             tenure = Tenure("k", "heir", granted.message.fence)
             assert drive(queue.grant(store.database, "k", 2, tenure, here="here"), store) is not None
             [called] = listening.notifies(timeout=10, stop_after=1)
             message = Message.read(called.payload)
             assert message is not None
-            assert (message.key, message.proof) == ("k", "-"), "whoever hears it looks, and accepts"
+            assert (message.key, message.proof) == ("k", "-"), "the waiter that hears it polls, and accepts"
+        with db_lock(engine, "local", renew=False) as lock:
+            hold = lock._hold()
+            assert hold is not None
+            given = {**request.parameters(hold.tenure.owner), **hold.tenure._asdict(), "heir": "heir"}
+            given |= {"handovers_left": 0, "covers": 1}
+            statement = store.database.dialect.queue.hand_over_local
+            [(_, lasts)] = drive(send(store.database, statement, given, store.database.now() + 5), store)[1]
+            assert lasts == 0
+            hold.record.handed_over = True
         engine.dispose()
 
 

@@ -114,11 +114,11 @@ def attempts(store: Store, tenure: Tenure) -> dict[str, Any]:
         "attach": lambda: tenures.attach(database, tenure, request, 900.0, 0.0),
         "adopt": lambda: tenures.adopt(database, tenure, request, 900.0, 0.0),
         "detach": lambda: tenures.detach(database, tenure, 900.0, 0.0),
-        "first detach": lambda: tenures.detach(database, tenure, 900.0, 0.0, count=1, who=request),
+        "first detach": lambda: tenures.detach(database, tenure, 900.0, 0.0, count=1),
         "release": lambda: tenures.release(database, tenure, 1),
         "inner release": lambda: tenures.release(database, tenure, 2),
-        "leave": lambda: tenures.leave(database, tenure, 0.0, alone=True),
-        "leave later": lambda: tenures.leave(database, tenure, 900.0, alone=False),
+        "leave": lambda: tenures.leave(database, tenure, 900.0, 0.0, count=1),
+        "leave later": lambda: tenures.leave(database, tenure, 900.0, 900.0),
         "verify": lambda: tenures.verify(database, tenure),
     }
     answers = {name: drive(step(), store) for name, step in steps.items()}

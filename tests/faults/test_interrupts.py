@@ -45,6 +45,7 @@ STRUCK = [*SYNC, *ASYNC] if LONG else [SYNC[1], SYNC[3], SYNC[5], ASYNC[0], ASYN
 """Each database, variant and face at least once."""
 
 pytestmark = [
+    pytest.mark.usefixtures("pruned_soon"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers that were interrupted while they connected
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
@@ -310,15 +311,15 @@ async def strike_each(stage: Stage) -> list[str]:
             strike = Strike(struck, every=1 if LONG else every)
             await scene(stage, keys[-1], strike)
             missed = 0 if strike.fired else missed + 1
-    await stage.within(stage.lock("the last"), nothing)  # whoever takes a lock puts away what can be left no more
+    await stage.within(stage.lock("the last"), nothing)  # taking a lock puts away what can be left no more
     return keys
 
 
 def lines() -> list[str]:
-    """The keys of the local queues; whoever comes to one passes over those who have not been seen for long."""
+    """The keys of the local queues; a flow that comes to one passes over those that have not been seen for long."""
     queues = [site.local_queues for site in runtime.current._sites.values()]
     for local_queue in [local_queue for each in queues for local_queue in list(each._queues.values())]:
-        local_queue.hope(0.0)
+        local_queue.expect_handover(0.0)
     return [key for each in queues for key in each._queues]
 
 
@@ -373,20 +374,20 @@ def test_nothing_watches_over_a_statement_that_was_not_sent(
 ) -> None:
     """Struck between the two: else the connection would be kept, and cut when its time is up."""
     ready(request, subject.database)
-    lock, watched, watch = subject.lock("k"), list[Any](), Deadlines.watch
+    lock, armed, arm = subject.lock("k"), list[Any](), Deadlines.arm
     with lock:
         pass  # with a connection that is idle
 
     def struck(deadlines: Deadlines, connection: Any, moment: float) -> None:
-        watch(deadlines, connection, moment)
-        watched.append(connection)
-        if len(watched) == 1:
+        arm(deadlines, connection, moment)
+        armed.append(connection)
+        if len(armed) == 1:
             raise Interrupted
 
-    monkeypatch.setattr(Deadlines, "watch", struck)
+    monkeypatch.setattr(Deadlines, "arm", struck)
     with pytest.raises(Interrupted):
         lock.acquire()
-    assert watched[0] not in runtime.current.deadlines._due
+    assert armed[0] not in runtime.current.deadlines._due
     subject.engine.dispose()
 
 

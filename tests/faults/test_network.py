@@ -12,7 +12,7 @@ from dblock.core import clock, runtime
 from dblock.core.errors import LockLost, LockStoreError, Reason
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.values import margin
-from tests.conftest import timed
+from tests.conftest import INNODB, timed
 from tests.contract.test_lease import attach
 from tests.contract.test_queue import LATER
 from tests.faults.conftest import ALL_WIRES, SEVERAL_WIRES, Wire, name_of
@@ -290,8 +290,9 @@ def test_a_shared_tenure_cut_off_as_it_is_handed_over(
         assert wire.actor.call(lock, "acquire")
         assert wire.actor.call(lock, "acquire")
         other = attach(wire.direct, wire.actor.call(lock, "detach"))
-        _ = wire.actor.call(lock, "detach")
+        token = wire.actor.call(lock, "detach")
         other.release()
+        attach(wire.direct, token).release()
     assert wire.actor.call(lock, "acquire")
     assert wire.actor.call(lock, "acquire")
     other = attach(wire.direct, wire.actor.call(lock, "detach"))
@@ -311,15 +312,46 @@ def test_a_shared_tenure_cut_off_as_it_is_handed_over(
 def test_a_take_that_cannot_be_resolved_leaves_nothing(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer of a take is lost, and so is the network: a typed error, no handle, and free after one ttl."""
     timed(monkeypatch, single_try=0.2, sqlite_busy=0.2)
-    ttl = 0.6
+    ttl = 1.5
     lock = wire.subject.lock("k", ttl=ttl)
     for _ in range(3):  # prepared
         assert wire.actor.call(lock, "acquire")
         wire.actor.call(lock, "release")
     wire.proxy.cut_replies, wire.proxy.refusing = 1, True
     with pytest.raises(LockStoreError):
-        wire.actor.call(lock, "acquire", timeout=0.1)
+        wire.actor.call(lock, "acquire", timeout=0.3)
     assert alive(wire.direct) == 1
     assert wire.actor.get(lock, "state") is None
     wire.proxy.refusing = False
     assert until(lambda: alive(wire.direct) == 0, ttl + 0.1)
+
+
+LISTENERS = {
+    "postgresql": "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'dblock: listener%'",
+    **dict.fromkeys(
+        INNODB, "SELECT id FROM information_schema.processlist WHERE info LIKE 'SELECT lock_waiters.ticket%'"
+    ),
+}
+"""The sessions that listen."""
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("wire", SEVERAL_WIRES, indirect=True, ids=name_of)
+def test_a_listener_that_the_network_has_forgotten(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence is not believed for ever: it is asked, and another connection listens in its place."""
+    timed(monkeypatch, trusted_idle=0.3, critical_timeout=0.5, statement_timeout=1.0)
+    lock, holder = wire.subject.lock("k"), wire.direct.lock("k", ttl=60)
+    assert holder.acquire()
+
+    def listeners() -> set[Any]:
+        return {session for (session,) in wire.direct.run(LISTENERS[wire.direct.database])}
+
+    others = listeners()
+    waiting = wire.actor.start(lambda: getattr(lock, wire.subject.method("acquire"))(timeout=60))
+    assert until(lambda: listeners() - others, 20)
+    before = listeners()
+    wire.proxy.forget()
+    assert until(lambda: listeners() - before, 30)
+    holder.release()
+    assert waiting.result(20) is True
+    wire.actor.call(lock, "release")

@@ -25,7 +25,7 @@ def holder(subject: Subject) -> Iterator[Remote]:
         yield process
 
 
-def test_whoever_slept_through_its_lease_cannot_commit_a_guarded_write(subject: Subject, holder: Remote) -> None:
+def test_a_holder_that_slept_through_its_lease_cannot_commit_a_guarded_write(subject: Subject, holder: Remote) -> None:
     """Stopped for 3 ttl while another takes the lock and writes: `lost` at first look, nothing committed or freed."""
     early = subject.database != "sqlite"  # there a transaction that has begun to write keeps everybody else out
     if early:
@@ -58,7 +58,7 @@ def test_whoever_slept_through_its_lease_cannot_commit_a_guarded_write(subject: 
 
 
 @pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
-def test_whoever_sleeps_after_the_guard_keeps_everybody_out(subject: Subject, holder: Remote) -> None:
+def test_a_holder_that_sleeps_after_the_guard_keeps_everybody_out(subject: Subject, holder: Remote) -> None:
     """Stopped for 3 ttl inside a guarded transaction: no new tenure begins before that commits, then one does."""
     holder.do("(transaction := Transaction(subject))")
     holder.do("transaction.guard(lock)")

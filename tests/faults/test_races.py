@@ -26,6 +26,7 @@ from tests.support.subjects import MATRIX, Subject
 ASYNC = [(cell.database, cell.driver) for cell in MATRIX if cell.driver not in {"", "asyncmy"}]
 
 pytestmark = [
+    pytest.mark.usefixtures("pruned_soon"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of drivers that were interrupted while they connected
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
@@ -202,7 +203,7 @@ def test_a_release_against_a_renewal_wins(subject: Subject) -> None:
         runtime.current.watchdog.look()
         time.sleep(chance.uniform(0, 0.003))
         lock.release()
-        assert not runtime.current.watchdog.keeps(hold)
+        assert not runtime.current.watchdog.is_watching(hold)
         if n >= count - 20:
             rows[lock.key] = subject.row(lock.key)
             assert rows[lock.key]["owner"] is None
@@ -250,7 +251,7 @@ def test_an_async_release_against_a_renewal_wins(request: pytest.FixtureRequest,
             runtime.current.watchdog.look()
             await asyncio.sleep(chance.uniform(0, 0.003))
             await lock.release()
-            assert not runtime.current.watchdog.keeps(hold)
+            assert not runtime.current.watchdog.is_watching(hold)
         rows = run(database, "SELECT * FROM locks ORDER BY lock_key")
         await asyncio.sleep(0.2)
         assert not runtime.current.watchdog._tasks

@@ -18,7 +18,7 @@ from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, StoreConflict
 from dblock.core.face.executor import BaseStore
-from dblock.core.holding.held import Held
+from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Rows, Steps
@@ -76,8 +76,8 @@ def test_what_an_error_means(dialect: str, failure: Failure, errors: tuple[Excep
     assert [DIALECTS[dialect].classify(error) for error in errors] == [failure] * len(errors)
 
 
-BELL = {"unlogged", "listen", "call", "hear"}
-"""What is said beside the protocol, by the process's own session that is called."""
+LISTENING = {"unlogged", "listen", "call", "sleep_until_killed"}
+"""Statements beside the protocol, of the session by which a process is notified."""
 
 
 class Refusals:
@@ -91,7 +91,7 @@ class Refusals:
     def perform(self, real: Callable[..., Rows]) -> Callable[..., Rows]:
         def performing(*args: Any) -> Rows:
             step: Execute = args[-1]
-            if step.statement.name in BELL:
+            if step.statement.name in LISTENING:
                 return real(*args)
             self.sent.append(step.statement.name)
             if step.statement.name in self.names and self.left:
@@ -109,7 +109,7 @@ class Refusals:
         self.sent.clear()
         with pytest.MonkeyPatch.context() as patch:
             patience = 0.15 if count > 100 else 3.0  # for refusals that last; a machine may stall for that long
-            timed(patch, patience=patience, single_try=patience, sqlite_busy=0.15)
+            timed(patch, retry_budget=patience, single_try=patience, sqlite_busy=0.15)
             yield
         self.left = 0
 
@@ -141,7 +141,7 @@ def held(make: Callable[[], Exception]) -> list[str]:
 def say(subject: Subject, lock: Any, name: str) -> Any:
     """Let the holder of a lock send the statement `name`."""
     store = lock._store()
-    patience = store.database.timing.patience
+    patience = store.database.timing.retry_budget
     if name == "alive":  # a renewal finds that one of two is over
         hold = hold_of(lock)
         leases = [(hold.tenure, 20.0), (hold.tenure._replace(key="nobody's"), 20.0)]
@@ -156,8 +156,8 @@ def say(subject: Subject, lock: Any, name: str) -> Any:
         steps: dict[str, Callable[[], Any]] = {
             "attach": lambda: tenures.attach(store.database, tenure, wish, 20.0, 0.0),
             "adopt": lambda: tenures.adopt(store.database, tenure, wish, 20.0, 0.0),
-            "detach": lambda: tenures.detach(store.database, tenure, 20.0, 0.0, count=1, who=current_flow().who),
-            "leave": lambda: tenures.leave(store.database, tenure, 0.0, alone=True),
+            "detach": lambda: tenures.detach(store.database, tenure, 20.0, 0.0, count=1),
+            "leave": lambda: tenures.leave(store.database, tenure, 20.0, 0.0, count=1),
         }
         return drive(steps[name](), store)
     return {"reenter": lock.acquire, "extend": lock.extend, "release": lock.release, "inspect": lock.verify}[name]()
@@ -245,7 +245,7 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
     site, owner, later = (
         runtime.current.site(store),
         current_flow().name + "0",
-        database.now() + 2 * database.timing.patience,
+        database.now() + 2 * database.timing.retry_budget,
     )
     wish: dict[str, Any] = {**current_flow().who, "key": "k", "owner": owner, "ttl": 20.0, "life": 20.0}
     wish |= {"label": "", "task": "", "channel": ""}
@@ -261,16 +261,16 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
         yield from queue.heartbeat(database, [place], later)
         if name == "clear":
             yield from queue.leave_queue(database, [owner], 0.15)
-            assert (yield from handover.free(site, hold_of(lock).held, 1))
+            assert (yield from handover.free(site, hold_of(lock).record, 1))
             return None
-        if not (yield from handover.grant(site, "k", ticket, hold_of(lock).held)):
+        if not (yield from handover.grant(site, "k", ticket, hold_of(lock).record)):
             assert name == "grant"  # a row that is busy: the release frees the key, and the waiter asks for it
-            assert (yield from handover.free(site, hold_of(lock).held, 1))
+            assert (yield from handover.free(site, hold_of(lock).record, 1))
             return None
         grant = yield from queue.accept(database, wish, ticket, later)
         yield from queue.leave_queue(database, [owner], 0.15)
         assert grant is not None
-        return (yield from handover.free(site, Held.of(grant), 1))
+        return (yield from handover.free(site, HandoverRecord.of(grant), 1))
 
     return drive(steps(), store)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -63,6 +64,7 @@ app = Celery(set_as_current=True)
 app.conf.task_always_eager = True
 {example}
 """
+PACKAGES = ["dblock", "sqlalchemy_dblock"]
 CHECKS = {
     "README.md django": """
 assert sell("42") == "sold 1 of 42" and not lock.locked()
@@ -114,6 +116,16 @@ for thread in threads:
 assert len(set(led)) > 2 and led == sorted(led), led
 """,
     "docs/transactions.md django": 'sell(None, "42")\nassert Stock.objects.get().left == 7',
+    "docs/coming-from.md once-a-minute": """
+import threading
+assert tick() == "done"
+answers = [tick()]
+thread = threading.Thread(target=lambda: answers.append(tick()))
+thread.start()
+thread.join()
+assert answers == ["not my turn"] * 2, answers
+assert 50 < db_lock(engine, "tick").inspect().remaining < 61
+""",
     "docs/transactions.md sqlalchemy": "assert lock.state is None",
 }
 RUN = [(page, name) for page in PAGES for name in dict(blocks(page)) if name in {"django", "sqlalchemy"}]
@@ -130,6 +142,7 @@ ELSEWHERE = SERVED | {
     "waiting",
 }
 ELSEWHERE |= {"commands", "testing-pytest", "testing-unittest"}  # in tests/commands and tests/testing
+ELSEWHERE |= {"sessions"}  # in tests/servers
 
 
 def run(code: str, directory: Path) -> None:
@@ -173,10 +186,37 @@ def test_beat(tmp_path: Path) -> None:
     run(BEAT.format(example=block("docs/celery.md", "celery-beat")), tmp_path)
 
 
-@pytest.mark.parametrize(("page", "name"), [("docs/testing.md", "memory"), ("docs/databases.md", "names")])
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [("docs/testing.md", "memory"), ("docs/databases.md", "names"), ("docs/coming-from.md", "once-a-minute")],
+)
 def test_programs(page: str, name: str, tmp_path: Path) -> None:
     """Whole by themselves."""
-    run(block(page, name), tmp_path)
+    run(block(page, name) + CHECKS.get(f"{page} {name}", ""), tmp_path)
+
+
+NOTEBOOK = """
+import ast, threading, time, warnings
+from sqlalchemy import create_engine
+from sqlalchemy_dblock import create_tables, db_lock
+engine = create_engine("sqlite:///notebook.sqlite3")
+create_tables(engine)
+warnings.simplefilter("error")
+cell = compile({cell!r}, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+taken, lock = threading.Event(), db_lock(engine, "report")
+holder = threading.Thread(target=lambda: lock(lambda: (taken.set(), time.sleep(0.2)))())
+holder.start()
+taken.wait()
+import asyncio
+asyncio.run(eval(cell))
+holder.join()
+assert not lock.locked()
+"""
+
+
+def test_a_cell_of_a_notebook(tmp_path: Path) -> None:
+    """An Engine's lock is waited for in a thread, with no warning."""
+    run(NOTEBOOK.format(cell=block("docs/deployment.md", "notebook")), tmp_path)
 
 
 def test_every_example_is_tried() -> None:
@@ -190,6 +230,8 @@ def test_every_example_is_tried() -> None:
         "memory",
         "names",
         "names-settings",
+        "once-a-minute",
+        "notebook",
     } | ELSEWHERE
     named = [name for page in PAGES for name, _ in blocks(page)]
     assert set(named) == known
@@ -199,12 +241,15 @@ def test_every_example_is_tried() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    """Each to a page of ours; the README knows them all."""
-    links = re.findall(r"\]\(([^)]+)\)", text(page))
-    for link in links:
-        assert ((ROOT / page).parent / link).resolve().is_file(), link
+    """Each to a page of ours, or to a heading of one; the README knows them all."""
+    links = [link.partition("#") for link in re.findall(r"\]\(([^)]+)\)", text(page))]
+    for link, _, anchor in links:
+        target = ((ROOT / page).parent / link).resolve()
+        assert target.is_file(), link
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
+        assert anchor in {"", *(re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings)}, anchor
     if page == "README.md":
-        assert {link for link in links if link.endswith(".md")} == set(PAGES[1:])
+        assert {link for link, *_ in links if link.endswith(".md")} == set(PAGES[1:])
 
 
 def test_the_house_is_drawn_as_it_stands() -> None:
@@ -217,6 +262,23 @@ def test_the_house_is_drawn_as_it_stands() -> None:
     rooms = {path.stem for path in core.rglob("*.py") if path.stem != "__init__"}
     folders = {f"{path.parent.name}/" for path in core.glob("*/__init__.py")}
     assert not {room for room in rooms | folders if not re.search(rf"(?<![\w]){room}(?![\w])", drawing)}
+
+
+def test_the_words_are_few_and_true() -> None:
+    """At most 40, each explained once; each name beside one is a class, a function or a module of the core."""
+    table = re.split(r"^## ", text("docs/architecture.md").partition("\n## Words\n")[2], flags=re.MULTILINE)[0]
+    rows = re.findall(r"^\| ([\w -]+) \| (.+) \| (.*) ?\|$", table, re.MULTILINE)
+    assert len(rows) == len(re.findall(r"^\|[^-]", table, re.MULTILINE)), "a row of another form"
+    words = [word for word, *_ in rows[1:]]
+    assert len(set(words)) == len(words)
+    assert 20 < len(words) <= 40
+    core = ROOT / "dblock/core"
+    named = {path.stem if path.stem != "__init__" else path.parent.name for path in core.rglob("*.py")}
+    for path in core.rglob("*.py"):
+        defined = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        named |= {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, defined)}
+    names = {name for row in rows for cell in row for name in re.findall(r"`([^`]+)`", cell)}
+    assert names <= named, names - named
 
 
 def test_every_public_name_is_explained() -> None:
@@ -241,6 +303,31 @@ def test_the_documented_settings_are_the_defaults() -> None:
     exec(block("docs/databases.md", "names-settings"), space)
     names = space["DBLOCK"]
     assert valid_tables(names["TABLE_PREFIX"], names["SCHEMA"]).name("locks", '"') == '"ops"."dblock_locks"'
+
+
+def sources(*folders: str) -> dict[str, str]:
+    """What is in the Python files of these folders, by their paths."""
+    paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+
+
+def test_docstrings_are_statements() -> None:
+    """None begins with a question."""
+    asked: list[str] = []
+    for path, source in sources(*PACKAGES, "tests", "benchmarks", "example_project").items():
+        for node in ast.walk(ast.parse(source)):
+            value = node.value if isinstance(node, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                first, *_ = value.value.strip().split("\n")
+                asked += [f"{path}:{value.lineno}"] * first.endswith("?")
+    assert not asked
+
+
+def test_actors_are_named() -> None:
+    """As holder, waiter, caller, process: nobody is "whoever"."""
+    words = {page: text(page) for page in PAGES} | sources(*PACKAGES)
+    words["docs/architecture.md"] = re.sub("```.*?```", "", words["docs/architecture.md"], count=1, flags=re.DOTALL)
+    assert not [path for path in words if "whoever" in words[path].lower()]
 
 
 @pytest.mark.parametrize("subject", FEW, ids=str)

@@ -67,6 +67,66 @@ except ModuleNotFoundError as error:
     assert "Django, which is not installed; for SQLAlchemy there is sqlalchemy_dblock" in python(code)
 
 
+_APPS = ["dblock", "django_celery_beat", *(f"django.contrib.{name}" for name in ("contenttypes", "auth", "admin"))]
+_CONFIGURED = f"from django.conf import settings; settings.configure(INSTALLED_APPS={_APPS})"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "missing"),
+    [
+        ("pass", ["FencedModel", "afenced_update", "fenced_update"]),
+        (_CONFIGURED, ["FencedModel", "afenced_update", "fenced_update"]),
+        (f"{_CONFIGURED}; import django; django.setup()", []),
+    ],
+    ids=["not configured", "configured", "set up"],
+)
+def test_tools_that_read_every_attribute(prepare: str, missing: list[str]) -> None:
+    """`dir` lists what can be resolved, so that such tools work before Django is configured; the rest says why not."""
+    code = f"""
+import importlib, inspect, os, pkgutil, sys, time
+os.environ.pop("DJANGO_SETTINGS_MODULE", None)
+{prepare}
+import dblock, dblock.celery, sqlalchemy_dblock
+for package in (dblock, sqlalchemy_dblock):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".", onerror=lambda name: None):
+        try:
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+        except Exception as error:  # models, and what is for another library
+            assert type(error).__name__ in {{"ImproperlyConfigured", "AppRegistryNotReady"}}, (module.name, error)
+ours = [name for name in sys.modules if name.partition(".")[0] in {{"dblock", "sqlalchemy_dblock"}}]
+for name in ours:
+    inspect.getmembers(sys.modules[name])
+from freezegun import freeze_time
+with freeze_time("2020-01-01"):
+    assert time.gmtime().tm_year == 2020
+from dblock import db_lock, lock_lost
+assert hasattr(dblock, "db_lock") and not hasattr(dblock, "no_such_name")
+assert set(sqlalchemy_dblock.__all__) <= set(dir(sqlalchemy_dblock)), "needs no settings"
+missing = sorted(set(dblock.__all__) - set(dir(dblock)))
+try:
+    from dblock import FencedModel
+except Exception as error:
+    print(missing, type(error).__name__, len(ours) > 100)
+else:
+    print(missing, len(ours) > 100)
+"""
+    why = {"pass": "ImproperlyConfigured "}.get(prepare, "AppRegistryNotReady " if missing else "")
+    assert python(code) == f"{missing} {why}True"
+
+
+def test_dir_without_django() -> None:
+    """It lists what the core has, so that reading every attribute of the package works."""
+    code = """
+import inspect, sys
+sys.modules["django"] = None
+import dblock
+inspect.getmembers(dblock)
+print([name in dir(dblock) for name in ("db_lock", "lock_lost", "FencedModel", "LockTimeout", "Sequencer")])
+"""
+    assert python(code) == "[False, False, False, True, True]"
+
+
 def test_imports_are_cheap() -> None:
     """`import dblock` stays under 30 ms beyond the interpreter, `import sqlalchemy_dblock` beyond SQLAlchemy's own.
 
@@ -116,6 +176,25 @@ def test_the_command_needs_what_its_extra_has() -> None:
     )
 
 
+def test_extras_are_listed() -> None:
+    """`all` has those for production, but what needs a compiler; a table in the docs has all of them."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    theirs = extras.keys() - {"all", "demo", "test"}
+    assert extras["all"] == [f"dblock[{','.join(name for name in extras if name in theirs - {'mysqlclient'})}]"]
+    table = (ROOT / "docs/reference.md").read_text().partition("## Extras")[2]
+    listed = re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)
+    assert set(listed) == {*theirs, "all"}
+
+
+@pytest.mark.parametrize("face", ["dblock", "sqlalchemy_dblock"])
+def test_help_tells_how_it_is_called(face: str) -> None:
+    """help(db_lock), on either face: the arguments and what they mean."""
+    told = python(f"from {face} import db_lock; help(db_lock)")
+    for words in ("A lock on `key`", "ttl: life of the lease", "Raises:", "using:" if face == "dblock" else "session:"):
+        assert words in told
+    assert " at 0x" not in told
+
+
 def test_manage_py_stands_at_the_top() -> None:
     """As Django people expect: it runs the example site's commands."""
     env = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
@@ -135,6 +214,7 @@ def test_public_names() -> None:
         "LockDeadlock",
         "LockError",
         "LockLost",
+        "LockNotAcquiredWarning",
         "LockNotHeld",
         "LockRevoked",
         "LockStoreError",
@@ -181,6 +261,7 @@ def test_public_names() -> None:
         "Lock",
         "LockInfo",
         "attach",
+        "create_tables",
         "db_lock",
         "lock_events",
         "lock_waiters",

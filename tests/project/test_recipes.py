@@ -148,6 +148,7 @@ SITE = """
 import json
 import os
 import threading
+import time
 import django
 from django.conf import settings
 settings.configure(
@@ -162,7 +163,16 @@ def hold(taken):
         taken.set()
         threading.Event().wait()
 
+def work():
+    "Longer than the server waits for it; then say whether the lock was held all the time."
+    with db_lock("at work", ttl=600) as lock, open("work", "w") as file:
+        print("begun", file=file, flush=True)
+        time.sleep(1.5)
+        print(lock.state, lock.verify(), file=file)
+
 def application(environ, start_response):
+    if environ["PATH_INFO"] == "/work":
+        work()
     if environ["PATH_INFO"] == "/hold":
         taken = threading.Event()
         threading.Thread(target=hold, args=[taken], daemon=True).start()
@@ -194,6 +204,22 @@ def test_gunicorn(tmp_path: Path, workers: str, hook: bool) -> None:
         assert ask(port, "/hold")[0] == 200
         assert held(f"sqlite:///{path}") == ["for ever"]
     assert held(f"sqlite:///{path}") == ([] if hook else ["for ever"])
+
+
+def test_gunicorn_ends_at_once(tmp_path: Path) -> None:
+    """After `kill -QUIT` a request of `gthread` works on: its lock is given back when it has ended, and not before."""
+    path, port = migrated(tmp_path), free_port()
+    (tmp_path / "site_wsgi.py").write_text(SITE)
+    (tmp_path / "gunicorn.conf.py").write_text(block("docs/deployment.md", "gunicorn"))
+    command = ["gunicorn", "--bind", f"127.0.0.1:{port}", "--worker-class", "gthread", "--threads", "2", "site_wsgi"]
+    with ThreadPoolExecutor(1) as client, serving(command, tmp_path, port, SITE_DATABASE=path) as server:
+        assert ask(port, "/hold")[0] == 200
+        _ = client.submit(ask, port, "/work")
+        assert until(lambda: (tmp_path / "work").exists() and (tmp_path / "work").read_text(), 10)
+        server.send_signal(signal.SIGQUIT)
+        server.wait(20)
+    assert (tmp_path / "work").read_text().splitlines() == ["begun", "held True"]
+    assert held(f"sqlite:///{path}") == []
 
 
 TASKS = """

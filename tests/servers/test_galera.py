@@ -72,7 +72,7 @@ def test_one_at_a_time_across_nodes(nodes: list[str], tmp_path: Path) -> None:
 
 
 def test_a_tenure_is_seen_where_it_has_yet_to_arrive(nodes: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever is told of one that another node has granted asks its own, which is behind."""
+    """A waiter that is told of a tenure that another node has granted asks its own node, which is behind."""
     here, there = (create_engine(url, isolation_level="AUTOCOMMIT") for url in nodes)
     holder, heir = db_lock(here, "behind", ttl=30), db_lock(there, "behind", ttl=30, timeout=30)
     seen = list[bool]()
@@ -86,7 +86,7 @@ def test_a_tenure_is_seen_where_it_has_yet_to_arrive(nodes: list[str], caplog: p
     with there.connect() as stranger, here.connect() as observer:
         assert holder.acquire()
         waiter.start()
-        assert until(lambda: "the database cannot call this process" in caplog.text), "from another node"
+        assert until(lambda: "the database cannot notify this process" in caplog.text), "from another node"
         assert until(lambda: observer.execute(text("SELECT count(*) FROM lock_waiters")).scalar() == 1)
         _ = stranger.execute(text("FLUSH TABLES WITH READ LOCK"))  # nothing is applied there
         holder.release()

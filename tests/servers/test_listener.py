@@ -1,14 +1,18 @@
-"""Calls across processes: what a waiter of PostgreSQL hears, and what happens when it hears nothing."""
+"""Notifications across processes: what a waiter hears, and what happens when it hears nothing."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import hashlib
 import os
 import secrets
 import socket
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import psycopg
@@ -16,19 +20,21 @@ import pytest
 from django.db import connections
 from django.test import override_settings
 from sqlalchemy import create_engine, make_url
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.util import greenlet_spawn
 
 from dblock.core import runtime
 from dblock.core.acquire.local_queue import Request
 from dblock.core.errors import LockStoreError, StoreConflict
-from dblock.core.face.bell import Bell
+from dblock.core.face.kill_query_listener import KillQueryListener
 from dblock.core.protocol import queue
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute
-from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
+from dblock.core.wakeup.registry import MOST, Message, Wakeup, Wakeups
 from dblock.drivers.listening import PsycopgSubscription
 from dblock.store import store_for
 from sqlalchemy_dblock import db_lock
-from tests.conftest import INNODB, SELDOM, ready, run, timed, url
+from tests.conftest import INNODB, SELDOM, SERVERS, observer, ready, run, timed, url
 from tests.contract.test_queue import waiters
 from tests.support.lab import SOME, Remote, threads, times, until
 from tests.support.subjects import MATRIX, Actor, Subject
@@ -48,7 +54,7 @@ EARS = {
 
 @pytest.fixture(params=CALLED, ids=str)
 def subject(request: pytest.FixtureRequest) -> Subject:
-    """Everything that PostgreSQL can call."""
+    """Every variant that PostgreSQL can notify."""
     subject: Subject = request.param
     ready(request, subject.database)
     return subject
@@ -56,13 +62,13 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 @pytest.fixture
 def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody looks for an hour."""
+    """Nobody polls for an hour."""
     timed(monkeypatch, **SELDOM)
 
 
 ELSEWHERE = (
     "(setattr(runtime.current.sockets(), 'neighbourhood', 'dblock_elsewhere_'),"
-    " object.__setattr__(subject.protocol.dialect.queue, 'call', None))"  # the grant itself is to call
+    " object.__setattr__(subject.protocol.dialect.queue, 'call', None))"  # the grant itself is to notify
 )
 FULL = "setattr(runtime.current.sockets(), 'notify', lambda *_: False)"
 
@@ -71,7 +77,7 @@ FULL = "setattr(runtime.current.sockets(), 'notify', lambda *_: False)"
 @pytest.mark.usefixtures("deaf")
 @pytest.mark.parametrize("before", [ELSEWHERE, FULL], ids=["elsewhere", "full"])
 def test_the_database_calls(subject: Subject, before: str) -> None:
-    """A waiter hears of a release on another machine long before it would have looked again, and of a neighbour's that
+    """A waiter hears of a release on another machine long before it would have polled again, and of a neighbour's that
     finds its socket full."""
     hand_overs(subject, before)
 
@@ -81,7 +87,7 @@ def test_the_database_calls(subject: Subject, before: str) -> None:
 def test_a_neighbour_notifies(
     request: pytest.FixtureRequest, subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A release in another process of this machine wakes the waiter, on every database; PostgreSQL calls nobody."""
+    """A release in another process of this machine wakes the waiter, on every database; PostgreSQL notifies nobody."""
     ready(request, subject.database)
     timed(monkeypatch, **SELDOM)
     hand_overs(subject)
@@ -130,19 +136,23 @@ def test_a_neighbour_is_not_notified(request: pytest.FixtureRequest, before: str
     assert heard == (["k"] * ROUNDS if before == ELSEWHERE else [])
 
 
+THERE = "dblock_00000000_0123456789abcdef"
+"""The channel of a process of another machine."""
+
+
 @pytest.mark.direct
 def test_a_notification_proves_what_was_granted(request: pytest.FixtureRequest) -> None:
     """With the heir's own token, so that it may begin at once."""
     ready(request, "postgresql")
     subject = Subject("sqlalchemy", "sync", "postgresql")
-    asked = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "").parameters("heir", "there.1")
+    asked = Request("k", 60.0, 60.0, "", 1, "flow", "h", 1, "t", "p", "").parameters("heir", f"{THERE}.1")
     with psycopg.connect(url("postgresql").replace("+psycopg", ""), autocommit=True) as connection:
-        connection.execute("LISTEN there")
+        connection.execute(f"LISTEN {THERE}")
         with subject.lock("k", renew=False) as lock:
             store, hold = lock._store(), lock._hold()
             _ = drive(queue.join(store.database, asked, store.database.now() + 5), store)
             assert drive(queue.grant(store.database, "k", 1, hold.tenure, here="here"), store) is not None
-            hold.held.handed_over = True
+            hold.record.handed_over = True
         [called] = connection.notifies(timeout=10, stop_after=1)
     message = Message.read(called.payload)
     assert message is not None
@@ -167,7 +177,7 @@ def test_a_listener_takes_no_place_in_a_pool(request: pytest.FixtureRequest, mon
 @pytest.mark.parametrize("driver", ["psycopg", "pymysql"])
 def test_a_listener_that_is_not_let_in(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that accepts and never answers: it gives up in time, and tries again later."""
-    timed(monkeypatch, answer=0.5, keeping_answer=0.25)
+    timed(monkeypatch, statement_timeout=0.5, critical_timeout=0.25)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         kind = {"psycopg": "postgresql", "pymysql": "mysql"}[driver]
         engine = create_engine(f"{kind}+{driver}://root@127.0.0.1:{silent.getsockname()[1]}/x")
@@ -189,7 +199,7 @@ def test_whether_to_listen_is_yes_or_no() -> None:
 
 @pytest.mark.parametrize("database", INNODB)
 def test_no_call_comes_too_early(request: pytest.FixtureRequest, database: str) -> None:
-    """A bell looks before it sleeps, and tells each waiter once; nobody finds it when it has ended."""
+    """A listener looks before it sleeps, and tells each waiter once; nobody finds it when it has ended."""
     ready(request, database)
     subject = Subject("sqlalchemy", "sync", database)
     store, wakeups, channel = subject.lock("k")._store(), Wakeups(), f"dblock_test_{secrets.token_hex(4)}"
@@ -202,25 +212,65 @@ def test_no_call_comes_too_early(request: pytest.FixtureRequest, database: str) 
         )
         run(database, "SET GLOBAL long_query_time = 0.01")
         before = slow(database)
-        bell = store.subscribe(channel, wakeups)
+        listener = store.subscribe(channel, wakeups)
         run(database, "SET GLOBAL long_query_time = 10")
-        assert isinstance(bell, Bell)
-        assert bell.listen(0.05) == []
+        assert isinstance(listener, KillQueryListener)
+        assert listener.listen(0.05) == []
         assert slow(database) == before
         wakeups.register("k", 5, wakeup)
-        assert bell.listen(60) == [Message("k", 5).text()], "it is to look, and what it sees may not be on disk yet"
-        assert bell.listen(0.05) == []
+        assert listener.listen(60) == [Message("k", 5).text()], "it is to look, and what it sees may not be on disk yet"
+        assert listener.listen(0.05) == []
         wakeups.unregister("k", 5, wakeup)
-        assert bell.listen(0.0) == []
+        assert listener.listen(0.0) == []
         wakeups.register("k", 5, wakeup)
-        assert len(bell.listen(60)) == 1, "another attempt"
+        assert len(listener.listen(60)) == 1, "another attempt"
     named = f"SELECT IS_USED_LOCK('{channel}')"
     assert run(database, named) != [(None,)]
-    bell.close()
+    listener.close()
     assert until(lambda: run(database, named) == [(None,)])
     with pytest.raises(LockStoreError, match="1094"):  # nobody has that name
         run_call(store, channel)
     subject.engine.dispose()
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("database", SERVERS)
+@pytest.mark.parametrize("channel", ["victim", "dblock_victim", "dblock_00000000_0000000000000000x", "*", "1"])
+def test_only_channels_of_our_own_form_are_notified(
+    request: pytest.FixtureRequest, database: str, channel: str
+) -> None:
+    """A row in `lock_waiters` does not choose whose query is ended, or which session is notified."""
+    ready(request, database)
+    subject = Subject("sqlalchemy", "sync", database)
+    with victim(database, channel) as disturbed:
+        with subject.lock("k"):
+            subject.run(
+                "INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program,"
+                " celery_task_id, channel, joined_at, expires_at) SELECT 'x', 'k', last_ticket + 1, 9, '', '', 1, '',"
+                f" '', '', '{channel}', acquired_at, expires_at FROM locks"
+            )
+            subject.run("UPDATE locks SET last_ticket = last_ticket + 1")
+        assert subject.row("k")["owner"] == "x", "the key was granted to that row"
+        assert not disturbed()
+    subject.engine.dispose()
+
+
+@contextmanager
+def victim(database: str, channel: str) -> Iterator[Callable[[], bool]]:
+    """A session of the releaser's user that answers to a channel; whether it has been disturbed."""
+    with observer(database).connect() as connection:
+        if database == "postgresql":
+            _ = connection.exec_driver_sql(f'LISTEN "{channel}"')
+            connection.commit()
+            driver: Any = connection.connection.driver_connection
+            yield lambda: bool(list(driver.notifies(timeout=0.3)))
+            return
+        [(mine,)] = connection.exec_driver_sql(f"SELECT GET_LOCK('{channel}', 5)").all()
+        assert mine == 1
+        with ThreadPoolExecutor(1) as thread:
+            asleep = thread.submit(lambda: connection.exec_driver_sql("SELECT SLEEP(0.7)").all())
+            yield lambda: asleep.result(20) != [(0,)]
+        _ = connection.exec_driver_sql(f"SELECT RELEASE_LOCK('{channel}')")
 
 
 def slow(database: str) -> object:
@@ -230,7 +280,7 @@ def slow(database: str) -> object:
 
 
 def run_call(store: Any, channel: str) -> None:
-    """Call whoever listens there."""
+    """Notify the process that listens there."""
     _ = store.execute(Execute(store.database.dialect.queue.call, {"channel": channel}))
 
 
@@ -238,7 +288,7 @@ def run_call(store: Any, channel: str) -> None:
 def test_a_bell_that_cannot_be_rung(
     request: pytest.FixtureRequest, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not relied on: a proxy leads calls to another server, say."""
+    """It is not relied on: a proxy leads KILL QUERY to another server, say."""
     ready(request, database)
     subject = Subject("sqlalchemy", "sync", database)
     store, channel = subject.lock("k")._store(), f"dblock_test_{secrets.token_hex(4)}"
@@ -253,16 +303,16 @@ def test_a_bell_that_cannot_be_rung(
 
 @pytest.mark.parametrize("database", INNODB)
 def test_several_listen(request: pytest.FixtureRequest, database: str) -> None:
-    """Engines of one process have one name: whoever has it lets those who wait at the others look, and leaves it to
-    them in the end."""
+    """Engines of one process have one name: the one that has it lets those who wait at the others poll, and leaves it
+    to them in the end."""
     ready(request, database)
     subject, wakeups = Subject("sqlalchemy", "sync", database), Wakeups()
     store, channel = subject.lock("k")._store(), f"dblock_test_{secrets.token_hex(4)}"
     elsewhere = Wakeup("another engine")
     wakeups.register("k", 1, elsewhere)
     first, second = (store.subscribe(channel, wakeups) for _ in range(2))
-    assert isinstance(first, Bell)
-    assert isinstance(second, Bell)
+    assert isinstance(first, KillQueryListener)
+    assert isinstance(second, KillQueryListener)
     assert (first.named, second.named) == (True, False)
     asleep = (
         f"SELECT 1 FROM information_schema.processlist WHERE id = IS_USED_LOCK('{channel}') AND state = 'User sleep'"
@@ -273,7 +323,7 @@ def test_several_listen(request: pytest.FixtureRequest, database: str) -> None:
         run_call(store, channel)
         assert heard.result(5) == []
     assert not elsewhere.notified()
-    assert first.listen(60) == []  # at once: it was called
+    assert first.listen(60) == []  # at once: it was notified
     assert elsewhere.notified()
     assert [second.listen(1), second.named] == [[], False]
     first.close()
@@ -307,7 +357,7 @@ def test_a_forked_child_leaves_the_bell_alone(request: pytest.FixtureRequest, mo
 
 @pytest.mark.parametrize("database", INNODB)
 def test_another_user_rings_in_vain(request: pytest.FixtureRequest, database: str) -> None:
-    """A server lets users end their own statements only: the waiter looks for itself, and its session is left alone."""
+    """A server lets users end their own statements only: the waiter polls, and its session is left alone."""
     ready(request, database)
     subject = Subject("sqlalchemy", "sync", database)
     address = make_url(url(database))
@@ -352,6 +402,50 @@ def test_nonsense_does_no_harm(request: pytest.FixtureRequest, caplog: pytest.Lo
     subject.engine.dispose()
 
 
+@pytest.mark.parametrize(
+    "subject",
+    [each for each in SOME if each.database in {"sqlite", "postgresql"} and each.variant != "sqlalchemy"]
+    + [Subject("sqlalchemy", "async", "postgresql", "asyncpg")],
+    ids=str,
+)
+def test_a_flood_costs_a_waiter_next_to_nothing(
+    request: pytest.FixtureRequest, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Datagrams that name its ticket make it look a few times; then it polls, and has the key when that is free."""
+    ready(request, subject.database)
+    looks, status = list[float](), queue.status
+
+    def count(*args: Any, **options: Any) -> Any:
+        looks.append(time.monotonic())
+        return status(*args, **options)
+
+    monkeypatch.setattr(queue, "status", count)
+    holder, actor = Actor(subject), Actor(subject)
+    held, lock = subject.lock("k"), subject.lock("k", timeout=60)
+    holder.call(held, "acquire")
+    waited = actor.start(getattr(lock, subject.method("acquire")))
+    assert until(lambda: waiters(subject) == 1)
+    [(channel, ticket)] = subject.run("SELECT channel, ticket FROM lock_waiters")
+    end = time.monotonic() + 0.7
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as stranger:
+        refused = False
+        while time.monotonic() < end and not refused:
+            try:
+                stranger.sendto(Message("k", ticket).text().encode(), "\0" + channel)
+            except ConnectionRefusedError:
+                refused = True
+            except BlockingIOError:
+                time.sleep(0.001)
+    assert refused, "it has left its socket"
+    assert len(looks) < 3 * MOST
+    assert not waited.done()
+    holder.call(held, "release")
+    assert waited.result(10) is True
+    actor.call(lock, "release")
+    holder.close()
+    actor.close()
+
+
 def hand_overs(subject: Subject, before: str = "None") -> None:
     """Wait for what another process holds, again and again."""
     actor = Actor(subject)
@@ -379,11 +473,16 @@ def hand_overs(subject: Subject, before: str = "None") -> None:
     ("variant", "server"),
     [("django", "postgresql"), ("sqlalchemy", "postgresql"), ("django", "mariadb"), ("sqlalchemy", "mariadb")],
 )
-def test_whoever_is_told_not_to_listen_looks(
-    request: pytest.FixtureRequest, variant: str, server: str, caplog: pytest.LogCaptureFixture
+def test_a_process_that_is_told_not_to_listen_polls(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    variant: str,
+    server: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """`LISTEN: False`, or the engine's option: no connection listens, the key is handed over, one warning in all."""
     ready(request, server)
+    timed(monkeypatch, listen_after=0.0)
     subject = Subject(variant, "sync", server)
     subject.__dict__["engine"] = create_engine(url(server), execution_options={"dblock_listen": False})
     store = subject.lock("k")._store()
@@ -405,4 +504,70 @@ def test_whoever_is_told_not_to_listen_looks(
     actor.close()
     vars(store).pop("_waiter_services", None)
     subject.engine.dispose()
-    assert len([message for message in caplog.messages if "cannot call" in message]) == 1
+    assert len([message for message in caplog.messages if "cannot notify this process" in message]) == 1
+
+
+ENCODINGS: dict[str, tuple[str, ...]] = {
+    "UTF8": ("é", "鍵"),
+    "LATIN1": ("é",),
+    "EUC_JP": ("鍵", r"E'\xa9\xa1'"),
+    "SQL_ASCII": ("é", r"E'\xff\xfe'"),
+}
+"""What a session can say in a database of that encoding; the last ones, bytes, are no text."""
+
+
+@pytest.fixture(scope="session")
+def encoded(postgresql: object) -> Callable[[str], str]:
+    """The name of a database of an encoding, whose sessions do not speak UTF-8 unless they say so."""
+
+    @cache
+    def make(encoding: str) -> str:
+        name, theirs = f"encoded_{encoding.lower()}", encoding if encoding == "EUC_JP" else "LATIN1"
+        with psycopg.connect(plain(url("postgresql")), autocommit=True) as connection:
+            connection.execute(
+                f"CREATE DATABASE {name} TEMPLATE template0 ENCODING '{encoding}' LC_COLLATE 'C' LC_CTYPE 'C'"
+            )
+            connection.execute(f"ALTER DATABASE {name} SET client_encoding = '{theirs}'")
+        return name
+
+    return make
+
+
+def plain(address: str) -> str:
+    """As libpq reads it."""
+    return make_url(address).set(drivername="postgresql").render_as_string(hide_password=False)
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("driver", ["psycopg", "psycopg_async", "asyncpg"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_listener_outlives_what_it_cannot_read(encoded: Callable[[str], str], encoding: str, driver: str) -> None:
+    """It reads what it can, whatever the sessions of the database speak; asyncpg, which decodes itself, texts alone."""
+    place = make_url(url("postgresql", driver)).set(database=encoded(encoding))
+    engine = create_engine(place) if driver == "psycopg" else create_async_engine(place)
+    channel = runtime.current.sockets().channel
+    texts = [text for text in (*ENCODINGS[encoding], "the end") if not (driver == "asyncpg" and text.startswith("E'"))]
+
+    def hear(sender: psycopg.Connection[Any]) -> list[str]:
+        subscription = db_lock(engine, "k")._store().subscribe(channel, Wakeups())
+        assert subscription is not None
+        heard = list[str]()
+        try:
+            for text in texts:
+                said = f"SELECT pg_notify('{channel}', {text if text.startswith('E') else repr(text)})"
+                sender.execute(said)
+                heard += subscription.listen(20)
+                sender.execute(said)
+                subscription.ask(time.monotonic() + 20)  # it comes before, or with the answer
+                heard += subscription.listen(20)
+        finally:
+            subscription.close()
+        return heard
+
+    with psycopg.connect(plain(str(place)), autocommit=True, client_encoding="UTF8") as sender:
+        heard = hear(sender) if driver == "psycopg" else asyncio.run(greenlet_spawn(hear, sender))
+    assert len(heard) == 2 * len(texts)
+    assert heard[::2] == heard[1::2]
+    assert [text for text in heard[::2] if "\ufffd" not in text] == [
+        text for text in texts if not text.startswith("E'")
+    ]

@@ -13,7 +13,7 @@ from tests.support.lab import ROOT
 
 
 def installed() -> bool:
-    """Is it?"""
+    """Whether mysqlclient is installed."""
     try:
         return bool(importlib.metadata.version("mysqlclient"))
     except importlib.metadata.PackageNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from asyncpg.prepared_stmt import PreparedStatement
+from sqlalchemy import event
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from sqlalchemy_dblock import db_lock
@@ -21,7 +23,7 @@ from tests.support.servers import HINTS, MissingServer, PgBouncer, PostgreSQL, f
 
 
 def missing() -> bool:
-    """Is PgBouncer not installed?"""
+    """Whether PgBouncer is not installed."""
     try:
         return not find_program("pgbouncer")
     except MissingServer:
@@ -61,7 +63,7 @@ def test_the_short_form_of_make_pooler(which: tuple[str, ...], least: int) -> No
 
 @pytest.mark.direct
 @pytest.mark.skipif(missing(), reason=HINTS["pgbouncer"])
-def test_whoever_freezes_keeps_no_row_locked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_process_keeps_no_row_locked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """asyncpg sends a statement and the end of its transaction at once."""
     ready(request, "postgresql")
     answered, fetch = asyncio.Event(), PreparedStatement.fetch
@@ -93,3 +95,25 @@ def test_whoever_freezes_keeps_no_row_locked(request: pytest.FixtureRequest, mon
     server: PostgreSQL = request.getfixturevalue("postgresql")
     with running(lambda: PgBouncer(server)) as pooler, Proxy(free_port(), pooler.port) as proxy:
         asyncio.run(main(url("postgresql", "asyncpg").replace(f":{server.port}/", f":{proxy.port}/")))
+
+
+@pytest.mark.direct
+@pytest.mark.skipif(missing(), reason=HINTS["pgbouncer"])
+def test_the_applications_codecs_reach_no_renewal_there(request: pytest.FixtureRequest) -> None:
+    """asyncpg sends the list of what is renewed as text, whatever the application has JSON encoded by."""
+    ready(request, "postgresql")
+
+    async def codec(driver: Any) -> None:
+        await driver.set_type_codec("json", encoder=json.dumps, decoder=json.loads, schema="pg_catalog")
+
+    async def main(address: str) -> None:
+        engine = create_async_engine(address, connect_args={"statement_cache_size": 0})
+        event.listen(engine.sync_engine, "connect", lambda connection, _: connection.run_async(codec))
+        async with db_lock(engine, "k", ttl=0.9) as lock:
+            await asyncio.sleep(1.3)
+            assert await lock.verify()
+        await engine.dispose()
+
+    server: PostgreSQL = request.getfixturevalue("postgresql")
+    with running(lambda: PgBouncer(server)) as pooler:
+        asyncio.run(main(url("postgresql", "asyncpg").replace(f":{server.port}/", f":{pooler.port}/")))

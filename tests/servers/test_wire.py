@@ -142,13 +142,13 @@ _ABOUT_ROWS = re.compile(rb"\b(SELECT|INSERT|UPDATE|DELETE)\b")
 def test_statements_for_a_hand_over(server: str, proxy: Proxy, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three at most on PostgreSQL, however many wait. Each has an engine of its own, as processes have.
 
-    On MySQL and MariaDB joining and granting take two each, a waiter looks once, and the rows of served places are
-    deleted later, many at a time. How often those who wait look on their own is a matter of time, not of hand-overs:
-    here they look when they are called. So are new connections, which a busy machine makes necessary.
+    On MySQL and MariaDB joining and granting take two each, a waiter polls once, and the rows of served places are
+    deleted later, many at a time. How often waiters poll on their own is a matter of time, not of hand-overs:
+    here they poll when they are notified. So are new connections, which a busy machine makes necessary.
     """
     timed(monkeypatch, **SELDOM)
     address = url(server).replace(os.environ[f"DBLOCK_TEST_{server.upper()}_PORT"], str(proxy.port))
-    unheard = {"dblock_listen": False}  # neighbours call each other, and what listens would go on after the test
+    unheard = {"dblock_listen": False}  # neighbours notify each other, and what listens would go on after the test
     engines = [create_engine(address, execution_options=unheard) for _ in range(size)]
     locks = [sqlalchemy_dblock.db_lock(engine, "k", timeout=60) for engine in engines]
 

@@ -22,6 +22,7 @@ from sqlalchemy.orm import Session
 
 from dblock.core.errors import LockLost, LockStoreError, StoreUnanswered
 from dblock.core.protocol.steps import Execute, Rows
+from dblock.drivers import sessions
 from sqlalchemy_dblock import attach, db_lock, metadata
 from sqlalchemy_dblock import store as stores
 from sqlalchemy_dblock.store import EngineStore, store_for
@@ -110,7 +111,7 @@ def test_a_failed_inner_release_does_not_keep_the_key(
     lock = db_lock(engine, "k")
     lock.acquire()
     lock.acquire()
-    timed(monkeypatch, patience=0.05)
+    timed(monkeypatch, retry_budget=0.05)
     trap("release", cut, instead=True, times=20)
     with pytest.raises(LockStoreError):
         lock.release()
@@ -209,14 +210,14 @@ def test_members_of_a_text_enum_are_their_value(database: str) -> None:
     engine.dispose()
 
 
-def test_whoever_asks_first_gets_the_same_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_ask_at_once_get_the_same_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many threads that use a database for the first time at once share one place for their holds: on both faces."""
     from dblock import store as django_stores
 
     def slowly(original: type[Any]) -> Callable[..., Any]:
-        def make(argument: Any) -> Any:
+        def make(*given: Any) -> Any:
             time.sleep(0.02)
-            return original(argument)
+            return original(*given)
 
         return make
 
@@ -251,8 +252,21 @@ def test_an_engine_is_not_kept_alive(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("database", INNODB, indirect=True)
 def test_a_character_set_that_lacks_the_key(database: str) -> None:
-    """A typed error without the statement, whose parameters are nobody's business."""
+    """It is the application's own: the lock's connections have UTF-8."""
     engine = create_engine(make_url(url(database)).update_query_dict({"charset": "latin1"}))
+    with db_lock(engine, "🔒"):
+        assert run(database, "SELECT lock_key FROM locks WHERE owner IS NOT NULL") == [("🔒",)]
+    engine.dispose()
+
+
+@pytest.mark.direct
+def test_a_character_set_that_lacks_the_key_behind_a_pooler(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There nothing can be set for a session: a typed error without the statement, whose parameters are secret."""
+    ready(request, "postgresql")
+    monkeypatch.setattr(sessions, "_process", lambda _: -1)
+    engine = create_engine(url("postgresql"), connect_args={"client_encoding": "latin1"})
     with pytest.raises(LockStoreError, match="character set") as caught:
         db_lock(engine, "🔒").acquire()
     assert caught.value.__cause__ is None
@@ -275,10 +289,9 @@ def test_behind_a_pooler_nothing_is_prepared(
 ) -> None:
     """Neither by us nor by psycopg on its own, once the session is not who it says it is."""
     import dblock.drivers.mariadb
-    import dblock.drivers.sessions
 
     ready(request, database)
-    monkeypatch.setattr(dblock.drivers.sessions, "_process", lambda _: -1)
+    monkeypatch.setattr(sessions, "_process", lambda _: -1)
     monkeypatch.setattr(dblock.drivers.mariadb, "_is_direct", lambda *_: False)
     engine = create_engine(url(database))
     for _ in range(8):

@@ -49,7 +49,7 @@ def prepare(database: str) -> None:
 
 
 def others_get_in(database: str, key: str = "k") -> bool:
-    """Does a stranger get the key without waiting? On SQLite a writer may leave it no room."""
+    """Whether a stranger gets the key without waiting. On SQLite a writer may leave it no room."""
     engine = create_engine(url(database))
     lock = db_lock(engine, key)
     try:
@@ -217,7 +217,7 @@ def test_the_same_transaction_enters_again(database: str, engine: Engine) -> Non
         assert others_get_in(database)
 
 
-def test_whoever_enters_it_again_does_not_end_it(database: str, engine: Engine) -> None:
+def test_entering_it_again_does_not_end_it(database: str, engine: Engine) -> None:
     """Without the session, or with `release="now"`: what it keeps is kept until its end."""
     with Session(engine) as session:
         with db_lock(engine, "k", session=session):

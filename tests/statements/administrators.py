@@ -1,11 +1,12 @@
-"""The cases of the statements of whoever looks after the locks of others."""
+"""The cases of an administrator's statements."""
 
 from __future__ import annotations
 
 import json
 from typing import Any, Final
 
-from tests.statements.cases import DONE, NOW, Ago, At, Case, Left, Record, event, free, held, waiter
+from dblock.core.statements.common import FLOW
+from tests.statements.cases import DONE, NOW, SERVERS, Ago, At, Case, Do, Left, Record, event, free, held, waiter
 
 _WORDS: Final = {"words": "root: enough"}
 _FREED: Final[Record] = {
@@ -21,10 +22,21 @@ def _row(key: str, waiting: int, owner: str | None = "me", left: float = 20) -> 
     """A key's row as `list_keys` answers it."""
     who = ("old label", "old host", 1, "old thread", "old program", "old task")
     count = 0 if owner is None else 1
-    return (key, owner, 7, count, 30.0, Ago(10), Left(left), *who, 6, 5, "root: please", waiting)
+    return (key, owner, 7, count, 30.0, Ago(10), Left(left), *who, 6, 5, "root: please", 3, waiting)
 
 
-_LIST: Final[Record] = {"after": "", "most": 10, "free": 0}
+_LIST: Final[Record] = {"after": "", "upto": "~", "most": 10, "free": 0}
+
+_NEXT_KEYS: Final = (
+    Case(
+        "next_keys",
+        "the last of a page, of any holder",
+        keys=[held("c"), free("a"), free("b"), free("d")],
+        given={"after": "a", "most": 2},
+        reply=[("c",)],
+    ),
+    Case("next_keys", "none after the last", keys=[held("k")], given={"after": "k", "most": 2}, reply=[(None,)]),
+)
 
 _LIST_KEYS: Final = (
     Case(
@@ -43,10 +55,31 @@ _LIST_KEYS: Final = (
     ),
     Case(
         "list_keys",
+        "neither what min_hold has left that is over, nor what is free by a later time",
+        keys=[held("k", owner="", expires_at=At(-3)), held("j"), free("l", expires_at=At(100))],
+        given=_LIST,
+        reply=[_row("j", 0)],
+    ),
+    Case(
+        "list_keys",
         "a page of them, after a key that may be gone",
         keys=[held(key) for key in ("a", "b", "c", "d", "e")],
         given={**_LIST, "after": "aa", "most": 2},
         reply=[_row("b", 0), _row("c", 0)],
+    ),
+    Case(
+        "list_keys",
+        "up to a key, that one too",
+        keys=[held(key) for key in ("a", "b", "c")],
+        given={**_LIST, "upto": "b"},
+        reply=[_row("a", 0), _row("b", 0)],
+    ),
+    Case(
+        "list_keys",
+        "those that are free and were freed from outside, or that somebody may wait for",
+        keys=[free("f", freed_fence=7), free("w", last_ticket=14), free("x")],
+        given=_LIST,
+        reply=[(*_row("f", 0, owner=None, left=-5)[:14], 7, *_row("f", 0)[15:]), _row("w", 0, owner=None, left=-5)],
     ),
     Case(
         "list_keys",
@@ -80,6 +113,80 @@ _LIST_WAITERS: Final = (
             (13, Ago(1), Left(4), "z label", "z host", 13, "z thread", "z program", "z task"),
             (14, Ago(1), Left(4), "a label", "a host", 14, "a thread", "a program", "a task"),
         ],
+        given={"most": 9},
+    ),
+    Case(
+        "list_waiters",
+        "the first of them",
+        keys=[held("k", last_ticket=14)],
+        places=[waiter("a", 14), waiter("b", 12), waiter("c", 13)],
+        reply=[(12, ...), (13, ...)],
+        given={"most": 2},
+    ),
+    Case(
+        "count_waiters",
+        "the living of a key who were not served",
+        keys=[held("k", last_ticket=14), held("j", served_ticket=0)],
+        places=[
+            waiter("a", 14),
+            waiter("served", 10),
+            waiter("dead", 11, expires_at=At(-0.5)),
+            waiter("elsewhere", 12, lock_key="j"),
+            waiter("z", 13),
+        ],
+        reply=[(2,)],
+    ),
+)
+
+_FLOW: Final = "8" * FLOW
+"""The name of a flow, with which its tokens begin: it holds `k`, and waits for `j`."""
+_HERE: Final[Record] = {"host": "old host", "pid": 1, "thread": "old thread"}
+_MINE: Final = held("k", owner=_FLOW + "2", served_ticket=0, bearers=0)
+_WANTS: Final = waiter(_FLOW + "1", 11, lock_key="j", **_HERE)
+_WHO: Final = ("old host", 1, "old thread")
+_LINK: Final = ("k", _FLOW + "1", "j", 11, *_WHO, "other", *_WHO, f"circle of {_FLOW}1")
+
+
+def _links(behaviour: str, keys: list[Record], places: list[Record], *reply: tuple[Any, ...]) -> tuple[Case, Case]:
+    """What the holder of `k` waits for; by that key, and in the list of all keys that somebody waits for."""
+    somebody = waiter("w", 12)
+    return (
+        Case("list_awaited", behaviour, keys=keys, places=places, reply=list(reply)),
+        Case("list_blocked", behaviour, keys=keys, places=[*places, somebody], given={"most": 9}, reply=list(reply)),
+    )
+
+
+_OTHERS: Final = held("j", owner="other")
+_LINKS: Final = (
+    *_links("what its holder waits for, and who has that", [_MINE, _OTHERS, held("i")], [_WANTS], _LINK),
+    *_links("not with the dead", [_MINE, _OTHERS], [{**_WANTS, "expires_at": At(-0.5)}]),
+    *_links("not for a lease that has ended", [_MINE, {**_OTHERS, "expires_at": At(-0.5)}], [_WANTS]),
+    *_links("not for a free key", [_MINE, free("j", expires_at=At(100), count=1)], [_WANTS]),
+    *_links("not with one who was served", [_MINE, {**_OTHERS, "owner": _FLOW + "1"}], [_WANTS]),
+    *_links("nor when somebody else has the key since", [_MINE, {**_OTHERS, "served_ticket": 11}], [_WANTS]),
+    *_links("not for one that waits for the bearer of its token", [_MINE, {**_OTHERS, "count": 0}], [_WANTS]),
+    *_links("not with another flow's", [_MINE, _OTHERS], [{**_WANTS, "owner": "7" * FLOW + "1"}]),
+    *_links("not with a flow whose name is higher", [_MINE, _OTHERS], [{**_WANTS, "owner": "9" * FLOW + "1"}]),
+    *_links("not where a bearer has its token", [{**_MINE, "bearers": 1}, _OTHERS], [_WANTS]),
+    *_links("not if its own lease has ended", [{**_MINE, "expires_at": At(-0.5)}, _OTHERS], [_WANTS]),
+    Case("list_awaited", "not of another key's", keys=[{**_MINE, "lock_key": "i"}, _OTHERS], places=[_WANTS]),
+    Case(
+        "list_blocked", "not of a key that nobody waits for", keys=[_MINE, _OTHERS], places=[_WANTS], given={"most": 9}
+    ),
+    Case(
+        "list_blocked",
+        "of some keys, by their names",
+        keys=[_MINE, held("a"), _OTHERS],
+        places=[_WANTS, waiter("w", 12), waiter("v", 11, lock_key="a"), waiter("u", 13)],
+        given={"most": 2},
+    ),
+    Case(
+        "list_blocked",
+        "each of them once, for all of its waiters",
+        keys=[_MINE, _OTHERS],
+        places=[_WANTS, waiter("w", 12), waiter("u", 13)],
+        given={"most": 2},
+        reply=[_LINK],
     ),
 )
 
@@ -179,6 +286,16 @@ _TRIM: Final = (
         reply=[(), ()],
         after={"3": None, "4": None},
     ),
+    Case(
+        "trim",
+        "it does not wait for later ones, which another transaction has locked",
+        events=[event(number, str(number)) for number in (3, 4, 5, 6, 7)],
+        given={"keep": 4},
+        beside=[Do("SELECT 1 FROM lock_events WHERE id = 6 FOR UPDATE")],
+        reply=DONE,
+        after={"3": None},
+        on=SERVERS,
+    ),
     Case("trim", "none, if there are few", events=[event(3, "3"), event(4, "4")], given={"keep": 3}),
     Case("trim", "none, if there are none", given={"keep": 3}),
     Case(
@@ -206,6 +323,13 @@ _LIST_EVENTS: Final = (
         reply=[_seen("c"), _seen("b", ago=9)],
     ),
     Case(
+        "list_events",
+        "of no other key",
+        events=[event(1, "a", lock_key="j"), event(2, "b"), event(3, "c", lock_key="l")],
+        reply=[_seen("b")],
+        given={"most": 9},
+    ),
+    Case(
         "list_all_events",
         "the last ones of all keys, the latest first",
         events=[event(1, "a"), event(2, "b"), event(3, "c", lock_key="j")],
@@ -215,6 +339,6 @@ _LIST_EVENTS: Final = (
 )
 
 CASES: Final = (
-    *(*_LIST_KEYS, *_LIST_WAITERS, *_LIST_ALL_WAITERS, *_FREE, *_REVOKE),
+    *(*_NEXT_KEYS, *_LIST_KEYS, *_LIST_WAITERS, *_LIST_ALL_WAITERS, *_LINKS, *_FREE, *_REVOKE),
     *(*_NOTE, *_TRIM, *_LIST_EVENTS),
 )

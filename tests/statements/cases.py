@@ -101,8 +101,8 @@ class Case:
     beside: Sequence[Do] = ()
     """What another session has done in a transaction that is open while the statement runs."""
     commits: bool = False
-    """Does that transaction commit as soon as the statement waits for it, or has been refused because of it (it is
-    then sent again)? Else it is rolled back once the statement has been answered."""
+    """Whether that transaction commits as soon as the statement waits for it, or has been refused because of it (it is
+    then sent again). Else it is rolled back once the statement has been answered."""
     since: Sequence[Do] = ()
     """What another session has done since the statement's own transaction read for the first time."""
     then: Sequence[Do] = ()
@@ -112,7 +112,7 @@ class Case:
     session: str = ""
     """What the statement's session has set before, as `SET SESSION` takes it."""
     durable: bool | None = None
-    """Is the statement's commit on disk before it answers? (PostgreSQL, where a session may choose.)"""
+    """Whether the statement's commit is on disk before it answers. (PostgreSQL, where a session may choose.)"""
     shows: Mapping[str, str] = field(default_factory=dict)
     """PostgreSQL's settings as they are for the rest of the statement's transaction."""
     on: Sequence[str] = DATABASES
@@ -152,6 +152,9 @@ REQUEST: Final[Record] = {
     "count": 1,
     "fair": 1,
     "handovers_left": 0,
+    "covers": 0,
+    "bearers": 3,
+    "counted": 1,
     "min_hold": 0.0,
     "after": "",
     "names": '["k"]',
@@ -161,6 +164,7 @@ REQUEST: Final[Record] = {
     "first": 11,
     "last": 12,
     "channel": "new channel",
+    "circle": "new circle",
     "places": "[]",
     "seconds": 0,
     "here": "",
@@ -185,13 +189,15 @@ def held(key: str = "k", **differently: Any) -> Record:
         "revoked_fence": 6,
         "freed_fence": 5,
         "revocation": "root: please",
+        "tokens": 0,
+        "bearers": 3,
         **differently,
     }
 
 
 def free(key: str = "k", **differently: Any) -> Record:
     """The row of a key that was given back five seconds ago."""
-    return held(key, **{"owner": None, "count": 0, "expires_at": At(-5), **differently})
+    return held(key, **{"owner": None, "count": 0, "expires_at": At(-5), "tokens": 2, **differently})
 
 
 def waiter(owner: str, ticket: int, **differently: Any) -> Record:
@@ -205,6 +211,7 @@ def waiter(owner: str, ticket: int, **differently: Any) -> Record:
         "ticket": ticket,
         "ttl": 90.0,
         "channel": "",
+        "circle": f"circle of {owner}",
         "joined_at": At(-1),
         "expires_at": At(4),
         **differently,
@@ -226,10 +233,11 @@ def event(id_: int, detail: str, **differently: Any) -> Record:
     }
 
 
-def leases(*due: tuple[str, str, int], life: float = 61.0, unaware: int = 1) -> Record:
+def leases(*due: tuple[str, str, int], life: float = 61.0, not_notified: int = 1) -> Record:
     """The parameters that name many tenures, and whether their holders know that they were asked back."""
     named = [
-        {"key": key, "owner": owner, "fence": fence, "life": life, "unaware": unaware} for key, owner, fence in due
+        {"key": key, "owner": owner, "fence": fence, "life": life, "not_notified": not_notified}
+        for key, owner, fence in due
     ]
     return {"leases": json.dumps(named)}
 

@@ -30,7 +30,7 @@ DURABLE: Final = (
 )
 """What is relied on: it may not be lost in a crash, even if the session has synchronous_commit = off."""
 FAST: Final = (
-    *("release", "leave", "reap", "join", "announce", "inherit", "leave_queue", "clear", "forget"),
+    *("release", "leave", "reap", "join", "announce", "adopt_place", "leave_queue", "confirm", "clear", "forget"),
     *("note", "trim"),
 )
 """What may be lost, and so does not wait for the disk."""
@@ -61,15 +61,15 @@ BOUNDED: Final = {
             "reap",
             *_OUTSIDE,
         ),
-        _PLACE: ("grant", "inherit", "leave_queue", "heartbeat", "forget"),
+        _PLACE: ("grant", "adopt_place", "leave_queue", "heartbeat", "confirm", "forget"),
         _CREATION: ("create",),
         _EVENTS: ("trim",),
     },
     "mariadb": {
         _ROW: ("take", *_LATER, "reap"),
-        _PLACE: ("grant", "inherit", "leave_queue", "heartbeat", "forget"),
+        _PLACE: ("grant", "adopt_place", "leave_queue", "heartbeat", "confirm", "forget"),
         _CREATION: ("create",),
-        _TABLES: ("take", "create", *_LATER, "reap", "inherit", "leave_queue", "heartbeat", "forget"),
+        _TABLES: ("take", "create", *_LATER, "reap", "adopt_place", "leave_queue", "heartbeat", "confirm", "forget"),
     },
     "mysql": {
         _ROW: ("take", *_LATER, "reap"),
@@ -92,7 +92,7 @@ GRANT_RETRY: Final = [
         "join",
         "announce",
         "accept",
-        "inherit",
+        "adopt_place",
         "clear",
         "free",
         "revoke",

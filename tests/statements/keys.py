@@ -14,7 +14,6 @@ from tests.statements.cases import (
     MYSQL,
     NEW,
     NOW,
-    OLD,
     REFUSED,
     SERVERS,
     WHO,
@@ -37,6 +36,8 @@ BEGUN: Final = {
     "owner": "me",
     "fence": CLOCK,
     "count": 1,
+    "tokens": 0,
+    "bearers": 0,
     "ttl": 60.0,
     "acquired_at": NOW,
     "expires_at": At(61),
@@ -192,7 +193,7 @@ _INSPECT: Final = (
         reply=[
             (
                 *("me", 7, 1, 30.0, Ago(10), Left(20)),
-                *("old label", "old host", 1, "old thread", "old program", "old task", 6, 5, "root: please"),
+                *("old label", "old host", 1, "old thread", "old program", "old task", 6, 5, "root: please", 3),
             ),
         ],
     ),
@@ -290,7 +291,7 @@ _RENEW: Final = (
         "renew",
         "it is once its holder knows",
         keys=[held(revoked_fence=7)],
-        given=leases(("k", "me", 7), unaware=0),
+        given=leases(("k", "me", 7), not_notified=0),
         reply=DONE,
         after={"k": {"expires_at": At(61)}},
     ),
@@ -330,22 +331,33 @@ _ALIVE: Final = (
     ),
 )
 
+_BEARER: Final[Record] = {**WHO, "bearers": 4}
+"""What a row says of a bearer, which has entered by a token."""
+
 _ATTACH: Final = (
     Case(
         "attach",
         "the count is one more, the lease lasts one life more, and the row says who entered",
         keys=[held(count=2), held("j")],
         reply=[(3,)],
-        after={"k": {**WHO, "count": 3, "expires_at": At(61)}},
+        after={"k": {**_BEARER, "count": 3, "expires_at": At(61)}},
     ),
     Case(
         "attach",
-        "a tenure that nobody is in is entered",
-        keys=[held(count=0)],
+        "a tenure that nobody is in is entered, and its token is out no more",
+        keys=[held(count=0, tokens=2)],
         reply=[(1,)],
-        after={"k": {**WHO, "count": 1, "expires_at": At(61)}},
+        after={"k": {**_BEARER, "count": 1, "tokens": 1, "expires_at": At(61)}},
     ),
-    *_lasts("attach", [(2,)], {**WHO, "count": 2}),
+    Case(
+        "attach",
+        "a token that is not counted leaves the others out",
+        keys=[held(tokens=2)],
+        given={"counted": 0},
+        reply=[(2,)],
+        after={"k": {**_BEARER, "count": 2, "expires_at": At(61)}},
+    ),
+    *_lasts("attach", [(2,)], {**_BEARER, "count": 2}),
     *_tenure("attach"),
 )
 
@@ -353,18 +365,15 @@ _ADOPT: Final = (
     Case(
         "adopt",
         "a tenure that nobody is in is entered, its lease is set, and the row says who entered",
-        keys=[held(count=0), held("j", count=0)],
-        reply=DONE,
-        after={"k": {**WHO, "count": 1, "ttl": 60.0, "expires_at": At(61)}},
+        keys=[held(count=0, tokens=2), held("j", count=0)],
+        reply=[(4,)],
+        after={"k": {**_BEARER, "count": 1, "tokens": 0, "ttl": 60.0, "expires_at": At(61)}},
     ),
     Case("adopt", "nobody enters where somebody is", keys=[held(count=1)]),
     Case("adopt", "not even who is in it", keys=[held(count=1, **WHO)]),
     *_tenure("adopt", count=0),
 )
 
-_FLOW: Final = {name: OLD[name] for name in ("host", "pid", "thread")}
-"""The parameters that say who has counted so far."""
-_OTHERS: Final[Record] = {"host": "other", "pid": 77, "thread": "other"}
 _COUNTING: Final = {"count": 0}
 """The parameters of who does not count alone."""
 
@@ -375,30 +384,35 @@ _DETACH: Final = (
         keys=[held(count=3), held("j", count=3)],
         given=_COUNTING,
         reply=DONE,
-        after={"k": {"count": 2, "expires_at": At(61)}},
+        after={"k": {"count": 2, "tokens": 1, "expires_at": At(61)}},
+    ),
+    Case(
+        "detach",
+        "and a token more is out, when others have entered by one",
+        keys=[held(count=3, tokens=2)],
+        given={**_COUNTING, "bearers": 0},
+        reply=DONE,
+        after={"k": {"count": 2, "tokens": 3, "expires_at": At(61)}},
     ),
     Case(
         "detach",
         "it is one less than its flow says",
         keys=[held(count=2)],
-        given={**_FLOW, "count": 2},
+        given={"count": 2},
         reply=DONE,
-        after={"k": {"count": 1, "expires_at": At(61)}},
+        after={"k": {"count": 1, "tokens": 1, "expires_at": At(61)}},
     ),
     Case(
         "detach",
         "once, however often that is said",
-        keys=[held(count=1)],
-        given={**_FLOW, "count": 2},
+        keys=[held(count=1, tokens=1)],
+        given={"count": 2},
         reply=DONE,
         after={"k": {"expires_at": At(61)}},
     ),
-    Case("detach", "its flow does not say so if there are more", keys=[held(count=3)], given={**_FLOW, "count": 2}),
-    *(
-        Case("detach", f"nor if somebody has attached: another {name}", keys=[held(**{name: other})], given=_FLOW)
-        for name, other in _OTHERS.items()
-    ),
-    *_lasts("detach", DONE, {"count": 0}, _COUNTING),
+    Case("detach", "its flow does not say so if there are more", keys=[held(count=3)], given={"count": 2}),
+    Case("detach", "nor if somebody has entered by a token since", keys=[held()], given={"bearers": 2}),
+    *_lasts("detach", DONE, {"count": 0, "tokens": 1}, _COUNTING),
     *_tenure("detach", given=_COUNTING),
 )
 
@@ -452,6 +466,7 @@ _LEAVE: Final = (
         "leave",
         "of two one stays, and nobody is told of",
         keys=[held(count=2, last_ticket=15)],
+        given={"count": 2},
         reply=[(0,)],
         after={"k": {"count": 1}},
     ),
@@ -459,7 +474,7 @@ _LEAVE: Final = (
         "leave",
         "of two one stays, whatever the shortest hold is",
         keys=[held(count=2, last_ticket=15)],
-        given={"min_hold": 25.0},
+        given={"min_hold": 25.0, "count": 0},
         reply=[(0,)],
         after={"k": {"count": 1}},
     ),
@@ -467,6 +482,7 @@ _LEAVE: Final = (
         "leave",
         "a tenure that nobody is in is ended",
         keys=[held(count=0)],
+        given=_COUNTING,
         reply=[(0,)],
         after={"k": {"owner": None, "expires_at": NOW}},
     ),
@@ -478,6 +494,37 @@ _LEAVE: Final = (
         reply=[(0,)],
         after={"k": {"owner": "", "count": 0, "expires_at": Left(15)}},
     ),
+    Case(
+        "leave",
+        "a token that is out keeps the tenure for its bearer, and nobody is told of",
+        keys=[held(last_ticket=15, tokens=1)],
+        reply=[(0,)],
+        after={"k": {"count": 0, "expires_at": At(61)}},
+    ),
+    Case(
+        "leave",
+        "not for less than it has",
+        keys=[held(tokens=1, expires_at=At(100))],
+        reply=[(0,)],
+        after={"k": {"count": 0}},
+    ),
+    Case(
+        "leave",
+        "of two one stays, whatever tokens are out and bearers have entered",
+        keys=[held(count=2, tokens=1)],
+        given={**_COUNTING, "bearers": 0},
+        reply=[(0,)],
+        after={"k": {"count": 1}},
+    ),
+    Case(
+        "leave",
+        "a lease that has ended is not revived for a token",
+        keys=[held(last_ticket=15, tokens=1, expires_at=At(-3))],
+        reply=[(11,)],
+        after={"k": _FREED},
+    ),
+    Case("leave", "its flow does not say that it is alone if there are more", keys=[held(count=2)]),
+    Case("leave", "nor if somebody has entered by a token since", keys=[held()], given={"bearers": 2}),
     *_tenure("leave", lease=False),
 )
 

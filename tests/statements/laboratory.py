@@ -22,7 +22,7 @@ from sqlalchemy.pool import NullPool
 
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.administration import Administration, administration
-from dblock.core.statements.base import Dialect, Failure, Queue, Reply, Statement, perform
+from dblock.core.statements.base import Dialect, Failure, Queue, Reply, Statement, on_server, perform
 from tests.statements.cases import LEVELS, MYSQL, REQUEST, Ago, Answer, At, Case, Do, Left, Record
 
 PATIENCE: Final = 2.0
@@ -43,7 +43,7 @@ WAITING: Final = {
     "mysql": _WAITING,
     "mariadb": _WAITING,
 }
-"""Does a session wait for another?"""
+"""Whether the session waits for another."""
 IDS: Final = {
     "postgresql": "SELECT pg_backend_pid()",
     "mysql": "SELECT connection_id()",
@@ -83,16 +83,16 @@ class Session:
 
     def rows(self, sql: str, **parameters: Any) -> list[Any]:
         """Run plain SQL."""
-        return self._perform(Statement("", sql, Reply.ROWS), parameters)
+        return self.perform(Statement("", sql, Reply.ROWS), parameters)
 
     def run(self, sql: str, **parameters: Any) -> None:
         """Run plain SQL, whatever it answers."""
-        self._perform(Statement("", sql, Reply.COUNT), parameters)
+        self.perform(Statement("", sql, Reply.COUNT), parameters)
 
     def send(self, statement: Statement, given: Record) -> Any:
         """The statement's rows, or how it failed."""
         try:
-            return self._perform(statement, {**REQUEST, **given})
+            return self.perform(statement, {**REQUEST, **given})
         except Exception as error:
             self.error = error
             failure = self._dialect.classify(error)
@@ -115,7 +115,10 @@ class Session:
     def close(self) -> None:
         self._raw.close()
 
-    def _perform(self, statement: Statement, parameters: Mapping[str, Any]) -> list[Any]:
+    def perform(self, statement: Statement, parameters: Mapping[str, Any]) -> list[Any]:
+        """A statement's rows, as the driver's own cursor gets them."""
+        if self._database in {"mysql", "mariadb"}:
+            statement = on_server(statement, mariadb=self._database == "mariadb")
         cursor = self._raw.cursor()
         try:
             return perform(cursor, statement, parameters, self._style)
@@ -151,7 +154,7 @@ class Laboratory:
 
     def _differences(self, case: Case, statement: Statement) -> list[str]:
         self._ours.error = None
-        made = self._set_up(case)
+        made = self.fill(case)
         before, sent = self._records(), self._clock()
         found = list[str]()
         try:
@@ -280,7 +283,8 @@ class Laboratory:
             if step.reply is not None and not _answers(step.reply, reply, Moment(clock, clock, clock)):
                 found.append(f"{step.statement} of the other session answers {reply} ({self._theirs.error})")
 
-    def _set_up(self, case: Case) -> datetime:
+    def fill(self, case: Case) -> datetime:
+        """Let the case's rows be in the tables, and no others; the database's clock at that moment."""
         for table in ("locks", "lock_waiters", "lock_events"):
             self._table.run(f"DELETE FROM {table}")
         made = self._clock()
@@ -321,11 +325,11 @@ class Laboratory:
 KEYS: Final = (
     *("lock_key", "owner", "fence", "count", "ttl", "acquired_at", "expires_at", "label", "host", "pid", "thread"),
     *("program", "celery_task_id", "last_ticket", "served_ticket"),
-    *("revoked_fence", "freed_fence", "revocation"),
+    *("revoked_fence", "freed_fence", "revocation", "tokens", "bearers"),
 )
 PLACES: Final = (
     *("owner", "lock_key", "ticket", "ttl", "label", "host", "pid", "thread", "program", "celery_task_id", "channel"),
-    *("joined_at", "expires_at"),
+    *("circle", "joined_at", "expires_at"),
 )
 EVENTS: Final = (
     *("id", "lock_key", "kind", "fence", "seconds", "detail", "label", "host", "pid", "thread", "program"),
@@ -389,7 +393,7 @@ def _is_row(expected: tuple[Any, ...], row: Sequence[Any], moment: Moment) -> bo
 
 
 def _is(expected: Any, found: Any, moment: Moment) -> bool:
-    """Is it, at that moment, what the case says?"""
+    """Whether the value is, at that moment, what the case says."""
     made, sent, answered = moment
     if isinstance(found, Decimal):
         found = float(found)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NamedTuple
 
+from dblock.core.statements.base import for_server
+
 _TOKEN: Final = re.compile(
     r"""/\*\+.*?\*/ | '(?:[^']|'')*' | "(?:[^"]|"")*" | :[a-z_]+ | [A-Za-z_][\w.$]* | \d+(?:\.\d+)?(?:e\d+)?
     | <> | <= | >= | != | => | \|\| | \S""",
@@ -76,9 +78,8 @@ class _Edit(NamedTuple):
 
 def effective(sql: str, database: str) -> str:
     """What `database` reads of a text: of MySQL's and MariaDB's conditional comments only its own."""
-    ours, theirs = (r"M!\d*", r"!\d*") if database == "mariadb" else (r"!\d*", r"M!\d*")
-    sql = re.sub(rf"/\*{theirs} .*?\*/", "", sql, flags=re.DOTALL)
-    sql = re.sub(rf"/\*{ours} (.*?)\*/", r"\1", sql, flags=re.DOTALL)
+    if database in {"mysql", "mariadb"}:
+        sql = for_server(sql, mariadb=database == "mariadb")
     return " ".join(re.sub(r"/\*[^+].*?\*/", "", sql, flags=re.DOTALL).split())
 
 

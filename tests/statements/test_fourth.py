@@ -17,7 +17,7 @@ from sqlalchemy import create_engine
 
 import sqlalchemy_dblock
 from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
-from dblock.core.statements.common import REVOKED, TENURE, WAITER, dialect
+from dblock.core.statements.common import REVOKED, TENURE, WAITER, dialect, hand_over_local
 from dblock.core.statements.vocabulary import Vocabulary
 from tests.support.lab import until
 
@@ -72,17 +72,17 @@ RENEW: Final = Statement(
     "renew",
     f"""
 UPDATE locks SET expires_at = max(expires_at, {SQL.after("json_extract(due.value, '$.life')")})
-FROM json_each(:leases) AS due {_DUE} AND (revoked_fence <> fence OR json_extract(due.value, '$.unaware') = 0)
+FROM json_each(:leases) AS due {_DUE} AND (revoked_fence <> fence OR json_extract(due.value, '$.not_notified') = 0)
 """,
     Reply.COUNT,
-    keeps=True,
+    critical=True,
     row_locked=WhenLocked.RAISE,
 )
 ALIVE: Final = Statement(
     "alive",
     f"SELECT lock_key, owner, fence, {REVOKED} FROM json_each(:leases) AS due CROSS JOIN locks {_DUE}",
     Reply.ROWS,
-    keeps=True,
+    critical=True,
 )
 PIN: Final = Statement(
     "pin",
@@ -110,9 +110,10 @@ GRANT: Final = Statement(
     "grant",
     f"""
 UPDATE locks SET
-    owner = next.owner, fence = max(fence + 1, {SQL.micros}), count = 1, ttl = next.ttl, acquired_at = {SQL.now},
-    expires_at = min(next.expires_at, {SQL.after("next.ttl")}), label = next.label, host = next.host, pid = next.pid,
-    thread = next.thread, program = next.program, celery_task_id = next.celery_task_id,
+    owner = next.owner, fence = max(fence + 1, {SQL.micros}), count = 1, tokens = 0, bearers = 0, ttl = next.ttl,
+    acquired_at = {SQL.now}, expires_at = min(next.expires_at, {SQL.after("next.ttl")}), label = next.label,
+    host = next.host, pid = next.pid, thread = next.thread, program = next.program,
+    celery_task_id = next.celery_task_id,
     last_ticket = max(last_ticket, next.ticket), served_ticket = next.ticket
 FROM (
     SELECT * FROM lock_waiters WHERE lock_key = :key AND ticket >= :first AND expires_at > {SQL.now}
@@ -124,14 +125,14 @@ RETURNING served_ticket, (SELECT channel FROM lock_waiters WHERE lock_waiters.ow
        0, NULL
 """,
     Reply.ROWS,
-    keeps=True,
+    critical=True,
     row_locked=WhenLocked.SKIP,
 )
 LEAVE_QUEUE: Final = Statement(
     "leave_queue",
     "DELETE FROM lock_waiters WHERE owner IN (SELECT value FROM json_each(:owners))",
     Reply.COUNT,
-    keeps=True,
+    critical=True,
 )
 HEARTBEAT: Final = Statement(
     "heartbeat",
@@ -142,7 +143,7 @@ WHERE owner IN (SELECT value FROM json_each(:owners)) AND expires_at > {SQL.now}
 RETURNING owner
 """,
     Reply.ROWS,
-    keeps=True,
+    critical=True,
 )
 
 
@@ -161,6 +162,7 @@ DIALECT: Final = dialect(
     locate=None,
     join=JOIN,
     grant=GRANT,
+    hand_over_local=hand_over_local(SQL),
     leave_queue=LEAVE_QUEUE,
     heartbeat=HEARTBEAT,
     grant_answers=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from dblock.core.statements.common import FLOW
 from tests.conftest import DATABASES
 from tests.statements.cases import (
     AHEAD,
@@ -39,6 +40,7 @@ JOINED: Final = {
     "ticket": CLOCK,
     "ttl": 60.0,
     "channel": "new channel",
+    "circle": "",
     "joined_at": NOW,
     "expires_at": At(5),
 }
@@ -166,7 +168,7 @@ _LOOK: Final = (
     Case(
         "queue_status",
         "before it are the living of its key only, who were not served and came earlier",
-        keys=[held(owner="other", last_ticket=16), held("j", served_ticket=0, last_ticket=12)],
+        keys=[held("j", served_ticket=0, last_ticket=12), held(owner="other", last_ticket=16)],
         places=[
             waiter("served", 10),
             waiter("dead", 11, expires_at=At(-0.5)),
@@ -187,6 +189,33 @@ _LOOK: Final = (
         given={"ticket": 40},
         reply=[(0, Left(20), 11, 40, 16, 0)],
     ),
+    Case(
+        "queue_status",
+        "of the sixteen nearest before it the living are counted",
+        keys=[held(owner="other", last_ticket=40)],
+        places=[
+            *(waiter(f"w{n}", n) for n in range(11, 21)),
+            *(waiter(f"w{n}", n, expires_at=At(-0.5)) for n in range(21, 35)),
+        ],
+        given={"ticket": 40},
+        reply=[(0, Left(20), 11, 40, 2, 0)],
+    ),
+    Case(
+        "queue_status",
+        "somebody may be before sixteen who are dead",
+        keys=[held(owner="other", last_ticket=40)],
+        places=[waiter(f"w{n}", n, expires_at=At(-0.5)) for n in range(11, 27)],
+        given={"ticket": 40},
+        reply=[(0, Left(20), 11, 40, 1, 0)],
+    ),
+    Case(
+        "queue_status",
+        "nobody is before fifteen who are dead",
+        keys=[held(owner="other", last_ticket=40)],
+        places=[waiter(f"w{n}", n, expires_at=At(-0.5)) for n in range(11, 26)],
+        given={"ticket": 40},
+        reply=[(0, Left(20), 11, 40, 0, 0)],
+    ),
     Case("queue_status", "nothing where there is no row", keys=[held("j")], places=[waiter("me", 12)]),
 )
 
@@ -202,6 +231,8 @@ def _granted(name: str = "w", ticket: int = 11, **more: Any) -> Mapping[str, Any
         **{column: place[column] for column in ("owner", "ttl", *NEW)},
         "fence": CLOCK,
         "count": 1,
+        "tokens": 0,
+        "bearers": 0,
         "acquired_at": NOW,
         "expires_at": Left(4),
         "served_ticket": ticket,
@@ -247,6 +278,10 @@ def _grants(
             )
 
 
+HERE, THERE = "dblock_00000001_", "dblock_00000000_0123456789abcdef.5"
+"""What the channels of this machine begin with, and a channel of another one."""
+
+
 def _covered(
     behaviour: str,
     covered: bool,
@@ -257,14 +292,14 @@ def _covered(
     channel: str = "",
     left: float = 20.0,
 ) -> Iterator[Case]:
-    """A holder hands over what it holds: is its own lease enough until the grant is on disk?"""
+    """A grant by a holder waits for the disk, unless the holder's own lease covers it until then."""
     said: Any = ... if ttl == lasts else round((lasts + 1) * 1000) if covered else 0  # it joined a second ago
     yield Case(
         "grant",
         f"a holder hands over what it holds, {behaviour}",
         keys=[held(last_ticket=12, fence=fence, expires_at=At(left))],
         places=[waiter("w", 11, ttl=ttl, channel=channel)],
-        given={"fence": fence, "here": "here:"},
+        given={"fence": fence, "here": HERE},
         reply=[(11, channel, "w", CLOCK if fence == 7 else fence + 1, said, ...)],
         after={
             "k": _granted(
@@ -314,7 +349,7 @@ def _grants_past_leavers(isolation: str) -> Iterator[Case]:
 
 _NOBODYS: Final = {"owner": "", "fence": 0}
 """The parameters of a grant of a key that nobody holds."""
-_HERE: Final[Any] = {"keys": [_WAITED], "given": {"here": "here:"}, "on": POSTGRESQL}
+_HERE: Final[Any] = {"keys": [_WAITED], "given": {"here": HERE}, "on": POSTGRESQL}
 
 _GRANT: Final = (
     *_grants("the first waiter has the key, for as long as its place", given=_NOBODYS),
@@ -368,8 +403,8 @@ _GRANT: Final = (
     *_covered("waiting for the disk, if that is too little", False, left=2.5),
     *_covered("without, if it is enough for what was asked for", True, lasts=1.0, ttl=1.0, left=2.5),
     *_covered("waiting, if the clock is behind the fence", False, fence=AHEAD),
-    *_covered("without, to a neighbour", True, channel="here:5"),
-    *_covered("waiting, to who is notified", False, channel="there:5"),
+    *_covered("without, to a neighbour", True, channel=f"{HERE}0123456789abcdef.5"),
+    *_covered("waiting, to who is notified", False, channel=THERE),
     _refuses("not another owner's tenure", keys=[held(owner="other", last_ticket=12)], places=_TWO),
     _refuses("not the owner's later tenure", keys=[held(fence=8, last_ticket=12)], places=_TWO),
     _refuses("a waiter is served once", keys=[free(last_ticket=12, served_ticket=11)], places=[_TWO[1]]),
@@ -424,16 +459,24 @@ _GRANT: Final = (
         "grant",
         "nor for who listens in the neighbourhood",
         **_HERE,
-        places=[waiter("w", 11, channel="here:5")],
-        reply=[(11, "here:5", "w", CLOCK, 0, None)],
+        places=[waiter("w", 11, channel=f"{HERE}0123456789abcdef.5")],
+        reply=[(11, f"{HERE}0123456789abcdef.5", "w", CLOCK, 0, None)],
+        after={"k": _granted(), "w": None},
+    ),
+    Case(
+        "grant",
+        "nor by a name that no process of the lock listens by",
+        **_HERE,
+        places=[waiter("w", 11, channel="pg_wal")],
+        reply=[(11, "pg_wal", "w", CLOCK, 0, None)],
         after={"k": _granted(), "w": None},
     ),
     Case(
         "grant",
         "who listens elsewhere is called",
         **_HERE,
-        places=[waiter("w", 11, channel="there:5")],
-        reply=[(11, "there:5", "w", CLOCK, 0, "")],
+        places=[waiter("w", 11, channel=THERE)],
+        reply=[(11, THERE, "w", CLOCK, 0, "")],
         after={"k": _granted(), "w": None},
     ),
     *_grants(
@@ -475,7 +518,7 @@ _CALL: Final = (
     Case("unlogged", "is not refused", on=MYSQL),
     Case("listen", "the session has the name", given={"channel": "a name"}, reply=[(1,)], on=MYSQL),
     Case(
-        "hear",
+        "sleep_until_killed",
         "who has been granted what they wait for",
         keys=[held(owner="w"), held("j", owner="x"), held("i", owner="me")],
         places=[*_LISTENING, waiter("me", 13, lock_key="i")],
@@ -484,7 +527,7 @@ _CALL: Final = (
         on=MYSQL,
     ),
     Case(
-        "hear",
+        "sleep_until_killed",
         "nobody yet",
         keys=[held()],
         places=_LISTENING,
@@ -493,7 +536,7 @@ _CALL: Final = (
         on=MYSQL,
     ),
     Case(
-        "hear",
+        "sleep_until_killed",
         "of another key",
         keys=[held(owner="w")],
         places=_LISTENING,
@@ -502,14 +545,22 @@ _CALL: Final = (
         on=MYSQL,
     ),
     *(
-        Case("hear", behaviour, keys=keys, places=_LISTENING, given={"places": asked}, reply=_TIME_IS_UP, on=MYSQL)
+        Case(
+            "sleep_until_killed",
+            behaviour,
+            keys=keys,
+            places=_LISTENING,
+            given={"places": asked},
+            reply=_TIME_IS_UP,
+            on=MYSQL,
+        )
         for behaviour, keys, asked in (
             ("of another ticket", [held(owner="w")], '[["k", 13]]'),
             ("who has another key", [held(), held("j", owner="w")], '[["k", 12]]'),
             ("who waits for another key", [held("j", owner="w")], '[["j", 12]]'),
         )
     ),
-    Case("hear", "of nobody", keys=[held(owner="w")], places=_LISTENING, reply=_TIME_IS_UP, on=MYSQL),
+    Case("sleep_until_killed", "of nobody", keys=[held(owner="w")], places=_LISTENING, reply=_TIME_IS_UP, on=MYSQL),
 )
 
 _ACCEPT: Final = (
@@ -536,7 +587,7 @@ _INHERITED: Final = {**NEW, "owner": "heir", "ttl": 60.0}
 
 _INHERIT: Final = (
     Case(
-        "inherit",
+        "adopt_place",
         "the place is another flow's, as it was",
         keys=[held(owner="other", last_ticket=12)],
         places=[waiter("me", 11), waiter("w", 12)],
@@ -550,10 +601,10 @@ _INHERIT: Final = (
             },
         },
     ),
-    Case("inherit", "not one that has ended", keys=[free()], places=[waiter("me", 11, expires_at=At(-0.5))]),
-    Case("inherit", "not another one's", keys=[free()], places=[waiter("ME", 11), waiter("w", 12)]),
+    Case("adopt_place", "not one that has ended", keys=[free()], places=[waiter("me", 11, expires_at=At(-0.5))]),
+    Case("adopt_place", "not another one's", keys=[free()], places=[waiter("ME", 11), waiter("w", 12)]),
     Case(
-        "inherit",
+        "adopt_place",
         "not one that was served",
         keys=[free("j", served_ticket=3), free(last_ticket=12, served_ticket=11)],
         places=[waiter("me", 11), waiter("w", 12)],
@@ -561,18 +612,55 @@ _INHERIT: Final = (
     ),
 )
 
-_RELAYED: Final = {**NEW, "owner": "heir", "fence": CLOCK, "ttl": 60.0, "acquired_at": NOW, "expires_at": At(61)}
+_RELAYED: Final = {
+    **NEW,
+    "owner": "heir",
+    "fence": CLOCK,
+    "tokens": 0,
+    "bearers": 0,
+    "ttl": 60.0,
+    "acquired_at": NOW,
+    "expires_at": At(61),
+}
+
+
+def _covered_here(
+    behaviour: str, left: float, *, lasts: float = 0.0, covers: int = 1, covered: bool = True, fence: int = 7
+) -> Iterator[Case]:
+    """A hand-over inside a process waits for the disk, unless the holder's own lease covers it until then."""
+    number: Any = CLOCK if fence == 7 else fence + 1
+    end = lasts or left
+    yield Case(
+        "hand_over_local",
+        f"a holder hands over what it holds, {behaviour}",
+        keys=[held(fence=fence, expires_at=At(left))],
+        given={"fence": fence, "covers": covers},
+        reply=[(number, (... if lasts else Left(end, 1000)) if covered else 0)],
+        after={"k": {**_RELAYED, "fence": number, "expires_at": (At if lasts else Left)(end) if covered else At(61)}},
+        durable=not covered,
+        on=POSTGRESQL,
+    )
+
 
 _RELAY: Final = (
     Case(
-        "hand_over_local", "the next tenure begins", keys=[held(), held("j")], reply=[(CLOCK,)], after={"k": _RELAYED}
+        "hand_over_local",
+        "the next tenure begins",
+        keys=[held(tokens=2), held("j")],
+        reply=[(CLOCK, ...)],
+        after={"k": _RELAYED},
     ),
+    *_covered_here("without waiting for the disk, for what is left of its lease", 50),
+    *_covered_here("for as long as was asked for, where more is left", 90, lasts=61),
+    *_covered_here("waiting for the disk, if too little is left", 45, covered=False),
+    *_covered_here("waiting, if somebody has a token, or nobody renews what begins", 90, covers=0, covered=False),
+    *_covered_here("waiting, if the clock is behind the fence", 90, fence=AHEAD, covered=False),
     Case(
         "hand_over_local",
         "the fence exceeds the one before where that is ahead of the clock",
         keys=[held(fence=AHEAD)],
         given={"fence": AHEAD},
-        reply=[(AHEAD + 1,)],
+        reply=[(AHEAD + 1, ...)],
         after={"k": {**_RELAYED, "fence": AHEAD + 1}},
     ),
     Case("hand_over_local", "not another key's tenure", keys=[held()], given={"key": "j"}),
@@ -586,7 +674,7 @@ _RELAY: Final = (
         "if a turn is left, then too",
         keys=[held(last_ticket=11)],
         given={"handovers_left": 1},
-        reply=[(CLOCK,)],
+        reply=[(CLOCK, ...)],
         after={"k": _RELAYED},
     ),
     Case(
@@ -601,7 +689,7 @@ _RELAY: Final = (
         "another key's pin is no obstacle",
         keys=[held(), held("j")],
         beside=[Do("pin", {"key": "j"})],
-        reply=[(CLOCK,)],
+        reply=[(CLOCK, ...)],
         after={"k": _RELAYED},
         on=SERVERS,
     ),
@@ -663,26 +751,90 @@ _BEAT: Final = (
 )
 
 
-def _waits(behaviour: str, holder: Any = None, **place: Any) -> Case:
-    """Nobody waits for anybody."""
-    return Case("waits", behaviour, keys=[holder or held(owner="other")], places=[waiter("w", 11, **place)])
+_FLOW: Final = "8" * FLOW
+"""What the tokens of one flow begin with."""
+_NAME: Final = _FLOW + "1"
+_LINK: Final = ("me", "j", 11, "me host", 11, "me thread", _FLOW + "2", "old host", 1, "old thread", "circle of me")
+"""`me` waits for `j`, which that flow holds."""
+
+
+def _nobody_waits(behaviour: str, holder: Any = None, **place: Any) -> Iterator[Case]:
+    """Nobody waits for anybody: at the beginning of a chain, and at its second link."""
+    key, waiting = holder or held(owner="other"), waiter(_NAME, 11, **place)
+    yield Case("chain", f"it begins {behaviour}", keys=[key], places=[waiting], given={"owner": _NAME})
+    yield Case(
+        "chain",
+        f"it goes on {behaviour}",
+        keys=[held("j", owner=_FLOW + "2"), key],
+        places=[waiter("me", 11, lock_key="j"), waiting],
+        reply=[_LINK],
+    )
+
+
+def _chain(behaviour: str, keys: Any, places: Any, *others: tuple[Any, ...]) -> Case:
+    """A chain that begins with `me`."""
+    return Case(
+        "chain",
+        behaviour,
+        keys=[held("j", owner=_FLOW + "2"), *keys],
+        places=[waiter("me", 11, lock_key="j"), *places],
+        reply=[_LINK, *others],
+    )
 
 
 _WAITS: Final = (
-    Case(
-        "waits",
-        "who waits for what, and who holds that",
-        keys=[held(owner="other"), held("j", owner="nobody's")],
-        places=[waiter("w", 11)],
-        reply=[("w", "k", 11, "w host", 11, "w thread", "other", "old host", 1, "old thread")],
+    *_nobody_waits("not with the dead", expires_at=At(-0.5)),
+    *_nobody_waits("not for a lease that has ended", held(owner="other", expires_at=At(-0.5))),
+    *_nobody_waits("not for a free key", free(expires_at=At(100), count=1)),
+    *_nobody_waits("not with one who was served", held(owner=_NAME)),
+    *_nobody_waits("nor when somebody else has the key since", held(owner="other", served_ticket=11)),
+    *_nobody_waits("not for one that waits for the bearer of its token", held(owner="other", count=0)),
+    *_nobody_waits("not for another key", lock_key="i"),
+)
+
+_OTHER: Final = waiter(_NAME, 11)
+_LOWER: Final = "7" * FLOW
+_THIRD: Final = _LOWER + "1"
+_SECOND: Final = (
+    _NAME,
+    "k",
+    11,
+    _OTHER["host"],
+    11,
+    _OTHER["thread"],
+    "other",
+    "old host",
+    1,
+    "old thread",
+    _OTHER["circle"],
+)
+
+_CHAIN: Final = (
+    _chain(
+        "who waits for what, what its holder waits for, and so on",
+        [held(owner=_LOWER + "2"), held("l", owner="other")],
+        [_OTHER, waiter(_THIRD, 12, lock_key="l"), waiter("stranger", 12)],
+        (*_SECOND[:6], _LOWER + "2", *_SECOND[7:]),
+        (_THIRD, "l", 12, f"{_THIRD} host", 12, f"{_THIRD} thread", *_SECOND[6:-1], f"circle of {_THIRD}"),
     ),
-    _waits("not the dead", expires_at=At(-0.5)),
-    _waits("not for a lease that has ended", held(owner="other", expires_at=At(-0.5))),
-    _waits("not for a free key", free(expires_at=At(100), count=1)),
-    _waits("not who was served", held(owner="w")),
-    _waits("nor when somebody else has the key since", held(owner="other", served_ticket=11)),
-    _waits("not for one that waits for whoever has its token", held(owner="other", count=0)),
-    _waits("not for another key", lock_key="j"),
+    _chain("a circle ends", [held(owner="me")], [_OTHER], (*_SECOND[:6], "me", *_SECOND[7:])),
+    _chain("it ends with a flow that waits for nothing", [held(owner="other")], [waiter("w", 11)]),
+    _chain("not with a flow whose name is lower", [held(owner="other")], [waiter("7" * (FLOW + 1), 11)]),
+    _chain("not with a flow whose name is higher", [held(owner="other")], [waiter("9" * (FLOW + 1), 11)]),
+    Case("chain", "nothing for who is in no queue", keys=[held(owner="other")], places=[waiter("w", 11)]),
+)
+
+_CONFIRM: Final = (
+    Case(
+        "confirm",
+        "a waiter says which circle it sees itself in",
+        keys=[held(owner="other"), held("j")],
+        places=[waiter("me", 11), waiter("w", 12), waiter("ME", 11, lock_key="j")],
+        reply=DONE,
+        after={"me": {"circle": "new circle"}},
+    ),
+    Case("confirm", "not one that is dead", places=[waiter("me", 11, expires_at=At(-0.5))]),
+    Case("confirm", "nor one that has gone", places=[waiter("w", 11)]),
 )
 
 _CLEAR: Final = (
@@ -772,7 +924,8 @@ CASES: Final = (
     *_RELAY,
     *_QUIT,
     *_BEAT,
-    *_WAITS,
+    *(*_WAITS, *_CHAIN),
+    *_CONFIRM,
     *_CLEAR,
     *_DEAD,
     *_FORGET,

@@ -5,7 +5,7 @@ is played again from the beginning; a state that was seen before is not gone on 
 tables, the local queues, what is on its way, and where each flow stands with all it knows, with times as they are from
 now on, and tokens, tickets and fences by their order alone.
 
-Time passes only when nobody can do anything, or as a fault. Nobody looks by himself but after an hour, so a wake-up
+Time passes only when nobody can do anything, or as a fault. Nobody polls before an hour has passed, so a wake-up
 that gets lost shows in the clock. Where all orders are too many, those are explored in which a flow that could go on is
 made to wait for another one's step a few times only.
 """
@@ -26,7 +26,7 @@ from dblock.core.acquire.local_queue import LocalQueue, Request
 from dblock.core.acquire.services import PollingOnly
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockStoreError, StoreUnanswered
-from dblock.core.holding.held import Held
+from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
@@ -54,8 +54,8 @@ FAULTS = {
     "mislay": "a message to another process is lost",
     "crash": "the database crashes, and forgets some of the latest commits that did not wait for the disk",
 }
-ASYNCHRONOUS = {"join", "announce", "release", "clear", "leave_queue", "inherit"}
-"""The statements that do not wait for the disk, on PostgreSQL; nor does a grant that is covered."""
+ASYNCHRONOUS = {"join", "announce", "release", "clear", "leave_queue", "adopt_place"}
+"""The statements that do not wait for the disk, on PostgreSQL; nor does a grant or a hand-over that is covered."""
 
 
 class Mail(Post):
@@ -69,9 +69,10 @@ class Mail(Post):
 class House(PollingOnly):
     """A process: its local queues, and whom it knows to hold the key."""
 
-    shared = True
+    queues_locally = True
 
     def __init__(self, world: Small, number: int) -> None:
+        self.world = world
         self.channel, self.wakeups, self.holding = f"world_{number}", Wakeups(), set[int]()
         self.alive = True
         world.listening[self.channel] = self.wakeups
@@ -81,6 +82,12 @@ class House(PollingOnly):
         return bool(self.holding)
 
     def keep(self, place: Place) -> bool:
+        return True
+
+    def withdraw(self, key: str, owner: str) -> bool:
+        flow = Withdrawal(self, len(self.world.flows), None, owner=owner)
+        flow.wakes = self.world.time
+        self.world.flows.append(flow)
         return True
 
 
@@ -124,7 +131,7 @@ class Flow:
         yield Sleep(0.0)
         house.holding.remove(self.name)
         self.grant, self.breakable = None, True
-        yield from handover.pass_on(site, Held.of(found))
+        yield from handover.pass_on(site, HandoverRecord.of(found))
 
     def step(self, reply: Any = None, error: BaseException | None = None) -> None:
         """On to the next thing that takes time."""
@@ -150,6 +157,17 @@ class Flow:
             return False
         notified = self.wakeup is not None and self.wakeup.notified()
         return self.under_way is not None or notified or self.wakes <= self.house.site.database.now()
+
+
+@dataclass(eq=False)
+class Withdrawal(Flow):
+    """What a process does behind a waiter whose time is up."""
+
+    owner: str = ""
+
+    def life(self) -> Steps[None]:
+        self.breakable = True
+        yield from handover.withdraw(self.house.site, [(self.owner, "k")])
 
 
 class Choice(NamedTuple):
@@ -229,7 +247,7 @@ class Small(World):
                     continue
                 if flow.under_way is not None and flow.answer is None and flow.breakable:
                     found += [Choice(kind, n) for kind in ("lost", "cut", "slow", "late") if kind in self.kinds]
-                if flow.breakable and "interrupt" in self.kinds:
+                if flow.breakable and "interrupt" in self.kinds and not isinstance(flow, Withdrawal):
                     found.append(Choice("interrupt", n))
                 if flow.wakeup is not None and "stranger" in self.kinds:
                     found.append(Choice("stranger", n))
@@ -263,7 +281,7 @@ class Small(World):
                 flow.step(flow.answer)
             case "slow":
                 flow.answer = self.execute(cast("Execute", flow.under_way), flow.seen)
-                flow.answer_by = self.time + self.database().timing.answer
+                flow.answer_by = self.time + self.database().timing.statement_timeout
             case "step":
                 step = cast("Execute", flow.under_way)
                 if step.statement.name in SNAPSHOTS and flow.seen is None:
@@ -487,7 +505,7 @@ def _attributes(kind: Any) -> tuple[str, ...]:
     if is_dataclass(kind):
         names = [each.name for each in fields(kind)]
     elif kind is LocalQueue:
-        names = ["_waiters", "hope_until", "_holder"]
+        names = ["_waiters", "handover_expected_until", "_holder"]
     else:
         names = [name for each in kind.__mro__ for name in getattr(each, "__slots__", ())]
     return tuple(name for name in names if name not in _ASIDE)

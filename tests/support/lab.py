@@ -21,6 +21,7 @@ import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
+from dblock.core import runtime
 from dblock.core.holding.flow import Hold
 from dblock.core.runtime import current_flow
 from tests.conftest import ALIASES, INNODB, run, url
@@ -158,7 +159,7 @@ class Remote:
 
 
 def until(condition: Callable[[], object], seconds: float = 5.0) -> bool:
-    """Does `condition` come true within so many seconds?"""
+    """Whether `condition` comes true within so many seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -170,6 +171,11 @@ def until(condition: Callable[[], object], seconds: float = 5.0) -> bool:
 def threads(name: str = "dblock ") -> list[threading.Thread]:
     """The library's own threads in this process."""
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
+def nobody_withdraws() -> bool:
+    """Whether all places are deleted that waiters have left behind them."""
+    return not any(alive() for alive in list(runtime.current.watchdog._withdrawals.values()))
 
 
 def hold_of(lock: Any) -> Hold:

@@ -24,7 +24,7 @@ from dblock.core.wakeup.registry import Wakeups
 
 
 class Post:
-    """Where a process of a world is called by its neighbours."""
+    """Where a process of a world is notified by its neighbours."""
 
     neighbourhood = "world_"
 
@@ -45,9 +45,11 @@ class Post:
         return wakeups is not None
 
 
-def wish(key: str = "k", ttl: float = 30.0, *, fair: int = 1, flow: str = "f", prompt: bool = True) -> Request:
+def wish(
+    key: str = "k", ttl: float = 30.0, *, fair: int = 1, flow: str = "f", starts_on_place_lease: bool = True
+) -> Request:
     """What a flow asks for."""
-    return Request(key, ttl, ttl, "", fair, flow, "h", 1, "t", "p", "", prompt)
+    return Request(key, ttl, ttl, "", fair, flow, "h", 1, "t", "p", "", starts_on_place_lease)
 
 
 @dataclass
@@ -65,15 +67,15 @@ class World:
     wakeups: Wakeups = field(default_factory=Wakeups)
     """Of the one process that all are in, unless they are said to be in another."""
     listening: dict[str, Wakeups] = field(default_factory=dict)
-    """Those who wait in other processes, by the channel on which each is called."""
+    """Those who wait in other processes, by the channel on which each is notified."""
     calls: list[str] = field(default_factory=list)
-    """The channels that neighbours have called."""
+    """The channels that neighbours have notified."""
     overtaken: int = 0
     """How often in a row a key was handed over inside a process while others may have been waiting for it, at most."""
     barged: int = 0
     """How often a newcomer took a key for which others may have been waiting."""
     covered: bool = False
-    """Was the last grant covered by the tenure that it ended?"""
+    """Whether the last grant, or hand-over in a process, was covered by the tenure that it ended."""
     _seen: set[str] = field(default_factory=set)
     """The waiters that the statement under way sees."""
 
@@ -90,7 +92,7 @@ class World:
 
     @property
     def announces(self) -> bool:
-        """Does a join tell the key's row in the same statement?"""
+        """Whether a join tells the key's row in the same statement."""
         return self.dialect.queue.join_answers
 
     def snapshot(self) -> set[str]:
@@ -107,12 +109,16 @@ class World:
 
     def _queue(self, key: str, first: int, last: float = math.inf) -> list[dict[str, Any]]:
         """The live waiters that the statement sees, in order."""
-        found = [
+        found = self._places(key, first, last)
+        return sorted((w for w in found if w["expires_at"] > self.time), key=lambda waiter: waiter["ticket"])
+
+    def _places(self, key: str, first: int, last: float) -> list[dict[str, Any]]:
+        """The waiters that the statement sees, dead ones too."""
+        return [
             waiter
             for owner, waiter in self.waiters.items()
             if owner in self._seen and waiter["key"] == key and first <= waiter["ticket"] < last
         ]
-        return sorted((w for w in found if w["expires_at"] > self.time), key=lambda waiter: waiter["ticket"])
 
     def standing(self) -> list[str]:
         """Those who wait, by the table."""
@@ -151,9 +157,11 @@ class World:
         row = self.rows.get(p["key"])
         if row is None:
             return []
-        ahead = len(self._queue(p["key"], row["served"] + 1, p["ticket"]))
+        before = sorted(self._places(p["key"], row["served"] + 1, p["ticket"]), key=lambda waiter: waiter["ticket"])
+        alive = sum(waiter["expires_at"] > self.time for waiter in before[-16:])
+        ahead = alive or int(len(before) >= 16)
         present = p["owner"] in self.waiters and self.waiters[p["owner"]]["expires_at"] > self.time
-        return [(row["owner"] == p["owner"], self._left(row), row["served"] + 1, row["last"], min(ahead, 16), present)]
+        return [(row["owner"] == p["owner"], self._left(row), row["served"] + 1, row["last"], ahead, present)]
 
     def _grant(self, p: dict[str, Any]) -> Rows:
         row, queue = self.rows.get(p["key"]), self._queue(p["key"], p["first"])
@@ -187,7 +195,7 @@ class World:
         queue = self._queue(p["key"], p["first"])
         return [(queue[0]["ticket"], queue[0]["channel"], queue[0]["owner"])] if queue else []
 
-    def _inherit(self, p: dict[str, Any]) -> Rows:
+    def _adopt_place(self, p: dict[str, Any]) -> Rows:
         place = self.waiters.get(p["owner"])
         if place is None or place["expires_at"] <= self.time or place["ticket"] <= self.rows[place["key"]]["served"]:
             return []
@@ -213,11 +221,15 @@ class World:
         streak = row.get("streak", 0) + (row["last"] != row["served"])
         if row["last"] != row["served"] and p["handovers_left"] <= 0:
             return []
+        left = row["expires_at"] - self.time
+        able = self.dialect.queue.grant_leaves and p["covers"]
+        self.covered = bool(able and left >= p["life"] * 0.75 and row["fence"] < self.micros)
         row["expires_at"] = self.time
-        rows = self._begin(row, {**p, "owner": p["heir"]})
+        life = min(p["life"], left) if self.covered else p["life"]
+        [(fence,)] = self._begin(row, {**p, "owner": p["heir"], "life": life})
         self.rows[p["key"]]["streak"] = streak
         self.overtaken = max(self.overtaken, streak)
-        return rows
+        return [(fence, int(life * 1000) if self.covered else 0)]
 
     def _leave_queue(self, p: dict[str, Any]) -> Rows:
         return [() for owner in json.loads(p["owners"]) if self.waiters.pop(owner, None)]
@@ -305,7 +317,7 @@ class World:
         renewed = []
         for lease in json.loads(p["leases"]):
             row = self._tenure(lease)
-            if row and row["expires_at"] > self.time and not (row["revoked"] == row["fence"] and lease["unaware"]):
+            if row and row["expires_at"] > self.time and not (row["revoked"] == row["fence"] and lease["not_notified"]):
                 row["expires_at"] = max(row["expires_at"], self.time + lease["life"])
                 renewed.append(())
         return renewed

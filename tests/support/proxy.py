@@ -21,7 +21,8 @@ class Proxy:
     connection, disappear after the server has sent it: the statement was executed and nobody hears of it.
     `cut_requests` does the same to the next request: the server never hears of it. `delay` holds each reply back for
     so many seconds. A `black_hole` drops what either side says and resets nothing, `swallowing` the last
-    so many bytes of each reply. `refusing` ends new connections.
+    so many bytes of each reply. `refusing` ends new connections. `forget` does to the connections of the moment what a
+    NAT does to those that were idle for too long: neither side is told, nor hears of the other again; new ones work.
     """
 
     def __init__(self, port: int, target: int, host: str = "127.0.0.1") -> None:
@@ -29,7 +30,7 @@ class Proxy:
         self.asked: list[float] = []
         """The local times at which the round trips began."""
         self.counting_new = True
-        """Are round trips of connections that are yet to come counted? A listener of an earlier test may come back."""
+        """Whether round trips of later connections are counted. A listener of an earlier test may come back."""
         self.heard: list[bytes] = []
         """What the client said first in each."""
         self.cut_replies = 0
@@ -38,8 +39,11 @@ class Proxy:
         self.black_hole = False
         self.swallowing = 0
         self.refusing = False
+        self.accepted = 0
+        """How many connections there were."""
+        self._forgotten: set[socket.socket] = set()
         self._target = (host, target)
-        self._closed = False
+        self._closed = threading.Event()
         self._sockets: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", port))
         self.port: int = self._listener.getsockname()[1]
@@ -47,11 +51,8 @@ class Proxy:
 
     def close(self) -> None:
         """End all connections and listen no more."""
-        self._closed = True
-        for each in (self._listener, *self._sockets):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+        self._closed.set()
+        self._end(self._listener, *self._sockets)
 
     def cut(self) -> None:
         """End all connections of this moment; new ones are accepted."""
@@ -59,25 +60,39 @@ class Proxy:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
+    def forget(self) -> None:
+        """Let nothing pass any more over the connections of this moment, not even that a side has closed its own."""
+        self._forgotten = set(self._sockets)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _end(self, *sockets: socket.socket) -> None:
+        for each in sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
     def _accept(self) -> None:
-        while not self._closed:
+        while not self._closed.is_set():
             try:
                 client, _ = self._listener.accept()
                 if self.refusing:
                     client.close()
                     continue
                 server = socket.create_connection(self._target)
+                self.accepted += 1
             except OSError:
                 return
             for each in (client, server):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._sockets.add(each)
+            if self._closed.is_set():  # meanwhile
+                self._end(client, server)
+                return
             speaker, counts = [server], self.counting_new
             for source, sink in ((client, server), (server, client)):
                 threading.Thread(
@@ -94,9 +109,9 @@ class Proxy:
                 if counts and speaker[0] is not source:
                     self.round_trips += 1
                     self.asked.append(clock.now())
-                    self.heard.append(data[:200])
+                    self.heard.append(data[:400])
                 speaker[0] = source
-                if self.black_hole:
+                if self.black_hole or source in self._forgotten:
                     continue
                 if not asks and self.cut_replies:
                     self.cut_replies -= 1
@@ -107,6 +122,6 @@ class Proxy:
                 if not asks and self.delay:
                     time.sleep(self.delay)
                 sink.sendall(data[: -self.swallowing] if self.swallowing and not asks else data)
-        for each in (source, sink):
+        for each in () if source in self._forgotten else (source, sink):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

@@ -101,7 +101,7 @@ def guarded_write(subject: Subject, lock: Any, number: int) -> None:
 
 
 def contend(subject: Subject, seed: int, count: int) -> int:
-    """Take and give back two keys from three threads, and never look for oneself; how many hand-overs there were."""
+    """Take and give back two keys from three threads, without ever polling; how many hand-overs there were."""
     timing.DEFAULT = timing.DEFAULT._replace(**SELDOM).checked()
 
     def flow(number: int) -> int:

@@ -56,7 +56,7 @@ def find_program(name: str) -> str:
 def free_port() -> int:
     """A port that nothing listens on, and that nobody else is told until this process ends: its number in UDP is ours.
 
-    It is none of those that the kernel gives to whoever connects: servers start minutes after this.
+    It is none of those that the kernel gives to clients: servers start minutes after this.
     """
     try:
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -93,8 +93,8 @@ class Server:
             self._identity = {"user": account.pw_uid, "group": account.pw_gid}
 
     def prepare(self) -> None:
-        """Make the data directory, or copy it from whoever made one before."""
-        kept = self.new and self.new / self.make_data.__qualname__
+        """Make the data directory, or copy one that was made before."""
+        kept = self.new and self.new / self.kind
         if kept is None:
             self.make_data()
             return
@@ -107,6 +107,11 @@ class Server:
                 return
         _copy(f"{kept}/.", self.directory)
 
+    @property
+    def kind(self) -> str:
+        """What servers have in common that may have copies of one data directory."""
+        return self.make_data.__qualname__
+
     def make_data(self) -> None:
         """Fill the directory with what the server needs to start."""
 
@@ -114,7 +119,7 @@ class Server:
         raise NotImplementedError
 
     def ready(self) -> bool:
-        """Does it answer?"""
+        """Whether it answers."""
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
             return True
         return False
@@ -168,10 +173,22 @@ class Server:
 class PostgreSQL(Server):
     user = "postgres"
 
-    def __init__(self, *, options: tuple[str, ...] = ()) -> None:
-        self.bin = Path(find_program("postgres")).parent
+    def __init__(self, *, options: tuple[str, ...] = (), bin_directory: Path | None = None) -> None:
+        self.bin = bin_directory or Path(find_program("postgres")).parent
         self.options = options
         super().__init__()
+
+    @staticmethod
+    def installed() -> dict[str, Path]:
+        """Where the programs of each major version are, as Debian has them; of the one that is found, if elsewhere."""
+        found = {path.parent.name: path for path in Path("/usr/lib/postgresql").glob("*/bin")}
+        versions = {version: path for version, path in found.items() if (path / "postgres").exists()}
+        return dict(sorted(versions.items())) or {"": Path(find_program("postgres")).parent}
+
+    @property
+    def kind(self) -> str:
+        """Other versions' data directories are of no use to it."""
+        return f"{super().kind}-{str(self.bin).replace('/', '-')}"
 
     def make_data(self) -> None:
         self.run(

@@ -24,6 +24,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from dblock.core.protocol.sending import Database
 from dblock.core.statements import DIALECTS
 from tests.conftest import ALIASES, INNODB, run, url
+from tests.support.eager import EAGER, eager_task_factory
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,12 @@ class Subject:
 
 LONG = os.environ.get("DBLOCK_FAULTS", "short") == "long"
 """The contract's own numbers, or as many as fit into a run of the suite."""
+PSYCOPG2 = Subject("sqlalchemy", "sync", "postgresql", "psycopg2")
+"""In few tests; `tests/servers/test_psycopg2.py` names them."""
 EVERY = tuple(
     [Subject("django", face, database) for face in ("sync", "async") for database in ALIASES]
     + [Subject("sqlalchemy", "sync", database) for database in ALIASES]
+    + [PSYCOPG2]
     + [
         Subject("sqlalchemy", "async", database, driver)
         for database, drivers in {
@@ -105,8 +109,9 @@ _TWINS = {
     Subject("sqlalchemy", "async", "mysql", "aiomysql"),
 }
 """Faces and drivers that speak to the other of MariaDB and MySQL as well."""
-MATRIX = EVERY if LONG or "mysql" not in INNODB else tuple(each for each in EVERY if each not in _TWINS)
-"""Every database, every driver, every face; all of their pairs in `make faults`."""
+_LEFT_OUT = set[Subject]() if LONG else {PSYCOPG2} | (_TWINS if "mysql" in INNODB else set())
+MATRIX = tuple(each for each in EVERY if each not in _LEFT_OUT)
+"""Every database and face, and all but one of the drivers; all drivers, and all of their pairs, in `make faults`."""
 
 
 class Twin(Subject):
@@ -237,6 +242,8 @@ def _loop() -> asyncio.AbstractEventLoop:
     global _shared
     if _shared is None:
         _shared = asyncio.new_event_loop()
+        if EAGER:
+            _shared.set_task_factory(eager_task_factory)
         threading.Thread(target=_shared.run_forever, daemon=True).start()
     return _shared
 

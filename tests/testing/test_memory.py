@@ -249,8 +249,17 @@ def test_a_busy_key_is_a_timeout_at_once(locks: testing.Memory, db_lock: Make) -
     hold(db_lock("k", timeout=0))
 
 
+@pytest.mark.parametrize("timeout", [0.001, 0.005, 0.0051, 0.1, 0.5, 1, 2, 9, 10, 10.001, 11, 12.5, 15, 3600])
+@pytest.mark.parametrize("begun", [0.0, 1 / 3, 1e3 / 7])
+def test_the_time_is_up_by_any_clock(locks: testing.Memory, db_lock: Make, begun: float, timeout: float) -> None:
+    """A pause that is shorter than the clock resolves is none."""
+    locks.clock.advance(begun)
+    with at_once(), locks.busy("k"):
+        assert not db_lock("k", timeout=timeout).acquire()
+
+
 def test_a_holder_that_died(locks: testing.Memory, db_lock: Make) -> None:
-    """`ttl`: the key is free when that is over, for whoever waits until then."""
+    """`ttl`: the key is free when that is over, for a waiter that waits until then."""
     with at_once(), locks.busy("k", ttl=3):
         with pytest.raises(LockTimeout):
             hold(db_lock("k", timeout=2.5))
@@ -293,7 +302,7 @@ def test_taken_away(locks: testing.Memory, db_lock: Make) -> None:
     told: list[Any] = []
 
     def tell(lost: Any, reason: Reason) -> None:
-        time.sleep(0.05)  # whoever took it away waits for that
+        time.sleep(0.05)  # `take_away` waits for that
         told.append((lost.key, reason))
 
     lock = db_lock("k", on_lost=tell)
@@ -439,7 +448,7 @@ def test_a_circle_is_in_vain(locks: testing.Memory) -> None:
 
 
 def test_a_thread_that_ended_without_releasing(locks: testing.Memory, db_lock: Make) -> None:
-    """Its lease ends; whoever waits for that does so in vain, and at once."""
+    """Its lease ends; a flow that waits for that does so in vain, and at once."""
     Thread(db_lock("k", ttl=30).acquire).result()
     with at_once():
         hold(db_lock("k", timeout=60))
@@ -547,8 +556,8 @@ def test_nothing_is_left(engine: Engine) -> None:
             locks.clock.advance(100)
             raise ZeroDivisionError
     assert runtime.current is before
-    assert not before.followers
-    assert before.stand_in is None
+    assert not before.acquire_hooks
+    assert before.store_override is None
     assert type(before) is Runtime
     assert set(threading.enumerate()) <= threads
     assert locks.history[0].outcome == "released"
@@ -627,7 +636,7 @@ def test_who_waits_for_what_was_locked_before(sqlite: object) -> None:
             taken.set()
             found = other._hold_here()
             assert found is not None
-            return found.held.local_handovers
+            return found.record.local_handovers
 
     with lock:
         waiter = Thread(wait)

@@ -53,7 +53,7 @@ def take_away(actor: Actor, key: str) -> None:
 
 
 def test_busy(subject: Subject, actor: Actor, other: Actor) -> None:
-    """Nobody gets the key until the block ends; then whoever waits is told at once, and the row is as ever."""
+    """Nobody gets the key until the block ends; then the waiter is notified at once, and the row is as ever."""
     with testing.record(bind(subject)) as locks:
         with Stranger(actor, locks.busy("k", label="nightly import", host="worker-7")):
             assert actor.call(subject.lock("k"), "acquire", blocking=False) is False
@@ -164,7 +164,7 @@ def test_what_was_locked(subject: Subject, actor: Actor, other: Actor) -> None:
                 wrong()
     actor.within(subject.lock("later"))
     assert len(locks.history) == 4
-    assert not runtime.current.followers
+    assert not runtime.current.acquire_hooks
 
 
 def test_an_attempt_that_fails(subject: Subject, actor: Actor) -> None:
@@ -180,7 +180,7 @@ def test_an_attempt_that_fails(subject: Subject, actor: Actor) -> None:
 
 
 def test_a_key_that_is_busy_inside_a_transaction(subject: Subject, actor: Actor, other: Actor) -> None:
-    """Is busy there too, where whoever waited would keep its holder from going on."""
+    """It is busy there too: waiting inside the transaction would keep its holder from going on."""
     if (subject.variant, subject.database, subject.face) != ("django", "sqlite", "sync"):
         pytest.skip("SQLite has one writer, and Django an open transaction that it can see")
 

@@ -1,1 +1,1 @@
-"""Getting a key, waiting for it, and giving it to whoever is next."""
+"""Taking a key, waiting for it, and handing it over to the next waiter."""

@@ -1,6 +1,6 @@
-"""How a flow gets a key: it tries, and if somebody else has it, it waits.
+"""Acquiring a key: try to take it, else wait.
 
-Rule: a key that was taken is either returned or given back, whatever breaks the attempt off.
+Rule: a key that was taken is either returned or released, whatever interrupts the attempt.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ from dblock.core.acquire.local_queue import Request
 from dblock.core.acquire.services import PollingOnly, WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Attempt, Outcome, Waiter
-from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy, StoreLocked, StoreUnanswered
-from dblock.core.holding.held import Held
-from dblock.core.protocol.sending import pauses
+from dblock.core.errors import (
+    LockStoreError,
+    LockTimeout,
+    StoreBusy,
+    StoreLocked,
+    StoreUnanswered,
+)
+from dblock.core.holding.handover_record import HandoverRecord
+from dblock.core.protocol.sending import Database, pauses, send
 from dblock.core.protocol.steps import Steps, sleep
 from dblock.core.protocol.tenures import Unresolved, begin, look
 from dblock.core.statements.base import Statement
@@ -27,16 +33,16 @@ from dblock.core.values import Grant, LockInfo
 
 
 class Refused(NamedTuple):
-    """The key could not be had in time."""
+    """The key could not be acquired in time."""
 
     holder: LockInfo | None = None
-    """Whom we saw last; None if others were faster each time that it was free, or the row could not be looked at."""
-    busy: StoreBusy | None = None
-    """What kept us from looking."""
+    """The row as last read; None if others were faster each time the key was free, or the row could not be read."""
+    busy: LockStoreError | None = None
+    """The error that kept the row from being read."""
 
 
 class _Answer(Enum):
-    UNKNOWN = "the database could not say"
+    UNKNOWN = "the database did not answer"
 
 
 _UNKNOWN: Final = _Answer.UNKNOWN
@@ -53,23 +59,28 @@ def acquire(
     contended: Callable[[LockInfo | None], None] | None = None,
     slow_wait: Callable[[], float] = lambda: math.inf,
 ) -> Steps[Grant | Refused]:
-    """A grant; or that the key could not be had in `timeout` seconds (None: for ever), and why.
+    """A grant, or why the key could not be acquired in `timeout` seconds (None: for ever).
 
-    Outages of the database are part of the wait. `held_in_process`: another flow of this process is thought to have the
-    key, so that there is no use in trying to take it. `held`: the owner tokens of what this flow holds already; if
-    there are some, the wait may close a circle, which raises LockDeadlock.
-    `contended` is called once, if it waits for somebody, with the holder if that is known.
-    `slow_wait` says how many seconds are a wait for the log.
+    Outages of the database are part of the wait. `held_in_process`: another flow of this process probably holds the
+    key, so that a take would fail. `held`: the owner tokens of this flow's tenures; with any, the wait may close a
+    circle, which raises LockDeadlock. `contended` is called once if the flow waits, with the holder if that is known.
+    `slow_wait` gives the seconds after which the wait is logged.
     """
     start, timing = site.database.now(), site.database.timing
     deadline = math.inf if timeout is None else start + timeout
-    until = deadline + timing.leave_timeout if timeout != 0 else start + timing.single_try
+    # A timeout that is shorter than a round trip has one answer too.
+    until = max(deadline + timing.answer_grace, start + min(2 * site.database.latency.distance, timing.farthest))
+    if timeout == 0:
+        until = start + timing.single_try
     attempt = Attempt(site, request, deadline, until, services, held, contended, slow_wait)
     queues, key = site.local_queues, request.key
     found: Grant | LockInfo | Literal[Outcome.TAKE_AGAIN] | None = Outcome.TAKE_AGAIN
     try:
-        if (held_in_process or queues.is_crowded(key)) and request.fair and start < deadline:
-            with contextlib.suppress(LockTimeout):  # refused: it may be free, though
+        if timeout == 0 and not site.database.dialect.single_writer:  # to a file one connects at once
+            yield from _await_first_answer(site.database, key, start)
+            attempt.until = site.database.now() + site.database.timing.single_try
+        if (held_in_process or queues.expects_contention(key)) and request.fair and start < deadline:
+            with contextlib.suppress(LockTimeout):  # waiting is refused here, but the key may be free
                 found = yield from _waiter(attempt).wait(None)
         if found is Outcome.TAKE_AGAIN:
             found, attempt.trying = None, queues.begin_try(key)
@@ -80,13 +91,30 @@ def acquire(
                     queues.end_try(key, got=isinstance(found, Grant))
     except StoreBusy as busy:
         return Refused(busy=busy)
+    except LockStoreError as late:
+        # A database that answers is slow, or far away, and not broken.
+        if late.late and not attempt.broken and timeout and site.database.now() >= deadline and site.database.answers():
+            return Refused(busy=late)
+        raise
     except BaseException as error:
-        # Interrupted: what we may have taken is given back. Else nobody drives us any more, or the database has said,
-        # as far as it can, what became of it.
+        # Interrupted: release what may have been taken. Not on GeneratorExit, as then nothing drives further steps, nor
+        # on a store error, after which the take has been resolved as far as the database allows.
         if attempt.owner and not isinstance(error, (GeneratorExit, LockStoreError)):
             yield from undo_take(site, key, attempt.owner)
         raise
     return found if isinstance(found, Grant) else Refused(found)
+
+
+def _await_first_answer(database: Database, key: str, start: float) -> Steps[None]:
+    """Send a query to a database that has never answered this process, so that the try finds a connection.
+
+    From far away, or on a busy machine, the first connection takes longer than a try may. Its time begins with the
+    first try of the process, so that a server that never answers delays no later try.
+    """
+    first = database.latency.first_asked(start) + database.timing.first_connection
+    if first > start + database.timing.single_try:
+        until = start + database.timing.single_try
+        _ = yield from send(database, database.dialect.inspect, {"key": key}, until, answer_by=first)
 
 
 def _waiter(attempt: Attempt) -> Waiter:
@@ -94,7 +122,7 @@ def _waiter(attempt: Attempt) -> Waiter:
 
 
 def _take(attempt: Attempt) -> Steps[Grant | LockInfo | None]:
-    """Take the key, or wait for it: a grant; else the row as it was last seen, or None."""
+    """Take the key, or wait for it: a grant; else the row as last read, or None."""
     site, deadline, until = attempt.site, attempt.deadline, attempt.until
     database, key = site.database, attempt.request.key
     now, dialect = database.now, database.dialect
@@ -117,7 +145,7 @@ def _take(attempt: Attempt) -> Steps[Grant | LockInfo | None]:
             tries += 1
             if tries > 2 and now() >= deadline:
                 return None
-        # A key that is free, but cannot be had, has waiters, or a transaction pins it.
+        # A key that is free but cannot be taken has waiters, or a transaction pins it.
         waits = holder is not None and (held or (yield from handover.grant_next(site, key, until=until)) or tries > 2)
         if waits and now() < deadline:
             found = yield from _waiter(attempt).wait(holder, first=attempt.trying)
@@ -128,20 +156,25 @@ def _take(attempt: Attempt) -> Steps[Grant | LockInfo | None]:
 
 
 def _try(attempt: Attempt, statement: Statement) -> Steps[Grant | Literal[_Answer.UNKNOWN] | None]:
-    """A grant that is of use; None if the key was not free; UNKNOWN if the database could not say."""
+    """A grant that can still be trusted; None if the key was not free; UNKNOWN if the database did not answer."""
     database, until = attempt.site.database, attempt.until
     attempt.owner = attempt.request.new_owner()
     try:
         grant = yield from begin(database, statement, attempt.request.parameters(attempt.owner), until)
-    except (StoreLocked, Unresolved) as error:  # the key can be looked at meanwhile
-        if until - database.now() >= database.timing.worthwhile:
+    except (StoreLocked, Unresolved) as error:  # the key can be read meanwhile
+        if isinstance(error, Unresolved):  # a take that succeeds later is released in the background
+            _ = attempt.services().withdraw(attempt.request.key, attempt.owner)
+            attempt.broken = attempt.broken or not error.late
+        if until - database.now() >= database.timing.min_retry_time:
             return _UNKNOWN
         if isinstance(error, Unresolved):
-            raise StoreUnanswered(str(error), key=error.key) from error.__cause__
+            unanswered = StoreUnanswered(str(error), key=error.key)
+            unanswered.late = error.late
+            raise unanswered from error.__cause__
         raise
     if grant is None:
         attempt.owner = ""
     if grant is None or database.now() < grant.trusted_until:
         return grant
-    _ = yield from handover.free(attempt.site, Held.of(grant), 1)  # granted too late
+    _ = yield from handover.free(attempt.site, HandoverRecord.of(grant), 1)  # granted too late
     return _UNKNOWN

@@ -1,57 +1,64 @@
-"""Giving a key to whoever is next: a flow of this process, else the first of the queue.
+"""Handing a key over to the next waiter: a flow of this process, else the first of the queue.
 
-A release frees the key and is told whether somebody may be waiting; then the key is granted to the first who does
-(`dblock.core.protocol.queue` says why nobody is forgotten), and that one is woken: in this process, on this machine, or
-by the database. A flow of this process is handed the key instead of a release (`hand_over_local`).
+A release frees the key, and its answer says whether somebody may be waiting. Then the releaser grants the key to the
+first waiter (`dblock.core.protocol.queue` says why none is forgotten) and notifies it: in this process, on this
+machine, or through the database. To a flow of this process it hands the key over instead of releasing
+(`hand_over_local`).
 
-Rule: what goes wrong here is left to the waiters. They look by themselves; a key that was given back is never asked for
-again by whoever gave it back.
+Rule: failures here are left to the waiters, which poll. A releaser never takes back a key that it has released.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, Stage
+from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreUnanswered
-from dblock.core.holding.held import Held
+from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.sending import send
 from dblock.core.protocol.steps import Parameters, Steps, sleep
 from dblock.core.values import Grant, Tenure
 from dblock.core.wakeup.registry import Message
 
+if TYPE_CHECKING:
+    from dblock.core.holding.flow import Hold
+
 
 class Passed(Enum):
-    """What became of handing over a tenure that we hold."""
+    """Result of handing over a tenure that this flow holds."""
 
-    DONE = "somebody else has the key"
-    REFUSED = "nobody could be given it; the release has the last word"
+    DONE = "a waiter has the key"
+    REFUSED = "it was granted to no waiter; a release follows"
     UNKNOWN = "the answer was lost"
 
 
-def grant(site: Site, key: str, first: int, held: Held | None = None, *, until: float = math.inf) -> Steps[bool]:
-    """Let the first live waiter from a ticket on have the key, if it is free or `held`, and tell it; was there one?
+def grant(
+    site: Site, key: str, first: int, held: HandoverRecord | None = None, *, until: float = math.inf
+) -> Steps[bool]:
+    """Grant the key to the first live waiter from a ticket on, if it is free or `held`, and notify that waiter.
 
-    False also if a transaction pins the key, or somebody is changing its row at this moment.
+    False if there is none, if a transaction pins the key, or if another one is changing its row at this moment.
     """
     tenure = None if held is None else held.tenure
     granted = yield from queue.grant(site.database, key, first, tenure, here=site.sockets.neighbourhood, until=until)
     if granted is None:
         return False
     if held is not None:
-        held.handed_over = True  # before anybody is told
+        held.handed_over = True  # before the waiter is notified
         site.local_queues.note_contention(key)
-    if not granted.called:
+    if not granted.notified:
         yield from _tell(site, granted.channel, granted.message)
     return True
 
 
 def _tell(site: Site, channel: str, message: Message) -> Steps[None]:
-    """Tell a waiter of this process, of this machine, or of anywhere; what does not arrive, it finds for itself."""
+    """Notify a waiter in this process, on this machine, or through the database; a lost message costs it a poll."""
     sockets = site.sockets
     ours = not channel or channel.startswith(sockets.channel)
     if (ours and site.wakeups.notify(message)) or not channel:
@@ -62,14 +69,14 @@ def _tell(site: Site, channel: str, message: Message) -> Steps[None]:
 
 
 def grant_next(site: Site, key: str, first: int = 0, *, until: float = math.inf) -> Steps[bool]:
-    """Give a key that nobody holds to the first of those who wait for it; False if it is free for anybody.
+    """Grant a key without a holder to its first waiter; False if there is no waiter, and the key is free.
 
-    `first` is the first ticket that was not served, 0 if not known; `until` is the local time until which to try. What
-    goes wrong here is left to the waiters: the first of them is told to look, and goes on trying.
+    `first` is the first ticket that was not served, 0 if unknown; `until` is the local time until which to try. If no
+    waiter could be granted the key, the first one is notified, polls, and goes on trying.
     """
-    database = site.database
+    database, last = site.database, 0
     try:
-        for _ in range(2):  # somebody may leave, and somebody come, between two statements
+        for _ in range(2):  # the queue may change between two statements
             if first and (yield from grant(site, key, first, until=until)):
                 site.local_queues.note_contention(key)
                 return True
@@ -82,37 +89,39 @@ def grant_next(site: Site, key: str, first: int = 0, *, until: float = math.inf)
             if not view.ahead:
                 yield from queue.clear(database, key, view.last)
                 return False
-            first = view.first
+            first, last = view.first, view.last
         found = yield from queue.first_waiter(database, key, first, until)
-        if found is not None:
+        if found is None:
+            yield from queue.clear(database, key, last)
+        else:
             ticket, channel, _ = found
             yield from _tell(site, channel, Message(key, ticket))
     except LockStoreError:
         return True
-    return True
+    return found is not None
 
 
-def release(site: Site, held: Held, count: int) -> Steps[bool]:
-    """Lower the count from `count`; from 1 the key is the first waiter's, or free. False if the tenure was over before.
+def release(site: Site, held: HandoverRecord, count: int) -> Steps[bool]:
+    """Lower the count from `count`; from 1 the first waiter gets the key, or it is free. False if the tenure was over.
 
-    Where others are likely to wait, as whoever has waited itself knows, what is held is handed over in one statement;
-    if nobody else could enter it again.
+    Where others probably wait, as for a holder that has waited itself, one statement hands the tenure over. Not for a
+    tenure of which a token exists: see `leave`.
     """
-    likely = count == 1 and (held.ticket or site.local_queues.is_crowded(held.tenure.key))
-    direct = likely and not (held.token or held.handed_over)
+    likely = count == 1 and (held.ticket or site.local_queues.expects_contention(held.tenure.key))
+    direct = likely and not held.handed_over
     return _grant_or_free(site, held) if direct else free(site, held, count)
 
 
-def _grant_or_free(site: Site, held: Held) -> Steps[bool]:
+def _grant_or_free(site: Site, held: HandoverRecord) -> Steps[bool]:
     passed = yield from _grant_held(site, held)
     # If the answer was lost, it was handed over.
     return (yield from free(site, held, 1)) or passed is Passed.UNKNOWN
 
 
-def free(site: Site, held: Held, count: int, until: float | None = None) -> Steps[bool]:
-    """The same by a release alone, which may be sent twice; the next one is granted the key then.
+def free(site: Site, held: HandoverRecord, count: int, until: float | None = None) -> Steps[bool]:
+    """The same by a release alone, which may be sent twice; then the next waiter is granted the key.
 
-    `until` is the local time until which to try, the database's patience by default.
+    `until` is the local time until which to try, by default as long as statements are resent.
     """
     if held.handed_over:
         return True
@@ -122,22 +131,27 @@ def free(site: Site, held: Held, count: int, until: float | None = None) -> Step
     return left.in_time
 
 
-def pass_on(site: Site, held: Held) -> Steps[bool]:
-    """Give the key to whoever is next: a flow of this process, else of the queue; False if the tenure was over before.
+def pass_on(site: Site, held: HandoverRecord) -> Steps[bool]:
+    """Hand the key to the next waiter of this process, else of the queue; False if the tenure was over before.
 
-    An heir of this process that is not told looks for itself when the key has been given back for all we know.
+    An heir of this process that gets no confirmation polls once the key has been released. If the answer to the
+    hand-over was lost, the release waits for the row until the hand-over has ended, and finds the tenure gone if that
+    was executed. The heir's tenure is then released if the heir has left, or has begun again with another token.
     """
-    passed, heir = Passed.REFUSED, None
+    passed, heir, owner = Passed.REFUSED, None, ""
     queues = site.local_queues
     try:
         local_queue = queues.find(held.tenure.key)
-        heir = None if local_queue is None else local_queue.choose()
+        heir = None if local_queue is None else local_queue.offer()
         if local_queue is not None and heir is not None:
-            passed = Passed.UNKNOWN
+            passed, owner = Passed.UNKNOWN, heir.owner
             passed = yield from _hand_over_local(site, local_queue, heir, held)
             if passed is Passed.REFUSED:
-                local_queue.withdraw(heir)
-        return (yield from release(site, held, 1)) or passed is Passed.UNKNOWN
+                local_queue.retract(heir)
+        in_time = yield from release(site, held, 1)
+        if heir is not None and passed is Passed.UNKNOWN and not in_time and not heir.relies_on(owner):
+            yield from undo_take(site, held.tenure.key, owner, again=False)
+        return in_time or passed is Passed.UNKNOWN  # noqa: TRY300 - an else would be no clearer
     except (GeneratorExit, LockStoreError):
         raise
     except BaseException:
@@ -149,37 +163,70 @@ def pass_on(site: Site, held: Held) -> Steps[bool]:
             queues.freed(held.tenure.key)
 
 
-def leave(site: Site, tenure: Tenure, min_hold: float, *, alone: bool) -> Steps[bool]:
-    """Lower the count by one; from 1 the key is the first waiter's, or free. False if the tenure was over before."""
-    left = yield from tenures.leave(site.database, tenure, min_hold, alone=alone)
+def leave(site: Site, hold: Hold, *, count: int, again: bool = False) -> Steps[bool]:
+    """Lower the count by one; from 1 the key goes to the bearer of a token, else to the first waiter, else it is free.
+
+    `count`: that of its flow, before it. `again`: see `tenures.leave`. False if the tenure was over before.
+    """
+    left = yield from tenures.leave(
+        site.database,
+        hold.tenure,
+        hold.lease.life,
+        hold.min_hold,
+        count=count if hold.sole else 0,
+        bearers=hold.bearers,
+        again=again,
+    )
     if left.waiting:
-        _ = yield from grant_next(site, tenure.key, left.waiting)
+        _ = yield from grant_next(site, hold.tenure.key, left.waiting)
     return left.in_time
 
 
-def undo_take(site: Site, key: str, owner: str, patience: float | None = None) -> Steps[None]:
-    """Free whatever a take that was broken off may have left behind; errors are left to the lease's expiry.
+def undo_take(site: Site, key: str, owner: str, seconds: float | None = None, *, again: bool = True) -> Steps[None]:
+    """Free the tenure that an interrupted take may have begun; after an error its lease expires.
 
-    The server may still be executing the take when we look first, so we look twice.
+    `again`: read twice, because the server may still be executing the take at first.
     """
     now = site.database.now
-    until = now() + (site.database.timing.undo_timeout if patience is None else patience)
+    until = now() + (site.database.timing.undo_timeout if seconds is None else seconds)
     try:
-        for pause in (0.0, 0.05):
+        for pause in (0.0, 0.05) if again else (0.0,):
             if pause and now() + pause > until:
                 return
             if pause:
                 yield from sleep(pause)
             info = yield from tenures.look(site.database, key, until)
             if info is not None and info.owner == owner:
-                _ = yield from free(site, Held(Tenure(key, owner, info.fence)), 1, until)
+                _ = yield from free(site, HandoverRecord(Tenure(key, owner, info.fence)), 1, until)
                 return
-    except Exception:  # noqa: BLE001 - must not hide what broke the take off
+    except Exception:  # noqa: BLE001 - must not hide what interrupted the take
         return
 
 
-def _grant_held(site: Site, held: Held) -> Steps[Passed]:
-    """Hand over what we hold."""
+def withdraw(site: Site, places: Sequence[tuple[str, str]]) -> Steps[None]:
+    """Delete places, given as owner tokens with their keys, and release each key that was granted to one.
+
+    With an empty key nothing is released. A deleted place is granted nothing; and with `grant_leaves` nothing was
+    granted to a place that was still there, since a grant deletes it in its own transaction. After an error the places
+    and the leases expire.
+    """
+    database = site.database
+    until = database.now() + database.timing.withdrawal
+    deleted = yield from queue.leave_queue(database, [owner for owner, _ in places], database.timing.withdrawal)
+    if deleted == len(places) and database.dialect.queue.grant_leaves:
+        return
+    for pause in (0.0, 0.05) if deleted < len(places) else (0.0,):  # the server may still be executing a grant at first
+        if pause:
+            yield from sleep(pause)
+        for owner, key in places:
+            if database.now() >= until:
+                return
+            if key:
+                yield from undo_take(site, key, owner, until - database.now(), again=False)
+
+
+def _grant_held(site: Site, held: HandoverRecord) -> Steps[Passed]:
+    """Hand a held tenure over to the database's queue."""
     try:
         return Passed.DONE if (yield from grant(site, held.tenure.key, held.ticket + 1, held)) else Passed.REFUSED
     except StoreUnanswered:
@@ -188,34 +235,34 @@ def _grant_held(site: Site, held: Held) -> Steps[Passed]:
         return Passed.REFUSED
 
 
-def _hand_over_local(site: Site, local_queue: LocalQueue, heir: LocalWaiter, held: Held) -> Steps[Passed]:
-    """Hand what we hold to the flow of this process that it was offered to."""
+def _hand_over_local(site: Site, local_queue: LocalQueue, heir: LocalWaiter, held: HandoverRecord) -> Steps[Passed]:
+    """Hand a held tenure over to the flow of this process that it was offered to."""
     database, request, owner, tenure = site.database, heir.request, heir.owner, held.tenure
     try:
         database.before_waiting()
-    except LockError:  # inside a transaction that may take it all back, or on an event loop
+    except LockError:  # inside a transaction that may roll it back, or on an event loop
         return Passed.REFUSED
     parameters: Parameters = {
         **request.parameters(tenure.owner),
         **tenure._asdict(),
         "heir": owner,
         "handovers_left": max(database.timing.max_local_handovers - held.local_handovers, 0),
+        "covers": int(request.starts_on_place_lease),
     }
     statement, sent = database.dialect.queue.hand_over_local, database.now()
     try:
         sent, rows = yield from send(database, statement, parameters, sent + database.timing.handover_retry)
     except StoreUnanswered:
-        if heir.stage is Stage.LEFT and heir.grant is None:  # it will not find out
-            yield from undo_take(site, tenure.key, owner, database.timing.handover_retry)
         return Passed.UNKNOWN
     except LockStoreError:
         return Passed.REFUSED
     if not rows:
         return Passed.REFUSED
     held.handed_over = True
-    now_held = Tenure(tenure.key, owner, int(rows[0][0]))
-    grant = Grant(now_held, sent, request.ttl, held.ticket, held.local_handovers + 1)
-    if not local_queue.tell(heir, grant):  # it has gone in the meantime
+    fence, *lasts = map(int, rows[0])
+    begun = Tenure(tenure.key, owner, fence)
+    grant = Grant(begun, sent, request.ttl, held.ticket, held.local_handovers + 1, sum(lasts) / 1000)
+    if not local_queue.confirm(heir, grant):  # it has left in the meantime
         with contextlib.suppress(LockStoreError):
-            _ = yield from release(site, Held.of(grant), 1)
+            _ = yield from release(site, HandoverRecord.of(grant), 1)
     return Passed.DONE

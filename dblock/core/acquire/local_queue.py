@@ -1,32 +1,31 @@
 """The local queue: the flows of one process that want the same key, first come, first served.
 
-Only the first of a local queue asks the database: it stands in the key's queue for all of them, so that a process has
-one place there and one waiter that looks, however many wait inside it. For a moment even that one does not, if a flow
-of this process holds the key: its section may be short, and then it hands the key to the first of the local queue with
-one statement (`hand_over_local`), which ends one tenure and begins another. Others in the database's queue are
-overtaken by that a bounded number of times in a row, `Timing.max_local_handovers`; then the key is theirs, and the
-first of the local queue stands in the database's again.
+Only the first of a local queue joins the key's queue in the database, for all of them: a process has one place there
+and one waiter that polls. If a flow of this process holds the key, the first waits for a moment before it joins: the
+critical section may be short, and then the holder hands the key to it with one statement (`hand_over_local`), which
+ends one tenure and begins another. Such hand-overs overtake the database's queue at most
+`Timing.max_local_handovers` times in a row; then the key goes to that queue, and the first of the local queue joins it.
 
 Theory
 ------
-Each flow is at one `Stage`, and `MOVES` has all ways from one to another. It has one owner token for whatever way it
-gets the key, by its holder or by its place in the database's queue, and believes in no tenure of another token. So a
-local queue never decides who has the key, only who is next to be offered it:
+Each flow is at one `Stage`; `MOVES` lists all transitions. It has one owner token for both ways to get the key, from
+a holder of this process and by a place in the database's queue, and accepts no tenure of another token. So a local
+queue never decides who has the key, only who is offered it next:
 
-- The holder offers it to the first (`choose`), sends the statement, and says what became of it: `tell`, `withdraw`, or,
-  if it does not know, nothing. Then, or if it is not told in time, the heir asks the database what its token holds, and
-  stands in the database's queue with the same token: whatever comes later, it finds.
-- An heir that has left is not told (`tell` is False), and the holder gives back what it has just begun, or may have. If
-  both are broken off at once, a tenure is left that nobody relies on, and ends with its lease.
-- Whoever leaves without the key hands its place to the next (`leave`), once; that one adopts it by a statement
-  (`queue.inherit`) which finds it gone if the key was granted there in the meantime, and then gives that back: the one
-  who left does not, and has nothing under that token.
+- The holder offers the key to the first (`offer`), sends the statement, and reports: `confirm`, `retract`, or
+  nothing if the answer was lost. Then, or without a report in time, the heir reads from the database what its token
+  holds, and joins the database's queue with the same token: so it finds a tenure that begins later, too.
+- An heir that has left gets no report (`confirm` is False), and the holder releases a tenure that it has, or may have,
+  begun. If both are interrupted at once, a tenure is left that no flow relies on; its lease expires.
+- A flow that leaves without the key transfers its place to the next (`leave`), once. The next one adopts the place by a
+  statement (`queue.adopt_place`), which finds the place gone if the key was granted to it in the meantime. Then the
+  adopter releases that tenure; the flow that left does not, and has nothing under that token.
 
-Every entry ends by time: whoever has not been seen for `Timing.unresponsive_after` is passed over, with its place, and
-may come again. `hope_until`, the local time until which the first waits for an offer, is at most
-`Timing.local_handover_wait` ahead; `RECENT` where somebody is trying to take the key.
+Every entry ends by time: a flow without activity for `Timing.unresponsive_after` is passed over with its place, and may
+enter again. `handover_expected_until`, the local time until which the first waits for an offer, is at most
+`Timing.local_handover_wait` ahead, or `RECENT` while another flow of this process tries to take the key.
 
-Rule: one mutex, held for a few instructions, and an interrupt between any two of them leaves what the next look mends.
+Rule: one mutex, held for a few instructions; the next operation repairs what an interrupt between two of them leaves.
 """
 
 from __future__ import annotations
@@ -40,38 +39,39 @@ from typing import Any, Final, NamedTuple
 
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.sending import Database
+from dblock.core.statements.base import Masked
 from dblock.core.values import Grant, Identity, LockInfo
 from dblock.core.wakeup.registry import Wakeup
 
 CONTENDED: Final = 1000
-"""How many keys are known to be tried, or to have been waited for, at most."""
+"""Most keys that are marked as being taken, or as contended."""
 RECENT: Final = 1.0
-"""Seconds for which that is thought to be so, if nobody says otherwise."""
+"""Seconds after which such a mark expires."""
 
 
 class Stage(Enum):
-    """How far a flow that waits in a local queue has come."""
+    """Stage of a flow in a local queue."""
 
-    WAITING = "for those before it, or to be offered the key"
-    OFFERED = "a holder of this process is handing it the key, or does not know whether it has"
-    ASKING = "stands in the database's queue, for all of its local queue"
-    TOLD = "was handed the key by a holder of this process"
-    LEFT = "waits no more"
+    WAITING = "waits for its turn, or for an offer of the key"
+    OFFERED = "a holder of this process is handing it the key, or lost the answer"
+    IN_QUEUE = "waits in the database's queue, for all of its local queue"
+    HANDED_OVER = "was handed the key by a holder of this process"
+    LEFT = "has left the local queue"
 
     __hash__ = object.__hash__  # Enum's own is written in Python
 
 
 MOVES: Final = {
-    Stage.WAITING: {Stage.OFFERED, Stage.ASKING, Stage.LEFT},
-    Stage.OFFERED: {Stage.WAITING, Stage.ASKING, Stage.TOLD, Stage.LEFT},
-    Stage.ASKING: {Stage.WAITING, Stage.TOLD, Stage.LEFT},
-    Stage.TOLD: {Stage.WAITING, Stage.LEFT},
+    Stage.WAITING: {Stage.OFFERED, Stage.IN_QUEUE, Stage.LEFT},
+    Stage.OFFERED: {Stage.WAITING, Stage.IN_QUEUE, Stage.HANDED_OVER, Stage.LEFT},
+    Stage.IN_QUEUE: {Stage.WAITING, Stage.HANDED_OVER, Stage.LEFT},
+    Stage.HANDED_OVER: {Stage.WAITING, Stage.LEFT},
     Stage.LEFT: set[Stage](),
 }
 
 
 class Request(NamedTuple):
-    """What a flow asks for, as the row is to say it. Frozen: whoever hands the key over reads it in another thread."""
+    """Parameters of a flow's acquire, as the row will show them. Frozen: a holder reads them in another thread."""
 
     key: str
     ttl: float
@@ -79,28 +79,28 @@ class Request(NamedTuple):
     """Seconds for which the row is closed: ttl + grace."""
     label: str
     fair: int
-    """1: not before those who wait."""
+    """1: a take does not overtake waiters."""
     flow: str
-    """What the owner tokens of the flow begin with."""
+    """Prefix of the owner tokens of the flow."""
     host: str
     pid: int
     thread: str
     program: str
     task: str
-    """The id of the Celery task, or nothing."""
-    prompt: bool = False
-    """May it begin on the lease of its place in the queue, because the watchdog will make it whole?"""
+    """The id of the Celery task, else empty."""
+    starts_on_place_lease: bool = False
+    """Whether the tenure may begin with the lease of its place in the queue, since the watchdog will renew it."""
 
     def new_owner(self) -> str:
-        """A token that nobody can guess, for one attempt to begin a tenure.
+        """An unguessable token for one attempt to begin a tenure.
 
-        So a row that shows it shows this attempt's tenure and no other: not an earlier one of the same flow whose
-        release was lost, nor one that the flow took through another engine.
+        A row with this token shows the tenure of this attempt, not an earlier one of the same flow whose release was
+        lost, nor one that the flow took through another engine.
         """
-        return self.flow + os.urandom(16).hex()
+        return Masked(self.flow + os.urandom(16).hex())
 
     def parameters(self, owner: str, channel: str = "") -> dict[str, Any]:
-        """As the statements name them, with the token of an attempt, and where its process listens."""
+        """The statements' parameters, with the token of an attempt and the channel of its process."""
         return {**self._asdict(), "owner": owner, "channel": channel}
 
 
@@ -119,45 +119,48 @@ class LocalWaiter:
     wakeup: Wakeup = field(default_factory=Wakeup)
     stage: Stage = Stage.WAITING
     owner: str = ""
-    """The token under which it may get the key."""
+    """The token of the tenure that it may get."""
     seen: float = 0.0
-    """The local time at which it last did something."""
+    """The local time of its last activity."""
     grant: Grant | None = None
-    """What it was told."""
+    """The tenure that a holder of this process handed to it."""
     local_queue: LocalQueue | None = None
-    """Where it waits."""
     place: Place | None = None
-    """Where it stands in the database's queue; with another token than its own, what somebody has left to it."""
+    """Its place in the database's queue; with another token than its own, a place that was transferred to it."""
 
     def __post_init__(self) -> None:
         self.owner = self.request.new_owner()
 
+    def relies_on(self, owner: str) -> bool:
+        """Whether it has, or will find, the tenure of that token."""
+        return self.owner == owner and (self.stage is not Stage.LEFT or self.grant is not None)
+
     def move(self, stage: Stage) -> None:
-        """Come to another stage."""
+        """Change to another stage."""
         if stage not in MOVES[self.stage]:
-            raise RuntimeError(f"a flow that waits comes from {self.stage.name} to {stage.name}: a defect of dblock")
+            raise RuntimeError(f"a waiting flow moves from {self.stage.name} to {stage.name}: a defect of dblock")
         self.stage = stage
 
 
 class LocalQueue:
-    """Those of this process who want one key of one database."""
+    """The flows of this process that wait for one key of one database."""
 
     def __init__(self, key: str, queues: LocalQueues) -> None:
         self._key, self._queues = key, queues
         self._now, self._timing = queues.database.now, queues.database.timing
         self._waiters: list[LocalWaiter] = []
-        self.hope_until = 0.0
+        self.handover_expected_until = 0.0
         """The local time until which a holder of this process may yet offer the key to the first."""
         self._holder: tuple[LockInfo | None, float] = None, 0.0
 
     @property
     def last_seen(self) -> tuple[LockInfo | None, float]:
-        """Whoever was seen holding it last, however long ago, and the local time of that."""
+        """The row as last read, however long ago, and the local time of that."""
         return self._holder
 
     @property
     def holder(self) -> LockInfo | None:
-        """The holder of the key, if somebody has looked lately."""
+        """The holder of the key, if it was read lately."""
         info, seen = self._holder
         ago = self._now() - seen
         return replace(info, age=info.age + ago) if info is not None and ago < self._timing.holder_cache else None
@@ -167,7 +170,7 @@ class LocalQueue:
         self._holder = info, self._now()
 
     def _first(self) -> LocalWaiter | None:
-        """The first one that waits and has been seen lately; others are put out, and may come again."""
+        """The first waiter with recent activity; those before it are removed, and may enter again."""
         while self._waiters:
             first = self._waiters[0]
             if self._attends(first):
@@ -186,33 +189,33 @@ class LocalQueue:
             self._queues.forget(self._key, self)
 
     def add(self, waiter: LocalWaiter, *, first: bool = False) -> None:
-        """Stand last; or first, unless somebody asks the database already."""
+        """Add a waiter at the end; with `first` at the front, behind one that is past WAITING."""
         waiter.local_queue, waiter.seen = self, self._now()
         asked = bool(self._waiters) and self._waiters[0].stage is not Stage.WAITING
         self._waiters.insert(int(asked) if first else len(self._waiters), waiter)
 
-    def until_asking(self, waiter: LocalWaiter) -> float:
-        """Seconds until it is for that waiter to ask the database, as far as is known; 0.0 if it is now."""
+    def until_queueing(self, waiter: LocalWaiter) -> float:
+        """Seconds until that waiter should join the database's queue, as far as is known; 0.0: now."""
         with self._queues.mutex:
             now = waiter.seen = self._now()
-            if waiter not in self._waiters:  # it was put out
+            if waiter not in self._waiters:  # it was removed as unresponsive
                 self.add(waiter)
             if self._first() is not waiter:
                 return self._timing.poll_notified
-            return max(self.hope_until - now, 0.0)
+            return max(self.handover_expected_until - now, 0.0)
 
-    def begin_asking(self, waiter: LocalWaiter) -> Stage:
-        """It asks the database from now on, unless it was just told; the stage at which it was before."""
+    def begin_queueing(self, waiter: LocalWaiter) -> Stage:
+        """Move the waiter to IN_QUEUE, unless it has just been handed the key; returns its stage before."""
         with self._queues.mutex:
             before = waiter.stage
-            if before is not Stage.TOLD:
-                waiter.move(Stage.ASKING)
+            if before is not Stage.HANDED_OVER:
+                waiter.move(Stage.IN_QUEUE)
             return before
 
     def begin_again(self, waiter: LocalWaiter, over: Grant | None = None) -> bool:
-        """What it was told, or stood for, is over: it waits with another token; False if it was told something else.
+        """Wait again with a new token, as the grant or place is over; False if it was handed another grant.
 
-        From then on whatever comes under the old token is given back by whoever brought that about.
+        From then on a tenure of the old token is released by the flow that began it.
         """
         with self._queues.mutex:
             if waiter.grant is not over:
@@ -221,21 +224,8 @@ class LocalQueue:
             waiter.move(Stage.WAITING)
             return True
 
-    def bequeath(self, waiter: LocalWaiter) -> bool:
-        """Leave, and leave the place in the database's queue to the next; False if there is nobody who has use for it.
-
-        From then on whatever is granted there is none of its business.
-        """
-        with self._queues.mutex:
-            if waiter.grant is not None or self._first() is not waiter:
-                return False
-            behind = [each for each in self._waiters[1:] if self._attends(each)]
-            if not behind or behind[0].place is not None:
-                return False
-            return self.leave(waiter) is None
-
     def leave(self, waiter: LocalWaiter, got: Grant | None = None) -> Place | None:
-        """Wait no more; the place in the database's queue that nobody else has use for. `got`: what it leaves with."""
+        """Leave with the tenure `got`, if any; returns its place in the database's queue, unless the next adopts it."""
         with self._queues.mutex:
             if waiter.stage is Stage.LEFT:  # interrupted here before
                 return None
@@ -246,8 +236,8 @@ class LocalQueue:
                 got = got or waiter.grant
                 if got is not None:
                     self.holder = about(waiter.request, got)
-                    self.hope_until = self._now() + self._timing.local_handover_wait
-                # An heir gives back what was granted to the place that it was left: no tenure that somebody has.
+                    self.handover_expected_until = self._now() + self._timing.local_handover_wait
+                # An adopter releases what was granted to the place, so the tenure `got` must not be the place's.
                 free = left is not None and (got is None or left.owner != got.tenure.owner)
                 if free and first.place is None and first.stage in {Stage.WAITING, Stage.OFFERED}:
                     first.place, left = left, None
@@ -256,38 +246,38 @@ class LocalQueue:
             waiter.move(Stage.LEFT)
             return left
 
-    def choose(self) -> LocalWaiter | None:
-        """Offer a tenure to the first one; None if that one does not wait to be handed it."""
+    def offer(self) -> LocalWaiter | None:
+        """Offer the key to the first waiter; None if there is none at stage WAITING."""
         with self._queues.mutex:
             first = self._first()
             if first is None or first.stage is not Stage.WAITING:
                 return None
-            self.hope_until = self._now() + self._timing.local_handover_wait
+            self.handover_expected_until = self._now() + self._timing.local_handover_wait
             first.move(Stage.OFFERED)
             return first
 
-    def tell(self, heir: LocalWaiter, grant: Grant) -> bool:
-        """Tell the chosen one what it was granted; False if it has no use for it any more."""
+    def confirm(self, heir: LocalWaiter, grant: Grant) -> bool:
+        """Report a successful hand-over to the heir; False if the heir has left or has another token by now."""
         with self._queues.mutex:
             if heir.grant is not None and heir.grant.tenure == grant.tenure:
-                return True  # it has seen that itself
-            if heir.stage not in {Stage.OFFERED, Stage.ASKING} or heir.owner != grant.tenure.owner:
+                return True  # it has read that from the database
+            if heir.stage not in {Stage.OFFERED, Stage.IN_QUEUE} or heir.owner != grant.tenure.owner:
                 return False
             heir.grant = grant
-            heir.move(Stage.TOLD)
+            heir.move(Stage.HANDED_OVER)
             heir.wakeup.notify()
             return True
 
-    def withdraw(self, heir: LocalWaiter) -> None:
-        """What it was offered has not come about, for sure."""
+    def retract(self, heir: LocalWaiter) -> None:
+        """Report that a hand-over was certainly not executed."""
         with self._queues.mutex:
             if heir.stage is Stage.OFFERED:
                 heir.move(Stage.WAITING)
 
-    def hope(self, seconds: float) -> None:
-        """The first may expect to be offered the key for so long; not at all, and it asks the database."""
+    def expect_handover(self, seconds: float) -> None:
+        """Let the first waiter expect an offer for so long; with 0 it joins the database's queue."""
         with self._queues.mutex:
-            self.hope_until = self._now() + seconds if seconds else 0.0
+            self.handover_expected_until = self._now() + seconds if seconds else 0.0
             first = self._first()
             if first is not None:
                 first.wakeup.notify()
@@ -302,29 +292,30 @@ class LocalQueues:
         """Held for a few instructions; a signal handler may run between any two of them."""
         self._queues: dict[str, LocalQueue] = {}
         self._tried: dict[str, float] = {}
-        """Until when whoever comes may expect that somebody who tries to take a key has it, or waits for it."""
+        """Deadline of a take of a key that another flow of this process has in progress."""
         self._contended: dict[str, float] = {}
-        """When somebody last waited for a key."""
+        """The local time at which a key was last found contended."""
 
-    def enter(self, waiter: LocalWaiter, *, hopeful: bool, first: bool = False) -> LocalQueue:
-        """Wait for a key behind those who do, and whoever tries to take it; `hopeful`: a flow of this process has it.
+    def enter(self, waiter: LocalWaiter, *, handover_expected: bool, first: bool = False) -> LocalQueue:
+        """Enter the local queue of a key, behind its waiters and a take in progress.
 
-        `first`: it came before them, and has tried to take the key while they waited for that.
+        `handover_expected`: a flow of this process holds the key. `first`: go to the front, as the others came while
+        this flow tried to take the key.
         """
         key, now = waiter.request.key, self.database.now()
         with self.mutex:
             local_queue = self._queues.get(key)
             if local_queue is None:
                 local_queue = LocalQueue(key, self)
-            if not (first or local_queue.hope_until):
-                hope = now + self.database.timing.local_handover_wait if hopeful else 0.0
-                local_queue.hope_until = max(hope, self._tried.get(key, 0.0))
+            if not (first or local_queue.handover_expected_until):
+                expected_until = now + self.database.timing.local_handover_wait if handover_expected else 0.0
+                local_queue.handover_expected_until = max(expected_until, self._tried.get(key, 0.0))
             local_queue.add(waiter, first=first)
-            self._queues[key] = local_queue  # only now: who is interrupted leaves no empty one
+            self._queues[key] = local_queue  # only now, so that an interrupt leaves no empty queue
         return local_queue
 
     def begin_try(self, key: str) -> bool:
-        """Let whoever comes in the next moment wait behind us, who try to take the key; False if somebody else does."""
+        """Let flows that come while this one tries to take the key wait behind it; False if another flow tries."""
         now = self.database.now()
         if now < self._tried.get(key, now):
             return False
@@ -334,49 +325,49 @@ class LocalQueues:
         return True
 
     def end_try(self, key: str, *, got: bool) -> None:
-        """We have it; or wait for it, or have given up."""
+        """End the take in progress: with the key if `got`, else the flow waits or has given up."""
         _ = self._tried.pop(key, None)
         local_queue = self.find(key)
         if local_queue is not None:
-            local_queue.hope(self.database.timing.local_handover_wait if got else 0.0)
+            local_queue.expect_handover(self.database.timing.local_handover_wait if got else 0.0)
 
     def alone(self, waiter: LocalWaiter) -> LocalQueue:
-        """Wait without others."""
+        """A local queue with this waiter only."""
         local_queue = LocalQueue(waiter.request.key, self)
         local_queue.add(waiter)
         return local_queue
 
     def forget(self, key: str, local_queue: LocalQueue) -> None:
-        """Nobody stands in that local queue any more."""
+        """Remove a local queue that is empty."""
         if self._queues.get(key) is local_queue:
             del self._queues[key]
 
     def find(self, key: str) -> LocalQueue | None:
-        """The local queue for a key, if anybody waits for it in this process."""
+        """The local queue of a key, if a flow of this process waits for it."""
         return self._queues.get(key) if self._queues else None
 
     def freed(self, key: str) -> None:
-        """A flow of this process has given a key back to the database."""
+        """Record that a flow of this process released the key to the database: no offer follows."""
         local_queue = self.find(key)
         if local_queue is not None:
-            local_queue.hope(0.0)
+            local_queue.expect_handover(0.0)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the waiters are the parent's, and so may be whoever had the mutex."""
+        """Empty the queues in a forked child: the waiters are the parent's, and so may be the mutex."""
         self.mutex = threading.RLock()
         self._queues.clear()
         self._tried.clear()
 
     def note_contention(self, key: str) -> None:
-        """Somebody else waited for that key just now. Who had it granted to itself would believe that for ever."""
+        """Mark the key as contended. Not called for one's own grant; otherwise the mark would never decay."""
         if len(self._contended) >= CONTENDED:
             self._contended.clear()
         self._contended[key] = self.database.now()
 
-    def is_crowded(self, key: str) -> bool:
-        """Does somebody of this process wait for that key or try to take it, or is it likely that others wait?
+    def expects_contention(self, key: str) -> bool:
+        """Whether a flow of this process waits for that key or tries to take it, or other processes probably wait.
 
-        A guess, which saves two statements when it is right.
+        An estimate, which saves two statements when it is right.
         """
         if not (self._queues or self._tried or self._contended):
             return False

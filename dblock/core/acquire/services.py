@@ -1,6 +1,6 @@
-"""What the process of a waiter does for it.
+"""The services of a process for its waiters.
 
-Rule: a waiter gets on without: it then keeps its place and looks for itself.
+Rule: a waiter works without them: it then sends its own heartbeats, and polls.
 """
 
 from __future__ import annotations
@@ -11,55 +11,62 @@ from dblock.core.protocol.queue import Place
 
 
 class WaiterServices(Protocol):
-    """What the process of a waiter does for it."""
+    """The services of a process for its waiters."""
 
     @property
-    def shared(self) -> bool:
-        """Do its flows wait for a key together? Where they do not, each waits alone."""
+    def queues_locally(self) -> bool:
+        """Whether the flows of the process wait for a key in one local queue; else each waits alone."""
         ...
 
     def holds(self, key: str, /) -> bool:
-        """Does a flow of this process hold that key, who may hand it over?"""
+        """Whether a flow of this process holds that key, so that it may hand it over."""
         ...
 
     def holder(self, key: str, /) -> tuple[str, str, float] | None:
-        """The flow of this process that holds it, if one does: its thread or task, its label, for how many seconds."""
+        """Thread or task, label, and seconds held, of the holder of that key in this process; None if there is none."""
         ...
 
     def keep(self, place: Place, /) -> bool:
-        """See to it that a place in the queue is kept; False if the waiter has to."""
+        """Send heartbeats for a place in the queue; False if the waiter has to."""
         ...
 
     def leave(self, owner: str, /, *, served: bool = False) -> None:
-        """The place is needed no more; `served`: the key was granted there, and its row is to be deleted some time."""
+        """End the heartbeats of a place; `served`: the key was granted to it, and its row can be deleted later."""
+        ...
+
+    def withdraw(self, key: str, owner: str, /) -> bool:
+        """In the background delete the place of a token, and release the key if it was granted to it.
+
+        False if the waiter has to.
+        """
         ...
 
     @property
-    def tidies(self) -> bool:
-        """Does it delete the row of a place that was served?"""
+    def deletes_served_rows(self) -> bool:
+        """Whether the process deletes the row of a place that was served."""
         ...
 
     def listen(self) -> None:
-        """Begin to listen, if need be."""
+        """Begin to listen for notifications of the database, unless it does already."""
         ...
 
     @property
     def channel(self) -> str:
-        """Where the database may call the process, now or soon; empty where nobody can."""
+        """Where the database notifies the process, now or soon; empty if it cannot."""
         ...
 
     @property
-    def called(self) -> bool:
-        """Does the database call it there now, from wherever the key is given back?"""
+    def notifications_ready(self) -> bool:
+        """Whether the database notifies the process there now, whichever process releases the key."""
         ...
 
 
 class PollingOnly:
-    """Nobody attends to the waiter: it keeps its place and looks for itself."""
+    """No services: the waiter sends its own heartbeats, and polls."""
 
-    shared = tidies = False
+    queues_locally = deletes_served_rows = False
     channel = ""
-    called = False
+    notifications_ready = False
 
     def holds(self, key: str) -> bool:
         return False
@@ -72,6 +79,9 @@ class PollingOnly:
 
     def leave(self, owner: str, *, served: bool = False) -> None:
         pass
+
+    def withdraw(self, key: str, owner: str) -> bool:
+        return False
 
     def listen(self) -> None:
         pass

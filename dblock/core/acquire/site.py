@@ -1,31 +1,34 @@
-"""A database as the flows of one process share it.
+"""What the flows of one process share of a database.
 
-Rule: all that they share of it hangs here, and the process (`dblock.core.runtime`) has one for each of its stores.
+Rule: there is one site for each store of the process (`dblock.core.runtime`).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from dblock.core.acquire.local_queue import LocalQueues
 from dblock.core.protocol.sending import Database
-from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Wakeups
+
+if TYPE_CHECKING:
+    from dblock.core.wakeup.local_socket import LocalSockets
 
 
 class Site:
-    """The rows, and those of this process who want them."""
+    """A database, and the waiters of this process."""
 
     def __init__(self, database: Database, wakeups: Wakeups, sockets: Callable[[], LocalSockets]) -> None:
         self.database = database
         self.wakeups = wakeups
         self.local_queues = LocalQueues(database)
         self.slow_waits: dict[str, float] = {}
-        """When a wait for a key was last logged."""
+        """The local time at which a wait for a key was last logged."""
         self._sockets = sockets
 
     @functools.cached_property
     def sockets(self) -> LocalSockets:
-        """Where flows of this process are called; made when somebody needs it."""
+        """The sockets by which flows of this process are notified; made when first needed."""
         return self._sockets()

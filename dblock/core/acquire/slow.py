@@ -1,7 +1,6 @@
-"""What the log says of a wait that takes long: who has been waiting, for how long, and for whom.
+"""The log line of a slow wait: the waiter, how long it has waited, and the holder.
 
-Rule: it says what is known already. Nothing is asked of the database for it, so that the holder may have been another
-one meanwhile; the line says when it was seen.
+Rule: it says what is already known, without a query. The holder may have changed since; the line says when it was read.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from dblock.core.acquire.local_queue import LocalQueue, Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.log import warn
-from dblock.core.values import Identity, printable
+from dblock.core.values import Identity
 
 INTERVAL: Final = 60.0
 """Seconds between two lines about a key."""
 KEYS: Final = 1000
-"""Keys of which it is known when the last line was; of more than that the oldest are forgotten."""
+"""Most keys whose last line is remembered; then the oldest are forgotten."""
 
 
 def say(site: Site, request: Request, waited: float, local_queue: LocalQueue | None, services: WaiterServices) -> None:
-    """Log a wait, unless one for the same key was logged by this process within a minute."""
+    """Log a wait, unless this process logged one for the same key within a minute."""
     key, now, said = request.key, site.database.now(), site.slow_waits
     with site.local_queues.mutex:
         if now < said.get(key, -INTERVAL) + INTERVAL:
@@ -32,7 +31,7 @@ def say(site: Site, request: Request, waited: float, local_queue: LocalQueue | N
             del said[next(iter(said))]
     us = Identity(request.host, request.pid, request.thread, request.program, request.task)
     we, holder = f'{us} "{request.label}"' if request.label else str(us), _holder(key, now, local_queue, services)
-    warn("%s has been waiting %.1f s for %r: %s", printable(we), waited, key, printable(holder))
+    warn("%s has been waiting %.1f s for %r: %s", we, waited, key, holder)
 
 
 def _holder(key: str, now: float, local_queue: LocalQueue | None, services: WaiterServices) -> str:

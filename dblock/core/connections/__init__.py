@@ -1,1 +1,1 @@
-"""The connections that the statements of the lock run on, and statements that are not answered in time."""
+"""The connections that the lock's statements run on, and deadlines for their answers."""

@@ -1,11 +1,11 @@
-"""Statements that are not answered in time.
+"""Deadlines of statements.
 
-Their connection is cut, so that whatever call of whatever driver waits for the answer ends with an error. One thread
-for the process, for those of an event loop as well. A statement that is answered costs an entry in a dictionary: the
-thread sleeps until the earliest moment that it knows, and is only woken for an earlier one.
+A statement that is not answered in time has its connection cut, so that the driver's call that waits for the answer
+ends with an error. One thread does so for the whole process, event loops included. A statement that is answered in time
+costs a dictionary entry: the thread sleeps until the earliest known deadline, and is woken only for an earlier one.
 
-Rule: whoever takes an entry out of the dictionary, the thread or the statement itself, decides: a connection that was
-cut is never used again.
+Rule: the side that removes the entry, the thread or the statement, decides the outcome. A connection that was cut is
+never used again.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from dblock.core.log import warn
 from dblock.core.semaphore import BinarySemaphore
 
 LINGER: Final = 1.0
-"""Seconds for which the thread goes on when there is nothing to watch."""
+"""Seconds for which the thread lives on without a deadline."""
 
 
 class Cuttable(Protocol):
     """A connection."""
 
-    wire: int
-    """The descriptor by which it can be cut; less than 0: it cannot be."""
+    shutdown_fd: int
+    """The descriptor by which it can be cut; less than 0 if it cannot be."""
 
     def cut(self) -> None:
-        """End whatever waits for an answer on it."""
+        """End the call that waits for an answer on it."""
         ...
 
 
 class Deadlines:
-    """Until when the statements of this process that are under way are to be answered."""
+    """The deadlines of the statements of this process that are under way."""
 
     def __init__(self) -> None:
         self._due: dict[Cuttable, float] = {}
         self._wake_at = math.inf
-        """The local time at which the thread looks again; never, while it looks or there is none."""
+        """The local time at which the thread wakes; infinity while it is awake or does not exist."""
         self._look_again = BinarySemaphore()
         self._lock = threading.RLock()  # a signal handler may send a statement
         self._thread: threading.Thread | None = None
 
-    def watch(self, connection: Cuttable, moment: float) -> None:
-        """Cut it at that local time, where it can be, unless its statement has been answered."""
-        if connection.wire >= 0:
+    def arm(self, connection: Cuttable, moment: float) -> None:
+        """Cut the connection at that local time, if it can be, unless its statement has ended by then."""
+        if connection.shutdown_fd >= 0:
             self._due[connection] = moment
             if moment < self._wake_at:
                 self._look()
 
-    def answered(self, connection: Cuttable) -> bool:
-        """The statement has ended; False if the connection was cut."""
-        return connection.wire < 0 or self._due.pop(connection, None) is not None
+    def disarm(self, connection: Cuttable) -> bool:
+        """Remove the deadline, as the statement has ended; False if the connection was cut."""
+        return connection.shutdown_fd < 0 or self._due.pop(connection, None) is not None
 
     def _look(self) -> None:
         self._look_again.set()
@@ -67,12 +67,12 @@ class Deadlines:
                 self._thread = None  # the next statement tries again
                 if not isinstance(error, RuntimeError):  # out of threads, or the interpreter is ending
                     raise
-                warn("cannot watch over statements: %s", error)
+                warn("cannot watch the deadlines of statements: %s", error)
 
     def _watch(self) -> None:
         idle = False
         while True:
-            self._wake_at = math.inf  # whoever begins during the look makes us look again
+            self._wake_at = math.inf  # a deadline that is set during this round starts another one
             now = clock.now()
             soonest = now + LINGER
             for connection, moment in list(self._due.items()):

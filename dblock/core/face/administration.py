@@ -1,42 +1,56 @@
-"""Looking after the locks of others: who holds what, who waits, and ending a tenure from outside.
+"""Administration of locks: list holders and waiters, end a tenure from outside, ask for a lock back.
 
-A tenure is named by its key and fence, which no other tenure of the key ever has: whoever read it some time ago ends
-that one or nothing, never a successor. Its holder is not stopped by it. It learns of it by its next renewal, a third of
-its ttl later at the latest, and within a second where it wants to be asked (`on_revoke`); if it is not renewed, when it
-asks (`verify()`) or releases. What it writes until then is kept out by `guard()` and fences, as after any loss.
+A tenure is named by its key and fence, which no other tenure of the key ever has: an administrator who read it some
+time ago ends that tenure or nothing, never a successor. This does not stop its holder, which learns of it by its next
+renewal: at most a third of its ttl later, or within a second with `on_revoke`. A holder that is not renewed learns of
+it when it calls `verify()` or releases. Its writes until then are kept out by `guard()` and fences, as after any loss.
 
-Asking for a lock back changes nothing but what its holder is told: the next renewal meets the question, once, and goes
-on. The holder hears of it by `on_revoke` and by `check()`, and releases when it can.
+Asking for a lock back only informs the holder: the next renewal reads the request, once, and renews as usual. The
+holder gets it by `on_revoke` and `check()`, and releases when it can.
 
 Rule: owner tokens are not shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.errors import StoreUnanswered
+from dblock.core.face.pins import pinned
+from dblock.core.pinned import Pinned
 from dblock.core.protocol import tenures
 from dblock.core.protocol.administering import ask
-from dblock.core.protocol.deadlock import FLOW, Waits
-from dblock.core.protocol.sending import send
+from dblock.core.protocol.deadlock import Waits
 from dblock.core.protocol.steps import Parameters, Rows, Steps
 from dblock.core.protocol.store import Store
 from dblock.core.validation import valid_key, valid_text
 from dblock.core.values import Identity, LockInfo
 
 PAGE = 1000
-"""Keys that one statement reads, at most."""
+"""Most rows in the answer to one statement, and most keys of one survey."""
+LINKS = 20
+"""Most keys in each list of a `Blocking`."""
+WINDOW = 10_000
+"""Most rows that one statement reads, so that it takes some hundredths of a second in a table of any size."""
 
 
 class Surveyed(NamedTuple):
-    """A key's row, and how many live waiters are in its queue (of each process that waits, the first)."""
+    """A key's row, and the number of live waiters in its queue (only the first waiter of each process is there)."""
 
     info: LockInfo
     waiters: int
+    pinned: Pinned | None = None
+    """The transaction that keeps the key from being taken. A survey fills it in for keys without a holder only."""
+
+    @property
+    def state(self) -> str:
+        """The row's state; `pinned` if only a transaction keeps the key closed; `closed` until `min_hold` is over."""
+        if self.info.state == "held":
+            return "held" if self.info.owner else "closed"
+        return "pinned" if self.pinned else self.info.state
 
 
 class WaiterInfo(NamedTuple):
@@ -47,25 +61,56 @@ class WaiterInfo(NamedTuple):
     age: float
     """Seconds since it joined."""
     remaining: float
-    """Seconds that its place lasts, if its process does not keep it."""
+    """Seconds until its place expires without a heartbeat."""
     label: str
     identity: Identity
 
 
-def survey(store: Store, after: str = "", most: int = PAGE, *, free: bool = False) -> Steps[list[Surveyed]]:
-    """The rows of up to `most` keys that come after the key `after`, in order; those that nobody holds with `free`."""
-    rows = yield from ask(store.database, "list_keys", {"after": after, "most": most, "free": int(free)})
-    return [Surveyed(tenures.info_of(key, columns).masked(), int(waiting)) for key, *columns, waiting in rows]
+def survey(
+    store: Store, after: str = "", most: int = PAGE, *, free: bool = False, prefix: str = ""
+) -> Steps[list[Surveyed]]:
+    """The rows of up to `most` keys after the key `after`, in order; with `free` also keys without a holder.
+
+    For expired leases, and for free keys that are waited for or were freed from outside, it finds the transaction that
+    pins them; pinned keys are always listed. It ends with the last key that begins with `prefix`, and reads `WINDOW`
+    rows at a time, whatever they contain.
+    """
+    found: list[Surveyed] = []
+    while len(found) < most and not (after > prefix and not after.startswith(prefix)):
+        [(last,)] = yield from ask(store.database, "next_keys", {"after": after, "most": WINDOW})
+        if last is None:
+            break
+        limit = most - len(found)
+        parameters: Parameters = {"after": after, "upto": last, "most": limit, "free": int(free)}
+        rows = yield from ask(store.database, "list_keys", parameters)
+        after = rows[-1][0] if len(rows) == limit else last
+        read = [Surveyed(tenures.info_of(key, columns).masked(), int(waiting)) for key, *columns, waiting in rows]
+        pins = yield from pinned(store.database, [row.info.key for row in read if may_be_pinned(row)])
+        told = [row._replace(pinned=pins.get(row.info.key)) for row in read]
+        found += [row for row in told if free or row.state != "free"]
+    return found
 
 
-def waiters(store: Store, key: str) -> Steps[list[WaiterInfo]]:
-    """Who waits for a key, in the order in which they are served."""
-    rows = yield from ask(store.database, "list_waiters", {"key": valid_key(key)})
+def may_be_pinned(row: Surveyed) -> bool:
+    """Whether a transaction may keep this key closed, though it has no holder."""
+    info = row.info
+    return info.state == "expired" or (info.state == "free" and (row.waiters > 0 or info.freed_fence == info.fence))
+
+
+def waiters(store: Store, key: str, most: int = PAGE) -> Steps[list[WaiterInfo]]:
+    """Up to `most` waiters of a key, in the order in which they are served."""
+    rows = yield from ask(store.database, "list_waiters", {"key": valid_key(key), "most": most})
     return [_waiter(key, *columns) for columns in rows]
 
 
+def count_waiters(store: Store, key: str) -> Steps[int]:
+    """Number of waiters of a key."""
+    rows = yield from ask(store.database, "count_waiters", {"key": valid_key(key)})
+    return int(rows[0][0]) if rows else 0
+
+
 def all_waiters(store: Store, most: int = PAGE) -> Steps[list[WaiterInfo]]:
-    """Up to so many of all who wait, for whatever key, those first who have waited for the longest."""
+    """Up to `most` waiters of all keys, the longest wait first."""
     rows = yield from ask(store.database, "list_all_waiters", {"most": most})
     return [_waiter(*columns) for columns in rows]
 
@@ -75,24 +120,24 @@ def _waiter(key: str, ticket: int, age: float, remaining: float, label: str, *wh
 
 
 class EventInfo(NamedTuple):
-    """Something that happened to a key, as `lock_events` has it."""
+    """An event of a key, as recorded in `lock_events`."""
 
     key: str
     kind: str
-    """As in `dblock.Kind`, or `omitted`: events that were left out before this one, by the process that it names."""
+    """As in `dblock.Kind`, or `omitted`: its process has left out events before this one."""
     fence: int
     age: float
     """Seconds since it happened, by the database's clock."""
     seconds: float
-    """acquired, gave_up: the wait; released, lost: for how long it was held; at_risk: how late the renewal is."""
+    """acquired, gave_up: the wait; released, lost: the time held; at_risk: the lateness of the renewal."""
     detail: str
-    """acquired, released: how; lost, gave_up, forced: why; reaped: rows of keys and of waiters; omitted: how many."""
+    """acquired, released: how; lost, gave_up, forced: why; reaped: rows of keys and of waiters; omitted: the number."""
     label: str
     identity: Identity
 
 
 def events(store: Store, key: str, most: int = 50) -> Steps[list[EventInfo]]:
-    """The last events of a key, the latest first, where a history is kept."""
+    """The last events of a key, the latest first, if a history is kept."""
     rows = yield from ask(store.database, "list_events", {"key": valid_key(key), "most": most})
     return _by_time(rows)
 
@@ -104,11 +149,12 @@ def all_events(store: Store, most: int = 50) -> Steps[list[EventInfo]]:
 
 
 _IN_TURN = {"acquired", "released", "forced"}
-"""These are told at once, and a tenure has ended before the next one of its key began, whoever says so first."""
+"""These are recorded when they happen, and a tenure ends before the next one of its key begins. So they are sorted by
+fence, in whichever order their processes wrote them."""
 
 
 def _by_time(rows: Rows) -> list[EventInfo]:
-    """By the clock, as processes came to write them in whichever order; those of one process as it wrote them."""
+    """Sort by the clock, as processes write in any order; events of one process stay in the order of writing."""
     found: list[EventInfo] = []
     oldest: dict[tuple[str, int], float] = {}
     for key, kind, fence, ago, seconds, detail, label, *columns in rows:
@@ -126,9 +172,9 @@ def _by_time(rows: Rows) -> list[EventInfo]:
 
 
 def truly_held(event: EventInfo, events: Sequence[EventInfo]) -> float:
-    """Seconds for which a tenure that was lost was held: until it was freed, or the next one of its key had begun.
+    """Seconds for which a lost tenure really lasted: until it was freed, or the next one of its key began.
 
-    Its holder may have noticed that later, as whoever was stopped, or before. `events` are those that are known.
+    Its holder may notice the loss later (a paused process, for example) or earlier. `events` are the known events.
     """
     ours = [each for each in events if each.key == event.key]
     over = [each.age for each in ours if each.kind == "acquired" and each.fence > event.fence]
@@ -137,7 +183,7 @@ def truly_held(event: EventInfo, events: Sequence[EventInfo]) -> float:
 
 
 class Wanted(NamedTuple):
-    """A flow waits for a key that another one holds."""
+    """A flow that waits for a key, and the flow that holds it."""
 
     key: str
     waiter: Identity
@@ -145,56 +191,75 @@ class Wanted(NamedTuple):
 
 
 class Blocking(NamedTuple):
-    """What a key has to do with others, by the flows that hold several."""
+    """Waits between keys, by flows that hold one and wait for another. Each list has at most `LINKS` entries."""
 
     blocked_by: list[Wanted]
-    """What the key's holder waits for, what the holder of that waits for, and so on."""
+    """What the key's holder waits for, what the holder of that key waits for, and so on."""
     blocks: list[Wanted]
-    """Who waits for a key whose holder waits for this one, or for one that this one blocks."""
+    """The keys whose holders wait for this key, or for one that it blocks; each with its first waiter."""
+    more: int = 0
+    """Number of further keys that it blocks."""
+
+    def chains(self) -> dict[str, list[Wanted]]:
+        """Both lists by name."""
+        return {"blocked_by": self.blocked_by, "blocks": self.blocks}
 
 
 def blocking(store: Store, key: str) -> Steps[Blocking]:
-    """What keeps a key from being given back, and what the key keeps from it; by what waits at this moment.
+    """The waits that keep a key from being released, and those that it causes, at this moment.
 
-    Of each process that waits for a key the first is seen, as in the queue.
+    Only the first waiter of each process is seen, as in the queue; and of all keys with waiters at most `PAGE`.
     """
-    database, key = store.database, valid_key(key)
-    until = database.now() + database.timing.patience
-    _, rows = yield from send(database, database.dialect.queue.waits, {}, until, resend=True)
-    everybody = [Waits(*row) for row in rows]
-    info = yield from tenures.inspect(database, key)
-    holder = set[Any]()
-    if info is not None and info.owner:
-        holder = {(info.owner[:FLOW], info.identity.host, info.identity.pid, info.identity.thread)}
-    waiters = {each.flow for each in everybody if each.key == key}
-    return Blocking(
-        _follow(everybody, holder, lambda each: each.flow, lambda each: each.holding_flow),
-        _follow(everybody, waiters, lambda each: each.holding_flow, lambda each: each.flow),
-    )
+    blocked_by = yield from _blocked_by(store, valid_key(key))
+    blocked = yield from _blocked(store, key)
+    blocks = list[Wanted]()
+    for name, holder in blocked[:LINKS]:
+        first = yield from waiters(store, name, 1)
+        blocks += [Wanted(name, each.identity, holder) for each in first]
+    return Blocking(blocked_by, blocks, max(len(blocked) - LINKS, 0))
 
 
-_Flow = Callable[[Waits], Any]
+def _blocked_by(store: Store, key: str) -> Steps[list[Wanted]]:
+    """Follow the chain from holder to holder; a flow waits for one key at a time."""
+    found, seen = list[Wanted](), set[str]()
+    while key not in seen and len(found) < LINKS:
+        seen.add(key)
+        rows = yield from ask(store.database, "list_awaited", {"key": key})
+        for _, *columns in rows[:1]:
+            waits = Waits(*columns)
+            found.append(Wanted(waits.key, _waiting(waits), _holding(waits)))
+            key = waits.key
+    return found
 
 
-def _follow(everybody: list[Waits], flows: set[Any], begins: _Flow, ends: _Flow) -> list[Wanted]:
-    """The waits that begin at one of these flows, those that begin where they end, and so on, each once."""
-    found: list[Waits] = []
-    while more := [each for each in everybody if begins(each) in flows and each not in found]:
-        found += more
-        flows = {ends(each) for each in more}
-    return [_wanted(each) for each in found]
+def _blocked(store: Store, key: str) -> Steps[list[tuple[str, Identity]]]:
+    """The keys whose holders wait for this one, those whose holders wait for these, and so on; each with its holder."""
+    rows = yield from ask(store.database, "list_blocked", {"most": PAGE})
+    behind: dict[str, list[tuple[str, Identity]]] = {}
+    for name, *columns in rows:
+        waits = Waits(*columns)
+        behind.setdefault(waits.key, []).append((name, _waiting(waits)))
+    found, seen, at = list[tuple[str, Identity]](), {key}, [key]
+    while at:
+        nearest = dict(each for name in at for each in behind.get(name, ()) if each[0] not in seen)
+        found += nearest.items()
+        at = list(nearest)
+        seen.update(nearest)
+    return found
 
 
-def _wanted(waits: Waits) -> Wanted:
-    who = Identity(waits.host, waits.pid, waits.thread, "", "")
-    holder = Identity(waits.holders_host, waits.holders_pid, waits.holders_thread, "", "")
-    return Wanted(waits.key, who, holder)
+def _waiting(waits: Waits) -> Identity:
+    return Identity(waits.host, waits.pid, waits.thread, "", "")
+
+
+def _holding(waits: Waits) -> Identity:
+    return Identity(waits.holders_host, waits.holders_pid, waits.holders_thread, "", "")
 
 
 def force_release(store: Store, key: str, fence: int, words: str) -> Steps[bool]:
-    """End that tenure, and let the next waiter have the key; False if it was over before.
+    """End that tenure, and grant the key to the next waiter; False if it was over before.
 
-    `words`: by whom and why, up to 255 characters, which its holder is told.
+    `words`: by whom and why, up to 255 characters; the holder gets them.
     """
     parameters: Parameters = {"key": valid_key(key), "fence": fence, "words": valid_words(words)}
     try:
@@ -225,5 +290,5 @@ def revoke(store: Store, key: str, fence: int, words: str) -> Steps[bool]:
 def valid_words(words: str) -> str:
     """By whom and why, or ValueError."""
     if not valid_text(words, "the reason").strip():
-        raise ValueError("say why: whoever holds the lock is told")
+        raise ValueError("say why: the holder of the lock is told")
     return words

@@ -1,7 +1,7 @@
-"""What every lock object is, and what it knows without asking the database.
+"""The base of every lock object, and its attributes, which need no query.
 
-Rule: a lock object is what was asked for (key, ttl, timeout, ...) and the `with`s of it that are open; what is held,
-every method looks up with the flow that calls it. What a lock can do is in `entering`, `leaving` and `operations`.
+Rule: a lock object holds what was asked for (key, ttl, timeout, ...) and its open `with`s. The hold itself every method
+looks up in the calling flow. The operations are in `entering`, `leaving` and `operations`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dblock.core import runtime
-from dblock.core.acquire.acquiring import Refused
-from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, LockTimeout, Reason
+from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, Loss, Reason
 from dblock.core.holding.flow import Block, Flow, Hold
-from dblock.core.holding.lease import Loss
 from dblock.core.options import PLAIN, Options, valid_options
 from dblock.core.protocol.drive import adrive
 from dblock.core.protocol.steps import Steps
@@ -35,14 +33,16 @@ T = TypeVar("T")
 
 
 class BaseLock:
-    """What a lock is apart from who runs its statements."""
+    """A lock object, apart from how its statements are run."""
 
     _face_options: tuple[str, ...] = ()
     """The options of `db_lock` that only this face has."""
     forked_from: int | None = None
-    """The process that held this very object when it forked us, if so."""
+    """The parent process, if it held this very object when it forked this process."""
+    _skipped: bool | None = None
+    """Whether the decorated call that it was made for is skipped; None if it was made for none."""
     _stands_by = False
-    """Does it wait for its turn for ever, on purpose? Nobody is told of that, but of what it gets."""
+    """Whether it waits for ever by design: then CONTENDED is not reported, nor a refusal as GAVE_UP."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class BaseLock:
         self._given_ttl = None if ttl is None else valid_ttl(ttl)
         self._given_timeout = timeout if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
         if unknown := options.keys() - set(Options._fields):
-            from dblock.core.spelling import unknown_options  # noqa: PLC0415 - for those who mistype
+            from dblock.core.spelling import unknown_options  # noqa: PLC0415 - only for the error
 
             raise unknown_options(sorted(unknown), ("ttl", "timeout", *Options._fields, *self._face_options))
         self.options: Options = valid_options(**options) if options else PLAIN
         self._blocks: list[Block] = []
-        """The `with`s of this very object that are open, in the order in which they were entered."""
+        """The open `with`s of this very object, in the order in which they were entered."""
 
     # -- what a face provides
 
@@ -73,17 +73,17 @@ class BaseLock:
         raise NotImplementedError
 
     def _opened(self, hold: Hold) -> None:
-        """A tenure has begun: note what `_defers` will need to know."""
+        """Called when a tenure begins, to record what `_defers` will need."""
 
     def _defers(self, hold: Hold, *, last: bool) -> bool:
-        """Is the lock to be kept until a transaction of the caller's ends? If so, see to it that it is given back.
+        """Whether a transaction of the caller keeps the lock until it ends; if so, its end will release the lock.
 
-        `last`: nobody else is in.
+        `last`: no other entry is left.
         """
         return False
 
     def _who_began(self) -> str:
-        """What may have begun a transaction of the caller's without being asked to, as the end of a sentence."""
+        """What may have begun the caller's transaction implicitly, as the end of a sentence."""
         return ""
 
     def _who_hears_of_loss(self, reason: Reason) -> list[Callable[[], object]]:
@@ -96,7 +96,7 @@ class BaseLock:
         return [functools.partial(self.options.on_revoke, self, words)] if self.options.on_revoke else []
 
     def _interrupt_body(self, hold: Hold) -> None:
-        """Cancel what runs under the lock in an asyncio task, where that was asked for."""
+        """Cancel the asyncio task that runs under the lock, with `interrupt=True`."""
         flow = hold.flow()
         task = None if flow is None else flow.task
         if not self.options.interrupt or task is None:
@@ -138,17 +138,17 @@ class BaseLock:
 
     @property
     def key(self) -> str:
-        """What is locked."""
+        """The key of the lock."""
         return self._key
 
     @property
     def label(self) -> str:
-        """Free text for whoever inspects the lock."""
+        """Free text shown to people who inspect the lock."""
         return self.options.label
 
     @property
     def ttl(self) -> float:
-        """The life of the lease in seconds: of the one held, else of the one to be taken."""
+        """The life of the lease in seconds: of the held lease, else of the next one."""
         hold = self._hold()
         return self._ttl if hold is None else hold.lease.ttl
 
@@ -166,7 +166,7 @@ class BaseLock:
 
     @property
     def count(self) -> int:
-        """How many times this flow has entered, and others whom the tenure was handed to, as far as is known here."""
+        """Number of entries of this flow, and of others by a token as far as they are known here."""
         hold = self._hold()
         return 0 if hold is None else hold.count
 
@@ -183,7 +183,7 @@ class BaseLock:
 
     @property
     def remaining(self) -> float:
-        """Seconds for which this flow may still rely on the lock, 0.0 when it may not; by the local clock alone."""
+        """Seconds for which this flow may still rely on the lock, 0.0 if it may not; by the local clock alone."""
         hold = self._hold()
         return 0.0 if hold is None else hold.lease.remaining()
 
@@ -202,8 +202,7 @@ class BaseLock:
     def check(self) -> None:
         """Raise LockLost unless this flow surely holds the lock at this moment; no I/O.
 
-        And LockRevoked once it was asked back (which the next renewal brings to light): it is held, and to be given
-        back soon.
+        Raises LockRevoked once a renewal has read that the lock was asked back: it is held, but release it soon.
         """
         hold = self._surely_held()
         if hold.revoked is not None:
@@ -239,14 +238,14 @@ class BaseLock:
         return hold
 
     def _hold(self) -> Hold | None:
-        """What this flow holds, else what the one open `with` of this object does, wherever that was entered."""
+        """This flow's hold, else that of the only open `with` of this object, whichever flow entered it."""
         hold = self._hold_here()
         if hold is None and self._blocks and len(blocks := self._open_blocks()) == 1 and not blocks[0].entry.detached:
             hold = blocks[0].hold
         return hold or self._hold_before()
 
     def _hold_before(self) -> Hold | None:
-        """What was acquired through this very object by an earlier call of `sync_to_async` in the same task."""
+        """A hold that an earlier call of `sync_to_async` in the same task acquired through this very object."""
         before = current_flow().before
         while before is not None:
             hold = before.holds.get((self._store(), self._key))
@@ -256,16 +255,16 @@ class BaseLock:
         return None
 
     def _open_blocks(self) -> list[Block]:
-        """Those of this process that have not been left by hand."""
+        """The `with`s of this process that have not been left by `release()`."""
         mine = [block for block in self._blocks if block.hold.who["pid"] == os.getpid()]
         return [block for block in mine if block.entry.detached or block.entry in block.hold.entries]
 
     def _hold_here(self, flow: Flow | None = None) -> Hold | None:
-        """What this flow holds, which is `flow` if that is known."""
+        """The hold of this flow; `flow` is this flow if known."""
         holds = (flow or current_flow()).holds
         hold = holds.get((self._store(), self._key)) if holds else None
         if hold is not None and hold.outer is not None and not hold.entered_by(self):
-            # Another lock object took the key again after this one's tenure had ended: lost is lost.
+            # Another lock object took the key again after this object's tenure had ended, which stays lost.
             hold = next((outer for outer in hold.outers() if outer.entered_by(self)), hold)
         return hold if hold is not None and hold.entries else None
 
@@ -283,14 +282,7 @@ class BaseLock:
             key=self._key,
         )
 
-    def _not_held(self, verb: str, of: int = 0) -> LockNotHeld:
-        if of:
-            return LockNotHeld(
-                f"cannot {verb} {self._key!r}: {of} blocks of this lock object are open in other threads or tasks, and "
-                "which of them ends here cannot be told: where a pool of threads runs a block's beginning and its end "
-                "(FastAPI's dependencies, AnyIO, sync_to_async), make a db_lock(...) for each block",
-                key=self._key,
-            )
+    def _not_held(self, verb: str) -> LockNotHeld:
         return LockNotHeld(
             f"cannot {verb} {self._key!r}: this thread or task does not hold it, or has released it already; a lock is"
             " released where it was acquired (asyncio.wait_for and create_task acquire in a task of their own)",
@@ -303,8 +295,8 @@ class BaseLock:
         return self._lost_tenure(hold.tenure.fence, loss, str(loss))
 
     def _lost_tenure(self, fence: int, loss: Loss, why: str = "") -> LockLost:
-        if not why:  # a tenure that somebody named
-            why = "it was given back, or freed by somebody" if loss.reason is Reason.FREED else str(loss)
+        if not why:  # a tenure that a token or sequencer names
+            why = "it was released, or freed by somebody" if loss.reason is Reason.FREED else str(loss)
         return LockLost(
             f"{self._key!r} (fence {fence}) is lost: {why}",
             key=self._key,
@@ -312,30 +304,10 @@ class BaseLock:
             holder=loss.holder,
         )
 
-    def _timed_out(self, refused: Refused) -> LockTimeout:
-        waited = "at one try" if not self._timeout else f"within {self._timeout:g} s"
-        found, busy = refused
-        if busy is not None:
-            return LockTimeout(f"could not acquire {self._key!r} {waited}: {busy}", key=self._key)
-        holder = found if found is not None and found.state == "held" else None
-        if found is None:
-            who = "others were faster each time it was free"
-        elif holder is None:
-            who = "nobody holds it, but somebody's transaction guards it or has locked its row"
-        elif holder.owner == "":
-            who = f"it was held by {holder}"
-        else:
-            who = f"it is held by {holder}"
-        return LockTimeout(
-            f"could not acquire {self._key!r} {waited}: {who}; wait longer with timeout=, or see to the holder",
-            key=self._key,
-            holder=None if holder is None else holder.masked(),
-        )
-
     # -- decoration
 
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
-        """A lock of its own for one call of a decorated function."""
+        """A separate lock for one call of a decorated function."""
         lock = copy.copy(self)
-        lock._key = template.key(args, kwargs)
+        lock._key, lock._skipped = template.key(args, kwargs), False
         return lock

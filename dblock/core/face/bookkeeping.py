@@ -1,4 +1,4 @@
-"""Keeping the books of what a flow holds: with the flow, with the watchdog, and with the local queue.
+"""Bookkeeping of a flow's holds: in the flow, in the watchdog, and in the local queue.
 
 Rule: a function here acts for the flow that runs it, on that flow's hold and on no other's.
 """
@@ -10,10 +10,9 @@ from typing import Any
 
 from dblock.core import runtime
 from dblock.core.acquire.site import Site
-from dblock.core.errors import LockError, Reason
+from dblock.core.errors import LockError, Loss, Reason
 from dblock.core.face.base import BaseLock
 from dblock.core.holding.flow import Entry, Flow, Hold
-from dblock.core.holding.lease import Loss
 from dblock.core.identity import celery_task_id
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
@@ -31,16 +30,15 @@ def begin_hold(
     *,
     store: Store,
     others: int | None = None,
-    token: bool = False,
 ) -> Hold:
-    """The flow holds a tenure from now on; `token`: somebody else could enter it."""
+    """Register a new hold of the flow; `others`: number of other entries in the row, None if others cannot enter."""
     kept = outer if outer and outer.open_entries() else None
     hold = Hold(store, flow, grant, entry, lock.options, outer=kept)
-    hold.shared_entries, hold.held.token = others, token
+    hold.shared_entries = others
     if store.asynchronous:
         hold.loop = sys.modules["asyncio"].get_running_loop()
     for over in list(flow.holds.values()) if flow.holds else ():
-        if over.lease.loss is not None and not over.wanted:  # nobody has left it, and nobody will
+        if over.lease.loss is not None and not over.can_be_released:  # its blocks have not left, and cannot
             forget(over)
     try:
         lock._opened(hold)
@@ -54,9 +52,9 @@ def begin_hold(
 
 
 def forget(hold: Hold) -> None:
-    """Neither the flow nor the watchdog keeps it; a lost hold further out takes its place with the flow.
+    """Remove a hold from the flow and the watchdog; a lost hold further out takes its place in the flow.
 
-    Whoever takes it out of the watchdog's hands gives it back: if `release_all` was faster, that does.
+    The caller that removes it from the watchdog releases it: if `release_all` was faster, that does.
     """
     if not runtime.current.watchdog.discard(hold):
         _ = hold.lease.give_up()
@@ -70,9 +68,9 @@ def forget(hold: Hold) -> None:
 
 
 def find_out(hold: Hold) -> Steps[None]:
-    """The database says that the tenure is over: why?"""
+    """Read from the database why the tenure is over, and mark the hold lost."""
     try:
-        loss = Loss(*(yield from tenures.why_lost(hold.store.database, hold.tenure)))
+        loss = yield from tenures.why_lost(hold.store.database, hold.tenure)
     except LockError:
         loss = Loss(Reason.EXPIRED)
     hold.lease.explain(loss)
@@ -80,15 +78,15 @@ def find_out(hold: Hold) -> Steps[None]:
 
 
 def site_of(hold: Hold) -> Site:
-    """The database of a hold, as this process shares it."""
+    """What this process shares of the hold's database."""
     return runtime.current.site(hold.store)
 
 
 def freed(hold: Hold) -> None:
-    """The key was given back to the database, not to a flow of this process."""
+    """Record that the key was released to the database, not handed to a flow of this process."""
     site_of(hold).local_queues.freed(hold.tenure.key)
 
 
 def who_we_are() -> dict[str, Any]:
-    """This flow, by the names of the statements' parameters."""
+    """Description of this flow, as parameters of the statements."""
     return {**current_flow().who, "task": celery_task_id()}

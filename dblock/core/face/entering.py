@@ -1,6 +1,6 @@
-"""Entering a lock: taking it, entering it once more, or by its token.
+"""Entering a lock: taking it, re-entering it, or entering it by a token.
 
-Rule: whatever breaks an entry off, the row's count and ours agree afterwards, or the row ends with its lease.
+Rule: whatever interrupts an entry, afterwards the count in the row and that of the hold agree, or the lease expires.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from dblock.core import runtime
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.acquiring import Refused
 from dblock.core.acquire.local_queue import Request
-from dblock.core.errors import LockError, Reason
+from dblock.core.errors import LockError, Loss, Reason
 from dblock.core.face.base import BaseLock
 from dblock.core.face.bookkeeping import begin_hold, forget, site_of, who_we_are
 from dblock.core.face.leaving import leave
 from dblock.core.holding.flow import Block, Entry, Flow, Hold
-from dblock.core.holding.lease import Loss
 from dblock.core.identity import celery_task_id
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
@@ -32,14 +31,16 @@ from dblock.core.values import Grant, LockInfo
 def acquire(
     lock: BaseLock, timeout: float | None, kind: str = "acquire", flow: Flow | None = None
 ) -> Steps[Hold | Refused]:
-    """What this flow holds now; else why not. `flow`: which one it is, if that is known."""
+    """The hold of this flow, else the refusal. `flow`: this flow, if known."""
     entry, observers, flow = Entry(lock, kind), runtime.current.watchdog.observers, flow or current_flow()
+    if kind != "with":
+        flow.ends_with_its_call()
     if observers is None:
         steps = _acquire(lock, timeout, entry, flow)
     else:
         steps = observers.acquire(lock, entry, functools.partial(_acquire, lock, timeout, entry, flow))
-    for follow in runtime.current.followers:
-        steps = follow(lock, timeout, steps)
+    for hook in runtime.current.acquire_hooks:
+        steps = hook(lock, timeout, steps)
     return steps
 
 
@@ -56,12 +57,16 @@ def _acquire(
     database, resource = store.database, (store, lock._key)
     hold = flow.holds.get(resource)
     if hold is not None and hold.is_snapshot:
-        hold = None  # a callback that looks at its lock's hold is a flow of its own
-    if hold is not None:
+        hold = None  # a callback that sees a copy of the hold is another flow
+    if hold is not None and hold.lease.remaining() > 0 and hold.refuses(lock):
+        if timeout is None and hold.endless:
+            from dblock.core.face.failures import waits_for_itself  # noqa: PLC0415 - only for the error
+
+            raise waits_for_itself(lock, flow)
+    elif hold is not None:
         if (yield from _reenter(lock, database, hold, ttl, entry)):
             return hold
-        _ = hold.lease.lose(Loss(Reason.EXPIRED))  # a new tenure follows; whoever entered before has lost this one
-        runtime.current.watchdog.announce(hold)
+        _end_before_another(hold)
     options, site = lock.options, runtime.current.site(store)
     request = Request(
         key=lock._key,
@@ -71,7 +76,7 @@ def _acquire(
         fair=int(options.fair),
         flow=flow.name,
         task=celery_task_id(),
-        prompt=store.renewable and options.renew and not options.grace and options.max_hold > ttl,
+        starts_on_place_lease=store.renewable and options.renew and not options.grace and options.max_hold > ttl,
         **flow.who,
     )
     found: Grant | Refused | None = None
@@ -82,15 +87,19 @@ def _acquire(
             timeout,
             functools.partial(runtime.current.waiter_services, store),
             held_in_process=runtime.current.watchdog.holds(store, lock._key),
-            held=lambda: [other.tenure.owner for other in flow.holds.values() if other.lease.loss is None],
+            held=lambda: [
+                each.tenure.owner for each in flow.holds.values() if each is not hold and not each.lease.loss
+            ],
             contended=contended,
             slow_wait=lock._slow_wait,
         )
         if isinstance(found, Grant):
+            if hold is not None and hold.entries:
+                _end_before_another(hold)
             return begin_hold(lock, flow, found, entry, hold, store=store)
     except BaseException:
         known = flow.holds.get(resource)
-        # Interrupted when it was granted, and not held yet?
+        # Interrupted between the grant and the registration of the hold.
         if isinstance(found, Grant) and (known is None or known.tenure != found.tenure):
             with contextlib.suppress(LockError):
                 yield from handover.undo_take(site, lock._key, found.tenure.owner)
@@ -98,8 +107,25 @@ def _acquire(
     return found
 
 
+def _end_before_another(hold: Hold) -> None:
+    """End a hold before a new tenure begins: its blocks have lost it."""
+    _ = hold.lease.lose(Loss(Reason.EXPIRED))
+    runtime.current.watchdog.announce(hold)
+
+
 def enter(lock: BaseLock) -> Steps[None]:
-    """Begin a `with`: take the lock, or enter it once more; an attachment becomes the block. Raises LockTimeout."""
+    """Begin a `with`: take or re-enter the lock; the entry of an attach() becomes the block's. Raises LockTimeout.
+
+    With `on_busy="skip"` the call of a decorated function is marked as skipped instead.
+    """
+    if lock.options.on_busy == "raise":
+        return _enter(lock)
+    from dblock.core.face.key_template import or_skip  # noqa: PLC0415 - for those who decorate
+
+    return or_skip(lock, _enter(lock))
+
+
+def _enter(lock: BaseLock) -> Steps[None]:
     flow = current_flow()
     hold = lock._hold_here(flow)
     if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:
@@ -107,7 +133,9 @@ def enter(lock: BaseLock) -> Steps[None]:
     else:
         found = yield from acquire(lock, lock._timeout, "with", flow)
         if isinstance(found, Refused):
-            raise lock._timed_out(found) from found.busy
+            from dblock.core.face.failures import timed_out  # noqa: PLC0415 - only for the error
+
+            raise (yield from timed_out(lock, found)) from found.busy
         hold = found
     lock._blocks.append(Block(hold.entries[-1], hold))
 
@@ -117,6 +145,8 @@ L = TypeVar("L", bound=BaseLock)
 
 def attach(lock: L, token: Token) -> Steps[L]:
     """Enter the tenure of a token, as a hold of this flow; raises LockLost if it is over."""
+    if lock.options.on_busy != "raise":
+        raise TypeError("on_busy is for decorators: attach() enters a tenure that exists")
     steps, observers = _attach(lock, token), runtime.current.watchdog.observers
     return steps if observers is None else observers.attach(lock, steps)
 
@@ -124,9 +154,10 @@ def attach(lock: L, token: Token) -> Steps[L]:
 def _attach(lock: L, token: Token) -> Steps[L]:
     store, flow, tenure = lock._store(), current_flow(), token.tenure
     database, entry = store.database, Entry(lock, "attach")
-    attached = yield from tenures.attach(database, tenure, who_we_are(), token.ttl, token.grace)
+    flow.ends_with_its_call()
+    attached = yield from tenures.attach(database, tenure, who_we_are(), token.ttl, token.grace, counted=token.counted)
     if attached is None:
-        loss = Loss(*(yield from tenures.why_lost(database, tenure)))
+        loss = yield from tenures.why_lost(database, tenure)
         raise lock._lost_tenure(tenure.fence, loss)
     grant, count = attached
     hold = flow.holds.get((store, lock._key))
@@ -137,7 +168,7 @@ def _attach(lock: L, token: Token) -> Steps[L]:
         if hold is not None:
             _ = hold.lease.lose(Loss(Reason.EXPIRED))
         hold = begin_hold(lock, flow, grant, entry, hold, store=store, others=count - 1)
-    if hold.lease.remaining() <= 0:  # the answer came too late to be of use
+    if hold.lease.remaining() <= 0:  # the answer came too late
         kept = hold.entries[:-1]
         if not kept:
             forget(hold)
@@ -150,7 +181,7 @@ def _attach(lock: L, token: Token) -> Steps[L]:
 def adopt(lock: BaseLock, token: Token) -> Steps[bool]:
     """Hold the tenure of a token as its only holder, as if it had been taken here, with a lease of the lock's own ttl.
 
-    False if somebody is in it: for a token that one bearer uses at a time, and that may come to another one twice.
+    False if another bearer is in it: for a token that may be delivered twice, and that one bearer uses at a time.
     Raises LockLost if the tenure is over.
     """
     steps, observers = _adopt(lock, token), runtime.current.watchdog.observers
@@ -160,20 +191,22 @@ def adopt(lock: BaseLock, token: Token) -> Steps[bool]:
 def _adopt(lock: BaseLock, token: Token) -> Steps[bool]:
     store, flow, tenure = lock._store(), current_flow(), token.tenure
     database = store.database
-    grant = yield from tenures.adopt(database, tenure, who_we_are(), lock._ttl, lock.options.grace)
-    if grant is None:
+    adopted = yield from tenures.adopt(database, tenure, who_we_are(), lock._ttl, lock.options.grace)
+    if adopted is None:
         info = yield from tenures.look(database, tenure.key)
         if info is not None and (info.owner, info.fence) == (tenure.owner, tenure.fence) and info.remaining > 0:
             return False
-        loss = Loss(*(yield from tenures.why_lost(database, tenure)))
+        loss = yield from tenures.why_lost(database, tenure)
         raise lock._lost_tenure(tenure.fence, loss)
     known = flow.holds.get((store, lock._key))
-    _ = begin_hold(lock, flow, grant, Entry(lock, "attach"), known, store=store, token=True)
+    # Another bearer may have kept the token, and attach beside this flow.
+    grant, bearers = adopted
+    begin_hold(lock, flow, grant, Entry(lock, "attach"), known, store=store, others=0).bearers = bearers
     return True
 
 
 def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: Entry) -> Steps[bool]:
-    """Enter a hold of this flow once more; False if it is over."""
+    """Re-enter a hold of this flow; False if it is over."""
     if hold.lease.remaining() <= 0:
         return False
     if hold.shared_entries is not None:
@@ -189,17 +222,17 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
         if grant is None:
             return False
         if hold.lease.lengthen(grant):
-            runtime.current.watchdog.add(hold)  # it may have been given up
+            runtime.current.watchdog.add(hold)  # the watchdog may have dropped it
             hold.entries = [*kept, entry]  # no signal handler runs between this and our return
             return True
     except (GeneratorExit, LockError):
         raise
-    except BaseException:  # interrupted: the row's count goes back to ours
+    except BaseException:  # interrupted: the count in the row goes back to that of the hold
         if kept:  # an open transaction that keeps it counts as one, before and after
             until = database.now() + database.timing.undo_timeout
             with contextlib.suppress(LockError):
-                _ = yield from handover.free(site_of(hold), hold.held, len(kept) + 1, until)
+                _ = yield from handover.free(site_of(hold), hold.record, len(kept) + 1, until)
         raise
-    if hold.lease.loss is None or hold.lease.loss.reason is not Reason.RELEASED:  # else whoever did that gives it back
-        _ = yield from handover.free(site_of(hold), hold.held, len(kept) + 1)  # the answer came too late to be of use
+    if hold.lease.loss is None or hold.lease.loss.reason is not Reason.RELEASED:  # else release_all() releases it
+        _ = yield from handover.free(site_of(hold), hold.record, len(kept) + 1)  # the answer came too late
     return False

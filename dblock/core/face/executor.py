@@ -1,123 +1,167 @@
-"""What the stores of both faces share.
+"""The base of the stores of both faces.
 
-A statement runs on a connection of the lock's own and is answered within a bound, and a driver's error becomes one of
-ours, in one place.
+It runs a statement on a connection of the lock's own, within a deadline, and translates the driver's errors.
 
-Rule: an error that leaves here says what it means for the protocol by its class, and has the driver's error as its
-cause.
+Rule: the class of an error that is raised here says what it means for the protocol; its cause is the driver's error.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from typing import Final, Protocol
+from collections.abc import Callable
+from types import ModuleType
+from typing import Final, Protocol, TypeVar
 
 from dblock.core import runtime
 from dblock.core.connections.pool import PooledConnection
-from dblock.core.errors import LockError, StoreConflict
-from dblock.core.face.failures import SCHEMA, key_of, late, schema_error, store_error, unreachable, unstorable
+from dblock.core.errors import LockError, LockStoreError, StoreConflict
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Wait
-from dblock.core.statements.base import Failure, Statement, perform
+from dblock.core.statements.base import Failure, Statement, on_server, perform, without_secrets
 
 _SPENT: Final = frozenset({Failure.DISCONNECTED, Failure.SPENT})
-"""After these the connection is of no more use."""
+"""After these failures the connection is dropped."""
+
+
+_ANSWERS: Final = frozenset({int, float, str, type(None)})
+"""The types of SQLite's values."""
+
+
+T = TypeVar("T")
+
+
+def _failures() -> ModuleType:
+    """The module that makes errors, imported with the first one."""
+    from dblock.core.face import failures  # noqa: PLC0415 - see there
+
+    return failures
 
 
 class ConnectionSource(Protocol):
-    """Where the connections for statements come from."""
+    """The source of connections for statements."""
 
-    def take(self, until: float, *, keeps: bool, urgent: bool = False) -> PooledConnection:
-        """One for a statement; StoreConflict if there is none until that local time."""
+    def take(self, until: float, *, critical: bool, priority: bool = False) -> PooledConnection:
+        """A connection for a statement; StoreConflict if there is none until that local time."""
         ...
 
     def give(self, connection: PooledConnection) -> None:
-        """The statement has succeeded."""
+        """Return a connection after a statement that succeeded."""
         ...
 
     def give_after_error(self, connection: PooledConnection) -> None:
-        """It was refused."""
+        """Return a connection after a statement that was refused."""
         ...
 
     def drop(self, connection: PooledConnection, *, others: bool) -> None:
-        """What became of it is not known; `others`: nor whether those that wait still lead anywhere."""
+        """Discard a connection in an unknown state; `others`: and the idle ones, which may be broken too."""
         ...
 
 
 class BaseStore:
-    """A database, and the connections of the lock to it."""
+    """A database, and the lock's connections to it."""
 
     database: Database
     pin: Statement | None = None
-    """The statement `pin` as sessions of the caller's are to run it, once somebody has asked for it."""
+    """The statement `pin` for sessions of the caller, once it has been needed."""
     asynchronous = False
     pins = True
-    """Can guard() pin a row in a transaction of the caller's?"""
+    """Whether guard() can pin a row in a transaction of the caller."""
     _source: ConnectionSource
     name: str
-    """Which database it is, without what a log should not show."""
+    """Name of the database, without secrets, for events and logs."""
     _described: str
-    """Which database it is, for people."""
+    """Name of the database in messages."""
     _create_table: str
-    """What makes the table."""
+    """How to create the tables, for messages."""
     _rename_tables: str
-    """What gives the tables other names."""
+    """How to give the tables other names, for messages."""
     _paramstyle: str
     _errors: tuple[type[BaseException], ...]
-    """The driver's."""
+    """The driver's errors."""
     _connect_errors: tuple[type[BaseException], ...]
+    _mistakes: tuple[type[BaseException], ...]
+    """Errors that are mistakes of the client, so that retrying does not help."""
+
+    @property
+    def location(self) -> object:
+        """The database that the store leads to at present; None: always the same one."""
+        return None
 
     def execute(self, step: Execute) -> Rows:
         """Run the statement in this thread (or greenlet)."""
         now, timing = self.database.now(), self.database.timing
         until = self._until(step, now)
+        connection = self._connection(step, until)
+        deadlines, latency = runtime.current.deadlines, self.database.latency
+        latency.answered = max(latency.answered, connection.opened)
         try:
-            connection = self._source.take(until, keeps=step.statement.keeps, urgent=step.statement.urgent)
-        except StoreConflict as error:
-            raise type(error)(f"{self._described}: {error}", key=key_of(step)) from None
-        except self._connect_errors as error:
-            cause = error.__cause__ or error
-            if self.database.dialect.classify(cause) is Failure.LOCKED:
-                raise self.error(cause, step) from cause
-            raise unreachable(error, database=self._described) from cause
-        deadlines = runtime.current.deadlines
-        try:
-            deadlines.watch(connection, until)
+            deadlines.arm(connection, until)
             if connection.busy_timeout:
                 _bound_sqlite(connection, min(timing.sqlite_busy, (until - now) / 2))
-            rows = self._perform(connection, step)
+            rows = without_secrets(step.statement, self._perform(connection, step))
         except self._errors as error:
+            _failures().leave_out_driver(error)
             failure = self.database.dialect.classify(error)
-            if not deadlines.answered(connection):
-                self._source.drop(connection, others=True)
-                raise late(step, until - now, database=self._described) from error
+            if not deadlines.disarm(connection):
+                self._source.drop(connection, others=False)
+                raise _failures().late(step, until - now, database=self._described) from error
             self._give_back(connection, failure)
             if failure is Failure.DUPLICATE:
                 return []
             raise self.error(error, step) from error
         except UnicodeError:
-            _ = deadlines.answered(connection)
+            _ = deadlines.disarm(connection)
             self._source.give_after_error(connection)
-            raise unstorable(database=self._described) from None
-        except BaseException:  # interrupted half-way through an answer
-            _ = deadlines.answered(connection)
+            raise _failures().unstorable(database=self._described) from None
+        except BaseException:  # interrupted during the answer
+            _ = deadlines.disarm(connection)
             self._source.drop(connection, others=False)
             raise
-        if not deadlines.answered(connection):
+        answered = self.database.now()
+        latency.observe(answered - now, answered)
+        if not deadlines.disarm(connection):
             self._source.drop(connection, others=False)
             return rows
         try:
             self._source.give(connection)
-        except self._errors as error:  # in memory this is what commits
+        except self._errors as error:  # for a database in memory this commits
             self._source.give_after_error(connection)
             raise self.error(error, step) from error
         return rows
 
+    def _connection(self, step: Execute, until: float) -> PooledConnection:
+        """A connection for a step, to the database that it is for."""
+        try:
+            connection = self._source.take(until, critical=step.statement.critical, priority=step.statement.priority)
+        except StoreConflict as error:
+            described = type(error)(f"{self._described}: {error}", key=_failures().key_of(step))
+            described.late = error.late
+            raise described from None
+        except self._connect_errors as error:
+            cause = error.__cause__ or error
+            if self.database.dialect.classify(cause) is Failure.LOCKED:
+                raise self.error(cause, step) from cause
+            mistake = isinstance(error, self._mistakes) and "event loop" not in str(error)
+            raise _failures().unreachable(error, database=self._described, mistake=mistake) from cause
+        if step.location not in {None, connection.location}:
+            self._source.give(connection)
+            raise LockStoreError(f"{self._described} is another one than the one that was meant")
+        return connection
+
+    def _begin_to_listen(self, connection: PooledConnection, begin: Callable[[], T]) -> T:
+        """Run `begin`, which makes a connection listen, with a deadline as for a statement."""
+        deadlines = runtime.current.deadlines
+        deadlines.arm(connection, self.database.now() + self.database.timing.statement_timeout)
+        try:
+            return begin()
+        finally:
+            _ = deadlines.disarm(connection)
+
     def _until(self, step: Execute, now: float) -> float:
-        """The local time after which whoever sends it goes on without an answer."""
+        """The deadline for the answer to a step."""
         timing = self.database.timing
-        longest = timing.keeping_answer if step.statement.keeps else timing.answer
+        longest = timing.critical_timeout if step.statement.critical else timing.statement_timeout
         return now + max(timing.least_answer, min(step.until - now, longest))
 
     def _give_back(self, connection: PooledConnection, failure: Failure) -> None:
@@ -127,44 +171,62 @@ class BaseStore:
             self._source.give_after_error(connection)
 
     def pause(self, step: Sleep | Wait) -> None:
-        """Let time pass in this thread."""
+        """Sleep or wait in this thread."""
         if isinstance(step, Wait):
             step.wakeup.wait(step.seconds)
         else:
             time.sleep(step.seconds)
 
     async def apause(self, step: Sleep | Wait) -> None:
-        """Let time pass in the running task."""
+        """Sleep or wait in the running task."""
         if isinstance(step, Wait):
             await step.wakeup.wait_async(step.seconds)
         else:
-            import asyncio  # noqa: PLC0415 - a third of the core's import time, for those who do not use it
+            import asyncio  # noqa: PLC0415 - a third of the core's import time
 
             await asyncio.sleep(step.seconds)
 
     def error(self, error: BaseException, step: Execute) -> LockError:
-        """What a driver's error means."""
+        """The lock's error for a driver's error."""
         failure = self.database.dialect.classify(error)
-        if failure in SCHEMA:
-            return schema_error(failure, error, step, self)
-        return store_error(failure, error, step, self)
+        failures = _failures()
+        kind = failures.schema_error if failure in failures.SCHEMA else failures.store_error
+        meant: LockError = kind(failure, error, step, self)
+        return meant
 
     def _why_locked(self, error: BaseException) -> str:
-        """What may have locked the whole database."""
+        """A likely reason why the whole database is locked, for messages."""
         return "somebody's transaction, your own perhaps, has been writing all the time"
 
     def _perform(self, connection: PooledConnection, step: Execute) -> Rows:
+        if connection.mariadb is not None:
+            step = step._replace(statement=on_server(step.statement, mariadb=connection.mariadb))
         if connection.prepared is not None:
             return connection.prepared(step)
         cursor = connection.raw.cursor()
+        if hasattr(cursor, "row_factory"):  # SQLite's, on a connection of the caller
+            cursor.row_factory = None
         try:
-            return perform(cursor, step.statement, step.parameters, self._paramstyle)
+            rows = perform(cursor, step.statement, step.parameters, self._paramstyle)
         finally:
             cursor.close()
+        if self.database.dialect.single_writer:
+            self._check_types(rows, step)
+        return rows
+
+    def _check_types(self, rows: Rows, step: Execute) -> None:
+        """Raise LockStoreError for a value that a converter of the application has replaced.
+
+        sqlite3 converts by the declared type of a column, if its connection was opened with `detect_types`.
+        """
+        for row in rows:
+            for value in row:
+                if type(value) not in _ANSWERS:
+                    raise _failures().converted(value, step, database=self._described)
 
 
 def _bound_sqlite(connection: PooledConnection, seconds: float) -> None:
-    """Let a statement wait so long for other writers; half of what is left, so that it can be seen who has the key."""
+    """Let a statement wait so many seconds for other writers; half of the rest, so that the holder can be read."""
     milliseconds = max(1, math.ceil(seconds * 1000))
     if milliseconds != connection.busy_timeout:
         cursor = connection.raw.cursor()

@@ -1,15 +1,20 @@
-"""What a driver's error means, in words.
+"""The lock's errors for failures of drivers and for refusals.
 
-Rule: an error of ours says by its class what it means for the protocol, and in its text what somebody can do about it.
+Rule: the class of an error says what it means for the protocol, its text what the user can do about it.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, Protocol
+import contextlib
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dblock.core.errors import (
+    LockDeadlock,
     LockError,
+    LockNotHeld,
     LockStoreError,
+    LockTimeout,
     StaleSnapshot,
     StoreBusy,
     StoreConflict,
@@ -17,33 +22,36 @@ from dblock.core.errors import (
     StoreUnanswered,
 )
 from dblock.core.protocol.sending import Database
-from dblock.core.protocol.steps import Execute
+from dblock.core.protocol.steps import Execute, Steps
 from dblock.core.statements.base import Failure
+
+if TYPE_CHECKING:
+    from dblock.core.acquire.acquiring import Refused
+    from dblock.core.face.base import BaseLock
+    from dblock.core.holding.flow import Flow
+    from dblock.core.pinned import Pinned
 
 
 class Described(Protocol):
-    """A store, for people."""
+    """What messages need of a store (see `BaseStore`)."""
 
     database: Database
     _described: str
-    """Which database it is."""
     _create_table: str
-    """What makes the table."""
     _rename_tables: str
-    """What gives the tables other names."""
 
     def _why_locked(self, error: BaseException, /) -> str:
-        """What may have locked the whole database."""
+        """A likely reason why the whole database is locked."""
         ...
 
 
 _INDEXES: Final = ("locks_pin ON locks (lock_key)", "lock_waiters_queue ON lock_waiters (lock_key, ticket)")
-"""Those that statements name."""
+"""The indexes that statements name."""
 
 _TABLES: Final = ("locks", "lock_waiters", "lock_events", "lock_states")
 
 SCHEMA: Final = frozenset({Failure.NO_TABLE, Failure.OTHER_TABLE})
-"""These tell of the tables, not of the statement."""
+"""Failures caused by the tables, not by the statement."""
 
 
 def schema_error(failure: Failure, error: BaseException, step: Execute, store: Described) -> LockStoreError:
@@ -79,7 +87,7 @@ def store_error(failure: Failure, error: BaseException, step: Execute, store: De
             hint = "the transaction has read what others have changed since: take the lock, and then begin it"
             kind, text = StaleSnapshot, f"{database} refused to {what}: {detail}; {hint}"
         case Failure.NO_RIGHT:
-            hint = "whoever locks needs SELECT, INSERT, UPDATE and DELETE on the lock's tables (GRANT)"
+            hint = "its user needs SELECT, INSERT, UPDATE and DELETE on the lock's tables (GRANT)"
             kind, text = LockStoreError, f"{database} refused to {what}: {detail}; {hint}"
         case Failure.DISCONNECTED:
             kind, text = StoreUnanswered, f"{database} did not answer when asked to {what}: {detail}"
@@ -92,23 +100,121 @@ def late(step: Execute, seconds: float, *, database: str) -> StoreUnanswered:
     """The error for a statement that was not answered in time."""
     return StoreUnanswered(
         f"{database} did not answer within {seconds:.2g} s when asked to {_what(step)}", key=key_of(step)
-    )
+    ).because_late()
 
 
 def unstorable(*, database: str) -> LockStoreError:
-    """The error for text that the connection's character set lacks; the driver's would quote the whole statement."""
+    """The error for text that the connection's character set lacks; the driver's would quote the statement."""
     return LockStoreError(
         f"{database} is connected with a character set that lacks characters of the key or label: use UTF-8"
     )
 
 
-def unreachable(error: BaseException, *, database: str) -> StoreConflict:
-    """The error for a connection that could not be opened: nothing was sent."""
-    return StoreConflict(f"cannot connect to {database}: {type(error).__name__}: {str(error).strip()}")
+def converted(value: object, step: Execute, *, database: str) -> LockStoreError:
+    """The error for an answer that is neither a number nor text."""
+    return LockStoreError(
+        f"{database} answered with a {type(value).__name__} when asked to {_what(step)}: a converter of "
+        "sqlite3.register_converter() has read it. Open the engine without detect_types, or register the converter for "
+        "a type that no column of the lock's tables has",
+        key=key_of(step),
+    )
+
+
+def unreachable(error: BaseException, *, database: str, mistake: bool) -> LockStoreError:
+    """The error for a connection that could not be opened: nothing was sent. A mistake of the client is no outage."""
+    kind = LockStoreError if mistake else StoreConflict
+    return kind(f"cannot connect to {database}: {type(error).__name__}: {' '.join(str(error).split())}")
+
+
+def open_elsewhere(lock: BaseLock, blocks: int) -> LockNotHeld:
+    """The error for the end of one of several blocks of one lock object, which were all begun in other flows."""
+    return LockNotHeld(
+        f"cannot leave {lock.key!r}: {blocks} blocks of this lock object are open in other threads or tasks, and "
+        "which of them ends here cannot be told: where a pool of threads runs a block's beginning and its end "
+        "(FastAPI's dependencies, AnyIO, sync_to_async), make a db_lock(...) for each block",
+        key=lock.key,
+    )
+
+
+def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
+    """The error for a key that could not be acquired in time, with its holder or the transaction that pins it."""
+    key, timeout, pinned = lock.key, lock._timeout, (yield from _who_pins(lock, refused))
+    waited = f"within {timeout:g} s" if timeout else "at one try"
+    found, busy = refused
+    if busy is not None:
+        return LockTimeout(f"could not acquire {key!r} {waited}: {busy}", key=key)
+    holder = found if found is not None and found.state == "held" else None
+    advice = "wait longer with timeout=, or see to the holder"
+    if pinned is not None:
+        who = f"nobody holds it, but a transaction guards it or has locked its row: {'; '.join(pinned.told())}"
+        advice = "the lease is over, and no timeout= outlasts that"
+    elif found is None:
+        who = "others were faster each time it was free"
+    elif holder is None:
+        who = "nobody holds it, but somebody's transaction guards it or has locked its row"
+    elif holder.owner == "":
+        who = f"it was held by {holder}"
+    else:
+        who, mine = f"it is held by {holder}", lock._hold_here()
+        if mine is not None and mine.tenure.owner == holder.owner:
+            who = "this very thread or task holds it, and reentrant=False does not let it enter twice"
+            advice = "release it first"
+    return LockTimeout(
+        f"could not acquire {key!r} {waited}: {who}; {advice}",
+        key=key,
+        holder=None if holder is None else holder.masked(),
+        pinned=pinned,
+    )
+
+
+def _who_pins(lock: BaseLock, refused: Refused) -> Steps[Pinned | None]:
+    """The transaction that pins the key, if it has no holder; None if there is none, or no answer in time."""
+    if refused.busy is not None or (refused.holder is not None and refused.holder.state == "held"):
+        return None
+    from dblock.core.face.pins import pinned  # noqa: PLC0415 - rarely needed
+
+    database = lock._store().database
+    until = database.now() + database.timing.pinned_answer
+    with contextlib.suppress(LockError):
+        return (yield from pinned(database, [lock._key], until, settle=0.0)).get(lock._key)
+    return None
+
+
+def waits_for_itself(lock: BaseLock, flow: Flow) -> LockDeadlock:
+    """The error for a flow that would wait without end for a key that it holds itself."""
+    who = "{host} pid {pid}, {thread}".format_map(flow.who)
+    return LockDeadlock(
+        f"deadlock: {who} holds {lock.key!r} and would wait for it without end, since reentrant=False does not let"
+        " it enter twice: release the lock first, give this take a timeout, or let both re-enter",
+        key=lock.key,
+        cycle=((lock.key, who),),
+    )
+
+
+def leave_out_driver(error: BaseException | None) -> None:
+    """Take a driver's frames out of its error's traceback, and out of those of its causes.
+
+    Their locals contain the values of the statement, owner tokens among them, and error reports show locals.
+    """
+    seen, behind = set[int](), error
+    while behind and id(behind) not in seen:
+        seen.add(id(behind))
+        ours = trace = behind.__traceback__ if _is_ours(behind.__traceback__) else None
+        while trace and _is_ours(trace.tb_next):
+            trace = trace.tb_next
+        if trace:
+            trace.tb_next = None
+        behind.__traceback__ = ours
+        behind = behind.__cause__ or behind.__context__
+
+
+def _is_ours(trace: TracebackType | None) -> bool:
+    name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return name.partition(".")[0] in {"dblock", "sqlalchemy_dblock"}
 
 
 def _first_line(error: BaseException) -> str:
-    """What a driver says, without the statement that it may quote below."""
+    """A driver's message, without the statement that it may quote below."""
     return str(error).strip().partition("\n")[0]
 
 

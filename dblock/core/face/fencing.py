@@ -1,4 +1,4 @@
-"""The fence that a write is to carry."""
+"""The fence of a fenced write."""
 
 from __future__ import annotations
 

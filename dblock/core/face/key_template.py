@@ -1,7 +1,7 @@
-"""What a decorator can guard, and the key that each call gets.
+"""Decorated functions, and the key of each call.
 
-Rule: what could not be guarded is refused at decoration, not in production; a key that cannot be formed from a call is
-refused before any I/O.
+Rule: a function that cannot be guarded is refused at decoration, not in production; a key that cannot be formed from a
+call is refused before any I/O.
 """
 
 from __future__ import annotations
@@ -11,8 +11,13 @@ import string
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dblock.core.errors import InvalidKey
+from dblock.core.errors import InvalidKey, LockTimeout
+from dblock.core.log import inform
+from dblock.core.protocol.steps import Steps
 from dblock.core.validation import valid_key
+
+if TYPE_CHECKING:
+    from dblock.core.face.base import BaseLock
 
 _NO_KEY = "without a key db_lock makes a decorator and no lock: give it one"
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Template:
     """The key of a decorator: a format string over the arguments of each call.
 
-    `bound`: the first parameter is given by whoever calls, and is no argument.
+    `bound`: the first parameter (`self`) is bound, and so is not among the arguments.
     """
 
     def __init__(self, key: str, function: Callable[..., Any], *, bound: bool = False) -> None:
@@ -32,7 +37,7 @@ class Template:
         except ValueError as error:
             raise InvalidKey(f"the key {key!r} is not a format string: {error}", key=key) from error
         self._plain = not fields
-        # A wrapper is called with what the wrapped function takes, or with what it takes itself.
+        # A wrapper is called with the parameters of the wrapped function, or with its own.
         self._signatures = [python.signature(function, follow_wrapped=follow) for follow in (True, False)]
         if bound:
             self._signatures = [_without_first(signature) for signature in self._signatures]
@@ -58,7 +63,7 @@ class Template:
             raise InvalidKey(message, key=self._format) from error
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Those of one call by name, defaults included."""
+        """The arguments of one call by name, defaults included."""
         return dict(self._bind(args, kwargs).arguments)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> python.BoundArguments:
@@ -83,15 +88,26 @@ def _without_first(signature: python.Signature) -> python.Signature:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """For people: not the address in memory."""
+    """Name for messages, without the address in memory."""
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
-class NoKey:
-    """What `db_lock` makes without a key: a decorator, whose lock is named after the function.
+def or_skip(lock: BaseLock, entering: Steps[None]) -> Steps[None]:
+    """Enter the lock of one call of a decorated function; if its key is busy, the call is marked as skipped."""
+    if lock._skipped is None:
+        raise TypeError('the body of a `with` cannot be skipped: on_busy="skip" is for decorators; here use acquire()')
+    try:
+        yield from entering
+    except LockTimeout as busy:
+        inform("skipped a call: %s", str(busy))
+        lock._skipped = True
 
-    The key is the function's module and qualified name, so that it is one lock wherever that is imported as the same
-    module, and another one for each function.
+
+class NoKey:
+    """The decorator that `db_lock` makes without a key.
+
+    The key is the function's module and qualified name, so that each function has one lock, wherever it is imported
+    under the same module name.
     """
 
     def __init__(self, make: Callable[[str], Callable[[Any], Any]]) -> None:
@@ -102,14 +118,14 @@ class NoKey:
         """Decorate `function`, sync or async as the lock is."""
         _refuse_unguardable(function)
         name = getattr(function, "__qualname__", ">")
-        if name.endswith(">"):  # <lambda>, as all others of the module
+        if name.endswith(">"):  # <lambda>, the name of every lambda of the module
             raise InvalidKey(
                 f"{function!r} has no name to call the lock by: give it a key, such as 'order:{{order.pk}}'"
             )
         decorated: F = self._make(f"{function.__module__}.{name}")(function)
         return decorated
 
-    if not TYPE_CHECKING:  # a type checker is to find that it is no lock
+    if not TYPE_CHECKING:  # hidden from type checkers: it is no lock
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(f"{name}: {_NO_KEY}")

@@ -1,6 +1,6 @@
-"""Leaving a lock: by the end of a `with`, by hand, when a transaction ends, to the bearer of a token, or all at once.
+"""Leaving a lock: at the end of a `with`, by release() or detach(), at the end of a transaction, or by release_all().
 
-Rule: an entry is left once, whatever interrupts that; the last one's hold is forgotten before the database is told.
+Rule: an entry is left once, whatever interrupts that; with the last one the hold is removed before the row is changed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ T = TypeVar("T")
 
 
 def leave_block(lock: BaseLock) -> Steps[None]:
-    """Leave the innermost `with` of this very lock, whatever has become of its hold.
+    """Leave the innermost `with` of this very lock object, whatever the state of its hold.
 
-    It belongs to the lock object: where the flow that leaves holds nothing, it is the only one that is open, wherever
-    that was entered (a pool of threads may run the end of a block elsewhere than its beginning).
+    A `with` belongs to the lock object: if the flow that leaves holds nothing, its only open `with` is left, whichever
+    flow entered it (a pool of threads may run the beginning and the end of a block in different threads).
     """
+    if lock._skipped:
+        return
     if lock.forked_from is not None:
         raise lock._forked()
     block = _innermost(lock)
@@ -51,7 +53,7 @@ def leave_block(lock: BaseLock) -> Steps[None]:
 
 
 def release(lock: BaseLock) -> Steps[None]:
-    """Leave the hold of this flow by the last entry that is not a `with`, if there is such."""
+    """Leave this flow's hold by the last entry that is not a `with`, if there is one, else by the last."""
     if lock.forked_from is not None:
         raise lock._forked()
     hold = lock._own_hold("release")
@@ -60,7 +62,7 @@ def release(lock: BaseLock) -> Steps[None]:
 
 
 def detach(lock: BaseLock) -> Steps[str]:
-    """Leave the innermost entry to whoever bears the token that this returns; raises LockLost if the lease is over."""
+    """Leave the innermost entry to the bearer of the returned token; raises LockLost if the lease is over."""
     if lock.forked_from is not None:
         raise lock._forked()
     hold = lock._own_hold("detach")
@@ -70,34 +72,32 @@ def detach(lock: BaseLock) -> Steps[str]:
 def _detach(lock: BaseLock, hold: Hold) -> Steps[str]:
     _ = lock._surely_held()
     entry, kept = hold.entries[-1], hold.entries[:-1]
-    staying = max(len(kept), int(hold.deferred))  # what a transaction keeps counts as one entry, if there is no other
-    database, count = hold.store.database, staying + 1 if hold.shared_entries is None else 0
-    if not (
-        yield from tenures.detach(database, hold.tenure, hold.lease.ttl, hold.lease.grace, count=count, who=hold.who)
-    ):
+    staying = max(len(kept), int(hold.deferred))  # a transaction that keeps it counts as an entry if there is no other
+    database, count = hold.store.database, staying + 1 if hold.sole else 0
+    ttl, grace = hold.lease.ttl, hold.lease.grace
+    if not (yield from tenures.detach(database, hold.tenure, ttl, grace, count=count, bearers=hold.bearers)):
         yield from find_out(hold)
         raise lock._lost(hold)
     hold.shared_entries = hold.shared_entries or 0
-    hold.unused_tokens += bool(staying)
     entry.detached = True
     if not staying:
         forget(hold)
     hold.entries = kept
     if not staying:
         freed(hold)
-    return token_text(Token(hold.tenure, hold.lease.ttl, hold.lease.grace, hold.min_hold))
+    return token_text(Token(hold.tenure, ttl, grace, hold.min_hold))
 
 
 def share(lock: BaseLock) -> str:
-    """A token with which others may enter beside this flow, while somebody is in: who leaves last frees the key."""
+    """A token with which others may enter beside this flow, while the tenure lasts; the last to leave frees the key."""
     hold = lock._own_hold("share")
     _ = lock._surely_held()
     hold.shared_entries = hold.shared_entries or 0
-    return token_text(Token(hold.tenure, hold.lease.ttl, hold.lease.grace, hold.min_hold))
+    return token_text(Token(hold.tenure, hold.lease.ttl, hold.lease.grace, hold.min_hold, counted=False))
 
 
 def finish(hold: Hold) -> Steps[None]:
-    """The transaction that kept a hold has ended: give it back, unless its flow has entered it again."""
+    """Release a hold whose transaction has ended, unless its flow has entered it again."""
     return _observed(hold, _finish(hold))
 
 
@@ -112,17 +112,17 @@ def _finish(hold: Hold) -> Steps[None]:
         except BaseException:
             yield from _leave_after_all(hold)
             raise
-        # In SQLite a rollback takes back a take that was part of the transaction: nothing was lost.
+        # In SQLite a rollback undoes a take that was part of the transaction: nothing was lost.
         if not (released or hold.store.database.dialect.single_writer):
             yield from find_out(hold)
 
 
 def release_all(store: Store) -> Steps[int]:
-    """Give back all that this process holds in one database; how many.
+    """Release all locks that this process holds in one database; returns their number.
 
-    Whoever still works under one of them has lost it before anybody else can have it. A row that somebody has locked is
-    passed over after a while, and a database that fails is not asked again: what is left ends with its lease, which
-    nobody renews, if it is not given back by another call, or at the end of the process.
+    A flow that still works under one of them finds it lost before another flow can get it. A row that a transaction has
+    locked is passed over after a while, and a database that fails gets no further statements: the rest is released by
+    another call or at the end of the process, or expires, as it is no longer renewed.
     """
     given = 0
     for hold in runtime.current.watchdog.give_up(store):
@@ -131,7 +131,7 @@ def release_all(store: Store) -> Steps[int]:
             yield from runtime.leave_for_good(runtime.current.site(store), hold)
             given += 1
         except LockError as error:
-            warn("could not give %r back: %s", hold.tenure.key, error)
+            warn("could not release %r: %s", hold.tenure.key, error)
             if not isinstance(error, StoreBusy):
                 break
         finally:
@@ -140,25 +140,27 @@ def release_all(store: Store) -> Steps[int]:
 
 
 def _innermost(lock: BaseLock) -> Block | None:
-    """The `with` of this very lock that ends now; None if it has none, or has left it otherwise."""
+    """The `with` of this very lock object that ends now; None if it has none, or was left otherwise."""
     flow = current_flow()
     here = [block for block in lock._blocks if block.hold.flow() is flow]
     if here or lock._hold_here() is not None:
         return here[-1] if here else None
     blocks = lock._open_blocks()
     if len(blocks) > 1:
-        for block in blocks:  # somebody's cannot be left any more: it ends with its lease
+        for block in blocks:  # one of them can no longer be left: its lease expires
             block.hold.lease.renewing = False
-        raise lock._not_held("leave", of=len(blocks))
+        from dblock.core.face.failures import open_elsewhere  # noqa: PLC0415 - only for the error
+
+        raise open_elsewhere(lock, len(blocks))
     return blocks[0] if blocks else None
 
 
 def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:
-    """Leave by an open `with`, unless that was handed over, or its hold released by hand."""
+    """Leave by an open `with`, unless it was detached, or left by release()."""
     entry, hold = block
     if entry.detached:
         return
-    if entry not in hold.entries:  # it was released by hand
+    if entry not in hold.entries:  # left by release()
         yield from release(lock)
         return
     flow = hold.flow()
@@ -170,7 +172,7 @@ def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:
 
 
 def _release(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
-    """Leave one entry, the last one when an open transaction has ended; raises LockLost if the lease is over."""
+    """Leave one entry; an open transaction may defer the last one. Raises LockLost if the lease is over."""
     return _observed(hold, _leave_entry(lock, hold, left))
 
 
@@ -192,7 +194,7 @@ def _leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
         if not kept:
             forget(hold)
         hold.leaving, hold.entries = through, kept
-        if not in_time and hold.lease.grace:  # freeing the row would open the key before its time
+        if not in_time and hold.lease.grace:  # a release would open the key before the grace is over
             released = False
         else:
             released = yield from leave(hold)
@@ -210,17 +212,18 @@ def _leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
 
 
 def leave(hold: Hold) -> Steps[bool]:
-    """Tell the database that an entry was left; False if the tenure was over before.
+    """Leave an entry in the row; False if the tenure was over before.
 
-    The last one's hold has been forgotten: whatever becomes of the statement, this flow holds the key no more. Whoever
-    begins to wait in this process from now on expects no hand-over; who did before is in the local queue.
+    With the last entry the hold has been removed: whatever the result of the statement, this flow no longer holds the
+    key. A flow of this process that begins to wait from now on expects no hand-over; earlier ones are in the local
+    queue.
     """
     if hold.lease.loss is not None and hold.lease.loss.reason is Reason.RELEASED:
-        return False  # whoever gave it up gives it back, all of its entries
+        return False  # release_all() leaves all of its entries
     if hold.entries:
         return (yield from _lower(hold))
     if hold.shared_entries is None and not hold.min_hold:
-        return (yield from handover.pass_on(site_of(hold), hold.held))
+        return (yield from handover.pass_on(site_of(hold), hold.record))
     try:
         return (yield from _lower(hold))
     finally:
@@ -229,41 +232,23 @@ def leave(hold: Hold) -> Steps[bool]:
 
 def _lower(hold: Hold) -> Steps[bool]:
     """Lower the count in the row by one; False if the tenure was over before."""
-    database, entered = hold.store.database, len(hold.entries)
-    if hold.unused_tokens and not entered and (yield from _unused(hold)):
-        # It is left to the bearer of a token, who has one more ttl.
-        count = 0 if hold.shared_entries else 1
-        return (
-            yield from tenures.detach(
-                database, hold.tenure, hold.lease.ttl, hold.lease.grace, count=count, who=hold.who
-            )
-        )
-    alone = hold.shared_entries is None
-    if not alone or (hold.min_hold and not entered):
-        return (yield from handover.leave(site_of(hold), hold.tenure, hold.min_hold, alone=alone))
-    return (yield from handover.release(site_of(hold), hold.held, entered + 1))
+    entered = len(hold.entries)
+    if hold.shared_entries is not None or (hold.min_hold and not entered):
+        return (yield from handover.leave(site_of(hold), hold, count=entered + 1))
+    return (yield from handover.release(site_of(hold), hold.record, entered + 1))
 
 
 def _leave_after_all(hold: Hold) -> Steps[None]:
-    """Interrupted while an entry was being left: it is left, where sending that twice is harmless."""
+    """After an interrupt: leave the entry again, if the statement may be sent twice."""
     entered, over, loss = len(hold.entries), hold.lease.remaining() <= 0, hold.lease.loss
     if not entered:
         forget(hold)
     if loss is not None and loss.reason is Reason.RELEASED:
-        return  # whoever gave it up gives it back
-    if hold.shared_entries is not None or (hold.lease.grace and over):
-        return  # it ends with its lease
+        return  # release_all() releases it
+    if not hold.sole or (hold.lease.grace and over):
+        return  # its lease expires
     with contextlib.suppress(LockError):  # nothing replaces the interrupt
-        if hold.min_hold and not entered:
-            _ = yield from handover.leave(site_of(hold), hold.tenure, hold.min_hold, alone=True)
+        if hold.shared_entries is not None or (hold.min_hold and not entered):
+            _ = yield from handover.leave(site_of(hold), hold, count=entered + 1, again=True)
         else:
-            _ = yield from handover.free(site_of(hold), hold.held, entered + 1)
-
-
-def _unused(hold: Hold) -> Steps[bool]:
-    """Has nobody come yet with a token of this tenure? Whoever attaches writes into the row who that is."""
-    info = yield from tenures.look(hold.store.database, hold.tenure.key)
-    if info is None:
-        return False
-    who = info.identity
-    return (who.host, who.pid, who.thread) == (hold.who["host"], hold.who["pid"], hold.who["thread"])
+            _ = yield from handover.free(site_of(hold), hold.record, entered + 1)

@@ -1,6 +1,6 @@
-"""The synchronous and the asynchronous face of a lock.
+"""The methods of a lock, synchronous and asynchronous.
 
-Rule: a face only says who drives the steps of `entering`, `leaving` and `operations`.
+Rule: a method only drives the steps of `entering`, `leaving` and `operations`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Timeout = Seconds | EllipsisType | None
 
 
 def _gives_way(late: LockError, error: BaseException | None) -> bool:
-    """Is the release's error noted on the body's instead of raised?
+    """Whether the error of the release becomes a note on the body's exception instead of being raised.
 
-    A loss is raised, chained to the body's exception; but nothing replaces a cancellation, Ctrl-C or exit, and a
-    database that failed at the release does not hide what the body has to say.
+    A loss is raised, chained to the body's exception. But it never replaces a cancellation, Ctrl-C or exit, and a
+    failure of the database at the release does not hide the body's exception.
     """
     if error is None or (isinstance(error, Exception) and isinstance(late, LockLost)):
         return False
@@ -40,10 +40,7 @@ def _gives_way(late: LockError, error: BaseException | None) -> bool:
 
 
 def _was_ours(hold: Hold, error: BaseException | None) -> bool:
-    """Was the body cancelled because the lock was lost, and for no other reason? Takes the request back.
-
-    As asyncio.timeout does it.
-    """
+    """Whether only the loss of the lock cancelled the body; withdraws that request, as asyncio.timeout does."""
     if not hold.interrupted:
         return False
     task, hold.interrupted = current_task(), False
@@ -55,7 +52,7 @@ L = TypeVar("L", bound=BaseLock)
 
 
 async def enter(lock: L) -> L:
-    """`async with`: the lock, held."""
+    """Begin an `async with`."""
     await lock._adrive(entering.enter(lock))
     if lock.options.interrupt and (hold := lock._hold()) is not None:
         hold.cancelling = current_task().cancelling()
@@ -63,7 +60,7 @@ async def enter(lock: L) -> L:
 
 
 async def leave(lock: BaseLock, error: BaseException | None) -> None:
-    """The end of `async with`, by the body's error if it raised one."""
+    """End an `async with`; `error` is the body's exception."""
     hold = lock._hold()
     try:
         await lock._adrive(leaving.leave_block(lock), undisturbed=True)
@@ -75,7 +72,7 @@ async def leave(lock: BaseLock, error: BaseException | None) -> None:
 
 
 class Attaching(Generic[L]):
-    """A lock that is about to be attached to: `await` it, or enter it with `async with`."""
+    """The result of an asynchronous attach(): `await` it, or enter it with `async with`."""
 
     def __init__(self, lock: L, attaching: Coroutine[Any, Any, L]) -> None:
         self._lock, self._attaching = lock, attaching
@@ -99,25 +96,31 @@ class SyncLock(BaseLock):
         return drive(steps, self._store())
 
     def acquire(self, blocking: bool = True, timeout: Timeout = ...) -> bool:
-        """Take the lock, or enter it once more; False if it was not free in time. As threading.RLock.acquire.
+        """Take the lock, or re-enter it; False if it was not free in time. As threading.RLock.acquire.
 
+        A statement that ignores a False (`lock.acquire()` alone) gets a LockNotAcquiredWarning.
         `timeout` is in seconds, -1 or None for ever, the lock's own by default. Raises LockStoreError if the database
         fails.
         """
         wait = acquire_timeout(blocking, timeout, self._timeout)
         try:
-            return isinstance(self._drive(entering.acquire(self, wait)), Hold)
+            if isinstance(self._drive(entering.acquire(self, wait)), Hold):
+                return True
         except LockTimeout:  # waiting would have been pointless
-            return False
+            pass
+        from dblock.core.face.ignored import warn_if_ignored  # noqa: PLC0415 - only for a False
+
+        warn_if_ignored()
+        return False
 
     def release(self) -> None:
-        """Give the lock back, or leave it once. Raises LockNotHeld without a hold, LockLost if the lease has ended."""
+        """Leave the lock once; the last time frees it. Raises LockNotHeld, or LockLost if the lease has ended."""
         self._drive(leaving.release(self))
 
     def detach(self) -> str:
-        """Leave the lock to whoever attaches to the token that this returns: the lease lasts one more ttl until then.
+        """Leave the lock to the flow that attaches to the returned token, for which the lease lasts one more ttl.
 
-        Handed over from inside another block of this lock, it lasts one more ttl after that one is left. The token is a
+        Detached inside another block of this lock, it lasts one more ttl after that block is left. The token is a
         secret. A `with` that is left afterwards releases nothing. Raises LockNotHeld without a hold,
         LockLost if the lease has ended.
         """
@@ -131,19 +134,19 @@ class SyncLock(BaseLock):
         self._drive(operations.extend(self, self._ttl if ttl is None else valid_ttl(ttl)))
 
     def verify(self) -> bool:
-        """True if the database, asked now, still shows this flow's tenure; raises LockLost otherwise."""
+        """True if the row in the database still shows this flow's tenure; raises LockLost otherwise."""
         return self._drive(operations.verify(self))
 
     def owned(self) -> bool:
-        """Does this flow hold the lock, by the database's word?"""
+        """Whether this flow holds the lock, according to the database."""
         return self._drive(operations.owned(self))
 
     def locked(self) -> bool:
-        """Does anybody hold the lock?"""
+        """Whether any flow of any process holds the lock."""
         return self._drive(operations.locked(self))
 
     def inspect(self) -> LockInfo | None:
-        """Who has or had the lock, since when and for how long; None if its key has no row."""
+        """The key's row: its holder or last holder, and the times; None if there is no row."""
         return self._drive(operations.inspect(self))
 
     def __enter__(self) -> Self:
@@ -159,7 +162,7 @@ class SyncLock(BaseLock):
             if not _gives_way(late, error):
                 raise
 
-    if not TYPE_CHECKING:  # a type checker is to find that there is none
+    if not TYPE_CHECKING:  # hidden from type checkers
 
         def __aenter__(self) -> None:
             raise TypeError("this lock blocks its thread: use `with`, or the lock of an AsyncEngine")
@@ -170,13 +173,15 @@ class SyncLock(BaseLock):
         """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
         if python.iscoroutinefunction(function):
             raise TypeError(f"{function!r} is a coroutine function: decorate it with the lock of an async engine")
-        from dblock.core.face.key_template import Template  # noqa: PLC0415 - for those who decorate
+        from dblock.core.face.key_template import Template  # noqa: PLC0415 - only for decorators
 
         template = Template(self._key, function)
 
         @functools.wraps(function)
         def locked(*args: Any, **kwargs: Any) -> Any:
-            with self._for_call(template, args, kwargs):
+            with self._for_call(template, args, kwargs) as lock:
+                if lock._skipped:
+                    return self.options.otherwise
                 result = function(*args, **kwargs)
                 if python.iscoroutine(result):
                     result.close()
@@ -189,20 +194,25 @@ class SyncLock(BaseLock):
 class AsyncLock(BaseLock):
     """A lock whose methods are coroutines; see SyncLock for what each does.
 
-    `self` may be any lock, so that a synchronous one can borrow these methods as its asynchronous twins.
+    `self` may be any lock, so that a synchronous lock can use these methods as its asynchronous twins.
     """
 
     async def acquire(self: BaseLock, blocking: bool = True, timeout: Timeout = ...) -> bool:
-        """Take the lock, or enter it once more; False if it was not free in time."""
+        """Take the lock, or re-enter it; False if it was not free in time."""
         wait = acquire_timeout(blocking, timeout, self._timeout)
-        return isinstance(await self._adrive(entering.acquire(self, wait)), Hold)
+        if isinstance(await self._adrive(entering.acquire(self, wait)), Hold):
+            return True
+        from dblock.core.face.ignored import warn_if_ignored  # noqa: PLC0415 - only for a False
+
+        warn_if_ignored()
+        return False
 
     async def release(self: BaseLock) -> None:
-        """Give the lock back, or leave it once."""
+        """Leave the lock once; the last time frees it."""
         await self._adrive(leaving.release(self), undisturbed=True)
 
     async def detach(self: BaseLock) -> str:
-        """Leave the lock to whoever attaches to the token that this returns."""
+        """Leave the lock to the flow that attaches to the returned token."""
         return await self._adrive(leaving.detach(self))
 
     async def extend(self: BaseLock, ttl: Seconds | None = None) -> None:
@@ -210,19 +220,19 @@ class AsyncLock(BaseLock):
         await self._adrive(operations.extend(self, self._ttl if ttl is None else valid_ttl(ttl)))
 
     async def verify(self: BaseLock) -> bool:
-        """True if the database, asked now, still shows this flow's tenure; raises LockLost otherwise."""
+        """True if the row in the database still shows this flow's tenure; raises LockLost otherwise."""
         return await self._adrive(operations.verify(self))
 
     async def owned(self: BaseLock) -> bool:
-        """Does this flow hold the lock, by the database's word?"""
+        """Whether this flow holds the lock, according to the database."""
         return await self._adrive(operations.owned(self))
 
     async def locked(self: BaseLock) -> bool:
-        """Does anybody hold the lock?"""
+        """Whether any flow of any process holds the lock."""
         return await self._adrive(operations.locked(self))
 
     async def inspect(self: BaseLock) -> LockInfo | None:
-        """Who has or had the lock, since when and for how long; None if its key has no row."""
+        """The key's row: its holder or last holder, and the times; None if there is no row."""
         return await self._adrive(operations.inspect(self))
 
     async def __aenter__(self) -> Self:
@@ -233,7 +243,7 @@ class AsyncLock(BaseLock):
     ) -> None:
         await leave(self, error)
 
-    if not TYPE_CHECKING:  # a type checker is to find that there is none
+    if not TYPE_CHECKING:  # hidden from type checkers
 
         def __enter__(self) -> None:
             raise TypeError("this is the lock of an event loop: use `async with`")
@@ -244,13 +254,15 @@ class AsyncLock(BaseLock):
         """Decorate a coroutine function: each call holds the lock; the key is formatted with the call's arguments."""
         if not python.iscoroutinefunction(function):
             raise TypeError(f"{function!r} is not a coroutine function: decorate it with the lock of a sync engine")
-        from dblock.core.face.key_template import Template  # noqa: PLC0415 - for those who decorate
+        from dblock.core.face.key_template import Template  # noqa: PLC0415 - only for decorators
 
         template = Template(self._key, function)
 
         @functools.wraps(function)
         async def locked(*args: Any, **kwargs: Any) -> Any:
-            async with cast("AsyncLock", self._for_call(template, args, kwargs)):
+            async with cast("AsyncLock", self._for_call(template, args, kwargs)) as lock:
+                if lock._skipped:
+                    return self.options.otherwise
                 return await function(*args, **kwargs)
 
         return cast("AF", locked)

@@ -1,7 +1,7 @@
-"""Observing locks: whoever wants to hear what happens to them is told.
+"""Observing locks: `observe()`, and the events that flows report.
 
-Rule: only the flows of a process that is observed come here. What is told here is told in the flow that it is about,
-when the lock is as the event says; and an interrupt of that leaves nobody with a lock that he does not know of.
+Rule: only a process with observers runs this code. A flow reports its own events, when the lock is as the event says;
+an interrupt of a callback leaves no flow with a lock that it does not know of.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ T = TypeVar("T")
 
 
 def observe(callback: Callable[[Event], object], *kinds: Kind) -> Callable[[], None]:
-    """Have `callback` called with an `Event` for whatever happens to locks of this process; a function that ends that.
+    """Call `callback` with an `Event` for everything that happens to locks of this process; returns the undo function.
 
-    It hears of the locks of every face, sync and async, and goes on to in processes that are forked later, so that what
-    a server subscribes before it forks its workers is subscribed in them. `kinds` are what it hears of, all by default.
+    It receives events of the locks of every face, sync and async, also in processes that are forked later: a server may
+    subscribe before it forks its workers. `kinds` selects the kinds of events, all by default.
 
-    ACQUIRED, CONTENDED, GAVE_UP, RELEASED and REAPED are told in the flow that it is about, which goes on when the
-    callback returns: no I/O there, and no locks. The others come in a thread of their own, one after the other. What it
-    raises is logged. Raises TypeError for what cannot be called, ValueError for what is no `Kind`.
+    ACQUIRED, CONTENDED, GAVE_UP, RELEASED and REAPED are delivered in the flow that they are about, which continues
+    when the callback returns: no I/O there, and no locks. The others are delivered in another thread, one after the
+    other. An exception of the callback is logged. Raises TypeError for an object that is not callable, ValueError for
+    an unknown kind.
     """
     if not callable(callback):
         raise TypeError(f"observe() calls a function with an Event: {callback!r} is none")
@@ -46,7 +47,7 @@ def observe(callback: Callable[[Event], object], *kinds: Kind) -> Callable[[], N
 
 
 def record() -> None:
-    """From now on flows tell what happens to the keys of stores that keep a history."""
+    """Report events from now on for stores that keep a history."""
     _change(lambda all_: all_, records=True)
 
 
@@ -60,10 +61,10 @@ def _change(changed: Callable[[tuple[Observer, ...]], tuple[Observer, ...]], *, 
 
 
 class FlowObservers(Observers):
-    """Told by the flows as well."""
+    """Observers that also get the events of flows."""
 
     def acquire(self, lock: BaseLock, entry: Entry, begin: Callable[..., Steps[T]]) -> Steps[T]:
-        """Acquire by the steps that `begin` makes, which is given what to call when it begins to wait."""
+        """Acquire by the steps that `begin` makes, given a callback for the beginning of a wait; report it."""
         attempt = _Attempt(self, lock)
         try:
             found = yield from begin(None if lock._stands_by else attempt.contend)
@@ -71,11 +72,11 @@ class FlowObservers(Observers):
                 attempt.succeed(found)
             elif isinstance(found, Refused) and not lock._stands_by:
                 attempt.fail("timeout", found)
-        except GeneratorExit:  # nobody drives us any more
+        except GeneratorExit:  # nothing drives further steps
             raise
         except BaseException as error:
             hold = lock._hold_here()
-            if hold is not None and entry in hold.entries:  # interrupted when we had it
+            if hold is not None and entry in hold.entries:  # interrupted when the flow had entered
                 with contextlib.suppress(LockError):
                     yield from leaving._release(lock, hold, entry)
             attempt.fail(type(error).__name__)
@@ -83,7 +84,7 @@ class FlowObservers(Observers):
         return found
 
     def attach(self, lock: BaseLock, steps: Steps[T]) -> Steps[T]:
-        """Enter a tenure, unless the steps say False."""
+        """Run the steps that enter a tenure, and report it unless they return False."""
         found = yield from steps
         hold = lock._hold_here()
         if not found or hold is None:
@@ -97,7 +98,7 @@ class FlowObservers(Observers):
         return found
 
     def leave(self, hold: Hold, steps: Steps[T], how: How) -> Steps[T]:
-        """Leave a hold. Those who hear that it is lost do not hear that it is released."""
+        """Run the steps that leave a hold, and report it, unless its loss has been reported."""
         before, lock = _entered(hold), lock_of(hold)
         try:
             result = yield from steps
@@ -110,7 +111,7 @@ class FlowObservers(Observers):
         return result
 
     def note(self, store: Store, event: Event, who: Mapping[str, Any] | None) -> None:
-        """Note what has happened, to the running flow unless told otherwise."""
+        """Record an event, of the running flow by default."""
         watchdog = runtime.current.watchdog
         if watchdog.histories is None:
             watchdog.histories = Histories()
@@ -119,7 +120,7 @@ class FlowObservers(Observers):
 
     def _tell_left(self, hold: Hold, lock: HoldObserver | None, before: int, how: How, reason: str = "") -> None:
         depth = _entered(hold)
-        if depth < before and (depth or runtime.current.watchdog.ends(hold)):
+        if depth < before and (depth or runtime.current.watchdog.claim_loss_report(hold)):
             sender, label = (None, "") if lock is None else (type(lock), lock.options.label)
             self.tell_now(
                 hold.store,
@@ -139,7 +140,7 @@ class FlowObservers(Observers):
 
 
 def _entered(hold: Hold) -> int:
-    """How often; an open transaction that keeps it counts as one."""
+    """Number of entries; an open transaction that keeps the hold counts as one."""
     entries = hold.entries
     if len(entries) == 1 and entries[0].lock is not None:  # mostly
         return 1 + bool(hold.kept_by)
@@ -147,7 +148,7 @@ def _entered(hold: Hold) -> int:
 
 
 class _Attempt:
-    """To acquire a lock."""
+    """The events of one attempt to acquire a lock."""
 
     __slots__ = ("began", "contended", "ended", "lock", "observers", "store")
 
@@ -172,12 +173,12 @@ class _Attempt:
         )
 
     def contend(self, holder: LockInfo | None) -> None:
-        """Somebody else has it."""
+        """Report CONTENDED."""
         self.contended = True
         self.observers.tell_now(self.store, self._event(Kind.CONTENDED)._replace(holder=masked(holder)))
 
     def succeed(self, hold: Hold) -> None:
-        """We have it."""
+        """Report ACQUIRED."""
         self.ended = True
         wait = 0.0 if self.lock._stands_by else self.store.database.now() - self.began
         event = self._event(
@@ -186,7 +187,7 @@ class _Attempt:
         self.observers.tell_now(self.store, event)
 
     def fail(self, reason: str, refused: Refused | None = None) -> None:
-        """We shall not have it."""
+        """Report GAVE_UP, once."""
         if self.ended:
             return
         self.ended = True
@@ -200,13 +201,13 @@ class _Attempt:
 def _how(hold: Hold, *, contended: bool) -> How:
     if len(hold.entries) > 1 and len(hold.open_entries()) > 1:
         return "reentered"
-    if hold.held.local_handovers and contended:
+    if hold.record.local_handovers and contended:
         return "handed_over"
     return "waited" if contended else "at_once"
 
 
 def reap(store: Store, retention: float, sender: type) -> Steps[reaping.Reaped]:
-    """Reap, and tell of it."""
+    """Reap, and report it."""
     reaped = yield from reaping.reap(store.database, retention)
     observers = runtime.current.watchdog.observers
     if observers is not None:

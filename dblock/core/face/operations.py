@@ -1,4 +1,4 @@
-"""What can be asked of a lock, and done with it, between entering and leaving it.
+"""Operations on a lock between entering and leaving it.
 
 Rule: a function here acts for the flow that runs it, on that flow's hold and on no other's.
 """
@@ -6,11 +6,10 @@ Rule: a function here acts for the flow that runs it, on that flow's hold and on
 from __future__ import annotations
 
 from dblock.core import runtime
-from dblock.core.errors import LockStoreError, Reason, StaleSnapshot
+from dblock.core.errors import LockStoreError, Loss, Reason, StaleSnapshot
 from dblock.core.face.base import BaseLock
 from dblock.core.face.bookkeeping import find_out
 from dblock.core.holding.flow import Hold
-from dblock.core.holding.lease import Loss
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements.base import Values
@@ -19,20 +18,20 @@ from dblock.core.values import Grant, LockInfo
 
 
 def extend(lock: BaseLock, ttl: float) -> Steps[None]:
-    """Let the lease end `ttl` seconds from now, or no earlier where others hold the tenure too; raises LockLost."""
+    """Let the lease end `ttl` seconds from now, or later if others hold the tenure too; raises LockLost."""
     if lock.forked_from is not None:
         raise lock._forked()
     hold = lock._own_hold("extend")
     _ = lock._surely_held()
     database, before = lock._store().database, hold.lease.ttl
-    # It may take effect and its answer never come: from now on no more is trusted than the new lease gives.
+    # The statement may take effect though its answer is lost: from now on the new lease is trusted, and no longer one.
     hold.lease.reset(ttl, Grant(hold.tenure, database.now(), ttl).trusted_until)
     try:
         if hold.shared_entries is None:
             grant = yield from tenures.extend(database, hold.tenure, ttl, hold.lease.grace)
         else:  # others may rely on a longer lease than ours
             sent, alive = yield from tenures.renew(
-                database, [(hold.tenure, ttl + hold.lease.grace)], database.now() + database.timing.patience
+                database, [(hold.tenure, ttl + hold.lease.grace)], database.now() + database.timing.retry_budget
             )
             grant = Grant(hold.tenure, sent, ttl) if alive is None else None
     except BaseException as error:
@@ -45,7 +44,7 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
         yield from find_out(hold)
     if grant is None or not hold.lease.lengthen(grant):
         raise lock._lost(hold)
-    runtime.current.watchdog.add(hold)  # it may be due earlier now
+    runtime.current.watchdog.add(hold)  # its renewal may be due earlier now
 
 
 def verify(lock: BaseLock) -> Steps[bool]:
@@ -58,7 +57,7 @@ def verify(lock: BaseLock) -> Steps[bool]:
 
 
 def guarding(lock: BaseLock) -> Steps[tuple[Hold, Execute]]:
-    """The hold of this flow, and the statement that pins it in the transaction in which it is run."""
+    """The hold of this flow, and the statement that pins it in the transaction that runs it."""
     hold = lock._surely_held()
     store = hold.store
     if store.pin is None:
@@ -68,7 +67,7 @@ def guarding(lock: BaseLock) -> Steps[tuple[Hold, Execute]]:
 
 
 def guarded(lock: BaseLock, hold: Hold, pinned: Rows) -> Steps[None]:
-    """See that the hold is still ours, now that its statement `pin` has answered, and that its transaction sees it."""
+    """Check, after its statement `pin` was answered, that the hold still exists and that the transaction sees it."""
     if not pinned:
         yield from find_out(hold)
         raise lock._lost(hold)
@@ -83,9 +82,9 @@ def guarded(lock: BaseLock, hold: Hold, pinned: Rows) -> Steps[None]:
 
 
 def check_sequencer(lock: BaseLock, fence: int) -> Steps[Sequencer]:
-    """What a sequencer says, if the tenure that it names is alive; else raises LockLost."""
+    """The sequencer with that fence, if the tenure that it names is alive; else raises LockLost."""
     info = yield from inspect(lock)
-    if info is None or info.fence != fence or info.state != "held" or not info.owner:  # nobody's, during `min_hold`
+    if info is None or info.fence != fence or info.state != "held" or not info.owner:  # no owner during `min_hold`
         taken = info is not None and info.fence != fence
         given_back = info is not None and not info.owner
         why = Reason.GONE if info is None else Reason.TAKEN_OVER if taken else Reason.EXPIRED
@@ -95,7 +94,7 @@ def check_sequencer(lock: BaseLock, fence: int) -> Steps[Sequencer]:
 
 
 def owned(lock: BaseLock) -> Steps[bool]:
-    """Does this flow hold the lock, by the database's word?"""
+    """Whether this flow holds the lock, according to the database."""
     hold = lock._hold()
     if hold is None or hold.lease.remaining() <= 0:
         return False
@@ -103,7 +102,7 @@ def owned(lock: BaseLock) -> Steps[bool]:
 
 
 def locked(lock: BaseLock) -> Steps[bool]:
-    """Does anybody hold it?"""
+    """Whether any flow of any process holds it."""
     info = yield from inspect(lock)
     return info is not None and info.state == "held"
 
@@ -115,6 +114,6 @@ def inspect(lock: BaseLock) -> Steps[LockInfo | None]:
 
 
 def look_after(hold: Hold) -> Steps[None]:
-    """A transaction that the tenure was part of may have taken it away."""
+    """Check a tenure whose transaction has ended, which may have rolled it back."""
     if not (yield from tenures.verify(hold.store.database, hold.tenure)):
         yield from find_out(hold)

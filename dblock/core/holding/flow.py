@@ -1,17 +1,17 @@
 """Flows of control, and what each of them holds.
 
-A flow is an asyncio task where one is running, else a thread in the context (`contextvars`) that it runs in. Two flows
-that can run at the same time are never one owner: a task is looked up by its own identity, because a child task
-inherits its parent's context variables and all tasks of a loop share one thread. Nor is a thread of a pool one owner
-for all who run something in it: asyncio.to_thread, AnyIO and asgiref run each call in a copy of its caller's context,
-so that two requests that happen to meet the same thread are two flows. A copy shows its original's flow, and asgiref
-carries what a call has set back to the task that awaits it, whose children inherit it then; so a flow is only that of
-the very context in which it began, which the token of a context variable tells: it can be taken back nowhere else
-(PEP 567). (Under gevent and eventlet `threading.local` is per greenlet, as it should be.)
+A flow is an asyncio task where one is running, else a thread in its current context (`contextvars`). Two flows that can
+run at the same time are never one owner: a task is looked up by its own identity, because a child task inherits its
+parent's context variables and all tasks of a loop share one thread. Nor is a pool's thread one owner for all calls that
+it runs: asyncio.to_thread, AnyIO and asgiref run each call in a copy of its caller's context, so that two requests in
+the same thread are two flows. A copy shows its original's flow, and asgiref carries what a call has set back to the
+task that awaits it, whose children then inherit it. So a flow belongs only to the very context in which it began; the
+token of a context variable identifies that context, as it can be reset nowhere else (PEP 567). (Under gevent and
+eventlet `threading.local` is per greenlet, which is right.)
 
-Rule: the state of a hold lives with the flow that has it, never on a lock object, which flows may share. Only its own
-flow enters and leaves; its lease is renewed by the watchdog. After a fork the child is a new flow with nothing: the
-parent's holds stay the parent's.
+Rule: the state of a hold lives with its flow, never on a lock object, which flows may share. Only its own flow enters
+and leaves it; the watchdog renews its lease. After a fork the child is a new flow that holds nothing: the parent's
+holds stay the parent's.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from operator import call
 from typing import Any, Final, NamedTuple, Protocol
 
 from dblock.core.errors import Reason
-from dblock.core.holding.held import Held
+from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.holding.lease import Lease
 from dblock.core.identity import process_identity, storable
 from dblock.core.options import Options
 from dblock.core.protocol.store import Store
-from dblock.core.values import Grant, Tenure
+from dblock.core.values import MACHINE, Grant, Tenure
 
 LISTENING_PACE: Final = 1.0
-"""Seconds between two renewals of what its holder wants to be asked back (`on_revoke`)."""
+"""Seconds between two renewals of a lock with `on_revoke`, since renewals bring that news."""
 
 _CALL: Final[Callable[..., Any]] = call
 
 
 class Flow:
-    """What one flow holds, found by the store of its row and its key; and who it is."""
+    """A flow: what it holds, by store and key, and its description."""
 
-    __slots__ = ("__weakref__", "_is_task", "before", "began", "holds", "life", "name", "ref", "who")
+    __slots__ = ("__weakref__", "_is_over", "_is_task", "before", "began", "holds", "life", "name", "ref", "who")
 
     def __init__(self, name: str, thread: str, process: dict[str, Any], life: Any, *, is_task: bool = False) -> None:
-        """`name` begins its owner tokens; `life` is the asyncio task, or lives as long as the thread."""
+        """`name` is the prefix of its owner tokens; `life` is its asyncio task, or dies with its thread."""
         self.name = name
         self.holds: dict[tuple[object, str], Hold] = {}
         self.who: dict[str, Any] = {**process, "thread": storable(thread)}
@@ -57,24 +57,48 @@ class Flow:
         self.life = weakref.ref(life)
         """The asyncio task, or what dies with the thread."""
         self._is_task = is_task
+        self._is_over: Callable[[], bool] | None = None
+        """For a call that a pool of threads runs: whether it is over."""
         self.began: Token[None] | None = None
-        """Of the context that it is, if it is not a task."""
+        """Identifies its context, unless it is a task."""
         self.before: Flow | None = None
-        """One that held something, and began in this thread in a context that this one was copied from."""
+        """A flow that held something, and began in this thread in the context that this one's was copied from."""
 
     @property
     def task(self) -> Any:
-        """The asyncio task that it is, if it is one and lives."""
+        """The asyncio task of the flow, if it has one that is alive."""
         return self.life() if self._is_task else None
 
+    def ends_with_its_call(self) -> None:
+        """Called on `acquire()`: if a pool of threads runs the flow's call, the flow ends when that call is over."""
+        if not self._is_task:
+            from dblock.core.holding.pools import running_call  # noqa: PLC0415 - not needed for `with`
+
+            self._is_over = running_call()
+
     def ended(self) -> bool:
-        """Is there nobody left to give back what it holds? A flow of a context also ends by being collected with it."""
+        """Whether no code is left that could release what it holds.
+
+        A task ends when it is done or its event loop is closed; another flow with its thread, or with the call that a
+        pool of threads has run. (A flow whose context was collected can release nothing either, and that may happen
+        earlier, but is not detected here.)
+        """
         life = self.life()
-        return life is None or (self._is_task and bool(life.done()))
+        if life is None or (self._is_task and (life.done() or life.get_loop().is_closed())):
+            return True
+        return self._is_over is not None and self._is_over()
+
+    def holding_before(self) -> Flow | None:
+        """The nearest flow before it that holds something; flows in between are dropped from the chain."""
+        before = self.before
+        while before is not None and not before.holds:
+            before = before.before
+        self.before = before
+        return before
 
 
 class _Life:
-    """Dies with its thread."""
+    """An object that dies with its thread."""
 
     __slots__ = ("__weakref__",)
 
@@ -95,32 +119,35 @@ class Flows:
         self._tasks: MutableMapping[Any, Flow] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._process: tuple[str, dict[str, Any]] | None = None
-        """What the names of its flows begin with, and who it is, for people."""
+        """Prefix of the names of its flows, and its description for people."""
 
     def _new(self, thread: str, life: Any, *, is_task: bool = False) -> Flow:
-        if self._process is None:  # under no lock, which a thread that is gone might keep after a fork
-            self._process = secrets.token_hex(4), process_identity()
+        if self._process is None:  # without a lock, which a thread that a fork ended might hold for ever
+            from dblock.core.machine import machine  # noqa: PLC0415 - once
+
+            here = machine() or secrets.token_hex(MACHINE // 2)
+            self._process = here + secrets.token_hex(4), process_identity()
         prefix, process = self._process
         name = f"{prefix}{next(self._numbers) & 0xFFFFFFFF:08x}"
         return Flow(name, thread, process, life, is_task=is_task)
 
     def current(self) -> Flow:
-        """The flow of control that is running now."""
+        """The running flow of control."""
         task = current_task()
         if task is None:
             flow, life = self._of_context.get(), self._thread.life
-            if flow is None or flow.life() is not life:  # of another thread, whose context ours was copied from
+            if flow is None or flow.life() is not life:  # of another thread, whose context was copied
                 flow = self._begin(life)
             elif not self._began_here(flow):
-                before: Flow | None = flow
-                while before is not None and not before.holds:
-                    before = before.before
+                before = flow if flow.holds else flow.holding_before()
                 if before is not None and before is not flow and self._began_here(before):
-                    # asgiref has carried back the flow of a call in this thread, which has ended, over ours.
+                    # asgiref has overwritten this flow with that of a call in this thread, which has ended.
                     _ = self._of_context.set(before)
                     return before
                 flow = self._begin(life)
                 flow.before = before
+                while before is not None:  # each call of a task may hand over to the next
+                    before = before.holding_before()
             return flow
         flow = self._tasks.get(task)
         if flow is None:
@@ -128,27 +155,27 @@ class Flows:
         return flow
 
     def _begin(self, life: _Life) -> Flow:
-        """Another one in the context that runs now."""
+        """Begin a flow in the current context."""
         flow = self._new(threading.current_thread().name, life)
         flow.began = self._began.set(None)
         _ = self._of_context.set(flow)
         return flow
 
     def _began_here(self, flow: Flow) -> bool:
-        """In the context that runs now?"""
+        """Whether the flow began in the current context."""
         assert flow.began is not None  # noqa: S101 - it is not a task
         try:
-            # Both in one instruction, which no signal handler interrupts: a token that is spent tells nothing.
+            # Both in one instruction, which no signal handler interrupts: a used token identifies no context.
             _, flow.began = map(_CALL, self._again, (flow.began, None))
         except ValueError:  # of another context
             return False
-        except RuntimeError:  # spent: a signal handler has asked here, between the two lines
+        except RuntimeError:  # used: a signal handler has called this here
             return True
         return True
 
     @contextmanager
     def again(self, snapshot: Hold) -> Generator[None, None, None]:
-        """Let this thread see the hold as its flow saw it, without being able to change anything there."""
+        """Let this thread see a read-only copy of the hold as its own."""
         mine = self._of_context.get()
         self._begin(self._thread.life).holds = {(snapshot.store, snapshot.tenure.key): snapshot}
         try:
@@ -157,7 +184,7 @@ class Flows:
             _ = self._of_context.set(mine)
 
     def leave_to_parent(self, parent: int) -> None:
-        """In a forked child: let the lock objects that the flow which forked held know whose they are."""
+        """In a forked child: mark the lock objects that the forking flow held as the parent's."""
         for flow in (self._of_context.get(), *self._tasks.values()):
             for hold in () if flow is None else flow.holds.values():
                 for lock in hold.locks():
@@ -173,14 +200,14 @@ def current_task() -> Any:
 
 
 class HoldObserver(Protocol):
-    """What a hold knows of the lock objects that it was entered through."""
+    """What a hold needs of the lock objects that it was entered through."""
 
     options: Options
     forked_from: int | None
-    """The process that held this very object when it forked us, if so."""
+    """The parent process, if it held this very object when it forked this process."""
 
     def _interrupt_body(self, hold: Hold, /) -> None:
-        """The hold is lost: cancel what runs under the lock, where that was asked for."""
+        """Cancel the body of the lost hold, with `interrupt=True`."""
         ...
 
     def _who_hears_of_loss(self, reason: Reason, /) -> list[Callable[[], object]]: ...
@@ -190,7 +217,7 @@ class HoldObserver(Protocol):
     def _who_hears_of_revocation(self, words: str, /) -> list[Callable[[], object]]: ...
 
     def _defers(self, hold: Hold, /, *, last: bool) -> bool:
-        """Is the hold to be kept until a transaction of the caller's ends? Then that will give it back."""
+        """Whether a transaction of the caller keeps the hold, and releases it when it ends."""
         ...
 
 
@@ -200,64 +227,64 @@ class Entry:
     __slots__ = ("_lock", "detached", "kind")
 
     def __init__(self, lock: HoldObserver, kind: str) -> None:
-        # Nobody but its own block can leave a `with`, and that refers to the lock for as long as it is open.
+        # Only its own block can leave a `with`, and the block refers to the lock for as long as it is open.
         self._lock: Callable[[], HoldObserver | None] = weakref.ref(lock) if kind == "with" else lambda: lock
         self.kind = kind
         """`acquire`, `with`, or `attach`, which a `with` may still take over."""
         self.detached = False
-        """Was its hold handed over? A `with` that is left afterwards releases nothing."""
+        """Whether its hold was handed over by `detach()`. A `with` that ends afterwards releases nothing."""
 
     @property
     def lock(self) -> HoldObserver | None:
-        """The lock object that it was entered through; None once there is nobody left to leave it."""
+        """The lock object that it was entered through; None once no code is left that could leave it."""
         return self._lock()
 
     def is_block(self, lock: HoldObserver) -> bool:
-        """Is it a `with` of this very lock object?"""
+        """Whether it is a `with` of this lock object."""
         return self.kind == "with" and self._lock() is lock
 
 
 class Block(NamedTuple):
-    """A `with` that is open, and what it holds."""
+    """An open `with`, and its hold."""
 
     entry: Entry
     hold: Hold
 
 
 class Hold:
-    """One tenure, as one flow holds it."""
+    """A tenure that a flow holds."""
 
     leaving: HoldObserver | None = None
-    """The lock object through which it is being left, or whose leaving an open transaction puts off."""
+    """The lock object through which it is being left, or whose release an open transaction defers."""
     is_snapshot = False
-    """Is this a copy for looking only?"""
+    """Whether this is a copy for inspection only."""
     shared_entries: int | None = None
-    """How many entries of others the row counts, as far as we know; None while no token has been handed out."""
-    unused_tokens = 0
-    """How many tokens were handed out from inside of it, and may not have been used yet."""
+    """Number of entries of others in the row, as far as known; None while no token of it exists."""
+    bearers = 0
+    """How many had entered the tenure by a token when its flow adopted it, this flow included."""
     revoked: str | None = None
-    """By whom and why it was asked back, once a renewal has met that."""
+    """By whom and why it was asked back, once a renewal has read that."""
     risk_reported = False
-    """Has somebody been told that a renewal is late?"""
+    """Whether `on_at_risk` was called for a late renewal."""
     loss_reported = False
-    """Have those who want to know been told that it is lost?"""
+    """Whether the loss was reported."""
     kept_by: tuple[Callable[[], object], ...] = ()
-    """References to the transactions that keep it: it is to be given back with the last of them."""
+    """References to the transactions that keep it; it is released when the last of them ends."""
     cancelling = 0
-    """How many cancellations its task had been asked for when the body began."""
+    """Number of cancellations requested of its task when the body began."""
     interrupted = False
-    """Have we asked for one?"""
+    """Whether a cancellation was requested."""
     transactions: tuple[Any, ...] = ()
-    """Those of the caller's that were open when it was taken, as the face knows them."""
+    """The caller's transactions that were open when it was taken, as the face represents them."""
     loop: Any = None
-    """The event loop that its statements run on, where they do."""
+    """The event loop that its statements run on, if any."""
 
     def __init__(
         self, store: Store, flow: Flow, grant: Grant, entry: Entry, options: Options, *, outer: Hold | None = None
     ) -> None:
         self.store = store
         self.flow = flow.ref
-        """The flow that has it, for as long as that lives; the block of a `with` may outlive it."""
+        """Reference to its flow; the block of a `with` may outlive that."""
         self.who = flow.who
         self.tenure: Tenure = grant.tenure
         self.lease = Lease(
@@ -267,60 +294,75 @@ class Hold:
             renewing=options.renew and store.renewable,
             pace=LISTENING_PACE if options.on_revoke else math.inf,
         )
-        self.held = Held.of(grant)
+        self.record = HandoverRecord.of(grant)
         self.min_hold = options.min_hold
         self.max_hold = options.max_hold
+        self.endless = options.renew and options.max_hold == math.inf
+        """Whether it is renewed until it is released."""
         self.entries = [entry]
-        """How it was entered, outermost first; empty when only an open transaction keeps it."""
+        """Its entries, outermost first; empty when only an open transaction keeps it."""
         self.outer = outer
-        """A lost hold of the same key, further out in the same flow, which has yet to be told so."""
+        """A lost hold of the same key, further out in the same flow, whose blocks have not left yet."""
 
     @property
     def deferred(self) -> bool:
-        """Does a transaction keep it whose end somebody will see?"""
+        """Whether a transaction keeps it that is still alive, so that its end will be noticed."""
         return any(transaction() is not None for transaction in self.kept_by)
+
+    @property
+    def sole(self) -> bool:
+        """Whether its flow knows of no other holder, so that a statement which proves it may be resent."""
+        return self.shared_entries is None or (self.bearers > 0 and self.shared_entries == 0)
 
     @property
     def count(self) -> int:
         return len(self.entries) + (self.shared_entries or 0)
 
     def outers(self) -> Iterator[Hold]:
-        """The lost holds of the same key, further and further out in the same flow."""
+        """The lost holds of the same key further out in the same flow, from the inside."""
         outer = self.outer
         while outer is not None:
             yield outer
             outer = outer.outer
 
     def snapshot(self) -> Hold:
-        """A copy that changes no more when its flow enters and leaves."""
+        """A copy that does not change when its flow enters and leaves."""
         twin = copy.copy(self)
         twin.is_snapshot, twin.lease, twin.outer = True, self.lease.snapshot(), None
         twin.entries = [*self.entries, Entry(self.leaving, "acquire")] if self.leaving else list(self.entries)
         return twin
 
     def entered_by(self, lock: HoldObserver) -> bool:
-        """Was it entered through this very lock object?"""
+        """Whether it was entered through this lock object."""
         return any(entry.lock is lock for entry in self.entries)
+
+    def refuses(self, lock: HoldObserver) -> bool:
+        """Whether `lock`, or a lock object that it was entered through, has `reentrant=False`.
+
+        A hold that only an open transaction keeps refuses no entry: its blocks have been left.
+        """
+        inside = self.locks()
+        return bool(inside) and not all(each.options.reentrant for each in (lock, *inside))
 
     def locks(self) -> list[HoldObserver]:
         """The lock objects that it was entered through, each once."""
         return list({id(lock): lock for entry in self.entries if (lock := entry.lock) is not None}.values())
 
     def open_entries(self, but: Entry | None = None) -> list[Entry]:
-        """Those that somebody can still leave, outermost first, without one of them.
+        """The entries except `but` that can still be left, outermost first.
 
-        A block that was interrupted on its way in or out leaves one that nobody can.
+        A block that was interrupted while it entered or left may leave an entry behind that no code can leave.
         """
         return [entry for entry in self.entries if entry is not but and entry.lock is not None]
 
     @property
-    def adrift(self) -> bool:
-        """Has its flow ended without leaving it? A `with` belongs to its lock object, and may be left elsewhere."""
+    def orphaned(self) -> bool:
+        """Whether its flow ended without releasing it. A `with` belongs to its lock object, and may end elsewhere."""
         flow = self.flow()
         ended = flow is None or flow.ended()
         return ended and not any(entry.kind == "with" and entry.lock is not None for entry in self.entries)
 
     @property
-    def wanted(self) -> bool:
-        """Is there anybody who can still give it back?"""
+    def can_be_released(self) -> bool:
+        """Whether any code, or the end of a transaction, can still release it."""
         return self.deferred or any(entry.lock is not None for entry in self.entries)

@@ -1,1 +1,1 @@
-"""What is asked of the database, as steps: the rules of one row, the durable queue, and who drives the steps."""
+"""The protocol as steps: the rules of one row, the durable queue, and the drivers that run the steps."""

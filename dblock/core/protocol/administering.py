@@ -1,4 +1,4 @@
-"""Sending a statement of those who look after the locks of others."""
+"""Sending a statement of the administration."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from dblock.core.statements.administration import administration
 from dblock.core.statements.base import Statement
 
 
-def ask(database: Database, name: str, parameters: Parameters, *, resend: bool = True) -> Steps[Rows]:
-    """The answer to a statement of `Administration`; `resend`: is it harmless to send it twice?"""
+def ask(
+    database: Database, name: str, parameters: Parameters, *, resend: bool = True, location: object = None
+) -> Steps[Rows]:
+    """The answer to a statement of `Administration`. `resend`: it may be sent twice; `location`: see `Execute`."""
     statement: Statement = getattr(administration(database.dialect.name), name)
     statement = statement.over(database.dialect.tables, database.dialect.quote)
-    _, rows = yield from send(database, statement, parameters, database.now() + database.timing.patience, resend=resend)
+    until = database.now() + database.timing.retry_budget
+    _, rows = yield from send(database, statement, parameters, until, resend=resend, location=location)
     return rows

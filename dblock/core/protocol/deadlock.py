@@ -1,23 +1,50 @@
-"""Flows that wait for each other in a circle, and which of them gives way.
+"""Detecting flows that wait for each other in a circle, and choosing the flow that gives way.
 
-Rule: it is found by the rows alone, so across processes and machines, and by the youngest of the circle, so by one.
+Theory
+------
+A flow waits for one key at a time, so the rows give one chain: from a waiter to the holder of its key, and on to the
+key that this holder waits for. Flows are identified by owner tokens, which begin with the flow's name. A circle found
+in the rows is only a *suspicion*, as rows may be out of date. The place of a wait that is over stays until it expires
+if it could not be deleted; a take that was never answered may leave a tenure that its flow does not have, and a release
+that never arrived a tenure that its flow no longer has; and a token may have been handed over. A decision by such rows
+alone would raise LockDeadlock in a flow that is not blocked.
+
+So each flow of the circle confirms its own part: it writes the digest of the circle into its own place (`confirm`)
+while it waits there, sees the same circle, and *has* the tenure that the circle says it holds. The youngest flow gives
+way once all others have confirmed exactly the circle that it sees, and it has its own tenure of that circle.
+
+Why there is no LockDeadlock without a deadlock. The digest names the owner token of each place and of each tenure of
+the circle, and a token belongs to one attempt of one flow. Let t be the moment at which the first of them read what it
+then confirmed: the statement `chain` reads all rows as of one moment, so at t all places of the circle were there, and
+all tenures. Every other flow confirmed later, or decided, while it still waited in that very place and had that very
+tenure, which both had been there at t. So at t each flow waited, and had the key that the flow before it waited for:
+none could continue. Since then one of them may have given up, which is how a deadlock ends.
+
+In particular flows that take their keys in one order never get LockDeadlock, whatever rows are left over: each confirms
+only that it waits for a key that comes after one that it has.
+
+Why a deadlock is found: flows in a circle stay where they are, and each checks every `Timing.deadlock_check`; so all
+have confirmed after one such time, and the youngest sees that after another. Two cases are missed and cost a timeout: a
+tenure whose token was handed over (its bearer is another flow than the one that the token names), and a circle with a
+flow that is frozen. Of several places of one flow the newest counts, as the others are left over.
+
+Rule: a flow confirms only its own wait and tenure, never those that it has only read.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from dblock.core.errors import LockDeadlock
 from dblock.core.protocol.sending import Database, send
-from dblock.core.protocol.steps import Steps
-
-FLOW: Final = 16
-"""How many digits of an owner token name the flow, which is no secret; the others are. `Flows` makes them."""
+from dblock.core.protocol.steps import Parameters, Steps
+from dblock.core.statements.common import FLOW
 
 
 class Waits(NamedTuple):
-    """One waiter, and who holds its key, as the statement `waits` answers."""
+    """A waiter and the holder of its key, as the statement `chain` answers; hosts, pids and threads are for people."""
 
     owner: str
     key: str
@@ -30,42 +57,67 @@ class Waits(NamedTuple):
     holders_host: str
     holders_pid: int
     holders_thread: str
+    circle: str
+    """The digest of the circle that the waiter has confirmed; empty if none."""
 
     @property
-    def flow(self) -> tuple[str, str, int, str]:
-        """Who waits: by the token, and by the row, since the bearer of a token is somebody else."""
-        return self.owner[:FLOW], self.host, self.pid, self.thread
+    def flow(self) -> str:
+        """Name of the waiting flow."""
+        return self.owner[:FLOW]
 
     @property
-    def holding_flow(self) -> tuple[str, str, int, str]:
-        return self.holder[:FLOW], self.holders_host, self.holders_pid, self.holders_thread
+    def holding_flow(self) -> str:
+        """Name of the flow that began the tenure; it may have handed it over since."""
+        return self.holder[:FLOW]
+
+    @property
+    def age(self) -> tuple[int, str]:
+        """Sort key of waiters. Two keys may give out one ticket in one tick of the clock: then the tokens decide."""
+        return self.ticket, self.owner
 
 
 def deadlock(database: Database, owner: str, held: Collection[str], until: float) -> Steps[LockDeadlock | None]:
-    """The circle of flows that the waiter `owner` is the youngest of, if there is one.
+    """LockDeadlock if the waiter `owner` has to give way; else confirm a circle that another flow has to end.
 
-    A flow waits for one key at a time, so there is one way to follow: from a waiter to the holder of its key, and to
-    what that one waits for. What is held by the bearer of a token counts for nobody: the row says who that is; nor does
-    what this flow has lost, which ends by itself. Engines and aliases of a database do not matter: a flow that took the
-    key through another one waits for itself. Two keys may have given out one ticket in the same tick of the clock: then
-    the tokens decide. `held`: the owner tokens of what this flow holds.
+    `held`: the owner tokens of its flow's tenures. Engines and aliases of a database do not matter: a flow that took
+    the key through another engine waits for itself.
     """
-    _, rows = yield from send(database, database.dialect.queue.waits, {}, until, resend=True)
-    everybody = [Waits(*row) for row in rows]
-    by_flow = {waits.flow: waits for waits in everybody}
+    _, rows = yield from send(database, database.dialect.queue.chain, {"owner": owner}, until, resend=True)
+    circle = _circle([Waits(*row) for row in rows], owner)
+    if not circle or circle[-1].holder not in held:
+        return None
+    youngest = max(range(len(circle)), key=lambda n: circle[n].age)
+    digest = _digest([*circle[youngest:], *circle[:youngest]])
+    if youngest:
+        if circle[0].circle != digest:
+            said: Parameters = {"owner": owner, "circle": digest}
+            _ = yield from send(database, database.dialect.queue.confirm, said, until, resend=True)
+        return None
+    return _error(circle) if all(other.circle == digest for other in circle[1:]) else None
+
+
+def _circle(everybody: list[Waits], owner: str) -> list[Waits]:
+    """The circle from the waiter `owner` back to itself; empty if its chain does not lead back."""
+    by_flow = {waits.flow: waits for waits in sorted(everybody, key=lambda waits: waits.age)}
     waits = next((each for each in everybody if each.owner == owner), None)
     chain = list[Waits]()
     while waits is not None and waits not in chain:
         chain.append(waits)
         waits = by_flow.get(waits.holding_flow)
-    if waits is None or waits.owner != owner:  # no circle, or one that this flow only waits for
-        return None
-    if any((other.ticket, other.owner) > (waits.ticket, owner) for other in chain) or chain[-1].holder not in held:
-        return None
-    cycle = tuple((each.key, f"{each.host} pid {each.pid}, {each.thread}") for each in chain)
+    return chain if waits is not None and waits.owner == owner else []
+
+
+def _digest(circle: list[Waits]) -> str:
+    """A digest of a circle that begins with its youngest waiter; it does not reveal the tokens."""
+    tokens = [token for waits in circle for token in (waits.owner, waits.holder)]
+    return hashlib.sha256(" ".join(tokens).encode()).hexdigest()
+
+
+def _error(circle: list[Waits]) -> LockDeadlock:
+    cycle = tuple((each.key, f"{each.host} pid {each.pid}, {each.thread}") for each in circle)
     holders = [who for _, who in (*cycle[1:], cycle[0])]
     story = ", who ".join(f"waits for {key!r}, which {who} holds" for (key, _), who in zip(cycle, holders, strict=True))
-    advice = "who came last gives way: leave all of its locks, and begin again"
-    if len(chain) == 1:
+    advice = "the flow that joined last gives way: it should release all of its locks, and begin again"
+    if len(circle) == 1:
         advice = "it took that lock through another engine or alias of the database: enter it again through the same"
     return LockDeadlock(f"deadlock: {holders[-1]} {story}; {advice}", key=cycle[0][0], cycle=cycle)

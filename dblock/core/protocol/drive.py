@@ -1,8 +1,8 @@
-"""Run the steps of the protocol: once for synchronous code, once for asyncio.
+"""The drivers of the protocol's steps, one for synchronous code and one for asyncio.
 
 Rule: whatever interrupts a step (an error, Ctrl-C, a cancellation) is thrown *into* the generator, which cleans up with
-further steps and is always driven to its end. But a process that was forked in the middle of a step does not go on with
-it: what the steps are about, the owner token above all, is its parent's.
+further steps and is always driven to its end. But a process that was forked during a step does not continue the steps:
+their state, the owner token above all, is its parent's.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import os
 from collections.abc import Coroutine
 from functools import partial
 from inspect import GEN_CLOSED, getgeneratorstate
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dblock.core.errors import LockNotHeld
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.protocol.store import Store
 
+if TYPE_CHECKING:
+    import asyncio
+
 T = TypeVar("T")
 
 
 def drive(steps: Steps[T], store: Store, error: BaseException | None = None, process: int = 0) -> T:
-    """Drive `steps` to their end in this thread and return their result; they begin with `error` if there is one."""
+    """Drive `steps` to their end in this thread and return their result; begin by throwing `error` if there is one."""
     reply: Rows | None = None
     process = process or os.getpid()
     try:
@@ -55,11 +58,11 @@ async def adrive(
 ) -> T:
     """Drive `steps` to their end in this task and return their result.
 
-    A cancellation is thrown into them once. What they do about it, or all that they do if `undisturbed`, goes on to its
-    end whatever cancellations come after it (anyio, and with it Starlette and FastAPI, cancels a task again and again
-    until it has ended); the last of these is raised then.
+    A cancellation is thrown into them once. The steps after it, or all steps if `undisturbed`, run to their end
+    whatever cancellations follow (anyio, and with it Starlette and FastAPI, cancels a task again and again until it has
+    ended); the last of these is raised then.
     """
-    import asyncio  # noqa: PLC0415 - a third of this package's import time, for those who do not use it
+    import asyncio  # noqa: PLC0415 - a third of this package's import time
 
     reply: Rows | None = None
     put_off: list[BaseException] = []
@@ -94,15 +97,26 @@ async def adrive(
 
 
 def _leave_to_parent(steps: Steps[Any], process: int, error: BaseException | None) -> NoReturn:
-    steps.close()  # nobody drives them any more
-    raise error or LockNotHeld(f"process {process} was at it when it forked this one: the lock is its own")
+    steps.close()  # nothing drives them in this process
+    raise error or LockNotHeld(f"process {process} forked this one during the operation: the lock is its own")
+
+
+def plain_task(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Task[T]:
+    """A task of the lock's own on `loop`, by default the running one, made without the application's task factory.
+
+    An eager task (`asyncio.eager_task_factory`) runs its first step before the call that creates it returns. That step
+    would run inside the greenlet of SQLAlchemy that creates the task, and switch to the wrong greenlet from there.
+    """
+    import asyncio  # noqa: PLC0415 - as above
+
+    return asyncio.Task(work, loop=loop or asyncio.get_running_loop())
 
 
 async def to_its_end(work: Coroutine[Any, Any, T], put_off: list[BaseException]) -> T:
-    """Await it in a task of its own, and put the cancellations of ours off, into the list."""
+    """Await the work in a task of its own, and collect cancellations of this task in the list `put_off`."""
     import asyncio  # noqa: PLC0415 - as above
 
-    task = asyncio.ensure_future(work)
+    task = plain_task(work)
     while not task.done():
         ended = task.get_loop().create_future()  # as asyncio.wait() does, which costs twice as much
         task.add_done_callback(partial(_wake, ended))

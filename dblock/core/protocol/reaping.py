@@ -1,13 +1,13 @@
-"""Deleting the rows of keys that nobody uses any more, and of those who died while they waited.
+"""Reaping: deleting the rows of unused keys, and the places of waiters that died.
 
-One pass goes through a table in the order of its primary key, a page at a time, and looks at each row once: no
-statement is long, however large the table. Of each page the old rows are deleted by one statement, which sees for each
-of them that it is old, and locks no others; so a database that flushes each commit does that once for a page. If it
-found nothing, maybe since somebody has locked one of them, they are deleted one by one.
+One pass goes through a table in the order of its primary key, a page at a time, and reads each row once: no statement
+is long, however large the table. One statement deletes the old rows of a page; it checks for each that it is old, and
+locks no others. So a database that flushes each commit does that once for a page. If it deleted nothing, perhaps
+because a transaction has locked one of the rows, they are deleted one by one.
 
-It may run any number of times at once and stop anywhere: each statement is a transaction of its own.
+Any number of passes may run at once and stop anywhere: each statement is a transaction of its own.
 
-Rule: nobody waits for it for longer than one statement takes; it works for a tenth of the time.
+Rule: it blocks others for at most the time of one statement, and works for a tenth of the time.
 """
 
 from __future__ import annotations
@@ -17,21 +17,18 @@ from typing import Final, NamedTuple
 
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep
-from dblock.core.statements.base import Statement
+from dblock.core.statements.base import Masked, Statement
 
 
 class Reaped(NamedTuple):
-    """How many rows were deleted."""
+    """Numbers of deleted rows."""
 
     locks: int
     lock_waiters: int
 
 
 def reap(database: Database, retention: float) -> Steps[Reaped]:
-    """Delete the rows that have been free or expired for longer than `retention` seconds; how many there were.
-
-    And places in queues that ended as long ago.
-    """
+    """Delete the rows that have been free or expired for longer than `retention` seconds, and places as old."""
     dialect = database.dialect
     locks = yield from _tidy(database, dialect.stale, dialect.reap, retention)
     places = yield from _tidy(database, dialect.queue.dead, dialect.queue.forget, retention)
@@ -39,15 +36,15 @@ def reap(database: Database, retention: float) -> Steps[Reaped]:
 
 
 _BRIEF: Final = 0.04
-"""Seconds that a deletion has where one writes at a time, half of which it may wait for its turn: it tries again."""
+"""Time for a deletion on SQLite, half of which it may wait for another writer; then it tries again."""
 _REST: Final = 9
-"""Each statement is followed by a pause that is so many times as long,"""
+"""Each statement is followed by a pause of so many times its duration."""
 _LONGEST_REST: Final = 1.0
-"""but no longer than so many seconds: one that takes as long as that has waited, and worked for a part of the time."""
+"""Longest such pause in seconds: a statement that takes long has mostly waited."""
 
 
 def _tidy(database: Database, find: Statement, delete: Statement, retention: float) -> Steps[int]:
-    """Go through the table once by what `find` finds, and delete what is old; how many there were."""
+    """Go through a table once with `find`, and delete the old rows with `delete`; returns their number."""
     deleted, after = 0, ""
     while True:
         found = yield from _send(database, find, {"after": after, "retention": retention})
@@ -65,15 +62,15 @@ def _tidy(database: Database, find: Statement, delete: Statement, retention: flo
 def _delete(database: Database, delete: Statement, names: list[str], retention: float) -> Steps[int]:
     if not names:
         return 0
-    given: Parameters = {"names": json.dumps(names, ensure_ascii=False), "retention": retention}
-    brief = _BRIEF if database.dialect.single_writer else database.timing.answer
+    given: Parameters = {"names": Masked(json.dumps(names, ensure_ascii=False)), "retention": retention}
+    brief = _BRIEF if database.dialect.single_writer else database.timing.statement_timeout
     return len((yield from _send(database, delete, given, brief)))
 
 
 def _send(database: Database, statement: Statement, parameters: Parameters, brief: float | None = None) -> Steps[Rows]:
-    """Execute, and rest."""
+    """Send a statement, then pause."""
     began = database.now()
-    until, answer = began + database.timing.patience, None if brief is None else began + brief
-    _, rows = yield from send(database, statement, parameters, until, resend=True, answer=answer)
+    until, answer_by = began + database.timing.retry_budget, None if brief is None else began + brief
+    _, rows = yield from send(database, statement, parameters, until, resend=True, answer_by=answer_by)
     yield from sleep(min((database.now() - began) * _REST, _LONGEST_REST))
     return rows

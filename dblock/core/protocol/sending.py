@@ -1,7 +1,7 @@
-"""Sending a statement, again if need be, until it is answered or the time is up.
+"""Sending a statement, with retries, until it is answered or the time is up.
 
-Rule: what was refused for a passing reason is sent again; what may have happened only where the caller says that it may
-happen twice.
+Rule: a statement that was refused for a passing reason is resent; one that may have been executed is resent only if the
+caller says that it may be executed twice.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dblock.core import clock, timing
 from dblock.core.errors import LockStoreError, PoolExhausted, StoreBusy, StoreConflict, StoreLocked, StoreUnanswered
+from dblock.core.latency import Latency
 from dblock.core.log import warn
 from dblock.core.protocol.steps import Parameters, Rows, Steps, execute, sleep
 from dblock.core.statements.base import Dialect, Statement, WhenLocked
@@ -21,21 +22,26 @@ from dblock.core.timing import Timing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Database:
-    """What the protocol needs to know of the place where a row lives."""
+    """The database of a row, as the protocol sees it."""
 
     dialect: Dialect
     now: Callable[[], float] = clock.now
     own_timing: Timing | None = None
     refuse_waiting: Callable[[], None] | None = None
-    """Raises where a wait for somebody else could not end well, because we keep that one from going on."""
+    """Raises if a wait could not end, because this flow would keep the holder from continuing."""
+    latency: Latency = field(default_factory=Latency)
 
     @property
     def timing(self) -> Timing:
-        """The times that it goes by."""
-        return self.own_timing or timing.DEFAULT
+        """The times of the protocol for the distance of the database."""
+        return (self.own_timing or timing.DEFAULT).at(self.latency.distance)
+
+    def answers(self) -> bool:
+        """Whether it has answered a moment ago, so that a missing answer is probably late, not lost."""
+        return self.now() - self.latency.answered < self.timing.single_try
 
     def before_waiting(self) -> None:
-        """Raise a LockError where a wait for somebody else could not end well: LockTimeout in a SQLite transaction."""
+        """Raise a LockError if a wait could not end: LockTimeout in a SQLite transaction, for example."""
         if self.refuse_waiting is not None:
             self.refuse_waiting()
 
@@ -47,23 +53,26 @@ def send(
     until: float,
     *,
     resend: bool = False,
-    answer: float | None = None,
+    answer_by: float | None = None,
+    location: object = None,
 ) -> Steps[tuple[float, Rows]]:
-    """Execute, again after conflicts until the local time `until`; the local time of the last sending, and the rows.
+    """Execute, and resend after conflicts until the local time `until`; the local time of the last sending, and rows.
 
-    With `resend` also after broken connections: only for statements that may be executed twice. `answer` is the local
-    time until which an answer is waited for, `until` by default.
+    With `resend` also after broken connections: only for statements that may be executed twice. `answer_by` is the
+    deadline of the answer, `until` by default. `location`: see `Execute`.
     """
     growing: Iterator[float] | None = None
     failure: LockStoreError | None = None
     told: LockStoreError | None = None
-    """The last failure of which the driver said something."""
+    """The last failure with an error of the driver."""
     quiet_until = 0.0
-    """The local time from which somebody should know that we wait for the database."""
+    """The local time from which the retries are logged."""
     while True:
         sent = database.now()
         try:
-            return sent, (yield from execute(statement, parameters, until if answer is None else answer))
+            return sent, (
+                yield from execute(statement, parameters, until if answer_by is None else answer_by, location)
+            )
         except StoreConflict as conflict:
             match _policy(statement, conflict):
                 case WhenLocked.SKIP:
@@ -77,23 +86,23 @@ def send(
             if not resend:
                 raise
             latest = unanswered
-        if not isinstance(failure, StoreBusy):  # which explains why the last one may have come too late
+        if not isinstance(failure, StoreBusy):  # StoreBusy explains why the last one may have been late
             failure = latest
         told = latest if latest.__cause__ else told
         now = database.now()
-        left = until - now - database.timing.worthwhile
+        left = until - now - database.timing.min_retry_time
         if left <= 0:
             raise _explained(failure, told)
         if growing is None:
-            growing, quiet_until = pauses(), now + database.timing.patience
+            growing, quiet_until = pauses(), now + database.timing.retry_budget
         elif now > quiet_until:
             warn("still trying to %s %r: %s", statement.name, parameters.get("key", ""), _explained(failure, told))
-            quiet_until = math.inf  # said once
+            quiet_until = math.inf  # logged once
         yield from sleep(min(next(growing), left))
 
 
 def _policy(statement: Statement, conflict: StoreConflict) -> WhenLocked:
-    if isinstance(conflict, PoolExhausted):  # which says nothing of the row
+    if isinstance(conflict, PoolExhausted):  # it says nothing about the row
         return WhenLocked.RETRY
     if isinstance(conflict, StoreLocked):
         return statement.database_locked
@@ -101,16 +110,16 @@ def _policy(statement: Statement, conflict: StoreConflict) -> WhenLocked:
 
 
 def _explained(failure: LockStoreError, told: LockStoreError | None) -> LockStoreError:
-    """Where the last try was cut short by the time, what the driver said before is the reason."""
+    """The failure, with an earlier error of the driver as its cause if it was only out of time."""
     if failure.__cause__ is not None or told is None:
         return failure
     explained = type(failure)(f"{failure}; before that: {told}", key=failure.key)
-    explained.__cause__ = told.__cause__
+    explained.__cause__, explained.late = told.__cause__, failure.late
     return explained
 
 
 def pauses(first: float = 0.005, longest: float = 0.25) -> Iterator[float]:
-    """Growing pauses in seconds, each with jitter so that those who failed together do not come back together."""
+    """Growing pauses in seconds, with jitter so that flows that failed together do not retry together."""
     pause = first
     while True:
         yield random.uniform(pause / 2, pause)  # noqa: S311 - jitter, not a secret

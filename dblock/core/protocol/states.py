@@ -1,10 +1,10 @@
-"""A *state*: a short text that whoever holds a key leaves to whoever holds it next.
+"""A *state*: a short text that a holder of a key leaves to the next holder.
 
-Each tenure *enters* the state with its fence before it reads it. From then on nothing that an earlier tenure writes is
-accepted, however late it comes (Kleppmann 2016, "How to do distributed locking"; Burrows 2006, section 2.4), so what it
-has read stays the last word until it writes itself. That needs no clock, and holds whatever becomes of the lease.
+Each tenure *enters* the state with its fence before it reads it. From then on writes of earlier tenures are refused,
+however late they come (Kleppmann 2016, "How to do distributed locking"; Burrows 2006, section 2.4), so what it has read
+stays valid until it writes itself. That needs no clock, and holds whatever happens to the lease.
 
-States are in the table `lock_states`, which is made when somebody first enters one: most who lock need none.
+States are in the table `lock_states`, which is made when a tenure first enters a state: most applications need none.
 
 Rule: a `write` that is answered is on disk, and so is the `enter` before it.
 """
@@ -22,7 +22,7 @@ from dblock.core.statements.states import STATES
 
 def _send(database: Database, statement: Statement, parameters: Parameters) -> Steps[Rows]:
     over = statement.over(database.dialect.tables, database.dialect.quote)
-    until = database.now() + database.timing.patience
+    until = database.now() + database.timing.retry_budget
     _, rows = yield from send(database, over, parameters, until, resend=True)
     return rows
 
@@ -31,20 +31,20 @@ class Entered(NamedTuple):
     """A state as earlier tenures have left it."""
 
     state: str
-    """ "" at first."""
+    """Empty at first."""
     number: int
-    """Of the last write; the next ones have higher ones."""
+    """Number of the last write; later writes need higher ones."""
 
 
 def enter(database: Database, key: str, fence: int) -> Steps[Entered | None]:
-    """The state as it is; None if a later tenure has entered it already."""
+    """Enter a state: its text and number; None if a later tenure has entered it already."""
     states = STATES[database.dialect.name]
     parameters: Parameters = {"key": key, "fence": fence}
     try:
         _ = yield from _send(database, states.enter, parameters)
     except (StoreConflict, StoreUnanswered):
         raise
-    except LockStoreError:  # no table, most likely; if not, it is refused again
+    except LockStoreError:  # probably no table; if not, the next one fails too
         _ = yield from _send(database, states.make, {})
         _ = yield from _send(database, states.enter, parameters)
     rows = yield from _send(database, states.read, parameters)
@@ -52,10 +52,10 @@ def enter(database: Database, key: str, fence: int) -> Steps[Entered | None]:
 
 
 def write(database: Database, key: str, fence: int, number: int, state: str) -> Steps[bool]:
-    """Write it; False if a later tenure has entered the state, or this one has not.
+    """Write a state; False if a later tenure has entered it, or this one has not.
 
-    `number` is higher than those of all writes before, whether they were answered or not: one that was given up and
-    still comes to the server does no harm then.
+    `number` is higher than those of all earlier writes, answered or not: then an abandoned write that still reaches the
+    server does no harm.
     """
     states = STATES[database.dialect.name]
     parameters: Parameters = {"key": key, "fence": fence, "number": number, "state": state}

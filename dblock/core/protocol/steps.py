@@ -1,4 +1,4 @@
-"""The few things that the lock's algorithm can ask of the world.
+"""The steps: the requests that the lock's algorithm yields to its driver.
 
 Rule: generators of this package use `yield from` on the functions below and never a bare `yield`; everything that
 neither waits nor does I/O is a plain function. `dblock.core.protocol.drive` runs the steps.
@@ -27,7 +27,9 @@ class Execute(NamedTuple):
     statement: Statement
     parameters: Parameters
     until: float = math.inf
-    """The local time after which its answer is of no more use; whoever runs it gives up then."""
+    """The local time until which the driver waits for the answer."""
+    location: object = None
+    """The database that it is for, as `Store.location` named it; it is not run over a connection to another one."""
 
 
 class Sleep(NamedTuple):
@@ -37,7 +39,7 @@ class Sleep(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Pause because somebody else holds the key, or until it is notified."""
+    """Pause for so long, or until the wakeup is notified."""
 
     seconds: float
     wakeup: Wakeup
@@ -47,9 +49,11 @@ Step = Execute | Sleep | Wait
 Steps = Generator[Step, Any, T]
 
 
-def execute(statement: Statement, parameters: Parameters, until: float = math.inf) -> Steps[Rows]:
+def execute(
+    statement: Statement, parameters: Parameters, until: float = math.inf, location: object = None
+) -> Steps[Rows]:
     """The rows that `statement` answers with until that local time; raises what the executor raises."""
-    rows: Rows = yield Execute(statement, parameters, until)
+    rows: Rows = yield Execute(statement, parameters, until, location)
     return rows
 
 
@@ -59,5 +63,5 @@ def sleep(seconds: float) -> Steps[None]:
 
 
 def wait(seconds: float, wakeup: Wakeup) -> Steps[None]:
-    """Return after `seconds`, or when it is notified."""
+    """Return after `seconds`, or when `wakeup` is notified."""
     yield Wait(seconds, wakeup)

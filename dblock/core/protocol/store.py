@@ -1,33 +1,53 @@
-"""What the core needs of a face: a database, and who runs statements on it.
+"""The interface that a face implements: a database, and how statements run on it.
 
-Rule: what is below `runtime` knows no more than this of how a statement gets to the database.
+Rule: modules below `runtime` know no more than this about how a statement gets to the database.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Wait
 from dblock.core.statements.base import Statement
-from dblock.core.wakeup.listener import NotificationSource
+from dblock.core.wakeup.registry import Wakeups
 
 
-class Store(NotificationSource, Protocol):
-    """A database, and who runs statements on it; a lock's row is found by its store and its key."""
+class Subscription(Protocol):
+    """A connection that listens."""
+
+    def listen(self, seconds: float, /) -> Sequence[str]:
+        """The next messages, as soon as there are any; empty after so many seconds. Raises when it has broken."""
+        ...
+
+    def ask(self, until: float, /) -> None:
+        """Probe the server; raises unless it answers by that local time."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Store(Protocol):
+    """A database, and how statements run on it; a store and a key identify a lock's row."""
 
     @property
     def database(self) -> Database:
-        """The protocol's view of it."""
+        """The protocol's view of the database."""
         ...
 
     @property
     def name(self) -> str:
-        """Which database it is, for people; no secret."""
+        """Name of the database for people, without secrets."""
+        ...
+
+    @property
+    def location(self) -> object:
+        """The database that it leads to now, for comparison; None if it always leads to the same one."""
         ...
 
     pin: Statement | None
-    """The statement `pin` as sessions of the caller's are to run it, once somebody has asked for it."""
+    """The statement `pin` for sessions of the caller, once it has been needed."""
 
     def execute(self, step: Execute, /) -> Rows:
         """Run one statement in this thread; the driver's errors come out as LockStoreErrors."""
@@ -38,29 +58,41 @@ class Store(NotificationSource, Protocol):
         ...
 
     def pause(self, step: Sleep | Wait, /) -> None:
-        """Let time pass in this thread."""
+        """Sleep or wait in this thread."""
         ...
 
     async def apause(self, step: Sleep | Wait, /) -> None:
-        """Let time pass in the running task."""
+        """Sleep or wait in the running task."""
         ...
 
     @property
     def asynchronous(self) -> bool:
-        """Can it run statements on an event loop only?"""
+        """Whether statements run only on an event loop."""
         ...
 
     @property
     def reaping(self) -> tuple[float, float] | None:
-        """After how many seconds, as a rule, this process reaps again, and the retention; None if others see to it."""
+        """Mean interval of reaping by this process, and the retention, in seconds; None if it does not reap."""
         ...
 
     @property
     def history(self) -> int:
-        """How many events of its keys are kept in `lock_events`; 0: none are written down by this process."""
+        """Number of events of its keys to keep in `lock_events`; 0: this process records none."""
         ...
 
     @property
     def renewable(self) -> bool:
-        """Does another thread's connection see the same rows? If not: no renewal, local queue, listener, reaping."""
+        """Whether a connection of another thread sees the same rows; if not: no renewal, queue, listener, reaping."""
+        ...
+
+    def subscribe(self, channel: str, wakeups: Wakeups, /) -> Subscription | None:
+        """Begin to listen for notifications of the database; None if that does not work."""
+        ...
+
+    def in_background(self, function: Callable[[], None], /) -> Callable[[], bool]:
+        """Run a function in a thread or in a task of the running event loop; the result says whether it still runs."""
+        ...
+
+    def rest(self, seconds: float, /) -> None:
+        """Sleep in such a background function."""
         ...

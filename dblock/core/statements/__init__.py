@@ -14,7 +14,7 @@ from dblock.core.statements.base import Dialect, Tables
 
 
 class _Dialects(Mapping[str, Dialect]):
-    """Each is imported when somebody asks for it."""
+    """The dialects; each is imported when first needed."""
 
     _homes: Final = {"postgresql": "postgresql", "mysql": "mysql", "mariadb": "mysql", "sqlite": "sqlite"}
 
@@ -35,7 +35,7 @@ DIALECTS: Final = _Dialects()
 
 
 def dialect_for(vendor: str, tables: Tables) -> Dialect:
-    """The statements for a database, over these tables. Raises UnsupportedDatabase for a schema where there is none."""
+    """The statements for a database, over these tables. UnsupportedDatabase for a schema on SQLite."""
     if vendor == "sqlite" and tables.schema:
         raise UnsupportedDatabase(f"SQLite has no schemas, such as {tables.schema!r}: choose a prefix for the tables")
     return DIALECTS[vendor].over(tables)

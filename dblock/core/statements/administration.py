@@ -1,11 +1,11 @@
-"""The statements of whoever looks after the locks of others; most who lock need none of them."""
+"""The statements of the administration; taking and releasing locks needs none of them."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Final, NamedTuple
 
-from dblock.core.statements import mysql, postgresql, sqlite
+from dblock.core.statements import common, mysql, postgresql, sqlite
 from dblock.core.statements.base import Reply, Statement
 from dblock.core.statements.common import WHO
 from dblock.core.statements.vocabulary import Vocabulary
@@ -14,52 +14,85 @@ from dblock.core.statements.vocabulary import Vocabulary
 class Administration(NamedTuple):
     """Below each statement: what it does -> the columns that it answers."""
 
+    next_keys: Statement
+    """The last of the next `most` keys after the key `after` -> key, null if there are none."""
     list_keys: Statement
-    """Up to `most` keys after the key `after`, of which there are rows to show -> key; those of `inspect`; waiters."""
+    """Up to `most` keys after the key `after` and up to the key `upto` that are held, may be waited for, or were freed
+    from outside; with `free` all that have rows -> key; columns of `inspect`; waiters."""
+    count_waiters: Statement
+    """The number of waiters of a key."""
     list_waiters: Statement
-    """Who waits for a key, in the order in which they are served -> ticket, seconds since it joined, seconds that its
-    place lasts, label, host, pid, thread, program, task."""
+    """Up to `most` waiters of a key, in the order in which they are served -> ticket, seconds since it joined, seconds
+    that its place lasts, label, host, pid, thread, program, task."""
     list_all_waiters: Statement
-    """Up to `most` of all who wait, for whatever key, those first who came first -> key; as `list_waiters`."""
+    """Up to `most` waiters of all keys, the earliest first -> key; as `list_waiters`."""
+    list_awaited: Statement
+    """The wait of the flow that holds a key, if it waits -> key; as `chain`."""
+    list_blocked: Statement
+    """Of up to `most` keys with waiters, those whose holders wait themselves -> as `list_awaited`."""
     free: Statement
-    """End a tenure from outside, and say by whom and why."""
+    """End a tenure from outside, with by whom and why."""
     revoke: Statement
     """Ask for a tenure back."""
     note: Statement
-    """Write events down, a JSON array of objects: their `age` is in seconds, the rest as the columns."""
+    """Insert events, a JSON array of objects: their `age` is in seconds, the rest as the columns."""
     trim: Statement
-    """Delete the oldest events, a thousand at most, so that some `keep` are left."""
+    """Delete the oldest events, at most a thousand, so that some `keep` are left."""
     list_events: Statement
-    """The last events of a key, `most` at most, the latest first -> key, kind, fence, seconds since, seconds, detail,
+    """The last events of a key, at most `most`, the latest first -> key, kind, fence, seconds since, seconds, detail,
     label, host, pid, thread, program, task."""
     list_all_events: Statement
-    """The last of all keys -> as `list_events`."""
+    """The last events of all keys -> as `list_events`."""
 
 
 def _statements(words: Vocabulary) -> Administration:
     info = f"""locks.owner, locks.fence, locks.count, locks.ttl, {words.since("locks.acquired_at")},
        {words.until("locks.expires_at")}, {", ".join(f"locks.{name}" for name in WHO.split(", "))},
-       revoked_fence, freed_fence, revocation"""
+       revoked_fence, freed_fence, revocation, bearers"""
     waiting = f"""SELECT count(*) FROM lock_waiters AS waiter
         WHERE waiter.lock_key = locks.lock_key AND waiter.ticket > locks.served_ticket
           AND waiter.expires_at > {words.now}"""
-    # Safe: reads only, without locks; a page at a time, by primary key.
+    # Safe: both read only, without locks; a page at a time, by primary key. No index lists the held keys, as takes
+    # would have to change it: so the first statement bounds how far the second one reads.
+    next_keys = f"""
+SELECT max(lock_key) FROM (
+    SELECT lock_key FROM locks{words.by_key} WHERE lock_key > :after ORDER BY lock_key LIMIT {words.integer(":most")}
+) AS page
+"""
     list_keys = f"""
 SELECT lock_key, {info}, ({waiting}) FROM locks
-WHERE lock_key > :after AND (owner IS NOT NULL OR {words.integer(":free")} = 1)
+WHERE lock_key > :after AND lock_key <= :upto
+  AND (owner <> '' OR (owner IS NOT NULL AND expires_at > {words.now})
+       OR last_ticket > served_ticket OR freed_fence = fence OR {words.integer(":free")} = 1)
 ORDER BY lock_key LIMIT {words.integer(":most")}
 """
+    # With `+ 0` no index is used for the ticket: it could only be read as a whole, and once for each key.
     waiters = f"""waiter.ticket, {words.since("waiter.joined_at")}, {words.until("waiter.expires_at")},
        {", ".join(f"waiter.{name}" for name in WHO.split(", "))}
-FROM lock_waiters AS waiter JOIN locks ON locks.lock_key = waiter.lock_key
-WHERE waiter.ticket > locks.served_ticket AND waiter.expires_at > {words.now}"""
-    # Safe: both read only, without locks.
-    list_waiters = f"SELECT {waiters} AND waiter.lock_key = :key ORDER BY ticket"
+FROM lock_waiters AS waiter {words.join} locks{words.by_key} ON {words.looked_up("locks.lock_key", "waiter.lock_key")}
+WHERE waiter.ticket + 0 > locks.served_ticket AND waiter.expires_at > {words.now}"""
+    # Safe: all read only, without locks.
+    count_waiters = f"SELECT ({waiting}) FROM locks{words.by_key} WHERE lock_key = :key"
+    list_waiters = f"""
+SELECT {waiters} AND waiter.lock_key = :key ORDER BY waiter.ticket LIMIT {words.integer(":most")}
+"""
     list_all_waiters = f"""
 SELECT waiter.lock_key, {waiters} ORDER BY waiter.joined_at, waiter.ticket LIMIT {words.integer(":most")}
 """
-    # Safe: names the tenure by its fence, which no other one of the key ever has, so it may be sent twice, or late.
-    # Durable: who asked for it is told that it has happened.
+    # Safe: both read only, without locks. A flow's places are found by its tokens, unless it has handed one over.
+    awaited = f"""{words.join_places_of(f"substr(mine.owner, 1, {common.FLOW})")} {common._wait(words)}
+  AND mine.expires_at > {words.now} AND mine.bearers = 0"""
+    list_awaited = f"""
+SELECT mine.lock_key, {common._WAIT} FROM locks AS mine{words.by_key}{awaited} AND mine.lock_key = :key
+"""
+    wanted = f"SELECT DISTINCT lock_key FROM lock_waiters ORDER BY lock_key LIMIT {words.integer(':most')}"
+    list_blocked = f"""
+SELECT mine.lock_key, {common._WAIT} FROM (
+    SELECT locks.* FROM ({wanted}) AS wanted
+    {words.join} locks{words.by_key} ON {words.looked_up("locks.lock_key", "wanted.lock_key")}) AS mine{awaited}
+"""
+    # Safe: names the tenure by its fence, which no other tenure of the key ever has, so it may be sent twice, or late.
+    # Durable: the administrator gets the answer that it has happened.
     free = f"""
 {words.change()}
     owner = NULL,
@@ -69,7 +102,7 @@ SELECT waiter.lock_key, {waiters} ORDER BY waiter.joined_at, waiter.ticket LIMIT
     revocation = :words
 WHERE lock_key = :key AND fence = :fence AND owner IS NOT NULL {words.durable}
 """
-    # Safe: as above; it changes nothing but what the holder is told.
+    # Safe: as above; it only informs the holder.
     revoke = f"""
 {words.change()}
     revoked_fence = :fence,
@@ -79,29 +112,30 @@ WHERE lock_key = :key AND fence = :fence AND owner <> '' AND expires_at > {words
     columns = f"lock_key, kind, fence, seconds, detail, {WHO}"
     types = dict.fromkeys(columns.split(", "), "text") | {"fence": "bigint", "pid": "bigint"}
     types |= dict.fromkeys(("seconds", "age"), "double precision")
-    # Safe: rows of its own, which nothing is decided by. Sent twice it would tell twice, so it is not.
+    # Safe: rows of its own, by which nothing is decided. Not sent twice, which would duplicate the events.
     note = f"""
 INSERT INTO lock_events ({columns}, happened_at)
 SELECT {", ".join(f"record.{name}" for name in columns.split(", "))}, {words.before("record.age")}
 FROM {words.records(":events", types)}
 WHERE record.age >= 0 {words.asynchronous}
 """
-    # Safe: rows that are never written again; whoever else deletes them deletes the same. Some numbers were never used.
-    trim = f"""
-DELETE FROM lock_events
-WHERE id <= (SELECT least FROM (SELECT {words.least}((SELECT max(id) FROM lock_events) - {words.bigint(":keep")},
-                                       (SELECT min(id) FROM lock_events) + 999) AS least) AS old)
-  {words.asynchronous}
-"""
+    # Safe: rows that are never written again; concurrent deletions delete the same. Some numbers were never used.
+    last = f"""{words.least}((SELECT max(id) FROM lock_events) - {words.bigint(":keep")},
+                             (SELECT min(id) FROM lock_events) + 999)"""
+    trim = f"{words.delete_up_to('lock_events', 'id', last)} {words.asynchronous}"
     events = f"""
 SELECT lock_key, kind, fence, {words.since("happened_at")}, seconds, detail, {WHO} FROM lock_events"""
     # Safe: both read only, without locks.
-    list_events = f"{events} WHERE lock_key = :key ORDER BY id DESC LIMIT {words.integer(':most')}"
+    list_events = f"{events} WHERE {words.events_of_key} LIMIT {words.integer(':most')}"
     list_all_events = f"{events} ORDER BY id DESC LIMIT {words.integer(':most')}"
     return Administration(
-        Statement("list_keys", list_keys, Reply.ROWS),
+        Statement("next_keys", next_keys, Reply.ROWS),
+        Statement("list_keys", list_keys, Reply.ROWS, owners=(1,)),
+        Statement("count_waiters", count_waiters, Reply.ROWS),
         Statement("list_waiters", list_waiters, Reply.ROWS),
         Statement("list_all_waiters", list_all_waiters, Reply.ROWS),
+        Statement("list_awaited", list_awaited, Reply.ROWS, owners=(1, 7)),
+        Statement("list_blocked", list_blocked, Reply.ROWS, owners=(1, 7)),
         Statement("free", free, Reply.COUNT),
         Statement("revoke", revoke, Reply.COUNT),
         Statement("note", note, Reply.COUNT),
@@ -117,5 +151,5 @@ WORDS: Final[dict[str, Vocabulary]] = {"postgresql": postgresql.SQL, "mysql": my
 
 @cache
 def administration(dialect: str) -> Administration:
-    """Of a database, by its dialect's name."""
+    """The administration's statements for a database, by its dialect's name."""
     return _statements(WORDS[dialect])

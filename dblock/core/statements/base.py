@@ -1,12 +1,15 @@
-"""What the modules of the databases have in common: a statement, its reply, and how to read a driver's error.
+"""The common types of the databases' modules: a statement, its reply, and the meaning of a driver's error.
 
-Rule: a statement's text is a constant; values reach it as parameters only.
+Rule: a statement's text is a constant; values reach it as parameters only, and no parameter is in a comment. Drivers
+that write values into the text quote them, and quotes mean nothing in a comment: a value that contains `*/` would
+continue as SQL. So text for MySQL alone or MariaDB alone (`/*!80017 */`, `/*M! */`, a comment for the other) is
+resolved before values are bound.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import lru_cache
@@ -22,13 +25,13 @@ class Reply(Enum):
 
 
 class Failure(Enum):
-    """What an error of the driver means for the protocol."""
+    """The meaning of a driver's error for the protocol."""
 
     CONFLICT = "refused for a passing reason, nothing happened"
     BUSY = "another transaction has locked the row, nothing happened"
     LOCKED = "another transaction has locked the whole database, nothing happened"
     DUPLICATE = "the row is there already, nothing happened"
-    SPENT = "the session is of no more use: the server takes no writes, or its plan is out of date; nothing happened"
+    SPENT = "the session is unusable: the server takes no writes, or its plan is out of date; nothing happened"
     STALE = "the transaction has read what others have changed since: it can never write"
     DISCONNECTED = "the connection broke, the outcome is unknown"
     NO_TABLE = "the table is missing"
@@ -38,67 +41,76 @@ class Failure(Enum):
 
 
 class WhenLocked(Enum):
-    """What is done about a row, or a whole database, that another transaction has locked."""
+    """What to do if another transaction has locked the row, or the whole database."""
 
-    RETRY = "the statement is sent again, as long as there is time"
-    SKIP = "it has found nothing: whoever is changing the row, or pins it, goes first"
-    RAISE = "whoever sent it does something else meanwhile"
+    RETRY = "the statement is resent, as long as there is time"
+    SKIP = "it counts as having found nothing: the transaction that changes or pins the row goes first"
+    RAISE = "the error is raised, and the sender does something else meanwhile"
+
+
+def quoted(name: str, quote: str) -> str:
+    """A name in a database's quotation marks."""
+    return quote + name.replace(quote, quote * 2) + quote
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What the tables are called, and where they are: `prefix` stands before their names and their indexes'."""
+    """Names and schema of the tables; `prefix` is part of their names and of their indexes'."""
 
     prefix: str = ""
     schema: str = ""
-    """In MySQL's words a database; where sessions look for tables that name none, if empty."""
+    """On MySQL a database; if empty, the session's default."""
 
     def name(self, table: str, quote: str) -> str:
-        """The full name of `locks`, say, as SQL that quotes names with `quote`."""
+        """The full name of a table such as `locks`, as SQL that quotes names with `quote`."""
         parts = [self.schema, self.prefix + table] if self.schema else [self.prefix + table]
-        return ".".join(quote + part.replace(quote, quote * 2) + quote for part in parts)
+        return ".".join(quoted(part, quote) for part in parts)
 
     def named(self, sql: str, quote: str) -> str:
         """`sql` over these tables instead of `locks`, `lock_waiters`, `lock_events` and `lock_states`."""
 
         def name(found: re.Match[str]) -> str:
-            table, index = found[1], found[2]
-            return Tables(self.prefix).name(table + index, quote) if index else self.name(table, quote)
+            made, table, index = found.groups()
+            return quoted(f"{made}{self.prefix}{table}{index}", quote) if index else self.name(table, quote)
 
         return sql if self == Tables() else _TABLE.sub(name, sql)
 
 
-_TABLE: Final = re.compile(r"\b(locks|lock_waiters|lock_events|lock_states)(_pin|_queue|_of_key|)\b")
+_TABLE: Final = re.compile(
+    r"\b(sqlite_autoindex_|)(locks|lock_waiters|lock_events|lock_states)(_pin|_queue|_of_key|_1|)\b"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """SQL with `:name` parameters."""
+    """SQL with `:name` parameters; for MySQL and MariaDB `on_server` resolves it first."""
 
     name: str
     sql: str
     reply: Reply
-    keeps: bool = False
-    """Is it sent for somebody who holds or waits? Then it never waits for a connection behind those that take."""
-    urgent: bool = False
-    """Does an attempt go on with it, or depend what is held on it? Then it gets the next connection."""
+    critical: bool = False
+    """Whether it serves a holder or a waiter: it never waits for a connection behind takes."""
+    priority: bool = False
+    """Whether it continues an attempt, or held locks depend on it: it gets the next connection."""
     row_locked: WhenLocked = WhenLocked.RETRY
     database_locked: WhenLocked = WhenLocked.RETRY
+    owners: tuple[int, ...] = ()
+    """The columns of its answer that are owner tokens, which `without_secrets` masks."""
 
     def over(self, tables: Tables, quote: str) -> Statement:
-        """The same over these tables."""
+        """The same statement over these tables."""
         return replace(self, sql=tables.named(self.sql, quote))
 
 
 @lru_cache(maxsize=64)
-def urgently(statement: Statement) -> Statement:
-    """The same for whoever goes on with what has begun, where others only ask."""
-    return replace(statement, urgent=True)
+def with_priority(statement: Statement) -> Statement:
+    """The same statement as part of an attempt, with priority."""
+    return replace(statement, priority=True)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dialect:
-    """All that the protocol needs of one database; below each statement: what it does -> the columns it answers."""
+    """The statements and properties of one database; below each statement: its effect -> the columns of its answer."""
 
     name: str
     take: Statement
@@ -107,57 +119,59 @@ class Dialect:
     """Begin the first tenure of a key that has no row -> fence."""
     inspect: Statement
     """Read a key's row: owner, fence, count, ttl, age, remaining, label, host, pid, thread, program, task,
-    revoked_fence, freed_fence, revocation."""
+    revoked_fence, freed_fence, revocation, bearers."""
     reenter: Statement
     """Raise the count of a live tenure by one; the lease never gets shorter."""
     extend: Statement
     """Set the lease of a live tenure to end one life from now."""
     renew: Statement
-    """Let the leases of many live tenures last at least one life more -> how many there were. One that was asked back
-    is left out if its holder is `unaware` of that."""
+    """Let the leases of many live tenures last at least one life more -> one row for each. A tenure that was asked back
+    is left out if its holder is `not_notified` of that."""
     alive: Statement
-    """Those of many tenures that are alive -> key, owner, fence, revocation (null if nobody has asked it back)."""
+    """Those of many tenures that are alive -> key, owner, fence, revocation (null if it was not asked back)."""
     attach: Statement
-    """Enter a live tenure by its token -> count."""
+    """Enter a live tenure by its token; a `counted` token is no longer outstanding -> count."""
     adopt: Statement
-    """Enter a live tenure that nobody is in, and set its lease to end one life from now."""
+    """Enter a live tenure without entries, and set its lease to end one life from now -> how many bearers have entered
+    so far."""
     detach: Statement
-    """Leave a live tenure to whoever bears its token: set the count to one less than `count` if it is no higher and
-    nobody has attached since the flow with `host`, `pid` and `thread`; lower it by one where `count` is 0."""
+    """Leave a live tenure to the bearer of its token: set the count to one less than `count` if it is no higher and
+    `bearers` have entered, no more; lower it by one if `count` is 0."""
     release: Statement
     """Set the count to one less than `count`; at zero the key is free -> the first ticket not served, 0 for none."""
     leave: Statement
-    """Lower the count by one; at zero the key is free, once `min_hold` is over -> as `release`."""
+    """Lower the count by one, if it is `count` and `bearers` have entered, or if `count` is 0; at zero the key is free,
+    once `min_hold` is over, unless an unused token is out: then its bearer has one `life` -> as `release`."""
     pin: Statement
-    """In the caller's transaction: keep everybody from beginning a new tenure until it ends -> does it see this one?
+    """In the caller's transaction: no new tenure can begin until it ends -> whether it sees this tenure.
 
-    Always over `locks`: sessions may mean different tables by a name, so `tenures.pin` says which.
+    Always over `locks`: sessions may resolve that name to different tables, so `tenures.pin` qualifies it.
     """
     locate: Statement | None
-    """Where the lock's own sessions find `locks` -> its schema, and something on a node of a Galera cluster."""
+    """Where the lock's own sessions find `locks` -> its schema; true on a node of a Galera cluster."""
     stale: Statement
-    """The next keys after `after`, a hundred at most, in order -> key, have they been free or expired for longer than
-    `retention`."""
+    """The next keys after `after`, at most a hundred, in order -> key, whether it has been free or expired for longer
+    than `retention`."""
     reap: Statement
-    """Delete such rows, of those that `names` names; none if one of them is locked."""
+    """Delete such rows among `names`; none if one of them is locked."""
     tick: float
-    """Seconds between two readings of the database's clock that are sure to differ; 0.0 if any two statements' do."""
+    """Seconds after which two readings of the database's clock surely differ; 0.0 if any two statements' do."""
     single_writer: bool
-    """Does one transaction at a time write to the whole database, and keep all others from it?"""
+    """Whether only one transaction at a time can write to the whole database."""
     classify: Callable[[BaseException], Failure]
-    """What a driver's error means."""
+    """The meaning of a driver's error."""
     ddl: str
     """The tables, in plain SQL."""
     queue: Queue
-    """The statements of those who wait."""
+    """The statements of waiters."""
     pins_prepared: bool = True
-    """Does `pin` last until a two-phase transaction ends, and not only until it is prepared, or the server restarts?"""
+    """Whether `pin` lasts until a two-phase transaction ends, also if it is prepared and the server restarts."""
     quote: str = '"'
-    """What names are quoted with."""
+    """The quotation mark of names."""
     tables: Tables = Tables()
 
     def over(self, tables: Tables) -> Dialect:
-        """The same over these tables."""
+        """The same dialect over these tables."""
         if tables == self.tables:
             return self
         queue = replace(self.queue, **_over(self.queue, tables, self.quote))
@@ -171,56 +185,62 @@ class Queue:
     """The statements on `lock_waiters`, and on the two ticket numbers of a key's row."""
 
     join: Statement
-    """Stand in a key's queue -> ticket; and, if `join_answers`, seconds until the lease ends and first ticket not
-    served (as `queue_status`); nothing if the key has no row, or somebody else has just drawn that ticket."""
+    """Join a key's queue -> ticket; with `join_answers` also seconds until the lease ends and the first ticket not
+    served (as `queue_status`); nothing if the key has no row, or another waiter has just got that ticket."""
     announce: Statement
-    """Let the key's row say that the ticket was given out, where `join` does not, or the row is another one since ->
-    milliseconds until the lease ends, 0 if nobody holds the key."""
+    """Record in the key's row that the ticket was given out, if `join` does not, or the row was created anew since ->
+    milliseconds until the lease ends, 0 if the key is not held."""
     queue_status: Statement
-    """How a waiter stands: is the key its own, seconds until the lease ends (less than 0: since it ended, or the key
-    was given back), first ticket not served, last ticket, live waiters before it (16 at most), has it a place."""
+    """The queue as seen from a waiter: whether it has the key, seconds until the lease ends (less than 0: since it
+    ended or was released), first ticket not served, last ticket, number of live waiters among the 16 nearest before it
+    (1 if all of those are dead, as there may be others), whether it has a place."""
     grant: Statement
-    """Let the first live waiter from ticket `first` on begin a tenure that ends with its place, if nobody else holds
-    the key -> its ticket, channel, owner token, fence, how many milliseconds after joining it ends if that may be
-    earlier than the place, else 0, and something if it has called its process, which one not `here` is. If not
-    `grant_answers`: let the live waiter `heir` begin it -> fence."""
+    """Let the first live waiter from ticket `first` on begin a tenure that ends with its place, if the key has no other
+    holder -> its ticket, channel, owner token, fence, milliseconds from its join to the end of the tenure if that may
+    be earlier than the place's, else 0, and not null if the database has notified its process, as one not `here`. If
+    not `grant_answers`: let the live waiter `heir` begin it -> fence."""
     accept: Statement
     """Let the lease of a waiter's new tenure last a whole life -> fence."""
-    inherit: Statement
-    """Let another flow of the same process have a waiter's place, under its own token `heir`."""
+    adopt_place: Statement
+    """Give a waiter's place to another flow of the same process, under its own token `heir`."""
     hand_over_local: Statement
-    """End a tenure and begin one of the owner `heir`, if nobody is in the queue or some `handovers_left` -> fence."""
+    """End a tenure and begin one of the owner `heir`, if the queue is empty or `handovers_left` is positive -> fence;
+    and milliseconds of its lease, if that may be less than a whole life (with `covers` 1), else 0."""
     leave_queue: Statement
-    """Let waiters leave their queues."""
+    """Delete places."""
     first_waiter: Statement
-    """The first live waiter from ticket `first` on: ticket, channel, owner token."""
+    """The first live waiter from ticket `first` on -> ticket, channel, owner token."""
     call: Statement | None
-    """Call the process that listens on a channel, where the database can."""
-    hear: Statement | None
-    """Where a call cannot say what it is about: wait `seconds` for one, unless a waiter of `places` has been granted
-    its key -> ticket, fence, owner token and key of each; a row without a token when the time is up."""
+    """Notify the process that listens on a channel, if the database can."""
+    sleep_until_killed: Statement | None
+    """If a notification has no payload: wait `seconds` for one, unless a waiter of `places` has been granted its key ->
+    ticket and key of each; a row without a key when the time is up."""
     unlogged: Statement | None
-    """There: keep what the session does out of the server's log of slow statements."""
+    """For that: keep the session's statements out of the server's slow log, and let the server end it soon when it is
+    silent."""
     listen: Statement | None
-    """There: let the session be called by `channel`, if no other one is, for `seconds` (whole ones) -> 1."""
+    """For that: let the session own the name `channel`, waiting whole `seconds` for it -> 1."""
     heartbeat: Statement
-    """Let the places of many waiters last for longer, if they have not ended and nobody was granted the key there ->
-    the owner tokens of those; or, from a database that cannot, one empty row for each."""
-    waits: Statement
-    """Who waits for what, and who holds that: owner, key, ticket, host, pid, thread; owner, host, pid, thread."""
+    """Extend the places of many waiters that have not ended and were not served -> their owner tokens; or one empty row
+    for each, from a database that cannot return them."""
+    chain: Statement
+    """The key that the waiter `owner` waits for, the key that its holder waits for, and so on -> of the waiter owner,
+    key, ticket, host, pid, thread; of its key's holder owner, host, pid, thread; the waiter's confirmed `circle`."""
+    confirm: Statement
+    """Record that the waiter `owner` sees itself in the `circle` of that digest."""
     clear: Statement
-    """Forget a queue in which nobody is alive, unless somebody came after ticket `last`."""
+    """Clear a queue without live waiters, unless one has joined after ticket `last`."""
     dead: Statement
-    """The next waiters after the owner token `after`, likewise -> owner token, have they been dead for longer than
+    """The next waiters after the owner token `after`, as `stale` -> owner token, whether dead for longer than
     `retention`."""
     forget: Statement
-    """Delete such rows, likewise."""
+    """Delete such rows, as `reap`."""
     join_answers: bool
-    """Does `join` announce the ticket as well, and answer whether somebody has the key?"""
+    """Whether `join` also announces the ticket, and answers whether the key is held."""
     grant_answers: bool
-    """Does `grant` choose the heir itself, and answer whom to call?"""
+    """Whether `grant` chooses the heir itself, and answers which waiter to notify."""
     grant_leaves: bool
-    """Does `grant` take the heir out of the queue as well? Else its row stays, and counts no more."""
+    """Whether `grant` also deletes the heir's place; else that stays, and no longer counts."""
 
 
 def _over(statements: Dialect | Queue, tables: Tables, quote: str) -> dict[str, Any]:
@@ -240,25 +260,70 @@ class Cursor(Protocol):
     def fetchall(self) -> Any: ...
 
 
-_NAME = re.compile(r"(?<!\w):([a-z_]+)")
+_NAME: Final = re.compile(r"(?<!\w):([a-z_]+)")
+_COMMENT: Final = re.compile(r"/\*(M!|!80017)?(.*?)\*/", re.DOTALL)
+
+
+def for_server(sql: str, *, mariadb: bool) -> str:
+    """The text as MariaDB, or MySQL, reads it: its own conditional text uncommented, the other's left out."""
+    ours = "M!" if mariadb else "!80017"
+    return _COMMENT.sub(lambda found: found[2] if found[1] == ours else "" if found[1] else found[0], sql)
+
+
+@lru_cache(maxsize=256)
+def on_server(statement: Statement, *, mariadb: bool) -> Statement:
+    """The statement for MariaDB, or for MySQL."""
+    return replace(statement, sql=for_server(statement.sql, mariadb=mariadb))
 
 
 class Values(dict[str, Any]):
-    """A statement's parameters, which may be logged on their way to the database: owner tokens are among them."""
+    """A statement's parameters; a `repr` in a log does not show them, as owner tokens are among them."""
 
     def __repr__(self) -> str:
         return f"<values of {', '.join(self)}>"
 
     @classmethod
     def of(cls, statement: Statement, known: Mapping[str, Any]) -> Values:
-        """Those that the statement names."""
+        """The parameters that the statement names."""
         return cls((name, known[name]) for name in _NAME.findall(statement.sql))
+
+
+class Masked(str):
+    """A text whose `repr` does not show it, as error reports call `repr` on the locals of frames.
+
+    An owner token is masked from the moment at which it is made or read, and so are texts made of it.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'...'"
+
+
+def without_secrets(statement: Statement, rows: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+    """The answer of a statement with its owner tokens masked."""
+    if not statement.owners:
+        return rows
+    return [
+        tuple([Masked(value) if type(value) is str and n in statement.owners else value for n, value in enumerate(row)])
+        for row in rows
+    ]
+
+
+def in_order(parameters: Mapping[str, Any], order: Iterable[str]) -> tuple[Any, ...]:
+    """The values for a style without names."""
+    return tuple([Masked(value) if type(value) is str else value for value in map(parameters.__getitem__, order)])
 
 
 @lru_cache(maxsize=256)
 def rendered(sql: str, paramstyle: str) -> tuple[str, tuple[str, ...] | None]:
-    """The text in a driver's parameter style and, for styles without names, the order of the parameters (PEP 249)."""
+    """The text in a driver's parameter style and, for styles without names, the order of the parameters (PEP 249).
+
+    Raises ValueError for a parameter in a comment.
+    """
     sql = " ".join(sql.split())
+    if any(_NAME.search(comment[0]) for comment in _COMMENT.finditer(sql)):
+        raise ValueError(f"a parameter in a comment: {sql}")
     if paramstyle == "named":
         return sql, None
     if paramstyle == "pyformat":
@@ -282,7 +347,7 @@ def perform(
 ) -> list[Any]:
     """Run `statement` on a DB-API cursor and give its answer as rows; the driver's errors pass through."""
     text, order = rendered(statement.sql, paramstyle)
-    values = Values(parameters) if order is None else tuple(parameters[name] for name in order)
+    values = Values(parameters) if order is None else in_order(parameters, order)
     cursor.execute(text, values, **options)
     if statement.reply is Reply.ROWS:
         return list(cursor.fetchall())

@@ -1,10 +1,10 @@
-"""The statements that all databases have in common, told once, in the words of each.
+"""The statements that all databases have in common, written once over a `Vocabulary`.
 
-A database gives a `Vocabulary`, some twenty expressions, and the few statements that truly differ; `dialect` makes the
-whole of it. The text is put together from constants when the module is imported, and never again.
+A database gives a `Vocabulary`, some twenty expressions, and the few statements that really differ; `dialect` combines
+them. The text is built from constants when the module is imported, and never again.
 
-Every statement is a transaction of its own on one row by primary key. What the databases differ in (clock, durability,
-how long a row is waited for, how a transaction pins one) is told in their own modules, once for all statements.
+Every statement is a transaction of its own on one row by primary key. The modules of the databases explain their
+differences (clock, durability, how long a statement waits for a row, how a transaction pins a row) for all statements.
 
 Rule: each statement says why it is safe to send, late and twice included.
 """
@@ -16,6 +16,7 @@ from typing import Final
 
 from dblock.core.statements.base import Dialect, Failure, Queue, Reply, Statement, WhenLocked
 from dblock.core.statements.vocabulary import Vocabulary
+from dblock.core.values import MACHINE
 
 WHO: Final = "label, host, pid, thread, program, celery_task_id"
 REVOKED: Final = "CASE WHEN revoked_fence = locks.fence THEN revocation END"
@@ -38,8 +39,9 @@ def dialect(
     grant: Statement,
     leave_queue: Statement,
     heartbeat: Statement,
+    hand_over_local: Statement,
     call: Statement | None = None,
-    hear: Statement | None = None,
+    sleep_until_killed: Statement | None = None,
     unlogged: Statement | None = None,
     listen: Statement | None = None,
     join_answers: bool = False,
@@ -50,23 +52,24 @@ def dialect(
     pins_prepared: bool = True,
     quote: str = '"',
 ) -> Dialect:
-    """All that a database needs: the common statements in its words, and its own. See `Dialect` for what each does."""
+    """The dialect of a database: the common statements in its vocabulary, and its own. `Dialect` describes each."""
     queue = Queue(
         join=join,
         announce=announce(words),
         queue_status=queue_status(words),
         grant=grant,
         accept=accept(words),
-        hand_over_local=hand_over_local(words),
+        hand_over_local=hand_over_local,
         leave_queue=leave_queue,
-        inherit=inherit(words),
+        adopt_place=adopt_place(words),
         first_waiter=first_waiter(words),
         call=call,
-        hear=hear,
+        sleep_until_killed=sleep_until_killed,
         unlogged=unlogged,
         listen=listen,
         heartbeat=heartbeat,
-        waits=waits(words),
+        chain=chain(words),
+        confirm=confirm(words),
         clear=clear(words),
         dead=dead(words),
         forget=forget(words),
@@ -106,17 +109,19 @@ def dialect(
 
 
 def next_fence(words: Vocabulary) -> str:
-    """Greater than the row's last one, and than those of all rows that the key had before: the clock has gone on."""
+    """Greater than the row's last fence, and than those of earlier rows of the key, as the clock has advanced."""
     return f"{words.greatest}(fence + 1, {words.micros})"
 
 
-def _begun(words: Vocabulary, *, count: str = "") -> str:
+def begun(words: Vocabulary, *, count: str = "", expires_at: str = "") -> str:
     """The assignments of a row whose tenure begins."""
     return f"""
     fence = {words.remember(next_fence(words))},{count}
+    tokens = 0,
+    bearers = 0,
     ttl = :ttl,
     acquired_at = {words.now},
-    expires_at = {words.after(":life")},
+    expires_at = {expires_at or words.after(":life")},
     label = :label,
     host = :host,
     pid = :pid,
@@ -126,7 +131,7 @@ def _begun(words: Vocabulary, *, count: str = "") -> str:
 
 
 def _alive(words: Vocabulary) -> str:
-    """The condition that names a tenure whose lease is good."""
+    """The condition that names a tenure whose lease has not ended."""
     return f"lock_key = :key AND owner = :owner AND fence = :fence AND expires_at > {words.now}"
 
 
@@ -136,15 +141,15 @@ def _longer(words: Vocabulary) -> str:
 
 
 def take(words: Vocabulary) -> Statement:
-    """Safe: one row, by unique key, and only if nobody's lease is alive on it and no transaction pins it.
+    """Safe: one row, by unique key, and only if no lease is alive on it and no transaction pins it.
 
-    A loser's condition is false: it writes nothing. Durable: whoever hears of the grant relies on it. Waiters come
-    first: the row says whether there may be some.
+    A loser's condition is false: it writes nothing. Durable: the holder relies on the answer. Waiters come first: the
+    row says whether there may be some.
     """
     free = words.unpinned(f"owner IS NULL OR expires_at <= {words.now}")
     sql = f"""
 {words.change_at_once(words.by_pin)}
-    owner = :owner,{_begun(words, count=" count = 1,")}
+    owner = :owner,{begun(words, count=" count = 1,")}
 WHERE lock_key = :key AND {free}
   AND (last_ticket = served_ticket OR {words.integer(":fair")} = 0)
   {words.durable}
@@ -157,10 +162,10 @@ def inspect(words: Vocabulary) -> Statement:
     """Safe: reads only, without locks."""
     sql = f"""
 SELECT owner, fence, count, ttl, {words.since("acquired_at")}, {words.until("expires_at")}, {WHO},
-       revoked_fence, freed_fence, revocation
+       revoked_fence, freed_fence, revocation, bearers
 FROM locks WHERE lock_key = :key
 """
-    return Statement("inspect", sql, Reply.ROWS)
+    return Statement("inspect", sql, Reply.ROWS, owners=(0,))
 
 
 def reenter(words: Vocabulary) -> Statement:
@@ -174,7 +179,7 @@ def reenter(words: Vocabulary) -> Statement:
     {_longer(words)}
 WHERE {_alive(words)} {words.durable}
 """
-    return Statement("reenter", sql, Reply.COUNT, keeps=True)
+    return Statement("reenter", sql, Reply.COUNT, critical=True)
 
 
 def extend(words: Vocabulary) -> Statement:
@@ -188,18 +193,20 @@ def extend(words: Vocabulary) -> Statement:
     expires_at = {words.after(":life")}
 WHERE {_alive(words)} {words.durable}
 """
-    return Statement("extend", sql, Reply.COUNT, keeps=True)
+    return Statement("extend", sql, Reply.COUNT, critical=True)
 
 
 def attach(words: Vocabulary) -> Statement:
     """Safe: names the tenure and revives none.
 
-    Counts from what the row says, so sending it twice may count twice: the key is then free later, at the end of the
-    lease. Durable: the longer lease is relied on.
+    Increments the row's count, so sending it twice may count twice: the key is then free later, at the end of the
+    lease; and never more tokens are outstanding than were handed out. Durable: the longer lease is relied on.
     """
     sql = f"""
 {words.change()}
     count = {words.remember("count + 1")},
+    tokens = {words.greatest}(tokens - {words.integer(":counted")}, 0),
+    bearers = bearers + 1,
     {_longer(words)},
     host = :host,
     pid = :pid,
@@ -213,14 +220,16 @@ WHERE {_alive(words)} {words.durable}
 
 
 def adopt(words: Vocabulary) -> Statement:
-    """Safe: names the tenure and revives none, and lets nobody in where somebody is.
+    """Safe: names the tenure and revives none, and never enters beside another holder.
 
-    Sent again after a lost answer it finds somebody in, who is itself: nobody enters until the lease ends that it has
-    set. Durable: that is relied on.
+    Resent after a lost answer it finds its own entry: then the tenure is closed until the lease ends that it has set.
+    No other token is outstanding then. Another bearer of the same token may attach beside it. Durable: it is relied on.
     """
     sql = f"""
 {words.change()}
     count = 1,
+    tokens = 0,
+    bearers = {words.remember("bearers + 1")},
     ttl = :ttl,
     expires_at = {words.after(":life")},
     host = :host,
@@ -229,30 +238,33 @@ def adopt(words: Vocabulary) -> Statement:
     program = :program,
     celery_task_id = :task
 WHERE {_alive(words)} AND count = 0 {words.durable}
+{words.returning("bearers")}
 """
-    return Statement("adopt", sql, Reply.COUNT)
+    return Statement("adopt", sql, words.numbers)
 
 
 def detach(words: Vocabulary) -> Statement:
-    """Safe: names the tenure. Leaves it alive, at count 0 too: its token's bearer has until the end of the lease.
+    """Safe: names the tenure. Leaves it alive, also at count 0: its token's bearer has until the end of the lease.
 
-    With a `count` it sets that, as the release does, and so may be sent twice, unless the row shows that somebody has
-    attached or that there are more. Without one it counts from what the row says, and is sent once.
+    With a `count` it sets that, as the release does, and so may be sent twice; it does nothing if the row shows more
+    `bearers` than the flow knows of, or a higher count. Without one it decrements the row's count, and is sent once.
+    The row then counts one more token.
     """
     given = words.integer(":count")
     sql = f"""
 {words.change()}
     count = CASE WHEN {given} > 0 THEN {given} ELSE count END - 1,
+    tokens = CASE WHEN {given} > 0 THEN 1 ELSE tokens + 1 END,
     {_longer(words)}
 WHERE {_alive(words)}
-  AND ({given} = 0 OR (count <= {given} AND host = :host AND pid = :pid AND thread = :thread))
+  AND ({given} = 0 OR (count <= {given} AND bearers = {words.integer(":bearers")}))
   {words.durable}
 """
-    return Statement("detach", sql, Reply.COUNT, keeps=True)
+    return Statement("detach", sql, Reply.COUNT, critical=True)
 
 
 def _first_unserved(words: Vocabulary, free_before: str, free_after: str) -> str:
-    """The end of a release, which answers with the first ticket not served if the key is free now, else 0."""
+    """The end of a release, which answers the first ticket not served if the key is free now, else 0."""
     first = "CASE WHEN {} AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END"
     return words.answering(first.format(free_before), first.format(free_after))
 
@@ -273,61 +285,73 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence
   {words.asynchronous}
 {_first_unserved(words, ":count = 1", "count = 0")}
 """
-    return Statement("release", sql, words.numbers, keeps=True)
+    return Statement("release", sql, words.numbers, critical=True)
 
 
 def leave(words: Vocabulary) -> Statement:
-    """Safe: names the tenure. Counts from what the row says, so it is sent twice only where nobody else counts.
+    """Safe: names the tenure. Decrements the row's count, so it is sent twice only with a `count`.
 
-    An owner that is nobody's keeps the key closed for the rest of `min_hold`. Asynchronous, as the release.
+    With one it does nothing unless the row shows that count and the `bearers` that the flow knows of: `bearers` only
+    grows, so that one which arrives late, or twice, takes no other bearer's entry away.
+
+    If unused tokens are outstanding, the last holder leaves the tenure to their bearers, as `detach` does, unless its
+    lease has ended: that is never revived. An empty owner keeps the key closed for the rest of `min_hold`.
+    Asynchronous, as the release: if a crash loses it, the tenure is as it was, and its bearers have the rest of the
+    lease.
     """
+    given = words.integer(":count")
     not_before = words.after(":min_hold", "acquired_at")
+    owed = f"tokens > 0 AND expires_at > {words.now}"
+    free = f"count <= 1 AND (tokens = 0 OR expires_at <= {words.now}) AND {not_before} <= {words.now}"
     sql = f"""
 {words.change()}
-    owner = CASE WHEN count > 1 THEN owner WHEN {not_before} > {words.now} THEN '' END,
-    expires_at = CASE WHEN count > 1 THEN expires_at ELSE {words.greatest}({words.now}, {not_before}) END,
+    owner = CASE WHEN count > 1 OR ({owed}) THEN owner WHEN {not_before} > {words.now} THEN '' END,
+    expires_at = CASE WHEN count > 1 THEN expires_at
+                      WHEN {owed} THEN {words.greatest}(expires_at, {words.after(":life")})
+                      ELSE {words.greatest}({words.now}, {not_before}) END,
     count = {words.greatest}(count - 1, 0)
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
+  AND ({given} = 0 OR (count = {given} AND bearers = {words.integer(":bearers")}))
   {words.asynchronous}
-{_first_unserved(words, f"count <= 1 AND {not_before} <= {words.now}", f"expires_at <= {words.now}")}
+{_first_unserved(words, free, f"expires_at <= {words.now}")}
 """
-    return Statement("leave", sql, words.numbers, keeps=True)
+    return Statement("leave", sql, words.numbers, critical=True)
 
 
 def stale(words: Vocabulary) -> Statement:
-    """Safe: reads only, without locks. `expires_at` of a free row is when it was released."""
-    return Statement("stale", _page(words, "locks", "lock_key"), Reply.ROWS)
+    """Safe: reads only, without locks. `expires_at` of a free row is the time of its release."""
+    return Statement("stale", _page(words, f"locks{words.by_key}", "lock_key"), Reply.ROWS)
 
 
 def _page(words: Vocabulary, table: str, name: str) -> str:
-    """The next rows by primary key, old or not: so it is short, however many rows there are before or behind them.
+    """The next rows by primary key, old or not: so it is short, however many rows the table has.
 
-    (An index on `expires_at` would make it so as well, and end heap-only updates.)
+    (An index on `expires_at` would do that too, but prevent heap-only updates.)
     """
     return f"""
 SELECT {name}, CASE WHEN expires_at < {words.before(":retention")} THEN 1 ELSE 0 END
-FROM {table}{words.by_key} WHERE {name} > :after ORDER BY {name} LIMIT 100
+FROM {table} WHERE {name} > :after ORDER BY {name} LIMIT 100
 """
 
 
 _JOINING: Final = 10_000_000
-"""Microseconds after which who has drawn a ticket stands in the queue, or never will."""
+"""Microseconds after which a flow with a ticket is in the queue, or never will be."""
 
 
 def reap(words: Vocabulary) -> Statement:
     """Safe: rows by primary key, each only if it is still stale: a take in between has moved expires_at.
 
-    It locks those that nobody has used for long, and waits for none of them (20 ms on PostgreSQL), so it is part of no
+    It locks rows that were not used for long, and waits for none of them (20 ms on PostgreSQL), so it is part of no
     deadlock; on MySQL it waits for places in queues, whose transactions wait for no key. Asynchronous: a lost deletion
-    leaves a row for longer. A row whose fence the clock has not reached, since that was set back, stays: the next
-    row's fence would be lower. So does one that somebody may just be joining: PostgreSQL reads a row anew that has
-    changed in the meantime, but not the places in its queue.
+    leaves a row for longer. A row whose fence is ahead of the clock, as that was set back, stays: the next row's fence
+    would be lower. So does a row whose queue a flow may just be joining: PostgreSQL re-reads a row that has changed in
+    the meantime, but not the places in its queue.
     """
     old = f"""expires_at < {words.before(":retention")} AND fence < {words.micros}
   AND (last_ticket <= served_ticket OR last_ticket < {words.micros} - {_JOINING})
   {words.asynchronous}
   AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter{words.by_ticket}
-                  WHERE waiter.lock_key = locks.lock_key
+                  WHERE {words.looked_up("waiter.lock_key", "locks.lock_key")}
                     AND waiter.ticket > served_ticket AND waiter.expires_at > {words.now})"""
     sql = words.delete_listed("locks", "lock_key", old)
     return Statement("reap", sql, Reply.COUNT, row_locked=WhenLocked.SKIP)
@@ -339,7 +363,7 @@ def reap(words: Vocabulary) -> Statement:
 def announce(words: Vocabulary) -> Statement:
     """Safe: only upwards, and not once the ticket has been passed over.
 
-    (It must not ask for `owner IS NULL` where it answers: see `release`.)
+    (Its answer must not test `owner IS NULL`: see `release`.)
     """
     ticket = words.bigint(":ticket")
     left = f"CASE WHEN owner >= '' THEN {words.greatest}({words.until('expires_at')}, 0) * 1000 ELSE 0 END"
@@ -354,22 +378,27 @@ WHERE lock_key = :key AND served_ticket < {ticket}
 
 
 def queue_status(words: Vocabulary) -> Statement:
-    """Safe: reads only, without locks."""
+    """Safe: reads only, without locks.
+
+    Of the places before the waiter's it reads the 16 nearest, however many there are. If all 16 are dead, one before
+    them may be alive: then it answers 1, so that a live waiter is never missed.
+    """
     left = words.until("locks.expires_at")
     sql = f"""
 SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END,
        CASE WHEN locks.owner IS NULL THEN {words.least}({left}, 0) ELSE {left} END,
        served_ticket + 1,
        last_ticket,
-       (SELECT count(*) FROM (
-            SELECT 1 FROM lock_waiters AS other JOIN locks AS theirs ON theirs.lock_key = other.lock_key
-            WHERE other.lock_key = :key AND other.ticket > theirs.served_ticket
-              AND other.ticket < {words.bigint(":ticket")} AND other.expires_at > {words.now}
-            LIMIT 16) AS earlier),
+       (SELECT CASE WHEN count(*) = 16 AND count(alive) = 0 THEN 1 ELSE count(alive) END FROM (
+            SELECT CASE WHEN other.expires_at > {words.now} THEN 1 END AS alive
+            FROM lock_waiters AS other{words.by_ticket}
+            WHERE other.lock_key = :key AND other.ticket < {words.bigint(":ticket")}
+              AND other.ticket > (SELECT served_ticket FROM locks AS theirs WHERE theirs.lock_key = :key)
+            ORDER BY other.ticket DESC LIMIT 16) AS nearest),
        (SELECT count(*) FROM lock_waiters AS me WHERE me.owner = :owner AND me.expires_at > {words.now})
 FROM locks WHERE locks.lock_key = :key
 """
-    return Statement("queue_status", sql, Reply.ROWS, urgent=True)
+    return Statement("queue_status", sql, Reply.ROWS, priority=True)
 
 
 def first_waiter(words: Vocabulary) -> Statement:
@@ -379,7 +408,7 @@ SELECT ticket, channel, owner FROM lock_waiters{words.by_ticket}
 WHERE lock_key = :key AND ticket >= {words.bigint(":first")} AND expires_at > {words.now}
 ORDER BY ticket LIMIT 1
 """
-    return Statement("first_waiter", sql, Reply.ROWS, urgent=True)
+    return Statement("first_waiter", sql, Reply.ROWS, priority=True, owners=(2,))
 
 
 def accept(words: Vocabulary) -> Statement:
@@ -393,34 +422,39 @@ def accept(words: Vocabulary) -> Statement:
 WHERE lock_key = :key AND owner = :owner AND expires_at > {words.now} {words.durable}
 {words.returning("fence")}
 """
-    return Statement("accept", sql, words.numbers, keeps=True, urgent=True)
+    return Statement("accept", sql, words.numbers, critical=True, priority=True)
 
 
 def hand_over_local(words: Vocabulary) -> Statement:
-    """Safe: as a release and a take in one, which names the tenure that it ends, so it may arrive late.
+    """Safe: a release and a take in one, which names the tenure that it ends, so it may arrive late.
 
-    It begins one that only this process can tell of, and not while a transaction pins the key. Durable: the lease is
-    relied on.
+    The new tenure is known to this process only, and cannot begin while a transaction pins the key. Durable: the lease
+    is relied on.
     """
-    ours = words.unpinned(
-        f"owner = :owner AND fence = {words.bigint(':fence')} AND count = 1 AND expires_at > {words.now}"
-    )
     sql = f"""
 {words.change_at_once(words.by_pin)}
-    owner = :heir,{_begun(words)}
-WHERE lock_key = :key AND {ours}
-  AND (last_ticket = served_ticket OR {words.integer(":handovers_left")} > 0)
+    owner = :heir,{begun(words)}
+WHERE {ours_to_hand_over(words)}
   {words.durable}
 {words.returning("fence")}
 """
-    return Statement("hand_over_local", sql, words.numbers, keeps=True, row_locked=WhenLocked.SKIP)
+    return Statement("hand_over_local", sql, words.numbers, critical=True, row_locked=WhenLocked.SKIP)
 
 
-def inherit(words: Vocabulary) -> Statement:
-    """Safe: one row, by primary key; the place keeps its ticket and its end, and its old token is nobody's any more.
+def ours_to_hand_over(words: Vocabulary) -> str:
+    """The condition of `hand_over_local`."""
+    ours = words.unpinned(
+        f"owner = :owner AND fence = {words.bigint(':fence')} AND count = 1 AND expires_at > {words.now}"
+    )
+    return f"""lock_key = :key AND {ours}
+  AND (last_ticket = served_ticket OR {words.integer(":handovers_left")} > 0)"""
 
-    A grant holds a lock on the row or has taken it away, so one of the two comes first. Asynchronous: if a crash loses
-    it, what is granted goes to the old token, and ends with the place.
+
+def adopt_place(words: Vocabulary) -> Statement:
+    """Safe: one row, by primary key; the place keeps its ticket and its end, and its old token is no longer used.
+
+    A grant holds a lock on the row or has deleted it, so one of the two comes first. Asynchronous: if a crash loses it,
+    a grant goes to the old token, and ends with the place.
     """
     sql = f"""
 {words.at_once}UPDATE lock_waiters SET
@@ -435,20 +469,55 @@ def inherit(words: Vocabulary) -> Statement:
     channel = :channel
 WHERE owner = :owner AND expires_at > {words.now} {words.unserved} {words.asynchronous}
 """
-    return Statement("inherit", sql, Reply.COUNT, keeps=True)
+    return Statement("adopt_place", sql, Reply.COUNT, critical=True)
 
 
-def waits(words: Vocabulary) -> Statement:
-    """Safe: reads only, and all of it as of one moment. Who was served waits no more, though its row may be there."""
-    sql = f"""
-SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread,
-       held.owner, held.host, held.pid, held.thread
-FROM lock_waiters AS waiter JOIN locks AS held ON held.lock_key = waiter.lock_key
+_WAIT: Final = """waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread,
+       held.owner, held.host, held.pid, held.thread, waiter.circle"""
+_LINK: Final = "owner, lock_key, ticket, host, pid, thread, holder, holders_host, holders_pid, holders_thread, circle"
+FLOW: Final = MACHINE + 16
+"""Number of leading digits of an owner token that name its flow (machine, process, number) and are no secret; the rest
+is secret. `Flows` makes them."""
+
+
+def _wait(words: Vocabulary) -> str:
+    """The key's row `held` of a `waiter` that waits for its holder, and has not been served.
+
+    With `+ 0` no index is used for the ticket: it could only be read as a whole, and once for each key.
+    """
+    return f"""{words.join} locks AS held{words.by_key} ON {words.looked_up("held.lock_key", "waiter.lock_key")}
 WHERE waiter.expires_at > {words.now} AND held.expires_at > {words.now}
-  AND waiter.ticket > held.served_ticket
-  AND held.owner IS NOT NULL AND held.owner <> waiter.owner AND held.count > 0
+  AND waiter.ticket + 0 > held.served_ticket
+  AND held.owner IS NOT NULL AND held.owner <> waiter.owner AND held.count > 0"""
+
+
+def chain(words: Vocabulary) -> Statement:
+    """Safe: reads only, and all of it as of one moment.
+
+    Each step looks up the places of one flow. UNION drops a wait that was found before, so a circle ends.
+    """
+    sql = f"""
+WITH RECURSIVE linked ({_LINK}) AS (
+    SELECT {_WAIT} FROM lock_waiters AS waiter {_wait(words)} AND waiter.owner = :owner
+    UNION
+    SELECT {_WAIT} FROM linked{words.join_places_of(f"substr(linked.holder, 1, {FLOW})")} {_wait(words)}
+)
+SELECT {_LINK} FROM linked
 """
-    return Statement("waits", sql, Reply.ROWS)
+    return Statement("chain", sql, Reply.ROWS, owners=(0, 6))
+
+
+def confirm(words: Vocabulary) -> Statement:
+    """Safe: one row, by primary key, which is its waiter's own; no tenure depends on it.
+
+    It records the circle that its waiter sees itself in, by a digest that no other circle has, so it may arrive late
+    and twice. Asynchronous: after a crash it is repeated.
+    """
+    sql = f"""
+{words.at_once}UPDATE lock_waiters{words.by_owner} SET circle = :circle
+WHERE owner = :owner AND expires_at > {words.now} {words.asynchronous}
+"""
+    return Statement("confirm", sql, Reply.COUNT, row_locked=WhenLocked.SKIP)
 
 
 def clear(words: Vocabulary) -> Statement:
@@ -468,11 +537,11 @@ WHERE lock_key = :key AND last_ticket = {words.bigint(":last")} AND served_ticke
 
 def dead(words: Vocabulary) -> Statement:
     """Safe: reads only, without locks."""
-    return Statement("dead", _page(words, "lock_waiters", "owner"), Reply.ROWS)
+    return Statement("dead", _page(words, f"lock_waiters{words.by_owner}", "owner"), Reply.ROWS, owners=(0,))
 
 
 def forget(words: Vocabulary) -> Statement:
-    """Safe: rows by primary key, each only if it is still dead; one that wakes up so late joins the queue anew."""
+    """Safe: rows by primary key, each only if it is still dead; a waiter that wakes up so late joins the queue anew."""
     sql = words.delete_listed(
         "lock_waiters", "owner", f"expires_at < {words.before(':retention')} {words.asynchronous}"
     )
@@ -483,7 +552,7 @@ def forget(words: Vocabulary) -> Statement:
 
 
 def tables(words: Vocabulary) -> str:
-    """What makes them."""
+    """The DDL of the tables."""
     short, long, name = words.text.format(64), words.text.format(255), words.text.format(63)
     who = f"""
     label {long} NOT NULL,
@@ -505,7 +574,9 @@ CREATE TABLE locks (
     served_ticket bigint DEFAULT 0 NOT NULL,
     revoked_fence bigint DEFAULT 0 NOT NULL,
     freed_fence bigint DEFAULT 0 NOT NULL,
-    revocation {long} DEFAULT '' NOT NULL
+    revocation {long} DEFAULT '' NOT NULL,
+    tokens integer DEFAULT 0 NOT NULL,
+    bearers integer DEFAULT 0 NOT NULL
 ){words.room}{words.table_options};
 CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 CREATE TABLE lock_waiters (
@@ -514,6 +585,7 @@ CREATE TABLE lock_waiters (
     ticket bigint NOT NULL,
     ttl {words.seconds} NOT NULL,{who}
     channel {name} NOT NULL,
+    circle {short} DEFAULT '' NOT NULL,
     joined_at {words.time} NOT NULL,
     expires_at {words.time} NOT NULL
 ){words.room}{words.table_options};

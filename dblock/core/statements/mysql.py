@@ -5,9 +5,9 @@ the send time from which trust counts; a wait for a row lock can only make a new
 longer, both on the safe side.
 
 Every statement is a transaction of its own on one row by primary key, so two of them cannot deadlock with each other
-under any isolation level (those that name many rows say why they do not either); what is left (1213 and 1205 behind
-other people's transactions, and on Galera at commit) is tried again. InnoDB locks a row before it looks at the WHERE:
-that is why whoever was refused once reads (`inspect`, `queue_status`) before it writes again.
+under any isolation level (those that name many rows say why they do not either); other conflicts (1213 and 1205 behind
+transactions of the application, and on Galera at commit) are retried. InnoDB locks a row before it evaluates the WHERE:
+so a flow that was refused once reads (`inspect`, `queue_status`) before it writes again.
 
 Neither database has UPDATE ... RETURNING: `LAST_INSERT_ID(expr)` brings the fence back in the same round trip. SET
 assigns from left to right and later expressions see earlier results, so `count` comes after those that read it. Row
@@ -27,8 +27,9 @@ merging the two. The others wait for one second, by the session's settings (`dbl
 
 `/*M! */` is SQL for MariaDB and a comment for MySQL, `/*!80017 */` the other way round.
 
-Standing in the queue takes two statements, since none changes two tables here: the waiter's row first, then the number
-on the key's row, so that whoever sees the number sees the waiter. In between, the place may already be served.
+Joining the queue takes two statements, since a statement changes only one table here: the waiter's row first, then the
+number on the key's row, so that a releaser that sees the number sees the waiter. In between, the place may already be
+served.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from dataclasses import replace
 from typing import Final
 
 from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
-from dblock.core.statements.common import REVOKED, TENURE, WAITER, dialect, tables
+from dblock.core.statements.common import REVOKED, TENURE, WAITER, dialect, hand_over_local, tables
 from dblock.core.statements.vocabulary import Vocabulary
 
 COLLATIONS: Final = {"mysql": "utf8mb4_0900_bin", "mariadb": "utf8mb4_nopad_bin"}
@@ -47,20 +48,21 @@ _LOCKED: Final = """(SELECT lock_key AS name FROM locks{} WHERE lock_key = :key 
     STRAIGHT_JOIN"""
 """The key's row, locked without waiting."""
 EXACT: Final = "CHARACTER SET utf8mb4 /*M! COLLATE utf8mb4_nopad_bin */ /*!80017 COLLATE utf8mb4_0900_bin */"
-"""What text in JSON is read and compared as; without it MariaDB reads it as the database's own character set."""
+"""Character set and collation of text in JSON; without them MariaDB reads it in the database's own character set."""
 
 
 class MySQL(Vocabulary):
-    """The words of MySQL and MariaDB."""
+    """The vocabulary of MySQL and MariaDB."""
 
     now = "UTC_TIMESTAMP(6)"
     micros = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
     greatest = "GREATEST"
     least = "LEAST"
     numbers = Reply.NUMBER
-    by_key = " FORCE INDEX (PRIMARY)"
+    by_key = by_owner = " FORCE INDEX (PRIMARY)"
     by_pin = " FORCE INDEX (locks_pin)"
     by_ticket = " FORCE INDEX (lock_waiters_queue)"
+    join = "STRAIGHT_JOIN"
     at_once = "/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */ "
     time = "datetime(6)"
     serial = "bigint NOT NULL AUTO_INCREMENT PRIMARY KEY"
@@ -86,6 +88,10 @@ class MySQL(Vocabulary):
         paths = ", ".join(f"{name} {types.get(kind, kind)} PATH '$.{name}'" for name, kind in columns.items())
         return f"JSON_TABLE({parameter}, '$[*]' COLUMNS ({paths})) AS record"
 
+    def join_places_of(self, flow: str) -> str:
+        places = f" {self.join} lock_waiters AS waiter{self.by_owner}"
+        return f"{places} ON waiter.owner >= {flow} AND waiter.owner < CONCAT({flow}, 'g')"
+
     def remember(self, number: str) -> str:
         return f"LAST_INSERT_ID({number})"
 
@@ -101,6 +107,11 @@ class MySQL(Vocabulary):
     def change_at_once(self, index: str) -> str:
         locked = _LOCKED.format(index)
         return f"{self.at_once}UPDATE /*!80017 {locked} */ locks{index} /*!80017 ON locks.lock_key = mine.name */ SET"
+
+    def delete_up_to(self, table: str, name: str, last: str) -> str:
+        # The number is known before the table is read; MariaDB takes none from a subquery in a condition for a range.
+        due = f"(SELECT {last} AS last) AS due"
+        return f"DELETE {table} FROM {due} STRAIGHT_JOIN {table}{self.by_key} ON {name} <= due.last"
 
     def delete_listed(self, table: str, name: str, condition: str) -> str:
         index = self.by_pin if table == "locks" else self.by_key
@@ -121,10 +132,11 @@ _DUE: Final = f"""name varchar(255) {EXACT} PATH '$.key',
 _OF_DUE: Final = f"""
     ON lock_key = due.name AND owner = due.holder AND fence = due.number AND expires_at > {SQL.now}"""
 
-# Safe: the primary key admits one; a loser gets 1062, which means "somebody was faster". Not INSERT IGNORE (it hides
+# Safe: the primary key admits one; a loser gets 1062, which means "another one was faster". Not INSERT IGNORE (it hides
 # other errors too) and not ON DUPLICATE KEY UPDATE (it locks exclusively and its row count is ambiguous). The row is
-# missing, so the fence starts at the clock; it exceeds every fence of a deleted row, because that began earlier. Not
-# waited for either: the gap that another transaction may have locked (a pin does, next to a row that was just deleted).
+# missing, so the fence starts at the clock; it exceeds every fence of a deleted row, because that began earlier. It
+# does not wait for a gap that another transaction has locked either (as a pin does, next to a row that was just
+# deleted).
 CREATE: Final = Statement(
     "create",
     f"""
@@ -133,30 +145,30 @@ VALUES (:key, :owner, {SQL.remember(SQL.micros)}, 1, :ttl, {SQL.now}, {SQL.after
         :label, :host, :pid, :thread, :program, :task)
 """,
     Reply.NUMBER,
-    urgent=True,
+    priority=True,
     row_locked=WhenLocked.SKIP,
 )
 
 # Safe: names the tenures, revives none and shortens none, so it may arrive late and twice. STRAIGHT_JOIN: it must look
 # up one row for each lease, never scan the table, since InnoDB locks what it scans. Its row locks last for the
-# statement; nobody else's statement locks two rows, save another process's renewal of a tenure that both hold (1213,
-# which is tried again). Durable: the longer leases are relied on.
+# statement; no other statement locks two rows, except another process's renewal of a tenure that both hold (1213, which
+# is retried). Durable: the longer leases are relied on.
 RENEW: Final = Statement(
     "renew",
     f"""
-{SQL.at_once}UPDATE /*!80017 (SELECT due.name, holder, number, life, unaware FROM */
+{SQL.at_once}UPDATE /*!80017 (SELECT due.name, holder, number, life, not_notified FROM */
 JSON_TABLE(:leases, '$[*]' COLUMNS (
     {_DUE},
     life double PATH '$.life',
-    unaware integer PATH '$.unaware'
+    not_notified integer PATH '$.not_notified'
 )) AS due /*!80017 STRAIGHT_JOIN locks AS mine FORCE INDEX (PRIMARY) ON mine.lock_key = due.name
     LIMIT 18446744073709551615 FOR UPDATE OF mine NOWAIT) AS due */ STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) {_OF_DUE}
-    AND (revoked_fence <> fence OR unaware = 0)
+    AND (revoked_fence <> fence OR not_notified = 0)
 SET expires_at = GREATEST(expires_at, {SQL.after("due.life")})
 """,
     Reply.COUNT,
-    urgent=True,
-    keeps=True,
+    priority=True,
+    critical=True,
     row_locked=WhenLocked.RAISE,
 )
 
@@ -168,17 +180,18 @@ SELECT lock_key, owner, fence, {REVOKED}
 FROM JSON_TABLE(:leases, '$[*]' COLUMNS ({_DUE})) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) {_OF_DUE}
 """,
     Reply.ROWS,
-    urgent=True,
-    keeps=True,
+    priority=True,
+    critical=True,
+    owners=(1,),
 )
 
-# Runs in the caller's transaction, which it lasts as long as. Safe: no take can begin a tenure until then; one that is
-# under way is waited for, and the look at the row that follows sees what it did. The inner SELECT is not a locking one
-# and reads by the transaction's snapshot, the first of it if there is none yet. A snapshot that shows the tenure also
-# shows what was committed under earlier pins, since the take needed them gone; one that does not is older. Under
+# Runs in the caller's transaction, and lasts as long. Safe: no take can begin a tenure until then; the pin waits for a
+# take that is under way, and the read of the row that follows sees its result. The inner SELECT is not a locking one
+# and reads by the transaction's snapshot, or makes it if there is none yet. A snapshot that shows the tenure also shows
+# what was committed under earlier pins, since the take needed them gone; one that does not show it is older. Under
 # SERIALIZABLE all reads of a transaction lock and none goes by a snapshot: the row is not read, because that would keep
 # it from being renewed. (The variable is the session's level; SET TRANSACTION for one transaction does not show in it.)
-# Not for XA: MariaDB gives the lock up at PREPARE, and after a crash both restore a prepared transaction without it.
+# Not for XA: MariaDB drops the lock at PREPARE, and after a crash both restore a prepared transaction without it.
 PIN: Final = Statement(
     "pin",
     """
@@ -201,8 +214,8 @@ SELECT DATABASE(),
     Reply.ROWS,
 )
 
-# Safe: a row of its own. Two that join in the same microsecond may draw one ticket: the later gets 1062 and tries
-# anew.
+# Safe: a row of its own. Two flows that join in the same microsecond may get one ticket: the later gets 1062 and tries
+# again.
 JOIN: Final = Statement(
     "join",
     f"""
@@ -214,12 +227,12 @@ FROM locks WHERE lock_key = :key /*!80017 FOR SHARE NOWAIT */
     Reply.NUMBER,
 )
 
-# Safe: as the take, for somebody else: only if nobody's lease is alive on the key but the one that is being given back,
-# and no transaction pins it. One that is leaving has its row locked, which is not waited for; one that wants to leave
+# Safe: as the take, for a waiter: only if no lease is alive on the key except the tenure that is being released, and no
+# transaction pins it. The row of a waiter that is leaving is locked, and not waited for; a waiter that begins to leave
 # waits and then finds its tenure. The lease ends with the waiter's place, and is no longer than the waiter asked for.
-# The place ends, at its own beginning: no heartbeat began before that, so none takes it for alive, however late it
-# comes to the row. (The assignments of an UPDATE of two tables may be made in any order: none reads what another one
-# sets, since `next` and `place` are the same row, read apart.) MariaDB updates the first of the tables without a
+# The place is set to end at its own beginning: no heartbeat began before that, so none takes it for alive, however late
+# it comes to the row. (The assignments of an UPDATE of two tables may be made in any order: none reads what another one
+# sets, since `next` and `place` are the same row, read twice.) MariaDB updates the first of the tables without a
 # temporary one, which takes half the time: there the key's row comes first. Neither database waits for the second row
 # while it has the first.
 GRANT: Final = Statement(
@@ -238,6 +251,8 @@ SET place.expires_at = place.joined_at,
     locks.owner = next.owner,
     locks.fence = {SQL.remember(f"GREATEST(locks.fence + 1, {SQL.micros})")},
     locks.count = 1,
+    locks.tokens = 0,
+    locks.bearers = 0,
     locks.ttl = next.ttl,
     locks.acquired_at = {SQL.now},
     locks.expires_at = LEAST(next.expires_at, {SQL.after("next.ttl")}),
@@ -254,16 +269,18 @@ WHERE locks.lock_key = :key AND locks.served_ticket < next.ticket
        OR (locks.owner = :owner AND locks.fence = :fence))
 """,
     Reply.NUMBER,
-    keeps=True,
+    critical=True,
     row_locked=WhenLocked.SKIP,
 )
 
-# The bell. A listener's session has a user-level lock that is called like its channel: so everybody can find the
-# session, nobody can when it has ended, and KILL QUERY ends what it does, which is to sleep, and nothing else.
-UNLOGGED: Final = Statement("unlogged", "SET SESSION long_query_time = 3600", Reply.ROWS)
+# The listener. Its session owns a user-level lock with the name of its channel: so every process can find the session
+# until it has ended, and KILL QUERY ends only its sleep. It sends a statement once a second. A session that the network
+# has dropped would keep the name from its successor for hours: the server ends it after `wait_timeout`.
+UNLOGGED: Final = Statement("unlogged", "SET SESSION long_query_time = 3600, wait_timeout = 10", Reply.ROWS)
 LISTEN: Final = Statement("listen", "SELECT GET_LOCK(:channel, :seconds)", Reply.ROWS)
 
-# Safe: the session of that name does nothing but `hear`. 1094 if nobody has the name, 1095 if it is another user's.
+# Safe: the session of that name runs only `sleep_until_killed`. 1094 if no session owns the name, 1095 if another
+# user's does.
 CALL: Final = Statement("call", "KILL QUERY IS_USED_LOCK(:channel)", Reply.ROWS)
 
 _GRANTED: Final = f"""
@@ -272,10 +289,10 @@ STRAIGHT_JOIN lock_waiters FORCE INDEX (lock_waiters_queue)
     ON lock_waiters.lock_key = due.name AND lock_waiters.ticket = due.number
 STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) ON locks.lock_key = due.name AND locks.owner = lock_waiters.owner
 """
-# Safe: reads only, without locks. It looks before it sleeps, so that no call is lost: one that comes before it begins
-# was for what it finds, since the grant was committed before; one that comes later ends it.
-HEAR: Final = Statement(
-    "hear",
+# Safe: reads only, without locks. It reads before it sleeps, so that no notification is lost: the grant of one that
+# comes before it begins was committed earlier, so it finds that; one that comes later ends the sleep.
+SLEEP_UNTIL_KILLED: Final = Statement(
+    "sleep_until_killed",
     f"""
 SELECT lock_waiters.ticket, locks.lock_key {_GRANTED}
 UNION ALL
@@ -294,7 +311,7 @@ LEAVE_QUEUE: Final = Statement(
     STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY) ON owner = due.holder
 """,
     Reply.COUNT,
-    keeps=True,
+    critical=True,
 )
 
 # Safe: shortens nothing and revives none, so it may arrive late and twice. One row for each waiter, by primary key.
@@ -306,13 +323,13 @@ HEARTBEAT: Final = Statement(
 SET expires_at = GREATEST(expires_at, {SQL.after(":waiter_ttl")})
 """,
     Reply.COUNT,
-    urgent=True,
-    keeps=True,
+    priority=True,
+    critical=True,
 )
 
 _MEANINGS: Final = {
     # Deadlock; a record that changed (MariaDB's snapshot isolation); a prepared statement that a reset of the session
-    # took away; interrupted, by somebody or because it took too long.
+    # dropped; interrupted, by KILL QUERY or a time limit.
     **dict.fromkeys((1213, 1020, 1243, 1317, 1969, 3024), Failure.CONFLICT),
     # Lock wait timeout, NOWAIT.
     **dict.fromkeys((1205, 3572), Failure.BUSY),
@@ -350,10 +367,11 @@ DIALECT: Final = dialect(
     locate=LOCATE,
     join=JOIN,
     grant=GRANT,
+    hand_over_local=hand_over_local(SQL),
     leave_queue=LEAVE_QUEUE,
     heartbeat=HEARTBEAT,
     call=CALL,
-    hear=HEAR,
+    sleep_until_killed=SLEEP_UNTIL_KILLED,
     unlogged=UNLOGGED,
     listen=LISTEN,
     pins_prepared=False,

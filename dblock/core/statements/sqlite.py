@@ -5,7 +5,7 @@ The clock is SQLite's own `'now'`, stable within one statement and in millisecon
 connections never overlap (one writer at a time), and each reads the clock after it got the write lock or re-reads
 nothing: what a statement saw is what it changed.
 
-A pin is a write of the guarded transaction to the row: from then on nobody else can write until it ends.
+A pin is a write of the guarded transaction to the row: from then on no other connection can write until it ends.
 
 Commits: in WAL mode the lock's own connections run with `synchronous=NORMAL`. A crash of a process loses nothing then;
 a crash of the machine may lose the last commits, but ends every holder too, since all of them live on that machine.
@@ -17,12 +17,16 @@ from collections.abc import Mapping
 from typing import Final
 
 from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
-from dblock.core.statements.common import REVOKED, TENURE, WAITER, dialect
+from dblock.core.statements.common import REVOKED, TENURE, WAITER, dialect, hand_over_local
 from dblock.core.statements.vocabulary import Vocabulary
 
 
 class SQLite(Vocabulary):
-    """The words of SQLite. A Julian day is good for some 40 us: rounded to the clock's milliseconds it is exact."""
+    """The vocabulary of SQLite. A Julian day is exact to some 40 us: rounded to the clock's milliseconds it is exact.
+
+    Each read of a table names the index, and each join the order: with statistics (ANALYZE) from a time when a table
+    was small, SQLite would read the whole table.
+    """
 
     now = "strftime('%Y-%m-%d %H:%M:%f000', 'now')"
     micros = (
@@ -30,6 +34,10 @@ class SQLite(Vocabulary):
     )
     greatest = "max"
     least = "min"
+    by_key = by_pin = " INDEXED BY locks_pin"
+    by_ticket = " INDEXED BY lock_waiters_queue"
+    by_owner = " INDEXED BY sqlite_autoindex_lock_waiters_1"
+    join = "CROSS JOIN"
     seconds = "real"
     time = "datetime"
     serial = "integer NOT NULL PRIMARY KEY AUTOINCREMENT"
@@ -37,6 +45,10 @@ class SQLite(Vocabulary):
     @property
     def unserved(self) -> str:
         return "AND ticket > (SELECT served_ticket FROM locks WHERE locks.lock_key = lock_waiters.lock_key)"
+
+    def looked_up(self, column: str, value: str) -> str:
+        # For an equality SQLite may build a Bloom filter, for which it reads the whole table.
+        return f"{column} IN (SELECT {value})"
 
     def after(self, seconds: str, start: str = "'now'") -> str:
         return f"strftime('%Y-%m-%d %H:%M:%f000', {start}, printf('+%.3f seconds', {seconds}))"
@@ -55,13 +67,21 @@ class SQLite(Vocabulary):
         return f"(SELECT {values} FROM json_each({parameter})) AS record"
 
     def delete_listed(self, table: str, name: str, condition: str) -> str:
-        return f"DELETE FROM {table} WHERE {name} IN (SELECT value FROM json_each(:names)) AND {condition}"
+        index = self.by_pin if table == "locks" else self.by_owner
+        return f"DELETE FROM {table}{index} WHERE {name} IN (SELECT value FROM json_each(:names)) AND {condition}"
 
 
 SQL: Final = SQLite()
+_DUE: Final = """(
+    SELECT json_extract(value, '$.key') AS name, json_extract(value, '$.owner') AS holder,
+           json_extract(value, '$.fence') AS number, json_extract(value, '$.life') AS life,
+           json_extract(value, '$.not_notified') AS not_notified
+    FROM json_each(:leases) LIMIT -1
+) AS due"""
+"""The leases; the LIMIT keeps SQLite from reading them anew for each row of a table that it takes for small."""
 _TENURE_DUE: Final = f"""
-WHERE lock_key = json_extract(due.value, '$.key') AND owner = json_extract(due.value, '$.owner')
-  AND fence = json_extract(due.value, '$.fence') AND expires_at > {SQL.now}"""
+WHERE {SQL.looked_up("lock_key", "due.name")}
+  AND owner = due.holder AND fence = due.number AND expires_at > {SQL.now}"""
 
 # Safe: DO NOTHING writes nothing when the key exists. The row is missing, so the fence starts at the clock; the
 # protocol lets one tick of that clock pass first, so that it exceeds the fence of a row deleted just now.
@@ -75,7 +95,7 @@ ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence
 """,
     Reply.ROWS,
-    urgent=True,
+    priority=True,
     row_locked=WhenLocked.SKIP,
 )
 
@@ -83,29 +103,30 @@ RETURNING fence
 RENEW: Final = Statement(
     "renew",
     f"""
-UPDATE locks SET expires_at = max(expires_at, {SQL.after("json_extract(due.value, '$.life')")})
-FROM json_each(:leases) AS due {_TENURE_DUE}
-  AND (revoked_fence <> fence OR json_extract(due.value, '$.unaware') = 0)
+UPDATE locks{SQL.by_pin} SET expires_at = max(expires_at, {SQL.after("due.life")})
+FROM {_DUE} {_TENURE_DUE}
+  AND (revoked_fence <> fence OR due.not_notified = 0)
 """,
     Reply.COUNT,
-    urgent=True,
-    keeps=True,
+    priority=True,
+    critical=True,
     row_locked=WhenLocked.RAISE,
 )
 
 # Safe: reads only.
 ALIVE: Final = Statement(
     "alive",
-    f"SELECT lock_key, owner, fence, {REVOKED} FROM json_each(:leases) AS due CROSS JOIN locks {_TENURE_DUE}",
+    f"SELECT lock_key, owner, fence, {REVOKED} FROM {_DUE} CROSS JOIN locks{SQL.by_pin} {_TENURE_DUE}",
     Reply.ROWS,
-    urgent=True,
-    keeps=True,
+    priority=True,
+    critical=True,
+    owners=(1,),
 )
 
-# Runs in the caller's transaction, which it lasts as long as. Safe: from then on nobody else can write at all, and a
+# Runs in the caller's transaction, and lasts as long. Safe: from then on no other connection can write at all, and a
 # transaction whose snapshot is old cannot either (SQLITE_BUSY_SNAPSHOT). It renews the lease, since no other connection
-# can as long as the transaction lasts. The fence names the tenure, without the owner's token: what runs in the caller's
-# transaction is in the caller's logs. (An owner that is nobody's is that of a tenure given back.)
+# can while the transaction lasts. The fence names the tenure, without the owner's token: statements of the caller's
+# transaction are in the caller's logs. (An empty owner is that of a released tenure.)
 PIN: Final = Statement(
     "pin",
     f"""
@@ -131,9 +152,9 @@ RETURNING ticket
     Reply.ROWS,
 )
 
-# Safe: as the take, for somebody else: only if nobody's lease is alive on the key but the one that is being given back.
-# The lease ends with the waiter's place, and is no longer than the waiter asked for. The waiter's row stays, and counts
-# no more: its ticket was served.
+# Safe: as the take, for a waiter: only if no lease is alive on the key except the tenure that is being released. The
+# lease ends with the waiter's place, and is no longer than the waiter asked for. The waiter's row stays, and no longer
+# counts: its ticket was served.
 GRANT: Final = Statement(
     "grant",
     f"""
@@ -141,6 +162,8 @@ UPDATE locks SET
     owner = next.owner,
     fence = max(fence + 1, {SQL.micros}),
     count = 1,
+    tokens = 0,
+    bearers = 0,
     ttl = next.ttl,
     acquired_at = {SQL.now},
     expires_at = min(next.expires_at, {SQL.after("next.ttl")}),
@@ -163,29 +186,31 @@ RETURNING served_ticket, (SELECT channel FROM lock_waiters WHERE lock_waiters.ow
        0, NULL
 """,
     Reply.ROWS,
-    keeps=True,
+    critical=True,
     row_locked=WhenLocked.SKIP,
+    owners=(2,),
 )
 
 # Safe: one row for each waiter, by primary key, which is its own.
 LEAVE_QUEUE: Final = Statement(
     "leave_queue",
-    "DELETE FROM lock_waiters WHERE owner IN (SELECT value FROM json_each(:owners))",
+    f"DELETE FROM lock_waiters{SQL.by_owner} WHERE owner IN (SELECT value FROM json_each(:owners))",
     Reply.COUNT,
-    keeps=True,
+    critical=True,
 )
 
 # Safe: shortens nothing and revives none, so it may arrive late and twice; nor does it extend a place that was served.
 HEARTBEAT: Final = Statement(
     "heartbeat",
     f"""
-UPDATE lock_waiters SET expires_at = max(expires_at, {SQL.after(":waiter_ttl")})
+UPDATE lock_waiters{SQL.by_owner} SET expires_at = max(expires_at, {SQL.after(":waiter_ttl")})
 WHERE owner IN (SELECT value FROM json_each(:owners)) AND expires_at > {SQL.now} {SQL.unserved}
 RETURNING owner
 """,
     Reply.ROWS,
-    urgent=True,
-    keeps=True,
+    priority=True,
+    critical=True,
+    owners=(0,),
 )
 
 
@@ -197,7 +222,7 @@ def classify(error: BaseException) -> Failure:
         return Failure.STALE
     if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) or "is locked" in text:
         return Failure.LOCKED
-    if "no such column" in text or "has no column named" in text:
+    if "no such column" in text or "has no column named" in text or "no such index" in text:
         return Failure.OTHER_TABLE
     return Failure.NO_TABLE if "no such table" in text else Failure.OTHER
 
@@ -213,6 +238,7 @@ DIALECT: Final = dialect(
     locate=None,
     join=JOIN,
     grant=GRANT,
+    hand_over_local=hand_over_local(SQL),
     leave_queue=LEAVE_QUEUE,
     heartbeat=HEARTBEAT,
     grant_answers=True,

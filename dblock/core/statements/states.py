@@ -1,4 +1,4 @@
-"""The statements on `lock_states`, and the one that makes it: few who lock need that table (`protocol.states`)."""
+"""The statements on `lock_states`, and the one that makes that table, which few applications need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dblock.core.statements.vocabulary import Vocabulary
 
 
 class States(NamedTuple):
-    """What each does is said in `dblock.core.protocol.states`."""
+    """The statements that `dblock.core.protocol.states` describes."""
 
     make: Statement
     enter: Statement
@@ -33,16 +33,16 @@ INSERT INTO lock_states (lock_key, fence, writes, state) VALUES (:key, :fence, 0
 {if_there} fence = {words.greatest}(lock_states.fence, {words.bigint(":fence")})
 """
     read = "SELECT state, writes FROM lock_states WHERE lock_key = :key AND fence = :fence"
-    # Safe: names the tenure and which of its writes it is; once a later one is there it changes nothing.
+    # Safe: names the tenure and the number of the write; after a later write it changes nothing.
     write = f"""
 UPDATE lock_states SET writes = {words.bigint(":number")}, state = :state
 WHERE lock_key = :key AND fence = :fence AND writes < {words.bigint(":number")} {words.durable}
 """
     return States(
-        Statement("make_states", make, Reply.COUNT, keeps=True),
-        Statement("enter_state", enter, Reply.COUNT, keeps=True),
-        Statement("read_state", read, Reply.ROWS, keeps=True),
-        Statement("write_state", write, Reply.COUNT, keeps=True),
+        Statement("make_states", make, Reply.COUNT, critical=True),
+        Statement("enter_state", enter, Reply.COUNT, critical=True),
+        Statement("read_state", read, Reply.ROWS, critical=True),
+        Statement("write_state", write, Reply.COUNT, critical=True),
     )
 
 

@@ -1,6 +1,6 @@
-"""How a database says what the statements have in common.
+"""The expressions in which databases differ, for the common statements.
 
-Rule: an expression here means the same on every database; what only one of them has is in that one's own statements.
+Rule: an expression means the same on every database; features of a single database are in its own statements.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dblock.core.statements.base import Reply
 
 
 class Vocabulary:
-    """How a database says what the statements have in common. `seconds` is a parameter or a column."""
+    """A database's expressions for the common statements. `seconds` is a parameter or a column."""
 
     now: str
     """The clock, at this moment or at the start of the statement; never at the start of a transaction."""
@@ -20,11 +20,16 @@ class Vocabulary:
     greatest = "greatest"
     least = "least"
     numbers = Reply.ROWS
-    """How the one number comes back that a statement answers with."""
-    by_key = by_ticket = by_pin = ""
-    """What makes sure that a table is read through the index on that."""
+    """The kind of reply of a statement that answers one number."""
+    by_key = by_owner = by_ticket = by_pin = ""
+    """Forces a table to be read through an index: `locks` by the key, or by the index that pins lock, `lock_waiters` by
+    the owner, or by the key and the ticket."""
+    join = "JOIN"
+    """A join of two tables that reads the first one first, if the database has such a join."""
+    events_of_key = "lock_key = :key ORDER BY id DESC"
+    """The condition for the events of one key, and their order, as in the index on both."""
     at_once = ""
-    """What stands before a statement that must not wait for another transaction's lock on a row."""
+    """Prefix of a statement that must not wait for another transaction's lock on a row."""
     durable = ""
     """The end of a condition: commit on disk before the answer, and wait a bounded time for the row."""
     asynchronous = ""
@@ -37,14 +42,14 @@ class Vocabulary:
     """The type of a column that the database numbers by itself, as a primary key."""
     table_options = ""
     room = ""
-    """What leaves room for new versions of rows in each page of a table."""
+    """A table option that leaves room for new versions of rows in each page."""
 
     def after(self, seconds: str, start: str = "") -> str:
-        """So many seconds after `start`, now by default."""
+        """The time so many seconds after `start`, by default after now."""
         raise NotImplementedError
 
     def before(self, seconds: str) -> str:
-        """So many seconds ago."""
+        """The time so many seconds ago."""
         raise NotImplementedError
 
     def since(self, time: str) -> str:
@@ -56,11 +61,11 @@ class Vocabulary:
         raise NotImplementedError
 
     def integer(self, parameter: str) -> str:
-        """A number of 32 bits, where the database cannot tell."""
+        """A number of 32 bits, if the database needs a cast."""
         return parameter
 
     def bigint(self, parameter: str) -> str:
-        """A number of 64 bits."""
+        """A number of 64 bits, if the database needs a cast."""
         return parameter
 
     def records(self, parameter: str, columns: Mapping[str, str]) -> str:
@@ -70,45 +75,65 @@ class Vocabulary:
         """
         raise NotImplementedError
 
+    def looked_up(self, column: str, value: str) -> str:
+        """`column = value`, where `value` is a column of another table, through the index on `column`.
+
+        With a plain equality the planner may read the whole table or index and compare. That is cheap while the table
+        is small, but the plan may be kept, or made from old statistics, when it no longer is.
+        """
+        return f"{column} = {value}"
+
+    def join_places_of(self, flow: str) -> str:
+        """A join with the rows of `lock_waiters`, as `waiter`, whose tokens begin with a flow's name.
+
+        Tokens are hexadecimal digits, and `g` comes after all of these.
+        """
+        places = f" {self.join} lock_waiters AS waiter{self.by_owner}"
+        return f"{places} ON waiter.owner >= {flow} AND waiter.owner < {flow} || 'g'"
+
     def remember(self, number: str) -> str:
-        """The number, which the statement answers with (see `returning`)."""
+        """The number, remembered as the statement's answer (see `returning`)."""
         return number
 
     def returning(self, column: str) -> str:
-        """The end of a statement that answers with what it has set that column to, by `remember`."""
+        """The end of a statement that answers the new value of that column, set by `remember`."""
         return f"RETURNING {column}"
 
     def unchanged(self, column: str) -> str:
-        """An assignment, as for a statement that answers with a column that it does not change."""
+        """An assignment for a statement that answers a column that it does not change."""
         return ""
 
     def answering(self, before: str, after: str) -> str:
-        """The end of an UPDATE that answers with a number, which is not negative and is rounded where it has to be.
+        """The end of an UPDATE that answers a number, which is not negative, and rounded if necessary.
 
-        It is told by the row as it was before, or as it is after; a database looks at one of them.
+        `before` and `after` express it by the old row and by the new row; a database uses one of them.
         """
         return f"RETURNING {after}"
 
     @property
     def unserved(self) -> str:
-        """The end of a condition: the place was not served; where a grant deletes or ends it, none is needed."""
+        """The end of a condition: the place was not served; empty if a grant deletes or ends the place."""
         return ""
 
     def unpinned(self, condition: str) -> str:
-        """The condition, and that no transaction pins the key; it is not waited for."""
+        """The condition, and that no transaction pins the key, without waiting for that."""
         return f"({condition})"
 
     def change(self) -> str:
-        """The beginning of an UPDATE of the key's row that may wait for it, a short time."""
+        """The beginning of an UPDATE of the key's row that may wait for it for a short time."""
         return f"UPDATE locks{self.by_key} SET"
 
     def change_at_once(self, index: str) -> str:
-        """The same, but it never waits for the row, which it reaches through an index."""
+        """The same without waiting for the row, which it reaches through an index."""
         return f"{self.at_once}UPDATE locks{index} SET"
 
-    def delete_listed(self, table: str, name: str, condition: str) -> str:
-        """Delete those rows for which the condition holds, of the table's rows that the JSON list `:names` names.
+    def delete_up_to(self, table: str, name: str, last: str) -> str:
+        """Delete the rows whose number `name`, the primary key, is at most the number `last`; ends in a condition."""
+        return f"DELETE FROM {table} WHERE {name} <= (SELECT last FROM (SELECT {last} AS last) AS due)"
 
-        `name` is the primary key. Rows that others have locked are waited for as by `at_once` and by the condition.
+    def delete_listed(self, table: str, name: str, condition: str) -> str:
+        """Delete the table's rows in the JSON list `:names` for which the condition holds.
+
+        `name` is the primary key. `at_once` and the condition decide how long it waits for locked rows.
         """
         raise NotImplementedError

@@ -1,1 +1,1 @@
-"""How a flow that waits for a key is woken: in its process, from its machine, by the database."""
+"""Waking a flow that waits for a key: from its process, from its machine, or through the database."""

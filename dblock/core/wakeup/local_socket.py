@@ -1,46 +1,49 @@
-"""How flows of one machine call each other past the database: a datagram to a socket of the flow that waits.
+"""Notification between flows of one machine, without the database: a datagram to the socket of the waiting flow.
 
-On PostgreSQL a notification wakes every session of the database that listens to anything, one after the other, before
-the one that it is for can do much; MySQL and MariaDB need two round trips more, and SQLite calls nobody. So a releaser
-calls a neighbour itself: the flow that waits, on the socket that it waits at, and no thread in between. Abstract
-sockets (Linux, unix(7)) reach as far as a network namespace: the first part of a channel says which one, and whoever
-reads another name there, or cannot have such a socket, is somewhere else.
+On PostgreSQL a notification wakes every listening session of the database, one after the other, before the receiver can
+do much; MySQL and MariaDB need two more round trips, and SQLite has no notifications. So a releaser notifies a waiter
+of its machine itself, at the socket at which that flow waits, without a thread in between. Abstract sockets (Linux,
+unix(7)) reach as far as a network namespace. The first part of a channel names that: a process with another name, or
+without such sockets, is on another machine.
 
-    dblock_<machine>_<process>            where the database calls a process (NOTIFY)
+    dblock_<machine>_<process>            where the database notifies a process (NOTIFY)
     dblock_<machine>_<process>.<number>   the socket of one flow there
 
-Rule: anybody can send a datagram, as a notification: unless it proves that the waiter was granted the key, it makes it
-look. One that cannot be delivered at once, because ten are waiting there, is not waited for.
+Rule: any process can send a datagram, as it can a notification: unless that proves that the waiter was granted the key,
+it only causes a poll. A waiter that gets too many closes its socket, and polls (`Wakeup`). A sender never waits for a
+socket that has ten datagrams in its buffer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import secrets
 import socket
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 from weakref import WeakSet
+
+from dblock.core.machine import machine
+from dblock.core.wakeup.registry import CHANNEL
 
 _LONGEST: Final = 2048
 """Bytes; a key has 255 characters at most, ticket and fence 19 digits, a proof 64."""
 _WAITING: Final = 100
-"""How many datagrams for whoever had a socket before are taken out of it at most; Linux keeps ten."""
+"""Most datagrams of an earlier waiter that are discarded when a socket is lent again; Linux keeps ten."""
 KEPT: Final = 5
-"""How many sockets that nobody waits at are kept for whoever does next."""
+"""Most idle sockets that are kept."""
 
 
 class LocalSocket:
-    """Where one flow is called by its neighbours."""
+    """The socket at which a waiting flow is notified by processes of its machine."""
 
-    def __init__(self, channel: str, bound: socket.socket, sender: socket.socket, hear: Callable[[str], None]) -> None:
-        self.channel, self.hear = channel, hear
-        """Its name, and who is to be told what was said there."""
+    def __init__(
+        self, channel: str, bound: socket.socket, sender: socket.socket, on_message: Callable[[str], None]
+    ) -> None:
+        self.channel, self.on_message = channel, on_message
+        """Its name, and the receiver of its messages."""
         self._socket, self._sender = bound, sender
 
     def fileno(self) -> int:
@@ -48,51 +51,51 @@ class LocalSocket:
         return self._socket.fileno()
 
     def receive(self, seconds: float) -> str | None:
-        """One datagram, as soon as there is one; None after so many seconds."""
+        """The next datagram; None after so many seconds."""
         try:
             self._socket.settimeout(seconds)
             return self._socket.recv(_LONGEST).decode(errors="replace")
         except (TimeoutError, BlockingIOError):
             return None
-        except OSError:  # somebody has closed every descriptor that there was, and this one may be another's by now
+        except OSError:  # the application has closed all descriptors, and this number may be in use again
             _ = self._socket.detach()
             return None
 
     def poke(self) -> None:
-        """End a wait there; from any thread."""
+        """End a wait at the socket; from any thread."""
         with contextlib.suppress(OSError):
             _ = self._sender.sendto(b"", "\0" + self.channel)
 
     def close(self) -> None:
-        """Nobody is called here any more."""
+        """Close the socket."""
         try:  # noqa: SIM105 - contextlib may be gone at the end of the interpreter
             self._socket.close()
-        except OSError:  # somebody has closed every descriptor that there was
+        except OSError:  # the application has closed all descriptors
             pass
 
     __del__ = close
 
 
 class LocalSockets:
-    """Those of one process, and what the database calls it by."""
+    """The sockets of one process, and the channel at which the database notifies it."""
 
-    def __init__(self, hear: Callable[[str], None]) -> None:
-        self._hear = hear
-        machine = _machine()
-        self.neighbourhood = f"dblock_{machine or secrets.token_hex(4)}_"
-        """What the channels of all processes begin with that can be called from here."""
+    def __init__(self, on_message: Callable[[str], None]) -> None:
+        self._on_message = on_message
+        here = machine()
+        self.neighbourhood = f"dblock_{here or secrets.token_hex(4)}_"
+        """Prefix of the channels of all processes that can be notified from here."""
         self.channel = self.neighbourhood + secrets.token_hex(8)
-        self._open = bool(machine)
+        self._open = bool(here)
         self._sender: socket.socket | None = None
         self._making = threading.Lock()
-        if not machine:
+        if not here:
             self.neighbourhood = self.channel
         self._numbers = itertools.count()
         self._idle: list[LocalSocket] = []
         self._all: WeakSet[LocalSocket] = WeakSet()
 
     def lend(self) -> LocalSocket | None:
-        """One for a flow that is going to wait; None where there are none."""
+        """A socket for a flow that is going to wait; None if sockets do not work here."""
         if not self._open:
             return None
         with contextlib.suppress(IndexError):  # none is left
@@ -105,23 +108,23 @@ class LocalSockets:
                     return lent
         channel = f"{self.channel}.{next(self._numbers)}"
         try:
-            lent = LocalSocket(channel, _bound(channel), self._sends(), self._hear)
+            lent = LocalSocket(channel, _bound(channel), self._sends(), self._on_message)
         except OSError:  # out of descriptors
             return None
         self._all.add(lent)
         return lent
 
     def take_back(self, lent: LocalSocket | None) -> None:
-        """Its flow waits no more."""
-        if lent is not None:
+        """Return a socket whose flow no longer waits."""
+        if lent is not None and lent.fileno() >= 0:
             if len(self._idle) < KEPT:
                 self._idle.append(lent)
             else:
                 lent.close()
 
     def notify(self, channel: str, text: str) -> bool:
-        """Call a flow of this machine; False if that did not work."""
-        if not (self._open and channel.startswith(self.neighbourhood)):
+        """Notify a flow of this machine; False if that did not work."""
+        if not (self._open and channel.startswith(self.neighbourhood) and CHANNEL.fullmatch(channel)):
             return False
         try:
             _ = self._sends().sendto(text.encode(), "\0" + channel)
@@ -137,24 +140,12 @@ class LocalSockets:
         return self._sender
 
     def close(self) -> None:
-        """In a forked child: the names stay the parent's."""
+        """Close all sockets in a forked child; the names stay the parent's."""
         self._open = False
         for each in self._all:
             each.close()
         if self._sender is not None:
             self._sender.close()
-
-
-def _machine() -> str:
-    """The kernel, since when it runs, and the network namespace; empty where abstract sockets do not exist."""
-    if sys.platform != "linux":
-        return ""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        space = Path("/proc/self/ns/net").stat().st_ino
-    except OSError:
-        return ""
-    return hashlib.blake2s(f"{boot}{space}".encode(), digest_size=4).hexdigest()
 
 
 def _bound(name: str) -> socket.socket:

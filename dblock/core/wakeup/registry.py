@@ -1,7 +1,7 @@
-"""Who waits in this process, and how one flow wakes another.
+"""The registry of the waiters of this process, and the wake-up of a flow.
 
-Rule: a wake-up only says "look". A flow that was woken for nothing asks the database and waits on, so that nothing
-depends on it but how soon a waiter looks.
+Rule: a wake-up only causes a poll. A flow that was woken without cause polls and waits on, so that only the time of the
+next poll depends on wake-ups.
 """
 
 from __future__ import annotations
@@ -9,31 +9,33 @@ from __future__ import annotations
 import re
 import threading
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import ref
 
 from dblock.core import clock
-from dblock.core.wakeup.local_socket import LocalSocket
+
+if TYPE_CHECKING:
+    from dblock.core.wakeup.local_socket import LocalSocket
 
 
 class Message(NamedTuple):
-    """What is said to a waiter: that it was granted the key, with a proof of that; or that it is to look."""
+    """A notification of a waiter: that it was granted the key, with a proof; or, without one, that it should poll."""
 
     key: str
     ticket: int
     fence: int = 0
     lasts: int = 0
-    """How many milliseconds after the waiter joined the tenure ends, if that may be earlier than its place."""
+    """Milliseconds from the waiter's join to the end of the tenure, if that may be earlier than its place's."""
     proof: str = "-"
-    """What only who knows the waiter's owner token can have written (`dblock.core.protocol.queue`)."""
+    """A text that only a process that knows the waiter's owner token can make (`dblock.core.protocol.queue`)."""
 
     def text(self) -> str:
-        """As it goes from process to process."""
+        """Its form between processes."""
         return f"{self.ticket} {self.fence} {self.lasts} {self.proof} {self.key}"
 
     @classmethod
     def read(cls, text: str) -> Message | None:
-        """From its text, which anybody may have written; None if it has not that form."""
+        """Parse a text, which any process may have written; None if it has not that form."""
         form = _FORM.fullmatch(text)
         if form is None:
             return None
@@ -41,36 +43,60 @@ class Message(NamedTuple):
         return cls(key, int(ticket), int(fence), int(lasts), proof)
 
 
+CHANNEL: Final = re.compile(r"dblock_[0-9a-f]{8}_[0-9a-f]{16}(\.\d{1,18})?", re.ASCII)
+"""The form of all channels. No other channel is ever notified: else a row in `lock_waiters` could choose any session,
+and on MySQL a notification ends its query."""
 _FORM: Final = re.compile(r"(\d{1,19}) (\d{1,19}) (\d{1,19}) ([^ ]*) (.+)", re.ASCII | re.DOTALL)
-"""Of the text of a message."""
+"""The form of the text of a message."""
+
+
+MOST: Final = 20
+"""Most datagrams in a second for a flow that waits at a socket. It is notified a few times in all; but any user of the
+machine can send datagrams, and each costs a poll."""
 
 
 class Wakeup:
     """Wakes one waiting flow, a thread or a task; a notification before the wait begins ends the wait at once.
 
-    It waits at a socket, if it has one, where neighbours call it without anybody in between. What is said there goes
-    by `Wakeups`, as all messages do, which knows for whom it is.
+    The flow waits at a socket, if it has one, where processes of its machine notify it directly. `Wakeups` finds the
+    receiver of each message, also of those. Too many messages close the socket.
     """
 
-    __slots__ = ("__weakref__", "_future", "_loop", "_quiet", "_receives", "database", "message", "socket")
+    __slots__ = (
+        "__weakref__",
+        "_future",
+        "_loop",
+        "_quiet",
+        "_received",
+        "_received_since",
+        "_receives",
+        "database",
+        "flooded",
+        "message",
+        "socket",
+    )
 
     def __init__(self, database: object = None) -> None:
         self.database = database
-        """Where its flow waits."""
+        """The database that its flow waits for."""
         self.message: Message | None = None
-        """What its flow was told last."""
+        """The last notification of its flow."""
         self.socket: LocalSocket | None = None
-        """Where it waits, if it waits at one."""
+        """The socket at which it waits, if any."""
+        self.flooded = False
+        """Whether it has closed its socket, whose name another process may have taken since, to get its messages."""
+        self._received, self._received_since = 0, 0.0
+        """Number of datagrams since that local time, at most a second ago."""
         self._quiet = threading.Lock()
         """Locked until it is notified: a binary semaphore."""
         _ = self._quiet.acquire()
         self._receives = False
-        """Does it wait at its socket?"""
+        """Whether it waits at its socket."""
         self._loop: Any = None
         self._future: Any = None
 
     def notified(self) -> bool:
-        """Was it notified since that was last consumed?"""
+        """Whether it was notified since the last `consume()`."""
         return not self._quiet.locked()
 
     def notify(self) -> None:
@@ -86,7 +112,7 @@ class Wakeup:
             socket.poke()
 
     def _set(self) -> None:
-        try:  # noqa: SIM105 - each holder is woken here
+        try:  # noqa: SIM105 - each heir is woken here
             self._quiet.release()
         except RuntimeError:  # it is not locked: notified already
             pass
@@ -99,11 +125,26 @@ class Wakeup:
                 if self._quiet.acquire(timeout=left):
                     self._set()
                 continue
-            self._receives = True  # before it looks: whoever notifies from now on pokes
-            text = None if self.notified() else socket.receive(left)
+            self._receives = True  # before the check: notify() pokes from now on
+            if not self.notified():
+                self._receive(socket, left)
             self._receives = False
-            if text:
-                socket.hear(text)
+
+    def _receive(self, socket: LocalSocket, seconds: float) -> None:
+        text, now = socket.receive(seconds), clock.now()
+        self._receives = False  # a datagram needs no poke
+        if text is None:
+            return
+        if now > self._received_since + 1:
+            self._received, self._received_since = 0, now
+        self._received += 1
+        if text:
+            socket.on_message(text)
+        if self._received > MOST:
+            self.flooded, self.socket = True, None
+            if self._loop is not None:
+                self._loop.remove_reader(socket.fileno())
+            socket.close()
 
     async def wait_async(self, seconds: float) -> None:
         """Wait in this task until it is notified."""
@@ -116,35 +157,29 @@ class Wakeup:
         if not self.notified():
             try:
                 if socket is not None and fileno >= 0:
-                    loop.add_reader(fileno, _hear, socket)
+                    loop.add_reader(fileno, self._receive, socket, 0.0)
                 async with asyncio.timeout(seconds):
                     await future
             except TimeoutError:
                 pass
             finally:
-                if fileno >= 0:
+                if fileno >= 0 and self.socket is socket:  # else the descriptor may be another's
                     _ = loop.remove_reader(fileno)
         self._loop = None
 
     def closed(self) -> bool:
-        """Is the event loop of its flow closed, so that nobody will ever wake?"""
+        """Whether the event loop of its flow is closed, so that the flow never wakes."""
         loop = self._loop
         return loop is not None and bool(loop.is_closed())
 
     def responsive(self) -> bool:
-        """Would its flow wake soon? Not while its event loop stands still."""
+        """Whether its flow can wake soon; False while its event loop does not run."""
         loop = self._loop
         return loop is None or bool(loop.is_running())
 
     def consume(self) -> bool:
-        """Was it notified since the last time this was asked?"""
+        """Whether it was notified since the last call."""
         return self._quiet.acquire(blocking=False)
-
-
-def _hear(socket: LocalSocket) -> None:
-    text = socket.receive(0.0)
-    if text:
-        socket.hear(text)
 
 
 def _end(future: Any) -> None:
@@ -153,13 +188,13 @@ def _end(future: Any) -> None:
 
 
 UNCLAIMED: Final = 1000
-"""How many calls for waiters who have not registered yet are remembered."""
+"""Most messages that are kept for waiters that have not registered yet."""
 
 
 class Wakeups:
-    """Those who wait in this process, by key and ticket; for as long as their flows do, which may be interrupted.
+    """The waiters of this process, by key and ticket, as weak references: a flow may be interrupted.
 
-    Two databases seldom give out the same ticket at the same time: then one of the two waiters looks for itself.
+    Two databases seldom give out the same ticket at the same time: then one of the two waiters only polls.
     """
 
     def __init__(self) -> None:
@@ -167,7 +202,7 @@ class Wakeups:
         self._unclaimed: dict[tuple[str, int], Message] = {}
 
     def register(self, key: str, ticket: int, wakeup: Wakeup) -> None:
-        """Notify the flow that waits for a key with that ticket from now on; at once, if it has been called already."""
+        """Register a flow that waits for a key with that ticket; notify it at once if its message has come already."""
         place = key, ticket
         self._registered[place] = ref(wakeup, partial(self._registered.pop, place))
         message = self._unclaimed.pop(place, None)
@@ -176,12 +211,12 @@ class Wakeups:
             wakeup.notify()
 
     def unregister(self, key: str, ticket: int, wakeup: Wakeup) -> None:
-        """Its flow waits with that ticket no more."""
+        """Remove a flow that no longer waits with that ticket."""
         if self._waiter((key, ticket)) is wakeup:
             _ = self._registered.pop((key, ticket), None)
 
     def notify(self, message: Message) -> bool:
-        """Wake the waiter that it is for; False if nobody of this process has registered with its ticket yet."""
+        """Wake the receiver of a message; False if no waiter of this process has registered with its ticket yet."""
         place = message.key, message.ticket
         wakeup = self._waiter(place)
         if wakeup is not None:
@@ -199,17 +234,17 @@ class Wakeups:
             wakeup.notify()
 
     def on_message(self, text: str) -> None:
-        """Wake whom a message from another process names; anybody may have sent it."""
+        """Wake the receiver of a message from another process; any process may have sent it."""
         message = Message.read(text)
         if message is not None:
             _ = self.notify(message)
 
     def anybody_waits(self, database: object = None) -> bool:
-        """Does anybody wait, there or anywhere?"""
+        """Whether any flow waits for that database, or for any."""
         return any(not wakeup.closed() for wakeup in self._of(database))
 
     def waiting(self, database: object) -> list[tuple[str, int]]:
-        """The keys and tickets of those who wait at a database."""
+        """The keys and tickets of the waiters for a database."""
         return [place for place, wakeup in self._all() if wakeup.database is database]
 
     def _waiter(self, place: tuple[str, int]) -> Wakeup | None:
@@ -220,6 +255,6 @@ class Wakeups:
         return [wakeup for _, wakeup in self._all() if database is None or wakeup.database is database]
 
     def _all(self) -> list[tuple[tuple[str, int], Wakeup]]:
-        """Also while others come and go: the list of references is made in one step."""
+        """All waiters. The list of references is made in one step, as others may come and go meanwhile."""
         references = list(self._registered.items())
         return [(place, wakeup) for place, reference in references if (wakeup := reference()) is not None]

@@ -1,1 +1,1 @@
-"""Keeping leases, and places in queues, alive."""
+"""Renewal of leases, and heartbeats of places in queues."""

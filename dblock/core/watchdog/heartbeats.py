@@ -1,6 +1,6 @@
-"""Keeping the places of waiters in the queues of one database, one statement for all that are due.
+"""Heartbeats for the places of waiters in the queues of one database, one statement for all that are due.
 
-Rule: it fails softly. A place that could not be kept is tried again at the next heartbeat, or its waiter joins anew.
+Rule: it fails softly. A failed heartbeat is repeated at the next interval, or its waiter joins anew.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from dblock.core.protocol.store import Store
 
 @dataclass(slots=True)
 class KeptPlace:
-    """A place in a queue that is to be kept."""
+    """A place in a queue that gets heartbeats."""
 
     place: Place
     store: Store
     loop: Any
     due: float
     served: bool = False
-    """Was the key granted there? Then its row is of no more use."""
+    """Whether the key was granted to it; then its row is no longer needed."""
 
     def abandoned(self) -> bool:
-        """Has its flow not been seen for long? It was interrupted on its way out, or has ended with its event loop."""
+        """Whether its flow shows no activity: it was interrupted while it left, or its event loop is closed."""
         database = self.store.database
+        if self.loop is not None and self.loop.is_closed():
+            return True
         return not self.served and database.now() > self.place.seen + database.timing.unresponsive_after
 
 
 class Heartbeat:
-    """Places in the queues of one database that are to be kept by one statement."""
+    """One statement for the heartbeats of many places."""
 
     def __init__(self, store: Store, kept: Sequence[KeptPlace], leave: Callable[[str], None]) -> None:
         self.store = store
@@ -45,26 +47,26 @@ class Heartbeat:
         self.answered = False
 
     def steps(self) -> Steps[None]:
-        """Keep them, and delete those that were served."""
+        """Extend the places, and delete those that were served."""
         database = self.store.database
         until = database.now() + database.timing.heartbeat_interval / 2
         try:
             if self.leases:
                 yield from queue.heartbeat(database, self.leases, until)
             if self._served:
-                yield from queue.leave_queue(database, self._served, until - database.now())
+                _ = yield from queue.leave_queue(database, self._served, until - database.now())
                 for owner in self._served:
                     self._leave(owner)
         except LockError as error:
-            warn("could not keep %d places in queues, trying again: %s", len(self.leases), error)
+            warn("could not extend the places of %d waiters in queues, trying again: %s", len(self.leases), error)
         finally:
             self.answered = True
 
     def set_reason_if_lost(self, reason: Reason) -> None:
-        """A place has none: its waiter joins anew."""
+        """Does nothing: a waiter that loses its place joins anew."""
 
     def give_up(self) -> None:
-        """Nobody can run this."""
+        """Called if the steps cannot be run."""
         self.answered = True
         for owner in (*self._served, *(place.owner for place in self.leases)):
             self._leave(owner)

@@ -1,11 +1,12 @@
-"""What happened to keys, written down for people in the table `lock_events`. Off unless a store keeps a history.
+"""The history: events of keys in the table `lock_events`, for people. Off unless a store keeps a history.
 
-An event costs its flow an entry in a list. The watchdog has what was noted written about once a second, in one
-statement, and the oldest rows deleted: the table has a bounded number of them. What is noted is bounded too, by key, so
-that a key that is taken a thousand times a second leaves room for the others; how much was left out is written as well.
+An event costs its flow an entry in a list. About once a second the watchdog has the entries written in one statement,
+and the oldest rows deleted, so that the table has a bounded number of rows. The list is bounded too, by key, so that a
+key that is taken a thousand times a second leaves room for others; the number of omitted events is written as well.
 
-Rule: nobody waits for it, and nothing is decided by it. What cannot be written is dropped, and so is what a process
-that is killed has noted in its last second.
+Rule: no flow waits for it, and nothing is decided by it. Events that cannot be written are dropped, and so are those of
+the last second of a process that is killed. Events of one database are never written to another one that the store's
+name has led to since: a test runner drops its database, and resets the alias.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 
 OF_KEY: Final = 20
-"""Events of one key that are written, of those that were noted since the last time."""
+"""Most events of one key in one write."""
 OF_ALL: Final = 500
-"""Events of all keys."""
+"""Most events of all keys in one write."""
 RIPE: Final = 0.5
-"""Seconds for which what was noted waits for more; so an event loop that ends within them is not in the midst of it."""
+"""Seconds for which an event waits for more; so an event loop that ends within them is not in the midst of a write."""
 TRIM: Final = 100
-"""Events that a process writes between two deletions of a thousand, at most, or a tenth of those that are kept."""
+"""Most events that a process writes between two deletions of up to a thousand; or a tenth of those kept, if fewer."""
 OMITTED: Final = "omitted"
-"""The kind of a row that tells how many events of its key were left out before it, by a process."""
+"""The kind of a row that gives the number of events of its key that its process left out before it."""
 _SECONDS: Final = {
     Kind.ACQUIRED: "wait",
     Kind.GAVE_UP: "wait",
@@ -46,36 +47,41 @@ _SECONDS: Final = {
     Kind.FORCED: "",
     Kind.REAPED: "",
 }
-"""The kinds that are written, and what is in the column `seconds`."""
+"""The kinds that are written, and the content of the column `seconds`."""
 
 
 class History:
-    """What was noted of one database, and is not written yet."""
+    """The events of one database that are not written yet."""
 
     def __init__(self) -> None:
         self._mutex = threading.RLock()  # a signal handler may take a lock
         self._rows: list[tuple[float, dict[str, Any]]] = []
-        """By the local time."""
+        """Rows with their local times."""
         self._for: Store | None = None
-        """The database, while there are some: an engine may be thrown away before they are written."""
+        """The store, while there are rows: the application may drop its engine before they are written."""
+        self._location: object = None
+        """The database of all these rows."""
         self._noted: dict[str, int] = {}
-        """How many events of each key there were, those that are left out included."""
+        """Number of events of each key, including omitted ones."""
         self._untrimmed = random.random()  # noqa: S311 - no secret: processes that write little have their share
-        """How much was written since the last deletion; it is time for the next at 1."""
+        """Fraction of the interval between deletions that has been written; the next deletion is due at 1."""
         self._loop: Any = None
-        """The event loop on which locks were taken last, where that is how."""
+        """The event loop on which locks were taken last, if any."""
         self._begun: tuple[ref[Steps[None]], Any] | None = None
-        """The steps that were begun last, and the event loop that they are for."""
+        """The last steps, and their event loop."""
         self._failing = False
 
     def note(self, store: Store, event: Event, who: Mapping[str, Any]) -> None:
-        """Note what happened, and to whom; what only the flow itself can see is left out."""
+        """Add an event of the flow `who`, unless it only concerns that flow itself (re-entries)."""
         kind = event.kind
         if kind not in _SECONDS or event.how == "reentered" or (kind is Kind.RELEASED and event.depth):
             return
         if store.asynchronous:
             self._loop = sys.modules["asyncio"]._get_running_loop() or self._loop
+        location = store.location
         with self._mutex:
+            if location != self._location:
+                self._rows, self._noted, self._location = [], {}, location
             if event.key not in self._noted and len(self._noted) >= OF_ALL:
                 return
             self._for = store
@@ -84,12 +90,11 @@ class History:
                 self._rows.append((store.database.now(), _row(event, who)))
 
     def begin(self, store: Store, *, ripe: float = 0.0) -> tuple[Steps[None], Any] | None:
-        """The steps that write what was noted, and the event loop that they are for; None if there is nothing to do.
+        """The steps that write the events, and their event loop; None if there is nothing to do.
 
-        `ripe`: seconds for which something is to have been noted.
-
-        One after the other: so those of a process are numbered as they happened. They take what was noted once they
-        run: steps that nobody could run, or whose event loop has stopped, have taken nothing with them.
+        `ripe`: minimum age of the oldest event in seconds. Writes never overlap, so that the events of a process are
+        numbered in their order. The steps take the events when they run: steps that could not be run, or whose event
+        loop has stopped, have taken none.
         """
         rows = self._rows
         if self._under_way or not rows or store.database.now() < rows[0][0] + ripe:
@@ -101,29 +106,37 @@ class History:
         return steps, loop
 
     def _write(self, store: Store) -> Steps[None]:
+        where = store.location
         try:
-            events = self._take(store)
+            events = self._take(store, where)
+            if not events:
+                return
             written = json.dumps(events, ensure_ascii=False)
-            yield from self._trim(store)  # who may write and not delete does not fill a disk
-            _ = yield from ask(store.database, "note", {"events": written}, resend=False)
+            yield from self._trim(store, where)  # a user without the right to delete must not fill the disk
+            _ = yield from ask(store.database, "note", {"events": written}, resend=False, location=where)
             if keep := store.history:
                 self._untrimmed += len(events) / min(keep / 10, TRIM)
-            yield from self._trim(store)
+            yield from self._trim(store, where)
             self._failing = False
-        except Exception as error:  # noqa: BLE001 - there is nobody to be told
-            if not self._failing:  # said once, not each second
-                warn("could not write down what happened to locks: %s", error)
+        except Exception as error:  # noqa: BLE001 - it has no caller
+            if store.location != where:
+                return
+            if not self._failing:  # logged once, not each second
+                warn("could not write the history of locks: %s", error)
             self._failing = True
 
-    def _trim(self, store: Store) -> Steps[None]:
+    def _trim(self, store: Store, where: object) -> Steps[None]:
         keep = store.history
         if keep and self._untrimmed >= 1:  # not each time: it reads both ends of the table
-            _ = yield from ask(store.database, "trim", {"keep": keep})
+            _ = yield from ask(store.database, "trim", {"keep": keep}, location=where)
             self._untrimmed = 0.0
 
-    def _take(self, store: Store) -> list[dict[str, Any]]:
+    def _take(self, store: Store, where: object) -> list[dict[str, Any]]:
+        """Take the events, if they are of the database `where`; else they are dropped."""
         with self._mutex:
             rows, noted, self._rows, self._noted, self._for = self._rows, self._noted, [], {}, None
+            if where != self._location:
+                return []
         now = store.database.now()
         events: list[dict[str, Any]] = [{**row, "age": now - at} for at, row in rows]
         latest = {event["lock_key"]: event for event in events}
@@ -135,7 +148,7 @@ class History:
 
     @property
     def _under_way(self) -> bool:
-        """Is something being written, or about to be?"""
+        """Whether a write is under way, or about to begin."""
         if self._begun is None:
             return False
         steps, loop = self._begun[0](), self._begun[1]
@@ -144,7 +157,7 @@ class History:
 
     @property
     def pending(self) -> bool:
-        """Is there something to be written, or being written?"""
+        """Whether something is to be written, or being written."""
         return bool(self._under_way or self._noted)
 
 
@@ -165,20 +178,20 @@ def _row(event: Event, who: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Histories:
-    """Those of a process."""
+    """The histories of a process."""
 
     def __init__(self) -> None:
         self._of: WeakKeyDictionary[Store, History] = WeakKeyDictionary()
 
     def note(self, store: Store, event: Event, who: Mapping[str, Any]) -> None:
-        """Note what happened in a database that keeps a history."""
+        """Add an event of a database that keeps a history."""
         history = self._of.get(store)
         if history is None:
             history = self._of.setdefault(store, History())
         history.note(store, event, who)
 
     def begin(self, *, ripe: float = 0.0) -> Iterator[tuple[Store, Any, Steps[None]]]:
-        """What there is to write: where, on which event loop if so (None: on one of its own), and the steps."""
+        """The writes that are due: store, event loop (None: one of its own), and steps."""
         for store, history in self._each():
             begun = history.begin(store, ripe=ripe)
             if begun is not None:
@@ -187,10 +200,10 @@ class Histories:
 
     @property
     def pending(self) -> bool:
-        """Is there something to be written, or being written?"""
+        """Whether something is to be written, or being written."""
         return any(history.pending for _, history in self._each())
 
     def _each(self) -> list[tuple[Store, History]]:
-        """Those of now; the references are listed at once, since flows may add others meanwhile."""
+        """All histories; the references are listed in one step, since flows may add others meanwhile."""
         stores = [store for each in self._of.keyrefs() if (store := each()) is not None]
         return [(store, self._of[store]) for store in stores]

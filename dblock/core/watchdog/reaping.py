@@ -1,10 +1,10 @@
-"""Reaping in the background of a process that takes locks, where nobody else is to do it. Off unless asked for.
+"""Reaping in the background of a process that takes locks. Off unless configured.
 
-It goes through the tables once, which may take minutes: so it runs neither in the thread of a flow, whose lock would be
-late, nor in those that watch and renew, but in a thread or, where the driver is asynchronous, a task of its own. Each
-statement is a transaction: the process may end or fork anywhere in between.
+One pass goes through the tables, which may take minutes. So it runs neither in the thread of a flow, whose lock would
+be late, nor in the threads that watch and renew, but in a thread or, with an asynchronous driver, a task of its own.
+Each statement is a transaction: the process may end or fork anywhere in between.
 
-Rule: nobody waits for it. What fails is logged, and tried again when it is next due.
+Rule: no flow waits for it. A failure is logged, and the pass is repeated when it is next due.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 
 LONGEST: Final = 3600.0
-"""Seconds after which one that has not ended is believed to have been dropped, with its event loop; two do no harm."""
+"""Seconds after which a pass that has not ended counts as dropped with its event loop; two at once do no harm."""
 
 
 def begin(store: Store, due: MutableMapping[Store, float]) -> Steps[None] | None:
-    """The steps, if this process is to reap there and it is due; `due` says when, by the local clock.
+    """The steps of a pass, if this process reaps that database and a pass is due; `due` has the local times.
 
-    It is due next at any time up to twice as long from now, every one as likely: so processes that began together do
-    not reap together, and those that live for less than that have their share.
+    The next pass is due at a uniformly random time up to twice the interval from now: so processes that began together
+    do not reap together, and processes that live for a shorter time reap too.
     """
     if store.reaping is None or not store.renewable:
         return None
@@ -44,7 +44,7 @@ def _reap(store: Store, retention: float, due: MutableMapping[Store, float]) -> 
     due[store] = upcoming + LONGEST  # one at a time
     try:
         _ = yield from reaping.reap(store.database, retention)
-    except Exception as error:  # noqa: BLE001 - there is nobody to be told
+    except Exception as error:  # noqa: BLE001 - it has no caller
         warn("could not reap, trying again later: %s", error)
     finally:
         due[store] = max(upcoming, clock.now())

@@ -1,52 +1,66 @@
-"""The watchdog: keeps the leases of this process alive, and says so when one may not or does not live on.
+"""The watchdog: renews the leases of this process, and reports leases that are at risk or lost.
 
-One thread watches and never waits for a database as long as the process lives: it knows when each hold is due for
-renewal, at risk and lost, so that a hanging renewal delays no signal. The renewals run elsewhere: for each database in
-a thread of its own, over connections that takes cannot use up (a blocked event loop loses no leases there), or, where
-the driver is asynchronous, in a task on the event loop that took the lock. All leases of a database that are due go
-into one statement, and so do the places in queues that the flows of this process wait in.
+One thread watches, and never waits for a database while the process lives: it knows when each hold is due for renewal,
+at risk and lost, so that a hanging renewal delays no report. The renewals run elsewhere: in one thread for each
+database, over connections that takes cannot use up (a blocked event loop loses no leases there), or, with an
+asynchronous driver, in a task on the event loop that took the lock. One statement renews all due leases of a database,
+and one extends the places in queues that the flows of this process wait in.
 
-A renewal is due a third of the ttl after the last one; it fails softly and is tried again until the lease is lost. One
-that does not answer at all is given up after a sixth of the ttl, and the next goes over another connection; if its
-answer comes later it still counts, from the time of sending.
+A renewal is due a third of the ttl after the last one, and retried until the lease is lost. A renewal without an answer
+is abandoned after a sixth of the ttl, and the next one uses another connection; a later answer still counts, from the
+time of sending.
 
-Taking a lock costs the watchdog an entry in two dictionaries and a set: the watching thread looks once a second anyway
-while it lives, ends when it finds nothing to do, and is started again when needed.
+Taking a lock costs the watchdog an entry in two dictionaries and a set: the watching thread wakes once a second anyway
+while there is something to watch. It also closes connections that have been idle for too long: while that is its only
+work, it sleeps until the first of them is due. It ends when it has nothing to do, and is started again when needed.
 
 Rule: nothing here decides who holds a key. The watchdog moves the moment until which a hold is trusted (see
-`dblock.core.holding.lease`) and tells.
+`dblock.core.holding.lease`), and reports. Neither it nor the threads that it waits for run code of the application (see
+`dblock.core.deliveries`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Coroutine, MutableMapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from dblock.core import clock
+from dblock.core.connections.pool import background
 from dblock.core.errors import Reason, StoreBusy
-from dblock.core.holding.flow import Flows, Hold
-from dblock.core.log import warn
-from dblock.core.protocol.drive import adrive, drive
+from dblock.core.holding.flow import Flows, Hold, HoldObserver
+from dblock.core.log import deliver, delivering, warn
+from dblock.core.protocol.drive import adrive, drive, plain_task
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.semaphore import BinarySemaphore
 from dblock.core.watchdog.heartbeats import Heartbeat, KeptPlace
-from dblock.core.watchdog.renewals import Renewal, Renewer, quietly
 
 if TYPE_CHECKING:
+    import asyncio
+
     from dblock.core.holding.observers import Observers
     from dblock.core.watchdog.history import Histories
+    from dblock.core.watchdog.renewals import Renewal, Renewer
 
 LOOK: Final = 1.0
-"""Seconds between two looks of the watching thread, at most."""
+"""Longest pause between two rounds of the watching thread."""
 PATIENCE: Final = 2.0
-"""Seconds for which the end of a process waits for its locks to be given back."""
+"""Seconds for which the end of a process waits for the release of its locks."""
+
+
+def _in_background(steps: Steps[None]) -> Steps[None]:
+    """The same steps; an error is logged, and no connection is kept of a pool that the application has closed."""
+    _ = background.set(True)
+    try:
+        yield from steps
+    except Exception as error:  # noqa: BLE001 - no caller waits for it
+        warn("work in the background failed: %r", error)
 
 
 def run_apart(steps: Steps[None], store: Store) -> None:
@@ -60,17 +74,28 @@ def run_apart(steps: Steps[None], store: Store) -> None:
 
 
 class Watchdog:
-    """Knows all holds of this process."""
+    """Watches all holds of this process."""
 
-    def __init__(self, flows: Flows, give_back: Callable[[Hold], None]) -> None:
-        """`give_back` is what gives a hold back at the end of the process."""
-        self._flows, self._give_back = flows, give_back
+    def __init__(
+        self,
+        flows: Flows,
+        give_back: Callable[[Hold], None],
+        withdraw: Callable[[Store, Sequence[tuple[str, str]]], Steps[None]],
+        prune: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        """`give_back` releases a hold at the end of the process; `withdraw` is `handover.withdraw`, for a store.
+
+        `prune` closes idle connections whose time is up, without waiting for a server, and returns the local time of
+        the next call; `inf` if it is not needed.
+        """
+        self._flows, self._give_back, self._withdraw, self._prune = flows, give_back, withdraw, prune
         self._holds: dict[Hold, None] = {}
         self._by_key: dict[tuple[Store, str], Hold] = {}
         self._places: dict[str, KeptPlace] = {}
         self._heartbeats: dict[tuple[Store, Any], Heartbeat] = {}
         self._wake_at = math.inf
-        # Both may be entered again by a signal handler that takes a lock.
+        """Local time of the next round; `inf` during a round, without a thread, and while it has only to prune."""
+        # A signal handler that takes a lock may re-enter both.
         self._lock = threading.RLock()
         self._look_again = BinarySemaphore()
         self._thread: threading.Thread | None = None
@@ -79,21 +104,25 @@ class Watchdog:
         self._tasks: set[Any] = set()
         self._added = self._finalized = False
         self._locked_of_late = set[tuple[Store, Any]]()
-        """Databases that this process reaps, and event loops, where something was locked since the last look."""
+        """Databases that this process reaps, with event loops, in which a lock was taken since the last round."""
         self.histories: Histories | None = None
-        """What has happened, and is to be written down; None if nothing ever is."""
+        """The events to write; None if no store keeps a history."""
         self._reap_at: MutableMapping[Store, float] = WeakKeyDictionary()
         self.observers: Observers | None = None
-        """Those who want to hear what becomes of locks; None if nobody does."""
+        """The observers of locks; None if there are none."""
         self._given_up: list[Hold] = []
-        """Declared lost by `release_all`, and not given back in the database yet."""
+        """Holds that `release_all` has declared lost, and that are not released in the database yet."""
+        self._withdrawn: dict[tuple[Store, Any], dict[str, str]] = {}
+        """Places to be deleted in the background (owner token: key), by database and event loop."""
+        self._withdrawals: dict[tuple[Store, Any], Callable[[], bool]] = {}
+        """For each of these with a thread or task that deletes places: whether that is alive."""
         self._ending: list[Hold] | None = None
         self._ended = threading.Event()
 
     # -- for the flows
 
     def add(self, hold: Hold) -> None:
-        """Keep it from now on."""
+        """Watch a hold from now on."""
         self._holds[hold] = None
         self._by_key[hold.store, hold.tenure.key] = hold
         self._added = True
@@ -103,7 +132,7 @@ class Watchdog:
             self.look()
 
     def discard(self, hold: Hold) -> bool:
-        """Keep it no more: it is being given back, by whom it was kept for until now; False if it was not kept.
+        """Stop watching a hold, which the caller releases; False if it was not watched.
 
         A renewal that is under way finds no such tenure.
         """
@@ -113,83 +142,133 @@ class Watchdog:
             _ = self._by_key.pop(place, None)
         return kept
 
-    def keeps(self, hold: Hold) -> bool:
-        """Has it not been given back?"""
+    def is_watching(self, hold: Hold) -> bool:
+        """Whether the hold has not been released."""
         return hold in self._holds
 
     def holds(self, store: Store, key: str) -> bool:
-        """Has a flow of this process that key, and not given it back? A hint: the row decides."""
+        """Whether a flow of this process holds that key. A hint: the row decides."""
         hold = self._by_key.get((store, key))
         return hold is not None and hold.lease.remaining() > 0
 
     def keep(self, kept: KeptPlace) -> None:
-        """Keep a place in a queue from now on."""
+        """Send heartbeats for a place in a queue from now on."""
         self._places[kept.place.owner] = kept
         self._added = True
         if kept.due < self._wake_at:
             self.look()
 
     def leave(self, owner: str, *, served: bool = False) -> None:
-        """Keep that place no more; `served`: its row is there, and to be deleted some time."""
+        """Send no more heartbeats for that place; `served`: its row exists, and is deleted later."""
         kept = self._places.get(owner)
         if kept is not None and served:
             kept.served = True
         else:
             _ = self._places.pop(owner, None)
 
+    def withdraw(self, store: Store, loop: Any, key: str, owner: str) -> None:
+        """Delete a place in the background, and release what was granted to it; several go into one statement.
+
+        Called on the event loop, if there is one: a task there is awaited when the loop ends, as by `asyncio.run`.
+        """
+        place = store, loop
+        with self._lock:
+            self._withdrawn.setdefault(place, {})[owner] = key
+            alive = self._withdrawals.get(place)
+        if alive is not None and alive():  # else its start was interrupted, or its event loop closed
+            return
+        self._forget_closed_loops()
+        steps = _in_background(self._withdraw_all(place))
+        if loop is not None:
+            task = self._begin_task(loop, adrive(steps, store, undisturbed=True))
+            self._withdrawals[place] = lambda: not task.done()
+            return
+        thread = threading.Thread(target=run_apart, args=(steps, store), name="dblock withdrawal", daemon=True)
+        self._withdrawals[place] = thread.is_alive
+        try:
+            thread.start()
+        except RuntimeError:  # out of threads, or the interpreter is ending: the places expire
+            _ = self._withdrawn.pop(place, None)
+
+    def _forget_closed_loops(self) -> None:
+        with self._lock:
+            for place in [*self._withdrawn, *self._withdrawals]:
+                if place[1] is not None and place[1].is_closed():
+                    _ = self._withdrawn.pop(place, None), self._withdrawals.pop(place, None)
+
+    def _withdraw_all(self, place: tuple[Store, Any]) -> Steps[None]:
+        while True:
+            with self._lock:
+                places = list(self._withdrawn.pop(place, {}).items())
+                if not places:
+                    _ = self._withdrawals.pop(place, None)
+                    return
+            try:
+                yield from self._withdraw(place[0], places)
+            except Exception:
+                raise
+            except BaseException as error:  # cancelled: the event loop is ending, and waits for this task
+                if isinstance(error, GeneratorExit):
+                    raise
+                yield from self._withdraw(place[0], places)
+
     def look(self) -> None:
-        """Look again now: something is due earlier than we thought."""
+        """Start a round now, as something is due earlier than planned."""
         self._look_again.set()
-        with self._lock:  # a watch that is about to end decides so under it
+        with self._lock:  # a thread that is about to end decides so under it
             if not self._starting and (self._thread is None or not self._thread.is_alive()):
                 self._start()
 
+    def look_by(self, moment: float) -> None:
+        """Schedule a round at that local time at the latest."""
+        if moment < self._wake_at:
+            self.look()
+
     def look_some_time(self) -> None:
-        """See that somebody looks, soon enough for what is not urgent."""
-        if self._thread is None:
+        """Start the watching thread for work that is not urgent, if it does not wake anyway."""
+        if self._wake_at == math.inf:
             self.look()
 
     def announce(self, hold: Hold) -> None:
-        """Tell those who want to know, once, that a hold is lost; in a thread of its own."""
+        """Report, once, that a hold is lost."""
         loss = hold.lease.loss
         if loss is None or hold.is_snapshot:
             return
         seen = hold.snapshot()
-        if not self.ends(hold):
+        if not self.claim_loss_report(hold):
             return
         warn("lost the lease on %r (fence %d): %s", hold.tenure.key, hold.tenure.fence, loss)
         for lock in seen.locks():
             lock._interrupt_body(hold)
-        self._tell([call for lock in seen.locks() for call in lock._who_hears_of_loss(loss.reason)], seen)
+        self._tell(lambda lock: lock._who_hears_of_loss(loss.reason), seen)
         if self.observers is not None:
             self.observers.lost(seen)
 
     def _tell_risk(self, hold: Hold) -> None:
         hold.risk_reported = True
         seen = hold.snapshot()
-        self._tell([call for lock in seen.locks() for call in lock._who_hears_of_risk()], seen)
+        self._tell(lambda lock: lock._who_hears_of_risk(), seen)
         if self.observers is not None:
             self.observers.at_risk(seen)
 
-    def ends(self, hold: Hold) -> bool:
-        """It has ended, and nobody has been told so yet: whoever asks first is to do it."""
+    def claim_loss_report(self, hold: Hold) -> bool:
+        """Claim the report of the end of a hold: True for the first caller only."""
         with self._lock:
             told, hold.loss_reported = hold.loss_reported, True
         return not told
 
     def revoke(self, hold: Hold, words: str) -> None:
-        """Somebody has asked for it back: tell those who want to know, once."""
+        """Report, once, that a hold was asked back."""
         told, hold.revoked = hold.revoked is not None, words
-        if told or not self.keeps(hold):
+        if told or not self.is_watching(hold):
             return
         warn("%r (fence %d) was asked back: %s", hold.tenure.key, hold.tenure.fence, words)
-        seen = hold.snapshot()
-        self._tell([call for lock in seen.locks() for call in lock._who_hears_of_revocation(words)], seen)
+        self._tell(lambda lock: lock._who_hears_of_revocation(words), hold.snapshot())
 
     def give_up(self, store: Store) -> list[Hold]:
-        """All that this process holds in a database is lost, from now on; those to be given back, last taken first."""
+        """Declare all holds of this process in a database lost; returns those to be released, last taken first."""
         for hold in reversed(list(self._holds)):
-            if hold.store is store and self.discard(hold):  # else its flow is giving it back
+            if hold.store is store and self.discard(hold):  # else its flow is releasing it
                 if hold.lease.give_up():
                     self._given_up.append(hold)
                 self.announce(hold)
@@ -198,7 +277,7 @@ class Watchdog:
         return [hold for hold in self._given_up if hold.store is store]
 
     def giving_back(self, hold: Hold) -> None:
-        """It is about to be given back, once: a count that others lower too must not be lowered twice."""
+        """Called before a hold is released, once: a count that others lower too must not be lowered twice."""
         self._given_up = [each for each in self._given_up if each is not hold]
 
     # -- the watching thread
@@ -228,26 +307,36 @@ class Watchdog:
                 self._tidy_up()
                 self._ending = None
                 self._ended.set()
-            self._wake_at, wait = math.inf, LOOK  # whoever adds a hold during the look makes us look again
+            self._wake_at, wait = math.inf, LOOK  # a hold that is added during this round starts another one
+            pruning = math.inf
             try:
+                pruning = self._prune()
                 wait = self._look_at_all()
+                if (deliveries := delivering()) is not None:
+                    deliveries.look()
                 self._reap()
                 self._write_down()
-            except Exception as error:  # noqa: BLE001 - must go on: leases depend on it
-                warn("the watchdog failed in one round, and goes on: %r", error)
+            except Exception as error:  # noqa: BLE001 - must continue: leases depend on it
+                warn("the watchdog failed in one round, and continues: %r", error)
             with self._lock:
                 if self._thread is not threading.current_thread():
-                    return  # our start was interrupted: the next lock begins another watch
+                    return  # the start of this thread was interrupted: the next lock starts another one
                 busy = self._holds or self._places or self._renewers or self._added or self._to_write
-                if idle and not busy:
+                busy = busy or ((deliveries := delivering()) is not None and deliveries.pending)
+                quiet = idle and not busy
+                if quiet and pruning == math.inf:
                     self._thread = None
                     return
             self._added = False
-            self._wake_at = clock.now() + wait
+            now = clock.now()
+            if quiet:
+                wait = max(pruning - now, 0.001)
+            else:
+                self._wake_at = now + wait
             idle = not self._look_again.wait(wait)
 
     def _look_at_all(self) -> float:
-        """Do what is due; seconds until something else is."""
+        """Do what is due; returns the seconds until the next."""
         due: dict[tuple[Store, Any], list[Hold]] = {}
         soonest = LOOK
         stores = set()
@@ -258,15 +347,15 @@ class Watchdog:
                 _ = self.discard(hold)
                 self.announce(hold)
                 continue
-            if hold.lease.renewing and hold.adrift:
-                warn("%r was never given back by a thread or task that has ended", hold.tenure.key)
+            if hold.lease.renewing and hold.orphaned:
+                warn("%r was never released by a thread or task that has ended", hold.tenure.key)
                 hold.lease.renewing = False
             now = hold.lease.now()
             if hold.lease.renewing and now >= hold.lease.acquired + hold.max_hold:
                 hold.lease.renewing = False
-            if hold.lease.renewing and not hold.wanted:
+            if hold.lease.renewing and not hold.can_be_released:
                 if not hold.risk_reported:
-                    warn("a `with` on %r was interrupted before it was left: it ends with its lease", hold.tenure.key)
+                    warn("a `with` on %r was interrupted before it was left: its lease expires", hold.tenure.key)
                 hold.risk_reported, hold.lease.due = True, math.inf  # unless its flow enters it again
             elif hold.lease.renewing:
                 if hold.lease.due <= now:
@@ -282,6 +371,8 @@ class Watchdog:
             soonest = min(soonest, left)
         for (store, loop), holds in due.items():
             self._gather(store, loop, holds)
+            from dblock.core.watchdog.renewals import Renewal  # noqa: PLC0415 - only for long holds
+
             self._send(Renewal(store, holds, self), loop)
         soonest = min(soonest, self._keep_places(stores))
         for store in self._renewers.keys() - stores:
@@ -289,7 +380,7 @@ class Watchdog:
         return max(soonest, 0.001)
 
     def _keep_places(self, stores: set[Store]) -> float:
-        """Keep the places that are due, and with them all others of the same database; seconds until the next are."""
+        """Send heartbeats for all places of databases with due ones; returns the seconds until the next."""
         for owner, kept in list(self._places.items()):
             if kept.abandoned():
                 self.leave(owner)
@@ -300,15 +391,15 @@ class Watchdog:
             for kept in mine:
                 kept.due = now + store.database.timing.heartbeat_interval
             last = self._heartbeats.get((store, loop))
-            if last is None or last.answered:  # a database that hangs is not asked again and again
+            if last is None or last.answered:  # no second heartbeat for a database that hangs
                 heartbeat = self._heartbeats[store, loop] = Heartbeat(store, mine, self.leave)
                 self._send(heartbeat, loop)
-        if not places:
-            self._heartbeats.clear()
+        for place in self._heartbeats.keys() - {(kept.store, kept.loop) for kept in places}:
+            del self._heartbeats[place]
         return min((kept.due - now for kept in places), default=LOOK)
 
     def _gather(self, store: Store, loop: Any, holds: list[Hold]) -> None:
-        """Those that will be due soon come along, so that leases that began one by one are renewed together."""
+        """Add the leases that will be due soon, so that leases that began one by one are renewed together."""
         for hold in list(self._holds):
             if hold.store is store and hold.loop is loop and hold.lease.renewing and hold.lease.loss is None:
                 now = hold.lease.now()
@@ -323,8 +414,10 @@ class Watchdog:
             return
         renewer = self._renewers.get(store)
         if renewer is None or not renewer.ready:
-            if renewer is not None:  # it hangs: it ends when its answer comes, and another one takes its place
+            if renewer is not None:  # it hangs: it ends after its answer, and another one takes its place
                 renewer.batches.put(None)
+            from dblock.core.watchdog.renewals import Renewer  # noqa: PLC0415 - only for long holds
+
             renewer = Renewer(store)
             renewer.start()
             self._renewers[store] = renewer
@@ -332,7 +425,7 @@ class Watchdog:
         renewer.batches.put(batch)
 
     def _send_to_loop(self, batch: Renewal | Heartbeat, loop: Any) -> None:
-        steps = batch.steps()
+        steps = batch.steps() if batch.leases else _in_background(batch.steps())
         batch.set_reason_if_lost(Reason.BLOCKED)  # until it has begun
         try:
             self._run_on_loop(steps, batch.store, loop)
@@ -340,53 +433,64 @@ class Watchdog:
             batch.give_up()
 
     def _run_on_loop(self, steps: Steps[None], store: Store, loop: Any) -> None:
-        def begin() -> None:
-            task = loop.create_task(quietly(adrive(steps, store)))
-            for each in list(self._tasks):
-                if each.get_loop().is_closed():
-                    self._tasks.discard(each)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        loop.call_soon_threadsafe(lambda: self._begin_task(loop, adrive(steps, store)))
 
-        loop.call_soon_threadsafe(begin)
+    def _begin_task(self, loop: Any, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        from dblock.core.watchdog.renewals import quietly  # noqa: PLC0415 - only for long holds
+
+        task = plain_task(quietly(work), loop)
+        for each in list(self._tasks):
+            if each.get_loop().is_closed():
+                self._tasks.discard(each)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _reap(self) -> None:
-        """Begin to reap where locks were taken of late, if it is due: in a thread, or a task, of its own."""
+        """Begin due reaping where locks were taken lately, in a thread or task of its own."""
         of_late, self._locked_of_late = self._locked_of_late, set()
         for store, loop in list(of_late):
             from dblock.core.watchdog import reaping  # noqa: PLC0415 - off by default
 
             steps = reaping.begin(store, self._reap_at)
             if steps is not None:
-                self._run(steps, store, loop, "dblock reaper")
+                _ = self._run(steps, store, loop, "dblock reaper")
 
     def _write_down(self) -> None:
-        """Begin to write down what has happened."""
+        """Begin to write the history."""
         if self.histories is None:
             return
         from dblock.core.watchdog.history import RIPE  # noqa: PLC0415 - off by default
 
         for store, loop, steps in self.histories.begin(ripe=RIPE):
-            self._run(steps, store, loop, "dblock history")
+            _ = self._run(steps, store, loop, "dblock history")
+
+    @property
+    def _withdraws(self) -> bool:
+        return any(place[1] is None and alive() for place, alive in list(self._withdrawals.items()))
 
     @property
     def _to_write(self) -> bool:
         return self.histories is not None and self.histories.pending
 
-    def _run(self, steps: Steps[None], store: Store, loop: Any, name: str) -> None:
-        """Run what nobody waits for in a thread of that name, or in a task."""
-        with contextlib.suppress(RuntimeError):  # out of threads, a closed loop, or the interpreter is ending
+    def _run(self, steps: Steps[None], store: Store, loop: Any, name: str) -> bool:
+        """Run steps in the background, in a thread of that name or in a task; False if that cannot be done."""
+        steps = _in_background(steps)
+        try:
             if loop is None:
                 threading.Thread(target=run_apart, args=(steps, store), name=name, daemon=True).start()
             else:
                 self._run_on_loop(steps, store, loop)
+        except RuntimeError:  # out of threads, a closed loop, or the interpreter is ending
+            return False
+        return True
 
     # -- the end
 
     def close(self) -> None:
-        """At a normal exit: give back what is still held by flows that have ended or are ending.
+        """At a normal exit: release the holds of flows that have ended or are ending.
 
-        A thread that may still be at work keeps what it has: its lease is renewed until it ends, or ends by itself.
+        A thread that may still be at work keeps its holds: they are renewed until the process ends, and then expire.
         """
         mine, ending = self._flows.current(), self._given_up
         self._given_up = []
@@ -395,31 +499,31 @@ class Watchdog:
             if hold.lease.loss is None and (flow is None or flow is mine or flow.ended()):
                 _ = self.discard(hold)
                 ending.append(hold)
-        if not (ending or self._places or self._to_write):
+        if not (ending or self._places or self._to_write or self._withdraws):
             return
-        # By the watching thread, since Python 3.12 starts no new ones then, and a database that does not answer must
-        # not keep us from ending.
+        # In the watching thread, since Python 3.12 starts no new ones now, and a database that does not answer must not
+        # keep the process from ending.
         self._ended.clear()
         self._ending = ending
         self.look()
         _ = self._ended.wait(PATIENCE)
 
     def _give_all_back(self, holds: list[Hold]) -> None:
-        """One after the other; a database that fails once is not asked again."""
+        """Release the holds one by one; after a failure the rest of that database are skipped."""
         silent = set[Store]()
         for hold in holds:
             if hold.store in silent:
                 continue
             try:
                 self._give_back(hold)
-            except Exception as error:  # noqa: BLE001 - nothing may keep the others from being given back
-                warn("could not give %r back at exit: %s", hold.tenure.key, error)
+            except Exception as error:  # noqa: BLE001 - the others must be released
+                warn("could not release %r at exit: %s", hold.tenure.key, error)
                 if not isinstance(error, StoreBusy):
                     silent.add(hold.store)
 
     def _tidy_up(self) -> None:
-        """Write down what has happened, and delete the rows of places that were served."""
-        while self._to_write:  # perhaps by another thread; whoever waits for us does not do so for long
+        """Write the history, and delete the rows of places that were served or given up."""
+        while self._to_write or self._withdraws:  # by another thread; `close` does not wait for long
             for store, _, steps in self.histories.begin() if self.histories else ():
                 run_apart(steps, store)
             time.sleep(0.005)
@@ -427,19 +531,15 @@ class Watchdog:
             if kept.served:
                 drive(Heartbeat(kept.store, [kept], self.leave).steps(), kept.store)
 
-    # -- for those who want to know
+    # -- reports
 
-    def _tell(self, calls: list[Callable[[], object]], hold: Hold) -> None:
-        if not calls:
-            return
-        try:
-            threading.Thread(target=self._call, args=(calls, hold), name="dblock callback", daemon=True).start()
-        except RuntimeError as error:
-            warn("cannot tell about %r: %s", hold.tenure.key, error)
+    def _tell(self, who_hears: Callable[[Any], list[Callable[[], object]]], hold: Hold) -> None:
+        if locks := hold.locks():
+            deliver(partial(self._call, who_hears, locks, hold))
 
-    def _call(self, calls: list[Callable[[], object]], hold: Hold) -> None:
+    def _call(self, who_hears: Callable[[Any], list[Any]], locks: list[HoldObserver], hold: Hold) -> None:
         with self._flows.again(hold):
-            for call in calls:
+            for call in (call for lock in locks for call in who_hears(lock)):
                 try:
                     _ = call()
                 except Exception as error:  # noqa: BLE001 - a user's

@@ -20,6 +20,7 @@ from dblock.commands.checkup import Finding, Level
 from dblock.commands.desk import Desk
 from dblock.commands.parser import add_verbs
 from dblock.core.errors import UnsupportedDatabase
+from dblock.core.text import printable
 from dblock.core.validation import valid_retention
 from dblock.locks import db_lock, default_alias
 from dblock.store import store_for
@@ -67,7 +68,7 @@ class Command(BaseCommand):
         try:
             status = answered(given, desk(alias))
         except (ValueError, UnsupportedDatabase) as error:
-            raise CommandError(str(error), returncode=2) from error
+            raise CommandError(printable(str(error)), returncode=2) from error
         if status:
             sys.exit(status)
 

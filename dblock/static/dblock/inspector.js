@@ -13,7 +13,7 @@ document.addEventListener("DOMContentLoaded", () => {
   let paused = false, ended = false;
 
   async function refresh() {
-    // Whoever has the focus inside, or has marked text, is not to lose it.
+    // A user who has the focus inside, or has marked text, must not lose it.
     const busy = region.contains(document.activeElement) || !document.getSelection().isCollapsed;
     if (paused || ended || busy || document.hidden) return;
     try {
@@ -33,8 +33,10 @@ document.addEventListener("DOMContentLoaded", () => {
   }
 
   async function keepFresh() {
+    const began = Date.now();
     await refresh();
-    if (!ended) setTimeout(keepFresh, every);
+    // A page that takes long to make is asked for less often.
+    if (!ended) setTimeout(keepFresh, Math.max(every, 4 * (Date.now() - began)));
   }
 
   button.addEventListener("click", () => {

@@ -16,7 +16,9 @@ CREATE TABLE locks (
     served_ticket bigint DEFAULT 0 NOT NULL,
     revoked_fence bigint DEFAULT 0 NOT NULL,
     freed_fence bigint DEFAULT 0 NOT NULL,
-    revocation varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin DEFAULT '' NOT NULL
+    revocation varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin DEFAULT '' NOT NULL,
+    tokens integer DEFAULT 0 NOT NULL,
+    bearers integer DEFAULT 0 NOT NULL
 ) ENGINE = InnoDB;
 CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 CREATE TABLE lock_waiters (
@@ -31,6 +33,7 @@ CREATE TABLE lock_waiters (
     program varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
     celery_task_id varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
     channel varchar(63) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
+    circle varchar(64) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin DEFAULT '' NOT NULL,
     joined_at datetime(6) NOT NULL,
     expires_at datetime(6) NOT NULL
 ) ENGINE = InnoDB;
@@ -57,7 +60,7 @@ UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
 ON locks.lock_key = mine.name
-SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
 AND (last_ticket = served_ticket OR :fair = 0);
@@ -67,7 +70,7 @@ INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, 
 VALUES (:key, :owner, LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), 1, :ttl, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, :label, :host, :pid, :thread, :program, :task);
 
 -- inspect: the rows it returns
-SELECT owner, fence, count, ttl, TIMESTAMPDIFF(MICROSECOND, acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6, label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation
+SELECT owner, fence, count, ttl, TIMESTAMPDIFF(MICROSECOND, acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6, label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers
 FROM locks
 WHERE lock_key = :key;
 
@@ -88,15 +91,15 @@ AND fence = :fence
 AND expires_at > UTC_TIMESTAMP(6);
 
 -- renew: one empty row for each row that it changed
-UPDATE (SELECT due.name, holder, number, life, unaware FROM JSON_TABLE(:leases, '$[*]' COLUMNS ( name varchar(255) CHARACTER
+UPDATE (SELECT due.name, holder, number, life, not_notified FROM JSON_TABLE(:leases, '$[*]' COLUMNS ( name varchar(255) CHARACTER
 SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$.key', holder varchar(64) CHARACTER
-SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$.owner', number bigint PATH '$.fence', life double PATH '$.life', unaware integer PATH '$.unaware' )) AS due STRAIGHT_JOIN locks AS mine FORCE INDEX (PRIMARY)
+SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$.owner', number bigint PATH '$.fence', life double PATH '$.life', not_notified integer PATH '$.not_notified' )) AS due STRAIGHT_JOIN locks AS mine FORCE INDEX (PRIMARY)
 ON mine.lock_key = due.name LIMIT 18446744073709551615 FOR UPDATE OF mine NOWAIT) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
 ON lock_key = due.name
 AND owner = due.holder
 AND fence = due.number
 AND expires_at > UTC_TIMESTAMP(6)
-AND (revoked_fence <> fence OR unaware = 0)
+AND (revoked_fence <> fence OR not_notified = 0)
 SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(due.life * 1000000) MICROSECOND);
 
 -- alive: the rows it returns
@@ -110,15 +113,15 @@ AND expires_at > UTC_TIMESTAMP(6);
 
 -- attach: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
-SET count = LAST_INSERT_ID(count + 1), expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET count = LAST_INSERT_ID(count + 1), tokens = GREATEST(tokens - :counted, 0), bearers = bearers + 1, expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
 AND expires_at > UTC_TIMESTAMP(6);
 
--- adopt: one empty row for each row that it changed
+-- adopt: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
-SET count = 1, ttl = :ttl, expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET count = 1, tokens = 0, bearers = LAST_INSERT_ID(bearers + 1), ttl = :ttl, expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
@@ -127,15 +130,13 @@ AND count = 0;
 
 -- detach: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
-SET count = CASE WHEN :count > 0 THEN :count ELSE count END - 1, expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
+SET count = CASE WHEN :count > 0 THEN :count ELSE count END - 1, tokens = CASE WHEN :count > 0 THEN 1 ELSE tokens + 1 END, expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
 AND expires_at > UTC_TIMESTAMP(6)
 AND (:count = 0 OR (count <= :count
-AND host = :host
-AND pid = :pid
-AND thread = :thread));
+AND bearers = :bearers));
 
 -- release: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
@@ -148,11 +149,16 @@ AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0;
 
 -- leave: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
-SET owner = CASE WHEN count > 1 THEN owner WHEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND > UTC_TIMESTAMP(6) THEN '' END, expires_at = CASE WHEN count > 1 THEN expires_at ELSE GREATEST(UTC_TIMESTAMP(6), acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND) END, count = GREATEST(count - 1, 0)
+SET owner = CASE WHEN count > 1 OR (tokens > 0
+AND expires_at > UTC_TIMESTAMP(6)) THEN owner WHEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND > UTC_TIMESTAMP(6) THEN '' END, expires_at = CASE WHEN count > 1 THEN expires_at WHEN tokens > 0
+AND expires_at > UTC_TIMESTAMP(6) THEN GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND) ELSE GREATEST(UTC_TIMESTAMP(6), acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND) END, count = GREATEST(count - 1, 0)
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
+AND (:count = 0 OR (count = :count
+AND bearers = :bearers))
 AND LAST_INSERT_ID(CASE WHEN count <= 1
+AND (tokens = 0 OR expires_at <= UTC_TIMESTAMP(6))
 AND acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0;
 
@@ -206,13 +212,14 @@ AND served_ticket < :ticket
 AND LAST_INSERT_ID(CASE WHEN owner >= '' THEN GREATEST(TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6, 0) * 1000 ELSE 0 END) >= 0;
 
 -- queue_status: the rows it returns
-SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, CASE WHEN locks.owner IS NULL THEN LEAST(TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6, 0) ELSE TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6 END, served_ticket + 1, last_ticket, (SELECT count(*) FROM (
-SELECT 1 FROM lock_waiters AS other JOIN locks AS theirs
-ON theirs.lock_key = other.lock_key
+SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, CASE WHEN locks.owner IS NULL THEN LEAST(TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6, 0) ELSE TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6 END, served_ticket + 1, last_ticket, (SELECT CASE WHEN count(*) = 16
+AND count(alive) = 0 THEN 1 ELSE count(alive) END FROM (
+SELECT CASE WHEN other.expires_at > UTC_TIMESTAMP(6) THEN 1 END AS alive FROM lock_waiters AS other FORCE INDEX (lock_waiters_queue)
 WHERE other.lock_key = :key
-AND other.ticket > theirs.served_ticket
 AND other.ticket < :ticket
-AND other.expires_at > UTC_TIMESTAMP(6) LIMIT 16) AS earlier), (SELECT count(*) FROM lock_waiters AS me
+AND other.ticket > (SELECT served_ticket
+FROM locks AS theirs
+WHERE theirs.lock_key = :key) ORDER BY other.ticket DESC LIMIT 16) AS nearest), (SELECT count(*) FROM lock_waiters AS me
 WHERE me.owner = :owner
 AND me.expires_at > UTC_TIMESTAMP(6))
 FROM locks
@@ -227,7 +234,7 @@ AND expires_at > UTC_TIMESTAMP(6) LIMIT 1 FOR UPDATE NOWAIT ) AS next STRAIGHT_J
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin) STRAIGHT_JOIN lock_waiters AS place FORCE INDEX (PRIMARY)
 ON place.owner = next.owner
-SET place.expires_at = place.joined_at, locks.owner = next.owner, locks.fence = LAST_INSERT_ID(GREATEST(locks.fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), locks.count = 1, locks.ttl = next.ttl, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.ttl * 1000000) MICROSECOND), locks.label = next.label, locks.host = next.host, locks.pid = next.pid, locks.thread = next.thread, locks.program = next.program, locks.celery_task_id = next.celery_task_id, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = next.ticket
+SET place.expires_at = place.joined_at, locks.owner = next.owner, locks.fence = LAST_INSERT_ID(GREATEST(locks.fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), locks.count = 1, locks.tokens = 0, locks.bearers = 0, locks.ttl = next.ttl, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.ttl * 1000000) MICROSECOND), locks.label = next.label, locks.host = next.host, locks.pid = next.pid, locks.thread = next.thread, locks.program = next.program, locks.celery_task_id = next.celery_task_id, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = next.ticket
 WHERE locks.lock_key = :key
 AND locks.served_ticket < next.ticket
 AND (locks.owner IS NULL OR locks.expires_at <= UTC_TIMESTAMP(6) OR (locks.owner = :owner
@@ -243,7 +250,7 @@ WHERE lock_key = :key
 AND owner = :owner
 AND expires_at > UTC_TIMESTAMP(6);
 
--- inherit: one empty row for each row that it changed
+-- adopt_place: one empty row for each row that it changed
 UPDATE lock_waiters
 SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task, channel = :channel
 WHERE owner = :owner
@@ -254,7 +261,7 @@ UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
 ON locks.lock_key = mine.name
-SET owner = :heir, fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND (owner = :owner
 AND fence = :fence
@@ -276,7 +283,7 @@ AND expires_at > UTC_TIMESTAMP(6) ORDER BY ticket LIMIT 1;
 -- call: the rows it returns
 KILL QUERY IS_USED_LOCK(:channel);
 
--- hear: the rows it returns
+-- sleep_until_killed: the rows it returns
 SELECT lock_waiters.ticket, locks.lock_key FROM JSON_TABLE(:places, '$[*]' COLUMNS (name varchar(255) CHARACTER
 SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$[0]', number bigint PATH '$[1]')) AS due STRAIGHT_JOIN lock_waiters FORCE INDEX (lock_waiters_queue)
 ON lock_waiters.lock_key = due.name
@@ -292,7 +299,7 @@ ON locks.lock_key = due.name
 AND locks.owner = lock_waiters.owner );
 
 -- unlogged: the rows it returns
-SET SESSION long_query_time = 3600;
+SET SESSION long_query_time = 3600, wait_timeout = 10;
 
 -- listen: the rows it returns
 SELECT GET_LOCK(:channel, :seconds);
@@ -304,15 +311,34 @@ ON owner = due.holder
 AND expires_at > UTC_TIMESTAMP(6)
 SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:waiter_ttl * 1000000) MICROSECOND);
 
--- waits: the rows it returns
-SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread FROM lock_waiters AS waiter JOIN locks AS held
+-- chain: the rows it returns
+WITH RECURSIVE linked (owner, lock_key, ticket, host, pid, thread, holder, holders_host, holders_pid, holders_thread, circle) AS (
+SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM lock_waiters AS waiter STRAIGHT_JOIN locks AS held FORCE INDEX (PRIMARY)
 ON held.lock_key = waiter.lock_key
 WHERE waiter.expires_at > UTC_TIMESTAMP(6)
 AND held.expires_at > UTC_TIMESTAMP(6)
-AND waiter.ticket > held.served_ticket
+AND waiter.ticket + 0 > held.served_ticket
 AND held.owner IS NOT NULL
 AND held.owner <> waiter.owner
-AND held.count > 0;
+AND held.count > 0
+AND waiter.owner = :owner UNION
+SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM linked STRAIGHT_JOIN lock_waiters AS waiter FORCE INDEX (PRIMARY)
+ON waiter.owner >= substr(linked.holder, 1, 24)
+AND waiter.owner < CONCAT(substr(linked.holder, 1, 24), 'g') STRAIGHT_JOIN locks AS held FORCE INDEX (PRIMARY)
+ON held.lock_key = waiter.lock_key
+WHERE waiter.expires_at > UTC_TIMESTAMP(6)
+AND held.expires_at > UTC_TIMESTAMP(6)
+AND waiter.ticket + 0 > held.served_ticket
+AND held.owner IS NOT NULL
+AND held.owner <> waiter.owner
+AND held.count > 0 )
+SELECT owner, lock_key, ticket, host, pid, thread, holder, holders_host, holders_pid, holders_thread, circle FROM linked;
+
+-- confirm: one empty row for each row that it changed
+UPDATE lock_waiters FORCE INDEX (PRIMARY)
+SET circle = :circle
+WHERE owner = :owner
+AND expires_at > UTC_TIMESTAMP(6);
 
 -- clear: one empty row for each row that it changed
 UPDATE (SELECT lock_key AS name
@@ -339,27 +365,75 @@ ON mine.owner = due.name FOR UPDATE OF mine NOWAIT) AS due STRAIGHT_JOIN lock_wa
 ON lock_waiters.owner = due.name
 WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND;
 
+-- next_keys: the rows it returns
+SELECT max(lock_key) FROM (
+SELECT lock_key
+FROM locks FORCE INDEX (PRIMARY)
+WHERE lock_key > :after ORDER BY lock_key LIMIT :most ) AS page;
+
 -- list_keys: the rows it returns
-SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, TIMESTAMPDIFF(MICROSECOND, locks.acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6, locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, (SELECT count(*) FROM lock_waiters AS waiter
+SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, TIMESTAMPDIFF(MICROSECOND, locks.acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6, locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, bearers, (SELECT count(*) FROM lock_waiters AS waiter
 WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > locks.served_ticket
 AND waiter.expires_at > UTC_TIMESTAMP(6))
 FROM locks
 WHERE lock_key > :after
-AND (owner IS NOT NULL OR :free = 1) ORDER BY lock_key LIMIT :most;
+AND lock_key <= :upto
+AND (owner <> '' OR (owner IS NOT NULL
+AND expires_at > UTC_TIMESTAMP(6)) OR last_ticket > served_ticket OR freed_fence = fence OR :free = 1) ORDER BY lock_key LIMIT :most;
+
+-- count_waiters: the rows it returns
+SELECT (SELECT count(*) FROM lock_waiters AS waiter
+WHERE waiter.lock_key = locks.lock_key
+AND waiter.ticket > locks.served_ticket
+AND waiter.expires_at > UTC_TIMESTAMP(6))
+FROM locks FORCE INDEX (PRIMARY)
+WHERE lock_key = :key;
 
 -- list_waiters: the rows it returns
-SELECT waiter.ticket, TIMESTAMPDIFF(MICROSECOND, waiter.joined_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), waiter.expires_at) / 1e6, waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
+SELECT waiter.ticket, TIMESTAMPDIFF(MICROSECOND, waiter.joined_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), waiter.expires_at) / 1e6, waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
 ON locks.lock_key = waiter.lock_key
-WHERE waiter.ticket > locks.served_ticket
+WHERE waiter.ticket + 0 > locks.served_ticket
 AND waiter.expires_at > UTC_TIMESTAMP(6)
-AND waiter.lock_key = :key ORDER BY ticket;
+AND waiter.lock_key = :key ORDER BY waiter.ticket LIMIT :most;
 
 -- list_all_waiters: the rows it returns
-SELECT waiter.lock_key, waiter.ticket, TIMESTAMPDIFF(MICROSECOND, waiter.joined_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), waiter.expires_at) / 1e6, waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
+SELECT waiter.lock_key, waiter.ticket, TIMESTAMPDIFF(MICROSECOND, waiter.joined_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), waiter.expires_at) / 1e6, waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
 ON locks.lock_key = waiter.lock_key
-WHERE waiter.ticket > locks.served_ticket
+WHERE waiter.ticket + 0 > locks.served_ticket
 AND waiter.expires_at > UTC_TIMESTAMP(6) ORDER BY waiter.joined_at, waiter.ticket LIMIT :most;
+
+-- list_awaited: the rows it returns
+SELECT mine.lock_key, waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle
+FROM locks AS mine FORCE INDEX (PRIMARY) STRAIGHT_JOIN lock_waiters AS waiter FORCE INDEX (PRIMARY)
+ON waiter.owner >= substr(mine.owner, 1, 24)
+AND waiter.owner < CONCAT(substr(mine.owner, 1, 24), 'g') STRAIGHT_JOIN locks AS held FORCE INDEX (PRIMARY)
+ON held.lock_key = waiter.lock_key
+WHERE waiter.expires_at > UTC_TIMESTAMP(6)
+AND held.expires_at > UTC_TIMESTAMP(6)
+AND waiter.ticket + 0 > held.served_ticket
+AND held.owner IS NOT NULL
+AND held.owner <> waiter.owner
+AND held.count > 0
+AND mine.expires_at > UTC_TIMESTAMP(6)
+AND mine.bearers = 0
+AND mine.lock_key = :key;
+
+-- list_blocked: the rows it returns
+SELECT mine.lock_key, waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM (
+SELECT locks.* FROM (SELECT DISTINCT lock_key FROM lock_waiters ORDER BY lock_key LIMIT :most) AS wanted STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
+ON locks.lock_key = wanted.lock_key) AS mine STRAIGHT_JOIN lock_waiters AS waiter FORCE INDEX (PRIMARY)
+ON waiter.owner >= substr(mine.owner, 1, 24)
+AND waiter.owner < CONCAT(substr(mine.owner, 1, 24), 'g') STRAIGHT_JOIN locks AS held FORCE INDEX (PRIMARY)
+ON held.lock_key = waiter.lock_key
+WHERE waiter.expires_at > UTC_TIMESTAMP(6)
+AND held.expires_at > UTC_TIMESTAMP(6)
+AND waiter.ticket + 0 > held.served_ticket
+AND held.owner IS NOT NULL
+AND held.owner <> waiter.owner
+AND held.count > 0
+AND mine.expires_at > UTC_TIMESTAMP(6)
+AND mine.bearers = 0;
 
 -- free: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
@@ -390,8 +464,8 @@ SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$.celery_task_id', age double PATH '$
 WHERE record.age >= 0;
 
 -- trim: one empty row for each row that it changed
-DELETE FROM lock_events
-WHERE id <= (SELECT least FROM (SELECT LEAST((SELECT max(id) FROM lock_events) - :keep, (SELECT min(id) FROM lock_events) + 999) AS least) AS old);
+DELETE lock_events FROM (SELECT LEAST((SELECT max(id) FROM lock_events) - :keep, (SELECT min(id) FROM lock_events) + 999) AS last) AS due STRAIGHT_JOIN lock_events FORCE INDEX (PRIMARY)
+ON id <= due.last;
 
 -- list_events: the rows it returns
 SELECT lock_key, kind, fence, TIMESTAMPDIFF(MICROSECOND, happened_at, UTC_TIMESTAMP(6)) / 1e6, seconds, detail, label, host, pid, thread, program, celery_task_id FROM lock_events

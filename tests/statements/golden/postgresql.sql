@@ -16,7 +16,9 @@ CREATE TABLE locks (
     served_ticket bigint DEFAULT 0 NOT NULL,
     revoked_fence bigint DEFAULT 0 NOT NULL,
     freed_fence bigint DEFAULT 0 NOT NULL,
-    revocation varchar(255) COLLATE "C" DEFAULT '' NOT NULL
+    revocation varchar(255) COLLATE "C" DEFAULT '' NOT NULL,
+    tokens integer DEFAULT 0 NOT NULL,
+    bearers integer DEFAULT 0 NOT NULL
 ) WITH (fillfactor = 50);
 CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 CREATE TABLE lock_waiters (
@@ -31,6 +33,7 @@ CREATE TABLE lock_waiters (
     program varchar(255) COLLATE "C" NOT NULL,
     celery_task_id varchar(255) COLLATE "C" NOT NULL,
     channel varchar(63) COLLATE "C" NOT NULL,
+    circle varchar(64) COLLATE "C" DEFAULT '' NOT NULL,
     joined_at timestamp with time zone NOT NULL,
     expires_at timestamp with time zone NOT NULL
 ) WITH (fillfactor = 50);
@@ -54,7 +57,7 @@ CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 
 -- take: the rows it returns
 UPDATE locks
-SET owner = :owner, fence = greatest(fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => :life), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = greatest(fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => :life), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
 AND (last_ticket = served_ticket OR CAST(:fair AS integer) = 0)
@@ -72,7 +75,7 @@ ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence;
 
 -- inspect: the rows it returns
-SELECT owner, fence, count, ttl, CAST(extract(epoch FROM clock_timestamp() - acquired_at) AS double precision), CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation
+SELECT owner, fence, count, ttl, CAST(extract(epoch FROM clock_timestamp() - acquired_at) AS double precision), CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers
 FROM locks
 WHERE lock_key = :key;
 
@@ -98,25 +101,25 @@ AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_c
 
 -- renew: one empty row for each row that it changed
 UPDATE locks
-SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => due.life)) FROM json_to_recordset(CAST(:leases AS json)) AS due (key text, owner text, fence bigint, life double precision, unaware integer)
-WHERE lock_key = due.key
+SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => due.life)) FROM json_to_recordset(CAST(:leases AS json)) AS due (key text, owner text, fence bigint, life double precision, not_notified integer)
+WHERE lock_key = ANY (ARRAY[due.key])
 AND locks.owner = due.owner
 AND locks.fence = due.fence
 AND expires_at > clock_timestamp()
-AND (revoked_fence <> locks.fence OR unaware = 0)
+AND (revoked_fence <> locks.fence OR not_notified = 0)
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL);
 
 -- alive: the rows it returns
-SELECT lock_key, locks.owner, locks.fence, CASE WHEN revoked_fence = locks.fence THEN revocation END FROM json_to_recordset(CAST(:leases AS json)) AS due (key text, owner text, fence bigint, life double precision, unaware integer) JOIN locks
-ON lock_key = due.key
+SELECT lock_key, locks.owner, locks.fence, CASE WHEN revoked_fence = locks.fence THEN revocation END FROM json_to_recordset(CAST(:leases AS json)) AS due (key text, owner text, fence bigint, life double precision, not_notified integer) JOIN locks
+ON lock_key = ANY (ARRAY[due.key])
 AND locks.owner = due.owner
 AND locks.fence = due.fence
 WHERE expires_at > clock_timestamp();
 
 -- attach: the rows it returns
 UPDATE locks
-SET count = count + 1, expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life)), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET count = count + 1, tokens = greatest(tokens - CAST(:counted AS integer), 0), bearers = bearers + 1, expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life)), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
@@ -125,28 +128,27 @@ AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING count;
 
--- adopt: one empty row for each row that it changed
+-- adopt: the rows it returns
 UPDATE locks
-SET count = 1, ttl = :ttl, expires_at = clock_timestamp() + make_interval(secs => :life), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET count = 1, tokens = 0, bearers = bearers + 1, ttl = :ttl, expires_at = clock_timestamp() + make_interval(secs => :life), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
 AND expires_at > clock_timestamp()
 AND count = 0
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL);
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
+RETURNING bearers;
 
 -- detach: one empty row for each row that it changed
 UPDATE locks
-SET count = CASE WHEN CAST(:count AS integer) > 0 THEN CAST(:count AS integer) ELSE count END - 1, expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
+SET count = CASE WHEN CAST(:count AS integer) > 0 THEN CAST(:count AS integer) ELSE count END - 1, tokens = CASE WHEN CAST(:count AS integer) > 0 THEN 1 ELSE tokens + 1 END, expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
 AND expires_at > clock_timestamp()
 AND (CAST(:count AS integer) = 0 OR (count <= CAST(:count AS integer)
-AND host = :host
-AND pid = :pid
-AND thread = :thread))
+AND bearers = CAST(:bearers AS integer)))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL);
 
@@ -163,10 +165,14 @@ AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
 
 -- leave: the rows it returns
 UPDATE locks
-SET owner = CASE WHEN count > 1 THEN owner WHEN acquired_at + make_interval(secs => :min_hold) > clock_timestamp() THEN '' END, expires_at = CASE WHEN count > 1 THEN expires_at ELSE greatest(clock_timestamp(), acquired_at + make_interval(secs => :min_hold)) END, count = greatest(count - 1, 0)
+SET owner = CASE WHEN count > 1 OR (tokens > 0
+AND expires_at > clock_timestamp()) THEN owner WHEN acquired_at + make_interval(secs => :min_hold) > clock_timestamp() THEN '' END, expires_at = CASE WHEN count > 1 THEN expires_at WHEN tokens > 0
+AND expires_at > clock_timestamp() THEN greatest(expires_at, clock_timestamp() + make_interval(secs => :life)) ELSE greatest(clock_timestamp(), acquired_at + make_interval(secs => :min_hold)) END, count = greatest(count - 1, 0)
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
+AND (CAST(:count AS integer) = 0 OR (count = CAST(:count AS integer)
+AND bearers = CAST(:bearers AS integer)))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL
 RETURNING CASE WHEN expires_at <= clock_timestamp()
@@ -191,14 +197,14 @@ WHERE lock_key > :after ORDER BY lock_key LIMIT 100;
 -- reap: one empty row for each row that it changed
 DELETE
 FROM locks USING json_array_elements_text(CAST(:names AS json)) AS due (name)
-WHERE lock_key = due.name
+WHERE lock_key = ANY (ARRAY[due.name])
 AND expires_at < clock_timestamp() - make_interval(secs => :retention)
 AND fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)
 AND (last_ticket <= served_ticket OR last_ticket < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint) - 10000000)
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL
 AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
-WHERE waiter.lock_key = locks.lock_key
+WHERE waiter.lock_key = ANY (ARRAY[locks.lock_key])
 AND waiter.ticket > served_ticket
 AND waiter.expires_at > clock_timestamp());
 
@@ -226,13 +232,14 @@ RETURNING CASE WHEN owner >= '' THEN greatest(CAST(extract(epoch FROM expires_at
 -- queue_status: the rows it returns
 SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, CASE WHEN locks.owner IS NULL THEN least(CAST(extract(epoch
 FROM locks.expires_at - clock_timestamp()) AS double precision), 0) ELSE CAST(extract(epoch
-FROM locks.expires_at - clock_timestamp()) AS double precision) END, served_ticket + 1, last_ticket, (SELECT count(*) FROM (
-SELECT 1 FROM lock_waiters AS other JOIN locks AS theirs
-ON theirs.lock_key = other.lock_key
+FROM locks.expires_at - clock_timestamp()) AS double precision) END, served_ticket + 1, last_ticket, (SELECT CASE WHEN count(*) = 16
+AND count(alive) = 0 THEN 1 ELSE count(alive) END FROM (
+SELECT CASE WHEN other.expires_at > clock_timestamp() THEN 1 END AS alive FROM lock_waiters AS other
 WHERE other.lock_key = :key
-AND other.ticket > theirs.served_ticket
 AND other.ticket < CAST(:ticket AS bigint)
-AND other.expires_at > clock_timestamp() LIMIT 16) AS earlier), (SELECT count(*) FROM lock_waiters AS me
+AND other.ticket > (SELECT served_ticket
+FROM locks AS theirs
+WHERE theirs.lock_key = :key) ORDER BY other.ticket DESC LIMIT 16) AS nearest), (SELECT count(*) FROM lock_waiters AS me
 WHERE me.owner = :owner
 AND me.expires_at > clock_timestamp())
 FROM locks
@@ -246,7 +253,7 @@ AND ticket >= CAST(:first AS bigint)
 AND expires_at > clock_timestamp()
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL ORDER BY ticket LIMIT 1 FOR UPDATE ), granted AS (
 UPDATE locks
-SET owner = next.owner, fence = greatest(locks.fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, ttl = next.ttl, acquired_at = clock_timestamp(), expires_at = least(least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)), CASE WHEN current_setting('synchronous_commit') = 'off' THEN locks.expires_at END), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = greatest(last_ticket, next.ticket), served_ticket = next.ticket FROM next
+SET owner = next.owner, fence = greatest(locks.fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, tokens = 0, bearers = 0, ttl = next.ttl, acquired_at = clock_timestamp(), expires_at = least(least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)), CASE WHEN current_setting('synchronous_commit') = 'off' THEN locks.expires_at END), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = greatest(last_ticket, next.ticket), served_ticket = next.ticket FROM next
 WHERE locks.lock_key = :key
 AND served_ticket < next.ticket
 AND CASE WHEN locks.owner IS NULL OR locks.expires_at <= clock_timestamp() OR (locks.owner = :owner
@@ -257,10 +264,10 @@ AND locks.fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint
 AND current_setting('synchronous_standby_names') = ''
 AND locks.expires_at - clock_timestamp() >= (least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)) - clock_timestamp()) * 0.75 THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END
 RETURNING next.ticket, next.channel, next.owner, locks.fence, CASE WHEN current_setting('synchronous_commit') = 'off' THEN CAST(floor(extract(epoch
-FROM locks.expires_at - next.joined_at) * 1000) AS bigint) ELSE 0 END AS lasts ), gone AS ( DELETE FROM lock_waiters USING granted
+FROM locks.expires_at - next.joined_at) * 1000) AS bigint) ELSE 0 END AS lasts ), gone AS ( DELETE FROM lock_waiters
 WHERE lock_key = :key
-AND lock_waiters.ticket = granted.ticket )
-SELECT ticket, channel, owner, fence, lasts, CASE WHEN (channel = '' OR left(channel, length(:here)) = :here) THEN NULL ELSE CAST(pg_notify(split_part(channel, '.', 1), concat_ws(' ', ticket, fence, lasts, CASE WHEN current_setting('synchronous_standby_names') = '' THEN encode(sha256(convert_to(concat_ws(' ', ticket, fence, lasts, owner), 'UTF8')), 'hex') ELSE '-' END, :key)) AS text) END FROM granted;
+AND ticket = (SELECT ticket FROM granted) )
+SELECT ticket, channel, owner, fence, lasts, CASE WHEN left(channel, length(:here)) = :here OR channel !~ '^dblock_[0-9a-f]{8}_[0-9a-f]{16}([.][0-9]+)?$' THEN NULL ELSE CAST(pg_notify(split_part(channel, '.', 1), concat_ws(' ', ticket, fence, lasts, CASE WHEN current_setting('synchronous_standby_names') = '' THEN encode(sha256(convert_to(concat_ws(' ', ticket, fence, lasts, owner), 'UTF8')), 'hex') ELSE '-' END, :key)) AS text) END FROM granted;
 
 -- accept: the rows it returns
 UPDATE locks
@@ -272,7 +279,7 @@ AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING fence;
 
--- inherit: one empty row for each row that it changed
+-- adopt_place: one empty row for each row that it changed
 UPDATE lock_waiters
 SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task, channel = :channel
 WHERE owner = :owner
@@ -282,20 +289,24 @@ AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- hand_over_local: the rows it returns
 UPDATE locks
-SET owner = :heir, fence = greatest(fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), ttl = :ttl, acquired_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => :life), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, fence = greatest(fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = least(clock_timestamp() + make_interval(secs => :life), CASE WHEN current_setting('synchronous_commit') = 'off' THEN expires_at END), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND CASE WHEN owner = :owner
 AND fence = CAST(:fence AS bigint)
 AND count = 1
 AND expires_at > clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
 AND (last_ticket = served_ticket OR CAST(:handovers_left AS integer) > 0)
+AND CASE WHEN CAST(:covers AS integer) = 1
+AND fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)
+AND current_setting('synchronous_standby_names') = ''
+AND locks.expires_at - clock_timestamp() >= make_interval(secs => :life) * 0.75 THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
-RETURNING fence;
+RETURNING fence, CASE WHEN current_setting('synchronous_commit') = 'off' THEN greatest(CAST(floor(extract(epoch
+FROM locks.expires_at - clock_timestamp()) * 1000) AS bigint), 1) ELSE 0 END;
 
 -- leave_queue: one empty row for each row that it changed
 DELETE FROM lock_waiters USING json_array_elements_text(CAST(:owners AS json)) AS due (holder)
-WHERE owner = due.holder
+WHERE owner = ANY (ARRAY[due.holder])
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
@@ -311,21 +322,43 @@ SELECT CAST(pg_notify(:channel, CAST(:message AS text)) AS text);
 -- heartbeat: the rows it returns
 UPDATE lock_waiters
 SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :waiter_ttl)) FROM json_array_elements_text(CAST(:owners AS json)) AS due (holder)
-WHERE owner = due.holder
+WHERE owner = ANY (ARRAY[due.holder])
 AND expires_at > clock_timestamp()
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING owner;
 
--- waits: the rows it returns
-SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread FROM lock_waiters AS waiter JOIN locks AS held
-ON held.lock_key = waiter.lock_key
+-- chain: the rows it returns
+WITH RECURSIVE linked (owner, lock_key, ticket, host, pid, thread, holder, holders_host, holders_pid, holders_thread, circle) AS (
+SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM lock_waiters AS waiter JOIN locks AS held
+ON held.lock_key = ANY (ARRAY[waiter.lock_key])
 WHERE waiter.expires_at > clock_timestamp()
 AND held.expires_at > clock_timestamp()
-AND waiter.ticket > held.served_ticket
+AND waiter.ticket + 0 > held.served_ticket
 AND held.owner IS NOT NULL
 AND held.owner <> waiter.owner
-AND held.count > 0;
+AND held.count > 0
+AND waiter.owner = :owner UNION
+SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM linked, LATERAL (
+SELECT * FROM lock_waiters
+WHERE owner >= substr(linked.holder, 1, 24)
+AND owner < substr(linked.holder, 1, 24) || 'g' ORDER BY owner LIMIT 16) AS waiter JOIN locks AS held
+ON held.lock_key = ANY (ARRAY[waiter.lock_key])
+WHERE waiter.expires_at > clock_timestamp()
+AND held.expires_at > clock_timestamp()
+AND waiter.ticket + 0 > held.served_ticket
+AND held.owner IS NOT NULL
+AND held.owner <> waiter.owner
+AND held.count > 0 )
+SELECT owner, lock_key, ticket, host, pid, thread, holder, holders_host, holders_pid, holders_thread, circle FROM linked;
+
+-- confirm: one empty row for each row that it changed
+UPDATE lock_waiters
+SET circle = :circle
+WHERE owner = :owner
+AND expires_at > clock_timestamp()
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- clear: one empty row for each row that it changed
 UPDATE locks
@@ -346,33 +379,83 @@ WHERE owner > :after ORDER BY owner LIMIT 100;
 
 -- forget: one empty row for each row that it changed
 DELETE FROM lock_waiters USING json_array_elements_text(CAST(:names AS json)) AS due (name)
-WHERE owner = due.name
+WHERE owner = ANY (ARRAY[due.name])
 AND expires_at < clock_timestamp() - make_interval(secs => :retention)
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
+-- next_keys: the rows it returns
+SELECT max(lock_key) FROM (
+SELECT lock_key
+FROM locks
+WHERE lock_key > :after ORDER BY lock_key LIMIT CAST(:most AS integer) ) AS page;
+
 -- list_keys: the rows it returns
 SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, CAST(extract(epoch FROM clock_timestamp() - locks.acquired_at) AS double precision), CAST(extract(epoch
-FROM locks.expires_at - clock_timestamp()) AS double precision), locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, (SELECT count(*) FROM lock_waiters AS waiter
+FROM locks.expires_at - clock_timestamp()) AS double precision), locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, bearers, (SELECT count(*) FROM lock_waiters AS waiter
 WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > locks.served_ticket
 AND waiter.expires_at > clock_timestamp())
 FROM locks
 WHERE lock_key > :after
-AND (owner IS NOT NULL OR CAST(:free AS integer) = 1) ORDER BY lock_key LIMIT CAST(:most AS integer);
+AND lock_key <= :upto
+AND (owner <> '' OR (owner IS NOT NULL
+AND expires_at > clock_timestamp()) OR last_ticket > served_ticket OR freed_fence = fence OR CAST(:free AS integer) = 1) ORDER BY lock_key LIMIT CAST(:most AS integer);
+
+-- count_waiters: the rows it returns
+SELECT (SELECT count(*) FROM lock_waiters AS waiter
+WHERE waiter.lock_key = locks.lock_key
+AND waiter.ticket > locks.served_ticket
+AND waiter.expires_at > clock_timestamp())
+FROM locks
+WHERE lock_key = :key;
 
 -- list_waiters: the rows it returns
 SELECT waiter.ticket, CAST(extract(epoch FROM clock_timestamp() - waiter.joined_at) AS double precision), CAST(extract(epoch FROM waiter.expires_at - clock_timestamp()) AS double precision), waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
-ON locks.lock_key = waiter.lock_key
-WHERE waiter.ticket > locks.served_ticket
+ON locks.lock_key = ANY (ARRAY[waiter.lock_key])
+WHERE waiter.ticket + 0 > locks.served_ticket
 AND waiter.expires_at > clock_timestamp()
-AND waiter.lock_key = :key ORDER BY ticket;
+AND waiter.lock_key = :key ORDER BY waiter.ticket LIMIT CAST(:most AS integer);
 
 -- list_all_waiters: the rows it returns
 SELECT waiter.lock_key, waiter.ticket, CAST(extract(epoch FROM clock_timestamp() - waiter.joined_at) AS double precision), CAST(extract(epoch FROM waiter.expires_at - clock_timestamp()) AS double precision), waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
-ON locks.lock_key = waiter.lock_key
-WHERE waiter.ticket > locks.served_ticket
+ON locks.lock_key = ANY (ARRAY[waiter.lock_key])
+WHERE waiter.ticket + 0 > locks.served_ticket
 AND waiter.expires_at > clock_timestamp() ORDER BY waiter.joined_at, waiter.ticket LIMIT CAST(:most AS integer);
+
+-- list_awaited: the rows it returns
+SELECT mine.lock_key, waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle
+FROM locks AS mine, LATERAL (
+SELECT * FROM lock_waiters
+WHERE owner >= substr(mine.owner, 1, 24)
+AND owner < substr(mine.owner, 1, 24) || 'g' ORDER BY owner LIMIT 16) AS waiter JOIN locks AS held
+ON held.lock_key = ANY (ARRAY[waiter.lock_key])
+WHERE waiter.expires_at > clock_timestamp()
+AND held.expires_at > clock_timestamp()
+AND waiter.ticket + 0 > held.served_ticket
+AND held.owner IS NOT NULL
+AND held.owner <> waiter.owner
+AND held.count > 0
+AND mine.expires_at > clock_timestamp()
+AND mine.bearers = 0
+AND mine.lock_key = :key;
+
+-- list_blocked: the rows it returns
+SELECT mine.lock_key, waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM (
+SELECT locks.* FROM (SELECT DISTINCT lock_key FROM lock_waiters ORDER BY lock_key LIMIT CAST(:most AS integer)) AS wanted JOIN locks
+ON locks.lock_key = ANY (ARRAY[wanted.lock_key])) AS mine, LATERAL (
+SELECT * FROM lock_waiters
+WHERE owner >= substr(mine.owner, 1, 24)
+AND owner < substr(mine.owner, 1, 24) || 'g' ORDER BY owner LIMIT 16) AS waiter JOIN locks AS held
+ON held.lock_key = ANY (ARRAY[waiter.lock_key])
+WHERE waiter.expires_at > clock_timestamp()
+AND held.expires_at > clock_timestamp()
+AND waiter.ticket + 0 > held.served_ticket
+AND held.owner IS NOT NULL
+AND held.owner <> waiter.owner
+AND held.count > 0
+AND mine.expires_at > clock_timestamp()
+AND mine.bearers = 0;
 
 -- free: one empty row for each row that it changed
 UPDATE locks
@@ -402,13 +485,14 @@ AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- trim: one empty row for each row that it changed
 DELETE FROM lock_events
-WHERE id <= (SELECT least FROM (SELECT least((SELECT max(id) FROM lock_events) - CAST(:keep AS bigint), (SELECT min(id) FROM lock_events) + 999) AS least) AS old)
+WHERE id <= (SELECT last FROM (SELECT least((SELECT max(id) FROM lock_events) - CAST(:keep AS bigint), (SELECT min(id) FROM lock_events) + 999) AS last) AS due)
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- list_events: the rows it returns
 SELECT lock_key, kind, fence, CAST(extract(epoch FROM clock_timestamp() - happened_at) AS double precision), seconds, detail, label, host, pid, thread, program, celery_task_id FROM lock_events
-WHERE lock_key = :key ORDER BY id DESC LIMIT CAST(:most AS integer);
+WHERE lock_key >= :key
+AND lock_key <= :key ORDER BY lock_key DESC, id DESC LIMIT CAST(:most AS integer);
 
 -- list_all_events: the rows it returns
 SELECT lock_key, kind, fence, CAST(extract(epoch FROM clock_timestamp() - happened_at) AS double precision), seconds, detail, label, host, pid, thread, program, celery_task_id FROM lock_events ORDER BY id DESC LIMIT CAST(:most AS integer);

@@ -16,7 +16,9 @@ CREATE TABLE locks (
     served_ticket bigint DEFAULT 0 NOT NULL,
     revoked_fence bigint DEFAULT 0 NOT NULL,
     freed_fence bigint DEFAULT 0 NOT NULL,
-    revocation varchar(255) DEFAULT '' NOT NULL
+    revocation varchar(255) DEFAULT '' NOT NULL,
+    tokens integer DEFAULT 0 NOT NULL,
+    bearers integer DEFAULT 0 NOT NULL
 );
 CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 CREATE TABLE lock_waiters (
@@ -31,6 +33,7 @@ CREATE TABLE lock_waiters (
     program varchar(255) NOT NULL,
     celery_task_id varchar(255) NOT NULL,
     channel varchar(63) NOT NULL,
+    circle varchar(64) DEFAULT '' NOT NULL,
     joined_at datetime NOT NULL,
     expires_at datetime NOT NULL
 );
@@ -53,8 +56,8 @@ CREATE TABLE lock_events (
 CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 
 -- take: the rows it returns
-UPDATE locks
-SET owner = :owner, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+UPDATE locks INDEXED BY locks_pin
+SET owner = :owner, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND (owner IS NULL OR expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'))
 AND (last_ticket = served_ticket OR :fair = 0)
@@ -67,12 +70,12 @@ ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence;
 
 -- inspect: the rows it returns
-SELECT owner, fence, count, ttl, round((julianday('now') - julianday(acquired_at)) * 86400.0, 3), round((julianday(expires_at) - julianday('now')) * 86400.0, 3), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation
+SELECT owner, fence, count, ttl, round((julianday('now') - julianday(acquired_at)) * 86400.0, 3), round((julianday(expires_at) - julianday('now')) * 86400.0, 3), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers
 FROM locks
 WHERE lock_key = :key;
 
 -- reenter: one empty row for each row that it changed
-UPDATE locks
+UPDATE locks INDEXED BY locks_pin
 SET count = :count + 1, expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
 WHERE lock_key = :key
 AND owner = :owner
@@ -80,7 +83,7 @@ AND fence = :fence
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
 
 -- extend: one empty row for each row that it changed
-UPDATE locks
+UPDATE locks INDEXED BY locks_pin
 SET ttl = :ttl, expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life))
 WHERE lock_key = :key
 AND owner = :owner
@@ -88,53 +91,54 @@ AND fence = :fence
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
 
 -- renew: one empty row for each row that it changed
-UPDATE locks
-SET expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', json_extract(due.value, '$.life')))) FROM json_each(:leases) AS due
-WHERE lock_key = json_extract(due.value, '$.key')
-AND owner = json_extract(due.value, '$.owner')
-AND fence = json_extract(due.value, '$.fence')
+UPDATE locks INDEXED BY locks_pin
+SET expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', due.life))) FROM (
+SELECT json_extract(value, '$.key') AS name, json_extract(value, '$.owner') AS holder, json_extract(value, '$.fence') AS number, json_extract(value, '$.life') AS life, json_extract(value, '$.not_notified') AS not_notified FROM json_each(:leases) LIMIT -1 ) AS due
+WHERE lock_key IN (SELECT due.name)
+AND owner = due.holder
+AND fence = due.number
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-AND (revoked_fence <> fence OR json_extract(due.value, '$.unaware') = 0);
+AND (revoked_fence <> fence OR due.not_notified = 0);
 
 -- alive: the rows it returns
-SELECT lock_key, owner, fence, CASE WHEN revoked_fence = locks.fence THEN revocation END FROM json_each(:leases) AS due CROSS JOIN locks
-WHERE lock_key = json_extract(due.value, '$.key')
-AND owner = json_extract(due.value, '$.owner')
-AND fence = json_extract(due.value, '$.fence')
+SELECT lock_key, owner, fence, CASE WHEN revoked_fence = locks.fence THEN revocation END FROM (
+SELECT json_extract(value, '$.key') AS name, json_extract(value, '$.owner') AS holder, json_extract(value, '$.fence') AS number, json_extract(value, '$.life') AS life, json_extract(value, '$.not_notified') AS not_notified FROM json_each(:leases) LIMIT -1 ) AS due CROSS JOIN locks INDEXED BY locks_pin
+WHERE lock_key IN (SELECT due.name)
+AND owner = due.holder
+AND fence = due.number
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
 
 -- attach: the rows it returns
-UPDATE locks
-SET count = count + 1, expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life))), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+UPDATE locks INDEXED BY locks_pin
+SET count = count + 1, tokens = max(tokens - :counted, 0), bearers = bearers + 1, expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life))), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 RETURNING count;
 
--- adopt: one empty row for each row that it changed
-UPDATE locks
-SET count = 1, ttl = :ttl, expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+-- adopt: the rows it returns
+UPDATE locks INDEXED BY locks_pin
+SET count = 1, tokens = 0, bearers = bearers + 1, ttl = :ttl, expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-AND count = 0;
+AND count = 0
+RETURNING bearers;
 
 -- detach: one empty row for each row that it changed
-UPDATE locks
-SET count = CASE WHEN :count > 0 THEN :count ELSE count END - 1, expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
+UPDATE locks INDEXED BY locks_pin
+SET count = CASE WHEN :count > 0 THEN :count ELSE count END - 1, tokens = CASE WHEN :count > 0 THEN 1 ELSE tokens + 1 END, expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 AND (:count = 0 OR (count <= :count
-AND host = :host
-AND pid = :pid
-AND thread = :thread));
+AND bearers = :bearers));
 
 -- release: the rows it returns
-UPDATE locks
+UPDATE locks INDEXED BY locks_pin
 SET owner = CASE WHEN :count > 1 THEN owner END, expires_at = CASE WHEN :count > 1 THEN expires_at ELSE strftime('%Y-%m-%d %H:%M:%f000', 'now') END, count = :count - 1
 WHERE lock_key = :key
 AND owner = :owner
@@ -143,11 +147,15 @@ RETURNING CASE WHEN count = 0
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
 
 -- leave: the rows it returns
-UPDATE locks
-SET owner = CASE WHEN count > 1 THEN owner WHEN strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold)) > strftime('%Y-%m-%d %H:%M:%f000', 'now') THEN '' END, expires_at = CASE WHEN count > 1 THEN expires_at ELSE max(strftime('%Y-%m-%d %H:%M:%f000', 'now'), strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold))) END, count = max(count - 1, 0)
+UPDATE locks INDEXED BY locks_pin
+SET owner = CASE WHEN count > 1 OR (tokens > 0
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')) THEN owner WHEN strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold)) > strftime('%Y-%m-%d %H:%M:%f000', 'now') THEN '' END, expires_at = CASE WHEN count > 1 THEN expires_at WHEN tokens > 0
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') THEN max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life))) ELSE max(strftime('%Y-%m-%d %H:%M:%f000', 'now'), strftime('%Y-%m-%d %H:%M:%f000', acquired_at, printf('+%.3f seconds', :min_hold))) END, count = max(count - 1, 0)
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
+AND (:count = 0 OR (count = :count
+AND bearers = :bearers))
 RETURNING CASE WHEN expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now')
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
 
@@ -162,18 +170,18 @@ RETURNING 1;
 
 -- stale: the rows it returns
 SELECT lock_key, CASE WHEN expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention)) THEN 1 ELSE 0 END
-FROM locks
+FROM locks INDEXED BY locks_pin
 WHERE lock_key > :after ORDER BY lock_key LIMIT 100;
 
 -- reap: one empty row for each row that it changed
 DELETE
-FROM locks
+FROM locks INDEXED BY locks_pin
 WHERE lock_key IN (SELECT value FROM json_each(:names))
 AND expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention))
 AND fence < CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000
 AND (last_ticket <= served_ticket OR last_ticket < CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000 - 10000000)
-AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
-WHERE waiter.lock_key = locks.lock_key
+AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter INDEXED BY lock_waiters_queue
+WHERE waiter.lock_key IN (SELECT locks.lock_key)
 AND waiter.ticket > served_ticket
 AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'));
 
@@ -186,20 +194,21 @@ WHERE lock_key = :key
 RETURNING ticket;
 
 -- announce: the rows it returns
-UPDATE locks
+UPDATE locks INDEXED BY locks_pin
 SET last_ticket = max(last_ticket, :ticket)
 WHERE lock_key = :key
 AND served_ticket < :ticket
 RETURNING CASE WHEN owner >= '' THEN max(round((julianday(expires_at) - julianday('now')) * 86400.0, 3), 0) * 1000 ELSE 0 END;
 
 -- queue_status: the rows it returns
-SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, CASE WHEN locks.owner IS NULL THEN min(round((julianday(locks.expires_at) - julianday('now')) * 86400.0, 3), 0) ELSE round((julianday(locks.expires_at) - julianday('now')) * 86400.0, 3) END, served_ticket + 1, last_ticket, (SELECT count(*) FROM (
-SELECT 1 FROM lock_waiters AS other JOIN locks AS theirs
-ON theirs.lock_key = other.lock_key
+SELECT CASE WHEN locks.owner = :owner THEN 1 ELSE 0 END, CASE WHEN locks.owner IS NULL THEN min(round((julianday(locks.expires_at) - julianday('now')) * 86400.0, 3), 0) ELSE round((julianday(locks.expires_at) - julianday('now')) * 86400.0, 3) END, served_ticket + 1, last_ticket, (SELECT CASE WHEN count(*) = 16
+AND count(alive) = 0 THEN 1 ELSE count(alive) END FROM (
+SELECT CASE WHEN other.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') THEN 1 END AS alive FROM lock_waiters AS other INDEXED BY lock_waiters_queue
 WHERE other.lock_key = :key
-AND other.ticket > theirs.served_ticket
 AND other.ticket < :ticket
-AND other.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') LIMIT 16) AS earlier), (SELECT count(*) FROM lock_waiters AS me
+AND other.ticket > (SELECT served_ticket
+FROM locks AS theirs
+WHERE theirs.lock_key = :key) ORDER BY other.ticket DESC LIMIT 16) AS nearest), (SELECT count(*) FROM lock_waiters AS me
 WHERE me.owner = :owner
 AND me.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'))
 FROM locks
@@ -207,7 +216,7 @@ WHERE locks.lock_key = :key;
 
 -- grant: the rows it returns
 UPDATE locks
-SET owner = next.owner, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, ttl = next.ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = min(next.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', next.ttl))), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = max(last_ticket, next.ticket), served_ticket = next.ticket FROM (
+SET owner = next.owner, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, tokens = 0, bearers = 0, ttl = next.ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = min(next.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', next.ttl))), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = max(last_ticket, next.ticket), served_ticket = next.ticket FROM (
 SELECT * FROM lock_waiters
 WHERE lock_key = :key
 AND ticket >= :first
@@ -220,14 +229,14 @@ RETURNING served_ticket, (SELECT channel FROM lock_waiters
 WHERE lock_waiters.owner = locks.owner), owner, fence, 0, NULL;
 
 -- accept: the rows it returns
-UPDATE locks
+UPDATE locks INDEXED BY locks_pin
 SET expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
 WHERE lock_key = :key
 AND owner = :owner
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 RETURNING fence;
 
--- inherit: one empty row for each row that it changed
+-- adopt_place: one empty row for each row that it changed
 UPDATE lock_waiters
 SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task, channel = :channel
 WHERE owner = :owner
@@ -237,8 +246,8 @@ FROM locks
 WHERE locks.lock_key = lock_waiters.lock_key);
 
 -- hand_over_local: the rows it returns
-UPDATE locks
-SET owner = :heir, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+UPDATE locks INDEXED BY locks_pin
+SET owner = :heir, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND (owner = :owner
 AND fence = :fence
@@ -248,17 +257,17 @@ AND (last_ticket = served_ticket OR :handovers_left > 0)
 RETURNING fence;
 
 -- leave_queue: one empty row for each row that it changed
-DELETE FROM lock_waiters
+DELETE FROM lock_waiters INDEXED BY sqlite_autoindex_lock_waiters_1
 WHERE owner IN (SELECT value FROM json_each(:owners));
 
 -- first_waiter: the rows it returns
-SELECT ticket, channel, owner FROM lock_waiters
+SELECT ticket, channel, owner FROM lock_waiters INDEXED BY lock_waiters_queue
 WHERE lock_key = :key
 AND ticket >= :first
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') ORDER BY ticket LIMIT 1;
 
 -- heartbeat: the rows it returns
-UPDATE lock_waiters
+UPDATE lock_waiters INDEXED BY sqlite_autoindex_lock_waiters_1
 SET expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :waiter_ttl)))
 WHERE owner IN (SELECT value FROM json_each(:owners))
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
@@ -267,18 +276,37 @@ FROM locks
 WHERE locks.lock_key = lock_waiters.lock_key)
 RETURNING owner;
 
--- waits: the rows it returns
-SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread FROM lock_waiters AS waiter JOIN locks AS held
-ON held.lock_key = waiter.lock_key
+-- chain: the rows it returns
+WITH RECURSIVE linked (owner, lock_key, ticket, host, pid, thread, holder, holders_host, holders_pid, holders_thread, circle) AS (
+SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM lock_waiters AS waiter CROSS JOIN locks AS held INDEXED BY locks_pin
+ON held.lock_key IN (SELECT waiter.lock_key)
 WHERE waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 AND held.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-AND waiter.ticket > held.served_ticket
+AND waiter.ticket + 0 > held.served_ticket
 AND held.owner IS NOT NULL
 AND held.owner <> waiter.owner
-AND held.count > 0;
+AND held.count > 0
+AND waiter.owner = :owner UNION
+SELECT waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM linked CROSS JOIN lock_waiters AS waiter INDEXED BY sqlite_autoindex_lock_waiters_1
+ON waiter.owner >= substr(linked.holder, 1, 24)
+AND waiter.owner < substr(linked.holder, 1, 24) || 'g' CROSS JOIN locks AS held INDEXED BY locks_pin
+ON held.lock_key IN (SELECT waiter.lock_key)
+WHERE waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND held.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND waiter.ticket + 0 > held.served_ticket
+AND held.owner IS NOT NULL
+AND held.owner <> waiter.owner
+AND held.count > 0 )
+SELECT owner, lock_key, ticket, host, pid, thread, holder, holders_host, holders_pid, holders_thread, circle FROM linked;
+
+-- confirm: one empty row for each row that it changed
+UPDATE lock_waiters INDEXED BY sqlite_autoindex_lock_waiters_1
+SET circle = :circle
+WHERE owner = :owner
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
 
 -- clear: one empty row for each row that it changed
-UPDATE locks
+UPDATE locks INDEXED BY locks_pin
 SET served_ticket = last_ticket
 WHERE lock_key = :key
 AND last_ticket = :last
@@ -289,45 +317,93 @@ AND other.ticket > served_ticket
 AND other.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'));
 
 -- dead: the rows it returns
-SELECT owner, CASE WHEN expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention)) THEN 1 ELSE 0 END FROM lock_waiters
+SELECT owner, CASE WHEN expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention)) THEN 1 ELSE 0 END FROM lock_waiters INDEXED BY sqlite_autoindex_lock_waiters_1
 WHERE owner > :after ORDER BY owner LIMIT 100;
 
 -- forget: one empty row for each row that it changed
-DELETE FROM lock_waiters
+DELETE FROM lock_waiters INDEXED BY sqlite_autoindex_lock_waiters_1
 WHERE owner IN (SELECT value FROM json_each(:names))
 AND expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention));
 
+-- next_keys: the rows it returns
+SELECT max(lock_key) FROM (
+SELECT lock_key
+FROM locks INDEXED BY locks_pin
+WHERE lock_key > :after ORDER BY lock_key LIMIT :most ) AS page;
+
 -- list_keys: the rows it returns
-SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, round((julianday('now') - julianday(locks.acquired_at)) * 86400.0, 3), round((julianday(locks.expires_at) - julianday('now')) * 86400.0, 3), locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, (SELECT count(*) FROM lock_waiters AS waiter
+SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, round((julianday('now') - julianday(locks.acquired_at)) * 86400.0, 3), round((julianday(locks.expires_at) - julianday('now')) * 86400.0, 3), locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, bearers, (SELECT count(*) FROM lock_waiters AS waiter
 WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > locks.served_ticket
 AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'))
 FROM locks
 WHERE lock_key > :after
-AND (owner IS NOT NULL OR :free = 1) ORDER BY lock_key LIMIT :most;
+AND lock_key <= :upto
+AND (owner <> '' OR (owner IS NOT NULL
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')) OR last_ticket > served_ticket OR freed_fence = fence OR :free = 1) ORDER BY lock_key LIMIT :most;
+
+-- count_waiters: the rows it returns
+SELECT (SELECT count(*) FROM lock_waiters AS waiter
+WHERE waiter.lock_key = locks.lock_key
+AND waiter.ticket > locks.served_ticket
+AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'))
+FROM locks INDEXED BY locks_pin
+WHERE lock_key = :key;
 
 -- list_waiters: the rows it returns
-SELECT waiter.ticket, round((julianday('now') - julianday(waiter.joined_at)) * 86400.0, 3), round((julianday(waiter.expires_at) - julianday('now')) * 86400.0, 3), waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
-ON locks.lock_key = waiter.lock_key
-WHERE waiter.ticket > locks.served_ticket
+SELECT waiter.ticket, round((julianday('now') - julianday(waiter.joined_at)) * 86400.0, 3), round((julianday(waiter.expires_at) - julianday('now')) * 86400.0, 3), waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter CROSS JOIN locks INDEXED BY locks_pin
+ON locks.lock_key IN (SELECT waiter.lock_key)
+WHERE waiter.ticket + 0 > locks.served_ticket
 AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-AND waiter.lock_key = :key ORDER BY ticket;
+AND waiter.lock_key = :key ORDER BY waiter.ticket LIMIT :most;
 
 -- list_all_waiters: the rows it returns
-SELECT waiter.lock_key, waiter.ticket, round((julianday('now') - julianday(waiter.joined_at)) * 86400.0, 3), round((julianday(waiter.expires_at) - julianday('now')) * 86400.0, 3), waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter JOIN locks
-ON locks.lock_key = waiter.lock_key
-WHERE waiter.ticket > locks.served_ticket
+SELECT waiter.lock_key, waiter.ticket, round((julianday('now') - julianday(waiter.joined_at)) * 86400.0, 3), round((julianday(waiter.expires_at) - julianday('now')) * 86400.0, 3), waiter.label, waiter.host, waiter.pid, waiter.thread, waiter.program, waiter.celery_task_id FROM lock_waiters AS waiter CROSS JOIN locks INDEXED BY locks_pin
+ON locks.lock_key IN (SELECT waiter.lock_key)
+WHERE waiter.ticket + 0 > locks.served_ticket
 AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') ORDER BY waiter.joined_at, waiter.ticket LIMIT :most;
 
+-- list_awaited: the rows it returns
+SELECT mine.lock_key, waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle
+FROM locks AS mine INDEXED BY locks_pin CROSS JOIN lock_waiters AS waiter INDEXED BY sqlite_autoindex_lock_waiters_1
+ON waiter.owner >= substr(mine.owner, 1, 24)
+AND waiter.owner < substr(mine.owner, 1, 24) || 'g' CROSS JOIN locks AS held INDEXED BY locks_pin
+ON held.lock_key IN (SELECT waiter.lock_key)
+WHERE waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND held.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND waiter.ticket + 0 > held.served_ticket
+AND held.owner IS NOT NULL
+AND held.owner <> waiter.owner
+AND held.count > 0
+AND mine.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND mine.bearers = 0
+AND mine.lock_key = :key;
+
+-- list_blocked: the rows it returns
+SELECT mine.lock_key, waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM (
+SELECT locks.* FROM (SELECT DISTINCT lock_key FROM lock_waiters ORDER BY lock_key LIMIT :most) AS wanted CROSS JOIN locks INDEXED BY locks_pin
+ON locks.lock_key IN (SELECT wanted.lock_key)) AS mine CROSS JOIN lock_waiters AS waiter INDEXED BY sqlite_autoindex_lock_waiters_1
+ON waiter.owner >= substr(mine.owner, 1, 24)
+AND waiter.owner < substr(mine.owner, 1, 24) || 'g' CROSS JOIN locks AS held INDEXED BY locks_pin
+ON held.lock_key IN (SELECT waiter.lock_key)
+WHERE waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND held.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND waiter.ticket + 0 > held.served_ticket
+AND held.owner IS NOT NULL
+AND held.owner <> waiter.owner
+AND held.count > 0
+AND mine.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND mine.bearers = 0;
+
 -- free: one empty row for each row that it changed
-UPDATE locks
+UPDATE locks INDEXED BY locks_pin
 SET owner = NULL, expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), count = 0, freed_fence = :fence, revocation = :words
 WHERE lock_key = :key
 AND fence = :fence
 AND owner IS NOT NULL;
 
 -- revoke: one empty row for each row that it changed
-UPDATE locks
+UPDATE locks INDEXED BY locks_pin
 SET revoked_fence = :fence, revocation = :words
 WHERE lock_key = :key
 AND fence = :fence
@@ -341,7 +417,7 @@ WHERE record.age >= 0;
 
 -- trim: one empty row for each row that it changed
 DELETE FROM lock_events
-WHERE id <= (SELECT least FROM (SELECT min((SELECT max(id) FROM lock_events) - :keep, (SELECT min(id) FROM lock_events) + 999) AS least) AS old);
+WHERE id <= (SELECT last FROM (SELECT min((SELECT max(id) FROM lock_events) - :keep, (SELECT min(id) FROM lock_events) + 999) AS last) AS due);
 
 -- list_events: the rows it returns
 SELECT lock_key, kind, fence, round((julianday('now') - julianday(happened_at)) * 86400.0, 3), seconds, detail, label, host, pid, thread, program, celery_task_id FROM lock_events

@@ -1,0 +1,97 @@
+"""Listening for notifications of the database: releasers of other machines grant keys to waiters of this process.
+
+One connection for each database and process, or event loop, however many flows wait; opened for the first waiter,
+closed some time after the last. A message names the waiter that should poll. A message that is lost, because the
+connection broke or the server dropped it, costs at most one poll interval. In silence the server is probed now and
+then: a connection that the network has dropped looks the same.
+
+Rule: a waiter never relies on a notification; without a listener waiters only poll more often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from dblock.core import clock, timing
+from dblock.core.log import warn
+from dblock.core.protocol.store import Store
+from dblock.core.wakeup.registry import Wakeups
+
+LINGER: Final = 2.0
+"""Seconds for which it goes on listening without waiters."""
+ATTENTION: Final = 1.0
+"""Seconds of silence after which it checks whether it still has waiters."""
+
+
+class Listener:
+    """Listens for the waiters of one database."""
+
+    def __init__(self, store: Store, wakeups: Wakeups, channel: str) -> None:
+        self._store = store
+        self._wakeups = wakeups
+        self._channel = channel
+        self._wanted_at = 0.0
+        self._lock = threading.Lock()
+        self._runs: Callable[[], bool] = lambda: False
+        self._unavailable = False
+        self.ready = False
+        """Whether it is listening."""
+
+    def want(self) -> None:
+        """Listen, as a flow waits."""
+        self._wanted_at = clock.now()
+        if self._unavailable or self._runs() or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if not self._runs():
+                self._runs = self._store.in_background(self._run)
+        except RuntimeError:  # out of threads, or the interpreter is ending
+            return
+        finally:
+            self._lock.release()
+
+    def _wanted(self) -> bool:
+        return clock.now() < self._wanted_at + LINGER or self._wakeups.anybody_waits(self._store.database)
+
+    def _run(self) -> None:
+        try:
+            while self._wanted() and not self._unavailable:
+                try:
+                    self._listen()
+                except Exception as error:  # noqa: BLE001 - waiters work without it
+                    warn("cannot listen at the database, trying again: %s", error)
+                    self._tell_all(ready=False)
+                    self._store.rest(ATTENTION)
+        finally:
+            self._tell_all(ready=False)
+
+    def _listen(self) -> None:
+        subscription = self._store.subscribe(self._channel, self._wakeups)
+        if subscription is None:
+            self._unavailable = True
+            why = "a pooler is in between, the driver cannot listen, or listening is switched off"
+            warn("the database cannot notify this process (%s): waiters poll more often", why)
+            return
+        try:
+            self._tell_all(ready=True)  # for notifications that were sent before
+            heard_at = clock.now()
+            while self._wanted():
+                messages = subscription.listen(ATTENTION)
+                for message in messages:
+                    self._wakeups.on_message(message)
+                if messages:
+                    heard_at = clock.now()
+                elif clock.now() > heard_at + timing.DEFAULT.trusted_idle:
+                    subscription.ask(clock.now() + timing.DEFAULT.critical_timeout)
+                    heard_at = clock.now()
+        finally:
+            with contextlib.suppress(Exception):
+                subscription.close()
+
+    def _tell_all(self, *, ready: bool) -> None:
+        was_ready, self.ready = self.ready, ready
+        if ready or was_ready:
+            self._wakeups.notify_all(self._store.database)

@@ -1,0 +1,137 @@
+"""Finding the transaction that pins a key without a holder: a guard whose holder hangs, or another transaction.
+
+A lease ends by itself, and an administrator can end a tenure. A pin ends only with its transaction, which may stay open
+as long as its process hangs. The database knows the session of that transaction.
+
+Rule: this is queried for administration and for the error of a refused acquire; never on the way to a lock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any, Final
+
+from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
+from dblock.core.pinned import Pin, Pinned
+from dblock.core.protocol.sending import Database, send
+from dblock.core.protocol.steps import Rows, Steps, sleep
+from dblock.core.statements import pins as statements
+from dblock.core.statements.base import Statement
+
+SETTLE: Final = 0.02
+"""Seconds between two reads, after which no statement of the lock itself still has a row locked."""
+AGES: Final = "members of pg_monitor are shown since when, and what it does"
+PROCESS: Final = (
+    "which session that is, the server shows to users with the right PROCESS (on MySQL also with SELECT on "
+    "performance_schema.data_locks)"
+)
+DATA_LOCKS: Final = (
+    "which of the transactions that have locked rows it is, MySQL shows to users with SELECT on "
+    "performance_schema.data_locks"
+)
+MARIADB: Final = "MariaDB does not say which of the transactions that have locked rows it is: see what each does first"
+
+
+def pinned(
+    database: Database, keys: Collection[str], until: float | None = None, *, settle: float = SETTLE
+) -> Steps[dict[str, Pinned]]:
+    """The pinned ones of these keys, and the transactions that pin them, as far as rights allow.
+
+    It ends at the local time `until`, if one is given. On MySQL and MariaDB only keys that have a row can be pinned,
+    and locked rows are read again after `settle` seconds (0: not at all), since takes lock rows for a moment.
+    """
+    if not keys or database.dialect.single_writer:
+        return {}
+    until = database.now() + database.timing.retry_budget if until is None else until
+    find = _on_postgresql if database.dialect.name == "postgresql" else _on_mysql
+    return (yield from find(database, sorted(keys), until, settle))
+
+
+def _ask(database: Database, statement: Statement, until: float, **parameters: str) -> Steps[Rows]:
+    dialect, known = database.dialect, dict[str, str | int | float](parameters)
+    over = statement.over(dialect.tables, dialect.quote)
+    _, rows = yield from send(database, over, known, until, resend=True)
+    return rows
+
+
+def _on_postgresql(database: Database, keys: list[str], until: float, _: float) -> Steps[dict[str, Pinned]]:
+    found: dict[str, Pinned] = {}
+    rows = yield from _ask(database, statements.POSTGRESQL_PINNING, until, keys=json.dumps(keys))
+    for key, process, prepared, *facts in rows:
+        end = f"SELECT pg_terminate_backend({process})"
+        if prepared:
+            end = f"ROLLBACK PREPARED {_literal(prepared)}"
+        pin = _pin(prepared or str(process), end, facts)
+        known = found.get(key, Pinned(()))
+        found[key] = Pinned((*known.pins, pin), AGES if pin.age is None else known.hidden)
+    return found
+
+
+def _on_mysql(database: Database, keys: list[str], until: float, settle: float) -> Steps[dict[str, Pinned]]:
+    locked, mariadb = yield from _locked(database, keys, until)
+    if locked and settle:
+        yield from sleep(settle)
+        locked, mariadb = yield from _locked(database, locked, until)
+    if not locked:
+        return {}
+    hidden = MARIADB
+    try:
+        if not mariadb:
+            return (yield from _holding(database, locked, until))
+    except (StoreConflict, StoreUnanswered):
+        raise
+    except LockStoreError:
+        hidden = DATA_LOCKS
+    try:
+        rows = yield from _ask(database, statements.SUSPECTS, until)
+    except (StoreConflict, StoreUnanswered):
+        raise
+    except LockStoreError:
+        rows, hidden = [], PROCESS
+    suspects = tuple(_session(row, sure=False) for row in rows)
+    return dict.fromkeys(locked, Pinned(suspects, hidden))
+
+
+def _locked(database: Database, keys: list[str], until: float) -> Steps[tuple[list[str], bool]]:
+    """The keys whose row or index entry is locked; and whether this is MariaDB."""
+    rows = yield from _ask(database, statements.LOCKED, until, keys=json.dumps(keys))
+    return [key for key, _ in rows], any(mariadb for _, mariadb in rows)
+
+
+def _holding(database: Database, keys: list[str], until: float) -> Steps[dict[str, Pinned]]:
+    tables = database.dialect.tables
+    rows = yield from _ask(
+        database,
+        statements.HOLDING,
+        until,
+        shown=json.dumps([(key, _as_lock_data(key)) for key in keys]),
+        schema=tables.schema,
+        table_name=f"{tables.prefix}locks",
+    )
+    found: dict[str, Pinned] = {}
+    for key, *session in rows:
+        # MySQL shows characters beyond the Basic Multilingual Plane as question marks: another key may look the same.
+        pin = _session(session, sure=max(key) < "\U00010000")
+        found[key] = Pinned((*found.get(key, Pinned(())).pins, pin))
+    return found
+
+
+def _as_lock_data(key: str) -> str:
+    shown = "".join("?" if each > "\uffff" else each for each in key)
+    return _literal(shown.replace("\\", "\\\\"))
+
+
+def _session(row: Any, *, sure: bool) -> Pin:
+    number, *facts = row
+    return _pin(str(number), f"KILL {number}", facts, sure=sure)
+
+
+def _pin(session: str, end: str, facts: list[Any], *, sure: bool = True) -> Pin:
+    age, user, program, client, doing, since = facts
+    ages = [None if each is None else max(float(each), 0.0) for each in (age, since)]
+    return Pin(session, end, sure, ages[0], str(user), str(program), str(client), str(doing), ages[1])
+
+
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

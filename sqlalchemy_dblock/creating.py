@@ -1,0 +1,93 @@
+"""`create_tables`: make the lock's tables, also in processes that start at the same moment on an empty database.
+
+Rule: the processes make them one after the other, under a lock of the database itself. If another program makes them at
+the same moment (Alembic, Django's migrate), a statement fails, and is retried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Generator
+from contextlib import contextmanager
+from typing import Any, Final, overload
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from dblock.core.protocol.sending import pauses
+from sqlalchemy_dblock.connections import in_greenlet_of_its_own, rest
+from sqlalchemy_dblock.face import _sync_engine
+from sqlalchemy_dblock.table import metadata_for
+
+TRIES: Final = 10
+"""Attempts of a process that does not get its turn, or collides with another program that makes the tables."""
+TURN: Final = 10
+"""Seconds for which a process waits for its turn on MySQL and MariaDB; then the attempt has failed."""
+NAME: Final = "dblock_create_tables"
+NUMBER: Final = int.from_bytes(b"dblock")
+
+
+@overload
+def create_tables(engine: Engine) -> None: ...
+@overload
+def create_tables(engine: AsyncEngine) -> Coroutine[Any, Any, None]: ...
+def create_tables(engine: Engine | AsyncEngine) -> Coroutine[Any, Any, None] | None:
+    """Make the missing tables and indexes of the lock, under the names given by the engine's options.
+
+    For the start of a process. Any number of processes may do so at the same moment, also on an empty database. It
+    makes no schema, and changes no existing table. Await it for an AsyncEngine.
+
+    Raises SQLAlchemy's error if the database refuses, for lack of rights for example.
+    """
+    inner = _sync_engine(engine)
+    if inner is not engine:
+        return in_greenlet_of_its_own(_create, inner)
+    _create(inner)
+    return None
+
+
+def _create(engine: Engine) -> None:
+    growing = pauses()
+    for left in reversed(range(TRIES)):
+        try:
+            with _turn(engine) as connection:
+                _make(connection, engine)
+                connection.commit()
+        except DBAPIError:
+            if not left:
+                raise
+        else:
+            return
+        rest(next(growing), engine.dialect)
+
+
+def _make(connection: Connection, engine: Engine) -> None:
+    options = engine.get_execution_options()  # the schema is translated by SQLAlchemy, if it is
+    made = metadata_for(options.get("dblock_prefix", ""), options.get("dblock_schema"))
+    made.create_all(connection)
+    for table in made.sorted_tables:
+        for index in table.indexes:  # of a table whose process was killed before it made them
+            index.create(connection, checkfirst=True)
+
+
+@contextmanager
+def _turn(engine: Engine) -> Generator[Connection]:
+    """A connection in whose transaction no other process makes the tables."""
+    with engine.connect() as connection:
+        match engine.dialect.name:
+            case "postgresql":
+                # A snapshot that is older than the turn would not show the tables that others have made.
+                _ = connection.execution_options(isolation_level="READ COMMITTED")
+                _ = connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({NUMBER})")
+                yield connection
+            case "sqlite":
+                if not connection.connection.driver_connection.in_transaction:  # type: ignore[union-attr]
+                    _ = connection.exec_driver_sql("BEGIN IMMEDIATE")
+                yield connection
+            case _:
+                _ = connection.exec_driver_sql(f"SELECT GET_LOCK('{NAME}', {TURN})")
+                try:
+                    yield connection
+                finally:
+                    if not connection.invalidated:
+                        _ = connection.exec_driver_sql(f"SELECT RELEASE_LOCK('{NAME}')")

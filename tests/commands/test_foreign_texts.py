@@ -1,0 +1,158 @@
+"""What others wrote steers no terminal and forges no line, by any command; JSON decodes to what is stored."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dblock.core.errors import LockLost
+from dblock.core.face import administration
+from dblock.core.protocol.drive import drive
+from tests.commands.conftest import Shell
+from tests.support.lab import ROOT, until
+from tests.support.texts import FRIENDLY, HOSTILE, TEXT, assert_clean
+
+KEY = f"k {TEXT}"
+NAMES = ("label", "host", "thread", "program", "celery_task_id")
+
+
+@pytest.fixture
+def text(shell: Shell) -> Iterator[str]:
+    """What a stranger's lock on KEY says of its holder, of the waiter behind it, and of what happened."""
+    stored = TEXT if shell.database == "postgresql" else f"{TEXT}\0"  # which stores no NUL
+    lock = shell.lock(KEY, ttl=60)
+    lock.acquire()
+    heir = threading.Thread(target=lambda: shell.lock(KEY, timeout=40).acquire())
+    heir.start()
+    assert until(lambda: bool(shell.run("SELECT 1 FROM lock_waiters")), 10)
+    words = f"{FRIENDLY}: {HOSTILE}"
+    assert drive(administration.revoke(lock._store(), KEY, lock.fence, words), lock._store())
+    changed = ", ".join(f"{name} = :text" for name in NAMES)
+    for table in ("locks", "lock_waiters"):
+        shell.run(f"UPDATE {table} SET {changed}", text=stored)
+    shell.run(
+        f"INSERT INTO lock_events (lock_key, kind, fence, seconds, detail, {', '.join(NAMES)}, pid, happened_at) "
+        f"VALUES (:key, 'released', 1, 1.0, :text, {', '.join([':text'] * len(NAMES))}, 1, {_NOW[shell.database]})",
+        key=KEY,
+        text=stored,
+    )
+    yield stored
+    with contextlib.suppress(LockLost):  # the test has freed it
+        lock.release()
+    heir.join()
+
+
+_NOW = {
+    "sqlite": "strftime('%Y-%m-%d %H\\:%M\\:%f000', 'now')",
+    "postgresql": "now()",
+    **dict.fromkeys(("mariadb", "mysql"), "UTC_TIMESTAMP(6)"),
+}
+
+
+def test_views(shell: Shell, text: str) -> None:
+    """Tables, facts, chains and findings show it escaped; what people write can be read there."""
+    for arguments in (["ls"], ["ls", "-a", f"{KEY[:3]}*"], ["show", KEY], ["top", "-c", "1"], ["doctor"]):
+        done = shell(*arguments)
+        assert_clean(done.stdout, lines=True)
+        assert_clean(done.stderr, lines=True)
+        assert arguments[0] == "doctor" or FRIENDLY[:8] in done.stdout
+    shown = shell("show", KEY).stdout
+    assert shown.count(FRIENDLY) >= 3 * len(NAMES), "holder, waiter, event"
+    assert "forged" in shown
+
+
+def test_json(shell: Shell, text: str) -> None:
+    """The same as JSON, each a line."""
+    for arguments in (["ls"], ["show", KEY], ["top", "-c", "1"], ["doctor"]):
+        process = shell.start(*arguments, "--json", env_more={"PYTHONUTF8": "1"})
+        out, _ = process.communicate(timeout=40)
+        assert_clean(out.removesuffix("\n"))
+        assert FRIENDLY in out or arguments[0] == "doctor"
+        told: Any = json.loads(out)
+        if arguments[0] == "show":
+            for each in (told, *told["queue"], *told["events"]):
+                assert {each[name] for name in NAMES} == {text}
+            assert told["key"] == KEY
+            assert told["events"][0]["detail"] == text
+            assert told["revoked"] == f"{FRIENDLY}: {HOSTILE}"
+        elif arguments[0] != "doctor":
+            [lock] = told["locks"] if arguments[0] == "top" else told
+            assert (lock["key"], lock["label"], lock["host"]) == (KEY, text, text)
+
+
+def test_refusals_and_results(shell: Shell, text: str) -> None:
+    """Of commands that change something, or do not."""
+    for arguments, status in (
+        (["release", KEY], 2),
+        (["release", "--fence", "1", KEY], 1),
+        (["release", "--yes", f"other {HOSTILE}"], 1),
+        (["show", f"other {HOSTILE}"], 1),
+        (["ls", f"other {HOSTILE}"], 0),
+        (["show", "\udcff" + HOSTILE], 2),
+        (["run", "--nb", KEY, "--", "true"], 75),
+        (["run", "-w", "0.2", KEY, "--", "true"], 75),
+        (["release", "--ask", "--yes", "--reason", HOSTILE, KEY], 0),
+        (["release", "--ask", "--yes", "--json", "--reason", HOSTILE, KEY], 0),
+        (["release", "--yes", "--reason", HOSTILE, KEY], 0),
+    ):
+        done = (shell.apart if "-w" in arguments else shell)(*arguments)  # this flow would wait for itself
+        assert done.returncode == status, (arguments, done)
+        for told in (done.stdout, done.stderr):
+            assert_clean(told, lines=True)
+        assert done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["ls", "--json"], ["release", KEY], ["show", KEY]], ids=lambda it: it[0])
+def test_at_a_terminal(one: Shell, arguments: list[str]) -> None:
+    """JSON is indented there, and questions are asked."""
+    with one.lock(KEY, label=TEXT):
+        environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
+        pid, master = pty.fork()
+        if pid == 0:
+            os.chdir(ROOT)
+            argv = one.argv(*arguments)
+            os.execve(argv[0], argv, environment | {"PYTHONUTF8": "1"})
+        seen = b""
+        try:
+            while more := os.read(master, 10000):
+                seen += more
+                if b"[y/N]" in more:
+                    os.write(master, b"n\n")
+        except OSError:  # the other end is closed
+            pass
+        os.close(master)
+        _, status = os.waitpid(pid, 0)
+    told = seen.decode().replace("\r\n", "\n")
+    assert_clean(told, lines=True)
+    assert os.waitstatus_to_exitcode(status) == (2 if arguments[0] == "release" else 0)
+    assert FRIENDLY in told
+    if arguments[-1] == "--json":
+        [lock] = json.loads(told)
+        assert (lock["key"], lock["label"]) == (KEY, TEXT)
+    else:
+        assert "[y/N]" in told or arguments[0] == "show"
+
+
+@pytest.mark.parametrize("address", [f"sqlite:///none{HOSTILE}", f"evil{HOSTILE}://", f"sqlite+x{HOSTILE}://", HOSTILE])
+def test_what_the_environment_says(address: str) -> None:
+    """DBLOCK_URL, in the message that refuses it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "dblock.cli", "ls"],
+        env={**os.environ, "DBLOCK_URL": address, "PYTHONUTF8": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    told = done.stderr.decode()
+    assert_clean(told, lines=True)
+    assert "error: " in told

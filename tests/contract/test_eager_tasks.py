@@ -1,0 +1,204 @@
+"""Applications whose tasks are eager: a task runs up to its first suspension inside the call that creates it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import anyio
+import pytest
+import uvloop
+from sqlalchemy import event, text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from dblock.core.errors import LockTimeout
+from tests.support.eager import eager_task_factory
+from tests.support.lab import remaining
+from tests.support.subjects import MATRIX, Subject
+
+ASYNC = [each for each in MATRIX if each.face == "async"]
+every = pytest.mark.parametrize("subject", ASYNC, indirect=True, ids=str)
+engines = pytest.mark.parametrize(
+    "subject", [each for each in ASYNC if each.variant == "sqlalchemy"], indirect=True, ids=str
+)
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
+
+Main = Callable[["Face"], Coroutine[Any, Any, None]]
+
+
+class Face:
+    """A subject on an event loop of its own."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = Subject(subject.variant, subject.face, subject.database, subject.driver)
+        self.lock = self.subject.lock
+
+    def call(self, lock: Any, name: str, **options: Any) -> Any:
+        return getattr(lock, self.subject.method(name))(**options)
+
+
+def run(subject: Subject, main: Main, loop: str = "asyncio") -> None:
+    """Run `main` on a loop whose tasks are eager."""
+    face = Face(subject)
+
+    async def whole() -> None:
+        asyncio.get_running_loop().set_task_factory(eager_task_factory)
+        try:
+            await main(face)
+        finally:
+            if subject.variant == "sqlalchemy":
+                await face.subject.engine.dispose()
+
+    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+        runner.run(whole())
+
+
+class Crowd:
+    """Tasks that take turns at one key."""
+
+    def __init__(self, face: Face) -> None:
+        self.face = face
+        self.inside, self.most = 0, 0
+        self.fences: list[int] = []
+
+    async def enter(self, rounds: int) -> None:
+        for _ in range(rounds):
+            async with self.face.lock("k", timeout=20) as lock:
+                self.inside += 1
+                self.most = max(self.most, self.inside)
+                await asyncio.sleep(0)
+                self.fences.append(lock.fence)
+                self.inside -= 1
+
+    def check(self, turns: int) -> None:
+        assert self.most == 1
+        assert len(set(self.fences)) == turns
+        assert self.fences == sorted(self.fences)
+
+
+@every
+def test_a_lock_is_taken_renewed_waited_for_and_given_back(subject: Subject) -> None:
+    """Each task of a group waits for its turn; a lease is renewed meanwhile."""
+
+    async def main(face: Face) -> None:
+        crowd = Crowd(face)
+        async with face.lock("k", ttl=1.2) as lock:
+            await asyncio.sleep(1.4)
+            assert await face.call(lock, "verify"), "it was renewed"
+            assert remaining(subject, "k") > 0
+            waiting = [asyncio.create_task(crowd.enter(1)) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            assert not crowd.fences
+        async with asyncio.TaskGroup() as group:
+            for _ in range(2):
+                _ = group.create_task(crowd.enter(2))
+        _ = await asyncio.gather(*waiting)
+        crowd.check(6)
+
+    run(subject, main)
+
+
+@every
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="AnyIO and uvloop know the factory of Python 3.12 alone")
+def test_task_groups_of_anyio(subject: Subject, loop: str) -> None:
+    """On asyncio's own loop and on uvloop."""
+
+    async def main(face: Face) -> None:
+        crowd = Crowd(face)
+        lock = face.lock("k")
+        await face.call(lock, "acquire")
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(crowd.enter, 2)
+            await asyncio.sleep(0.1)
+            await face.call(lock, "release")
+        crowd.check(6)
+
+    run(subject, main, loop)
+
+
+@every
+def test_a_child_is_another_flow_from_its_first_step_on(subject: Subject) -> None:
+    """It does not hold what its parent holds, and its parent does not hold what it takes."""
+
+    async def main(face: Face) -> None:
+        outer = face.lock("outer")
+        seen: list[bool] = []
+
+        async def child() -> None:
+            seen.append(await face.call(face.lock("outer"), "owned"))
+            seen.append(await face.call(face.lock("outer"), "acquire", timeout=0))
+            async with face.lock("inner") as inner:
+                seen.append(await face.call(inner, "owned"))
+                taken.set()
+                await left.wait()
+
+        async with outer:
+            taken, left = asyncio.Event(), asyncio.Event()
+            task = asyncio.create_task(child())
+            assert await face.call(outer, "owned")
+            await taken.wait()
+            assert await face.call(outer, "owned")
+            assert not await face.call(face.lock("inner"), "owned")
+            with pytest.raises(LockTimeout):
+                async with face.lock("inner", timeout=0):
+                    pass
+            left.set()
+            await task
+            assert await face.call(outer, "owned")
+        assert seen == [False, False, True]
+
+    run(subject, main)
+
+
+@every
+def test_a_child_that_is_cancelled_while_it_waits_leaves_nothing(subject: Subject) -> None:
+    """Its parent holds what it has waited for, and gives that back."""
+
+    async def main(face: Face) -> None:
+        lock = face.lock("k")
+        async with lock:
+            waiting = asyncio.create_task(face.call(face.lock("k", timeout=30), "acquire"))
+            await asyncio.sleep(0.3)
+            _ = waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert await face.call(lock, "verify")
+        assert not await face.call(lock, "locked")
+        async with face.lock("k", timeout=5):
+            pass
+
+    run(subject, main)
+
+
+@engines
+def test_an_eager_task_that_begins_in_an_event_handler_of_sqlalchemy(subject: Subject) -> None:
+    """Such a handler runs inside a greenlet, and with it the first step of a task that it creates."""
+
+    async def main(face: Face) -> None:
+        tasks: list[asyncio.Task[int]] = []
+
+        async def take() -> int:
+            async with face.lock("k", timeout=5) as lock:
+                fence: int = lock.fence
+            return fence
+
+        def committed(_: Any) -> None:
+            tasks.append(asyncio.create_task(take()))
+
+        async with AsyncSession(face.subject.engine) as session:
+            event.listen(session.sync_session, "after_commit", committed)
+            for _ in range(2):  # the first lock opens a connection, the second one has it
+                _ = await session.execute(text("SELECT 1"))
+                await session.commit()
+                _ = await tasks[-1]
+        first, second = [task.result() for task in tasks]
+        assert first < second
+
+    run(subject, main)

@@ -1,0 +1,201 @@
+"""What others wrote into the tables, or a driver says, is clean where it is raised or logged, on every database."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from dblock import InvalidKey, LockError, LockLost, LockRevoked, LockStoreError, LockTimeout
+from dblock.core import runtime
+from tests.conftest import ready, run
+from tests.contract.test_administration import Desk
+from tests.support.lab import SOME, until
+from tests.support.subjects import Actor, Subject
+from tests.support.texts import FRIENDLY, HOSTILE, TEXT, assert_clean
+
+KEY = f"k {HOSTILE}"
+WORDS = f"{FRIENDLY}: {HOSTILE}"
+NAMES = ("host", "thread", "program", "celery_task_id", "label")
+
+
+@pytest.fixture(params=SOME, ids=str)
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """Each database, both faces, sync and async."""
+    subject: Subject = request.param
+    ready(request, subject.database)
+    return subject
+
+
+@pytest.fixture
+def desk(subject: Subject) -> Desk:
+    return Desk(subject)
+
+
+@pytest.fixture(autouse=True)
+def _lines(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Whatever is logged meanwhile is clean."""
+    caplog.set_level(logging.DEBUG, "dblock")
+    for site in runtime.current._sites.values():
+        site.slow_waits.clear()
+    yield
+    for record in caplog.get_records("call"):
+        if record.name == "dblock":
+            assert_clean(record.getMessage())
+
+
+def logged(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
+    return [line for record in caplog.records if text in (line := record.getMessage())]
+
+
+def foreign(subject: Subject, table: str = "locks") -> None:
+    """Let all that the rows say of their holders be a stranger's text."""
+    text = TEXT if subject.database == "postgresql" else f"{TEXT}\0"  # which stores no NUL
+    changed = ", ".join(f"{name} = :text" for name in NAMES)
+    subject.run(f"UPDATE {table} SET {changed}", text=text)
+
+
+def refused(kind: type[LockError], function: Callable[[], Any]) -> LockError:
+    """The error, which is clean as all behind it of ours are."""
+    with pytest.raises(kind) as caught:
+        function()
+    error: BaseException | None = caught.value
+    while error is not None:
+        for text in (str(error), *getattr(error, "__notes__", ())) if isinstance(error, LockError) else ():
+            assert_clean(text)
+        error = error.__cause__ or error.__context__
+    return caught.value
+
+
+def rename() -> None:
+    """Call the flow that runs this so."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    if task is None:
+        threading.current_thread().name = TEXT
+    else:
+        task.set_name(TEXT)
+
+
+def test_a_holder_that_keeps_others_waiting(
+    subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """LockTimeout and the line about a slow wait name it, its label and the key; attributes keep what is stored."""
+    for each in (actor, other):
+        each.do(rename)
+    holder = subject.lock(KEY, label=TEXT)
+    actor.call(holder, "acquire")
+    foreign(subject)
+    waiter = subject.lock(KEY, timeout=0.8, slow_wait=0.2, label=TEXT)
+    error = refused(LockTimeout, lambda: other.within(waiter))
+    assert isinstance(error, LockTimeout)
+    assert FRIENDLY in str(error)
+    assert error.key == KEY
+    assert error.holder is not None
+    assert error.holder.label.startswith(TEXT)
+    assert_clean(str(error.holder))
+    assert FRIENDLY in logged(caplog, "has been waiting")[0]
+    at_once = subject.lock(KEY, timeout=0, label=TEXT)
+    assert refused(LockTimeout, lambda: other.within(at_once)).key == KEY
+    assert_clean(repr(at_once))
+    actor.call(holder, "release")
+
+
+def test_words_of_who_asks_for_it_back(
+    subject: Subject, actor: Actor, desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the log and in LockRevoked; `revoked` keeps them."""
+    lock = subject.lock(KEY, ttl=1.5)
+    actor.call(lock, "acquire")
+    assert desk.revoke(KEY, actor.get(lock, "fence"), WORDS)
+    assert until(lambda: actor.get(lock, "revoked") is not None, 10)
+    assert FRIENDLY in str(refused(LockRevoked, lambda: actor.do(lock.check)))
+    assert actor.get(lock, "revoked") == WORDS
+    assert until(lambda: bool(logged(caplog, "was asked back")), 10)
+    assert FRIENDLY in logged(caplog, "was asked back")[0]
+    actor.call(lock, "release")
+
+
+def test_words_of_who_frees_it(subject: Subject, actor: Actor, desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    """In the log and in each LockLost; so is who has taken it over, by whatever names."""
+    lock = subject.lock(KEY, ttl=1.5)
+    actor.call(lock, "acquire")
+    assert desk.force(KEY, actor.get(lock, "fence"), WORDS)
+    foreign(subject)
+    subject.run("UPDATE locks SET owner = 'stranger', fence = fence + 5, count = 1")
+    subject.run(f"UPDATE locks SET expires_at = {_LATER[subject.database]}")
+    assert until(lambda: actor.get(lock, "state") == "lost", 10)
+    error = refused(LockLost, lambda: actor.call(lock, "release"))
+    assert isinstance(error, LockLost)
+    assert str(error).count(FRIENDLY) >= 2, "by whom it was freed, and who has it"
+    assert error.holder is not None
+    assert error.holder.identity.host.startswith(TEXT)
+    assert FRIENDLY in logged(caplog, "lost the lease")[0]
+
+
+_LATER = {
+    "sqlite": "datetime('now', '+1 hour')",
+    "postgresql": "now() + interval '1 hour'",
+    **dict.fromkeys(("mariadb", "mysql"), "UTC_TIMESTAMP(6) + INTERVAL 1 HOUR"),
+}
+
+
+def test_what_the_database_says(subject: Subject, actor: Actor) -> None:
+    """An error of the server with a stranger's text in it, of a trigger for example."""
+    friendly = FRIENDLY.partition("😀")[0]  # MySQL says ? for it, and takes 128 characters
+    said = f"{friendly} \x1b[31m \x9b \u202e \u2066 \u2028 \r"
+    lock = subject.lock(KEY)
+    with _trigger(subject.database, said):
+        error = refused(LockStoreError, lambda: actor.call(lock, "acquire"))
+    assert friendly in str(error)
+
+
+@contextlib.contextmanager
+def _trigger(database: str, words: str) -> Iterator[None]:
+    if database == "postgresql":
+        body = f"RAISE EXCEPTION USING MESSAGE = '{words}', DETAIL = '{words}'"
+        run(database, f"CREATE FUNCTION rude() RETURNS trigger AS $$ BEGIN {body}; END $$ LANGUAGE plpgsql")
+        run(database, "CREATE TRIGGER rude BEFORE INSERT ON locks FOR EACH ROW EXECUTE FUNCTION rude()")
+    elif database == "sqlite":
+        run(database, f"CREATE TRIGGER rude BEFORE INSERT ON locks BEGIN SELECT RAISE(ABORT, '{words}'); END")
+    else:
+        body = f"SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = '{words}'"
+        run(database, f"CREATE TRIGGER rude BEFORE INSERT ON locks FOR EACH ROW {body}")
+    try:
+        yield
+    finally:
+        run(database, f"DROP TRIGGER rude{' ON locks' if database == 'postgresql' else ''}")
+        if database == "postgresql":
+            run(database, "DROP FUNCTION rude()")
+
+
+@pytest.mark.parametrize("key", [f"{TEXT}\0", f"\ud800{TEXT}", TEXT * 9, ""], ids=["NUL", "surrogate", "long", "empty"])
+def test_what_is_no_key(subject: Subject, key: str) -> None:
+    """InvalidKey shows what it was."""
+    assert refused(InvalidKey, lambda: subject.lock(key)).key == key
+
+
+def test_those_who_wait_for_each_other(subject: Subject, actor: Actor, other: Actor) -> None:
+    """LockDeadlock names them and their keys."""
+    if subject.database == "sqlite":
+        pytest.skip("who waits there is in no table")
+    for each in (actor, other):
+        each.do(rename)
+    mine, theirs = (subject.lock(f"{name} {HOSTILE}", timeout=30) for name in "ab")
+    actor.call(mine, "acquire")
+    other.call(theirs, "acquire")
+    waiting = actor.start(getattr(subject.lock(theirs.key, timeout=30), subject.method("acquire")))
+    assert until(lambda: bool(subject.run("SELECT 1 FROM lock_waiters")), 10)
+    again = subject.lock(mine.key, timeout=30)
+    error = refused(LockError, lambda: other.call(again, "acquire"))
+    assert "deadlock" in str(error)
+    assert FRIENDLY in str(error)
+    other.call(theirs, "release")
+    assert waiting.result(30)

@@ -1,0 +1,222 @@
+"""A key that nobody holds and a transaction pins: views and time-outs tell which one, and how to end it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.engine import URL
+from sqlalchemy.pool import NullPool
+
+from dblock.commands.console import lock_json
+from dblock.core.errors import LockTimeout
+from dblock.core.face import administration, pins
+from dblock.core.face.pins import pinned
+from dblock.core.pinned import Pinned
+from dblock.core.protocol.administering import ask
+from dblock.core.protocol.drive import drive
+from dblock.core.protocol.sending import Database
+from dblock.core.protocol.steps import Parameters, Rows, Steps
+from sqlalchemy_dblock import db_lock
+from sqlalchemy_dblock.store import store_for
+from tests.conftest import INNODB, SERVERS, observer, run, timed, url
+from tests.support.hung import MINE, SHOWN, hung
+from tests.support.lab import SOME
+from tests.support.subjects import Actor, Subject
+from tests.support.texts import HOSTILE
+
+
+def look(where: str | URL, *keys: str) -> dict[str, Pinned]:
+    """The pins of the keys, as that user sees them."""
+    engine = create_engine(url(where) if isinstance(where, str) else where)
+    store = store_for(engine)
+    try:
+        return drive(pinned(store.database, keys), store)
+    finally:
+        engine.dispose()
+
+
+def leave_a_row(database: str, key: str, owner: str | None) -> None:
+    """Of a key whose lease has ended, or that was given back."""
+    columns = "lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program"
+    run(
+        database,
+        f"INSERT INTO locks ({columns}, celery_task_id)"
+        " VALUES (:key, :owner, 1, 1, 30, '2026-01-01', '2026-01-01', '', 'h', 1, 't', 'p', '')",
+        key=key,
+        owner=owner,
+    )
+
+
+FACES = [each for each in SOME if each.database in SERVERS]
+
+
+@pytest.mark.parametrize("subject", FACES, indirect=True, ids=str)
+def test_lock_timeout_names_the_session(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number, since when, and the SQL that ends it; after which the key is to be had."""
+    timed(monkeypatch, pinned_answer=3.0)
+    with hung(subject.database, "k") as (_, session):
+        with pytest.raises(LockTimeout, match="guards it or has locked its row") as caught:
+            actor.within(subject.lock("k", timeout=0.1))
+        told = pickle.loads(pickle.dumps(caught.value)).pinned
+        [pin] = [each for each in told.pins if each.session == session]
+        assert pin.sure == (subject.database != "mariadb")
+        assert pin.age is not None
+        assert f"session {session} of" in str(caught.value)
+        assert f"to end it: {pin.end}" in str(caught.value)
+        assert "see to the holder" not in str(caught.value)
+        with observer(subject.database).connect() as stranger:
+            stranger.execute(text(pin.end))
+        actor.within(subject.lock("k", timeout=20))
+
+
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_only_what_is_pinned_is_said_to_be(database: str) -> None:
+    """Whatever is in the key; not its neighbours, not a lease that has merely ended, and no key without a row."""
+    keys = ("k", HOSTILE.replace("\0", "")[:255], "a'b\\c", "🔒 1", "ü" * 255)
+    others = ("K", "k ", "a'b\\d", "🔑 1", "🔒 1 ", "l")
+    for key in others:
+        leave_a_row(database, key, "x")
+    with hung(database, *keys) as (_, session):
+        found = look(database, *keys, *others, "never")
+        assert set(found) == set(keys)
+        for key, each in found.items():
+            assert session in [pin.session for pin in each.pins]
+            # MySQL's view shows the second of these as a question mark.
+            assert all(
+                pin.sure == (database != "mariadb" and (database != "mysql" or max(key) < "\U00010000"))
+                for pin in each.pins
+            )
+
+
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_strangers_lock_on_the_row(database: str) -> None:
+    """Keeps a key as a pin does, and is told as one."""
+    engine = create_engine(url(database), poolclass=NullPool)
+    leave_a_row(database, "k", None)
+    with engine.connect() as stranger:
+        stranger.execute(text("SELECT * FROM locks WHERE lock_key = 'k' FOR UPDATE"))
+        session = str(stranger.execute(text(MINE[database])).scalar_one())
+        time.sleep(SHOWN)
+        assert [pin.session for pin in look(database, "k")["k"].pins] == [session]
+    assert look(database, "k") == {}
+    engine.dispose()
+
+
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_which_keys_a_survey_lists(database: str) -> None:
+    """A key that was given back under its guard is listed as pinned if somebody waits for it; other free ones not."""
+    leave_a_row(database, "free", None)
+    with hung(database, "expired", "given back", "guarded") as (_, session):
+        run(database, "UPDATE locks SET owner = NULL, last_ticket = served_ticket + 1 WHERE lock_key = 'given back'")
+        ahead = {"postgresql": "clock_timestamp() + interval '1 minute'"}.get(
+            database, "UTC_TIMESTAMP(6) + INTERVAL 1 MINUTE"
+        )
+        run(database, f"UPDATE locks SET expires_at = {ahead} WHERE lock_key = 'guarded'")
+        places = "owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, joined_at"
+        run(
+            database,
+            f"INSERT INTO lock_waiters ({places}, expires_at)"
+            " SELECT 'w', lock_key, last_ticket, 30, '', 'h', 1, 't', 'p', '', '',"
+            f" acquired_at, {ahead} FROM locks WHERE lock_key = 'given back'",
+        )
+        store = store_for(observer(database))
+        rows = {row.info.key: row for row in drive(administration.survey(store), store)}
+        assert {key: row.state for key, row in rows.items()} == {
+            "expired": "pinned",
+            "given back": "pinned",
+            "guarded": "held",
+        }
+        assert rows["guarded"].pinned is None, "a guard of a holder is nothing that a list needs to tell"
+        told = json.loads(json.dumps(lock_json(rows["expired"])))
+        assert told["state"] == "pinned"
+        assert session in [each["session"] for each in told["pinned"]["transactions"]]
+
+
+def test_a_survey_reads_a_few_rows_at_a_time(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And misses none of those that somebody has, wherever a page ends; nor reads far beyond a prefix."""
+    owners = {"a": None, "b": "x", "c": None, "d": None, "e": None, "f": "x", "fa": None, "g": "x", "h": None}
+    for key, owner in owners.items():
+        leave_a_row(database, key, owner)
+    store = store_for(observer(database))
+    asked: list[str] = []
+
+    def noted(database: Database, name: str, parameters: Parameters) -> Steps[Rows]:
+        asked.append(name)
+        return ask(database, name, parameters)
+
+    monkeypatch.setattr(administration, "ask", noted)
+    for window in (1, 2, 3, 9):
+        monkeypatch.setattr(administration, "WINDOW", window)
+        for most in (1, 2, 3, 4):
+            found, after = list[str](), ""
+            while page := drive(administration.survey(store, after, most), store):
+                found += [row.info.key for row in page]
+                after = found[-1]
+            assert found == ["b", "f", "g"], (window, most)
+        everything = drive(administration.survey(store, free=True), store)
+        assert [row.info.key for row in everything] == [*owners]
+    monkeypatch.setattr(administration, "WINDOW", 1)
+    asked.clear()
+    assert [row.info.key for row in drive(administration.survey(store, "a", prefix="b"), store)] == ["b"]
+    assert asked == ["next_keys", "list_keys"] * 2, "b and c"
+
+
+RIGHTS = {
+    "postgresql": ("GRANT pg_monitor TO lowly", pins.AGES),
+    "mysql": ("GRANT PROCESS ON *.* TO lowly@'%'", pins.PROCESS),
+    "mariadb": ("GRANT PROCESS ON *.* TO lowly@'%'", pins.PROCESS),
+}
+
+
+@pytest.mark.parametrize("database", SERVERS)
+def test_few_rights(lowly: Callable[..., URL], database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the key is pinned is known to any user that may lock; what cannot be seen is named, and who sees it."""
+    timed(monkeypatch, pinned_answer=3.0)
+    user = lowly(database, "SELECT", "INSERT", "UPDATE", "DELETE")
+    with hung(database, "k") as (_, session):
+        grant, hidden = RIGHTS[database]
+        before = look(user, "k")["k"]
+        assert before.hidden == hidden
+        if database == "postgresql":
+            [pin] = before.pins
+            assert (pin.session, pin.sure, pin.age, pin.doing) == (session, True, None, "")
+        else:
+            assert before.pins == ()
+        engine = create_engine(user)
+        with pytest.raises(LockTimeout, match="pg_monitor" if database == "postgresql" else "PROCESS"):
+            db_lock(engine, "k", timeout=0.1).__enter__()
+        engine.dispose()
+        run(database, grant)
+        [pin] = [each for each in look(user, "k")["k"].pins if each.session == session]
+        assert pin.age is not None
+        after = {"postgresql": "", "mysql": pins.DATA_LOCKS, "mariadb": pins.MARIADB}[database]
+        assert look(user, "k")["k"].hidden == after
+        assert pin.sure == (database == "postgresql")
+        if database == "mysql":
+            run(database, "GRANT SELECT ON performance_schema.data_locks TO lowly@'%'")
+            exact = look(user, "k")["k"]
+            assert ([(each.session, each.sure) for each in exact.pins], exact.hidden) == ([(session, True)], "")
+
+
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_key_in_passing(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is locked for a moment, as by a take, is no pin; where it is looked at twice."""
+    if database not in INNODB:
+        pytest.skip("PostgreSQL names transactions, not what seems locked")
+    with hung(database, "k") as (connection, _):
+        seen: list[float] = []
+
+        def settle(seconds: float) -> Any:
+            seen.append(seconds)
+            connection.rollback()
+            return iter(())
+
+        monkeypatch.setattr(pins, "sleep", settle)
+        assert look(database, "k") == {}
+        assert seen == [pins.SETTLE]

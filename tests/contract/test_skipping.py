@@ -1,0 +1,133 @@
+"""Decorated calls that are left out while the key is busy: what a scheduled job on many machines needs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine
+
+from dblock import LockTimeout
+from dblock.celery import locked_task
+from dblock.core.deliveries import deliveries
+from sqlalchemy_dblock import attach, create_tables, db_lock
+from tests.support.lab import some
+from tests.support.subjects import Actor, Subject
+
+
+def job(subject: Subject, body: Callable[[str], object], key: str = "report:{name}", **options: Any) -> Any:
+    """A decorated function of this face that runs `body`."""
+    lock = subject.lock(key, timeout=0.2, on_busy="skip", **options)
+    if subject.face == "sync":
+
+        def plain(name: str) -> object:
+            return body(name)
+
+        return lock(plain)
+
+    async def coroutine(name: str) -> object:
+        return body(name)
+
+    return lock(coroutine)
+
+
+@some
+def test_a_call_is_skipped_while_the_key_is_busy(
+    subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its body does not run, `otherwise` is returned, and the log says who holds the key; another key is not busy."""
+    ran: list[str] = []
+    build, plain = job(subject, ran.append, otherwise="skipped"), job(subject, ran.append)
+    holder = subject.lock("report:daily", label="the first")
+    actor.call(holder, "acquire")
+    with caplog.at_level(logging.INFO, "dblock"):
+        assert other.do(lambda: build("daily")) == "skipped"
+        assert other.do(lambda: plain("daily")) is None
+        assert deliveries.flush(5)
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert len(told) == 2
+    assert all("skipped a call: could not acquire 'report:daily'" in line and "the first" in line for line in told)
+    assert ran == []
+    assert other.do(lambda: build("weekly")) is None
+    actor.call(holder, "release")
+    assert other.do(lambda: build("daily")) is None
+    assert ran == ["weekly", "daily"]
+    assert not actor.call(holder, "locked")
+
+
+@some
+def test_a_time_out_of_the_body_is_its_own(subject: Subject, actor: Actor) -> None:
+    """It is raised, and the lock is released."""
+
+    def body(name: str) -> None:
+        raise LockTimeout("of another lock", key=name)
+
+    build = job(subject, body)
+    with pytest.raises(LockTimeout, match="of another lock"):
+        actor.do(lambda: build("daily"))
+    assert not actor.call(subject.lock("report:daily"), "locked")
+
+
+@some
+def test_a_flow_that_holds_the_key_is_not_skipped(subject: Subject, actor: Actor) -> None:
+    """It enters once more; with reentrant=False it is busy as anybody else's."""
+    ran: list[str] = []
+    holder = subject.lock("report:daily")
+    actor.call(holder, "acquire")
+    actor.do(lambda: job(subject, ran.append)("daily"))
+    assert ran == ["daily"]
+    assert actor.do(lambda: job(subject, ran.append, reentrant=False, otherwise=0)("daily")) == 0
+    assert ran == ["daily"]
+    assert actor.get(holder, "count") == 1
+    actor.call(holder, "release")
+
+
+@some
+def test_where_nothing_can_be_skipped(subject: Subject, actor: Actor, other: Actor) -> None:
+    """A `with` says so at once, also while the key is free; `acquire` returns False, as ever."""
+    lock = subject.lock("k", on_busy="skip")
+
+    def block() -> None:
+        with lock:
+            raise AssertionError("the body ran")
+
+    async def ablock() -> None:
+        async with lock:
+            raise AssertionError("the body ran")
+
+    with pytest.raises(TypeError, match="cannot be skipped"):
+        actor.do(block if subject.face == "sync" else ablock)
+    assert not actor.call(lock, "locked")
+    assert actor.call(lock, "acquire")
+    assert other.call(subject.lock("k", on_busy="skip"), "acquire", blocking=False) is False
+    actor.call(lock, "release")
+
+
+def test_elsewhere_it_is_refused(tmp_path: Path) -> None:
+    """An attachment enters a tenure that exists; a locked task has a result of its own. Nothing is held afterwards."""
+    engine = create_engine(f"sqlite:///{tmp_path}/locks.sqlite3")
+    create_tables(engine)
+    lock = db_lock(engine, "k")
+    lock.acquire()
+    token = lock.detach()
+    with pytest.raises(TypeError, match="on_busy is for decorators"):
+        attach(engine, token, on_busy="skip")
+    attach(engine, token).release()
+    assert not lock.locked()
+    engine.dispose()
+    with pytest.raises(TypeError, match="knows a skipped task's result"):
+        locked_task("k", on_busy="skip", otherwise=0)(lambda: None)
+
+
+@some
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"on_busy": "wait"}, 'on_busy is "raise" or "skip"'), ({"otherwise": 1}, 'say on_busy="skip" as well')],
+    ids=["unknown", "otherwise alone"],
+)
+def test_options_that_make_no_sense(subject: Subject, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        subject.lock("k", **options)

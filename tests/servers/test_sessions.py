@@ -1,0 +1,247 @@
+"""The lock's sessions on the server: how many there are, what they are called, and how soon a dead one is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+from django.db import connections
+from sqlalchemy import create_engine, make_url
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.util import greenlet_spawn
+
+from dblock.core import clock
+from dblock.core.wakeup.registry import Wakeups
+from dblock.drivers import sessions
+from sqlalchemy_dblock import db_lock
+from tests.conftest import INNODB, MYSQL_DRIVER, ready, run, timed, url
+from tests.faults.conftest import ALL_WIRES, Wire, name_of, wire
+from tests.servers.test_wire import _STRANGER as STRANGER
+from tests.support.lab import threads, until
+from tests.support.pages import block
+from tests.support.subjects import MATRIX, Actor, Subject
+
+__all__ = ["wire"]
+
+SESSIONS = {
+    "postgresql": "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'dblock: %'",
+    **dict.fromkeys(INNODB, "SELECT id FROM information_schema.processlist WHERE db = database()"),
+}
+CROWD = 12
+SERVED = [subject for subject in MATRIX if subject.database != "sqlite"]
+
+
+def hold_for_a_moment(subject: Subject, lock: Any) -> Any:
+    """Take it, and give it back 20 ms later."""
+    if subject.face == "sync":
+        with lock:
+            time.sleep(0.02)
+        return None
+
+    async def hold() -> None:
+        async with lock:
+            await asyncio.sleep(0.02)
+
+    return hold()
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("subject", SERVED, ids=str)
+def test_a_process_that_turns_quiet_keeps_one_session(
+    request: pytest.FixtureRequest, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crowd that holds and waits needs several; a while after the last of it one is left, and no thread."""
+    ready(request, subject.database)
+    timed(monkeypatch, idle_session=1.5, trusted_idle=1.0)
+
+    def found() -> set[Any]:
+        return {session for (session,) in run(subject.database, SESSIONS[subject.database])}
+
+    actors = [Actor(subject) for _ in range(CROWD)]
+    source = subject.lock("k")._store()._source
+    actors[0].do(
+        subject.engine.dispose if subject.face == "async" and subject.variant != "django" else source.close_all
+    )
+    assert until(lambda: not source._idle)
+    others = found()
+
+    def burst() -> int:
+        locks = [subject.lock(f"k{n // 2}", timeout=60) for n in range(CROWD)]
+        begun = [
+            actor.start(partial(hold_for_a_moment, subject, lock)) for actor, lock in zip(actors, locks, strict=True)
+        ]
+        for each in begun:
+            each.result(60)
+        return len(found() - others)
+
+    assert until(lambda: burst() >= 4, 20)
+    assert until(lambda: len(found() - others) == 1, 20)
+    assert until(lambda: not threads("dblock "), 10), threads()
+    assert len(found() - others) == 1
+    for each in actors:
+        each.close()
+
+
+@pytest.mark.direct
+def test_tries_alone_are_tidied_up_too(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody gets the key, so that there is nothing to watch: the connections are closed all the same."""
+    ready(request, "postgresql")
+    timed(monkeypatch, idle_session=0.3, trusted_idle=0.3)
+    run("postgresql", STRANGER["postgresql"])
+    subject = Subject("sqlalchemy", "sync", "postgresql")
+    actors, pool = [Actor(subject) for _ in range(5)], subject.lock("k")._store()._source
+
+    def burst() -> bool:
+        tries = [actor.start(partial(subject.lock("k").acquire, blocking=False)) for actor in actors]
+        assert {each.result(20) for each in tries} == {False}
+        return len(pool._idle) > 1
+
+    assert until(burst, 20)
+    assert until(lambda: len(pool._idle) == 1, 20)
+    assert until(lambda: not threads("dblock "), 20)
+    for each in actors:
+        each.close()
+
+
+def name_application(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the application call its sessions `shop`."""
+    subject = wire.subject
+    option = {"application_name" if subject.database == "postgresql" else "program_name": "shop"}
+    if subject.variant == "django":
+        settings = connections.settings[f"{subject.database}_wire"]
+        monkeypatch.setitem(settings, "OPTIONS", {**settings["OPTIONS"], **option})
+        return
+    arguments: Any = {"server_settings": option} if subject.driver == "asyncpg" else option
+    make: Any = create_engine if subject.face == "sync" else create_async_engine
+    vars(subject)["engine"] = make(
+        make_url(url(subject.database, subject.driver)).set(port=subject.port), connect_args=arguments
+    )
+
+
+def connect(subject: Subject) -> Any:
+    """Open a session of the application's own, and close it."""
+    if subject.variant == "django":
+        connection = connections.create_connection(f"{subject.database}_wire")
+        connection.ensure_connection()
+        connection.close()
+        return None
+    if subject.face == "sync":
+        with subject.engine.connect():
+            return None
+
+    async def aconnect() -> None:
+        async with subject.engine.connect():
+            pass
+
+    return aconnect()
+
+
+@pytest.mark.direct
+@pytest.mark.skipif(MYSQL_DRIVER == "mysqldb", reason="mysqlclient takes no program_name")
+@pytest.mark.parametrize("wire", ALL_WIRES, indirect=True, ids=name_of)
+def test_sessions_say_what_they_are_for(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the application's own name; its own sessions have that alone."""
+    name_application(wire, monkeypatch)
+    subject, heard = wire.subject, wire.proxy.heard
+    holder, lock = wire.direct.lock("k", ttl=60), wire.subject.lock("k", timeout=60)
+    assert holder.acquire()
+
+    def named(name: str) -> bool:
+        """Whether there is such a session; on MySQL and MariaDB whether there was: a client names it first of all."""
+        if subject.database == "postgresql":
+            return name in {called for called, _ in run("postgresql", block("docs/connections.md", "sessions"))}
+        return any(b"program_name" + bytes([len(name)]) + name.encode() in said for said in heard)
+
+    waiting = wire.actor.start(getattr(lock, subject.method("acquire")))
+    assert until(lambda: named("dblock: locks of shop") and named("dblock: listener of shop"), 20)
+    before = len(heard)
+    other = Actor(subject)
+    other.do(lambda: connect(subject))
+    other.close()
+    if subject.database != "postgresql":
+        said = b"".join(heard[before:])
+        assert b"program_name\x04shop" in said
+    holder.release()
+    assert waiting.result(20)
+    wire.actor.call(lock, "release")
+
+
+@pytest.mark.parametrize("subject", SERVED, ids=str)
+def test_the_kernel_watches_idle_connections(request: pytest.FixtureRequest, subject: Subject) -> None:
+    """Keepalives, and an end to what is not acknowledged; times that are shorter than ours stay."""
+    ready(request, subject.database)
+    actor, lock = Actor(subject), subject.lock("k", timeout=20)
+    actor.within(lock)
+    [connection, *_] = lock._store()._source._idle
+
+    def options() -> dict[str, int]:
+        with socket.socket(fileno=os.dup(connection.descriptor)) as descriptor:
+            assert descriptor.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            return {
+                name: descriptor.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+                for name in sessions.KEEPALIVE
+                if hasattr(socket, name)
+            }
+
+    expected = {name: value for name, value in sessions.KEEPALIVE.items() if hasattr(socket, name)}
+    assert options() == expected
+    idle = socket.IPPROTO_TCP, socket.TCP_KEEPIDLE
+    with socket.socket(fileno=os.dup(connection.descriptor)) as descriptor:
+        descriptor.setsockopt(*idle, 4)
+        sessions._keep_alive(connection.shutdown_fd)
+        assert options() == {**expected, "TCP_KEEPIDLE": 4}
+        descriptor.setsockopt(*idle, expected["TCP_KEEPIDLE"])
+    actor.close()
+
+
+@pytest.mark.parametrize("wire", ALL_WIRES, indirect=True, ids=name_of)
+def test_a_question_is_one_round_trip(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before what finds a connection that was idle; and none in hot use."""
+    lock, proxy = wire.subject.lock("k", timeout=20), wire.proxy
+    timed(monkeypatch, trusted_idle=0.0)
+    for _ in range(8):  # prepared
+        wire.actor.within(lock)
+    proxy.counting_new, before = False, proxy.round_trips
+    for _ in range(10):
+        wire.actor.within(lock)
+    assert proxy.round_trips - before == 40, proxy.heard[before:]
+    timed(monkeypatch, trusted_idle=5.0)
+    before = proxy.round_trips
+    for _ in range(10):
+        wire.actor.within(lock)
+    assert proxy.round_trips - before == 20, proxy.heard[before:]
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("driver", ["", "psycopg", "asyncpg"])
+def test_a_message_that_comes_with_an_answer_is_heard(request: pytest.FixtureRequest, driver: str) -> None:
+    """A listener that asks whether the server is still there misses no message meanwhile."""
+    ready(request, "postgresql")
+    engine: Any = create_async_engine(url("postgresql", driver)) if driver else create_engine(url("postgresql"))
+    store = db_lock(engine, "k")._store()
+
+    def listen() -> None:
+        subscription = store.subscribe("dblock_test", Wakeups())
+        assert subscription is not None
+        for number in range(5):
+            run("postgresql", f"NOTIFY dblock_test, '{number}'")
+            subscription.ask(clock.now() + 20)
+            assert list(subscription.listen(20)) == [str(number)]
+        assert list(subscription.listen(0.01)) == []
+        subscription.close()
+
+    if not driver:
+        listen()
+        engine.dispose()
+        return
+
+    async def alisten() -> None:
+        await greenlet_spawn(listen)
+        await engine.dispose()
+
+    asyncio.run(alisten())
