@@ -227,6 +227,10 @@ class StoreLocked(StoreBusy):
     """Another transaction is writing to the database, which has room for one; nothing was changed."""
 
 
+class StoreReadOnly(StoreConflict):
+    """The server or the session takes no writes, as a standby does until it is promoted; nothing was changed."""
+
+
 class PoolExhausted(StoreBusy):
     """All connections of the lock are in use; nothing was sent."""
 

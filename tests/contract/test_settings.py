@@ -387,15 +387,15 @@ SETTINGS = [
 ]
 
 CELLS = cells(SETTINGS)
-each = pytest.mark.parametrize("cell", CELLS, ids=["-".join(map(str, cell)) for cell in CELLS])
 
 
-def one_of_each() -> list[tuple[Setting, Subject]]:
-    """Each setting on each database by one of its drivers and faces, which take turns; all of them in `make faults`."""
-    groups: dict[tuple[str, str], list[tuple[Setting, Subject]]] = {}
+def one_of_each(*names: str) -> Any:
+    """Each setting by one cell of those that agree in `names`, which take turns; by all of them in `make faults`."""
+    groups: dict[tuple[str, ...], list[tuple[Setting, Subject]]] = {}
     for cell in CELLS:
-        groups.setdefault((cell[0].name, cell[1].database), []).append(cell)
-    return CELLS if LONG else [group[n % len(group)] for n, group in enumerate(groups.values())]
+        groups.setdefault((cell[0].name, *(getattr(cell[1], name) for name in names)), []).append(cell)
+    found = CELLS if LONG else [group[n % len(group)] for n, group in enumerate(groups.values())]
+    return pytest.mark.parametrize("cell", found, ids=["-".join(map(str, cell)) for cell in found])
 
 
 @pytest.fixture
@@ -481,7 +481,7 @@ def telling(database: str) -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("cell", one_of_each(), ids=lambda cell: "-".join(map(str, cell)))
+@one_of_each("database")
 def test_every_statement(
     subject: Configured, actors: Callable[[], Actor], laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -556,7 +556,7 @@ def column(subject: Configured, name: str, table: str = "locks") -> Any:
     return rows[0][0] if rows else None
 
 
-@each
+@one_of_each("database", "driver")
 def test_a_lock_lives(subject: Configured, actors: Callable[[], Actor], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is taken, entered again, renewed, extended, guarded, waited for, handed over, asked back, freed and reaped."""
     timed(monkeypatch, waiter_ttl=2.0, heartbeat_interval=0.4)
@@ -646,6 +646,7 @@ def test_drivers_that_datadog_traces() -> None:
         "DD_TRACE_AGENT_URL": "http://127.0.0.1:9",
         # Else it imports asyncio anew where gevent is installed, and asyncio.timeout() raises CancelledError.
         "DD_UNLOAD_MODULES_FROM_SITECUSTOMIZE": "0",
+        "DBLOCK_FAULTS": "long",  # every driver
     }
     which = "test_a_lock_lives and nothing and not mysql"
     command = ["ddtrace.commands.ddtrace_run", sys.executable, "-m", "pytest", "-n", "0", "-q", "-k", which, __file__]

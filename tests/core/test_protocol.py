@@ -6,6 +6,7 @@ before or after they took effect, and deletes rows. What must hold is checked af
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,14 @@ import pytest
 from dblock.core import timing, values
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.local_queue import Request
-from dblock.core.errors import LockError, LockStoreError, PoolExhausted, StoreConflict, StoreUnanswered
+from dblock.core.errors import (
+    LockError,
+    LockStoreError,
+    PoolExhausted,
+    StoreConflict,
+    StoreReadOnly,
+    StoreUnanswered,
+)
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database, send
@@ -322,6 +330,29 @@ def test_an_outage_while_waiting_is_part_of_the_wait() -> None:
     play(world, acquire(world, ttl=30.0), {})
     faults = {("inspect", number): raising(StoreConflict("cannot connect")) for number in range(2, 60)}
     assert isinstance(play(world, acquire(world, 60.0), faults), Grant)
+
+
+@pytest.mark.parametrize("error", [StoreReadOnly, StoreConflict])
+def test_a_refusal_for_good_is_no_missing_answer(error: type[StoreConflict]) -> None:
+    """A server that took no writes is an outage, though the last answer is missing; a deadlock is work of others."""
+    world = World()
+    site = world.site()
+    site.database.latency.answered = math.inf
+
+    def too_late(step: Execute) -> Rows:
+        world.time += 5.0
+        raise StoreUnanswered("late").because_late()
+
+    def refused(step: Execute) -> Rows:
+        raise error("no writes") from OSError("refused by the server")
+
+    faults = {("take", number): refused for number in range(3)} | {("take", 3): too_late, ("accept", 0): refused}
+    steps = acquiring.acquire(site, wish("k", 2.0), 2.0)
+    if error is StoreReadOnly:
+        with pytest.raises(StoreUnanswered, match="before that: no writes"):
+            play(world, steps, faults)
+    else:
+        assert isinstance(play(world, steps, faults), acquiring.Refused)
 
 
 def test_a_long_outage_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ALIASES, DATABASES, run
+from tests.conftest import ALIASES, DATABASES, INNODB, run
+from tests.support.subjects import LONG
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -108,7 +109,11 @@ def tearDownModule():
 @pytest.mark.direct
 @pytest.mark.parametrize(
     ("database", "runner"),
-    [*((name, "pytest") for name in DATABASES), ("sqlite", "django"), ("postgresql", "django")],
+    [
+        *((name, "pytest") for name in DATABASES if LONG or name not in INNODB),
+        ("sqlite", "django"),
+        ("postgresql", "django"),
+    ],
     indirect=["database"],
 )
 def test_a_projects_suite(database: str, runner: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from dblock.core.runtime import current_flow
 from dblock.core.values import Tenure
 from dblock.core.wakeup.registry import Message
 from sqlalchemy_dblock import LockLost, db_lock, metadata
+from tests.conftest import timed
 from tests.support.lab import LONG, until
 from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, running
 
@@ -93,8 +94,9 @@ def test_what_was_granted_survives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_what_an_heir_relies_on_survives(name: str) -> None:
+def test_what_an_heir_relies_on_survives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed after a heartbeat, and after a grant: neither is taken back, since the heir counts on both at once."""
+    timed(monkeypatch, waiter_ttl=60.0)  # a server takes seconds to start again
     make, url = SERVERS[name]
     with running(make) as server:
         engine = create_engine(url.format(server.port))

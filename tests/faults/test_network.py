@@ -163,7 +163,7 @@ def test_an_outage_shorter_than_the_lease_is_survived(wire: Wire) -> None:
 @pytest.mark.parametrize("side", ["cut_replies", "cut_requests"])
 def test_a_renewal_cut_off_is_renewed_again(wire: Wire, side: str) -> None:
     """Each renewal's connection ends after COMMIT and before the answer (or before the request): the lease lives."""
-    ttl = 0.9
+    ttl = 2.4
     lock = wire.subject.lock("k", ttl=ttl)
     assert wire.actor.call(lock, "acquire")
     time.sleep(ttl / 3 + 0.1)  # the renewer has its connection

@@ -55,13 +55,14 @@ class Driver(Exception):
 
 
 MEANINGS: list[tuple[str, Failure, tuple[Exception, ...]]] = [
-    ("postgresql", Failure.SPENT, tuple(map(Driver, ("25006", "26000", "42P05", "0A000")))),
+    ("postgresql", Failure.SPENT, tuple(map(Driver, ("26000", "42P05", "0A000")))),
+    ("postgresql", Failure.READ_ONLY, (Driver("25006"),)),
     ("postgresql", Failure.BUSY, (Driver("55P03"),)),
     ("postgresql", Failure.CONFLICT, tuple(map(Driver, ("40001", "40P01", "57014")))),
     ("postgresql", Failure.DISCONNECTED, tuple(map(Driver, ("57P01", "57P03", "08006", "25P03", "25P04")))),
     ("postgresql", Failure.DISCONNECTED, (InternalClientError("cannot switch to state 11"),)),
     ("postgresql", Failure.OTHER, (Driver("42601"), Driver("25P02"))),
-    ("mysql", Failure.SPENT, tuple(map(pymysql.OperationalError, (1290, 1792, 1836, 1047)))),
+    ("mysql", Failure.READ_ONLY, tuple(map(pymysql.OperationalError, (1290, 1792, 1836, 1047)))),
     ("mysql", Failure.BUSY, tuple(map(pymysql.OperationalError, (1205, 3572)))),
     ("mysql", Failure.CONFLICT, tuple(map(pymysql.OperationalError, (1213, 1020, 1317, 1969, 3024)))),
     ("mysql", Failure.DISCONNECTED, tuple(map(pymysql.OperationalError, (2006, 2013, 1053, 4031)))),

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _PLUGIN = """
 def is_parameter(fixture):  # pytest makes a fixture of each parameter
     return fixture.func.__name__ == "get_direct_param_fixture_func"
@@ -35,12 +37,12 @@ def pytest_collection_finish(session):
 """
 
 
-def collected(tmp_path: Path, **environment: str) -> list[str]:
+def collected(tmp_path: Path, tests: str, **environment: str) -> list[str]:
     """The lines that say which tests need a server of MySQL itself, after the number of all tests."""
     (tmp_path / "needs_mysql.py").write_text(_PLUGIN)
     known = {name: value for name, value in os.environ.items() if not name.startswith(("DBLOCK_", "MYSQL_", "PYTEST"))}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "needs_mysql", "--collect-only", "-q", "-n", "0", "tests"],
+        [sys.executable, "-m", "pytest", "-p", "needs_mysql", "--collect-only", "-q", "-n", "0", tests],
         env=known | environment | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"},
         capture_output=True,
         text=True,
@@ -49,12 +51,14 @@ def collected(tmp_path: Path, **environment: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith(("COLLECTED", "NEEDS"))]
 
 
+@pytest.mark.timeout(240)
 def test_without_mysql_no_test_needs_it(tmp_path: Path) -> None:
     """An empty `DBLOCK_CACHE`, as on a fresh machine."""
-    [total] = collected(tmp_path, DBLOCK_CACHE=str(tmp_path))
+    [total] = collected(tmp_path, "tests", DBLOCK_CACHE=str(tmp_path))
     assert int(total.split()[1]) > 1000
 
 
 def test_with_mysql_many_tests_need_it(tmp_path: Path) -> None:
     """The tree, or `MYSQL_URL`."""
-    assert len(collected(tmp_path, DBLOCK_CACHE=str(tmp_path), MYSQL_URL="mysql://nobody@127.0.0.1:1")) > 100
+    url = "mysql://nobody@127.0.0.1:1"
+    assert len(collected(tmp_path, "tests/contract/test_lock.py", DBLOCK_CACHE=str(tmp_path), MYSQL_URL=url)) > 100

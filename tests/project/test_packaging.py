@@ -226,6 +226,7 @@ def test_public_names() -> None:
         "StoreBusy",
         "StoreConflict",
         "StoreLocked",
+        "StoreReadOnly",
         "StoreUnanswered",
         "SynchronousOnlyOperation",
         "UnsupportedDatabase",

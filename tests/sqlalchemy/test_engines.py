@@ -538,7 +538,7 @@ def test_a_database_that_does_not_exist(request: pytest.FixtureRequest, name: st
     """The driver's own words are told, though the last of the tries may have ended with the time."""
     ready(request, name)
     engine = create_engine(make_url(url(name)).set(database="nowhere"))
-    for timeout in (0, 0.4) * 3:
+    for timeout in (0, 1.5) * 2:
         with pytest.raises(LockStoreError, match="does not exist|Unknown database") as caught:
             db_lock(engine, "k").acquire(timeout=timeout)
         assert isinstance(caught.value.__cause__, engine.dialect.loaded_dbapi.Error)

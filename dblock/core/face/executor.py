@@ -20,7 +20,7 @@ from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Wait
 from dblock.core.statements.base import Failure, Statement, on_server, perform, without_secrets
 
-_SPENT: Final = frozenset({Failure.DISCONNECTED, Failure.SPENT})
+_SPENT: Final = frozenset({Failure.DISCONNECTED, Failure.SPENT, Failure.READ_ONLY})
 """After these failures the connection is dropped."""
 
 

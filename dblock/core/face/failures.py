@@ -19,6 +19,7 @@ from dblock.core.errors import (
     StoreBusy,
     StoreConflict,
     StoreLocked,
+    StoreReadOnly,
     StoreUnanswered,
 )
 from dblock.core.protocol.sending import Database
@@ -79,6 +80,8 @@ def store_error(failure: Failure, error: BaseException, step: Execute, store: De
     match failure:
         case Failure.CONFLICT | Failure.SPENT:
             kind, text = StoreConflict, f"{database} kept refusing to {what}: {detail}"
+        case Failure.READ_ONLY:
+            kind, text = StoreReadOnly, f"{database} kept refusing to {what}: {detail}"
         case Failure.LOCKED:
             kind, text = StoreLocked, f"{database} kept refusing to {what}: {detail}; {store._why_locked(error)}"
         case Failure.BUSY:

@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from dblock.core import clock, timing
-from dblock.core.errors import LockStoreError, PoolExhausted, StoreBusy, StoreConflict, StoreLocked, StoreUnanswered
+from dblock.core.errors import (
+    LockStoreError,
+    PoolExhausted,
+    StoreBusy,
+    StoreConflict,
+    StoreLocked,
+    StoreReadOnly,
+    StoreUnanswered,
+)
 from dblock.core.latency import Latency
 from dblock.core.log import warn
 from dblock.core.protocol.steps import Parameters, Rows, Steps, execute, sleep
@@ -84,7 +92,7 @@ def send(
             latest: LockStoreError = conflict
         except StoreUnanswered as unanswered:
             if not resend:
-                raise
+                raise _explained(unanswered, told)  # noqa: B904 - it has its cause
             latest = unanswered
         if not isinstance(failure, StoreBusy):  # StoreBusy explains why the last one may have been late
             failure = latest
@@ -111,10 +119,11 @@ def _policy(statement: Statement, conflict: StoreConflict) -> WhenLocked:
 
 def _explained(failure: LockStoreError, told: LockStoreError | None) -> LockStoreError:
     """The failure, with an earlier error of the driver as its cause if it was only out of time."""
-    if failure.__cause__ is not None or told is None:
+    if told is None or (failure.__cause__ is not None and not failure.late):
         return failure
     explained = type(failure)(f"{failure}; before that: {told}", key=failure.key)
-    explained.__cause__, explained.late = told.__cause__, failure.late
+    explained.__cause__ = told.__cause__
+    explained.late = failure.late and not isinstance(told, StoreReadOnly)
     return explained
 
 

@@ -334,7 +334,7 @@ _MEANINGS: Final = {
     # Lock wait timeout, NOWAIT.
     **dict.fromkeys((1205, 3572), Failure.BUSY),
     # read_only, twice; a read-only transaction; a Galera node that is not part of its cluster.
-    **dict.fromkeys((1290, 1836, 1792, 1047), Failure.SPENT),
+    **dict.fromkeys((1290, 1836, 1792, 1047), Failure.READ_ONLY),
     # Gone away, lost during a query, lost with an error, cannot connect, out of sync, shutdown, aborted, network,
     # connection killed, session killed, idle too long; 0 is PyMySQL's "already closed".
     **dict.fromkeys((2006, 2013, 2055, 2002, 2003, 2014, 1053, 1152), Failure.DISCONNECTED),

@@ -356,8 +356,9 @@ _MEANINGS: Final = {
     # Serialization failure, deadlock; cancelled, by statement_timeout or an administrator.
     **dict.fromkeys(("40001", "40P01", "57014"), Failure.CONFLICT),
     # Prepared statements that a pooler gave to another client, or that were discarded; one for a table that has changed
-    # since; a standby.
-    **dict.fromkeys(("26000", "42P05", "0A000", "25006"), Failure.SPENT),
+    # since.
+    **dict.fromkeys(("26000", "42P05", "0A000"), Failure.SPENT),
+    "25006": Failure.READ_ONLY,  # a standby, or a setting
     "55P03": Failure.BUSY,  # lock_timeout
     "42P01": Failure.NO_TABLE,
     "42703": Failure.OTHER_TABLE,
