@@ -34,10 +34,12 @@ if TYPE_CHECKING:
         UnsupportedDatabase,
     )
     from dblock.core.events import Event, Kind
+    from dblock.core.face.leading import Term
     from dblock.core.face.observing import observe
     from dblock.core.tokens import Sequencer
     from dblock.core.values import LockInfo
     from dblock.fences import FencedModel, afenced_update, fenced_update
+    from dblock.leaders import Leader, db_leader
     from dblock.locks import Lock, acheck_sequencer, areap, arelease_all, check_sequencer, db_lock, reap, release_all
     from dblock.signals import (
         lock_acquired,
@@ -58,6 +60,7 @@ __all__ = [
     "InvalidKey",
     "InvalidToken",
     "Kind",
+    "Leader",
     "Lock",
     "LockDeadlock",
     "LockError",
@@ -78,12 +81,14 @@ __all__ = [
     "StoreReadOnly",
     "StoreUnanswered",
     "SynchronousOnlyOperation",
+    "Term",
     "UnsupportedDatabase",
     "acheck_sequencer",
     "afenced_update",
     "areap",
     "arelease_all",
     "check_sequencer",
+    "db_leader",
     "db_lock",
     "fenced_update",
     "lock_acquired",
@@ -102,6 +107,8 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("Lock", "acheck_sequencer", "areap", "arelease_all", "check_sequencer"), "dblock.locks"),
     **dict.fromkeys(("db_lock", "reap", "release_all"), "dblock.locks"),
+    **dict.fromkeys(("Leader", "db_leader"), "dblock.leaders"),
+    "Term": "dblock.core.face.leading",
     **dict.fromkeys(("FencedModel", "afenced_update", "fenced_update"), "dblock.fences"),
     **dict.fromkeys((name for name in __all__ if name.startswith("lock_")), "dblock.signals"),
     **dict.fromkeys(("Event", "Kind"), "dblock.core.events"),
@@ -137,4 +144,7 @@ def _resolvable(home: str) -> bool:
     if home == "dblock.fences":  # a model, which Django refuses to define before its apps are loaded
         registry = sys.modules.get("django.apps")
         return registry is not None and bool(registry.apps.apps_ready)
-    return home not in {"dblock.locks", "dblock.signals"} or importlib.util.find_spec("django") is not None
+    return (
+        home not in {"dblock.leaders", "dblock.locks", "dblock.signals"}
+        or importlib.util.find_spec("django") is not None
+    )

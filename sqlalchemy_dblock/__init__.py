@@ -35,18 +35,22 @@ from sqlalchemy_dblock.face import AsyncLock, Lock, attach, check_sequencer, db_
 
 if TYPE_CHECKING:
     from dblock.core.events import Event, Kind
+    from dblock.core.face.leading import Term
     from dblock.core.face.observing import observe
     from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
+    from sqlalchemy_dblock.leaders import AsyncLeader, Leader, db_leader
     from sqlalchemy_dblock.table import lock_events, lock_waiters, locks, metadata, metadata_for
 
 __all__ = [
+    "AsyncLeader",
     "AsyncLock",
     "Event",
     "FencedMixin",
     "InvalidKey",
     "InvalidToken",
     "Kind",
+    "Leader",
     "Lock",
     "LockDeadlock",
     "LockError",
@@ -67,10 +71,12 @@ __all__ = [
     "StoreReadOnly",
     "StoreUnanswered",
     "SynchronousOnlyOperation",
+    "Term",
     "UnsupportedDatabase",
     "attach",
     "check_sequencer",
     "create_tables",
+    "db_leader",
     "db_lock",
     "fenced_update",
     "lock_events",
@@ -94,6 +100,10 @@ if not TYPE_CHECKING:  # type checkers see every name
             from sqlalchemy_dblock import creating as home  # noqa: PLC0415
         elif name in {"FencedMixin", "fenced_update"}:
             from sqlalchemy_dblock import fences as home  # noqa: PLC0415
+        elif name in {"AsyncLeader", "Leader", "db_leader"}:
+            from sqlalchemy_dblock import leaders as home  # noqa: PLC0415
+        elif name == "Term":
+            from dblock.core.face import leading as home  # noqa: PLC0415
         elif name in {"Event", "Kind"}:
             from dblock.core import events as home  # noqa: PLC0415
         elif name == "observe":

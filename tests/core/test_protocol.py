@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -346,7 +347,8 @@ def test_a_refusal_for_good_is_no_missing_answer(error: type[StoreConflict]) -> 
     def refused(step: Execute) -> Rows:
         raise error("no writes") from OSError("refused by the server")
 
-    faults = {("take", number): refused for number in range(3)} | {("take", 3): too_late, ("accept", 0): refused}
+    faults: dict[tuple[str, int], Callable[[Execute], Rows]] = {("take", 3): too_late, ("accept", 0): refused}
+    faults |= {("take", number): refused for number in range(3)}
     steps = acquiring.acquire(site, wish("k", 2.0), 2.0)
     if error is StoreReadOnly:
         with pytest.raises(StoreUnanswered, match="before that: no writes"):

@@ -93,27 +93,21 @@ assert found[0].startswith("3 more of 42, fence 1") and rebuild.delay().get() ==
 """,
     "docs/fences.md django": "assert not same.locked() and Stock.objects.get().left == 6 and same.state is None",
     "docs/deployment.md django": """
-import threading
-left, led, both = [6], [], threading.Lock()
-def step(lock):
-    assert both.acquire(blocking=False), "two lead"
-    led.append(lock.fence)
+import threading, time
+terms, busy = [], threading.Event()
+def step(term):
+    terms.append(term)
+    busy.set()
     time.sleep(0.02)
-    left[0] -= 1
-    both.release()
-    if left[0] == 3:
-        Lock.objects.filter(lock_key="leader").update(owner="somebody")
-        lock.verify()
-from dblock.models import Lock
-lead(step, lambda: left[0] > 4)
-threads = [threading.Thread(target=lead, args=(step, lambda: left[0] > 0)) for _ in range(3)]
-for thread in threads:
-    thread.start()
-time.sleep(0.5)
-Lock.objects.filter(owner="somebody").update(owner=None)
-for thread in threads:
-    thread.join()
-assert len(set(led)) > 2 and led == sorted(led), led
+leading = threading.Thread(target=lead)
+leading.start()
+assert busy.wait(10)
+other = db_leader("importer")
+assert not other.campaign(timeout=0.1) and other.leader().fence == terms[0]
+leader.stop()
+leading.join()
+assert other.campaign(timeout=5) and other.term > terms[0] and {*terms} == {terms[0]}
+other.resign()
 """,
     "docs/transactions.md django": 'sell(None, "42")\nassert Stock.objects.get().left == 7',
     "docs/coming-from.md once-a-minute": """

@@ -41,6 +41,8 @@ class BaseLock:
     """The parent process, if it held this very object when it forked this process."""
     _skipped: bool | None = None
     """Whether the decorated call that it was made for is skipped; None if it was made for none."""
+    _flow: Flow | None = None
+    """The flow that owns what is taken through this object; None: the one that runs."""
     _stands_by = False
     """Whether it waits for ever by design: then CONTENDED is not reported, nor a refusal as GAVE_UP."""
 
@@ -261,7 +263,7 @@ class BaseLock:
 
     def _hold_here(self, flow: Flow | None = None) -> Hold | None:
         """The hold of this flow; `flow` is this flow if known."""
-        holds = (flow or current_flow()).holds
+        holds = (flow or self._flow or current_flow()).holds
         hold = holds.get((self._store(), self._key)) if holds else None
         if hold is not None and hold.outer is not None and not hold.entered_by(self):
             # Another lock object took the key again after this object's tenure had ended, which stays lost.

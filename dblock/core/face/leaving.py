@@ -248,7 +248,13 @@ def _leave_after_all(hold: Hold) -> Steps[None]:
     if not hold.sole or (hold.lease.grace and over):
         return  # its lease expires
     with contextlib.suppress(LockError):  # nothing replaces the interrupt
-        if hold.shared_entries is not None or (hold.min_hold and not entered):
-            _ = yield from handover.leave(site_of(hold), hold, count=entered + 1, again=True)
-        else:
-            _ = yield from handover.free(site_of(hold), hold.record, entered + 1)
+        yield from leave_again(hold)
+
+
+def leave_again(hold: Hold) -> Steps[None]:
+    """Send the statement that leaves an entry again: its answer was lost, or never awaited. Only if `hold.sole`."""
+    entered = len(hold.entries)
+    if hold.shared_entries is not None or (hold.min_hold and not entered):
+        _ = yield from handover.leave(site_of(hold), hold, count=entered + 1, again=True)
+    else:
+        _ = yield from handover.free(site_of(hold), hold.record, entered + 1)

@@ -27,7 +27,7 @@ Timeout = Seconds | EllipsisType | None
 """Seconds to wait; -1 or None for ever; Ellipsis for the lock's own timeout."""
 
 
-def _gives_way(late: LockError, error: BaseException | None) -> bool:
+def gives_way(late: LockError, error: BaseException | None) -> bool:
     """Whether the error of the release becomes a note on the body's exception instead of being raised.
 
     A loss is raised, chained to the body's exception. But it never replaces a cancellation, Ctrl-C or exit, and a
@@ -39,7 +39,7 @@ def _gives_way(late: LockError, error: BaseException | None) -> bool:
     return True
 
 
-def _was_ours(hold: Hold, error: BaseException | None) -> bool:
+def was_ours(hold: Hold, error: BaseException | None) -> bool:
     """Whether only the loss of the lock cancelled the body; withdraws that request, as asyncio.timeout does."""
     if not hold.interrupted:
         return False
@@ -65,9 +65,9 @@ async def leave(lock: BaseLock, error: BaseException | None) -> None:
     try:
         await lock._adrive(leaving.leave_block(lock), undisturbed=True)
     except LockError as late:
-        if hold is not None and _was_ours(hold, error):
+        if hold is not None and was_ours(hold, error):
             raise late from error
-        if not _gives_way(late, error):
+        if not gives_way(late, error):
             raise
 
 
@@ -159,7 +159,7 @@ class SyncLock(BaseLock):
         try:
             self._drive(leaving.leave_block(self))
         except LockError as late:
-            if not _gives_way(late, error):
+            if not gives_way(late, error):
                 raise
 
     if not TYPE_CHECKING:  # hidden from type checkers

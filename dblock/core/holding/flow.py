@@ -154,6 +154,10 @@ class Flows:
             flow = self._tasks[task] = self._new(f"task {task.get_name()}", task, is_task=True)
         return flow
 
+    def of_object(self, name: str, owner: object) -> Flow:
+        """A flow of an object, whose holds any thread may use; it ends when the object is collected."""
+        return self._new(name, owner)
+
     def _begin(self, life: _Life) -> Flow:
         """Begin a flow in the current context."""
         flow = self._new(threading.current_thread().name, life)

@@ -1,0 +1,697 @@
+"""Leader election: of many candidates for one name, one leads at a time, for a term.
+
+A term is a tenure of the lock on that name, and its number is the fence of that tenure. Candidates are elected first
+come, first served, by the queue of the key. The leader object owns the tenure: any thread may ask it, or resign.
+
+Rule: the belief ends before the term. `is_leader` turns False a margin before the lease ends, and before the statement
+of a resignation is sent. What runs for the leader (a body) ends before a resignation releases the key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypedDict, TypeVar, cast
+
+from dblock.core import runtime
+from dblock.core.acquire.acquiring import Refused
+from dblock.core.errors import LockError, LockLost, LockRevoked, LockStoreError, LockTimeout, Reason
+from dblock.core.face import entering, leaving, operations
+from dblock.core.face.base import BaseLock
+from dblock.core.face.bookkeeping import forget
+from dblock.core.face.failures import timed_out
+from dblock.core.face.locks import gives_way, was_ours
+from dblock.core.holding.flow import Flow, Hold, current_task
+from dblock.core.log import warn
+from dblock.core.protocol.sending import pauses
+from dblock.core.protocol.steps import Sleep, Step, Steps, Wait
+from dblock.core.runtime import current_flow
+from dblock.core.validation import valid_timeout
+from dblock.core.values import LockInfo, Seconds
+from dblock.core.wakeup.registry import Wakeup
+
+T = TypeVar("T")
+Body = TypeVar("Body", bound=Callable[[int], Any])
+Told = Callable[[Any], object]
+Deposed = Callable[[Any, Reason], object]
+
+TTL: Final = 15.0
+"""Seconds after which another candidate is elected, by default, if the leader has died."""
+PAUSE: Final = 1.0
+"""Longest pause in seconds before `run` campaigns again after a failure of the database."""
+
+
+class Stage(Enum):
+    """What a leader object does."""
+
+    IDLE = "neither a candidate nor the leader"
+    CAMPAIGNING = "a candidate: its take of the key is under way, or waits"
+    LEADING = "elected; the lease may be over by now"
+    RESIGNING = "believes no more that it leads; the key is not released yet"
+
+
+MOVES: Final = {
+    Stage.IDLE: {Stage.CAMPAIGNING},
+    Stage.CAMPAIGNING: {Stage.LEADING, Stage.IDLE},
+    Stage.LEADING: {Stage.RESIGNING},
+    Stage.RESIGNING: {Stage.IDLE},
+}
+"""The legal moves."""
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `db_leader`, whose docstring explains them."""
+
+    ttl: Seconds
+    timeout: Seconds | None
+    label: str
+    on_elected: Told | None
+    on_deposed: Deposed | None
+    on_at_risk: Told | None
+    on_revoke: Callable[[Any, str], object] | None
+    interrupt: bool
+    grace: Seconds
+    min_hold: Seconds
+    max_hold: Seconds | None
+
+
+class Term(NamedTuple):
+    """A change of the leader, as `observe()` reports it."""
+
+    number: int | None
+    """The number of the term; None while nobody leads."""
+    leader: LockInfo | None
+    """Who leads; None while nobody does."""
+
+
+class _Withdrawn(BaseException):
+    """Thrown into the steps of a campaign that `resign()` ends; they clean up as after any interrupt."""
+
+
+class _Running:
+    """A body that runs for the leader: the block of a `with`, or a call of `run`'s function."""
+
+    def __init__(self) -> None:
+        self.flow = current_flow()
+        self.task = current_task()
+        self.ended = threading.Event()
+
+
+class BaseLeader:
+    """A candidate for the leadership of a name, apart from how its statements are run."""
+
+    def __init__(
+        self,
+        make_lock: Callable[..., BaseLock],
+        name: str,
+        *,
+        ttl: Seconds = TTL,
+        timeout: Seconds | None = None,
+        on_elected: Told | None = None,
+        on_deposed: Deposed | None = None,
+        on_at_risk: Told | None = None,
+        on_revoke: Callable[[Any, str], object] | None = None,
+        interrupt: bool = False,
+        **options: Any,
+    ) -> None:
+        """`make_lock(name, **options)` makes a lock of the face."""
+        if unknown := options.keys() - {"label", "grace", "min_hold", "max_hold"}:
+            raise TypeError(f"db_leader() has no option {min(unknown)!r}")
+        this = weakref.ref(self)  # so that the lease of a leader object that was dropped is renewed no more
+        for handler, what in ((on_elected, "on_elected"), (on_deposed, "on_deposed")):
+            if handler is not None and not callable(handler):
+                raise TypeError(f"{what} is a function or None, not {handler!r}")
+        self._lock: Any = make_lock(
+            name,
+            ttl=ttl,
+            timeout=None,
+            release="now",
+            slow_wait=None,
+            on_lost=functools.partial(_deposed, this, on_deposed),
+            on_at_risk=on_at_risk and functools.partial(_tell, this, on_at_risk),
+            on_revoke=on_revoke and functools.partial(_tell, this, on_revoke),
+            **options,
+        )
+        self._lock._stands_by = True
+        self._timeout = valid_timeout(timeout)
+        self._on_elected = on_elected
+        self._interrupt = interrupt
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Lead nothing, and be no candidate."""
+        self._guard = threading.RLock()  # a signal handler may resign
+        self._stopped = threading.Event()
+        flows = runtime.current.flows
+        self._flow: Flow = flows.of_object(f"leader {self.name}", self)
+        self._lock._flow = self._flow
+        self._stage = Stage.IDLE
+        self._hold: Hold | None = None
+        self._running: _Running | None = None
+        self._withdrawn = False
+        self._wakeup: Wakeup | None = None
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the term and the candidacy are the parent's."""
+        if self._flow.who["pid"] != os.getpid():
+            self._begin_anew()
+
+    # -- what is known without I/O
+
+    @property
+    def name(self) -> str:
+        """The name of what is led, and the key of the lock on it."""
+        name: str = self._lock.key
+        return name
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this object surely leads at this moment, by the local clock alone; no I/O."""
+        return self._leading() is not None
+
+    @property
+    def term(self) -> int | None:
+        """The number of the term, greater than every earlier one of the name (the fence); None unless leading."""
+        hold = self._leading()
+        return None if hold is None else hold.tenure.fence
+
+    @property
+    def remaining(self) -> float:
+        """Seconds for which this object may still rely on leading, 0.0 if it may not; by the local clock alone."""
+        hold = self._leading()
+        return 0.0 if hold is None else hold.lease.remaining()
+
+    def check(self) -> None:
+        """Raise LockLost unless this object surely leads, LockRevoked if it was asked to resign; no I/O."""
+        if self._leading() is None and self._stage is not Stage.LEADING:
+            raise LockLost(
+                f"this object does not lead {self.name!r}: it was not elected, or has resigned", key=self.name
+            )
+        self._lock.check()
+
+    def _leading(self) -> Hold | None:
+        hold = self._hold
+        mine = self._stage is Stage.LEADING and hold is not None and hold.who["pid"] == os.getpid()
+        return hold if mine and hold is not None and hold.lease.remaining() > 0 else None
+
+    def __repr__(self) -> str:
+        does = f"leads, term {self.term}" if self.is_leader else "does not lead"
+        return f"<{type(self).__name__} {self.name!r}: {does}>"
+
+    # -- the moves
+
+    def _move(self, stage: Stage) -> None:
+        assert stage in MOVES[self._stage], (self._stage, stage)  # noqa: S101 - checked by the tests of each path
+        self._stage = stage
+
+    def _begin(self, running: _Running | None) -> Hold | None:
+        """Become a candidate; a hold that is to be released before."""
+        self._leave_to_parent()
+        with self._guard:
+            if self._stopped.is_set():
+                raise LockError(f"stop() was called: this object is no candidate for {self.name!r} any more")
+            if self._stage is Stage.LEADING and self._leading() is None:
+                self._move(Stage.RESIGNING)  # deposed
+            if self._stage in {Stage.CAMPAIGNING, Stage.LEADING} or self._running is not None:
+                does = "leads" if self._stage is Stage.LEADING else "is a candidate for"
+                raise LockError(f"this object {does} {self.name!r} already: make a db_leader() for each candidate")
+            unreleased, self._hold = self._hold, None
+            if unreleased is not None and unreleased.entries:  # deposed: there is nothing to release
+                unreleased.entries = []
+                forget(unreleased)
+                unreleased = None
+            if self._stage is Stage.RESIGNING:
+                self._move(Stage.IDLE)
+            self._move(Stage.CAMPAIGNING)
+            self._withdrawn, self._wakeup, self._running = False, None, running
+            return unreleased
+
+    def _campaign(self, timeout: float | None, running: _Running | None) -> Steps[Hold | Refused | None]:
+        """The hold of the term; the refusal if the time was up, None if the candidacy was withdrawn."""
+        unreleased, found = self._begin(running), None
+        try:
+            if unreleased is not None:
+                yield from leaving.leave_again(unreleased)
+            found = yield from self._until_withdrawn(entering.acquire(self._lock, timeout, "with", self._flow))
+        except _Withdrawn:
+            pass
+        finally:
+            elected = self._settle(found)
+        if isinstance(found, Hold) and not elected:
+            yield from self._release()
+            return None
+        return found
+
+    def _settle(self, found: Hold | Refused | None) -> bool:
+        """The end of a campaign; whether this object leads."""
+        with self._guard:
+            self._hold = found if isinstance(found, Hold) else None
+            self._move(Stage.LEADING if self._hold else Stage.IDLE)
+            if self._hold and self._withdrawn:  # while the take was under way
+                self._move(Stage.RESIGNING)
+            if self._stage is not Stage.LEADING:
+                self._running = None
+            return self._stage is Stage.LEADING
+
+    def _until_withdrawn(self, steps: Steps[T]) -> Generator[Step, Any, T]:
+        """The steps; once the candidacy is withdrawn, their next wait is interrupted.
+
+        A bare `yield`, against the rule of `protocol.steps`: it stands between the steps and whatever drives them.
+        """
+        reply: Any = None
+        error: BaseException | None = None
+        interrupted = False
+
+        def is_due(step: Step) -> bool:
+            return self._withdrawn and not interrupted and isinstance(step, (Wait, Sleep))
+
+        while True:
+            try:
+                step = steps.send(reply) if error is None else steps.throw(error)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            reply = error = None
+            if isinstance(step, Wait):
+                self._wakeup = step.wakeup  # before the flag is read: a resignation sets it, and then notifies
+            try:
+                if not is_due(step):
+                    reply = yield step
+            except GeneratorExit:
+                steps.close()
+                raise
+            except BaseException as raised:  # noqa: BLE001 - it is for the steps
+                error = raised
+            if error is None and is_due(step):
+                interrupted, error = True, _Withdrawn()
+
+    def _begin_to_resign(self) -> _Running | None:
+        """Believe no more; what runs in another flow, and releases the key when it ends."""
+        self._leave_to_parent()
+        with self._guard:
+            if self._stage is Stage.CAMPAIGNING:
+                self._withdrawn = True
+                if self._wakeup is not None:
+                    self._wakeup.notify()
+            if self._stage is Stage.LEADING:
+                self._move(Stage.RESIGNING)
+            running = self._running
+        if running is None or running.flow is current_flow() or self._stage is not Stage.RESIGNING:
+            return None
+        self._interrupt_body()
+        return running
+
+    def _release(self) -> Steps[None]:
+        """Release the key of a term that was resigned. Raises LockLost if the term was over."""
+        if self._stage is not Stage.RESIGNING or self._hold is None:
+            return
+        hold, unanswered = self._hold, False
+        try:
+            if hold.entries:
+                yield from leaving.release(self._lock)
+            else:
+                yield from leaving.leave_again(hold)
+        except LockLost:
+            raise
+        except LockError:
+            unanswered = True  # the lease is renewed no more; resign() can be called again
+            raise
+        finally:
+            with self._guard:
+                if not unanswered and self._hold is hold:
+                    self._hold = None
+                    self._move(Stage.IDLE)
+
+    def _end(self) -> Steps[None]:
+        """End the term of a body."""
+        with self._guard:
+            if self._stage is Stage.LEADING:
+                self._move(Stage.RESIGNING)
+        yield from self._release()
+
+    def _ran(self, running: _Running | None) -> None:
+        """What ran for the leader has ended."""
+        with self._guard:
+            self._running = None
+        if running is not None:
+            running.ended.set()
+
+    def _interrupt_body(self) -> None:
+        """Cancel the asyncio task of the body, with `interrupt=True`."""
+        running, hold = self._running, self._hold
+        if not self._interrupt or running is None or running.task is None or hold is None:
+            return
+
+        def cancel() -> None:
+            if not hold.interrupted and not running.ended.is_set():
+                hold.interrupted = True
+                running.task.cancel()
+
+        running.task.get_loop().call_soon_threadsafe(cancel)
+
+    def _withdrew(self) -> LockError:
+        return LockError(f"the candidacy for {self.name!r} was withdrawn by resign()")
+
+
+def _deposed(this: Callable[[], BaseLeader | None], on_deposed: Deposed | None, lock: BaseLock, reason: Reason) -> None:
+    """Called in a thread of its own when the term has ended by itself."""
+    leader = this()
+    if leader is not None:
+        leader._interrupt_body()
+        if on_deposed is not None:
+            _ = on_deposed(leader, reason)
+
+
+def _tell(
+    this: Callable[[], BaseLeader | None], handler: Callable[..., object], lock: BaseLock, *given: object
+) -> None:
+    leader = this()
+    if leader is not None:
+        _ = handler(leader, *given)
+
+
+class SyncLeader(BaseLeader):
+    """A candidate whose methods block the calling thread."""
+
+    def campaign(self, timeout: Seconds | None = None) -> bool:
+        """Wait until this object leads: its place in the queue of candidates is kept meanwhile.
+
+        `timeout` is in seconds; None, the default, waits for ever. Returns False if the time was up, or if `resign()`
+        withdrew the candidacy. `on_elected` is called before this returns; if it fails, the term ends.
+
+        Raises LockStoreError if the database fails, LockError if this object leads or is a candidate already.
+        """
+        try:
+            found = self._lock._drive(self._campaign(valid_timeout(timeout), None))
+        except LockTimeout:  # waiting would have been pointless
+            return False
+        return isinstance(found, Hold) and self._tell_elected()
+
+    def resign(self) -> None:
+        """End the term, or withdraw the candidacy; without either, nothing happens.
+
+        `is_leader` is False at once. If a body runs in another thread or task, this waits for its end, and the key is
+        released then. Raises LockStoreError if the database fails: call it again, or the lease ends by itself.
+        """
+        running = self._begin_to_resign()
+        if running is not None:
+            _ = running.ended.wait()
+            return
+        with contextlib.suppress(LockLost):  # on_deposed and check() have told
+            self._lock._drive(self._release())
+
+    def stop(self) -> None:
+        """Resign for good: a function of `run` returns, and this object campaigns no more."""
+        self._stopped.set()
+        self.resign()
+
+    def leader(self) -> LockInfo | None:
+        """Who leads, by the database; None if nobody does."""
+        return _who_leads(self._lock._drive(operations.inspect(self._lock)))
+
+    def observe(self, every: float = 1.0) -> Iterator[Term]:
+        """Yield the present `Term`, then each change of it, also that nobody leads; without end.
+
+        It reads the row every so many seconds; a term that is shorter may be missed. Raises LockStoreError.
+        """
+        known: Term | None = None
+        while True:
+            term = _term_of(self.leader())
+            if known is None or term.number != known.number:
+                known = term
+                yield term
+            time.sleep(every)
+
+    def run(self, body: Body) -> Callable[[], None]:
+        """Decorate `body(term)`: the result campaigns, leads by calling `body`, resigns, and begins anew.
+
+        It returns after `stop()`, and raises what `body` raises, after the term has ended. A body whose `check()` says
+        that it was deposed is left for the next campaign, and a database that fails is asked again.
+        """
+        if inspect.iscoroutinefunction(body):
+            raise TypeError(f"{body!r} is a coroutine function: let the leader of an async engine run it")
+
+        @functools.wraps(body)
+        def lead() -> None:
+            growing = pauses(0.05, PAUSE)
+            while not self._stopped.is_set():
+                try:
+                    hold = self._enter(None)
+                except LockStoreError as error:
+                    warn("cannot campaign for %r, and will try again: %s", self.name, error)
+                    _ = self._stopped.wait(next(growing))
+                    continue
+                if isinstance(hold, Hold):
+                    growing = pauses(0.05, PAUSE)
+                    self._lead(body, hold)
+
+        return lead
+
+    def _lead(self, body: Callable[[int], object], hold: Hold) -> None:
+        failed: BaseException | None = None
+        try:
+            _ = body(hold.tenure.fence)
+        except BaseException as error:
+            failed = error
+            if not _is_deposition(error, self.name):
+                raise
+        finally:
+            try:
+                self._exit()
+            except LockError as late:
+                _say_late(late, failed)
+
+    def _enter(self, timeout: float | None) -> Hold | Refused | None:
+        """Begin a body: it is known from the campaign on, so that no resignation overlooks it."""
+        found: Hold | Refused | None = self._lock._drive(self._campaign(timeout, _Running()))
+        if isinstance(found, Hold):
+            _ = self._tell_elected()
+        return found
+
+    def _exit(self) -> None:
+        running = self._running
+        try:
+            self._lock._drive(self._end())
+        finally:
+            self._ran(running)
+
+    def _tell_elected(self) -> bool:
+        """Call `on_elected`; True. If that fails, the term ends."""
+        if self._on_elected is not None:
+            try:
+                _ = self._on_elected(self)
+            except BaseException as error:
+                try:
+                    self._exit()
+                except LockError as late:
+                    error.add_note(str(late))
+                raise
+        return True
+
+    def __enter__(self) -> Self:
+        found = self._enter(self._timeout)
+        if isinstance(found, Refused):
+            raise self._lock._drive(timed_out(self._lock, found)) from found.busy
+        if found is None:
+            raise self._withdrew()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._exit()
+        except LockError as late:
+            if not gives_way(late, error):
+                raise
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+
+        def __aenter__(self) -> None:
+            raise TypeError("this leader blocks its thread: use `with`, or the leader of an AsyncEngine")
+
+        __aexit__ = __aenter__
+
+
+class AsyncLeader(BaseLeader):
+    """A candidate whose methods are coroutines; see SyncLeader for what each does.
+
+    `self` may be any leader, so that a synchronous one can use these methods as its asynchronous twins.
+    """
+
+    async def campaign(self: BaseLeader, timeout: Seconds | None = None) -> bool:
+        """Wait until this object leads; False if the time was up, or if the candidacy was withdrawn."""
+        try:
+            found = await self._lock._adrive(self._campaign(valid_timeout(timeout), None))
+        except LockTimeout:
+            return False
+        return isinstance(found, Hold) and await _atell_elected(self)
+
+    async def resign(self: BaseLeader) -> None:
+        """End the term, or withdraw the candidacy; without either, nothing happens."""
+        running = self._begin_to_resign()
+        if running is not None:
+            while not running.ended.is_set():  # in another task, loop or thread
+                await _sleep(0.01)
+            return
+        with contextlib.suppress(LockLost):
+            await self._lock._adrive(self._release(), undisturbed=True)
+
+    async def stop(self: BaseLeader) -> None:
+        """Resign for good: a function of `run` returns, and this object campaigns no more."""
+        self._stopped.set()
+        await AsyncLeader.resign(self)
+
+    async def leader(self: BaseLeader) -> LockInfo | None:
+        """Who leads, by the database; None if nobody does."""
+        return _who_leads(await self._lock._adrive(operations.inspect(self._lock)))
+
+    async def observe(self: BaseLeader, every: float = 1.0) -> AsyncIterator[Term]:
+        """Yield the present `Term`, then each change of it, also that nobody leads; without end."""
+        known: Term | None = None
+        while True:
+            term = _term_of(await AsyncLeader.leader(self))
+            if known is None or term.number != known.number:
+                known = term
+                yield term
+            await _sleep(every)
+
+    def run(self: BaseLeader, body: Body) -> Callable[[], Any]:
+        """Decorate `async def body(term)`: see SyncLeader.run. The result is a coroutine function."""
+        if not inspect.iscoroutinefunction(body):
+            raise TypeError(f"{body!r} is not a coroutine function: let the leader of a sync engine run it")
+
+        @functools.wraps(body)
+        async def lead() -> None:
+            growing = pauses(0.05, PAUSE)
+            while not self._stopped.is_set():
+                try:
+                    hold = await _aenter(self, None)
+                except LockStoreError as error:
+                    warn("cannot campaign for %r, and will try again: %s", self.name, error)
+                    await _sleep(next(growing))
+                    continue
+                if isinstance(hold, Hold):
+                    growing = pauses(0.05, PAUSE)
+                    await _alead(self, body, hold)
+
+        return lead
+
+    async def __aenter__(self) -> Self:
+        return await aenter(self)
+
+    async def __aexit__(
+        self: BaseLeader, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        hold = self._hold
+        try:
+            await _aexit(self)
+        except LockError as late:
+            if hold is not None and was_ours(hold, error):
+                raise late from error
+            if not gives_way(late, error):
+                raise
+        else:
+            if hold is not None and was_ours(hold, error):
+                raise self._withdrew() from error
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+
+        def __enter__(self) -> None:
+            raise TypeError("this is the leader of an event loop: use `async with`")
+
+        __exit__ = __enter__
+
+
+L = TypeVar("L", bound=BaseLeader)
+
+
+async def aenter(leader: L) -> L:
+    """Begin an `async with`."""
+    found = await _aenter(leader, leader._timeout)
+    if isinstance(found, Refused):
+        raise (await leader._lock._adrive(timed_out(leader._lock, found))) from found.busy
+    if found is None:
+        raise leader._withdrew()
+    return leader
+
+
+async def _aenter(leader: BaseLeader, timeout: float | None) -> Hold | Refused | None:
+    found = await leader._lock._adrive(leader._campaign(timeout, _Running()))
+    if isinstance(found, Hold):
+        found.cancelling = current_task().cancelling()
+        _ = await _atell_elected(leader)
+    return cast("Hold | Refused | None", found)
+
+
+async def _aexit(leader: BaseLeader) -> None:
+    running = leader._running
+    try:
+        await leader._lock._adrive(leader._end(), undisturbed=True)
+    finally:
+        leader._ran(running)
+
+
+async def _atell_elected(leader: BaseLeader) -> bool:
+    if leader._on_elected is not None:
+        try:
+            told = leader._on_elected(leader)
+            if inspect.isawaitable(told):
+                await told
+        except BaseException as error:
+            try:
+                await _aexit(leader)
+            except LockError as late:
+                error.add_note(str(late))
+            raise
+    return True
+
+
+async def _alead(leader: BaseLeader, body: Callable[[int], Any], hold: Hold) -> None:
+    failed: BaseException | None = None
+    try:
+        await body(hold.tenure.fence)
+    except BaseException as error:
+        failed = error
+        if not (was_ours(hold, error) or _is_deposition(error, leader.name)):
+            raise
+    finally:
+        try:
+            await _aexit(leader)
+        except LockError as late:
+            _say_late(late, failed)
+
+
+async def _sleep(seconds: float) -> None:
+    import asyncio  # noqa: PLC0415 - a third of the core's import time
+
+    await asyncio.sleep(seconds)
+
+
+def _is_deposition(error: BaseException, name: str) -> bool:
+    """Whether it says that the term is over, or is to end, so that the next campaign is the answer to it."""
+    return isinstance(error, (LockLost, LockRevoked)) and error.key == name
+
+
+def _say_late(late: LockError, failed: BaseException | None) -> None:
+    """Log that a term could not be ended, or add it to the body's exception; a loss has been logged already."""
+    if failed is not None:
+        failed.add_note(str(late))
+    elif not isinstance(late, LockLost):
+        warn("could not end a term, which ends with its lease: %s", late)
+
+
+def _who_leads(info: LockInfo | None) -> LockInfo | None:
+    return info if info is not None and info.state == "held" and info.owner else None  # no owner during `min_hold`
+
+
+def _term_of(leader: LockInfo | None) -> Term:
+    return Term(None if leader is None else leader.fence, leader)

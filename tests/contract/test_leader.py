@@ -1,0 +1,463 @@
+"""Leader election, on every database and both faces."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from dblock.core import runtime
+from dblock.core.errors import LockError, LockLost, LockRevoked, LockStoreError, LockTimeout, Reason
+from dblock.core.face import administration
+from dblock.core.face.executor import BaseStore
+from dblock.core.protocol.drive import adrive, drive
+from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.values import margin
+from tests.conftest import ALIASES, timed
+from tests.contract.test_queue import waiters
+from tests.support.lab import remaining, until
+from tests.support.lab import some as each
+from tests.support.subjects import Actor, Subject
+
+KEY = "k"
+
+
+@pytest.fixture
+def candidate(subject: Subject) -> Iterator[Callable[..., Any]]:
+    """Makes candidates."""
+    made: list[Any] = []
+
+    def make(**options: Any) -> Any:
+        if subject.variant == "django":
+            from dblock import db_leader as django_leader
+
+            made.append(django_leader(KEY, using=ALIASES[subject.database], **options))
+        else:
+            from sqlalchemy_dblock import db_leader
+
+            made.append(db_leader(subject.engine, KEY, **options))
+        return made[-1]
+
+    yield make
+    cleaner = Actor(subject)
+    for leader in made:
+        cleaner.call(leader, "stop")
+    cleaner.close()
+
+
+def administered(subject: Subject, actor: Actor, leader: Any, what: Callable[..., Any]) -> Any:
+    """What an operator does to the row of the leader."""
+    store = leader._lock._store()
+    steps = what(store, KEY, subject.row(KEY)["fence"], "root: maintenance")
+    return actor.do(lambda: (adrive if subject.face == "async" else drive)(steps, store))
+
+
+@each
+def test_who_is_elected_leads_until_it_resigns(
+    subject: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]
+) -> None:
+    """Every thread may ask, and the thread that resigns may be another one than the one that campaigned."""
+    leader, elected = candidate(on_elected=lambda it: elected.append(it.term)), list[int]()
+    assert (leader.is_leader, leader.term, leader.remaining) == (False, None, 0.0)
+    with pytest.raises(LockLost, match="was not elected"):
+        leader.check()
+    assert actor.call(leader, "campaign") is True
+    assert leader.is_leader
+    leader.check()
+    assert elected == [leader.term] == [subject.row(KEY)["fence"]]
+    assert 0 < leader.remaining <= 15
+    assert other.call(leader, "leader").fence == leader.term
+    assert repr(leader).endswith(f"'k': leads, term {leader.term}>")
+    other.call(leader, "resign")
+    assert (leader.is_leader, leader.term) == (False, None)
+    assert other.call(leader, "leader") is None
+    other.call(leader, "resign")  # nothing happens
+    assert actor.call(leader, "campaign", timeout=1) is True
+    assert leader.term > elected[0]
+
+
+@each
+def test_candidates_are_elected_in_their_order(
+    subject: Subject, actors: Callable[[int], list[Actor]], candidate: Callable[..., Any]
+) -> None:
+    """First come, first served; each term has a higher number; one at a time."""
+    crowd, order = actors(4), list[int]()
+    leaders = [candidate() for _ in crowd]
+    assert crowd[0].call(leaders[0], "campaign")
+    futures = []
+    for number, (actor, leader) in enumerate(zip(crowd[1:], leaders[1:], strict=True)):
+        futures.append(actor.start(getattr(leader, subject.method("campaign"))))
+        assert until(lambda n=number: waiters(subject) + lined_up(subject) >= min(n + 1, 1))
+        time.sleep(0.05)
+    terms = []
+    for number, leader in enumerate(leaders):
+        if number:
+            assert futures[number - 1].result(30) is True
+        assert [each.is_leader for each in leaders] == [each is leader for each in leaders]
+        terms.append(leader.term)
+        order.append(number)
+        crowd[number].call(leader, "resign")
+    assert terms == sorted(set(terms))
+
+
+def lined_up(subject: Subject) -> int:
+    found = runtime.current.site(subject.lock(KEY)._store()).local_queues.find(KEY)
+    return 0 if found is None else len(found._waiters)
+
+
+@each
+def test_a_candidacy_ends_by_time_or_is_withdrawn(
+    subject: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]
+) -> None:
+    """The object can campaign again afterwards; no place is left in the queue."""
+    first, second = candidate(), candidate()
+    assert actor.call(first, "campaign")
+    assert other.call(second, "campaign", timeout=0.2) is False
+    waiting = other.start(getattr(second, subject.method("campaign")))
+    assert until(lambda: waiters(subject) == 1)
+    with pytest.raises(LockError, match="is a candidate for 'k' already"):
+        actor.call(second, "campaign")
+    begun = time.monotonic()
+    actor.call(second, "resign")
+    assert waiting.result(10) is False
+    assert time.monotonic() - begun < 1.5
+    assert until(lambda: waiters(subject) == 0)
+    with pytest.raises(LockError, match="leads 'k' already"):
+        actor.call(first, "campaign")
+    actor.call(first, "resign")
+    assert other.call(second, "campaign", timeout=5) is True
+
+
+@each
+def test_a_leader_that_is_deposed_is_told(subject: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
+    """By `on_deposed`, `check()` and the end of its block; it can campaign again."""
+    told: list[tuple[Any, Reason]] = []
+    leader = candidate(ttl=1.2, on_deposed=lambda *given: told.append(given))
+
+    def body() -> None:
+        assert leader.is_leader
+        subject.run("UPDATE locks SET owner = 'somebody', fence = fence + 1 WHERE lock_key = 'k'")
+        assert until(lambda: not leader.is_leader)
+        assert leader.term is None
+        with pytest.raises(LockLost):
+            leader.check()
+
+    with pytest.raises(LockLost) as caught:
+        actor.within(leader, in_a_thread(body) if subject.face == "async" else body)
+    assert caught.value.key == KEY
+    assert until(lambda: told == [(leader, Reason.TAKEN_OVER)])
+    subject.run("UPDATE locks SET owner = NULL WHERE lock_key = 'k'")
+    assert actor.call(leader, "campaign", timeout=5) is True
+
+
+def in_a_thread(body: Callable[[], object]) -> Callable[[], Any]:
+    return lambda: asyncio.to_thread(body)
+
+
+@each
+def test_the_belief_ends_before_the_lease(subject: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
+    """By the margin for clocks that run at different rates; nobody else is elected before."""
+    leader = candidate(ttl=1.5, max_hold=1.5)
+    assert actor.call(leader, "campaign")
+    assert until(lambda: not leader.is_leader)
+    assert remaining(subject) > margin(1.5) / 2
+    assert subject.row(KEY)["owner"]
+
+
+@each
+def test_a_leader_that_was_asked_to_resign_is_told(
+    subject: Subject, actor: Actor, candidate: Callable[..., Any]
+) -> None:
+    """It still leads, and `check()` raises LockRevoked."""
+    told: list[tuple[Any, str]] = []
+    leader = candidate(on_revoke=lambda *given: told.append(given))
+    assert actor.call(leader, "campaign")
+    assert administered(subject, actor, leader, administration.revoke)
+    assert until(lambda: told == [(leader, "root: maintenance")])
+    assert leader.is_leader
+    with pytest.raises(LockRevoked):
+        leader.check()
+
+
+@each
+def test_with_is_one_term(subject: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]) -> None:
+    """A `timeout` ends the wait with LockTimeout; a resignation from elsewhere with LockError."""
+    first, second, hasty = candidate(), candidate(), candidate(timeout=0.1)
+    terms: list[int | None] = []
+    actor.within(first, lambda: terms.append(first.term))
+    assert terms != [None]
+    assert not first.is_leader
+    assert subject.row(KEY)["owner"] is None
+    assert actor.call(first, "campaign")
+    with pytest.raises(LockTimeout, match="could not acquire 'k'"):
+        other.within(hasty)
+    waiting = other.start(lambda: entered(subject, second))
+    assert until(lambda: waiters(subject) == 1)
+    actor.call(second, "resign")
+    with pytest.raises(LockError, match="was withdrawn"):
+        waiting.result(10)
+
+
+def entered(subject: Subject, leader: Any) -> Any:
+    if subject.face == "sync":
+        with leader:
+            return None
+
+    async def block() -> None:
+        async with leader:
+            pass
+
+    return block()
+
+
+@each
+def test_a_resignation_waits_for_the_body(
+    subject: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]
+) -> None:
+    """The belief ends at once, the key is released after the body."""
+    leader, inside, go_on = candidate(), threading.Event(), threading.Event()
+
+    def body() -> None:
+        inside.set()
+        assert go_on.wait(30)
+
+    def block() -> Any:
+        return _within(subject, leader, body)
+
+    running = actor.start(block)
+    assert inside.wait(30)
+    resigning = other.start(getattr(leader, subject.method("resign")))
+    assert until(lambda: not leader.is_leader)
+    with pytest.raises(LockLost):
+        leader.check()
+    time.sleep(0.1)
+    assert subject.row(KEY)["owner"]
+    assert not resigning.done()
+    go_on.set()
+    running.result(30)
+    resigning.result(30)
+    assert subject.row(KEY)["owner"] is None
+
+
+def _within(subject: Subject, leader: Any, body: Callable[[], object]) -> Any:
+    if subject.face == "sync":
+        with leader:
+            return body()
+
+    async def block() -> None:
+        async with leader:
+            await asyncio.to_thread(body)
+
+    return block()
+
+
+@each
+def test_run_leads_again_and_again(
+    subject: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Term after term, through an outage and a deposition, until `stop()`; a failing body ends it."""
+    timed(monkeypatch, retry_budget=0.1)
+    leader, terms = candidate(ttl=1.2), list[int]()
+    goes_on = threading.Event()
+
+    def body(term: int) -> None:
+        terms.append(term)
+        if len(terms) == 2:
+            subject.run("UPDATE locks SET owner = NULL WHERE lock_key = 'k'")
+            while True:
+                time.sleep(0.02)
+                leader.check()  # raises LockLost
+        if len(terms) == 3:
+            goes_on.set()
+            assert until(lambda: not leader.is_leader, 30)
+
+    run = leader.run(body if subject.face == "sync" else asynchronous(body))
+    perform, outages = BaseStore._perform, iter(range(3))
+
+    def failing(self: Any, connection: Any, step: Execute) -> Rows:
+        if step.statement.name in {"take", "create"} and next(outages, None) is not None:
+            raise LockStoreError("away")
+        return perform(self, connection, step)
+
+    monkeypatch.setattr(BaseStore, "_perform", failing)
+    running = actor.start(run)
+    assert goes_on.wait(30)
+    assert leader.term == terms[-1]
+    other.call(leader, "stop")
+    running.result(30)
+    assert len(terms) == 3
+    assert terms == sorted(set(terms))
+    assert subject.row(KEY)["owner"] is None
+    with pytest.raises(LockError, match="stop"):
+        actor.call(leader, "campaign")
+
+
+def asynchronous(body: Callable[[int], object]) -> Any:
+    async def lead(term: int) -> None:
+        await asyncio.to_thread(body, term)
+
+    return lead
+
+
+@each
+def test_what_a_body_raises_ends_run(subject: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
+    """After the term has ended."""
+    leader = candidate()
+
+    def body(term: int) -> None:
+        raise KeyError(term)
+
+    with pytest.raises(KeyError):
+        actor.do(leader.run(body if subject.face == "sync" else asynchronous(body)))
+    assert not leader.is_leader
+    assert subject.row(KEY)["owner"] is None
+    with pytest.raises(TypeError if subject.variant == "sqlalchemy" else KeyError):
+        if subject.variant == "sqlalchemy":
+            leader.run(asynchronous(body) if subject.face == "sync" else body)
+        else:
+            actor.do(leader.run(body if subject.face == "sync" else asynchronous(body)))
+
+
+@each
+def test_on_elected_that_fails_ends_the_term(subject: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
+    def refuse(_: Any) -> None:
+        raise KeyError("not ready")
+
+    leader = candidate(on_elected=refuse)
+    with pytest.raises(KeyError):
+        actor.call(leader, "campaign")
+    assert not leader.is_leader
+    assert subject.row(KEY)["owner"] is None
+
+
+@each
+def test_a_release_that_the_database_refuses_can_be_sent_again(
+    subject: Subject, actor: Actor, candidate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The belief is over all the same."""
+    leader = candidate()
+    assert actor.call(leader, "campaign")
+    perform = BaseStore._perform
+    away = [True]
+
+    def failing(self: BaseStore, connection: Any, step: Execute) -> Rows:
+        if away[0] and step.statement.name == "release":
+            raise LockStoreError("out of order")
+        return perform(self, connection, step)
+
+    monkeypatch.setattr(BaseStore, "_perform", failing)
+    with pytest.raises(LockStoreError):
+        actor.call(leader, "resign")
+    assert not leader.is_leader
+    assert subject.row(KEY)["owner"]
+    away[0] = False
+    actor.call(leader, "resign")
+    assert subject.row(KEY)["owner"] is None
+    assert actor.call(leader, "campaign") is True
+
+
+@each
+def test_who_leads_can_be_observed(subject: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]) -> None:
+    """Each change, also that nobody leads."""
+    leader, observer = candidate(), candidate()
+    if subject.face == "sync":
+        terms = observer.observe(0.02)
+        read: Callable[[], Any] = lambda: next(terms)  # noqa: E731
+    else:
+        aterms = getattr(observer, subject.method("observe"))(0.02)
+        read = lambda: anext(aterms)  # noqa: E731
+    assert other.do(read) == (None, None)
+    reading = other.start(read)
+    assert actor.call(leader, "campaign")
+    number, info = reading.result(10)
+    assert (number, info.fence, info.state) == (leader.term, leader.term, "held")
+    assert info.owner != subject.row(KEY)["owner"], "the token is a secret"
+    reading = other.start(read)
+    actor.call(leader, "resign")
+    assert reading.result(10) == (None, None)
+    if subject.face == "async":
+        other.do(aterms.aclose)
+
+
+@each
+def test_a_leader_object_that_is_dropped_leads_no_more(
+    subject: Subject, actor: Actor, candidate: Callable[..., Any]
+) -> None:
+    """Its lease is not renewed."""
+    if subject.variant == "django":
+        from dblock import db_leader as django_leader
+
+        leader: Any = django_leader(KEY, using=ALIASES[subject.database], ttl=0.6)
+    else:
+        from sqlalchemy_dblock import db_leader
+
+        leader = db_leader(subject.engine, KEY, ttl=0.6)
+    assert actor.call(leader, "campaign")
+    time.sleep(0.9)
+    assert leader.is_leader, "it was not renewed"
+    del leader
+    assert until(lambda: remaining(subject) < 0, 5)
+
+
+@pytest.mark.parametrize("subject", [Subject("django", "sync", "postgresql")], indirect=True, ids=str)
+def test_a_forked_child_does_not_lead(subject: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
+    """Nor does it resign for its parent."""
+    leader = candidate()
+    assert actor.call(leader, "campaign")
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            if not leader.is_leader and leader.term is None:
+                leader.resign()
+                status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert leader.is_leader
+    assert subject.row(KEY)["owner"]
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [Subject("django", "async", "sqlite"), Subject("sqlalchemy", "async", "postgresql", "asyncpg")],
+    indirect=True,
+    ids=str,
+)
+def test_interrupt_cancels_the_body(
+    subject: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]
+) -> None:
+    """Of a leader that is deposed, and of one that is made to resign."""
+    leader = candidate(ttl=1.2, interrupt=True)
+    inside = threading.Event()
+
+    async def block() -> None:
+        async with leader:
+            inside.set()
+            await asyncio.sleep(60)
+
+    running = actor.start(block)
+    assert inside.wait(10)
+    subject.run("UPDATE locks SET owner = NULL WHERE lock_key = 'k'")
+    with pytest.raises(LockLost):
+        running.result(10)
+    inside.clear()
+    running = actor.start(block)
+    assert inside.wait(10)
+    other.call(leader, "resign")
+    with pytest.raises(LockError, match="withdrawn"):
+        running.result(10)
+    assert subject.row(KEY)["owner"] is None
+
+
+@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
+def test_options_that_make_no_sense(subject: Subject, candidate: Callable[..., Any]) -> None:
+    """Are refused when the object is made."""
+    for options in ({"renew": False}, {"reentrant": True}, {"on_elected": 1}, {"ttl": 0}, {"interrupt": True}):
+        with pytest.raises((TypeError, ValueError)):
+            candidate(**options)
