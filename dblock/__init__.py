@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from dblock.fences import FencedModel, afenced_update, fenced_update
     from dblock.leaders import Leader, db_leader
     from dblock.locks import Lock, acheck_sequencer, areap, arelease_all, check_sequencer, db_lock, reap, release_all
+    from dblock.several import Locks, db_locks
     from dblock.signals import (
         lock_acquired,
         lock_at_risk,
@@ -71,6 +72,7 @@ __all__ = [
     "LockRevoked",
     "LockStoreError",
     "LockTimeout",
+    "Locks",
     "PoolExhausted",
     "Reason",
     "Sequencer",
@@ -90,6 +92,7 @@ __all__ = [
     "check_sequencer",
     "db_leader",
     "db_lock",
+    "db_locks",
     "fenced_update",
     "lock_acquired",
     "lock_at_risk",
@@ -108,6 +111,7 @@ _HOMES = {
     **dict.fromkeys(("Lock", "acheck_sequencer", "areap", "arelease_all", "check_sequencer"), "dblock.locks"),
     **dict.fromkeys(("db_lock", "reap", "release_all"), "dblock.locks"),
     **dict.fromkeys(("Leader", "db_leader"), "dblock.leaders"),
+    **dict.fromkeys(("Locks", "db_locks"), "dblock.several"),
     "Term": "dblock.core.face.leading",
     **dict.fromkeys(("FencedModel", "afenced_update", "fenced_update"), "dblock.fences"),
     **dict.fromkeys((name for name in __all__ if name.startswith("lock_")), "dblock.signals"),
@@ -116,6 +120,8 @@ _HOMES = {
     "LockInfo": "dblock.core.values",
     "Sequencer": "dblock.core.tokens",
 }
+_DJANGO = {"dblock.leaders", "dblock.locks", "dblock.several", "dblock.signals"}
+"""Modules that need Django."""
 
 
 if not TYPE_CHECKING:  # a type checker is to know every name
@@ -144,7 +150,4 @@ def _resolvable(home: str) -> bool:
     if home == "dblock.fences":  # a model, which Django refuses to define before its apps are loaded
         registry = sys.modules.get("django.apps")
         return registry is not None and bool(registry.apps.apps_ready)
-    return (
-        home not in {"dblock.leaders", "dblock.locks", "dblock.signals"}
-        or importlib.util.find_spec("django") is not None
-    )
+    return home not in _DJANGO or importlib.util.find_spec("django") is not None

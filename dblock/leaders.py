@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
-from dblock.core.face.leading import AsyncLeader, Options, SyncLeader, aenter
+from dblock.core.face.leading import AsyncLeader, Body, Options, SyncLeader, aenter
 from dblock.locks import Lock
-
-Body = TypeVar("Body", bound=Callable[[int], Any])
 
 
 class Leader(SyncLeader):

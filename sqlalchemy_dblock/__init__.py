@@ -40,11 +40,13 @@ if TYPE_CHECKING:
     from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
     from sqlalchemy_dblock.leaders import AsyncLeader, Leader, db_leader
+    from sqlalchemy_dblock.several import AsyncLocks, Locks, db_locks
     from sqlalchemy_dblock.table import lock_events, lock_waiters, locks, metadata, metadata_for
 
 __all__ = [
     "AsyncLeader",
     "AsyncLock",
+    "AsyncLocks",
     "Event",
     "FencedMixin",
     "InvalidKey",
@@ -61,6 +63,7 @@ __all__ = [
     "LockRevoked",
     "LockStoreError",
     "LockTimeout",
+    "Locks",
     "PoolExhausted",
     "Reason",
     "Sequencer",
@@ -78,6 +81,7 @@ __all__ = [
     "create_tables",
     "db_leader",
     "db_lock",
+    "db_locks",
     "fenced_update",
     "lock_events",
     "lock_waiters",
@@ -102,6 +106,8 @@ if not TYPE_CHECKING:  # type checkers see every name
             from sqlalchemy_dblock import fences as home  # noqa: PLC0415
         elif name in {"AsyncLeader", "Leader", "db_leader"}:
             from sqlalchemy_dblock import leaders as home  # noqa: PLC0415
+        elif name in {"AsyncLocks", "Locks", "db_locks"}:
+            from sqlalchemy_dblock import several as home  # noqa: PLC0415
         elif name == "Term":
             from dblock.core.face import leading as home  # noqa: PLC0415
         elif name in {"Event", "Kind"}:

@@ -17,12 +17,21 @@ import pytest
 from dblock.core.errors import LockLost
 from dblock.core.face import administration
 from dblock.core.protocol.drive import drive
-from tests.commands.conftest import Shell
-from tests.support.lab import ROOT, until
+from tests.commands.conftest import EACH, Shell
+from tests.conftest import ready
+from tests.support.lab import LONG, ROOT, until
 from tests.support.texts import FRIENDLY, HOSTILE, TEXT, assert_clean
 
 KEY = f"k {TEXT}"
 NAMES = ("label", "host", "thread", "program", "celery_task_id")
+
+
+@pytest.fixture(params=EACH if LONG else EACH[:4], ids=str)
+def shell(request: pytest.FixtureRequest) -> Shell:
+    """A face on each database, since each test starts processes; all in `make faults`."""
+    ready(request, request.param.database)
+    found: Shell = request.param
+    return found
 
 
 @pytest.fixture

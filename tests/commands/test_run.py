@@ -18,14 +18,22 @@ import pytest
 from sqlalchemy import make_url
 
 from dblock.commands import running
-from tests.commands.conftest import Shell
-from tests.conftest import observer, url
+from tests.commands.conftest import EACH, Shell
+from tests.conftest import observer, ready, url
 from tests.support.lab import LONG, ROOT, until
 
 
 def free(shell: Shell, key: str = "k") -> bool:
     """Whether nobody holds the key."""
     return shell.run("SELECT owner FROM locks WHERE lock_key = :k", k=key) in ([(None,)], [])
+
+
+@pytest.fixture(params=[EACH[0], EACH[2]] if LONG else [EACH[2]], ids=str)
+def one(request: pytest.FixtureRequest) -> Shell:
+    """One face, since each test starts processes; both in `make faults`."""
+    ready(request, request.param.database)
+    found: Shell = request.param
+    return found
 
 
 def test_its_status_is_the_commands(one: Shell) -> None:

@@ -111,11 +111,9 @@ def say(capsys: pytest.CaptureFixture[str], what: str, states: int) -> None:
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_two_flows(fault: str | None, dialect: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of two processes, or of one, of which one may not wait for long."""
-    all_ = LONG or (dialect == "postgresql" and fault not in {"freeze", "late"}) or fault in {None, "death"}
-    worlds = WORLDS if all_ else WORLDS[::2] if dialect == "postgresql" else WORLDS[-1:]  # minutes for all
-    preemptions = (
-        math.inf if LONG or fault in {None, "interrupt", "death"} else 2
-    )  # minutes of orders beside the others
+    every = LONG or fault in {None, "death"}
+    worlds = WORLDS if every else WORLDS[::2] if dialect == "postgresql" else WORLDS[-1:]
+    preemptions = math.inf if every or fault == "interrupt" else 2  # minutes of orders beside the others
     states = [explored(sizes, timeouts, fault, dialect, preemptions).states for sizes, timeouts in worlds]
     say(capsys, f"{dialect}, {fault or 'no fault'}", sum(states))
     assert min(states) > 50

@@ -134,7 +134,7 @@ def test_a_cancellation_leaves_nothing(wire: Wire, far: float, holder: Actor) ->
 @several
 def test_a_lost_answer_leaves_nothing(wire: Wire, far: float, holder: Actor) -> None:
     """Of a take, of a place in the queue, or of a release: the key is free a lease later at the latest."""
-    wanted, near = wire.subject.lock("k", timeout=1, ttl=1.0), wire.direct.lock("k", timeout=5)
+    wanted, near = wire.subject.lock("k", timeout=1, ttl=2.0), wire.direct.lock("k", timeout=5)
     for _ in range(3):
         wire.proxy.cut_replies = 1
         try:

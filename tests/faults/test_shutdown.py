@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import ready
 from tests.contract.test_queue import waiters
-from tests.support.lab import FEW, LONG, ROOT, SYNC, Remote, alive, remaining, until
+from tests.support.lab import FEW, LONG, PAIR, ROOT, SYNC, Remote, alive, remaining, until
 from tests.support.subjects import MATRIX, Subject
 
 pytestmark = [
@@ -49,7 +49,7 @@ def process(subject: Subject, body: str, *, code: int = 0) -> str:
 @pytest.mark.parametrize(
     ("subject", "how", "code"),
     [
-        *((each, "", 0) for each in (SYNC if LONG else FEW)),
+        *((each, "", 0) for each in (SYNC if LONG else PAIR)),
         (FEW[1], "sys.exit(3)", 3),
         (FEW[1], "raise ValueError", 1),
         (FEW[1], "import os; os.kill(os.getpid(), 2)", -signal.SIGINT),
@@ -64,7 +64,7 @@ def test_what_the_main_thread_holds_is_released_at_a_normal_exit(subject: Subjec
     assert alive(subject) == 0
 
 
-@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+@pytest.mark.parametrize("subject", PAIR, indirect=True, ids=str)
 def test_a_process_that_ends_leaves_no_place_that_was_served(subject: Subject) -> None:
     """Where its row is deleted some time after the key was granted there: at the end, if that has not come yet."""
     holder = subject.lock("k", ttl=60)
@@ -139,7 +139,7 @@ def forked(subject: Subject, body: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("subject", "leave"), [*((each, "sys.exit(0)") for each in FEW), (FEW[1], "pass")], indirect=["subject"], ids=str
+    ("subject", "leave"), [*((each, "sys.exit(0)") for each in PAIR), (FEW[1], "pass")], indirect=["subject"], ids=str
 )
 def test_a_fork_while_a_thread_waits(subject: Subject, leave: str) -> None:
     """The child gives nothing back that its parent was granted, and does not get it either, however it goes on."""
@@ -201,7 +201,7 @@ def test_what_a_task_holds_is_released_at_a_normal_exit(
     assert subject.row("k")["owner"] is None
 
 
-@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+@pytest.mark.parametrize("subject", PAIR, indirect=True, ids=str)
 def test_a_killed_process_leaves_its_row_to_expire(subject: Subject) -> None:
     """SIGKILL: nothing is given back, the lease ends by itself, and the next one takes the key."""
     body = "import os, signal\nsubject.lock('k', ttl=0.8).acquire()\nos.kill(os.getpid(), signal.SIGKILL)"
@@ -257,7 +257,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn", *(["forkserver"] if LONG else [])])
 def test_a_multiprocessing_child_touches_nothing_of_its_parents(
     request: pytest.FixtureRequest, tmp_path: Any, method: str
 ) -> None:
@@ -282,7 +282,7 @@ def test_a_multiprocessing_child_touches_nothing_of_its_parents(
         assert done.stdout.splitlines() == [repr(expected), "None"], done.stderr
 
 
-@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+@pytest.mark.parametrize("subject", PAIR, indirect=True, ids=str)
 def test_a_forked_child_that_leaves_in_order_releases_nothing(subject: Subject) -> None:
     """os.fork, and an exit of the child with all its handlers: the parent's lease is renewed all the time and after."""
     body = """
@@ -304,7 +304,7 @@ print(subject.row('k')['owner'])
     assert process(subject, body).splitlines() == ["0 True held True True", "None"]
 
 
-@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+@pytest.mark.parametrize("subject", PAIR, indirect=True, ids=str)
 def test_the_parents_death_ends_the_lease_although_its_child_lives(subject: Subject) -> None:
     """The parent is killed, the child goes on: nobody renews, the next one holds after one ttl."""
     with Remote(subject) as holder:
@@ -320,7 +320,7 @@ def test_the_parents_death_ends_the_lease_although_its_child_lives(subject: Subj
         os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+@pytest.mark.parametrize("subject", PAIR, indirect=True, ids=str)
 def test_this_process_may_use_multiprocessing_itself(subject: Subject) -> None:
     """A pool's workers, forked while a lease is held here, leave it alone when they end."""
     lock = subject.lock("k", ttl=2)

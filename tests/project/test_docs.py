@@ -92,8 +92,12 @@ thread.join()
 assert found[0].startswith("3 more of 42, fence 1") and rebuild.delay().get() == "rebuilt"
 """,
     "docs/fences.md django": "assert not same.locked() and Stock.objects.get().left == 6 and same.state is None",
-    "docs/deployment.md django": """
+    "docs/family.md django": """
 import threading, time
+balances = {1: 10, 2: 0}
+transfer(1, 2, 4)
+transfer(2, 1, 1)
+assert balances == {1: 7, 2: 3} and not locks.state
 terms, busy = [], threading.Event()
 def step(term):
     terms.append(term)

@@ -232,6 +232,11 @@ def test_public_names() -> None:
         "UnsupportedDatabase",
         "Event",
         "Kind",
+        "Leader",
+        "Locks",
+        "Term",
+        "db_leader",
+        "db_locks",
         "check_sequencer",
         "fenced_update",
         "observe",
@@ -257,7 +262,9 @@ def test_public_names() -> None:
         "reap",
     }
     assert set(sqlalchemy_dblock.__all__) == errors | {
+        "AsyncLeader",
         "AsyncLock",
+        "AsyncLocks",
         "FencedMixin",
         "Lock",
         "LockInfo",

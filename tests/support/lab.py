@@ -41,6 +41,8 @@ FEW = (
     ]
 )
 """For tests that take long."""
+PAIR = FEW if LONG else [FEW[1], FEW[2]]
+"""For those that take long and start processes: a server of each kind, by each variant."""
 SOME = (
     list(MATRIX)
     if LONG

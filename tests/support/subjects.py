@@ -104,7 +104,9 @@ EVERY = tuple(
     ]
 )
 _TWINS = {
+    Subject("django", "sync", "mysql"),
     Subject("django", "async", "mariadb"),
+    Subject("sqlalchemy", "sync", "mariadb"),
     Subject("sqlalchemy", "async", "mariadb", "asyncmy"),
     Subject("sqlalchemy", "async", "mysql", "aiomysql"),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from types import EllipsisType
 from typing import TypeVar
 
 from dblock.core import runtime
@@ -113,25 +114,27 @@ def _end_before_another(hold: Hold) -> None:
     runtime.current.watchdog.announce(hold)
 
 
-def enter(lock: BaseLock) -> Steps[None]:
+def enter(lock: BaseLock, timeout: float | EllipsisType | None = ...) -> Steps[None]:
     """Begin a `with`: take or re-enter the lock; the entry of an attach() becomes the block's. Raises LockTimeout.
 
-    With `on_busy="skip"` the call of a decorated function is marked as skipped instead.
+    `timeout` is the lock's own by default. With `on_busy="skip"` the call of a decorated function is marked as skipped
+    instead.
     """
+    steps = _enter(lock, lock._timeout if isinstance(timeout, EllipsisType) else timeout)
     if lock.options.on_busy == "raise":
-        return _enter(lock)
+        return steps
     from dblock.core.face.key_template import or_skip  # noqa: PLC0415 - for those who decorate
 
-    return or_skip(lock, _enter(lock))
+    return or_skip(lock, steps)
 
 
-def _enter(lock: BaseLock) -> Steps[None]:
+def _enter(lock: BaseLock, timeout: float | None) -> Steps[None]:
     flow = current_flow()
     hold = lock._hold_here(flow)
     if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:
         hold.entries[-1] = Entry(lock, "with")
     else:
-        found = yield from acquire(lock, lock._timeout, "with", flow)
+        found = yield from acquire(lock, timeout, "with", flow)
         if isinstance(found, Refused):
             from dblock.core.face.failures import timed_out  # noqa: PLC0415 - only for the error
 

@@ -39,7 +39,7 @@ from dblock.core.values import LockInfo, Seconds
 from dblock.core.wakeup.registry import Wakeup
 
 T = TypeVar("T")
-Body = TypeVar("Body", bound=Callable[[int], Any])
+Body = Callable[[int], Any]
 Told = Callable[[Any], object]
 Deposed = Callable[[Any, Reason], object]
 

@@ -51,9 +51,9 @@ def was_ours(hold: Hold, error: BaseException | None) -> bool:
 L = TypeVar("L", bound=BaseLock)
 
 
-async def enter(lock: L) -> L:
-    """Begin an `async with`."""
-    await lock._adrive(entering.enter(lock))
+async def enter(lock: L, timeout: float | EllipsisType | None = ...) -> L:
+    """Begin an `async with`; `timeout` is the lock's own by default."""
+    await lock._adrive(entering.enter(lock, timeout))
     if lock.options.interrupt and (hold := lock._hold()) is not None:
         hold.cancelling = current_task().cancelling()
     return lock

@@ -1,0 +1,62 @@
+"""The Django face of several locks at once: `db_locks` and its `Locks`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import EllipsisType
+from typing import Any, Self, TypeVar, Unpack
+
+from dblock import conf
+from dblock.core.face.several import AsyncLocks, SyncLocks, enter
+from dblock.core.validation import valid_timeout
+from dblock.locks import Lock, Options
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Locks(SyncLocks):
+    """Several locks that are taken together; made by `db_locks`.
+
+    Use them as `with`, as `async with`, as a decorator of `def` and `async def`, or through the methods, each of which
+    has an asynchronous twin that begins with an `a`.
+    """
+
+    aacquire = AsyncLocks.acquire
+    arelease = AsyncLocks.release
+    aextend = AsyncLocks.extend
+    averify = AsyncLocks.verify
+    aguard = AsyncLocks.guard
+    __aexit__ = AsyncLocks.__aexit__
+
+    async def __aenter__(self) -> Self:
+        return await enter(self)
+
+    def __call__(self, function: F) -> F:
+        """Decorate a `def` or an `async def`: each call holds the locks; the keys are formatted with its arguments."""
+        if inspect.iscoroutinefunction(function):
+            return AsyncLocks.__call__(self, function)
+        return super().__call__(function)
+
+
+def db_locks(*keys: str | Lock, **options: Unpack[Options]) -> Locks:
+    """Several locks that are taken together, or not at all.
+
+    Args:
+        keys: keys of 1 to 255 characters, or locks made by `db_lock`, also of several databases. As a decorator's, the
+            keys are format strings over the arguments of the call; a key that comes twice is taken once.
+
+    Keyword Args:
+        timeout: longest wait for all of them, in seconds; as of `db_lock`.
+        on_busy, otherwise: as of `db_lock`.
+        The other options of `db_lock` are for the locks of the keys; a callback is called with one lock.
+
+    Raises:
+        As `db_lock`.
+    """
+    given: dict[str, Any] = {**options}
+    timeout = given.pop("timeout", ...)
+    bundle = {name: given.pop(name) for name in ("on_busy", "otherwise") if name in given}
+    own = conf.timeout() if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
+    made = [each if isinstance(each, Lock) else Lock(each, timeout=timeout, **given) for each in keys]
+    return Locks(made, own, **bundle)

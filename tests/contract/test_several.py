@@ -1,0 +1,191 @@
+"""Several locks at once, on every database and both faces."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from dblock.core.errors import LockLost, LockNotHeld, LockTimeout
+from tests.conftest import ALIASES
+from tests.contract.test_queue import waiters
+from tests.support.lab import some as each
+from tests.support.lab import until
+from tests.support.subjects import Actor, Subject, twin
+
+
+def several(subject: Subject, *keys: Any, **options: Any) -> Any:
+    if subject.variant == "django":
+        from dblock import db_locks as django_locks
+
+        return django_locks(*keys, using=ALIASES[subject.database], **options)
+    from sqlalchemy_dblock import db_locks
+
+    return db_locks(subject.engine, *keys, **options)
+
+
+def owners(subject: Subject) -> dict[str, bool]:
+    """By key, whether it is held."""
+    return {key: owner is not None for key, owner in subject.run("SELECT lock_key, owner FROM locks")}
+
+
+@each
+def test_all_of_them_are_taken_or_none(subject: Subject, actor: Actor, other: Actor) -> None:
+    """And none is left behind by one that was busy."""
+    locks, busy = several(subject, "b", "a", "c"), subject.lock("b")
+    assert actor.call(locks, "acquire") is True
+    assert owners(subject) == dict.fromkeys("abc", True)
+    assert actor.get(locks, "state") == "held"
+    assert actor.get(locks, "keys") == ["b", "a", "c"]
+    fences = actor.get(locks, "fences")
+    assert fences == dict(subject.run("SELECT lock_key, fence FROM locks"))
+    assert actor.get(locks, "fence") == max(fences.values())
+    assert actor.do(lambda: locks["a"].fence) == fences["a"]
+    assert 0 < actor.get(locks, "remaining") <= 30
+    actor.do(locks.check)
+    assert actor.call(locks, "verify") is True
+    assert other.call(locks, "acquire", blocking=False) is False
+    actor.call(locks, "extend", 60)
+    assert actor.get(locks, "remaining") > 31
+    actor.call(locks, "release")
+    assert owners(subject) == dict.fromkeys("abc", False)
+    assert actor.get(locks, "state") is None
+    with pytest.raises(LockNotHeld):
+        actor.get(locks, "fence")
+    assert other.call(busy, "acquire")
+    begun = time.monotonic()
+    assert actor.call(locks, "acquire", timeout=0.4) is False
+    assert 0.3 < time.monotonic() - begun < 3
+    assert owners(subject) == {"a": False, "b": True, "c": False}
+    with pytest.raises(LockTimeout, match="'b'"):
+        actor.within(several(subject, "b", "a", timeout=0.1))
+    assert owners(subject) == {"a": False, "b": True, "c": False}
+    assert until(lambda: waiters(subject) == 0)
+    other.call(busy, "release")
+
+
+@each
+def test_a_block_holds_them_all(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Whatever the body raises, they are released; a lost one is told at the end."""
+    locks = several(subject, "a", "b", ttl=5)
+    actor.within(locks, lambda: owners(subject).values())
+    assert owners(subject) == {"a": False, "b": False}
+
+    def fails() -> None:
+        assert owners(subject) == {"a": True, "b": True}
+        raise KeyError("body")
+
+    with pytest.raises(KeyError):
+        actor.within(locks, fails)
+    assert owners(subject) == {"a": False, "b": False}
+
+    def loses() -> None:
+        subject.run("UPDATE locks SET owner = 'thief', fence = fence + 1 WHERE lock_key = 'a'")
+
+    with pytest.raises(LockLost) as caught:
+        actor.within(locks, loses)
+    assert caught.value.key == "a"
+    assert subject.run("SELECT lock_key FROM locks WHERE owner IS NOT NULL") == [("a",)]
+
+
+@each
+def test_sets_that_overlap_never_wait_in_a_circle(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
+    """However their keys are ordered."""
+    inside, total, guard = dict.fromkeys("abcd", 0), [0], threading.Lock()
+
+    def body(keys: list[str]) -> None:
+        with guard:
+            for key in keys:
+                inside[key] += 1
+                assert inside[key] == 1, "two holders"
+        time.sleep(0.002)
+        with guard:
+            total[0] += 1
+            for key in keys:
+                inside[key] -= 1
+
+    def work(actor: Actor, chance: random.Random) -> None:
+        for _ in range(6):
+            keys = chance.sample("abcd", chance.randint(1, 4))
+            actor.within(several(subject, *keys, timeout=30), partial(body, keys))
+
+    threads = [
+        threading.Thread(target=work, args=(actor, random.Random(number))) for number, actor in enumerate(actors(4))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert total == [24]
+
+
+@each
+def test_a_decorated_call_formats_each_key(subject: Subject, actor: Actor, other: Actor) -> None:
+    """A key that comes twice is taken once; a busy call can be skipped."""
+    locks = several(subject, "account:{source}", "account:{target}")
+
+    def transfer(source: int, target: int) -> dict[str, bool]:
+        return owners(subject)
+
+    decorated = actor.decorate(locks, transfer)
+    assert decorated(2, target=1) == {"account:1": True, "account:2": True}
+    assert decorated(1, 1)["account:1"] is True
+    assert not any(owners(subject).values())
+    busy = subject.lock("account:7")
+    assert other.call(busy, "acquire")
+    skipping = several(subject, "account:{source}", "account:{target}", timeout=0, on_busy="skip", otherwise="busy")
+    assert actor.decorate(skipping, transfer)(6, 7) == "busy"
+    assert owners(subject)["account:6"] is False
+    hasty = several(subject, "account:{source}", "account:{target}", timeout=0)
+    with pytest.raises(LockTimeout):
+        actor.decorate(hasty, transfer)(6, 7)
+    other.call(busy, "release")
+
+
+@each
+def test_locks_of_several_databases(subject: Subject, actor: Actor) -> None:
+    """Ready-made locks are taken with the others; one that is held already is entered again."""
+    ready_made = twin(subject).lock("x")
+    mixed = several(subject, "y", ready_made)
+    assert actor.call(ready_made, "acquire")
+    assert actor.call(mixed, "acquire")
+    assert actor.get(ready_made, "count") == 2
+    actor.call(mixed, "release")
+    assert owners(subject) == {"x": True, "y": False}
+    actor.call(ready_made, "release")
+
+
+@each
+def test_what_makes_no_sense(subject: Subject) -> None:
+    """Is refused before any I/O."""
+    for keys, options in (((), {}), (("",), {}), (("a",), {"otherwise": 1}), (("a",), {"on_busy": "later"})):
+        with pytest.raises((TypeError, ValueError)):
+            several(subject, *keys, **options)
+    with pytest.raises(TypeError):
+        several(subject, "a", no_such_option=1)
+
+
+@pytest.mark.parametrize("subject", [Subject("django", "sync", "postgresql")], indirect=True, ids=str)
+def test_a_guard_of_them_all(subject: Subject, actor: Actor, other: Actor) -> None:
+    """No tenure of any of them begins before the transaction ends."""
+    from django.db import transaction
+
+    alias, locks = ALIASES[subject.database], several(subject, "a", "b", ttl=1, renew=False)
+
+    def block() -> None:
+        locks.acquire()
+        with transaction.atomic(using=alias):
+            locks.guard()
+            time.sleep(1.2)
+            for key in "ab":
+                assert other.call(subject.lock(key), "acquire", timeout=0.2) is False
+
+    actor.do(block)
+    for key in "ab":
+        assert other.call(subject.lock(key), "acquire", timeout=5) is True
+        other.call(subject.lock(key), "release")
