@@ -26,7 +26,7 @@ from sqlalchemy import Engine, create_engine
 from benchmarks.places import places
 from dblock.contrib import opentelemetry, prometheus
 from dblock.core import runtime
-from dblock.core.face import observing
+from dblock.core.lock import observing
 from sqlalchemy_dblock import db_lock, metadata, observe
 from sqlalchemy_dblock.store import store_for
 

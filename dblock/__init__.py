@@ -34,8 +34,8 @@ if TYPE_CHECKING:
         UnsupportedDatabase,
     )
     from dblock.core.events import Event, Kind
-    from dblock.core.face.leading import Term
-    from dblock.core.face.observing import observe
+    from dblock.core.lock.leading import Term
+    from dblock.core.lock.observing import observe
     from dblock.core.tokens import Sequencer
     from dblock.core.values import LockInfo
     from dblock.fences import FencedModel, afenced_update, fenced_update
@@ -112,11 +112,11 @@ _HOMES = {
     **dict.fromkeys(("db_lock", "reap", "release_all"), "dblock.locks"),
     **dict.fromkeys(("Leader", "db_leader"), "dblock.leaders"),
     **dict.fromkeys(("Locks", "db_locks"), "dblock.several"),
-    "Term": "dblock.core.face.leading",
+    "Term": "dblock.core.lock.leading",
     **dict.fromkeys(("FencedModel", "afenced_update", "fenced_update"), "dblock.fences"),
     **dict.fromkeys((name for name in __all__ if name.startswith("lock_")), "dblock.signals"),
     **dict.fromkeys(("Event", "Kind"), "dblock.core.events"),
-    "observe": "dblock.core.face.observing",
+    "observe": "dblock.core.lock.observing",
     "LockInfo": "dblock.core.values",
     "Sequencer": "dblock.core.tokens",
 }

@@ -1,6 +1,6 @@
 """The lock inspector in Django's admin: who holds what, since when and for how long, and who waits.
 
-Rows are not edited: what can be done is in `dblock.inspector`.
+Rows are not edited: what can be done is in `dblock.operating.inspector`.
 
 Rule: states and spans are computed from the clock of the database that holds the rows, asked in the same query, and the
 owner token is never shown and cannot be filtered by, since the answer to a look-up would tell as much.
@@ -39,17 +39,17 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext, pgettext_lazy
 from django.utils.translation import gettext_lazy as _
 
-from dblock.core.face import administration
+from dblock.core.lock import administration
 from dblock.core.protocol.drive import drive
 from dblock.core.statements.administration import WORDS
 from dblock.core.text import printable
 from dblock.core.values import Identity
-from dblock.inspector import QUEUED, Inspector, chains, pinned_of, pins_of, pins_shown, queue
 from dblock.locks import default_alias
 from dblock.models import Lock, MomentField, Waiter
+from dblock.operating.inspector import QUEUED, Inspector, chains, pinned_of, pins_of, pins_shown, queue
+from dblock.operating.timeline import timeline, told
+from dblock.operating.wording import moment, span
 from dblock.store import store_for
-from dblock.timeline import timeline, told
-from dblock.wording import moment, span
 
 
 class DatabaseClock(Func):

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Final
 
 from dblock import __version__
-from dblock.commands.console import complain
-from dblock.commands.desk import Desk
-from dblock.commands.parser import add_verbs
 from dblock.core.errors import InvalidKey, LockError, UnsupportedDatabase
 from dblock.core.log import log
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.text import printable
 from dblock.core.validation import valid_tables
+from dblock.operating.commands.console import complain
+from dblock.operating.commands.context import Context
+from dblock.operating.commands.parser import add_verbs
 
 FAILED = 69
 """The exit status when the database failed (EX_UNAVAILABLE of sysexits.h)."""
@@ -82,17 +82,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return ended(lambda: say(made, options))
         if not options.url:
             made.error("name the database: dblock --url postgresql+psycopg://user@host/name ..., or DBLOCK_URL")
-        with _desk(options) as desk:
-            return answered(options, desk)
+        with _context(options) as context:
+            return answered(options, context)
     except (ValueError, UnsupportedDatabase) as error:
         made.error(printable(str(error)))
 
 
-def answered(options: argparse.Namespace, desk: Desk) -> int:
+def answered(options: argparse.Namespace, context: Context) -> int:
     """Run the verb; its exit status."""
     if not (log.level or logging.root.handlers):  # the lock's warnings are for the user who typed this
         logging.basicConfig(format="dblock: %(message)s")
-    return ended(lambda: options.verb(desk, options))
+    return ended(lambda: options.verb(context, options))
 
 
 def ended(verb: Callable[[], int]) -> int:
@@ -123,7 +123,7 @@ def ended(verb: Callable[[], int]) -> int:
 
 
 @contextlib.contextmanager
-def _desk(options: argparse.Namespace) -> Iterator[Desk]:
+def _context(options: argparse.Namespace) -> Iterator[Context]:
     try:
         from sqlalchemy import create_engine  # noqa: PLC0415 - of the extra `cli`
         from sqlalchemy.exc import ArgumentError, SQLAlchemyError  # noqa: PLC0415
@@ -151,7 +151,7 @@ def _desk(options: argparse.Namespace) -> Iterator[Desk]:
     except ArgumentError as error:
         raise ValueError(f"no URL as SQLAlchemy wants it, postgresql+psycopg://user@host/name: {error}") from None
     try:
-        yield Desk(
+        yield Context(
             store,
             lambda key, **given: db_lock(engine, key, **given),
             lambda: create_tables(engine),

@@ -115,7 +115,7 @@ def tables() -> Tables:
 def follow_history() -> None:
     """Have what happens noted, if a history is to be kept."""
     if django_settings.configured and settings().HISTORY:
-        from dblock.core.face import observing  # noqa: PLC0415 - off by default
+        from dblock.core.lock import observing  # noqa: PLC0415 - off by default
 
         observing.record()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import models
 from django.utils.translation import gettext_lazy as _
 
-from dblock.core.face.fencing import fence_of
+from dblock.core.lock.fencing import fence_of
 
 if TYPE_CHECKING:
     from dblock.locks import Lock

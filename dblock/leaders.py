@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Self, Unpack
 
-from dblock.core.face.leading import AsyncLeader, Body, Options, SyncLeader, aenter
+from dblock.core.lock.leading import AsyncLeader, Body, Options, SyncLeader, aenter
 from dblock.locks import Lock
 
 

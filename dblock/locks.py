@@ -18,10 +18,10 @@ from django.db import connections, router
 from dblock import conf, signals
 from dblock.core import errors
 from dblock.core.errors import Reason
-from dblock.core.face import entering, leaving, observing, operations
-from dblock.core.face.key_template import NoKey
-from dblock.core.face.locks import AsyncLock, Attaching, SyncLock, enter
 from dblock.core.holding.flow import Hold, current_task
+from dblock.core.lock import entering, leaving, observing, operations
+from dblock.core.lock.key_template import NoKey
+from dblock.core.lock.locks import AsyncLock, Attaching, SyncLock, enter
 from dblock.core.options import Given
 from dblock.core.protocol import reaping
 from dblock.core.protocol.drive import adrive, drive

@@ -8,7 +8,7 @@ from types import EllipsisType
 from typing import Any, Self, TypeVar, Unpack
 
 from dblock import conf
-from dblock.core.face.several import AsyncLocks, SyncLocks, enter
+from dblock.core.lock.several import AsyncLocks, SyncLocks, enter
 from dblock.core.validation import valid_timeout
 from dblock.locks import Lock, Options
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 from django.dispatch import Signal
 
 from dblock.core.events import Event, Kind
-from dblock.core.face.observing import observe
+from dblock.core.lock.observing import observe
 
 lock_lost = Signal()
 """Arguments: `lock`, and `reason`, a `Reason`."""

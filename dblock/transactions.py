@@ -21,9 +21,9 @@ from django.db.backends.signals import connection_created
 
 from dblock.connections import leave_to_parent
 from dblock.core.errors import LockError
-from dblock.core.face.leaving import finish
-from dblock.core.face.operations import look_after
 from dblock.core.holding.flow import Hold
+from dblock.core.lock.leaving import finish
+from dblock.core.lock.operations import look_after
 from dblock.core.log import warn
 from dblock.core.protocol.drive import drive
 

@@ -35,8 +35,8 @@ from sqlalchemy_dblock.face import AsyncLock, Lock, attach, check_sequencer, db_
 
 if TYPE_CHECKING:
     from dblock.core.events import Event, Kind
-    from dblock.core.face.leading import Term
-    from dblock.core.face.observing import observe
+    from dblock.core.lock.leading import Term
+    from dblock.core.lock.observing import observe
     from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
     from sqlalchemy_dblock.leaders import AsyncLeader, Leader, db_leader
@@ -109,11 +109,11 @@ if not TYPE_CHECKING:  # type checkers see every name
         elif name in {"AsyncLocks", "Locks", "db_locks"}:
             from sqlalchemy_dblock import several as home  # noqa: PLC0415
         elif name == "Term":
-            from dblock.core.face import leading as home  # noqa: PLC0415
+            from dblock.core.lock import leading as home  # noqa: PLC0415
         elif name in {"Event", "Kind"}:
             from dblock.core import events as home  # noqa: PLC0415
         elif name == "observe":
-            from dblock.core.face import observing as home  # noqa: PLC0415
+            from dblock.core.lock import observing as home  # noqa: PLC0415
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(home, name)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
 from sqlalchemy import Engine
 
 from dblock.core import runtime
-from dblock.core.face import entering, leaving, operations
-from dblock.core.face.base import BaseLock
-from dblock.core.face.locks import AsyncLock as CoreAsyncLock
-from dblock.core.face.locks import Attaching, SyncLock
 from dblock.core.holding.flow import Hold, current_task
+from dblock.core.lock import entering, leaving, operations
+from dblock.core.lock.base import BaseLock
+from dblock.core.lock.locks import AsyncLock as CoreAsyncLock
+from dblock.core.lock.locks import Attaching, SyncLock
 from dblock.core.options import Given
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
     from sqlalchemy.orm import Session, scoped_session
 
-    from dblock.core.face.key_template import NoKey
+    from dblock.core.lock.key_template import NoKey
     from dblock.core.protocol.reaping import Reaped
 
 T = TypeVar("T")
@@ -181,7 +181,7 @@ def db_lock(  # noqa: D417 - they are
     kind = Lock if inner is engine else AsyncLock
     if key is not ...:
         return kind(inner, key, *unnamed, **options)
-    from dblock.core.face.key_template import NoKey  # noqa: PLC0415 - only for decorators
+    from dblock.core.lock.key_template import NoKey  # noqa: PLC0415 - only for decorators
 
     return NoKey(lambda name: kind(inner, name, **options))
 
@@ -247,7 +247,7 @@ def reaped(engine: Engine, retention: Seconds | None) -> Reaped:
 
 
 def _reaping(engine: Engine | AsyncEngine, retention: Seconds | None) -> tuple[Steps[Reaped], EngineStore]:
-    from dblock.core.face import observing  # noqa: PLC0415 - only for observing and reaping
+    from dblock.core.lock import observing  # noqa: PLC0415 - only for observing and reaping
 
     store = store_for(_sync_engine(engine))
     return observing.reap(store, valid_retention(store.retention if retention is None else retention), Lock), store

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sqlalchemy import BigInteger, Update
 from sqlalchemy.orm import Mapped, mapped_column
 
-from dblock.core.face.fencing import fence_of
+from dblock.core.lock.fencing import fence_of
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement
 
-    from dblock.core.face.base import BaseLock
+    from dblock.core.lock.base import BaseLock
 
 U = TypeVar("U", bound=Update)
 

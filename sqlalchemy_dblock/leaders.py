@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Unpack, overload
 
 from sqlalchemy import Engine
 
-from dblock.core.face import leading
-from dblock.core.face.leading import Options, SyncLeader
+from dblock.core.lock import leading
+from dblock.core.lock.leading import Options, SyncLeader
 from sqlalchemy_dblock.face import db_lock
 
 if TYPE_CHECKING:

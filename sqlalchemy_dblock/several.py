@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from sqlalchemy import Engine
 
-from dblock.core.face import several
-from dblock.core.face.several import SyncLocks
+from dblock.core.lock import several
+from dblock.core.lock.several import SyncLocks
 from dblock.core.validation import valid_timeout
 from sqlalchemy_dblock.face import AsyncLock, Lock, Options, db_lock
 

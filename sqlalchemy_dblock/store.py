@@ -16,8 +16,8 @@ from sqlalchemy.pool import SingletonThreadPool
 
 from dblock.core import runtime
 from dblock.core.errors import SynchronousOnlyOperation, UnsupportedDatabase
-from dblock.core.face.executor import BaseStore
 from dblock.core.holding.flow import current_task
+from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.drive import plain_task, to_its_end
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
@@ -95,7 +95,7 @@ class EngineStore(BaseStore):
         self._listens, self.retention, self.reaping = options.listens, options.retention, options.reaping
         self.history = options.history if self.renewable else 0
         if self.history:
-            from dblock.core.face import observing  # noqa: PLC0415 - off by default
+            from dblock.core.lock import observing  # noqa: PLC0415 - off by default
 
             observing.record()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -119,7 +119,7 @@ class EngineStore(BaseStore):
         close = partial(self._source.terminate, connection)
         try:
             if make is None:
-                from dblock.core.face.kill_query_listener import open_listener  # noqa: PLC0415 - only on MySQL and MariaDB
+                from dblock.core.lock.kill_query_listener import open_listener  # noqa: PLC0415 - only on MySQL and MariaDB
 
                 return open_listener(self, connection, close, channel, wakeups)
             if connection.direct:

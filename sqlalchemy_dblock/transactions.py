@@ -16,8 +16,8 @@ from sqlalchemy.exc import DBAPIError, MissingGreenlet
 from sqlalchemy.util import await_only
 
 from dblock.core.errors import LockError
-from dblock.core.face.leaving import finish
 from dblock.core.holding.flow import Hold
+from dblock.core.lock.leaving import finish
 from dblock.core.log import warn
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Execute, Rows

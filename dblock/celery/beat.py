@@ -44,7 +44,7 @@ from dblock.core.protocol import states
 from dblock.core.protocol.drive import drive
 
 if TYPE_CHECKING:
-    from dblock.core.face.locks import SyncLock
+    from dblock.core.lock.locks import SyncLock
 
 WAIT: Final = 5.0
 """Seconds for which a standby waits at most before it lets Celery see whether it is to stop."""

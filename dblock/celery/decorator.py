@@ -25,7 +25,7 @@ from dblock.celery import sending as _sending  # noqa: F401 - sees to what is se
 from dblock.celery.faces import face_for
 from dblock.celery.running import execute, spec_of
 from dblock.celery.spec import MakeKey, OnBusy, OnRetry, Scope, Spec, refuse_others
-from dblock.core.face.key_template import Template
+from dblock.core.lock.key_template import Template
 from dblock.core.log import warn
 from dblock.core.options import Options, valid_options
 from dblock.core.validation import valid_timeout, valid_ttl

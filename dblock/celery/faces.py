@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from dblock.core.face.locks import SyncLock
+    from dblock.core.lock.locks import SyncLock
 
 
 class Face(Protocol):

@@ -21,13 +21,13 @@ from dblock.celery.results import place_lost
 from dblock.celery.spec import OnBusy, Scope, Spec
 from dblock.core import clock
 from dblock.core.errors import LockError, LockLost, LockStoreError, LockTimeout, Reason
-from dblock.core.face.entering import adopt
 from dblock.core.identity import acting_for, storable
+from dblock.core.lock.entering import adopt
 from dblock.core.log import warn
 from dblock.core.tokens import Token, token_text, valid_token
 
 if TYPE_CHECKING:
-    from dblock.core.face.locks import SyncLock
+    from dblock.core.lock.locks import SyncLock
 
 OWN: Final = 2.0
 """Seconds for which a run waits for an earlier run of the same task, which sent the message by `retry()` and is about

@@ -38,7 +38,7 @@ from dblock.core.identity import storable
 from dblock.core.log import warn
 
 if TYPE_CHECKING:
-    from dblock.core.face.locks import SyncLock
+    from dblock.core.lock.locks import SyncLock
 
 
 @dataclass

@@ -19,11 +19,11 @@ from kombu.utils.json import dumps
 
 from dblock.celery.faces import Face
 from dblock.core.errors import InvalidKey
-from dblock.core.face.key_template import Template
+from dblock.core.lock.key_template import Template
 from dblock.core.validation import TEXT_LENGTH, valid_key
 
 if TYPE_CHECKING:
-    from dblock.core.face.locks import SyncLock
+    from dblock.core.lock.locks import SyncLock
 
 _GRACEFUL = 'on_busy="join", the default with scope="queue"; without it, on_busy="raise"'
 _BOTH = 'scope="both", one queued and one running'

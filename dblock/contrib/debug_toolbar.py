@@ -23,9 +23,9 @@ from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
 from dblock.core.events import Event, Kind
-from dblock.core.face.observing import observe
+from dblock.core.lock.observing import observe
 from dblock.core.text import printable
-from dblock.wording import said
+from dblock.operating.wording import said
 
 KINDS: Final = (Kind.ACQUIRED, Kind.CONTENDED, Kind.GAVE_UP, Kind.RELEASED, Kind.LOST)
 LATE: Final = 0.1

@@ -20,11 +20,11 @@ from dblock.core.acquire.acquiring import acquire
 from dblock.core.acquire.local_queue import Request
 from dblock.core.deliveries import deliveries
 from dblock.core.errors import LockError, LockNotHeld, Reason
-from dblock.core.face.administration import force_release
-from dblock.core.face.bookkeeping import find_out, site_of
-from dblock.core.face.executor import BaseStore
 from dblock.core.holding.flow import Hold, current_task
 from dblock.core.holding.handover_record import HandoverRecord
+from dblock.core.lock.administration import force_release
+from dblock.core.lock.bookkeeping import find_out, site_of
+from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps

@@ -40,8 +40,8 @@ from dblock.core.acquire.services import PollingOnly, WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.connections.pool import PooledConnection
 from dblock.core.errors import LockStoreError
-from dblock.core.face.base import BaseLock
 from dblock.core.holding.flow import Flow, Hold
+from dblock.core.lock.base import BaseLock
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.sending import Database

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from dblock.core import runtime
 from dblock.core.acquire.acquiring import Refused
 from dblock.core.errors import LockTimeout
-from dblock.core.face.base import BaseLock
 from dblock.core.holding.flow import Entry, Hold
+from dblock.core.lock.base import BaseLock
 from dblock.core.protocol.steps import Steps
 from dblock.core.values import Seconds
 from dblock.testing import holders

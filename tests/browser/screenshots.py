@@ -21,7 +21,7 @@ from django.test import override_settings
 from playwright.sync_api import Browser, Page
 from rich.console import Console
 
-from dblock.commands import watching
+from dblock.operating.commands import top as watching
 from tests import conftest
 from tests.browser.site import CHROMIUM, LIST, PERMISSIONS, chromium, served, session, world
 from tests.support.lab import ROOT
@@ -79,12 +79,12 @@ def shoot(browser: Browser, site: str, cookie: str) -> None:
 
 def shoot_terminal(browser: Browser) -> None:
     """`dblock top`, as a terminal shows it."""
-    from dblock.management.commands.dblock import desk
+    from dblock.management.commands.dblock import context
 
     console = Console(record=True, width=140, height=12, file=io.StringIO(), force_terminal=True)
     with patch("time.strftime", return_value=TIME):
-        rows = sorted(desk("default").survey(), key=lambda row: -row.waiters)
-        console.print(watching._view(desk("default"), rows, watching.Rates(), console.height, console.width))
+        rows = sorted(context("default").survey(), key=lambda row: -row.waiters)
+        console.print(watching._view(context("default"), rows, watching.Rates(), console.height, console.width))
     page = browser.new_page(viewport={"width": 1400, "height": 198})
     page.set_content(f"<body style='margin:0'>{console.export_svg(title='manage.py dblock top')}")
     save(page, "top")

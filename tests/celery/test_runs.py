@@ -38,7 +38,7 @@ from dblock.celery.pace import Pace
 from dblock.core import clock
 from dblock.core.connections.pool import PooledConnection
 from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockStoreError, LockTimeout
-from dblock.core.face import leaving, operations
+from dblock.core.lock import leaving, operations
 from dblock.core.protocol import tenures
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import db_lock, metadata, observe

@@ -23,13 +23,13 @@ from sqlalchemy import create_engine, make_url
 
 from dblock import LockLost, LockStoreError
 from dblock.cli import main, parser
-from dblock.commands import watching
-from dblock.commands.console import span, table
-from dblock.commands.desk import Desk
 from dblock.core import runtime
-from dblock.core.face.administration import Surveyed
+from dblock.core.lock.administration import Surveyed
 from dblock.core.text import printable
 from dblock.core.values import Identity, LockInfo
+from dblock.operating.commands import top as watching
+from dblock.operating.commands.console import span, table
+from dblock.operating.commands.context import Context
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import described, store_for
 from tests.commands.conftest import EACH, Shell
@@ -190,8 +190,8 @@ def test_top_pauses_for_longer_than_it_looks(monkeypatch: pytest.MonkeyPatch) ->
         return []
 
     monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=paused.append))
-    desk, options = SimpleNamespace(survey=survey), SimpleNamespace(json=True, count=2, interval=1.0)
-    assert watching.top(cast("Desk", desk), cast("Namespace", options)) == 0
+    context, options = SimpleNamespace(survey=survey), SimpleNamespace(json=True, count=2, interval=1.0)
+    assert watching.top(cast("Context", context), cast("Namespace", options)) == 0
     assert paused == [8.0]
 
 
@@ -399,17 +399,17 @@ def test_the_url_may_come_from_the_environment_and_names_other_tables(
 def test_tables_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """Or read, for want of a right: that ends after a minute, with an error of ours."""
     time = iter(range(0, 1000, 25))
-    monkeypatch.setattr("dblock.commands.desk.clock", SimpleNamespace(now=lambda: next(time)))
-    monkeypatch.setattr(Desk, "has_tables", lambda _: False)
+    monkeypatch.setattr("dblock.operating.commands.context.clock", SimpleNamespace(now=lambda: next(time)))
+    monkeypatch.setattr(Context, "has_tables", lambda _: False)
 
     def make() -> None:
         if fails:
             raise KeyError("no right to")
 
     engine = create_engine("sqlite://")
-    desk = Desk(store_for(engine), lambda key: db_lock(engine, key), make, (KeyError,), "here")
+    context = Context(store_for(engine), lambda key: db_lock(engine, key), make, (KeyError,), "here")
     with pytest.raises(LockStoreError, match="no right to" if fails else "cannot be read"):
-        desk.ensure_tables()
+        context.ensure_tables()
     engine.dispose()
 
 
@@ -486,7 +486,7 @@ def test_keys_that_the_terminal_cannot_show(one: Shell) -> None:
 
 def test_a_question_is_not_part_of_the_answer(one: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Standard output may be a pipe that waits for JSON."""
-    monkeypatch.setattr("dblock.commands.ending.can_ask", lambda: True)
+    monkeypatch.setattr("dblock.operating.commands.release.can_ask", lambda: True)
     with one.lock("k"):
         done = one("release", "--json", "k")  # standard input is empty: not agreed
         assert (done.returncode, done.stdout) == (2, "")
@@ -530,9 +530,9 @@ def test_a_narrow_terminal(one: Shell) -> None:
 
     engine = create_engine(url(one.database))
     with one.lock("stock:42 in the north"):
-        desk = Desk(store_for(engine), one.lock, lambda: None, (), "here")
+        context = Context(store_for(engine), one.lock, lambda: None, (), "here")
         console = Console(width=80, record=True, file=io.StringIO())
-        console.print(watching._view(desk, list(desk.survey()), watching.Rates(), 24, 80))
+        console.print(watching._view(context, list(context.survey()), watching.Rates(), 24, 80))
     engine.dispose()
     text = console.export_text()
     assert "stock:42 in the north" in text

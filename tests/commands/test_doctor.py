@@ -21,11 +21,11 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from dblock.celery import locked_task
-from dblock.commands import checkup
-from dblock.commands.checkup import Checkup, Finding, Level
-from dblock.commands.desk import Desk
-from dblock.commands.doctor import tasks
 from dblock.core.errors import LockStoreError
+from dblock.operating.commands import checkup
+from dblock.operating.commands.checkup import Checkup, Finding, Level
+from dblock.operating.commands.context import Context
+from dblock.operating.commands.doctor import tasks
 from sqlalchemy_dblock import db_lock, metadata, reap
 from sqlalchemy_dblock.store import store_for
 from tests.commands.conftest import Shell
@@ -43,16 +43,16 @@ COLUMNS = "lock_key, fence, count, ttl, acquired_at, expires_at, label, host, pi
 def findings(database: str | URL, *only: Any, **options: Any) -> dict[str, list[Finding]]:
     """By the check's name, all of them or some; over an engine of its own."""
     engine = create_engine(url(database) if isinstance(database, str) else database, **options)
-    desk = Desk(store_for(engine), lambda key, **given: db_lock(engine, key, **given), lambda: None, (), "here")
+    context = Context(store_for(engine), lambda key, **given: db_lock(engine, key, **given), lambda: None, (), "here")
     found: dict[str, list[Finding]] = {}
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkup, "CHECKS", only or checkup.CHECKS)
-            for each in Checkup(desk).findings():
+            for each in Checkup(context).findings():
                 found.setdefault(each.check, []).append(each)
     finally:
         engine.dispose()
-        del desk
+        del context
         gc.collect()
     return found
 
@@ -207,8 +207,8 @@ def test_a_journal_that_blocks(tmp_path: Path) -> None:
 def findings_in_memory() -> dict[str, list[Finding]]:
     engine = create_engine("sqlite://")
     metadata.create_all(engine)
-    desk = Desk(store_for(engine), lambda key, **given: db_lock(engine, key, **given), lambda: None, (), "here")
-    found = {each.check: [each] for each in Checkup(desk).findings()}
+    context = Context(store_for(engine), lambda key, **given: db_lock(engine, key, **given), lambda: None, (), "here")
+    found = {each.check: [each] for each in Checkup(context).findings()}
     engine.dispose()
     return found
 
@@ -305,8 +305,8 @@ def test_settings_of_other_servers(request: pytest.FixtureRequest, monkeypatch: 
 def test_updates_that_are_not_heap_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """An index on what changes; with what the hint says done, all is well."""
     ready(request, "postgresql")
-    monkeypatch.setattr("dblock.commands.checkup.UPDATES", 100)
-    monkeypatch.setattr("dblock.commands.checkup.DEAD", 50)
+    monkeypatch.setattr("dblock.operating.commands.checkup.UPDATES", 100)
+    monkeypatch.setattr("dblock.operating.commands.checkup.DEAD", 50)
     with observer("postgresql").execution_options(isolation_level="AUTOCOMMIT").connect() as stranger:
 
         def do(*statements: str) -> None:
@@ -494,7 +494,7 @@ def test_an_old_snapshot(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
     ready(request, database)
     assert not is_found()
-    monkeypatch.setattr("dblock.commands.checkup.OLD_SNAPSHOT", 0.5)
+    monkeypatch.setattr("dblock.operating.commands.checkup.OLD_SNAPSHOT", 0.5)
     engine = create_engine(url(database), isolation_level="REPEATABLE READ", poolclass=NullPool)
     me = {"postgresql": "pg_backend_pid()"}.get(database, "connection_id()")
     with engine.connect() as connection:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dblock.core.errors import LockLost
-from dblock.core.face import administration
+from dblock.core.lock import administration
 from dblock.core.protocol.drive import drive
 from tests.commands.conftest import EACH, Shell
 from tests.conftest import ready

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from sqlalchemy import make_url
 
-from dblock.commands import running
+from dblock.operating.commands import running
 from tests.commands.conftest import EACH, Shell
 from tests.conftest import observer, ready, url
 from tests.support.lab import LONG, ROOT, until
@@ -434,7 +434,7 @@ def test_who_is_out_of_reach() -> None:
     """Processes of other users that run, by themselves or in a group; not one's own, nor one that has ended."""
     code = f"""
 import os, subprocess, time
-from dblock.commands.watcher import out_of_reach
+from dblock.operating.commands.watcher import out_of_reach
 mine = subprocess.Popen(["sleep", "60"])
 other = subprocess.Popen([*{OTHER.split()}, "sh", "-c", "echo; read line"], process_group=0, stdin=-1, stdout=-1)
 other.stdout.readline()

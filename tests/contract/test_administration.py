@@ -11,7 +11,7 @@ import pytest
 
 from dblock import Event, Kind, LockLost, LockRevoked, Reason, observe
 from dblock.core.errors import StoreUnanswered
-from dblock.core.face import administration
+from dblock.core.lock import administration
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Steps
 from dblock.core.values import Identity

@@ -16,8 +16,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from dblock.core import runtime
 from dblock.core.errors import LockStoreError
-from dblock.core.face import administration
-from dblock.core.face.administration import EventInfo
+from dblock.core.lock import administration
+from dblock.core.lock.administration import EventInfo
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Sleep
 from dblock.core.watchdog import history

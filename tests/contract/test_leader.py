@@ -13,8 +13,8 @@ import pytest
 
 from dblock.core import runtime
 from dblock.core.errors import LockError, LockLost, LockRevoked, LockStoreError, LockTimeout, Reason
-from dblock.core.face import administration
-from dblock.core.face.executor import BaseStore
+from dblock.core.lock import administration
+from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.values import margin

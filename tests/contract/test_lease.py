@@ -17,7 +17,7 @@ import pytest
 from dblock import Kind, observe
 from dblock.core import deliveries as deliveries_module
 from dblock.core.errors import InvalidToken, LockLost, LockNotHeld, LockTimeout, Reason, StoreConflict
-from dblock.core.face.entering import adopt
+from dblock.core.lock.entering import adopt
 from dblock.core.log import log, warn
 from dblock.core.protocol.steps import Execute, Rows, execute
 from dblock.core.runtime import current_flow

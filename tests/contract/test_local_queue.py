@@ -10,7 +10,7 @@ import pytest
 from dblock.core import runtime
 from dblock.core.acquire.local_queue import LocalQueue
 from dblock.core.errors import LockTimeout
-from dblock.core.face.executor import BaseStore
+from dblock.core.lock.executor import BaseStore
 from tests.conftest import timed
 from tests.contract.test_queue import LATER, lined_up, stranger, waiters
 from tests.support.lab import some, until

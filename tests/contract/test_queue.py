@@ -11,7 +11,7 @@ import pytest
 
 from dblock.core import runtime
 from dblock.core.errors import LockDeadlock, LockLost
-from dblock.core.face.executor import BaseStore
+from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
 from tests.conftest import POOLER, SELDOM, timed

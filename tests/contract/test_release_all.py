@@ -13,7 +13,7 @@ import sqlalchemy_dblock
 from dblock import LockLost, Reason
 from dblock.core import runtime
 from dblock.core.errors import StoreBusy, StoreConflict
-from dblock.core.face.executor import BaseStore
+from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.steps import Execute
 from tests.conftest import ALIASES, timed
 from tests.support.lab import some, until

@@ -40,7 +40,7 @@ from sqlalchemy import Engine, event
 from sqlalchemy.pool import NullPool
 
 from dblock.core.errors import LockStoreError
-from dblock.core.face import administration
+from dblock.core.lock import administration
 from dblock.core.protocol import states
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Execute, Steps

@@ -11,7 +11,7 @@ from django.test import override_settings
 
 from dblock.core import runtime
 from dblock.core.acquire import slow
-from dblock.core.face.base import BaseLock
+from dblock.core.lock.base import BaseLock
 from dblock.core.protocol.steps import Execute
 from tests.conftest import ready
 from tests.support.lab import SOME, SYNC

@@ -31,7 +31,7 @@ from dblock.contrib.counting import OTHER, Groups
 from dblock.core import runtime
 from dblock.core.errors import Reason, StoreConflict, StoreUnanswered
 from dblock.core.events import Kind
-from dblock.core.face.executor import BaseStore
+from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.steps import Execute
 from sqlalchemy_dblock import db_lock, metadata, reap
 from tests.support.lab import until

@@ -30,14 +30,14 @@ from dblock.core.errors import (
     StoreConflict,
     StoreUnanswered,
 )
-from dblock.core.face.base import BaseLock
-from dblock.core.face.bookkeeping import forget
-from dblock.core.face.entering import adopt
-from dblock.core.face.executor import BaseStore
-from dblock.core.face.leaving import leave
-from dblock.core.face.locks import SyncLock
 from dblock.core.holding.flow import Entry, Hold
 from dblock.core.holding.lease import Lease
+from dblock.core.lock.base import BaseLock
+from dblock.core.lock.bookkeeping import forget
+from dblock.core.lock.entering import adopt
+from dblock.core.lock.executor import BaseStore
+from dblock.core.lock.leaving import leave
+from dblock.core.lock.locks import SyncLock
 from dblock.core.options import PLAIN
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.queue import Place

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dblock.core.errors import LockNotAcquiredWarning
-from dblock.core.face.ignored import warn_if_ignored
+from dblock.core.lock.ignored import warn_if_ignored
 
 
 class Busy:

@@ -20,9 +20,9 @@ import dblock.core
 import sqlalchemy_dblock
 from dblock.core import clock
 from dblock.core.acquire import acquiring, handover
-from dblock.core.face.executor import BaseStore
 from dblock.core.holding.flow import Flow
 from dblock.core.holding.handover_record import HandoverRecord
+from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Steps

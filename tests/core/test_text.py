@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from dblock.celery.beat import SingleBeat
-from dblock.commands.console import as_json, complain, say
 from dblock.core import errors
 from dblock.core.log import warn
 from dblock.core.text import printable
 from dblock.core.values import Identity
+from dblock.operating.commands.console import as_json, complain, say
 from tests.support.texts import FRIENDLY, HOSTILE, TEXT, assert_clean
 
 ROOT = Path(__file__).parents[2]

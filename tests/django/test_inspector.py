@@ -18,14 +18,15 @@ from django.test import Client, override_settings
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from dblock import LockLost, LockStoreError, db_lock, inspector
+from dblock import LockLost, LockStoreError, db_lock
 from dblock.admin import MANY, STATES
 from dblock.core import runtime
-from dblock.core.face.administration import LINKS, EventInfo, truly_held
+from dblock.core.lock.administration import LINKS, EventInfo, truly_held
 from dblock.core.values import Identity
-from dblock.inspector import QUEUED
 from dblock.models import Lock, LockEvent, Waiter
-from dblock.timeline import timeline, told
+from dblock.operating import inspector
+from dblock.operating.inspector import QUEUED
+from dblock.operating.timeline import timeline, told
 from tests.conftest import ALIASES, INNODB, SERVERS, run
 from tests.django.test_app import Everything
 from tests.support.hung import hung

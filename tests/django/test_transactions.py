@@ -259,7 +259,7 @@ def test_an_interrupt_leaves_a_joined_transaction_alone(
     database: str, alias: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that was begun by hand, of which Django does not know."""
-    from dblock.core.face.executor import BaseStore
+    from dblock.core.lock.executor import BaseStore
 
     def interrupted(*_: object) -> Any:
         raise KeyboardInterrupt

@@ -25,10 +25,10 @@ from django.utils.translation.template import templatize
 
 from dblock.core.errors import Reason
 from dblock.core.events import How
-from dblock.core.face.administration import Blocking, Wanted
+from dblock.core.lock.administration import Blocking, Wanted
 from dblock.core.values import Identity
-from dblock.inspector import chains
-from dblock.wording import said, span
+from dblock.operating.inspector import chains
+from dblock.operating.wording import said, span
 from tests.browser.site import LIST, PERMISSIONS, session, world
 from tests.conftest import ready, run
 
@@ -175,7 +175,7 @@ def pages(language: str) -> Iterator[tuple[str, str]]:
         yield get(path)
     for path in ("change/", "release/", "revoke/"):
         yield get(stock + path)
-    with patch("dblock.inspector.SHOWN", 2):
+    with patch("dblock.operating.inspector.SHOWN", 2):
         yield get(f"{LIST}waiters/")
     yield get(f"{LIST}stock_3A7/change/")
     yield get(f"{LIST}stock_3A7/release/")  # which nobody holds

@@ -25,7 +25,7 @@ def python(code: str) -> str:
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("dblock.core.face.locks", ("django", "sqlalchemy", "celery", "psycopg", "asyncio")),
+        ("dblock.core.lock.locks", ("django", "sqlalchemy", "celery", "psycopg", "asyncio")),
         ("dblock", ("django", "sqlalchemy", "celery", "asyncio")),
         ("dblock.cli", ("django", "sqlalchemy", "celery")),
         ("dblock.pytest_plugin", ("django", "sqlalchemy", "celery", "dblock.core")),
@@ -47,7 +47,7 @@ def test_the_core_runs_without_any_framework() -> None:
 import sys
 for name in ("django", "sqlalchemy", "celery", "asgiref", "psycopg"):
     sys.modules[name] = None
-import dblock, dblock.core.face.locks, dblock.core.protocol.drive, dblock.cli
+import dblock, dblock.core.lock.locks, dblock.core.protocol.drive, dblock.cli
 print(dblock.LockTimeout.__mro__[1].__name__)
 """
     assert python(code) == "LockError"

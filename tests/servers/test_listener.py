@@ -26,7 +26,7 @@ from sqlalchemy.util import greenlet_spawn
 from dblock.core import runtime
 from dblock.core.acquire.local_queue import Request
 from dblock.core.errors import LockStoreError, StoreConflict
-from dblock.core.face.kill_query_listener import KillQueryListener
+from dblock.core.lock.kill_query_listener import KillQueryListener
 from dblock.core.protocol import queue
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute

@@ -15,14 +15,14 @@ from django.db import DatabaseError, Error, connections
 
 from dblock import conf
 from dblock.cli import answered, ddl
-from dblock.commands import doctor
-from dblock.commands.checkup import Finding, Level
-from dblock.commands.desk import Desk
-from dblock.commands.parser import add_verbs
 from dblock.core.errors import UnsupportedDatabase
 from dblock.core.text import printable
 from dblock.core.validation import valid_retention
 from dblock.locks import db_lock, default_alias
+from dblock.operating.commands import doctor
+from dblock.operating.commands.checkup import Finding, Level
+from dblock.operating.commands.context import Context
+from dblock.operating.commands.parser import add_verbs
 from dblock.store import store_for
 
 
@@ -64,9 +64,9 @@ class Command(BaseCommand):
             return
         given = Namespace(**options)
         if given.verb is doctor.doctor:
-            given.verb = lambda desk, told: doctor.doctor(desk, told, _system_checks(alias))
+            given.verb = lambda context, told: doctor.doctor(context, told, _system_checks(alias))
         try:
-            status = answered(given, desk(alias))
+            status = answered(given, context(alias))
         except (ValueError, UnsupportedDatabase) as error:
             raise CommandError(printable(str(error)), returncode=2) from error
         if status:
@@ -82,9 +82,9 @@ def _also_here(command: ArgumentParser) -> None:
     command.add_argument("-v", "--verbosity", type=int, choices=range(4), default=SUPPRESS, help=SUPPRESS)
 
 
-def desk(alias: str) -> Desk:
+def context(alias: str) -> Context:
     """The database of an alias, for the commands."""
-    return Desk(
+    return Context(
         store_for(alias),
         lambda key, **given: db_lock(key, using=alias, **given),
         lambda: make_tables(alias),

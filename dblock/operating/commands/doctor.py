@@ -7,18 +7,18 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from dblock.commands.checkup import Checkup, Finding, Level
-from dblock.commands.console import say, say_json
-from dblock.commands.desk import Desk
 from dblock.core.text import printable
+from dblock.operating.commands.checkup import Checkup, Finding, Level
+from dblock.operating.commands.console import say, say_json
+from dblock.operating.commands.context import Context
 
 STATUS: Final = {Level.OK: 0, Level.NOTE: 0, Level.WARNING: 1, Level.ERROR: 2}
 _MARKS: Final = {Level.OK: "ok     ", Level.NOTE: "note   ", Level.WARNING: "WARNING", Level.ERROR: "ERROR  "}
 
 
-def doctor(desk: Desk, options: Namespace, more: Sequence[Finding] = ()) -> int:
+def doctor(context: Context, options: Namespace, more: Sequence[Finding] = ()) -> int:
     """Look at everything; 0 if nothing is wrong, 1 for warnings, 2 for errors. `more`: what the face has found."""
-    found = [*Checkup(desk).findings(), *tasks(options.celery), *more]
+    found = [*Checkup(context).findings(), *tasks(options.celery), *more]
     if options.json:
         say_json([each._asdict() for each in found])
     else:
@@ -27,7 +27,7 @@ def doctor(desk: Desk, options: Namespace, more: Sequence[Finding] = ()) -> int:
             if each.hint:
                 say(printable(f"         {each.hint}"))
         bad = [each for each in found if STATUS[each.level]]
-        say(f"\n{printable(desk.where)}: " + (f"to be mended: {len(bad)}" if bad else "all is well"))
+        say(f"\n{printable(context.where)}: " + (f"to be mended: {len(bad)}" if bad else "all is well"))
     return max(STATUS[each.level] for each in found)
 
 

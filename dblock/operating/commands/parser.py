@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from dblock.commands.desk import Desk
-from dblock.commands.doctor import doctor
-from dblock.commands.ending import reap, release
-from dblock.commands.looking import ls, show
-from dblock.commands.running import BUSY, run
-from dblock.commands.watching import top
 from dblock.core.validation import valid_span
+from dblock.operating.commands.context import Context
+from dblock.operating.commands.doctor import doctor
+from dblock.operating.commands.release import reap, release
+from dblock.operating.commands.running import BUSY, run
+from dblock.operating.commands.show import ls, show
+from dblock.operating.commands.top import top
 
-Verb = Callable[[Desk, Namespace], int]
+Verb = Callable[[Context, Namespace], int]
 
 _STATUS = f"""\
 exit status: that of the command, or 128 + n if signal n ended it; {BUSY} if the lock was not free in time

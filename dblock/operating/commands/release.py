@@ -7,23 +7,33 @@ import os
 import socket
 from argparse import Namespace
 
-from dblock.commands.console import agreed, can_ask, complain, lock_json, lock_row, pins_of, say, say_json, span
-from dblock.commands.desk import Desk
-from dblock.core.face import administration
-from dblock.core.face.administration import Surveyed
+from dblock.core.lock import administration
+from dblock.core.lock.administration import Surveyed
 from dblock.core.pinned import Pinned
 from dblock.core.protocol import reaping
 from dblock.core.text import printable
 from dblock.core.validation import TEXT_LENGTH, valid_retention
 from dblock.core.values import LockInfo
+from dblock.operating.commands.console import (
+    agreed,
+    can_ask,
+    complain,
+    lock_json,
+    lock_row,
+    pins_of,
+    say,
+    say_json,
+    span,
+)
+from dblock.operating.commands.context import Context
 
 DONE, NOT_HELD, NOT_AGREED = 0, 1, 2
 
 
-def release(desk: Desk, options: Namespace) -> int:
+def release(context: Context, options: Namespace) -> int:
     """End the tenure of a key, or ask its holder to; 1 if nobody holds it, 2 if that was not agreed to."""
-    key, info = options.key, desk.inspect(options.key)
-    pinned = None if options.ask else desk.pinned(key)
+    key, info = options.key, context.inspect(options.key)
+    pinned = None if options.ask else context.pinned(key)
     if info is None or info.owner is None or options.fence not in {None, info.fence}:
         complain(f"{printable(key)!r} is not held" + (f" under fence {options.fence}" if options.fence else ""))
         if pinned:
@@ -39,7 +49,7 @@ def release(desk: Desk, options: Namespace) -> int:
         complain("nothing was done")
         return NOT_AGREED
     end = administration.revoke if options.ask else administration.force_release
-    done = desk.do(end(desk.store, key, info.fence, _words(options.reason)))
+    done = context.do(end(context.store, key, info.fence, _words(options.reason)))
     if options.json:
         say_json({**lock_json(Surveyed(info, 0, pinned)), "done": done})
     elif done:
@@ -51,10 +61,10 @@ def release(desk: Desk, options: Namespace) -> int:
     return DONE if done else NOT_HELD
 
 
-def reap(desk: Desk, options: Namespace) -> int:
+def reap(context: Context, options: Namespace) -> int:
     """Delete the rows of keys that nobody has used for long; 0."""
-    retention = desk.retention if options.retention is None else valid_retention(options.retention)
-    reaped = desk.do(reaping.reap(desk.store.database, retention))
+    retention = context.retention if options.retention is None else valid_retention(options.retention)
+    reaped = context.do(reaping.reap(context.store.database, retention))
     if options.json:
         say_json(reaped._asdict())
     else:

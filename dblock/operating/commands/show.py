@@ -10,7 +10,11 @@ from argparse import Namespace
 from datetime import UTC, datetime
 from itertools import islice
 
-from dblock.commands.console import (
+from dblock.core.errors import LockStoreError
+from dblock.core.lock import administration
+from dblock.core.lock.administration import Blocking, EventInfo, Surveyed, WaiterInfo, truly_held
+from dblock.core.text import printable
+from dblock.operating.commands.console import (
     HEADER,
     complain,
     event_json,
@@ -25,23 +29,19 @@ from dblock.commands.console import (
     waiter_json,
     wanted_json,
 )
-from dblock.commands.desk import Desk
-from dblock.core.errors import LockStoreError
-from dblock.core.face import administration
-from dblock.core.face.administration import Blocking, EventInfo, Surveyed, WaiterInfo, truly_held
-from dblock.core.text import printable
+from dblock.operating.commands.context import Context
 
 _PINNED = ": nobody can take the key until a transaction ends, whatever the lease says"
 _SPENT = {"acquired": "waited", "gave_up": "waited", "released": "held", "lost": "held", "at_risk": "late by"}
 """What the time of an event was spent on."""
 
 
-def ls(desk: Desk, options: Namespace) -> int:
+def ls(context: Context, options: Namespace) -> int:
     """List the keys that somebody holds; 0."""
     pattern: str = options.pattern
     fits = re.compile(fnmatch.translate(pattern)).match
     prefix = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
-    rows = (row for row in desk.survey(prefix, free=options.all) if fits(row.info.key))
+    rows = (row for row in context.survey(prefix, free=options.all) if fits(row.info.key))
     found = list(islice(rows, options.limit + 1))
     more, found = len(found) > options.limit, found[: options.limit]
     if options.json:
@@ -58,22 +58,24 @@ def ls(desk: Desk, options: Namespace) -> int:
     return 0
 
 
-def show(desk: Desk, options: Namespace) -> int:
+def show(context: Context, options: Namespace) -> int:
     """All about one key; 1 if it has no row."""
-    info, pinned = desk.inspect(options.key), desk.pinned(options.key)
+    info, pinned = context.inspect(options.key), context.pinned(options.key)
     if info is None:
-        complain(f"{printable(options.key)!r} has no row in {desk.where}: nobody has held it, or it was reaped since")
+        complain(
+            f"{printable(options.key)!r} has no row in {context.where}: nobody has held it, or it was reaped since"
+        )
         for pin in pins_of(pinned) if pinned else ():
             complain(f"a transaction pins it, and keeps everybody from taking it: {pin}")
         if options.json:
             say_json(None)
         return 1
-    waiters = desk.do(administration.waiters(desk.store, options.key, options.waiters))
-    waiting = max(desk.do(administration.count_waiters(desk.store, options.key)), len(waiters))
-    blocking = desk.do(administration.blocking(desk.store, options.key))
+    waiters = context.do(administration.waiters(context.store, options.key, options.waiters))
+    waiting = max(context.do(administration.count_waiters(context.store, options.key)), len(waiters))
+    blocking = context.do(administration.blocking(context.store, options.key))
     events: list[EventInfo] = []
     try:
-        events = desk.do(administration.events(desk.store, options.key, options.events + 1))
+        events = context.do(administration.events(context.store, options.key, options.events + 1))
     except LockStoreError as error:  # their table is missing, or may not be read
         complain(str(error))
     more, events = len(events) > options.events, events[: options.events]
@@ -99,7 +101,7 @@ def show(desk: Desk, options: Namespace) -> int:
         if more:
             say(f"(the last {options.events}; --events N shows more)")
     if info.state == "held" and info.owner and sys.stdout.isatty() and info.key.isprintable():
-        release, key = f"{desk.command} release", shlex.quote(info.key)
+        release, key = f"{context.command} release", shlex.quote(info.key)
         say(f"\nto have it given back:  {release} --ask {key}\nto free it by force:    {release} {key}")
     return 0
 

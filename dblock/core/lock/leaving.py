@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, TypeVar
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.errors import LockError, Reason, StoreBusy
-from dblock.core.face.base import BaseLock
-from dblock.core.face.bookkeeping import find_out, forget, freed, site_of
 from dblock.core.holding.flow import Block, Entry, Hold
+from dblock.core.lock.base import BaseLock
+from dblock.core.lock.bookkeeping import find_out, forget, freed, site_of
 from dblock.core.log import warn
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
@@ -149,7 +149,7 @@ def _innermost(lock: BaseLock) -> Block | None:
     if len(blocks) > 1:
         for block in blocks:  # one of them can no longer be left: its lease expires
             block.hold.lease.renewing = False
-        from dblock.core.face.failures import open_elsewhere  # noqa: PLC0415 - only for the error
+        from dblock.core.lock.failures import open_elsewhere  # noqa: PLC0415 - only for the error
 
         raise open_elsewhere(lock, len(blocks))
     return blocks[0] if blocks else None

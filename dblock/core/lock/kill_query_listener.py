@@ -21,7 +21,7 @@ from typing import Any, cast
 from dblock.core import runtime
 from dblock.core.connections.pool import PooledConnection
 from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
-from dblock.core.face.executor import BaseStore
+from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.statements.base import Failure, Statement
 from dblock.core.wakeup.registry import Message, Wakeups

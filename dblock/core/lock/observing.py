@@ -14,10 +14,10 @@ from dblock.core import runtime
 from dblock.core.acquire.acquiring import Refused
 from dblock.core.errors import LockError, LockLost
 from dblock.core.events import Event, How, Kind
-from dblock.core.face import leaving
-from dblock.core.face.base import BaseLock
 from dblock.core.holding.flow import Entry, Hold, HoldObserver
 from dblock.core.holding.observers import Observer, Observers, about, held, lock_of, masked
+from dblock.core.lock import leaving
+from dblock.core.lock.base import BaseLock
 from dblock.core.protocol import reaping
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store

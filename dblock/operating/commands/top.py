@@ -9,10 +9,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dblock.commands.console import HEADER, as_json, complain, lock_json, lock_row, parts, say
-from dblock.commands.desk import Desk
-from dblock.core.face.administration import Surveyed
+from dblock.core.lock.administration import Surveyed
 from dblock.core.text import printable
+from dblock.operating.commands.console import HEADER, as_json, complain, lock_json, lock_row, parts, say
+from dblock.operating.commands.context import Context
 
 PAPER: Final = 200
 """Columns where there is no terminal."""
@@ -49,11 +49,11 @@ class Rates:
         return seen / max(min(WINDOW, time.monotonic() - self.since), 1.0)
 
 
-def top(desk: Desk, options: Namespace) -> int:
+def top(context: Context, options: Namespace) -> int:
     """Show them until Ctrl-C or `--count`; 0."""
     rates = Rates()
     if options.json:
-        return _loop(desk, options, rates, lambda rows: say(as_json(_snapshot(rows, rates))))
+        return _loop(context, options, rates, lambda rows: say(as_json(_snapshot(rows, rates))))
     try:
         from rich.console import Console  # noqa: PLC0415 - of the extra `cli`
         from rich.live import Live  # noqa: PLC0415
@@ -65,25 +65,25 @@ def top(desk: Desk, options: Namespace) -> int:
 
         def write(rows: list[Surveyed]) -> None:
             with paper.capture() as written:
-                paper.print(_view(desk, rows, rates, len(rows) + 4, PAPER))
+                paper.print(_view(context, rows, rates, len(rows) + 4, PAPER))
             say("\n".join(line.rstrip() for line in written.get().splitlines()))
 
-        return _loop(desk, options, rates, write)
+        return _loop(context, options, rates, write)
     console = Console()
     with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
 
         def draw(rows: list[Surveyed]) -> None:
             width, height = console.size
-            live.update(_view(desk, rows, rates, height, width), refresh=True)
+            live.update(_view(context, rows, rates, height, width), refresh=True)
 
-        return _loop(desk, options, rates, draw)
+        return _loop(context, options, rates, draw)
 
 
-def _loop(desk: Desk, options: Namespace, rates: Rates, show: Any) -> int:
+def _loop(context: Context, options: Namespace, rates: Rates, show: Any) -> int:
     left: float = options.count or float("inf")
     while True:
         began = time.monotonic()
-        rows = sorted(desk.survey(), key=lambda row: (-row.waiters, -row.info.age))
+        rows = sorted(context.survey(), key=lambda row: (-row.waiters, -row.info.age))
         rates.sample(rows)
         show(rows)
         left -= 1
@@ -102,7 +102,7 @@ def _snapshot(rows: list[Surveyed], rates: Rates) -> dict[str, Any]:
     }
 
 
-def _view(desk: Desk, rows: list[Surveyed], rates: Rates, height: int, width: int) -> Any:
+def _view(context: Context, rows: list[Surveyed], rates: Rates, height: int, width: int) -> Any:
     from rich.console import Group  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
@@ -110,7 +110,7 @@ def _view(desk: Desk, rows: list[Surveyed], rates: Rates, height: int, width: in
     held, waiting = sum(row.info.state == "held" for row in rows), sum(row.waiters for row in rows)
     head = Text.assemble(
         ("dblock top", "bold"),
-        f"  {printable(desk.where)}  {time.strftime('%H:%M:%S')}\n",
+        f"  {printable(context.where)}  {time.strftime('%H:%M:%S')}\n",
         f"{held} held, {waiting} waiting (the first of each process), {rates.rate():.1f} tenures/s seen",
         ("   Ctrl-C ends", "dim"),
     )

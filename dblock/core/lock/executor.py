@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 def _failures() -> ModuleType:
     """The module that makes errors, imported with the first one."""
-    from dblock.core.face import failures  # noqa: PLC0415 - see there
+    from dblock.core.lock import failures  # noqa: PLC0415 - see there
 
     return failures
 

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from dblock.core import clock
 from dblock.core.errors import LockError, LockStoreError
-from dblock.core.face import administration
-from dblock.core.face.administration import PAGE, Surveyed
-from dblock.core.face.locks import SyncLock
-from dblock.core.face.pins import pinned
+from dblock.core.lock import administration
+from dblock.core.lock.administration import PAGE, Surveyed
+from dblock.core.lock.locks import SyncLock
+from dblock.core.lock.pins import pinned
 from dblock.core.pinned import Pinned
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import drive
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Desk:
+class Context:
     """A database with locks, and how a face speaks to it."""
 
     store: Store

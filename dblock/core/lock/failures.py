@@ -28,8 +28,8 @@ from dblock.core.statements.base import Failure
 
 if TYPE_CHECKING:
     from dblock.core.acquire.acquiring import Refused
-    from dblock.core.face.base import BaseLock
     from dblock.core.holding.flow import Flow
+    from dblock.core.lock.base import BaseLock
     from dblock.core.pinned import Pinned
 
 
@@ -174,7 +174,7 @@ def _who_pins(lock: BaseLock, refused: Refused) -> Steps[Pinned | None]:
     """The transaction that pins the key, if it has no holder; None if there is none, or no answer in time."""
     if refused.busy is not None or (refused.holder is not None and refused.holder.state == "held"):
         return None
-    from dblock.core.face.pins import pinned  # noqa: PLC0415 - rarely needed
+    from dblock.core.lock.pins import pinned  # noqa: PLC0415 - rarely needed
 
     database = lock._store().database
     until = database.now() + database.timing.pinned_answer

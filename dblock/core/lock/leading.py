@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypedDict, TypeV
 from dblock.core import runtime
 from dblock.core.acquire.acquiring import Refused
 from dblock.core.errors import LockError, LockLost, LockRevoked, LockStoreError, LockTimeout, Reason
-from dblock.core.face import entering, leaving, operations
-from dblock.core.face.base import BaseLock
-from dblock.core.face.bookkeeping import forget
-from dblock.core.face.failures import timed_out
-from dblock.core.face.locks import gives_way, was_ours
 from dblock.core.holding.flow import Flow, Hold, current_task
+from dblock.core.lock import entering, leaving, operations
+from dblock.core.lock.base import BaseLock
+from dblock.core.lock.bookkeeping import forget
+from dblock.core.lock.failures import timed_out
+from dblock.core.lock.locks import gives_way, was_ours
 from dblock.core.log import warn
 from dblock.core.protocol.sending import pauses
 from dblock.core.protocol.steps import Sleep, Step, Steps, Wait

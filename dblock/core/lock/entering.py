@@ -16,11 +16,11 @@ from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.acquiring import Refused
 from dblock.core.acquire.local_queue import Request
 from dblock.core.errors import LockError, Loss, Reason
-from dblock.core.face.base import BaseLock
-from dblock.core.face.bookkeeping import begin_hold, forget, site_of, who_we_are
-from dblock.core.face.leaving import leave
 from dblock.core.holding.flow import Block, Entry, Flow, Hold
 from dblock.core.identity import celery_task_id
+from dblock.core.lock.base import BaseLock
+from dblock.core.lock.bookkeeping import begin_hold, forget, site_of, who_we_are
+from dblock.core.lock.leaving import leave
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps
@@ -61,7 +61,7 @@ def _acquire(
         hold = None  # a callback that sees a copy of the hold is another flow
     if hold is not None and hold.lease.remaining() > 0 and hold.refuses(lock):
         if timeout is None and hold.endless:
-            from dblock.core.face.failures import waits_for_itself  # noqa: PLC0415 - only for the error
+            from dblock.core.lock.failures import waits_for_itself  # noqa: PLC0415 - only for the error
 
             raise waits_for_itself(lock, flow)
     elif hold is not None:
@@ -123,7 +123,7 @@ def enter(lock: BaseLock, timeout: float | EllipsisType | None = ...) -> Steps[N
     steps = _enter(lock, lock._timeout if isinstance(timeout, EllipsisType) else timeout)
     if lock.options.on_busy == "raise":
         return steps
-    from dblock.core.face.key_template import or_skip  # noqa: PLC0415 - for those who decorate
+    from dblock.core.lock.key_template import or_skip  # noqa: PLC0415 - for those who decorate
 
     return or_skip(lock, steps)
 
@@ -136,7 +136,7 @@ def _enter(lock: BaseLock, timeout: float | None) -> Steps[None]:
     else:
         found = yield from acquire(lock, timeout, "with", flow)
         if isinstance(found, Refused):
-            from dblock.core.face.failures import timed_out  # noqa: PLC0415 - only for the error
+            from dblock.core.lock.failures import timed_out  # noqa: PLC0415 - only for the error
 
             raise (yield from timed_out(lock, found)) from found.busy
         hold = found

@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
-from dblock.commands.console import pins_of, span
-from dblock.commands.desk import Desk
 from dblock.core.errors import LockError, LockTimeout, StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.events import DOCTOR
-from dblock.core.face import administration
+from dblock.core.lock import administration
 from dblock.core.statements.administration import WORDS
 from dblock.core.statements.base import Tables
 from dblock.core.text import printable
 from dblock.core.wakeup.registry import Wakeups
+from dblock.operating.commands.console import pins_of, span
+from dblock.operating.commands.context import Context
 
 
 class Level(StrEnum):
@@ -60,9 +60,9 @@ CLOCK: Final = 2.0
 class Checkup:
     """The checks of one database."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
-        self.dialect = desk.store.database.dialect
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.dialect = context.store.database.dialect
         self.kind = self.dialect.name
         self.words = WORDS[self.kind]
 
@@ -86,7 +86,7 @@ class Checkup:
 
     def value(self, sql: str) -> Any:
         """The one value that a query answers, None if there is none."""
-        rows = self.desk.query(sql)
+        rows = self.context.query(sql)
         return rows[0][0] if rows else None
 
     def variable(self, name: str) -> str:
@@ -142,7 +142,7 @@ WHERE state = 'Waiting for table metadata lock' AND info LIKE concat('%{self.dia
 ORDER BY time DESC
 """
         told = []
-        for session, statement, before in self.desk.query(sql):
+        for session, statement, before in self.context.query(sql):
             behind = f"session {before}" if before else "a transaction"
             changes = printable(" ".join(statement.split()))
             end = f"SELECT pg_cancel_backend({session})" if self.kind == "postgresql" else f"KILL QUERY {session}"
@@ -162,8 +162,8 @@ def reachable(checkup: Checkup) -> Checked:
     """The database answers."""
     began = time.monotonic()
     checkup.value("SELECT 1")
-    took, least = time.monotonic() - began, checkup.desk.store.database.timing.single_try
-    yield Finding(Level.OK, "reachable", f"{checkup.desk.where} answers ({took * 1000:.1f} ms)")
+    took, least = time.monotonic() - began, checkup.context.store.database.timing.single_try
+    yield Finding(Level.OK, "reachable", f"{checkup.context.where} answers ({took * 1000:.1f} ms)")
     if took > least:
         yield Finding(
             Level.NOTE,
@@ -178,7 +178,7 @@ def tables(checkup: Checkup) -> Checked:
     wanted = _columns(checkup.dialect.ddl, checkup.dialect.tables)
     for table, columns in wanted.items():
         try:
-            checkup.desk.query(f"SELECT 1 FROM {table} WHERE 1 = 0")
+            checkup.context.query(f"SELECT 1 FROM {table} WHERE 1 = 0")
         except (StoreConflict, StoreUnanswered):
             raise
         except LockError as error:
@@ -216,7 +216,7 @@ def _columns(ddl: str, names: Tables) -> dict[str, list[str]]:
 
 def _has(checkup: Checkup, table: str, column: str) -> bool:
     try:
-        checkup.desk.query(f"SELECT {table}.{column} FROM {table} WHERE 1 = 0")
+        checkup.context.query(f"SELECT {table}.{column} FROM {table} WHERE 1 = 0")
     except LockError:
         return False
     return True
@@ -233,7 +233,7 @@ def rights(checkup: Checkup) -> Checked:
         refused: dict[str, LockError] = {}
         for verb, sql in statements.items():
             try:
-                checkup.desk.run(sql.format(table))
+                checkup.context.run(sql.format(table))
             except (StoreConflict, StoreUnanswered):
                 raise
             except LockError as error:
@@ -268,7 +268,7 @@ def row_security(checkup: Checkup) -> Checked:
 
 def probe(checkup: Checkup) -> Checked:
     """A key is taken and given back, by the way that all locks go."""
-    lock = checkup.desk.lock(DOCTOR, ttl=10, timeout=2, slow_wait=None)
+    lock = checkup.context.lock(DOCTOR, ttl=10, timeout=2, slow_wait=None)
     began = time.monotonic()
     try:
         with lock:
@@ -324,7 +324,7 @@ def engine(checkup: Checkup) -> Checked:
 SELECT table_name, engine FROM information_schema.tables WHERE table_schema = {where} AND engine <> 'InnoDB'
   AND table_name IN (CONCAT('{names.prefix}', 'lock', 's'), CONCAT('{names.prefix}', 'lock', '_waiters'))
 """
-    for table, kind in checkup.desk.query(sql):
+    for table, kind in checkup.context.query(sql):
         yield Finding(
             Level.ERROR,
             "engine",
@@ -444,7 +444,7 @@ def replication(checkup: Checkup) -> Checked:
 
 def pooler(checkup: Checkup) -> Checked:
     """Whether the database notifies waiters."""
-    subscribe = getattr(checkup.desk.store, "subscribe", None)
+    subscribe = getattr(checkup.context.store, "subscribe", None)
     if checkup.kind == "sqlite" or subscribe is None:
         return
     channel = f"dblock_doctor_{os.getpid()}_{secrets.token_hex(4)}"
@@ -462,7 +462,7 @@ def pooler(checkup: Checkup) -> Checked:
     heard = checkup.kind == "mysql"  # its listener has been tried
     try:
         if not heard:
-            checkup.desk.query(f"SELECT pg_notify('{channel}', 'x')")
+            checkup.context.query(f"SELECT pg_notify('{channel}', 'x')")
         until = time.monotonic() + 2.0
         while not heard and time.monotonic() < until:
             heard = bool(subscription.listen(0.5))
@@ -512,7 +512,7 @@ WHERE attr_name = 'program_name' AND left(attr_value, 8) = 'dblock: ' GROUP BY 1
     if sql is None:
         return
     try:
-        found = checkup.desk.query(sql)
+        found = checkup.context.query(sql)
     except (StoreConflict, StoreUnanswered):
         raise
     except LockError:  # no right to see it
@@ -547,7 +547,7 @@ def heap_only(checkup: Checkup) -> Checked:
         return
     names = checkup.dialect.tables
     where = f"'{names.schema}'" if names.schema else "current_schema()"
-    rows = checkup.desk.query(f"""
+    rows = checkup.context.query(f"""
 SELECT n_tup_upd, n_tup_hot_upd, n_dead_tup FROM pg_stat_user_tables
 WHERE relname = concat('{names.prefix}', 'lock', 's') AND schemaname = {where}
 """)
@@ -611,7 +611,7 @@ def snapshots(checkup: Checkup) -> Checked:
     if sql is None:
         return
     try:
-        oldest = checkup.desk.query(sql)
+        oldest = checkup.context.query(sql)
     except (StoreConflict, StoreUnanswered):
         raise
     except LockError as error:  # MySQL asks for the right PROCESS
@@ -637,7 +637,7 @@ def snapshots(checkup: Checkup) -> Checked:
 def holders(checkup: Checkup) -> Checked:
     """Keys that holders have died with, and keys that are always wanted."""
     ended, slow = [], []
-    for row in checkup.desk.survey():
+    for row in checkup.context.survey():
         if row.pinned:
             yield Finding(
                 Level.WARNING,
@@ -650,7 +650,7 @@ def holders(checkup: Checkup) -> Checked:
         elif row.state == "expired":
             ended.append(repr(printable(row.info.key)))
         elif row.waiters:
-            first = checkup.desk.do(administration.waiters(checkup.desk.store, row.info.key, 1))
+            first = checkup.context.do(administration.waiters(checkup.context.store, row.info.key, 1))
             longest = max((each.age for each in first), default=0.0)
             if longest > max(row.info.ttl, 10.0):
                 slow.append((longest, row))

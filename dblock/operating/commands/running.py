@@ -30,14 +30,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Self
 
-from dblock.commands.console import complain
-from dblock.commands.desk import Desk, options_of
-from dblock.commands.watcher import OVER, out_of_reach
 from dblock.core.errors import LockError, LockLost, LockStoreError, Reason
-from dblock.core.face.leaving import share
-from dblock.core.face.locks import SyncLock
 from dblock.core.identity import storable
+from dblock.core.lock.leaving import share
+from dblock.core.lock.locks import SyncLock
 from dblock.core.text import printable
+from dblock.operating.commands.console import complain
+from dblock.operating.commands.context import Context, options_of
+from dblock.operating.commands.watcher import OVER, out_of_reach
 
 BUSY: Final = 75
 """The lock was not free in time (EX_TEMPFAIL of sysexits.h)."""
@@ -65,15 +65,15 @@ _NEWS: Final = b"\0"
 """Written to the pipe, it is no signal, but wakes the loop."""
 
 
-def run(desk: Desk, options: Namespace) -> int:
+def run(context: Context, options: Namespace) -> int:
     """Run the command under the lock; its exit status, 128 + n if signal n ended it, or one of the above."""
     if os.name != "posix":
         complain("run needs a POSIX system: signals, process groups")
         return NOT_EXECUTABLE
     if options.create_tables:
-        desk.ensure_tables()
+        context.ensure_tables()
     with _Pipe() as pipe:
-        lock = desk.lock(
+        lock = context.lock(
             options.key,
             timeout=0 if options.nb else options.timeout,
             grace=options.kill_after,
@@ -85,20 +85,20 @@ def run(desk: Desk, options: Namespace) -> int:
         with _ending_in_order():
             try:
                 if options.nb:  # which would have to connect in the time of a try
-                    _ = desk.inspect(options.key)
+                    _ = context.inspect(options.key)
                 held = lock.acquire()
             except LockStoreError as error:
                 complain(str(error))
                 return UNAVAILABLE
             if held:
                 return _run(lock, options, pipe)
-        complain(_busy(desk, options.key))
+        complain(_busy(context, options.key))
         return int(options.conflict_exit_code)
 
 
-def _busy(desk: Desk, key: str) -> str:
+def _busy(context: Context, key: str) -> str:
     with contextlib.suppress(LockError):
-        info = desk.inspect(key)
+        info = context.inspect(key)
         if info is not None and info.state == "held":
             return f"{printable(key)!r} is held by {printable(str(info))}"
     return f"{printable(key)!r} was not free in time"

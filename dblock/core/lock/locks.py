@@ -12,9 +12,9 @@ from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from dblock.core.errors import LockError, LockLost, LockTimeout
-from dblock.core.face import entering, leaving, operations
-from dblock.core.face.base import BaseLock
 from dblock.core.holding.flow import Hold, current_task
+from dblock.core.lock import entering, leaving, operations
+from dblock.core.lock.base import BaseLock
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.validation import acquire_timeout, valid_ttl
@@ -108,7 +108,7 @@ class SyncLock(BaseLock):
                 return True
         except LockTimeout:  # waiting would have been pointless
             pass
-        from dblock.core.face.ignored import warn_if_ignored  # noqa: PLC0415 - only for a False
+        from dblock.core.lock.ignored import warn_if_ignored  # noqa: PLC0415 - only for a False
 
         warn_if_ignored()
         return False
@@ -173,7 +173,7 @@ class SyncLock(BaseLock):
         """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
         if python.iscoroutinefunction(function):
             raise TypeError(f"{function!r} is a coroutine function: decorate it with the lock of an async engine")
-        from dblock.core.face.key_template import Template  # noqa: PLC0415 - only for decorators
+        from dblock.core.lock.key_template import Template  # noqa: PLC0415 - only for decorators
 
         template = Template(self._key, function)
 
@@ -202,7 +202,7 @@ class AsyncLock(BaseLock):
         wait = acquire_timeout(blocking, timeout, self._timeout)
         if isinstance(await self._adrive(entering.acquire(self, wait)), Hold):
             return True
-        from dblock.core.face.ignored import warn_if_ignored  # noqa: PLC0415 - only for a False
+        from dblock.core.lock.ignored import warn_if_ignored  # noqa: PLC0415 - only for a False
 
         warn_if_ignored()
         return False
@@ -254,7 +254,7 @@ class AsyncLock(BaseLock):
         """Decorate a coroutine function: each call holds the lock; the key is formatted with the call's arguments."""
         if not python.iscoroutinefunction(function):
             raise TypeError(f"{function!r} is not a coroutine function: decorate it with the lock of a sync engine")
-        from dblock.core.face.key_template import Template  # noqa: PLC0415 - only for decorators
+        from dblock.core.lock.key_template import Template  # noqa: PLC0415 - only for decorators
 
         template = Template(self._key, function)
 

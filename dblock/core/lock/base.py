@@ -27,7 +27,7 @@ from dblock.core.validation import valid_key, valid_timeout, valid_ttl
 from dblock.core.values import Seconds, State
 
 if TYPE_CHECKING:
-    from dblock.core.face.key_template import Template
+    from dblock.core.lock.key_template import Template
 
 T = TypeVar("T")
 

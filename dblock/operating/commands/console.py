@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from dblock.core.face.administration import EventInfo, Surveyed, WaiterInfo, Wanted
+from dblock.core.lock.administration import EventInfo, Surveyed, WaiterInfo, Wanted
 from dblock.core.pinned import Pinned
 from dblock.core.text import printable
 from dblock.core.values import Identity

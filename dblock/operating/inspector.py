@@ -24,9 +24,9 @@ from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
 from dblock.core.errors import InvalidKey, LockError, LockStoreError
-from dblock.core.face import administration
-from dblock.core.face.administration import Blocking, EventInfo, WaiterInfo
-from dblock.core.face.pins import pinned
+from dblock.core.lock import administration
+from dblock.core.lock.administration import Blocking, EventInfo, WaiterInfo
+from dblock.core.lock.pins import pinned
 from dblock.core.pinned import Pinned
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Steps
@@ -34,9 +34,9 @@ from dblock.core.text import printable
 from dblock.core.validation import TEXT_LENGTH, valid_key
 from dblock.locks import default_alias, reap
 from dblock.models import Lock
+from dblock.operating.timeline import told
+from dblock.operating.wording import hidden, named, pin_told, span
 from dblock.store import DjangoStore, store_for
-from dblock.timeline import told
-from dblock.wording import hidden, named, pin_told, span
 
 if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Lock]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dblock.core.face.base import BaseLock
+from dblock.core.lock.base import BaseLock
 
 
 def fence_of(lock: BaseLock | int) -> int:

@@ -12,11 +12,11 @@ from django.utils import timezone
 from django.utils.formats import number_format
 from django.utils.translation import gettext, gettext_lazy, pgettext_lazy
 
-from dblock.commands.console import parts
-from dblock.core.face import pins
+from dblock.core.lock import pins
 from dblock.core.pinned import Pin
 from dblock.core.text import printable
 from dblock.core.values import Identity
+from dblock.operating.commands.console import parts
 
 _UNITS: Final[dict[str, Any]] = {
     # The SI's own and those it accepts: German keeps them, as English does. Chinese has its words.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.errors import StoreUnanswered
-from dblock.core.face.pins import pinned
+from dblock.core.lock.pins import pinned
 from dblock.core.pinned import Pinned
 from dblock.core.protocol import tenures
 from dblock.core.protocol.administering import ask

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from dblock.core import clock
 from dblock.core.errors import LockNotHeld, LockTimeout
-from dblock.core.face import entering
-from dblock.core.face.base import BaseLock
-from dblock.core.face.locks import AsyncLock, Timeout
-from dblock.core.face.locks import enter as enter_one
+from dblock.core.lock import entering
+from dblock.core.lock.base import BaseLock
+from dblock.core.lock.locks import AsyncLock, Timeout
+from dblock.core.lock.locks import enter as enter_one
 from dblock.core.log import inform
 from dblock.core.validation import acquire_timeout
 from dblock.core.values import Seconds, State
 
 if TYPE_CHECKING:
-    from dblock.core.face.key_template import Template
+    from dblock.core.lock.key_template import Template
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -142,7 +142,7 @@ class BaseLocks:
 
     def _templates(self, function: Callable[..., Any]) -> list[Template]:
         """The keys of a decorator."""
-        from dblock.core.face.key_template import Template  # noqa: PLC0415 - only for decorators
+        from dblock.core.lock.key_template import Template  # noqa: PLC0415 - only for decorators
 
         return [Template(lock.key, function) for lock in self._members]
 

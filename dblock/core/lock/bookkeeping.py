@@ -11,9 +11,9 @@ from typing import Any
 from dblock.core import runtime
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, Loss, Reason
-from dblock.core.face.base import BaseLock
 from dblock.core.holding.flow import Entry, Flow, Hold
 from dblock.core.identity import celery_task_id
+from dblock.core.lock.base import BaseLock
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store

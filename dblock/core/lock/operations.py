@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dblock.core import runtime
 from dblock.core.errors import LockStoreError, Loss, Reason, StaleSnapshot
-from dblock.core.face.base import BaseLock
-from dblock.core.face.bookkeeping import find_out
 from dblock.core.holding.flow import Hold
+from dblock.core.lock.base import BaseLock
+from dblock.core.lock.bookkeeping import find_out
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements.base import Values

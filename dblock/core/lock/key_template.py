@@ -17,7 +17,7 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.validation import valid_key
 
 if TYPE_CHECKING:
-    from dblock.core.face.base import BaseLock
+    from dblock.core.lock.base import BaseLock
 
 _NO_KEY = "without a key db_lock makes a decorator and no lock: give it one"
 F = TypeVar("F", bound=Callable[..., Any])

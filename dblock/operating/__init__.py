@@ -1,0 +1,1 @@
+"""What operators see and do: the inspector in Django's admin, the timeline, the wording of both, and the commands."""
