@@ -8,7 +8,7 @@ from types import EllipsisType
 from typing import Any, Self, TypeVar, Unpack
 
 from dblock import conf
-from dblock.core.lock.several import AsyncLocks, SyncLocks, enter
+from dblock.core.lock.several import AsyncLocks, SyncLocks, enter, once
 from dblock.core.validation import valid_timeout
 from dblock.locks import Lock, Options
 
@@ -58,5 +58,5 @@ def db_locks(*keys: str | Lock, **options: Unpack[Options]) -> Locks:
     timeout = given.pop("timeout", ...)
     bundle = {name: given.pop(name) for name in ("on_busy", "otherwise") if name in given}
     own = conf.timeout() if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
-    made = [each if isinstance(each, Lock) else Lock(each, timeout=timeout, **given) for each in keys]
+    made = [each if isinstance(each, Lock) else Lock(each, timeout=timeout, **given) for each in once(keys)]
     return Locks(made, own, **bundle)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Leader(SyncLeader):
     """A candidate over the database of an Engine; made by `db_leader`."""
 
-    def guard(self, session_or_connection: Session | Connection) -> None:
+    def guard(self, session_or_connection: Session | Connection | None = None) -> None:
         """Keep the term, whatever happens, until the open transaction ends; as `Lock.guard`."""
         self._lock.guard(session_or_connection)
 
@@ -28,7 +28,7 @@ class Leader(SyncLeader):
 class AsyncLeader(leading.AsyncLeader):
     """A candidate over the database of an AsyncEngine, with coroutines for methods; made by `db_leader`."""
 
-    async def guard(self, session_or_connection: AsyncSession | AsyncConnection) -> None:
+    async def guard(self, session_or_connection: AsyncSession | AsyncConnection | None = None) -> None:
         """Keep the term, whatever happens, until the open transaction ends; as `AsyncLock.guard`."""
         await self._lock.guard(session_or_connection)
 

@@ -55,7 +55,7 @@ def db_locks(first: Any, /, *keys: Any, **options: Any) -> Locks | AsyncLocks:  
     own = 10.0 if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
     made: list[Any] = [first] if isinstance(first, Lock | AsyncLock) else []
     make: Any = db_lock
-    for each in keys:
+    for each in several.once(keys):
         if isinstance(each, Lock | AsyncLock):
             made.append(each)
         elif made and made[0] is first:

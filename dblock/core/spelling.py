@@ -44,11 +44,11 @@ _ELSEWHERE: Final[dict[str, tuple[str, ...]]] = {
 """Names of options in other libraries, and in the other face."""
 
 
-def unknown_options(unknown: Iterable[str], known: Iterable[str]) -> TypeError:
-    """The error for unknown options, with the nearest known and all. `known`: the options of this face."""
+def unknown_options(unknown: Iterable[str], known: Iterable[str], of: str = "db_lock") -> TypeError:
+    """The error for unknown options of a function, with the nearest known and all. `known`: those of this face."""
     ours = list(known)
     told = [f"no option {name!r}{_nearest(name, {*ours, 'key'})}" for name in unknown]
-    return TypeError(f"db_lock has {', and '.join(told)}; its options are {', '.join(ours)}")
+    return TypeError(f"{of} has {', and '.join(told)}; its options are {', '.join(ours)}")
 
 
 def unnamed_options(given: tuple[object, ...]) -> TypeError:

@@ -123,8 +123,10 @@ class BaseLeader:
         **options: Any,
     ) -> None:
         """`make_lock(name, **options)` makes a lock of the face."""
-        if unknown := options.keys() - {"label", "grace", "min_hold", "max_hold"}:
-            raise TypeError(f"db_leader() has no option {min(unknown)!r}")
+        if unknown := options.keys() - Options.__annotations__.keys():
+            from dblock.core.spelling import unknown_options  # noqa: PLC0415 - only for the error
+
+            raise unknown_options(sorted(unknown), Options.__annotations__, "db_leader")
         this = weakref.ref(self)  # so that the lease of a leader object that was dropped is renewed no more
         for handler, what in ((on_elected, "on_elected"), (on_deposed, "on_deposed")):
             if handler is not None and not callable(handler):
@@ -132,7 +134,7 @@ class BaseLeader:
         self._lock: Any = make_lock(
             name,
             ttl=ttl,
-            timeout=None,
+            timeout=timeout,
             release="now",
             slow_wait=None,
             on_lost=functools.partial(_deposed, this, on_deposed),
@@ -141,7 +143,6 @@ class BaseLeader:
             **options,
         )
         self._lock._stands_by = True
-        self._timeout = valid_timeout(timeout)
         self._on_elected = on_elected
         self._interrupt = interrupt
         self._begin_anew()
@@ -358,7 +359,7 @@ class BaseLeader:
         running.task.get_loop().call_soon_threadsafe(cancel)
 
     def _withdrew(self) -> LockError:
-        return LockError(f"the candidacy for {self.name!r} was withdrawn by resign()")
+        return LockError(f"the candidacy for {self.name!r} was withdrawn by resign()", key=self.name)
 
 
 def _deposed(this: Callable[[], BaseLeader | None], on_deposed: Deposed | None, lock: BaseLock, reason: Reason) -> None:
@@ -438,6 +439,7 @@ class SyncLeader(BaseLeader):
         """
         if inspect.iscoroutinefunction(body):
             raise TypeError(f"{body!r} is a coroutine function: let the leader of an async engine run it")
+        _refuse_other_bodies(body)
 
         @functools.wraps(body)
         def lead() -> None:
@@ -497,7 +499,7 @@ class SyncLeader(BaseLeader):
         return True
 
     def __enter__(self) -> Self:
-        found = self._enter(self._timeout)
+        found = self._enter(self._lock._timeout)
         if isinstance(found, Refused):
             raise self._lock._drive(timed_out(self._lock, found)) from found.busy
         if found is None:
@@ -568,6 +570,7 @@ class AsyncLeader(BaseLeader):
         """Decorate `async def body(term)`: see SyncLeader.run. The result is a coroutine function."""
         if not inspect.iscoroutinefunction(body):
             raise TypeError(f"{body!r} is not a coroutine function: let the leader of a sync engine run it")
+        _refuse_other_bodies(body)
 
         @functools.wraps(body)
         async def lead() -> None:
@@ -601,7 +604,7 @@ class AsyncLeader(BaseLeader):
                 raise
         else:
             if hold is not None and was_ours(hold, error):
-                raise self._withdrew() from error
+                raise LockError(f"the term of {self.name!r} was ended by resign()", key=self.name) from error
 
     if not TYPE_CHECKING:  # hidden from type checkers
 
@@ -616,7 +619,7 @@ L = TypeVar("L", bound=BaseLeader)
 
 async def aenter(leader: L) -> L:
     """Begin an `async with`."""
-    found = await _aenter(leader, leader._timeout)
+    found = await _aenter(leader, leader._lock._timeout)
     if isinstance(found, Refused):
         raise (await leader._lock._adrive(timed_out(leader._lock, found))) from found.busy
     if found is None:
@@ -674,6 +677,13 @@ async def _sleep(seconds: float) -> None:
     import asyncio  # noqa: PLC0415 - a third of the core's import time
 
     await asyncio.sleep(seconds)
+
+
+def _refuse_other_bodies(body: Body) -> None:
+    try:
+        _ = inspect.signature(body).bind(1)
+    except TypeError as error:
+        raise TypeError(f"leader.run decorates a function of the term, `def body(term)`: {body!r}: {error}") from None
 
 
 def _is_deposition(error: BaseException, name: str) -> bool:

@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def once(keys: Sequence[Any]) -> list[Any]:
+    """Each of the keys and locks that db_locks() was given, once."""
+    for each in keys:
+        if isinstance(each, list | tuple | set | frozenset):
+            raise TypeError(f"db_locks() takes keys, not a {type(each).__name__} of them: write db_locks(*keys)")
+    return list(dict.fromkeys(keys))
+
+
 class _Busy(Exception):
     """One of the locks was not free in time."""
 
@@ -53,6 +61,7 @@ class BaseLocks:
         if otherwise is not None and on_busy != "skip":
             raise ValueError('otherwise is what a skipped call returns: say on_busy="skip" as well')
         self._members = list(members)
+        """In the order given; one that comes twice once, as far as that is known before the keys are formatted."""
         self._timeout = timeout
         self._on_busy, self._otherwise = on_busy, otherwise
 
@@ -149,7 +158,8 @@ class BaseLocks:
     def _for_call(self, templates: list[Template], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """Separate locks for one call of a decorated function."""
         members = [lock._for_call(each, args, kwargs) for lock, each in zip(self._members, templates, strict=True)]
-        return type(self)(members, self._timeout, on_busy=self._on_busy, otherwise=self._otherwise)
+        once = {(lock._store(), lock.key): lock for lock in members[::-1]}  # two may have the same key in this call
+        return type(self)(list(once.values())[::-1], self._timeout, on_busy=self._on_busy, otherwise=self._otherwise)
 
     def _may_skip(self, busy: LockTimeout) -> bool:
         if self._on_busy == "skip":
