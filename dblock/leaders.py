@@ -38,10 +38,12 @@ class Leader(SyncLeader):
 
     def guard(self, using: str | None = None) -> None:
         """Keep the term, come what may, until the open transaction ends; as `Lock.guard`."""
+        self._refuse_unless_elected()
         self._lock.guard(using)
 
     async def aguard(self, using: str | None = None) -> None:
         """The asynchronous twin of `guard`."""
+        self._refuse_unless_elected()
         await self._lock.aguard(using)
 
 

@@ -30,7 +30,9 @@ class Locks(SyncLocks):
     __aexit__ = AsyncLocks.__aexit__
 
     async def __aenter__(self) -> Self:
-        return await enter(self)
+        self._refuse_to_skip()
+        await enter(self)
+        return self
 
     def __call__(self, function: F) -> F:
         """Decorate a `def` or an `async def`: each call holds the locks; the keys are formatted with its arguments."""

@@ -22,6 +22,7 @@ class Leader(SyncLeader):
 
     def guard(self, session_or_connection: Session | Connection | None = None) -> None:
         """Keep the term, whatever happens, until the open transaction ends; as `Lock.guard`."""
+        self._refuse_unless_elected()
         self._lock.guard(session_or_connection)
 
 
@@ -30,6 +31,7 @@ class AsyncLeader(leading.AsyncLeader):
 
     async def guard(self, session_or_connection: AsyncSession | AsyncConnection | None = None) -> None:
         """Keep the term, whatever happens, until the open transaction ends; as `AsyncLock.guard`."""
+        self._refuse_unless_elected()
         await self._lock.guard(session_or_connection)
 
 

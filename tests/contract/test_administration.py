@@ -17,7 +17,7 @@ from dblock.core.protocol.steps import Execute, Steps
 from dblock.core.values import Identity
 from tests.conftest import SELDOM, ready, timed
 from tests.support.lab import FEW, SOME, remaining, until
-from tests.support.subjects import MATRIX, Actor, Subject, twin
+from tests.support.subjects import EVERY, Actor, Subject, twin
 
 Actors = Callable[[int], list[Actor]]
 
@@ -37,7 +37,7 @@ def beside(subject: Subject) -> Subject:
     """The same database, by a stranger."""
     return next(
         each
-        for each in MATRIX
+        for each in EVERY
         if (each.variant, each.face) == ("sqlalchemy", "sync") and each.database == subject.database
     )
 

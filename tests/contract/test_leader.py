@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from dblock.core import runtime
-from dblock.core.errors import LockError, LockLost, LockRevoked, LockStoreError, LockTimeout, Reason
+from dblock.core.errors import (
+    LockError,
+    LockLost,
+    LockRevoked,
+    LockStoreError,
+    LockTimeout,
+    Reason,
+    SynchronousOnlyOperation,
+)
 from dblock.core.lock import administration
 from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.drive import adrive, drive
@@ -25,6 +35,12 @@ from tests.support.lab import some as each
 from tests.support.subjects import Actor, Subject
 
 KEY = "k"
+ASYNC = pytest.mark.parametrize(
+    "subject",
+    [Subject("django", "async", "sqlite"), Subject("sqlalchemy", "async", "postgresql", "asyncpg")],
+    indirect=True,
+    ids=str,
+)
 
 
 @pytest.fixture
@@ -119,6 +135,7 @@ def test_a_candidacy_ends_by_time_or_is_withdrawn(
     first, second = candidate(), candidate()
     assert actor.call(first, "campaign")
     assert other.call(second, "campaign", timeout=0.2) is False
+    assert until(lambda: waiters(subject) == 0)
     waiting = other.start(getattr(second, subject.method("campaign")))
     assert until(lambda: waiters(subject) == 1)
     with pytest.raises(LockError, match="is a candidate for 'k' already"):
@@ -165,8 +182,10 @@ def test_the_belief_ends_before_the_lease(subject: Subject, actor: Actor, candid
     """By the margin for clocks that run at different rates; nobody else is elected before."""
     leader = candidate(ttl=1.5, max_hold=1.5)
     assert actor.call(leader, "campaign")
+    left = remaining(subject)
+    now = time.monotonic()  # the lease ends `left` seconds from now at the latest
+    assert time.monotonic() + leader.remaining < now + left - margin(1.5) / 2
     assert until(lambda: not leader.is_leader)
-    assert remaining(subject) > margin(1.5) / 2
     assert subject.row(KEY)["owner"]
 
 
@@ -415,6 +434,9 @@ def test_a_forked_child_does_not_lead(subject: Subject, actor: Actor, candidate:
         status = 1
         try:
             if not leader.is_leader and leader.term is None:
+                for refused in (leader.check, leader.guard):
+                    with pytest.raises(LockLost):
+                        refused()
                 leader.resign()
                 status = 0
         finally:
@@ -424,12 +446,7 @@ def test_a_forked_child_does_not_lead(subject: Subject, actor: Actor, candidate:
     assert subject.row(KEY)["owner"]
 
 
-@pytest.mark.parametrize(
-    "subject",
-    [Subject("django", "async", "sqlite"), Subject("sqlalchemy", "async", "postgresql", "asyncpg")],
-    indirect=True,
-    ids=str,
-)
+@ASYNC
 def test_interrupt_cancels_the_body(
     subject: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]
 ) -> None:
@@ -451,7 +468,7 @@ def test_interrupt_cancels_the_body(
     running = actor.start(block)
     assert inside.wait(10)
     other.call(leader, "resign")
-    with pytest.raises(LockError, match="withdrawn"):
+    with pytest.raises(LockError, match="was ended by resign"):
         running.result(10)
     assert subject.row(KEY)["owner"] is None
 
@@ -462,3 +479,174 @@ def test_options_that_make_no_sense(subject: Subject, candidate: Callable[..., A
     for options in ({"renew": False}, {"reentrant": True}, {"on_elected": 1}, {"ttl": 0}, {"interrupt": True}):
         with pytest.raises((TypeError, ValueError)):
             candidate(**options)
+
+
+@each
+def test_an_interrupted_release_leaves_nothing(
+    subject: Subject, actor: Actor, candidate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key is released all the same, and the object can campaign again."""
+    leader = candidate()
+    assert actor.call(leader, "campaign")
+    own_hold, interrupts = leader._lock._own_hold, iter([KeyboardInterrupt()])
+
+    def interrupted(verb: str) -> Any:
+        for error in interrupts:
+            raise error
+        return own_hold(verb)
+
+    monkeypatch.setattr(leader._lock, "_own_hold", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        actor.call(leader, "resign")
+    assert subject.row(KEY)["owner"] is None
+    assert actor.call(leader, "campaign", timeout=1)
+
+
+@each
+def test_two_who_resign_at_once(
+    subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]], candidate: Callable[..., Any]
+) -> None:
+    """One of them releases the key; nobody is told of a loss."""
+    told: list[Reason] = []
+    leader, others = candidate(on_deposed=lambda _, reason: told.append(reason)), actors(3)
+    for _ in range(15):
+        assert actor.call(leader, "campaign", timeout=5)
+        resigning = [each.start(getattr(leader, subject.method("resign"))) for each in others]
+        for future in resigning:
+            future.result(10)
+        assert until(lambda: subject.row(KEY)["owner"] is None)
+    assert told == []
+
+
+@each
+def test_a_body_whose_release_fails(
+    subject: Subject,
+    actor: Actor,
+    other: Actor,
+    candidate: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever resigned from elsewhere sends the release again."""
+    leader, inside, go_on = candidate(), threading.Event(), threading.Event()
+    perform, failures = BaseStore._perform, iter([True])
+
+    def failing(self: BaseStore, connection: Any, step: Execute) -> Rows:
+        if step.statement.name == "release" and next(failures, None):
+            raise LockStoreError("out of order")
+        return perform(self, connection, step)
+
+    monkeypatch.setattr(BaseStore, "_perform", failing)
+
+    def body() -> None:
+        inside.set()
+        assert go_on.wait(30)
+
+    running = actor.start(lambda: _within(subject, leader, body))
+    assert inside.wait(30)
+    resigning = other.start(getattr(leader, subject.method("resign")))
+    assert until(lambda: not leader.is_leader)
+    go_on.set()
+    with pytest.raises(LockStoreError):
+        running.result(30)
+    resigning.result(30)
+    assert subject.row(KEY)["owner"] is None
+
+
+@ASYNC
+def test_stop_at_any_moment_ends_run(subject: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
+    """Also when the body has just ended; nothing cancels the task of `run`."""
+
+    async def main(delay: int) -> None:
+        leader, terms = candidate(interrupt=True), list[int]()
+
+        @leader.run
+        async def lead(term: int) -> None:
+            terms.append(term)
+
+        running = asyncio.create_task(lead())
+        while not terms:  # noqa: ASYNC110 - the body may have ended many times
+            await asyncio.sleep(0.001)
+        for _ in range(delay):
+            await asyncio.sleep(0)
+        await getattr(leader, subject.method("stop"))()
+        assert await asyncio.wait_for(running, 10) is None
+        assert not leader.is_leader
+
+    for delay in range(0, 40, 2):
+        actor.do(partial(main, delay))
+    assert subject.row(KEY)["owner"] is None
+
+
+@ASYNC
+def test_a_deposition_inside_a_task_group(subject: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
+    """Is one: the next campaign begins."""
+    leader, terms = candidate(ttl=1.2), list[int]()
+
+    async def step() -> None:
+        while True:
+            leader.check()
+            await asyncio.sleep(0.02)
+
+    @leader.run
+    async def lead(term: int) -> None:
+        terms.append(term)
+        if len(terms) == 1:
+            await asyncio.to_thread(subject.run, "UPDATE locks SET owner = NULL WHERE lock_key = 'k'")
+            async with asyncio.TaskGroup() as group:
+                _ = group.create_task(step())
+        while leader.is_leader:  # noqa: ASYNC110 - that is its interface
+            await asyncio.sleep(0.02)
+
+    running = actor.start(lead)
+    assert until(lambda: len(terms) == 2, 20)
+    stopping = Actor(subject)
+    stopping.call(leader, "stop")
+    running.result(10)
+    stopping.close()
+
+
+@pytest.mark.parametrize("subject", [Subject("django", "async", "sqlite")], indirect=True, ids=str)
+def test_what_would_block_its_own_loop_is_refused(
+    subject: Subject, actor: Actor, candidate: Callable[..., Any]
+) -> None:
+    """`stop()` on the loop whose task leads, also from a callback; it leads on."""
+    leader = candidate()
+
+    async def main() -> None:
+        async with leader:
+            with pytest.raises(SynchronousOnlyOperation):
+                leader.stop()
+            told = asyncio.get_running_loop().create_future()
+
+            def callback() -> None:
+                try:
+                    leader.resign()
+                except SynchronousOnlyOperation:
+                    told.set_result("refused")
+
+            _ = asyncio.get_running_loop().call_soon(callback)
+            assert await told == "refused"
+            assert leader.is_leader
+
+    actor.do(main)
+
+
+@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "postgresql")], indirect=True, ids=str)
+def test_stop_in_a_signal_handler(subject: Subject, candidate: Callable[..., Any]) -> None:
+    """At any moment of short terms: `run` returns, and the key is free."""
+    for number in range(25):
+        leader = candidate(ttl=20)
+
+        @leader.run
+        def lead(term: int) -> None:
+            pass
+
+        before = signal.signal(signal.SIGALRM, lambda *_, leader=leader: leader.stop())
+        try:
+            _ = signal.setitimer(signal.ITIMER_REAL, 0.01 + number * 0.0007)
+            lead()
+        finally:
+            _ = signal.signal(signal.SIGALRM, before)
+        leader.resign()
+        assert not leader.is_leader
+        assert until(lambda: subject.row(KEY)["owner"] is None, 2), number

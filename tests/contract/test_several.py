@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
@@ -189,3 +190,94 @@ def test_a_guard_of_them_all(subject: Subject, actor: Actor, other: Actor) -> No
     for key in "ab":
         assert other.call(subject.lock(key), "acquire", timeout=5) is True
         other.call(subject.lock(key), "release")
+
+
+@each
+def test_threads_may_share_them(subject: Subject, actor: Actor, other: Actor) -> None:
+    """One that times out leaves what the other one holds."""
+    locks, inside, go_on = several(subject, "a", "b", timeout=0.2), threading.Event(), threading.Event()
+
+    def body() -> None:
+        inside.set()
+        assert go_on.wait(20)
+        assert owners(subject) == {"a": True, "b": True}
+
+    running = actor.start(lambda: entered(subject, locks, body))
+    assert inside.wait(20)
+    with pytest.raises(LockTimeout, match=r"within 0\.2 s|at one try"):
+        other.within(locks)
+    assert other.call(locks, "acquire", blocking=False) is False
+    go_on.set()
+    running.result(20)
+    assert owners(subject) == {"a": False, "b": False}
+
+
+def entered(subject: Subject, locks: Any, body: Callable[[], object]) -> Any:
+    if subject.face == "sync":
+        with locks:
+            return body()
+
+    async def block() -> None:
+        async with locks:
+            await asyncio.to_thread(body)
+
+    return block()
+
+
+@each
+def test_a_lock_that_is_lost_meanwhile(subject: Subject, actor: Actor, other: Actor) -> None:
+    """None is held then, and the error is that of the lost one; an old loss of the same flow changes nothing."""
+    busy = subject.lock("b")
+    assert other.call(busy, "acquire")
+    locks = several(subject, "a", "b", ttl=0.6, renew=False, timeout=20)
+    waiting = actor.start(getattr(locks, subject.method("acquire")))
+    assert until(lambda: waiters(subject) == 1)
+    time.sleep(0.8)
+    other.call(busy, "release")
+    with pytest.raises(LockLost) as caught:
+        waiting.result(20)
+    assert caught.value.key == "a"
+    assert owners(subject)["b"] is False
+    lost = subject.lock("a", ttl=0.3, renew=False)
+    assert actor.call(lost, "acquire")
+    time.sleep(0.4)
+    assert other.call(busy, "acquire")
+    assert actor.call(several(subject, "a", "b"), "acquire", timeout=0.2) is False
+    assert owners(subject)["a"] is False
+    other.call(busy, "release")
+
+
+@each
+def test_a_cancellation_stays_one(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Though what was taken cannot be released in order any more."""
+    if subject.face == "sync":
+        pytest.skip("a thread is not cancelled")
+    busy = subject.lock("b")
+    assert other.call(busy, "acquire")
+
+    async def main() -> None:
+        locks = several(subject, "a", "b", ttl=0.5, renew=False, timeout=20)
+        task = asyncio.ensure_future(getattr(locks, subject.method("acquire"))())
+        await asyncio.sleep(1.0)
+        _ = task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    actor.do(main)
+    other.call(busy, "release")
+    assert until(lambda: waiters(subject) == 0)
+
+
+@pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
+def test_what_is_refused_before_anything_is_taken(subject: Subject) -> None:
+    """A member that may be skipped, the skipped body of a `with`, and functions whose body runs later."""
+    with pytest.raises(TypeError, match="give it to db_locks"):
+        several(subject, subject.lock("a", on_busy="skip"))
+    with pytest.raises(TypeError, match="for decorators"), several(subject, "a", on_busy="skip"):
+        pytest.fail("unreachable")
+
+    async def later() -> None: ...
+
+    with pytest.raises(TypeError, match="coroutine"):
+        several(subject, "a")(lambda: later())()  # noqa: PLW0108 - a plain function that returns a coroutine
+    assert owners(subject) == {"a": False}

@@ -46,7 +46,19 @@ _CALL: Final[Callable[..., Any]] = call
 class Flow:
     """A flow: what it holds, by store and key, and its description."""
 
-    __slots__ = ("__weakref__", "_is_over", "_is_task", "before", "began", "holds", "life", "name", "ref", "who")
+    __slots__ = (
+        "__weakref__",
+        "_is_over",
+        "_is_task",
+        "before",
+        "began",
+        "holds",
+        "idle",
+        "life",
+        "name",
+        "ref",
+        "who",
+    )
 
     def __init__(self, name: str, thread: str, process: dict[str, Any], life: Any, *, is_task: bool = False) -> None:
         """`name` is the prefix of its owner tokens; `life` is its asyncio task, or dies with its thread."""
@@ -57,6 +69,8 @@ class Flow:
         self.life = weakref.ref(life)
         """The asyncio task, or what dies with the thread."""
         self._is_task = is_task
+        self.idle: Callable[[], bool] | None = None
+        """For the flow of an object: whether no code works under its holds, so that the process may release them."""
         self._is_over: Callable[[], bool] | None = None
         """For a call that a pool of threads runs: whether it is over."""
         self.began: Token[None] | None = None
@@ -154,9 +168,11 @@ class Flows:
             flow = self._tasks[task] = self._new(f"task {task.get_name()}", task, is_task=True)
         return flow
 
-    def of_object(self, name: str, owner: object) -> Flow:
+    def of_object(self, name: str, owner: object, idle: Callable[[], bool]) -> Flow:
         """A flow of an object, whose holds any thread may use; it ends when the object is collected."""
-        return self._new(name, owner)
+        flow = self._new(name, owner)
+        flow.idle = idle
+        return flow
 
     def _begin(self, life: _Life) -> Flow:
         """Begin a flow in the current context."""

@@ -120,7 +120,7 @@ def enter(lock: BaseLock, timeout: float | EllipsisType | None = ...) -> Steps[N
     `timeout` is the lock's own by default. With `on_busy="skip"` the call of a decorated function is marked as skipped
     instead.
     """
-    steps = _enter(lock, lock._timeout if isinstance(timeout, EllipsisType) else timeout)
+    steps = enter_block(lock, lock._timeout if isinstance(timeout, EllipsisType) else timeout)
     if lock.options.on_busy == "raise":
         return steps
     from dblock.core.lock.key_template import or_skip  # noqa: PLC0415 - for those who decorate
@@ -128,7 +128,8 @@ def enter(lock: BaseLock, timeout: float | EllipsisType | None = ...) -> Steps[N
     return or_skip(lock, steps)
 
 
-def _enter(lock: BaseLock, timeout: float | None) -> Steps[None]:
+def enter_block(lock: BaseLock, timeout: float | None) -> Steps[None]:
+    """The same, whatever `on_busy` says."""
     flow = current_flow()
     hold = lock._hold_here(flow)
     if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:

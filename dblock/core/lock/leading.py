@@ -13,6 +13,7 @@ import contextlib
 import functools
 import inspect
 import os
+import sys
 import threading
 import time
 import weakref
@@ -23,7 +24,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypedDict, TypeV
 
 from dblock.core import runtime
 from dblock.core.acquire.acquiring import Refused
-from dblock.core.errors import LockError, LockLost, LockRevoked, LockStoreError, LockTimeout, Reason
+from dblock.core.errors import (
+    LockError,
+    LockLost,
+    LockRevoked,
+    LockStoreError,
+    LockTimeout,
+    Reason,
+    SynchronousOnlyOperation,
+)
 from dblock.core.holding.flow import Flow, Hold, current_task
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
@@ -96,12 +105,18 @@ class _Withdrawn(BaseException):
     """Thrown into the steps of a campaign that `resign()` ends; they clean up as after any interrupt."""
 
 
+class _Stopped(LockError):
+    """stop() was called."""
+
+
 class _Running:
     """A body that runs for the leader: the block of a `with`, or a call of `run`'s function."""
 
     def __init__(self) -> None:
         self.flow = current_flow()
         self.task = current_task()
+        self.inside = False
+        """Whether the code of the body runs, which `interrupt=True` may cancel."""
         self.ended = threading.Event()
 
 
@@ -151,13 +166,15 @@ class BaseLeader:
         """Lead nothing, and be no candidate."""
         self._guard = threading.RLock()  # a signal handler may resign
         self._stopped = threading.Event()
-        flows = runtime.current.flows
-        self._flow: Flow = flows.of_object(f"leader {self.name}", self)
+        this = weakref.ref(self)
+        self._flow: Flow = runtime.current.flows.of_object(f"leader {self.name}", self, lambda: _is_idle(this()))
         self._lock._flow = self._flow
         self._stage = Stage.IDLE
         self._hold: Hold | None = None
         self._running: _Running | None = None
         self._withdrawn = False
+        self._releasing = False
+        """Whether a flow sends the release; no other one may."""
         self._wakeup: Wakeup | None = None
 
     def _leave_to_parent(self) -> None:
@@ -192,11 +209,13 @@ class BaseLeader:
 
     def check(self) -> None:
         """Raise LockLost unless this object surely leads, LockRevoked if it was asked to resign; no I/O."""
-        if self._leading() is None and self._stage is not Stage.LEADING:
-            raise LockLost(
-                f"this object does not lead {self.name!r}: it was not elected, or has resigned", key=self.name
-            )
+        self._refuse_unless_elected()
         self._lock.check()
+
+    def _refuse_unless_elected(self) -> None:
+        if self._stage is not Stage.LEADING or self._flow.who["pid"] != os.getpid():
+            why = "it was not elected, or has resigned"
+            raise LockLost(f"this object does not lead {self.name!r}: {why}", key=self.name)
 
     def _leading(self) -> Hold | None:
         hold = self._hold
@@ -218,14 +237,16 @@ class BaseLeader:
         self._leave_to_parent()
         with self._guard:
             if self._stopped.is_set():
-                raise LockError(f"stop() was called: this object is no candidate for {self.name!r} any more")
+                raise _Stopped(f"stop() was called: this object is no candidate for {self.name!r} any more")
+            if self._releasing:
+                raise LockError(f"resign() has not yet released {self.name!r}: wait for its end")
             if self._stage is Stage.LEADING and self._leading() is None:
                 self._move(Stage.RESIGNING)  # deposed
-            if self._stage in {Stage.CAMPAIGNING, Stage.LEADING} or self._running is not None:
+            if self._stage in {Stage.CAMPAIGNING, Stage.LEADING}:
                 does = "leads" if self._stage is Stage.LEADING else "is a candidate for"
                 raise LockError(f"this object {does} {self.name!r} already: make a db_leader() for each candidate")
-            unreleased, self._hold = self._hold, None
-            if unreleased is not None and unreleased.entries:  # deposed: there is nothing to release
+            unreleased, self._hold = self._hold or self._flow.holds.get((self._lock._store(), self.name)), None
+            if unreleased is not None and unreleased.lease.remaining() <= 0:
                 unreleased.entries = []
                 forget(unreleased)
                 unreleased = None
@@ -240,27 +261,35 @@ class BaseLeader:
         unreleased, found = self._begin(running), None
         try:
             if unreleased is not None:
-                yield from leaving.leave_again(unreleased)
+                yield from leaving.release(self._lock) if unreleased.entries else leaving.leave_again(unreleased)
             found = yield from self._until_withdrawn(entering.acquire(self._lock, timeout, "with", self._flow))
         except _Withdrawn:
             pass
         finally:
-            elected = self._settle(found)
+            try:
+                elected = self._settle()
+            except BaseException:  # interrupted
+                _ = self._settle()
+                raise
         if isinstance(found, Hold) and not elected:
             yield from self._release()
             return None
         return found
 
-    def _settle(self, found: Hold | Refused | None) -> bool:
-        """The end of a campaign; whether this object leads."""
+    def _settle(self) -> bool:
+        """The end of a campaign, however it came; whether this object leads."""
         with self._guard:
-            self._hold = found if isinstance(found, Hold) else None
+            if self._stage is not Stage.CAMPAIGNING:  # an interrupt came after the first call
+                return self._leading() is not None
+            hold = self._flow.holds.get((self._lock._store(), self.name))
+            self._hold = hold if hold is not None and hold.entries and hold.lease.remaining() > 0 else None
             self._move(Stage.LEADING if self._hold else Stage.IDLE)
+            elected = self._hold is not None and not self._withdrawn
             if self._hold and self._withdrawn:  # while the take was under way
                 self._move(Stage.RESIGNING)
-            if self._stage is not Stage.LEADING:
+            if not elected:
                 self._running = None
-            return self._stage is Stage.LEADING
+            return elected
 
     def _until_withdrawn(self, steps: Steps[T]) -> Generator[Step, Any, T]:
         """The steps; once the candidacy is withdrawn, their next wait is interrupted.
@@ -311,39 +340,53 @@ class BaseLeader:
         return running
 
     def _release(self) -> Steps[None]:
-        """Release the key of a term that was resigned. Raises LockLost if the term was over."""
-        if self._stage is not Stage.RESIGNING or self._hold is None:
-            return
-        hold, unanswered = self._hold, False
+        """Release the key of a term that was resigned, unless another flow does. Raises LockLost if it was over."""
+        with self._guard:
+            hold = self._hold
+            if self._stage is not Stage.RESIGNING or self._releasing or hold is None:
+                return
+            self._releasing = True
+        over = False
         try:
-            if hold.entries:
-                yield from leaving.release(self._lock)
-            else:
-                yield from leaving.leave_again(hold)
+            yield from leaving.release(self._lock) if hold.entries else leaving.leave_again(hold)
+            over = True
         except LockLost:
+            over = True
             raise
-        except LockError:
-            unanswered = True  # the lease is renewed no more; resign() can be called again
+        except (GeneratorExit, LockError):  # the lease is renewed no more; resign() can be called again
+            raise
+        except BaseException:
+            if hold.entries:  # interrupted before the release began
+                with contextlib.suppress(LockError):
+                    yield from leaving.release(self._lock)
+            over = True
             raise
         finally:
-            with self._guard:
-                if not unanswered and self._hold is hold:
-                    self._hold = None
-                    self._move(Stage.IDLE)
+            self._releasing = False
+            if over and self._hold is hold:
+                self._hold, self._stage = None, Stage.IDLE
 
-    def _end(self) -> Steps[None]:
+    def _end(self, running: _Running) -> Steps[None]:
         """End the term of a body."""
+        running.inside = False
+        self._leave_to_parent()
         with self._guard:
+            if self._running is not running:  # the body has resigned itself, or this is a forked child
+                return
             if self._stage is Stage.LEADING:
                 self._move(Stage.RESIGNING)
         yield from self._release()
 
-    def _ran(self, running: _Running | None) -> None:
+    def _ran(self, running: _Running) -> None:
         """What ran for the leader has ended."""
-        with self._guard:
+        running.ended.set()
+        if self._running is running:
             self._running = None
-        if running is not None:
-            running.ended.set()
+
+    def _mine(self) -> _Running | None:
+        """The body that this flow runs."""
+        running = self._running
+        return running if running is not None and running.flow is current_flow() else None
 
     def _interrupt_body(self) -> None:
         """Cancel the asyncio task of the body, with `interrupt=True`."""
@@ -352,7 +395,7 @@ class BaseLeader:
             return
 
         def cancel() -> None:
-            if not hold.interrupted and not running.ended.is_set():
+            if running.inside and not hold.interrupted:
                 hold.interrupted = True
                 running.task.cancel()
 
@@ -390,11 +433,14 @@ class SyncLeader(BaseLeader):
 
         Raises LockStoreError if the database fails, LockError if this object leads or is a candidate already.
         """
+        wait = valid_timeout(timeout)
         try:
-            found = self._lock._drive(self._campaign(valid_timeout(timeout), None))
+            found = self._lock._drive(self._campaign(wait, None))
         except LockTimeout:  # waiting would have been pointless
+            if wait is None:
+                raise
             return False
-        return isinstance(found, Hold) and self._tell_elected()
+        return isinstance(found, Hold) and self._tell_elected(None)
 
     def resign(self) -> None:
         """End the term, or withdraw the candidacy; without either, nothing happens.
@@ -402,10 +448,15 @@ class SyncLeader(BaseLeader):
         `is_leader` is False at once. If a body runs in another thread or task, this waits for its end, and the key is
         released then. Raises LockStoreError if the database fails: call it again, or the lease ends by itself.
         """
+        waited = self._running
+        if waited is not None and waited.task is not None and waited.task.get_loop() is _running_loop():
+            raise SynchronousOnlyOperation(
+                "this would wait for a task of the running event loop: await aresign(), astop()"
+            )
+        self._lock._drive(_nothing())  # refuses what may not block
         running = self._begin_to_resign()
         if running is not None:
             _ = running.ended.wait()
-            return
         with contextlib.suppress(LockLost):  # on_deposed and check() have told
             self._lock._drive(self._release())
 
@@ -445,72 +496,85 @@ class SyncLeader(BaseLeader):
         def lead() -> None:
             growing = pauses(0.05, PAUSE)
             while not self._stopped.is_set():
+                running = _Running()
                 try:
-                    hold = self._enter(None)
+                    elected = isinstance(self._enter(None, running), Hold)
+                except _Stopped:
+                    return
                 except LockStoreError as error:
                     warn("cannot campaign for %r, and will try again: %s", self.name, error)
                     _ = self._stopped.wait(next(growing))
                     continue
-                if isinstance(hold, Hold):
+                if elected:
                     growing = pauses(0.05, PAUSE)
-                    self._lead(body, hold)
+                    self._lead(body, running)
 
         return lead
 
-    def _lead(self, body: Callable[[int], object], hold: Hold) -> None:
+    def _lead(self, body: Body, running: _Running) -> None:
         failed: BaseException | None = None
         try:
-            _ = body(hold.tenure.fence)
+            if (term := self.term) is not None:
+                _ = body(term)
         except BaseException as error:
             failed = error
-            if not _is_deposition(error, self.name):
+            if not _is_deposition(error, self):
                 raise
         finally:
             try:
-                self._exit()
+                self._exit(running)
             except LockError as late:
                 _say_late(late, failed)
 
-    def _enter(self, timeout: float | None) -> Hold | Refused | None:
+    def _enter(self, timeout: float | None, running: _Running) -> Hold | Refused | None:
         """Begin a body: it is known from the campaign on, so that no resignation overlooks it."""
-        found: Hold | Refused | None = self._lock._drive(self._campaign(timeout, _Running()))
+        found: Hold | Refused | None = self._lock._drive(self._campaign(timeout, running))
         if isinstance(found, Hold):
-            _ = self._tell_elected()
+            _ = self._tell_elected(running)
         return found
 
-    def _exit(self) -> None:
-        running = self._running
+    def _exit(self, running: _Running) -> None:
         try:
-            self._lock._drive(self._end())
+            self._lock._drive(self._end(running))
+        except LockError:
+            raise
+        except BaseException:  # interrupted, perhaps before it began
+            with contextlib.suppress(LockError):
+                self._lock._drive(self._end(running))
+            raise
         finally:
             self._ran(running)
 
-    def _tell_elected(self) -> bool:
+    def _tell_elected(self, running: _Running | None) -> bool:
         """Call `on_elected`; True. If that fails, the term ends."""
         if self._on_elected is not None:
             try:
                 _ = self._on_elected(self)
             except BaseException as error:
                 try:
-                    self._exit()
+                    self.resign() if running is None else self._exit(running)
                 except LockError as late:
                     error.add_note(str(late))
                 raise
         return True
 
     def __enter__(self) -> Self:
-        found = self._enter(self._lock._timeout)
+        running = _Running()
+        found = self._enter(self._lock._timeout, running)
         if isinstance(found, Refused):
             raise self._lock._drive(timed_out(self._lock, found)) from found.busy
-        if found is None:
+        if found is None or self._running is not running:
             raise self._withdrew()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        running = self._mine()
+        if running is None:  # the body has resigned itself
+            return
         try:
-            self._exit()
+            self._exit(running)
         except LockError as late:
             if not gives_way(late, error):
                 raise
@@ -531,11 +595,14 @@ class AsyncLeader(BaseLeader):
 
     async def campaign(self: BaseLeader, timeout: Seconds | None = None) -> bool:
         """Wait until this object leads; False if the time was up, or if the candidacy was withdrawn."""
+        wait = valid_timeout(timeout)
         try:
-            found = await self._lock._adrive(self._campaign(valid_timeout(timeout), None))
+            found = await self._lock._adrive(self._campaign(wait, None))
         except LockTimeout:
+            if wait is None:
+                raise
             return False
-        return isinstance(found, Hold) and await _atell_elected(self)
+        return isinstance(found, Hold) and await _atell_elected(self, None)
 
     async def resign(self: BaseLeader) -> None:
         """End the term, or withdraw the candidacy; without either, nothing happens."""
@@ -543,7 +610,6 @@ class AsyncLeader(BaseLeader):
         if running is not None:
             while not running.ended.is_set():  # in another task, loop or thread
                 await _sleep(0.01)
-            return
         with contextlib.suppress(LockLost):
             await self._lock._adrive(self._release(), undisturbed=True)
 
@@ -576,15 +642,18 @@ class AsyncLeader(BaseLeader):
         async def lead() -> None:
             growing = pauses(0.05, PAUSE)
             while not self._stopped.is_set():
+                running = _Running()
                 try:
-                    hold = await _aenter(self, None)
+                    elected = isinstance(await _aenter(self, None, running), Hold)
+                except _Stopped:
+                    return
                 except LockStoreError as error:
                     warn("cannot campaign for %r, and will try again: %s", self.name, error)
                     await _sleep(next(growing))
                     continue
-                if isinstance(hold, Hold):
+                if elected:
                     growing = pauses(0.05, PAUSE)
-                    await _alead(self, body, hold)
+                    await _alead(self, body, running)
 
         return lead
 
@@ -594,17 +663,18 @@ class AsyncLeader(BaseLeader):
     async def __aexit__(
         self: BaseLeader, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        hold = self._hold
+        running, hold, late = self._mine(), self._hold, None
+        if running is None:  # the body has resigned itself
+            return
         try:
-            await _aexit(self)
-        except LockError as late:
-            if hold is not None and was_ours(hold, error):
-                raise late from error
-            if not gives_way(late, error):
-                raise
-        else:
-            if hold is not None and was_ours(hold, error):
-                raise LockError(f"the term of {self.name!r} was ended by resign()", key=self.name) from error
+            await _aexit(self, running)
+        except LockError as raised:
+            late = raised
+        if hold is not None and was_ours(hold, error):
+            late = late or LockError(f"the term of {self.name!r} was ended by resign()", key=self.name)
+            raise late from error
+        if late is not None and not gives_way(late, error):
+            raise late
 
     if not TYPE_CHECKING:  # hidden from type checkers
 
@@ -619,31 +689,33 @@ L = TypeVar("L", bound=BaseLeader)
 
 async def aenter(leader: L) -> L:
     """Begin an `async with`."""
-    found = await _aenter(leader, leader._lock._timeout)
+    running = _Running()
+    found = await _aenter(leader, leader._lock._timeout, running)
     if isinstance(found, Refused):
         raise (await leader._lock._adrive(timed_out(leader._lock, found))) from found.busy
-    if found is None:
+    if found is None or leader._running is not running:
         raise leader._withdrew()
     return leader
 
 
-async def _aenter(leader: BaseLeader, timeout: float | None) -> Hold | Refused | None:
-    found = await leader._lock._adrive(leader._campaign(timeout, _Running()))
+async def _aenter(leader: BaseLeader, timeout: float | None, running: _Running) -> Hold | Refused | None:
+    found = await leader._lock._adrive(leader._campaign(timeout, running))
     if isinstance(found, Hold):
+        _ = await _atell_elected(leader, running)
         found.cancelling = current_task().cancelling()
-        _ = await _atell_elected(leader)
+        running.inside = True
     return cast("Hold | Refused | None", found)
 
 
-async def _aexit(leader: BaseLeader) -> None:
-    running = leader._running
+async def _aexit(leader: BaseLeader, running: _Running) -> None:
+    running.inside = False
     try:
-        await leader._lock._adrive(leader._end(), undisturbed=True)
+        await leader._lock._adrive(leader._end(running), undisturbed=True)
     finally:
         leader._ran(running)
 
 
-async def _atell_elected(leader: BaseLeader) -> bool:
+async def _atell_elected(leader: BaseLeader, running: _Running | None) -> bool:
     if leader._on_elected is not None:
         try:
             told = leader._on_elected(leader)
@@ -651,24 +723,29 @@ async def _atell_elected(leader: BaseLeader) -> bool:
                 await told
         except BaseException as error:
             try:
-                await _aexit(leader)
+                await (AsyncLeader.resign(leader) if running is None else _aexit(leader, running))
             except LockError as late:
                 error.add_note(str(late))
             raise
     return True
 
 
-async def _alead(leader: BaseLeader, body: Callable[[int], Any], hold: Hold) -> None:
+async def _alead(leader: BaseLeader, body: Body, running: _Running) -> None:
     failed: BaseException | None = None
+    hold = leader._hold
     try:
-        await body(hold.tenure.fence)
+        if (term := leader.term) is not None:
+            await body(term)
     except BaseException as error:
         failed = error
-        if not (was_ours(hold, error) or _is_deposition(error, leader.name)):
+        if not ((hold is not None and was_ours(hold, error)) or _is_deposition(error, leader)):
             raise
     finally:
+        running.inside = False
+        if hold is not None:
+            _ = was_ours(hold, None)  # the body has ended in spite of a cancellation
         try:
-            await _aexit(leader)
+            await _aexit(leader, running)
         except LockError as late:
             _say_late(late, failed)
 
@@ -686,9 +763,28 @@ def _refuse_other_bodies(body: Body) -> None:
         raise TypeError(f"leader.run decorates a function of the term, `def body(term)`: {body!r}: {error}") from None
 
 
-def _is_deposition(error: BaseException, name: str) -> bool:
+def _is_deposition(error: BaseException, leader: BaseLeader) -> bool:
     """Whether it says that the term is over, or is to end, so that the next campaign is the answer to it."""
-    return isinstance(error, (LockLost, LockRevoked)) and error.key == name
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_deposition(each, leader) for each in error.exceptions)
+    told = isinstance(error, (LockLost, LockRevoked)) and error.key == leader.name
+    return told and (leader._leading() is None or leader._lock.revoked is not None)
+
+
+def _is_idle(leader: BaseLeader | None) -> bool:
+    """Whether the process may release the key as it ends: no body runs under it."""
+    return leader is None or leader._running is None
+
+
+def _running_loop() -> Any:
+    """The event loop that runs in this thread, or None."""
+    asyncio = sys.modules.get("asyncio.events")
+    return None if asyncio is None else asyncio._get_running_loop()
+
+
+def _nothing() -> Steps[None]:
+    """No steps: a face that may not block here refuses to drive them."""
+    yield from ()
 
 
 def _say_late(late: LockError, failed: BaseException | None) -> None:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def leave_block(lock: BaseLock) -> Steps[None]:
-    """Leave the innermost `with` of this very lock object, whatever the state of its hold.
+def leave_block(lock: BaseLock, block: Block | None = None) -> Steps[None]:
+    """Leave the innermost `with` of this very lock object, or `block` of it, whatever the state of its hold.
 
     A `with` belongs to the lock object: if the flow that leaves holds nothing, its only open `with` is left, whichever
     flow entered it (a pool of threads may run the beginning and the end of a block in different threads).
@@ -37,7 +37,7 @@ def leave_block(lock: BaseLock) -> Steps[None]:
         return
     if lock.forked_from is not None:
         raise lock._forked()
-    block = _innermost(lock)
+    block = block or _innermost(lock)
     try:
         yield from release(lock) if block is None else _leave_block(lock, block)
     except (GeneratorExit, LockError):
@@ -49,7 +49,7 @@ def leave_block(lock: BaseLock) -> Steps[None]:
         raise
     finally:
         if block is not None:
-            lock._blocks = [each for each in lock._blocks if each is not block]
+            lock._blocks = [each for each in lock._blocks if each.entry is not block.entry]
 
 
 def release(lock: BaseLock) -> Steps[None]:
@@ -59,6 +59,12 @@ def release(lock: BaseLock) -> Steps[None]:
     hold = lock._own_hold("release")
     last = next((each for each in reversed(hold.entries) if each.kind != "with"), hold.entries[-1])
     yield from _release(lock, hold, last)
+
+
+def leave_entry(lock: BaseLock, block: Block) -> Steps[None]:
+    """Leave one entry of this flow, if that has not happened yet."""
+    if block.entry in block.hold.entries:
+        yield from _release(lock, block.hold, block.entry)
 
 
 def detach(lock: BaseLock) -> Steps[str]:

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from dblock.core import clock
-from dblock.core.errors import LockNotHeld, LockTimeout
-from dblock.core.lock import entering
-from dblock.core.lock.base import BaseLock
-from dblock.core.lock.locks import AsyncLock, Timeout
-from dblock.core.lock.locks import enter as enter_one
+from dblock.core.errors import LockError, LockNotHeld, LockTimeout
+from dblock.core.holding.flow import Block, Flow, Hold, current_task
+from dblock.core.lock import entering, leaving
+from dblock.core.lock.ignored import warn_if_ignored
+from dblock.core.lock.locks import AsyncLock, Timeout, gives_way, was_ours
 from dblock.core.log import inform
+from dblock.core.protocol.steps import Steps
+from dblock.core.runtime import current_flow
 from dblock.core.validation import acquire_timeout
 from dblock.core.values import Seconds, State
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from dblock.core.lock.key_template import Template
 
 F = TypeVar("F", bound=Callable[..., Any])
+Entered = list[tuple[Any, Block]]
+"""Locks, and how each was entered; the last one first where they are to be left."""
 
 
 def once(keys: Sequence[Any]) -> list[Any]:
@@ -64,6 +68,11 @@ class BaseLocks:
         """In the order given; one that comes twice once, as far as that is known before the keys are formatted."""
         self._timeout = timeout
         self._on_busy, self._otherwise = on_busy, otherwise
+        self._withs: list[tuple[Flow, Entered]] = []
+        """The open `with`s, and what each of them has entered."""
+        for lock in members:
+            if lock.options.on_busy != "raise":
+                raise TypeError("on_busy is for all of them: give it to db_locks(), not to a lock")
 
     # -- what is known without I/O
 
@@ -123,8 +132,12 @@ class BaseLocks:
 
     def _in_order(self) -> list[Any]:
         """Each lock once, in the order in which all flows take them."""
-        found = {(str(lock._store().location or lock._store().name), lock.key): lock for lock in self._members[::-1]}
-        return [found[place] for place in sorted(found)]
+        found = dict[tuple[object, str], tuple[tuple[str, str, str], int, Any]]()
+        for number, lock in enumerate(self._members):
+            store = lock._store()
+            place = str(store.location or store.name), repr(store.database.dialect.tables), lock.key
+            found.setdefault((store, lock.key), (place, number, lock))
+        return [lock for _, _, lock in sorted(found.values(), key=lambda each: each[:2])]
 
     def _in_turn(self, timeout: float | None) -> Iterator[tuple[Any, float | None]]:
         """Each lock, and the time that is left for it."""
@@ -132,22 +145,42 @@ class BaseLocks:
         for lock in self._in_order():
             yield lock, None if deadline is None else max(deadline - clock.now(), 0.0)
 
-    def _counts(self) -> list[tuple[Any, int]]:
-        """Each lock, and how often this flow has entered it."""
-        return [(lock, lock.count) for lock in self._in_order()]
+    def _open(self) -> None:
+        """Called once all are taken: raises LockLost if one was lost meanwhile."""
+        for lock in self._in_order():
+            _ = lock._surely_held()
 
-    @contextmanager
-    def _all_or_none(self, leave: Callable[[Any], object]) -> Generator[None, None, None]:
-        """Leave what was entered, by `leave`, if it does not come to the end, wherever it was interrupted."""
-        before = self._counts()
-        try:
-            yield
-        except BaseException:
-            with ExitStack() as leaving:
-                for lock, count in before:
-                    if lock.count > count:
-                        _ = leaving.callback(leave, lock)
-            raise
+    def _refuse_to_skip(self) -> None:
+        if self._on_busy == "skip":
+            raise TypeError('the body of a `with` cannot be skipped: on_busy="skip" is for decorators')
+
+    def _entered(self) -> Entered:
+        """What this flow has entered through these locks."""
+        found = Entered()
+        for lock in self._in_order():
+            hold = lock._hold_here()
+            found += [(lock, Block(each, hold)) for each in (hold.entries if hold else ()) if each.lock is lock]
+        return found
+
+    def _since(self, before: Entered) -> Entered:
+        """What this flow has entered since, last first."""
+        known = {block.entry for _, block in before}
+        return [each for each in self._entered()[::-1] if each[1].entry not in known]
+
+    def _begun(self, before: Entered) -> None:
+        """Remember the blocks of a `with`."""
+        self._withs = [*self._withs, (current_flow(), self._since(before))]
+
+    def _ended(self) -> Entered:
+        """The blocks of the `with` that ends: the innermost of this flow, else the only one."""
+        flow = current_flow()
+        mine = [each for each in self._withs if each[0] is flow] or self._withs
+        if not mine:
+            raise LockNotHeld(f"cannot leave {', '.join(map(repr, self.keys))}: no block of these locks is open")
+        if mine[0][0] is not flow and len(mine) > 1:
+            raise LockNotHeld("blocks of these locks are open in other threads or tasks: make db_locks() for each")
+        self._withs = [each for each in self._withs if each is not mine[-1]]
+        return mine[-1][1]
 
     def _templates(self, function: Callable[..., Any]) -> list[Template]:
         """The keys of a decorator."""
@@ -172,19 +205,37 @@ class SyncLocks(BaseLocks):
 
     def acquire(self, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take them all, or none; False if one of them was not free in time. As `Lock.acquire`."""
-        wait = acquire_timeout(blocking, timeout, self._timeout)
-        with suppress(_Busy), self._all_or_none(lambda lock: lock.release()):
+        wait, before = acquire_timeout(blocking, timeout, self._timeout), self._entered()
+        try:
             for lock, left in self._in_turn(wait):
-                if not lock.acquire(timeout=left):
-                    raise _Busy
+                if not isinstance(lock._drive(entering.acquire(lock, left)), Hold):
+                    raise _Busy  # noqa: TRY301 - what was taken is released below
+            self._open()
+        except BaseException as error:
+            self._leave(self._since(before), leaving.leave_entry, error)
+            if not isinstance(error, (_Busy, LockTimeout)):
+                raise
+        else:
             return True
+        warn_if_ignored()
         return False
 
     def release(self) -> None:
-        """Leave each of them once. Raises what the first failure raises, after all of them were left."""
-        with ExitStack() as leaving:
-            for lock in self._in_order():
-                _ = leaving.callback(lock.release)
+        """Leave each of them once, also if one of them was lost; raises LockNotHeld, or LockLost for the first."""
+        self._leave([(lock, None) for lock in self._in_order()[::-1]], lambda lock, _: leaving.release(lock))
+
+    def _leave(
+        self, entered: Sequence[tuple[Any, Any]], leave: Callable[..., Steps[None]], error: BaseException | None = None
+    ) -> None:
+        """Leave all of that. An error of a release is raised, or becomes a note on `error`, which ended the taking."""
+        late: BaseException | None = None
+        for lock, block in entered:
+            try:
+                lock._drive(leave(lock, block))
+            except BaseException as raised:  # noqa: BLE001 - the others must be left
+                late = _worse(late, raised)
+        if late is not None and not _is_noted(late, error):
+            raise late
 
     def extend(self, ttl: Seconds | None = None) -> None:
         """Let each lease end `ttl` seconds from now: sets, never adds."""
@@ -200,19 +251,32 @@ class SyncLocks(BaseLocks):
         for lock in self._in_order():
             lock.guard(*given)
 
-    def __enter__(self) -> Self:
-        with self._all_or_none(lambda lock: lock.__exit__(None, None, None)):
+    def _enter(self) -> None:
+        before = self._entered()
+        try:
             for lock, left in self._in_turn(self._timeout):
-                lock._drive(entering.enter(lock, left))
+                lock._drive(entering.enter_block(lock, left))
+            self._open()
+            self._begun(before)
+        except BaseException as error:
+            self._leave(self._since(before), leaving.leave_block, error)
+            raise
+
+    def __enter__(self) -> Self:
+        self._refuse_to_skip()
+        self._enter()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        leaving = ExitStack()
-        for lock in self._in_order():
-            _ = leaving.push(lock.__exit__)
-        _ = leaving.__exit__(kind, error, trace)
+        entered, late = self._ended(), None
+        try:
+            self._leave(entered, leaving.leave_block)
+        except LockError as raised:
+            late = raised
+        if late is not None and not gives_way(late, error):
+            raise late
 
     if not TYPE_CHECKING:  # hidden from type checkers
 
@@ -231,14 +295,18 @@ class SyncLocks(BaseLocks):
         def locked(*args: Any, **kwargs: Any) -> Any:
             held = self._for_call(templates, args, kwargs)
             try:
-                _ = held.__enter__()
+                held._enter()
             except LockTimeout as busy:
                 if self._may_skip(busy):
                     return self._otherwise
                 raise
-            with ExitStack() as leaving:
-                _ = leaving.push(held.__exit__)
-                return function(*args, **kwargs)
+            with ExitStack() as ending:
+                _ = ending.push(held.__exit__)
+                result = function(*args, **kwargs)
+                if inspect.iscoroutine(result):
+                    result.close()
+                    raise TypeError(f"{function!r} returned a coroutine, which would run after the locks are released")
+                return result
 
         return cast("F", locked)
 
@@ -251,20 +319,24 @@ class AsyncLocks(BaseLocks):
 
     async def acquire(self: BaseLocks, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take them all, or none; False if one of them was not free in time."""
-        wait = acquire_timeout(blocking, timeout, self._timeout)
-        with suppress(_Busy):
-            async with _aall_or_none(self, AsyncLock.release):
-                for lock, left in self._in_turn(wait):
-                    if not await AsyncLock.acquire(lock, timeout=left):
-                        raise _Busy
-                return True
+        wait, before = acquire_timeout(blocking, timeout, self._timeout), self._entered()
+        try:
+            for lock, left in self._in_turn(wait):
+                if not isinstance(await lock._adrive(entering.acquire(lock, left)), Hold):
+                    raise _Busy  # noqa: TRY301 - what was taken is released below
+            self._open()
+        except BaseException as error:
+            await _aleave(self._since(before), leaving.leave_entry, error)
+            if not isinstance(error, (_Busy, LockTimeout)):
+                raise
+        else:
+            return True
+        warn_if_ignored()
         return False
 
     async def release(self: BaseLocks) -> None:
         """Leave each of them once."""
-        async with AsyncExitStack() as leaving:
-            for lock in self._in_order():
-                _ = leaving.push_async_callback(AsyncLock.release, lock)
+        await _aleave([(lock, None) for lock in self._in_order()[::-1]], lambda lock, _: leaving.release(lock))
 
     async def extend(self: BaseLocks, ttl: Seconds | None = None) -> None:
         """Let each lease end `ttl` seconds from now."""
@@ -281,15 +353,21 @@ class AsyncLocks(BaseLocks):
             await getattr(lock, "aguard", lock.guard)(*given)
 
     async def __aenter__(self) -> Self:
-        return await enter(self)
+        self._refuse_to_skip()
+        await enter(self)
+        return self
 
     async def __aexit__(
         self: BaseLocks, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        leaving = AsyncExitStack()
-        for lock in self._in_order():
-            _ = leaving.push_async_exit(functools.partial(AsyncLock.__aexit__, lock))
-        _ = await leaving.__aexit__(kind, error, trace)
+        entered, late = self._ended(), None
+        try:
+            await _aleave(entered, leaving.leave_block)
+        except LockError as raised:
+            late = raised
+        ours = [block.hold for _, block in entered if was_ours(block.hold, error)]
+        if late is not None and (ours or not gives_way(late, error)):
+            raise late from error
 
     if not TYPE_CHECKING:  # hidden from type checkers
 
@@ -308,42 +386,64 @@ class AsyncLocks(BaseLocks):
         async def locked(*args: Any, **kwargs: Any) -> Any:
             held = self._for_call(templates, args, kwargs)
             try:
-                _ = await enter(held)
+                await enter(held)
             except LockTimeout as busy:
                 if self._may_skip(busy):
                     return self._otherwise
                 raise
-            async with AsyncExitStack() as leaving:
-                _ = leaving.push_async_exit(functools.partial(AsyncLocks.__aexit__, held))
+            async with AsyncExitStack() as ending:
+                _ = ending.push_async_exit(functools.partial(AsyncLocks.__aexit__, held))
                 return await function(*args, **kwargs)
 
         return cast("F", locked)
 
 
-B = TypeVar("B", bound=BaseLocks)
-
-
-async def enter(several: B) -> B:
+async def enter(several: BaseLocks) -> None:
     """Begin an `async with`."""
-    async with _aall_or_none(several, _aleave):
-        for lock, left in several._in_turn(several._timeout):
-            _ = await enter_one(lock, left)
-    return several
-
-
-async def _aleave(lock: BaseLock) -> None:
-    await AsyncLock.__aexit__(lock, None, None, None)
-
-
-@asynccontextmanager
-async def _aall_or_none(several: BaseLocks, leave: Callable[[Any], Awaitable[object]]) -> AsyncGenerator[None]:
-    """The asynchronous twin of `BaseLocks._all_or_none`."""
-    before = several._counts()
+    before = several._entered()
     try:
-        yield
-    except BaseException:
-        async with AsyncExitStack() as leaving:
-            for lock, count in before:
-                if lock.count > count:
-                    _ = leaving.push_async_callback(leave, lock)
+        for lock, left in several._in_turn(several._timeout):
+            await lock._adrive(entering.enter_block(lock, left))
+            if lock.options.interrupt:
+                lock._surely_held().cancelling = current_task().cancelling()
+        several._open()
+        several._begun(before)
+    except BaseException as error:
+        entered = several._since(before)
+        await _aleave(entered, leaving.leave_block, error)
+        for lock, block in entered:
+            if was_ours(block.hold, error):  # only the loss of a lock cancelled this
+                raise lock._lost(block.hold) from error
         raise
+
+
+async def _aleave(
+    entered: Sequence[tuple[Any, Any]], leave: Callable[..., Steps[None]], error: BaseException | None = None
+) -> None:
+    """The asynchronous twin of `SyncLocks._leave`."""
+    late: BaseException | None = None
+    for lock, block in entered:
+        try:
+            await lock._adrive(leave(lock, block), undisturbed=True)
+        except BaseException as raised:  # noqa: BLE001 - the others must be left
+            late = _worse(late, raised)
+    if late is not None and not _is_noted(late, error):
+        raise late
+
+
+def _worse(first: BaseException | None, second: BaseException) -> BaseException:
+    """Of two errors of releases the one to raise: an interrupt, else the first; the other becomes a note on it."""
+    if first is None:
+        return second
+    if isinstance(first, LockError) and not isinstance(second, LockError):
+        first, second = second, first
+    first.add_note(str(second))
+    return first
+
+
+def _is_noted(late: BaseException, error: BaseException | None) -> bool:
+    """Whether the error of a release becomes a note on `error`, which ended the taking, instead of being raised."""
+    if error is None or not isinstance(late, LockError):
+        return False
+    error.add_note(str(late))
+    return True

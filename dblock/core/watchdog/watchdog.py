@@ -496,7 +496,9 @@ class Watchdog:
         self._given_up = []
         for hold in reversed(list(self._holds)):
             flow = hold.flow()
-            if hold.lease.loss is None and (flow is None or flow is mine or flow.ended()):
+            if hold.lease.loss is None and (
+                flow is None or flow is mine or flow.ended() or (flow.idle is not None and flow.idle())
+            ):
                 _ = self.discard(hold)
                 ending.append(hold)
         if not (ending or self._places or self._to_write or self._withdraws):
