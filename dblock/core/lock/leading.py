@@ -22,7 +22,7 @@ from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypedDict, TypeVar, cast
 
-from dblock.core import runtime
+from dblock.core import clock, runtime
 from dblock.core.acquire.acquiring import Refused
 from dblock.core.errors import (
     LockError,
@@ -117,7 +117,21 @@ class _Running:
         self.task = current_task()
         self.inside = False
         """Whether the code of the body runs, which `interrupt=True` may cancel."""
-        self.ended = threading.Event()
+        self.over = False
+        # No Event: its set() and wait(), interrupted by a signal handler, leave its lock locked.
+        self._gate = threading.Lock()
+        _ = self._gate.acquire()
+
+    def end(self) -> None:
+        """It is over."""
+        self.over = True
+        with contextlib.suppress(RuntimeError):
+            self._gate.release()
+
+    def wait(self) -> None:
+        """Return when it is over; the gate opens for one, the others look again soon."""
+        while not self.over:
+            _ = self._gate.acquire(timeout=0.1)
 
 
 class BaseLeader:
@@ -165,7 +179,7 @@ class BaseLeader:
     def _begin_anew(self) -> None:
         """Lead nothing, and be no candidate."""
         self._guard = threading.RLock()  # a signal handler may resign
-        self._stopped = threading.Event()
+        self._stopped = False
         this = weakref.ref(self)
         self._flow: Flow = runtime.current.flows.of_object(f"leader {self.name}", self, lambda: _is_idle(this()))
         self._lock._flow = self._flow
@@ -229,14 +243,15 @@ class BaseLeader:
     # -- the moves
 
     def _move(self, stage: Stage) -> None:
-        assert stage in MOVES[self._stage], (self._stage, stage)  # noqa: S101 - checked by the tests of each path
-        self._stage = stage
+        """Make a legal move; one that a signal handler of this very thread has overtaken is left out."""
+        if stage in MOVES[self._stage]:
+            self._stage = stage
 
     def _begin(self, running: _Running | None) -> Hold | None:
         """Become a candidate; a hold that is to be released before."""
         self._leave_to_parent()
         with self._guard:
-            if self._stopped.is_set():
+            if self._stopped:
                 raise _Stopped(f"stop() was called: this object is no candidate for {self.name!r} any more")
             if self._releasing:
                 raise LockError(f"resign() has not yet released {self.name!r}: wait for its end")
@@ -341,13 +356,13 @@ class BaseLeader:
 
     def _release(self) -> Steps[None]:
         """Release the key of a term that was resigned, unless another flow does. Raises LockLost if it was over."""
-        with self._guard:
-            hold = self._hold
-            if self._stage is not Stage.RESIGNING or self._releasing or hold is None:
-                return
-            self._releasing = True
-        over = False
+        hold, claimed, over = None, False, False
         try:
+            with self._guard:
+                hold = self._hold
+                if self._stage is not Stage.RESIGNING or self._releasing or hold is None:
+                    return
+                claimed = self._releasing = True
             yield from leaving.release(self._lock) if hold.entries else leaving.leave_again(hold)
             over = True
         except LockLost:
@@ -356,15 +371,16 @@ class BaseLeader:
         except (GeneratorExit, LockError):  # the lease is renewed no more; resign() can be called again
             raise
         except BaseException:
-            if hold.entries:  # interrupted before the release began
+            if claimed and hold is not None and hold.entries:  # interrupted before the release began
                 with contextlib.suppress(LockError):
                     yield from leaving.release(self._lock)
-            over = True
+            over = claimed
             raise
         finally:
-            self._releasing = False
-            if over and self._hold is hold:
-                self._hold, self._stage = None, Stage.IDLE
+            if claimed:
+                self._releasing = False
+                if over and self._hold is hold:
+                    self._hold, self._stage = None, Stage.IDLE
 
     def _end(self, running: _Running) -> Steps[None]:
         """End the term of a body."""
@@ -379,7 +395,7 @@ class BaseLeader:
 
     def _ran(self, running: _Running) -> None:
         """What ran for the leader has ended."""
-        running.ended.set()
+        running.end()
         if self._running is running:
             self._running = None
 
@@ -448,22 +464,27 @@ class SyncLeader(BaseLeader):
         `is_leader` is False at once. If a body runs in another thread or task, this waits for its end, and the key is
         released then. Raises LockStoreError if the database fails: call it again, or the lease ends by itself.
         """
+        self._refuse_to_wait()
+        running = self._begin_to_resign()
+        if running is not None:
+            running.wait()
+        with contextlib.suppress(LockLost):  # on_deposed and check() have told
+            self._lock._drive(self._release())
+
+    def stop(self) -> None:
+        """Resign for good: a function of `run` returns, and this object campaigns no more."""
+        self._refuse_to_wait()
+        self._stopped = True
+        self.resign()
+
+    def _refuse_to_wait(self) -> None:
+        """Raise SynchronousOnlyOperation where a resignation would block an event loop."""
         waited = self._running
         if waited is not None and waited.task is not None and waited.task.get_loop() is _running_loop():
             raise SynchronousOnlyOperation(
                 "this would wait for a task of the running event loop: await aresign(), astop()"
             )
         self._lock._drive(_nothing())  # refuses what may not block
-        running = self._begin_to_resign()
-        if running is not None:
-            _ = running.ended.wait()
-        with contextlib.suppress(LockLost):  # on_deposed and check() have told
-            self._lock._drive(self._release())
-
-    def stop(self) -> None:
-        """Resign for good: a function of `run` returns, and this object campaigns no more."""
-        self._stopped.set()
-        self.resign()
 
     def leader(self) -> LockInfo | None:
         """Who leads, by the database; None if nobody does."""
@@ -495,7 +516,7 @@ class SyncLeader(BaseLeader):
         @functools.wraps(body)
         def lead() -> None:
             growing = pauses(0.05, PAUSE)
-            while not self._stopped.is_set():
+            while not self._stopped:
                 running = _Running()
                 try:
                     elected = isinstance(self._enter(None, running), Hold)
@@ -503,13 +524,18 @@ class SyncLeader(BaseLeader):
                     return
                 except LockStoreError as error:
                     warn("cannot campaign for %r, and will try again: %s", self.name, error)
-                    _ = self._stopped.wait(next(growing))
+                    self._pause(next(growing))
                     continue
                 if elected:
                     growing = pauses(0.05, PAUSE)
                     self._lead(body, running)
 
         return lead
+
+    def _pause(self, seconds: float) -> None:
+        until = clock.now() + seconds
+        while not self._stopped and (left := until - clock.now()) > 0:
+            time.sleep(min(left, 0.05))
 
     def _lead(self, body: Body, running: _Running) -> None:
         failed: BaseException | None = None
@@ -533,7 +559,9 @@ class SyncLeader(BaseLeader):
             _ = self._tell_elected(running)
         return found
 
-    def _exit(self, running: _Running) -> None:
+    def _exit(self, running: _Running | None) -> None:
+        if running is None:  # the body has resigned itself
+            return
         try:
             self._lock._drive(self._end(running))
         except LockError:
@@ -560,24 +588,30 @@ class SyncLeader(BaseLeader):
 
     def __enter__(self) -> Self:
         running = _Running()
-        found = self._enter(self._lock._timeout, running)
-        if isinstance(found, Refused):
-            raise self._lock._drive(timed_out(self._lock, found)) from found.busy
-        if found is None or self._running is not running:
-            raise self._withdrew()
+        try:
+            found = self._enter(self._lock._timeout, running)
+            if isinstance(found, Refused):
+                raise self._lock._drive(timed_out(self._lock, found)) from found.busy  # noqa: TRY301
+            if self._stage is not Stage.LEADING:
+                raise self._withdrew()  # noqa: TRY301 - the term ends below
+        except BaseException:
+            with contextlib.suppress(LockError):
+                self._exit(running)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        running = self._mine()
-        if running is None:  # the body has resigned itself
-            return
         try:
-            self._exit(running)
+            self._exit(self._mine())
         except LockError as late:
             if not gives_way(late, error):
                 raise
+        except BaseException:
+            with contextlib.suppress(LockError):
+                self._exit(self._mine())
+            raise
 
     if not TYPE_CHECKING:  # hidden from type checkers
 
@@ -608,14 +642,14 @@ class AsyncLeader(BaseLeader):
         """End the term, or withdraw the candidacy; without either, nothing happens."""
         running = self._begin_to_resign()
         if running is not None:
-            while not running.ended.is_set():  # in another task, loop or thread
+            while not running.over:  # in another task, loop or thread
                 await _sleep(0.01)
         with contextlib.suppress(LockLost):
             await self._lock._adrive(self._release(), undisturbed=True)
 
     async def stop(self: BaseLeader) -> None:
         """Resign for good: a function of `run` returns, and this object campaigns no more."""
-        self._stopped.set()
+        self._stopped = True
         await AsyncLeader.resign(self)
 
     async def leader(self: BaseLeader) -> LockInfo | None:
@@ -641,7 +675,7 @@ class AsyncLeader(BaseLeader):
         @functools.wraps(body)
         async def lead() -> None:
             growing = pauses(0.05, PAUSE)
-            while not self._stopped.is_set():
+            while not self._stopped:
                 running = _Running()
                 try:
                     elected = isinstance(await _aenter(self, None, running), Hold)
@@ -690,11 +724,16 @@ L = TypeVar("L", bound=BaseLeader)
 async def aenter(leader: L) -> L:
     """Begin an `async with`."""
     running = _Running()
-    found = await _aenter(leader, leader._lock._timeout, running)
-    if isinstance(found, Refused):
-        raise (await leader._lock._adrive(timed_out(leader._lock, found))) from found.busy
-    if found is None or leader._running is not running:
-        raise leader._withdrew()
+    try:
+        found = await _aenter(leader, leader._lock._timeout, running)
+        if isinstance(found, Refused):
+            raise (await leader._lock._adrive(timed_out(leader._lock, found))) from found.busy  # noqa: TRY301
+        if leader._stage is not Stage.LEADING:
+            raise leader._withdrew()  # noqa: TRY301 - the term ends below
+    except BaseException:
+        with contextlib.suppress(LockError):
+            await _aexit(leader, running)
+        raise
     return leader
 
 
