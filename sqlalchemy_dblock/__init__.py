@@ -5,6 +5,7 @@ It uses the same protocol and table as the Django app `dblock`, so that the lock
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from dblock.core.errors import (
@@ -94,29 +95,25 @@ __all__ = [
 ]
 
 
+_HOMES = {
+    **dict.fromkeys(("lock_events", "lock_waiters", "locks", "metadata", "metadata_for"), "sqlalchemy_dblock.table"),
+    **dict.fromkeys(("AsyncLeader", "Leader", "db_leader"), "sqlalchemy_dblock.leaders"),
+    **dict.fromkeys(("AsyncLocks", "Locks", "db_locks"), "sqlalchemy_dblock.several"),
+    **dict.fromkeys(("FencedMixin", "fenced_update"), "sqlalchemy_dblock.fences"),
+    **dict.fromkeys(("Event", "Kind"), "dblock.core.events"),
+    "create_tables": "sqlalchemy_dblock.creating",
+    "observe": "dblock.core.lock.observing",
+    "Term": "dblock.core.lock.leading",
+}
+"""Modules that load much of SQLAlchemy (the dialects, the ORM), or that few applications need."""
+
+
 if not TYPE_CHECKING:  # type checkers see every name
 
     def __getattr__(name: str) -> Any:
-        """Import on first use what loads much of SQLAlchemy (the dialects, the ORM), and what few applications need."""
-        if name in {"lock_events", "lock_waiters", "locks", "metadata", "metadata_for"}:
-            from sqlalchemy_dblock import table as home  # noqa: PLC0415
-        elif name == "create_tables":
-            from sqlalchemy_dblock import creating as home  # noqa: PLC0415
-        elif name in {"FencedMixin", "fenced_update"}:
-            from sqlalchemy_dblock import fences as home  # noqa: PLC0415
-        elif name in {"AsyncLeader", "Leader", "db_leader"}:
-            from sqlalchemy_dblock import leaders as home  # noqa: PLC0415
-        elif name in {"AsyncLocks", "Locks", "db_locks"}:
-            from sqlalchemy_dblock import several as home  # noqa: PLC0415
-        elif name == "Term":
-            from dblock.core.lock import leading as home  # noqa: PLC0415
-        elif name in {"Event", "Kind"}:
-            from dblock.core import events as home  # noqa: PLC0415
-        elif name == "observe":
-            from dblock.core.lock import observing as home  # noqa: PLC0415
-        else:
+        if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(home, name)
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

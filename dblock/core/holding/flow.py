@@ -169,7 +169,7 @@ class Flows:
         return flow
 
     def of_object(self, name: str, owner: object, idle: Callable[[], bool]) -> Flow:
-        """A flow of an object, whose holds any thread may use; it ends when the object is collected."""
+        """The flow of an object, for all threads; it ends with the object."""
         flow = self._new(name, owner)
         flow.idle = idle
         return flow

@@ -105,10 +105,6 @@ class _Withdrawn(BaseException):
     """Thrown into the steps of a campaign that `resign()` ends; they clean up as after any interrupt."""
 
 
-class _Stopped(LockError):
-    """stop() was called."""
-
-
 class _Running:
     """A body that runs for the leader: the block of a `with`, or a call of `run`'s function."""
 
@@ -247,12 +243,15 @@ class BaseLeader:
         if stage in MOVES[self._stage]:
             self._stage = stage
 
+    def _has_stopped(self) -> bool:
+        return self._stopped
+
     def _begin(self, running: _Running | None) -> Hold | None:
         """Become a candidate; a hold that is to be released before."""
         self._leave_to_parent()
         with self._guard:
             if self._stopped:
-                raise _Stopped(f"stop() was called: this object is no candidate for {self.name!r} any more")
+                raise LockError(f"stop() was called: this object is no candidate for {self.name!r} any more")
             if self._releasing:
                 raise LockError(f"resign() has not yet released {self.name!r}: wait for its end")
             if self._stage is Stage.LEADING and self._leading() is None:
@@ -516,16 +515,18 @@ class SyncLeader(BaseLeader):
         @functools.wraps(body)
         def lead() -> None:
             growing = pauses(0.05, PAUSE)
-            while not self._stopped:
+            while not self._has_stopped():
                 running = _Running()
                 try:
                     elected = isinstance(self._enter(None, running), Hold)
-                except _Stopped:
-                    return
                 except LockStoreError as error:
                     warn("cannot campaign for %r, and will try again: %s", self.name, error)
                     self._pause(next(growing))
                     continue
+                except LockError:
+                    if self._has_stopped():
+                        return
+                    raise
                 if elected:
                     growing = pauses(0.05, PAUSE)
                     self._lead(body, running)
@@ -675,16 +676,18 @@ class AsyncLeader(BaseLeader):
         @functools.wraps(body)
         async def lead() -> None:
             growing = pauses(0.05, PAUSE)
-            while not self._stopped:
+            while not self._has_stopped():
                 running = _Running()
                 try:
                     elected = isinstance(await _aenter(self, None, running), Hold)
-                except _Stopped:
-                    return
                 except LockStoreError as error:
                     warn("cannot campaign for %r, and will try again: %s", self.name, error)
                     await _sleep(next(growing))
                     continue
+                except LockError:
+                    if self._has_stopped():
+                        return
+                    raise
                 if elected:
                     growing = pauses(0.05, PAUSE)
                     await _alead(self, body, running)

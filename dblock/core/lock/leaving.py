@@ -258,7 +258,7 @@ def _leave_after_all(hold: Hold) -> Steps[None]:
 
 
 def leave_again(hold: Hold) -> Steps[None]:
-    """Send the statement that leaves an entry again: its answer was lost, or never awaited. Only if `hold.sole`."""
+    """Leave an entry again, after an answer that was lost. Only if `hold.sole`."""
     entered = len(hold.entries)
     if hold.shared_entries is not None or (hold.min_hold and not entered):
         _ = yield from handover.leave(site_of(hold), hold, count=entered + 1, again=True)

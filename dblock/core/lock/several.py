@@ -136,7 +136,7 @@ class BaseLocks:
         for number, lock in enumerate(self._members):
             store = lock._store()
             place = str(store.location or store.name), repr(store.database.dialect.tables), lock.key
-            found.setdefault((store, lock.key), (place, number, lock))
+            _ = found.setdefault((store, lock.key), (place, number, lock))
         return [lock for _, _, lock in sorted(found.values(), key=lambda each: each[:2])]
 
     def _in_turn(self, timeout: float | None) -> Iterator[tuple[Any, float | None]]:
