@@ -319,7 +319,7 @@ def test_a_take_that_cannot_be_resolved_leaves_nothing(wire: Wire, monkeypatch: 
         wire.actor.call(lock, "release")
     wire.proxy.cut_replies, wire.proxy.refusing = 1, True
     with pytest.raises(LockStoreError):
-        wire.actor.call(lock, "acquire", timeout=0.3)
+        pytest.fail(f"acquire() returned {wire.actor.call(lock, 'acquire', timeout=0.3)}")
     assert alive(wire.direct) == 1
     assert wire.actor.get(lock, "state") is None
     wire.proxy.refusing = False
