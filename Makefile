@@ -8,15 +8,10 @@ demo: ## Sell the last items without and with the lock: make demo [DB=sqlite|pos
 	@sh scripts/setup demo $(DB)
 	@DB=$(DB) PROCS=$(PROCS) STOCK=$(STOCK) $(PYTHON) -m example_project.$(if $(APP),$(APP)_)demo
 
-# Many tests are about times, and a machine that is short of processor time fails a few of thousands. So a test that
-# failed among the others is run again by itself, and has to pass then. Any other end of pytest than by failures stands.
-AGAIN := --last-failed --last-failed-no-failures none -n 1
 test: ## The whole suite, on servers that it starts itself; workers and brokers after the rest, which they would slow down
 	@sh scripts/setup test
-	@$(PYTHON) -m pytest $(or $(ARGS),-m "not workers") || \
-	    { [ $$? -eq 1 ] && [ -z '$(ARGS)' ] && echo "once more, by themselves:" && $(PYTHON) -m pytest -m "not workers" $(AGAIN); }
-	@$(if $(ARGS),true,$(PYTHON) -m pytest -n 3 -m workers tests/celery || \
-	    { [ $$? -eq 1 ] && echo "once more, by themselves:" && $(PYTHON) -m pytest -m workers $(AGAIN) tests/celery; })
+	@$(PYTHON) -m pytest $(or $(ARGS),-m "not workers")
+	@$(if $(ARGS),true,$(PYTHON) -m pytest -n 3 -m workers tests/celery)
 
 mysql: ## What concerns MySQL, on MySQL itself: in a tree of its own (Debian, root), or on MYSQL_URL=mysql://user@host:port
 	@sh scripts/setup mysql

@@ -526,7 +526,7 @@ def test_a_body_whose_release_fails(
     candidate: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever resigned from elsewhere sends the release again."""
+    """The flow that resigned from elsewhere sends the release again."""
     leader, inside, go_on = candidate(), threading.Event(), threading.Event()
     perform, failures = BaseStore._perform, iter([True])
 

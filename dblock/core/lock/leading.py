@@ -125,7 +125,7 @@ class _Running:
             self._gate.release()
 
     def wait(self) -> None:
-        """Return when it is over; the gate opens for one, the others look again soon."""
+        """Return when it is over; the gate opens for one waiter, the others poll."""
         while not self.over:
             _ = self._gate.acquire(timeout=0.1)
 
