@@ -162,6 +162,36 @@ def test_locks_of_several_databases(subject: Subject, actor: Actor) -> None:
 
 
 @each
+def test_what_was_held_before_stays(subject: Subject, actor: Actor, other: Actor) -> None:
+    """A flow that cannot have them all keeps the lock that it had entered before."""
+    mine, busy = subject.lock("a"), subject.lock("b")
+    assert actor.call(mine, "acquire")
+    assert other.call(busy, "acquire")
+    assert actor.call(several(subject, mine, "b"), "acquire", timeout=0.1) is False
+    assert actor.get(mine, "count") == 1
+    assert owners(subject)["a"] is True
+    actor.call(mine, "release")
+    other.call(busy, "release")
+
+
+@each
+def test_the_timeout_is_for_all_of_them(subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
+    """What the wait for the first has used, the second has not."""
+    one, two = actors(2)
+    first, second = subject.lock("a"), subject.lock("b")
+    assert one.call(first, "acquire")
+    assert two.call(second, "acquire")
+    begun = time.monotonic()
+    waiting = actor.start(partial(getattr(several(subject, "a", "b"), subject.method("acquire")), timeout=2.0))
+    time.sleep(1.6)
+    one.call(first, "release")
+    assert waiting.result(20) is False
+    assert 1.9 < time.monotonic() - begun < 3.2
+    assert owners(subject) == {"a": False, "b": True}
+    two.call(second, "release")
+
+
+@each
 def test_what_makes_no_sense(subject: Subject) -> None:
     """Is refused before any I/O."""
     for keys, options in (((), {}), (("",), {}), (("a",), {"otherwise": 1}), (("a",), {"on_busy": "later"})):
