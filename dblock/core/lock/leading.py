@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 import sys
 import threading
 import time
@@ -176,6 +175,8 @@ class BaseLeader:
         """Lead nothing, and be no candidate."""
         self._guard = threading.RLock()  # a signal handler may resign
         self._stopped = False
+        self._runtime = runtime.current
+        """That of the process in which it began; a forked child has another."""
         this = weakref.ref(self)
         self._flow: Flow = runtime.current.flows.of_object(f"leader {self.name}", self, lambda: _is_idle(this()))
         self._lock._flow = self._flow
@@ -189,7 +190,7 @@ class BaseLeader:
 
     def _leave_to_parent(self) -> None:
         """In a forked child: the term and the candidacy are the parent's."""
-        if self._flow.who["pid"] != os.getpid():
+        if self._runtime is not runtime.current:
             self._begin_anew()
 
     # -- what is known without I/O
@@ -223,14 +224,15 @@ class BaseLeader:
         self._lock.check()
 
     def _refuse_unless_elected(self) -> None:
-        if self._stage is not Stage.LEADING or self._flow.who["pid"] != os.getpid():
+        if self._stage is not Stage.LEADING or self._runtime is not runtime.current:
             why = "it was not elected, or has resigned"
             raise LockLost(f"this object does not lead {self.name!r}: {why}", key=self.name)
 
     def _leading(self) -> Hold | None:
         hold = self._hold
-        mine = self._stage is Stage.LEADING and hold is not None and hold.who["pid"] == os.getpid()
-        return hold if mine and hold is not None and hold.lease.remaining() > 0 else None
+        if hold is None or self._stage is not Stage.LEADING or self._runtime is not runtime.current:
+            return None
+        return hold if hold.lease.remaining() > 0 else None
 
     def __repr__(self) -> str:
         does = f"leads, term {self.term}" if self.is_leader else "does not lead"
