@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         LockRevoked,
         LockStoreError,
         LockTimeout,
+        LockUpgradeRefused,
+        PermitNotHeld,
         PoolExhausted,
         Reason,
         StaleSnapshot,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
         StoreUnanswered,
         SynchronousOnlyOperation,
         UnsupportedDatabase,
+        WrongKind,
     )
     from dblock.core.events import Event, Kind
     from dblock.core.lock.leading import Term
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from dblock.fences import FencedModel, afenced_update, fenced_update
     from dblock.leaders import Leader, db_leader
     from dblock.locks import Lock, acheck_sequencer, areap, arelease_all, check_sequencer, db_lock, reap, release_all
+    from dblock.rwlocks import ReadLock, ReadWriteLock, WriteLock, db_rwlock
+    from dblock.semaphores import Permit, Semaphore, db_semaphore
     from dblock.several import Locks, db_locks
     from dblock.signals import (
         lock_acquired,
@@ -72,9 +77,15 @@ __all__ = [
     "LockRevoked",
     "LockStoreError",
     "LockTimeout",
+    "LockUpgradeRefused",
     "Locks",
+    "Permit",
+    "PermitNotHeld",
     "PoolExhausted",
+    "ReadLock",
+    "ReadWriteLock",
     "Reason",
+    "Semaphore",
     "Sequencer",
     "StaleSnapshot",
     "StoreBusy",
@@ -85,6 +96,8 @@ __all__ = [
     "SynchronousOnlyOperation",
     "Term",
     "UnsupportedDatabase",
+    "WriteLock",
+    "WrongKind",
     "acheck_sequencer",
     "afenced_update",
     "areap",
@@ -93,6 +106,8 @@ __all__ = [
     "db_leader",
     "db_lock",
     "db_locks",
+    "db_rwlock",
+    "db_semaphore",
     "fenced_update",
     "lock_acquired",
     "lock_at_risk",
@@ -112,6 +127,8 @@ _HOMES = {
     **dict.fromkeys(("db_lock", "reap", "release_all"), "dblock.locks"),
     **dict.fromkeys(("Leader", "db_leader"), "dblock.leaders"),
     **dict.fromkeys(("Locks", "db_locks"), "dblock.several"),
+    **dict.fromkeys(("ReadLock", "ReadWriteLock", "WriteLock", "db_rwlock"), "dblock.rwlocks"),
+    **dict.fromkeys(("Permit", "Semaphore", "db_semaphore"), "dblock.semaphores"),
     "Term": "dblock.core.lock.leading",
     **dict.fromkeys(("FencedModel", "afenced_update", "fenced_update"), "dblock.fences"),
     **dict.fromkeys((name for name in __all__ if name.startswith("lock_")), "dblock.signals"),
@@ -120,7 +137,9 @@ _HOMES = {
     "LockInfo": "dblock.core.values",
     "Sequencer": "dblock.core.tokens",
 }
-_DJANGO = {"dblock.leaders", "dblock.locks", "dblock.several", "dblock.signals"}
+_DJANGO = {
+    *("dblock.leaders", "dblock.locks", "dblock.rwlocks", "dblock.semaphores", "dblock.several", "dblock.signals"),
+}
 """Modules that need Django."""
 
 

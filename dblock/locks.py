@@ -28,7 +28,7 @@ from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention
-from dblock.core.values import Seconds
+from dblock.core.values import Seconds, key_of_share
 from dblock.store import DjangoStore, known_stores, pin, store_for
 from dblock.transactions import follow_rollbacks, keep_until_end, open_blocks
 
@@ -258,7 +258,7 @@ class DbLock:
     def _attaching(self, text: str, options: Options) -> tuple[Lock, Steps[Lock]]:
         token = valid_token(text)
         merged: Options = {"ttl": token.ttl, "grace": token.grace, "min_hold": token.min_hold, **options}
-        lock = self(token.tenure.key, **merged)
+        lock = self(key_of_share(token.tenure.key), **merged)
         return lock, entering.attach(lock, token)
 
 
@@ -282,9 +282,9 @@ async def acheck_sequencer(sequencer: str, *, using: str | None = None) -> Seque
 
 
 def _checking(text: str, using: str | None) -> tuple[Lock, Steps[Sequencer]]:
-    key, _, fence = valid_sequencer(text)
-    lock = db_lock(key, using=using)
-    return lock, operations.check_sequencer(lock, fence)
+    sequencer = valid_sequencer(text)
+    lock = db_lock(key_of_share(sequencer.key), using=using)
+    return lock, operations.check_sequencer(lock, sequencer)
 
 
 def release_all(*, using: str | None = None) -> int:

@@ -140,6 +140,10 @@ class Lock(_Row):
     revocation = ExactCharField(_("by whom and why"), max_length=255, db_default="")
     tokens = models.IntegerField(_("tokens not used yet"), db_default=0)
     bearers = models.IntegerField(_("entered by a token"), db_default=0)
+    kind = models.IntegerField(_("kind"), db_default=0)
+    reading = models.IntegerField(_("last taken to read"), db_default=0)
+    awaiting_fence = models.BigIntegerField(_("last fence that waited for shares"), db_default=0)
+    awaiting_channel = ExactCharField(_("channel of that holder"), max_length=63, db_default="")
 
     class Meta:
         db_table = table("locks")
@@ -173,6 +177,7 @@ class Waiter(_Row):
     celery_task_id = ExactCharField(_("Celery task"), max_length=255)
     channel = ExactCharField(_("channel"), max_length=63)
     circle = ExactCharField(_("deadlock that it is in"), max_length=64, db_default="")
+    reading = models.IntegerField(_("waits to read"), db_default=0)
     joined_at = MomentField(_("joined at"))
     expires_at = MomentField(_("expires at"))
 

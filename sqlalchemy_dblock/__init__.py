@@ -19,6 +19,8 @@ from dblock.core.errors import (
     LockRevoked,
     LockStoreError,
     LockTimeout,
+    LockUpgradeRefused,
+    PermitNotHeld,
     PoolExhausted,
     Reason,
     StaleSnapshot,
@@ -29,6 +31,7 @@ from dblock.core.errors import (
     StoreUnanswered,
     SynchronousOnlyOperation,
     UnsupportedDatabase,
+    WrongKind,
 )
 from dblock.core.tokens import Sequencer
 from dblock.core.values import LockInfo
@@ -41,6 +44,15 @@ if TYPE_CHECKING:
     from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
     from sqlalchemy_dblock.leaders import AsyncLeader, Leader, db_leader
+    from sqlalchemy_dblock.rwlocks import (
+        AsyncReadLock,
+        AsyncWriteLock,
+        ReadLock,
+        ReadWriteLock,
+        WriteLock,
+        db_rwlock,
+    )
+    from sqlalchemy_dblock.semaphores import AsyncPermit, AsyncSemaphore, Permit, Semaphore, db_semaphore
     from sqlalchemy_dblock.several import AsyncLocks, Locks, db_locks
     from sqlalchemy_dblock.table import lock_events, lock_waiters, locks, metadata, metadata_for
 
@@ -48,6 +60,10 @@ __all__ = [
     "AsyncLeader",
     "AsyncLock",
     "AsyncLocks",
+    "AsyncPermit",
+    "AsyncReadLock",
+    "AsyncSemaphore",
+    "AsyncWriteLock",
     "Event",
     "FencedMixin",
     "InvalidKey",
@@ -64,9 +80,15 @@ __all__ = [
     "LockRevoked",
     "LockStoreError",
     "LockTimeout",
+    "LockUpgradeRefused",
     "Locks",
+    "Permit",
+    "PermitNotHeld",
     "PoolExhausted",
+    "ReadLock",
+    "ReadWriteLock",
     "Reason",
+    "Semaphore",
     "Sequencer",
     "StaleSnapshot",
     "StoreBusy",
@@ -77,12 +99,16 @@ __all__ = [
     "SynchronousOnlyOperation",
     "Term",
     "UnsupportedDatabase",
+    "WriteLock",
+    "WrongKind",
     "attach",
     "check_sequencer",
     "create_tables",
     "db_leader",
     "db_lock",
     "db_locks",
+    "db_rwlock",
+    "db_semaphore",
     "fenced_update",
     "lock_events",
     "lock_waiters",
@@ -99,6 +125,10 @@ _HOMES = {
     **dict.fromkeys(("lock_events", "lock_waiters", "locks", "metadata", "metadata_for"), "sqlalchemy_dblock.table"),
     **dict.fromkeys(("AsyncLeader", "Leader", "db_leader"), "sqlalchemy_dblock.leaders"),
     **dict.fromkeys(("AsyncLocks", "Locks", "db_locks"), "sqlalchemy_dblock.several"),
+    **dict.fromkeys(("AsyncReadLock", "AsyncWriteLock", "ReadLock"), "sqlalchemy_dblock.rwlocks"),
+    **dict.fromkeys(("ReadWriteLock", "WriteLock", "db_rwlock"), "sqlalchemy_dblock.rwlocks"),
+    **dict.fromkeys(("AsyncPermit", "AsyncSemaphore", "Permit"), "sqlalchemy_dblock.semaphores"),
+    **dict.fromkeys(("Semaphore", "db_semaphore"), "sqlalchemy_dblock.semaphores"),
     **dict.fromkeys(("FencedMixin", "fenced_update"), "sqlalchemy_dblock.fences"),
     **dict.fromkeys(("Event", "Kind"), "dblock.core.events"),
     "create_tables": "sqlalchemy_dblock.creating",

@@ -20,7 +20,7 @@ from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention
-from dblock.core.values import Seconds
+from dblock.core.values import Seconds, key_of_share
 from sqlalchemy_dblock.connections import in_greenlet_of_its_own
 from sqlalchemy_dblock.store import INSTEAD, EngineStore, own_store, store_for
 
@@ -201,7 +201,7 @@ def attach(engine: Engine | AsyncEngine, token: str, **options: Unpack[Options])
     known = valid_token(token)
     del token  # an error report may show the locals
     merged: Options = {"ttl": known.ttl, "grace": known.grace, "min_hold": known.min_hold, **options}
-    lock = db_lock(engine, known.tenure.key, **merged)
+    lock = db_lock(engine, key_of_share(known.tenure.key), **merged)
     if isinstance(lock, Lock):
         return lock._drive(entering.attach(lock, known))
     return Attaching(lock, lock._adrive(entering.attach(lock, known)))
@@ -217,9 +217,9 @@ def check_sequencer(engine: Engine | AsyncEngine, sequencer: str) -> Sequencer |
     It does not prove who sent the sequencer, which is no secret. Await it for an AsyncEngine. Raises InvalidToken for
     any other text, LockLost once the tenure is over.
     """
-    key, _, fence = valid_sequencer(sequencer)
-    lock = db_lock(engine, key)
-    steps = operations.check_sequencer(lock, fence)
+    known = valid_sequencer(sequencer)
+    lock = db_lock(engine, key_of_share(known.key))
+    steps = operations.check_sequencer(lock, known)
     return lock._drive(steps) if isinstance(lock, Lock) else lock._adrive(steps)
 
 

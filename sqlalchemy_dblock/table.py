@@ -99,6 +99,10 @@ def _add_locks(made: MetaData, prefix: str) -> None:
         Column("revocation", _exact(255), nullable=False, server_default=""),
         Column("tokens", Integer, nullable=False, server_default=text("0")),
         Column("bearers", Integer, nullable=False, server_default=text("0")),
+        Column("kind", Integer, nullable=False, server_default=text("0")),
+        Column("reading", Integer, nullable=False, server_default=text("0")),
+        Column("awaiting_fence", BigInteger, nullable=False, server_default=text("0")),
+        Column("awaiting_channel", _exact(63), nullable=False, server_default=""),
         # On MySQL `lock.guard()` locks its entries; the others have it too, so that Alembic sees one table everywhere.
         Index(f"{prefix}locks_pin", "lock_key", unique=True),
         **_INNODB,
@@ -122,6 +126,7 @@ def _add_lock_waiters(made: MetaData, prefix: str) -> None:
         Column("celery_task_id", _exact(255), nullable=False),
         Column("channel", _exact(63), nullable=False),
         Column("circle", _exact(64), nullable=False, server_default=""),
+        Column("reading", Integer, nullable=False, server_default=text("0")),
         Column("joined_at", _moment, nullable=False),
         Column("expires_at", _moment, nullable=False),
         Index(f"{prefix}lock_waiters_queue", "lock_key", "ticket", unique=True),

@@ -9,6 +9,9 @@
     |- StaleSnapshot          (RuntimeError)   the transaction reads as of a moment before the lock was taken
     |- SynchronousOnlyOperation (RuntimeError) a wait that would block the event loop
     |- InvalidKey             (ValueError)     refused before any I/O
+    |- LockUpgradeRefused     (RuntimeError)   write() by a flow that reads; refused before any I/O
+    |- WrongKind              (ValueError)     the key is used for a lock of another kind
+    |- PermitNotHeld          (LockNotHeld, ValueError) more permits released than this object has acquired
     |- InvalidToken           (ValueError)     not a token of detach() nor a sequencer; refused before any I/O
     |- UnsupportedDatabase                     not PostgreSQL, MySQL, MariaDB or SQLite, or too old a one
     '- LockStoreError                          the database failed; the driver's error is the `__cause__`
@@ -189,6 +192,18 @@ class SynchronousOnlyOperation(LockError, RuntimeError):
     Waiting would keep every task from running, the holder perhaps among them. Django has an exception of this name for
     the same mistake; the Django app raises, at any use on an event loop, an error that is both.
     """
+
+
+class PermitNotHeld(LockNotHeld, ValueError):
+    """More permits of a semaphore are released than this object has acquired."""
+
+
+class LockUpgradeRefused(LockError, RuntimeError):
+    """This thread or task reads, and so cannot write under the same key: two that did would wait for each other."""
+
+
+class WrongKind(LockError, ValueError):
+    """The key is used for a lock of another kind: a lock, a read-write lock and a semaphore have keys of their own."""
 
 
 class InvalidKey(LockError, ValueError):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from dblock.core.errors import InvalidKey, InvalidToken
 from dblock.core.statements.base import Masked
-from dblock.core.validation import valid_key, valid_span, valid_ttl
+from dblock.core.validation import valid_row_key, valid_span, valid_ttl
 from dblock.core.values import Tenure
 
 _TOKEN, _SEQUENCER = "dblock-token-1.", "dblock-seq-1."
@@ -40,7 +40,7 @@ class Sequencer(NamedTuple):
 
     key: str
     mode: str
-    """Always `exclusive`."""
+    """`exclusive`, or `shared` for a reader of a read-write lock."""
     fence: int
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ def valid_token(text: object) -> Token:
         key, owner, fence, ttl, grace, min_hold, counted = _unpacked(text, _TOKEN)
         if not (isinstance(owner, str) and _OWNER.fullmatch(owner) and counted in (0, 1)):
             raise _Malformed
-        tenure = Tenure(valid_key(key), Masked(owner), _fence(fence))
+        tenure = Tenure(valid_row_key(key), Masked(owner), _fence(fence))
         spans = valid_ttl(ttl), valid_span(grace, "grace", ""), valid_span(min_hold, "min_hold", "")
         return Token(tenure, *spans, counted=bool(counted))
     del text  # an error report may show the locals
@@ -69,9 +69,9 @@ def valid_sequencer(text: object) -> Sequencer:
     """Parse what `str(Sequencer(...))` made; InvalidToken otherwise."""
     try:
         key, mode, fence = _unpacked(text, _SEQUENCER)
-        if mode != "exclusive":
+        if mode not in {"exclusive", "shared"}:
             raise _Malformed
-        return Sequencer(valid_key(key), mode, _fence(fence))
+        return Sequencer(valid_row_key(key), mode, _fence(fence))
     except (InvalidKey, TypeError, ValueError):
         raise InvalidToken("this is not a sequencer") from None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from enum import IntEnum
 from typing import Final, Literal, NamedTuple
 
 from dblock.core.text import printable
@@ -17,6 +18,56 @@ which the margin of a tenth of the ttl must cover."""
 
 MACHINE: Final = 8
 """Number of leading hexadecimal digits of an owner token that name a machine (`dblock.core.machine`)."""
+
+SHARE: Final = "\x1f"
+"""Between a key and the name of one of its shares, in the key of the share's row. No key of a caller contains it."""
+
+
+class KeyKind(IntEnum):
+    """What a key is used for, as its row says."""
+
+    LOCK = 0
+    READ_WRITE = 1
+    SEMAPHORE = 2
+
+    def __str__(self) -> str:
+        return {0: "a lock", 1: "a read-write lock", 2: "a semaphore"}[self]
+
+
+def key_of_share(key: str) -> str:
+    """The key that a row belongs to: of a reader's row or a slot that of its door, else its own."""
+    return key.partition(SHARE)[0]
+
+
+def bounds_of_shares(key: str) -> dict[str, str]:
+    """The texts between which the keys of a key's shares are, as parameters of statements."""
+    return {"low": key + SHARE, "high": key + " "}
+
+
+def reader_key(key: str, name: str) -> str:
+    """The key of a reader's row."""
+    return f"{key}{SHARE}r {name}"
+
+
+def slot_key(key: str, slot: int) -> str:
+    """The key of a slot; their order is that of their numbers."""
+    return f"{key}{SHARE}p {slot:05d}"
+
+
+def slot_of(key: str) -> int | None:
+    """The number of a slot by the key of its row; None for any other row."""
+    kind, _, number = key.partition(SHARE)[2].partition(" ")
+    return int(number) if kind == "p" else None
+
+
+def shown_key(key: str) -> str:
+    """The key of a row as people see it."""
+    door, share, name = key.partition(SHARE)
+    if not share:
+        return key
+    slot = slot_of(key)
+    return f"{door} (permit {slot})" if slot is not None else f"{door} (reader {name.partition(' ')[2]})"
+
 
 Seconds = float | int | timedelta
 State = Literal["held", "at_risk", "lost"]
@@ -114,6 +165,10 @@ class LockInfo:
     """By whom and why the later of the two was done."""
     bearers: int = 0
     """Number of flows that entered the tenure by a token: then another flow than the one that took it holds it."""
+    kind: int = 0
+    """What the key is used for, a `KeyKind`."""
+    reading: int = 0
+    """1 for the row of a reader, or for that of a read-write lock which a reader was the last to take."""
 
     @property
     def revoked(self) -> str | None:

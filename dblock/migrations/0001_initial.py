@@ -93,6 +93,16 @@ class Migration(migrations.Migration):
                 ),
                 ("tokens", models.IntegerField(db_default=0, verbose_name="tokens not used yet")),
                 ("bearers", models.IntegerField(db_default=0, verbose_name="entered by a token")),
+                ("kind", models.IntegerField(db_default=0, verbose_name="kind")),
+                ("reading", models.IntegerField(db_default=0, verbose_name="last taken to read")),
+                (
+                    "awaiting_fence",
+                    models.BigIntegerField(db_default=0, verbose_name="last fence that waited for shares"),
+                ),
+                (
+                    "awaiting_channel",
+                    dblock.models.ExactCharField(db_default="", max_length=63, verbose_name="channel of that holder"),
+                ),
             ],
             options={
                 "verbose_name": "lock",
@@ -128,6 +138,7 @@ class Migration(migrations.Migration):
                     "circle",
                     dblock.models.ExactCharField(db_default="", max_length=64, verbose_name="deadlock that it is in"),
                 ),
+                ("reading", models.IntegerField(db_default=0, verbose_name="waits to read")),
                 ("joined_at", dblock.models.MomentField(verbose_name="joined at")),
                 ("expires_at", dblock.models.MomentField(verbose_name="expires at")),
             ],

@@ -171,7 +171,7 @@ def await_callbacks() -> None:
 
 def _holds(key: str) -> list[Hold]:
     """The holds of this process."""
-    found = [hold for hold in list(runtime.current.watchdog._holds) if hold.tenure.key == key]
+    found = [hold for hold in list(runtime.current.watchdog._holds) if hold.key == key]
     if not found:
         raise LockNotHeld(f"cannot take {key!r} away: no thread or task of this process holds it", key=key)
     return found

@@ -419,7 +419,7 @@ class Memory(Recorder):
         for hold in process.watchdog.give_up(store):
             flow = hold.flow()
             if flow is not None:
-                _ = flow.holds.pop((store, hold.tenure.key), None)
+                _ = flow.holds.pop((store, hold.key), None)
         store.ended = True
         await_callbacks()
         if runtime.current is process:

@@ -18,6 +18,7 @@ from sqlalchemy import create_engine
 import sqlalchemy_dblock
 from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
 from dblock.core.statements.common import REVOKED, TENURE, WAITER, dialect, hand_over_local
+from dblock.core.statements.shares import read, shares
 from dblock.core.statements.vocabulary import Vocabulary
 from tests.support.lab import until
 
@@ -61,7 +62,7 @@ CREATE: Final = Statement(
     f"""
 INSERT INTO locks ({TENURE})
 VALUES (:key, :owner, {SQL.micros}, 1, :ttl, {SQL.now}, {SQL.after(":life")},
-        :label, :host, :pid, :thread, :program, :task)
+        :label, :host, :pid, :thread, :program, :task, :kind, :reading)
 ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence
 """,
@@ -100,8 +101,8 @@ INSERT INTO lock_waiters ({WAITER})
 SELECT :owner, lock_key,
        max(last_ticket + 1, {SQL.micros},
            (SELECT coalesce(max(ticket) + 1, 0) FROM lock_waiters WHERE lock_waiters.lock_key = :key)),
-       :ttl, :label, :host, :pid, :thread, :program, :task, :channel, {SQL.now}, {SQL.after(":waiter_ttl")}
-FROM locks WHERE lock_key = :key
+       :ttl, :label, :host, :pid, :thread, :program, :task, :channel, :reading, {SQL.now}, {SQL.after(":waiter_ttl")}
+FROM locks WHERE lock_key = :key AND kind = :kind
 RETURNING ticket
 """,
     Reply.ROWS,
@@ -110,7 +111,8 @@ GRANT: Final = Statement(
     "grant",
     f"""
 UPDATE locks SET
-    owner = next.owner, fence = max(fence + 1, {SQL.micros}), count = 1, tokens = 0, bearers = 0, ttl = next.ttl,
+    owner = next.owner, fence = max(fence + 1, {SQL.micros}), count = 1, reading = next.reading,
+    tokens = 0, bearers = 0, ttl = next.ttl,
     acquired_at = {SQL.now}, expires_at = min(next.expires_at, {SQL.after("next.ttl")}), label = next.label,
     host = next.host, pid = next.pid, thread = next.thread, program = next.program,
     celery_task_id = next.celery_task_id,
@@ -165,6 +167,7 @@ DIALECT: Final = dialect(
     hand_over_local=hand_over_local(SQL),
     leave_queue=LEAVE_QUEUE,
     heartbeat=HEARTBEAT,
+    shares=shares(SQL, read=read(SQL)),
     grant_answers=True,
     single_writer=True,
     tick=0.001,

@@ -23,13 +23,14 @@ from dblock.core.errors import (
     StoreBusy,
     StoreLocked,
     StoreUnanswered,
+    WrongKind,
 )
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol.sending import Database, pauses, send
 from dblock.core.protocol.steps import Steps, sleep
 from dblock.core.protocol.tenures import Unresolved, begin, look
 from dblock.core.statements.base import Statement
-from dblock.core.values import Grant, LockInfo
+from dblock.core.values import Grant, KeyKind, LockInfo
 
 
 class Refused(NamedTuple):
@@ -77,7 +78,7 @@ def acquire(
     found: Grant | LockInfo | Literal[Outcome.TAKE_AGAIN] | None = Outcome.TAKE_AGAIN
     try:
         if timeout == 0 and not site.database.dialect.single_writer:  # to a file one connects at once
-            yield from _await_first_answer(site.database, key, start)
+            yield from await_first_answer(site.database, key, start)
             attempt.until = site.database.now() + site.database.timing.single_try
         if (held_in_process or queues.expects_contention(key)) and request.fair and start < deadline:
             with contextlib.suppress(LockTimeout):  # waiting is refused here, but the key may be free
@@ -105,7 +106,16 @@ def acquire(
     return found if isinstance(found, Grant) else Refused(found)
 
 
-def _await_first_answer(database: Database, key: str, start: float) -> Steps[None]:
+def wrong_kind(key: str, there: int, given: int) -> WrongKind:
+    """The error for a key that is used for something else."""
+    return WrongKind(
+        f"{key!r} is the key of {KeyKind(there)}, not of {KeyKind(given)}: give each its own key (the row of a key that"
+        " is no longer used is deleted by reap)",
+        key=key,
+    )
+
+
+def await_first_answer(database: Database, key: str, start: float) -> Steps[None]:
     """Send a query to a database that has never answered this process, so that the try finds a connection.
 
     From far away, or on a busy machine, the first connection takes longer than a try may. Its time begins with the
@@ -134,6 +144,8 @@ def _take(attempt: Attempt) -> Steps[Grant | LockInfo | None]:
         if isinstance(grant, Grant):
             return grant
         holder = yield from look(database, key, until)
+        if holder is not None and holder.kind != attempt.request.kind:
+            raise wrong_kind(key, holder.kind, attempt.request.kind)
         held = holder is not None and holder.state == "held"
         if held and now() >= deadline:
             return holder

@@ -22,8 +22,8 @@ from dblock.core.errors import LockError, LockStoreError, StoreUnanswered
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.sending import send
-from dblock.core.protocol.steps import Parameters, Steps, sleep
-from dblock.core.values import Grant, Tenure
+from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep
+from dblock.core.values import SHARE, Grant, Tenure, key_of_share, slot_of
 from dblock.core.wakeup.registry import Message
 
 if TYPE_CHECKING:
@@ -101,12 +101,54 @@ def grant_next(site: Site, key: str, first: int = 0, *, until: float = math.inf)
     return found is not None
 
 
+def notify_door(site: Site, share: str, answer: Rows | None = None) -> Steps[None]:
+    """Notify the holder of the door, if it waits for the end of a share; `answer`: what leaving has answered of it.
+
+    After an error that holder polls.
+    """
+    door = key_of_share(share)
+    with contextlib.suppress(LockStoreError):
+        if answer is None:
+            until = site.database.now() + site.database.timing.handover_retry
+            _, answer = yield from send(
+                site.database, site.database.dialect.shares.awaited, {"door": door}, until, resend=True
+            )
+        if answer and answer[0][0] is not None:
+            channel, fence = answer[0]
+            yield from _tell(site, channel, Message(door, int(fence)))
+
+
+def leave_share(site: Site, held: HandoverRecord, until: float | None = None) -> Steps[bool]:
+    """End the tenure of a reader or of a permit; False if it was over.
+
+    A reader's row is deleted, unless a transaction of the reader may pin it: then the writer deletes it afterwards.
+    """
+    database, shares = site.database, site.database.dialect.shares
+    kept = held.guarded or slot_of(held.tenure.key) is not None
+    parameters: Parameters = {**held.tenure._asdict(), "count": 1, "door": key_of_share(held.tenure.key)}
+    until = database.now() + database.timing.retry_budget if until is None else until
+    statement, again = shares.leave_slot if kept else shares.leave_read, False
+    try:
+        _, rows = yield from send(database, statement, parameters, until)
+    except StoreUnanswered:
+        if until - database.now() < database.timing.min_retry_time:
+            raise
+        again = True
+        _, rows = yield from send(database, statement, parameters, until, resend=True)
+    if (slot := slot_of(held.tenure.key)) is not None:
+        site.left_slot(key_of_share(held.tenure.key), slot)
+    yield from notify_door(site, held.tenure.key, rows if rows and shares.leaving_answers else None)
+    return bool(rows) or again
+
+
 def release(site: Site, held: HandoverRecord, count: int) -> Steps[bool]:
     """Lower the count from `count`; from 1 the first waiter gets the key, or it is free. False if the tenure was over.
 
     Where others probably wait, as for a holder that has waited itself, one statement hands the tenure over. Not for a
     tenure of which a token exists: see `leave`.
     """
+    if SHARE in held.tenure.key:
+        return free(site, held, count)
     likely = count == 1 and (held.ticket or site.local_queues.expects_contention(held.tenure.key))
     direct = likely and not held.handed_over
     return _grant_or_free(site, held) if direct else free(site, held, count)
@@ -125,6 +167,8 @@ def free(site: Site, held: HandoverRecord, count: int, until: float | None = Non
     """
     if held.handed_over:
         return True
+    if count == 1 and SHARE in held.tenure.key:
+        return (yield from leave_share(site, held, until))
     left = yield from tenures.release(site.database, held.tenure, count, until)
     if left.waiting:
         _ = yield from grant_next(site, held.tenure.key, left.waiting)
@@ -138,6 +182,12 @@ def pass_on(site: Site, held: HandoverRecord) -> Steps[bool]:
     hand-over was lost, the release waits for the row until the hand-over has ended, and finds the tenure gone if that
     was executed. The heir's tenure is then released if the heir has left, or has begun again with another token.
     """
+    if SHARE in held.tenure.key:
+        return leave_share(site, held)
+    return _pass_on(site, held)
+
+
+def _pass_on(site: Site, held: HandoverRecord) -> Steps[bool]:
     passed, heir, owner = Passed.REFUSED, None, ""
     queues = site.local_queues
     try:
@@ -177,7 +227,9 @@ def leave(site: Site, hold: Hold, *, count: int, again: bool = False) -> Steps[b
         bearers=hold.bearers,
         again=again,
     )
-    if left.waiting:
+    if SHARE in hold.tenure.key:
+        yield from notify_door(site, hold.tenure.key)
+    elif left.waiting:
         _ = yield from grant_next(site, hold.tenure.key, left.waiting)
     return left.in_time
 

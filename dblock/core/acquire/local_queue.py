@@ -90,6 +90,10 @@ class Request(NamedTuple):
     """The id of the Celery task, else empty."""
     starts_on_place_lease: bool = False
     """Whether the tenure may begin with the lease of its place in the queue, since the watchdog will renew it."""
+    kind: int = 0
+    """What the key is used for, a `KeyKind`: a row of another kind is neither taken nor waited for."""
+    reading: int = 0
+    """1: a reader takes the key, which lets other readers in beside it."""
 
     def new_owner(self) -> str:
         """An unguessable token for one attempt to begin a tenure.

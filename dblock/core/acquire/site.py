@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from dblock.core.acquire.local_queue import LocalQueues
 from dblock.core.protocol.sending import Database
@@ -15,6 +15,10 @@ from dblock.core.wakeup.registry import Wakeups
 
 if TYPE_CHECKING:
     from dblock.core.wakeup.local_socket import LocalSockets
+
+
+REMEMBERED: Final = 100
+"""Most keys of semaphores, and slots of each, that a process remembers to have left."""
 
 
 class Site:
@@ -26,7 +30,16 @@ class Site:
         self.local_queues = LocalQueues(database)
         self.slow_waits: dict[str, float] = {}
         """The local time at which a wait for a key was last logged."""
+        self.slots: dict[str, list[int]] = {}
+        """By key of a semaphore, the slots that this process has left, the last one last: the first to try."""
         self._sockets = sockets
+
+    def left_slot(self, key: str, slot: int) -> None:
+        """Remember a slot that was left, for some keys."""
+        left = self.slots.setdefault(key, [])
+        left[:] = [*left[-REMEMBERED:], slot]
+        if len(self.slots) > REMEMBERED:
+            _ = self.slots.pop(next(iter(self.slots)), None)
 
     @functools.cached_property
     def sockets(self) -> LocalSockets:

@@ -35,7 +35,7 @@ from dblock.core.holding.lease import Lease
 from dblock.core.identity import process_identity, storable
 from dblock.core.options import Options
 from dblock.core.protocol.store import Store
-from dblock.core.values import MACHINE, Grant, Tenure
+from dblock.core.values import MACHINE, Grant, Tenure, key_of_share
 
 LISTENING_PACE: Final = 1.0
 """Seconds between two renewals of a lock with `on_revoke`, since renewals bring that news."""
@@ -197,7 +197,7 @@ class Flows:
     def again(self, snapshot: Hold) -> Generator[None, None, None]:
         """Let this thread see a read-only copy of the hold as its own."""
         mine = self._of_context.get()
-        self._begin(self._thread.life).holds = {(snapshot.store, snapshot.tenure.key): snapshot}
+        self._begin(self._thread.life).holds = {(snapshot.store, snapshot.key): snapshot}
         try:
             yield
         finally:
@@ -280,6 +280,10 @@ class Hold:
     """Whether this is a copy for inspection only."""
     shared_entries: int | None = None
     """Number of entries of others in the row, as far as known; None while no token of it exists."""
+    kind = 0
+    """What its key is used for, a `KeyKind`."""
+    reading = 0
+    """1 for the hold of a reader."""
     bearers = 0
     """How many had entered the tenure by a token when its flow adopted it, this flow included."""
     revoked: str | None = None
@@ -325,6 +329,11 @@ class Hold:
         """A lost hold of the same key, further out in the same flow, whose blocks have not left yet."""
 
     @property
+    def key(self) -> str:
+        """The key that callers know it by: for a share, that of its door."""
+        return key_of_share(self.tenure.key)
+
+    @property
     def deferred(self) -> bool:
         """Whether a transaction keeps it that is still alive, so that its end will be noticed."""
         return any(transaction() is not None for transaction in self.kept_by)
@@ -337,6 +346,13 @@ class Hold:
     @property
     def count(self) -> int:
         return len(self.entries) + (self.shared_entries or 0)
+
+    def exchange(self, grant: Grant) -> HandoverRecord:
+        """Hold another tenure, a reader's, in place of its own; the record of that, which is to be released."""
+        record, before = self.record, self.lease
+        self.tenure, self.record, self.reading = grant.tenure, HandoverRecord.of(grant), 1
+        self.lease = Lease(grant, before.now, grace=before.grace, renewing=before.renewing, pace=before.pace)
+        return record
 
     def outers(self) -> Iterator[Hold]:
         """The lost holds of the same key further out in the same flow, from the inside."""

@@ -21,6 +21,8 @@ class HandoverRecord:
     """The ticket of the place in the queue that it was granted to; 0 if it was taken."""
     local_handovers: int = 0
     """Number of consecutive hand-overs inside this process up to this tenure."""
+    guarded: bool = False
+    """Whether a transaction may pin the row: then a reader's is not deleted when it leaves."""
     handed_over: bool = False
     """Whether the database has confirmed that another owner has the key."""
 

@@ -119,7 +119,7 @@ def about(hold: Hold) -> dict[str, Any]:
     """The fields of an event that identify the tenure."""
     lock = lock_of(hold)
     known = {"sender": type(lock), "label": lock.options.label} if lock is not None else {}
-    return {"key": hold.tenure.key, "fence": hold.tenure.fence, "depth": len(hold.open_entries()), **known}
+    return {"key": hold.key, "fence": hold.tenure.fence, "depth": len(hold.open_entries()), **known}
 
 
 def lock_of(hold: Hold) -> HoldObserver | None:

@@ -10,26 +10,65 @@ import contextlib
 import copy
 import functools
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from dblock.core import runtime
-from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, Loss, Reason
+from dblock.core.acquire import acquiring
+from dblock.core.acquire.acquiring import Refused, wrong_kind
+from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.services import WaiterServices
+from dblock.core.acquire.site import Site
+from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, LockUpgradeRefused, Loss, Reason
 from dblock.core.holding.flow import Block, Flow, Hold
 from dblock.core.options import PLAIN, Options, valid_options
 from dblock.core.protocol.drive import adrive
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
+from dblock.core.protocol.tenures import inspect
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Sequencer
 from dblock.core.validation import valid_key, valid_timeout, valid_ttl
-from dblock.core.values import Seconds, State
+from dblock.core.values import Grant, KeyKind, LockInfo, Seconds, State
 
 if TYPE_CHECKING:
+    from dblock.core.acquire.sharing import Sharing
     from dblock.core.lock.key_template import Template
 
 T = TypeVar("T")
+
+
+class Taking(NamedTuple):
+    """How a lock object acquires its key; the fields are the parameters of `acquiring.acquire`."""
+
+    site: Site
+    request: Request
+    timeout: float | None
+    services: Callable[[], WaiterServices]
+    held_in_process: bool
+    held: Callable[[], Collection[str]]
+    contended: Callable[[LockInfo | None], None] | None
+    slow_wait: Callable[[], float]
+
+    def key(self, request: Request | None = None, timeout: float | EllipsisType | None = ...) -> Steps[Grant | Refused]:
+        """Acquire the key, as any lock."""
+        return acquiring.acquire(
+            self.site,
+            request or self.request,
+            self.timeout if isinstance(timeout, EllipsisType) else timeout,
+            self.services,
+            held_in_process=self.held_in_process,
+            held=self.held,
+            contended=self.contended,
+            slow_wait=self.slow_wait,
+        )
+
+    def sharing(self) -> Sharing:
+        """Acquire a share of the key, or the key beside shares."""
+        from dblock.core.acquire.sharing import Sharing  # noqa: PLC0415 - not for plain locks
+
+        return Sharing(self.site, self.request, self.services, self.timeout, door=self.key, contended=self.contended)
 
 
 class BaseLock:
@@ -43,6 +82,10 @@ class BaseLock:
     """Whether the decorated call that it was made for is skipped; None if it was made for none."""
     _flow: Flow | None = None
     """The flow that owns what is taken through this object; None: the one that runs."""
+    _kind = KeyKind.LOCK
+    """What its key is used for."""
+    _reading = 0
+    """1: it is the lock of a reader."""
     _stands_by = False
     """Whether it waits for ever by design: then CONTENDED is not reported, nor a refusal as GAVE_UP."""
 
@@ -68,6 +111,27 @@ class BaseLock:
         self.options: Options = valid_options(**options) if options else PLAIN
         self._blocks: list[Block] = []
         """The open `with`s of this very object, in the order in which they were entered."""
+
+    # -- what the locks of a read-write lock and of a semaphore do otherwise
+
+    def _take(self, taking: Taking) -> Steps[Grant | Refused]:
+        """Acquire what the lock is for."""
+        return taking.key()
+
+    def _inspect(self) -> Steps[LockInfo | None]:
+        """The row of the key, with the owner's token."""
+        return inspect(self._store().database, self._key)
+
+    def _check_kind(self, hold: Hold) -> None:
+        """Raise WrongKind, or LockUpgradeRefused, for a hold of this flow that the lock must not enter."""
+        if hold.kind != self._kind:
+            raise wrong_kind(self._key, hold.kind, self._kind)
+        if hold.reading > self._reading:
+            raise LockUpgradeRefused(
+                f"this thread or task reads under {self._key!r}, and must release that before it writes: two that wait "
+                "for each other's reading to end would wait for ever",
+                key=self._key,
+            )
 
     # -- what a face provides
 
@@ -181,7 +245,7 @@ class BaseLock:
         hold = self._hold()
         if hold is None:
             raise self._not_held("show a sequencer of")
-        return str(Sequencer(self._key, "exclusive", hold.tenure.fence))
+        return str(Sequencer(hold.tenure.key, "shared" if hold.reading else "exclusive", hold.tenure.fence))
 
     @property
     def remaining(self) -> float:
@@ -268,7 +332,10 @@ class BaseLock:
         if hold is not None and hold.outer is not None and not hold.entered_by(self):
             # Another lock object took the key again after this object's tenure had ended, which stays lost.
             hold = next((outer for outer in hold.outers() if outer.entered_by(self)), hold)
-        return hold if hold is not None and hold.entries else None
+        if hold is None or not hold.entries:
+            return None
+        is_mine = hold.kind == self._kind and hold.reading <= self._reading
+        return hold if is_mine or hold.entered_by(self) else None
 
     def _own_hold(self, verb: str) -> Hold:
         """The hold that this flow is about to change."""

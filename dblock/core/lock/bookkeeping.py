@@ -34,7 +34,7 @@ def begin_hold(
     """Register a new hold of the flow; `others`: number of other entries in the row, None if others cannot enter."""
     kept = outer if outer and outer.open_entries() else None
     hold = Hold(store, flow, grant, entry, lock.options, outer=kept)
-    hold.shared_entries = others
+    hold.shared_entries, hold.kind, hold.reading = others, lock._kind, lock._reading
     if store.asynchronous:
         hold.loop = sys.modules["asyncio"].get_running_loop()
     for over in list(flow.holds.values()) if flow.holds else ():
@@ -58,7 +58,7 @@ def forget(hold: Hold) -> None:
     """
     if not runtime.current.watchdog.discard(hold):
         _ = hold.lease.give_up()
-    flow, resource = hold.flow(), (hold.store, hold.tenure.key)
+    flow, resource = hold.flow(), (hold.store, hold.key)
     if flow is not None and flow.holds.get(resource) is hold:
         outer = hold.outer and next((each for each in hold.outers() if each.open_entries()), None)
         if outer is None:

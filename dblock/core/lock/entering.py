@@ -18,12 +18,13 @@ from dblock.core.acquire.local_queue import Request
 from dblock.core.errors import LockError, Loss, Reason
 from dblock.core.holding.flow import Block, Entry, Flow, Hold
 from dblock.core.identity import celery_task_id
-from dblock.core.lock.base import BaseLock
+from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.bookkeeping import begin_hold, forget, site_of, who_we_are
 from dblock.core.lock.leaving import leave
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.store import Store
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Token
 from dblock.core.values import Grant, LockInfo
@@ -59,6 +60,8 @@ def _acquire(
     hold = flow.holds.get(resource)
     if hold is not None and hold.is_snapshot:
         hold = None  # a callback that sees a copy of the hold is another flow
+    if hold is not None and hold.lease.remaining() > 0:
+        lock._check_kind(hold)
     if hold is not None and hold.lease.remaining() > 0 and hold.refuses(lock):
         if timeout is None and hold.endless:
             from dblock.core.lock.failures import waits_for_itself  # noqa: PLC0415 - only for the error
@@ -68,8 +71,44 @@ def _acquire(
         if (yield from _reenter(lock, database, hold, ttl, entry)):
             return hold
         _end_before_another(hold)
-    options, site = lock.options, runtime.current.site(store)
-    request = Request(
+    site, request = runtime.current.site(store), request_of(lock, store, flow, ttl)
+    found: Grant | Refused | None = None
+    known = runtime.current.watchdog.hold_of(store, lock._key)
+    if known is not None and known.kind != lock._kind:
+        raise acquiring.wrong_kind(lock._key, known.kind, lock._kind)
+    try:
+        found = yield from lock._take(
+            Taking(
+                site,
+                request,
+                timeout,
+                functools.partial(runtime.current.waiter_services, store),
+                held_in_process=known is not None,
+                held=lambda: [
+                    each.tenure.owner for each in flow.holds.values() if each is not hold and not each.lease.loss
+                ],
+                contended=contended,
+                slow_wait=lock._slow_wait,
+            )
+        )
+        if isinstance(found, Grant):
+            if hold is not None and hold.entries:
+                _end_before_another(hold)
+            return begin_hold(lock, flow, found, entry, hold, store=store)
+    except BaseException:
+        begun = flow.holds.get(resource)
+        # Interrupted between the grant and the registration of the hold.
+        if isinstance(found, Grant) and (begun is None or begun.tenure != found.tenure):
+            with contextlib.suppress(LockError):
+                yield from handover.undo_take(site, found.tenure.key, found.tenure.owner)
+        raise
+    return found
+
+
+def request_of(lock: BaseLock, store: Store, flow: Flow, ttl: float) -> Request:
+    """What the statements show of a flow that acquires the lock."""
+    options = lock.options
+    return Request(
         key=lock._key,
         ttl=ttl,
         life=ttl + options.grace,
@@ -78,34 +117,10 @@ def _acquire(
         flow=flow.name,
         task=celery_task_id(),
         starts_on_place_lease=store.renewable and options.renew and not options.grace and options.max_hold > ttl,
+        kind=int(lock._kind),
+        reading=lock._reading,
         **flow.who,
     )
-    found: Grant | Refused | None = None
-    try:
-        found = yield from acquiring.acquire(
-            site,
-            request,
-            timeout,
-            functools.partial(runtime.current.waiter_services, store),
-            held_in_process=runtime.current.watchdog.holds(store, lock._key),
-            held=lambda: [
-                each.tenure.owner for each in flow.holds.values() if each is not hold and not each.lease.loss
-            ],
-            contended=contended,
-            slow_wait=lock._slow_wait,
-        )
-        if isinstance(found, Grant):
-            if hold is not None and hold.entries:
-                _end_before_another(hold)
-            return begin_hold(lock, flow, found, entry, hold, store=store)
-    except BaseException:
-        known = flow.holds.get(resource)
-        # Interrupted between the grant and the registration of the hold.
-        if isinstance(found, Grant) and (known is None or known.tenure != found.tenure):
-            with contextlib.suppress(LockError):
-                yield from handover.undo_take(site, lock._key, found.tenure.owner)
-        raise
-    return found
 
 
 def _end_before_another(hold: Hold) -> None:

@@ -20,6 +20,7 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Token, token_text
+from dblock.core.values import shown_key
 
 if TYPE_CHECKING:
     from dblock.core.events import How
@@ -137,7 +138,7 @@ def release_all(store: Store) -> Steps[int]:
             yield from runtime.leave_for_good(runtime.current.site(store), hold)
             given += 1
         except LockError as error:
-            warn("could not release %r: %s", hold.tenure.key, error)
+            warn("could not release %r: %s", shown_key(hold.tenure.key), error)
             if not isinstance(error, StoreBusy):
                 break
         finally:
@@ -170,7 +171,7 @@ def _leave_block(lock: BaseLock, block: Block) -> Steps[None]:
         yield from release(lock)
         return
     flow = hold.flow()
-    if flow is not None and flow.holds.get((hold.store, hold.tenure.key)) is not hold:
+    if flow is not None and flow.holds.get((hold.store, hold.key)) is not hold:
         # Its tenure had ended, and another one has begun since.
         hold.entries = [each for each in hold.entries if each is not entry]
         raise lock._lost(hold)

@@ -128,7 +128,7 @@ class FlowObservers(Observers):
                     Kind.RELEASED,
                     hold.store.name,
                     sender,
-                    hold.tenure.key,
+                    hold.key,
                     hold.tenure.fence,
                     label,
                     how,

@@ -62,6 +62,7 @@ def guarding(lock: BaseLock) -> Steps[tuple[Hold, Execute]]:
     store = hold.store
     if store.pin is None:
         store.pin = yield from tenures.pin(store.database)
+    hold.record.guarded = True
     known = {"key": hold.tenure.key, "fence": hold.tenure.fence, "life": hold.lease.life}
     return hold, Execute(store.pin, Values.of(store.pin, known))
 
@@ -81,16 +82,17 @@ def guarded(lock: BaseLock, hold: Hold, pinned: Rows) -> Steps[None]:
         )
 
 
-def check_sequencer(lock: BaseLock, fence: int) -> Steps[Sequencer]:
-    """The sequencer with that fence, if the tenure that it names is alive; else raises LockLost."""
-    info = yield from inspect(lock)
+def check_sequencer(lock: BaseLock, sequencer: Sequencer) -> Steps[Sequencer]:
+    """The sequencer, if the tenure that it names is alive; else raises LockLost."""
+    fence = sequencer.fence
+    info = yield from tenures.inspect(lock._store().database, sequencer.key)
     if info is None or info.fence != fence or info.state != "held" or not info.owner:  # no owner during `min_hold`
         taken = info is not None and info.fence != fence
         given_back = info is not None and not info.owner
         why = Reason.GONE if info is None else Reason.TAKEN_OVER if taken else Reason.EXPIRED
         loss = Loss(Reason.FREED if given_back and not taken else why)
         raise lock._lost_tenure(fence, loss)
-    return Sequencer(lock._key, "exclusive", fence)
+    return sequencer
 
 
 def owned(lock: BaseLock) -> Steps[bool]:
@@ -109,7 +111,7 @@ def locked(lock: BaseLock) -> Steps[bool]:
 
 def inspect(lock: BaseLock) -> Steps[LockInfo | None]:
     """The row, without the owner's token; None if there is none."""
-    info = yield from tenures.inspect(lock._store().database, lock._key)
+    info = yield from lock._inspect()
     return None if info is None else info.masked()
 
 

@@ -86,7 +86,7 @@ from dblock.core.log import warn
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep
 from dblock.core.statements.base import Masked, Statement, with_priority
-from dblock.core.values import Grant, Identity, LockInfo, Tenure
+from dblock.core.values import SHARE, Grant, Identity, LockInfo, Tenure
 
 
 class Unresolved(StoreUnanswered):
@@ -207,6 +207,8 @@ def renew(
 def why_lost(database: Database, tenure: Tenure) -> Steps[Loss]:
     """Read why a tenure is over."""
     info = yield from look(database, tenure.key)
+    if info is None and SHARE in tenure.key:  # a writer deletes the rows of readers whose lease is over
+        return Loss(Reason.EXPIRED)
     if info is None or info.fence < tenure.fence:  # a crash, or a failover, has undone it
         return Loss(Reason.GONE)
     heir = None if info.fence == tenure.fence else info.masked()

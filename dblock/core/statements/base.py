@@ -165,6 +165,8 @@ class Dialect:
     """The tables, in plain SQL."""
     queue: Queue
     """The statements of waiters."""
+    shares: Shares
+    """The statements of readers, writers and permits."""
     pins_prepared: bool = True
     """Whether `pin` lasts until a two-phase transaction ends, also if it is prepared and the server restarts."""
     quote: str = '"'
@@ -176,9 +178,10 @@ class Dialect:
         if tables == self.tables:
             return self
         queue = replace(self.queue, **_over(self.queue, tables, self.quote))
+        shares = replace(self.shares, **_over(self.shares, tables, self.quote))
         ddl = tables.named(self.ddl, self.quote)
         statements = _over(self, tables, self.quote) | {"pin": self.pin}
-        return replace(self, **statements, tables=tables, queue=queue, ddl=ddl)
+        return replace(self, **statements, tables=tables, queue=queue, shares=shares, ddl=ddl)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -244,7 +247,39 @@ class Queue:
     """Whether `grant` also deletes the heir's place; else that stays, and no longer counts."""
 
 
-def _over(statements: Dialect | Queue, tables: Tables, quote: str) -> dict[str, Any]:
+@dataclass(frozen=True, eq=False, repr=False)
+class Shares:
+    """The statements on the shares of a key: the rows of its readers or permits, beside the key's own row, the door.
+
+    The shares of a key are the rows with keys between `low` and `high`.
+    """
+
+    read: Statement
+    """Begin a reader's tenure on a row of its own, if no writer has the door and, unless `admitted`, none waits there;
+    or if `holder` has it with the fence `holders_fence` -> fence."""
+    take_slot: Statement
+    """As `take`, for a slot, if the door is free and nobody waits there -> fence."""
+    alone: Statement
+    """Change nothing but the lease of the door's holder, which gets no shorter, if there is no share -> one row."""
+    await_leaving: Statement
+    """Let the lease of the door's holder last at least one life more, and have it notified on `channel` when a share is
+    left -> one row."""
+    listed: Statement
+    """At most `most` shares, in the order of their keys -> key, owner token, fence, seconds until the lease ends (0 or
+    less if the share is free)."""
+    end_expired: Statement
+    """Delete those of `names` that are free or expired and that no transaction pins."""
+    leave_read: Statement
+    """End a reader's tenure, and delete its row -> as `awaited`, if `leaving_answers`."""
+    leave_slot: Statement
+    """End a tenure of a share whose row is kept -> as `awaited`, if `leaving_answers`."""
+    awaited: Statement
+    """Read where the door's holder waits for the end of a share -> channel (null if it does not wait), fence."""
+    leaving_answers: bool = False
+    """Whether the statements that leave also answer that; else `awaited` is sent after them."""
+
+
+def _over(statements: Dialect | Queue | Shares, tables: Tables, quote: str) -> dict[str, Any]:
     """Each of the statements over these tables, by the name of its field."""
     each = {field.name: getattr(statements, field.name) for field in fields(statements)}
     return {name: it.over(tables, quote) for name, it in each.items() if isinstance(it, Statement)}

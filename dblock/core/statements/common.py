@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from dblock.core.statements.base import Dialect, Failure, Queue, Reply, Statement, WhenLocked
+from dblock.core.statements.base import Dialect, Failure, Queue, Reply, Shares, Statement, WhenLocked
 from dblock.core.statements.vocabulary import Vocabulary
 from dblock.core.values import MACHINE
 
 WHO: Final = "label, host, pid, thread, program, celery_task_id"
 REVOKED: Final = "CASE WHEN revoked_fence = locks.fence THEN revocation END"
 """By whom and why the tenure in a row was asked back; null if it was not."""
-TENURE: Final = f"lock_key, owner, fence, count, ttl, acquired_at, expires_at, {WHO}"
-WAITER: Final = f"owner, lock_key, ticket, ttl, {WHO}, channel, joined_at, expires_at"
+TENURE: Final = f"lock_key, owner, fence, count, ttl, acquired_at, expires_at, {WHO}, kind, reading"
+WAITER: Final = f"owner, lock_key, ticket, ttl, {WHO}, channel, reading, joined_at, expires_at"
 
 
 def dialect(
@@ -40,6 +40,7 @@ def dialect(
     leave_queue: Statement,
     heartbeat: Statement,
     hand_over_local: Statement,
+    shares: Shares,
     call: Statement | None = None,
     sleep_until_killed: Statement | None = None,
     unlogged: Statement | None = None,
@@ -100,6 +101,7 @@ def dialect(
         classify=classify,
         ddl=tables(words),
         queue=queue,
+        shares=shares,
         pins_prepared=pins_prepared,
         quote=quote,
     )
@@ -117,6 +119,7 @@ def begun(words: Vocabulary, *, count: str = "", expires_at: str = "") -> str:
     """The assignments of a row whose tenure begins."""
     return f"""
     fence = {words.remember(next_fence(words))},{count}
+    reading = {words.integer(":reading")},
     tokens = 0,
     bearers = 0,
     ttl = :ttl,
@@ -146,23 +149,34 @@ def take(words: Vocabulary) -> Statement:
     A loser's condition is false: it writes nothing. Durable: the holder relies on the answer. Waiters come first: the
     row says whether there may be some.
     """
+    before_waiters = f"(last_ticket = served_ticket OR {words.integer(':fair')} = 0)"
+    return Statement(
+        "take",
+        take_if(words, before_waiters),
+        words.numbers,
+        row_locked=WhenLocked.SKIP,
+        database_locked=WhenLocked.RAISE,
+    )
+
+
+def take_if(words: Vocabulary, condition: str) -> str:
+    """Take a row if it is free, of the right kind and unpinned, and the condition holds."""
     free = words.unpinned(f"owner IS NULL OR expires_at <= {words.now}")
-    sql = f"""
+    return f"""
 {words.change_at_once(words.by_pin)}
     owner = :owner,{begun(words, count=" count = 1,")}
-WHERE lock_key = :key AND {free}
-  AND (last_ticket = served_ticket OR {words.integer(":fair")} = 0)
+WHERE lock_key = :key AND kind = {words.integer(":kind")} AND {free}
+  AND {condition}
   {words.durable}
 {words.returning("fence")}
 """
-    return Statement("take", sql, words.numbers, row_locked=WhenLocked.SKIP, database_locked=WhenLocked.RAISE)
 
 
 def inspect(words: Vocabulary) -> Statement:
     """Safe: reads only, without locks."""
     sql = f"""
 SELECT owner, fence, count, ttl, {words.since("acquired_at")}, {words.until("expires_at")}, {WHO},
-       revoked_fence, freed_fence, revocation, bearers
+       revoked_fence, freed_fence, revocation, bearers, kind, reading
 FROM locks WHERE lock_key = :key
 """
     return Statement("inspect", sql, Reply.ROWS, owners=(0,))
@@ -319,17 +333,24 @@ WHERE lock_key = :key AND owner = :owner AND fence = :fence
 
 
 def stale(words: Vocabulary) -> Statement:
-    """Safe: reads only, without locks. `expires_at` of a free row is the time of its release."""
-    return Statement("stale", _page(words, f"locks{words.by_key}", "lock_key"), Reply.ROWS)
+    """Safe: reads only, without locks. `expires_at` of a free row is the time of its release.
+
+    The row of a key with a share that is alive is none of them. (A reader that comes before the row is deleted is safe
+    too: a writer looks for shares, whatever row it has.)
+    """
+    low, high = words.bounds("locks.lock_key")
+    unshared = f"""(kind = 0 OR NOT EXISTS (SELECT 1 FROM locks AS share{words.by_key}
+                  WHERE share.lock_key > {low} AND share.lock_key < {high} AND share.expires_at > {words.now}))"""
+    return Statement("stale", _page(words, f"locks{words.by_key}", "lock_key", f" AND {unshared}"), Reply.ROWS)
 
 
-def _page(words: Vocabulary, table: str, name: str) -> str:
+def _page(words: Vocabulary, table: str, name: str, also: str = "") -> str:
     """The next rows by primary key, old or not: so it is short, however many rows the table has.
 
     (An index on `expires_at` would do that too, but prevent heap-only updates.)
     """
     return f"""
-SELECT {name}, CASE WHEN expires_at < {words.before(":retention")} THEN 1 ELSE 0 END
+SELECT {name}, CASE WHEN expires_at < {words.before(":retention")}{also} THEN 1 ELSE 0 END
 FROM {table} WHERE {name} > :after ORDER BY {name} LIMIT 100
 """
 
@@ -446,7 +467,7 @@ def ours_to_hand_over(words: Vocabulary) -> str:
     ours = words.unpinned(
         f"owner = :owner AND fence = {words.bigint(':fence')} AND count = 1 AND expires_at > {words.now}"
     )
-    return f"""lock_key = :key AND {ours}
+    return f"""lock_key = :key AND kind = {words.integer(":kind")} AND {ours}
   AND (last_ticket = served_ticket OR {words.integer(":handovers_left")} > 0)"""
 
 
@@ -466,6 +487,7 @@ def adopt_place(words: Vocabulary) -> Statement:
     thread = :thread,
     program = :program,
     celery_task_id = :task,
+    reading = {words.integer(":reading")},
     channel = :channel
 WHERE owner = :owner AND expires_at > {words.now} {words.unserved} {words.asynchronous}
 """
@@ -576,7 +598,11 @@ CREATE TABLE locks (
     freed_fence bigint DEFAULT 0 NOT NULL,
     revocation {long} DEFAULT '' NOT NULL,
     tokens integer DEFAULT 0 NOT NULL,
-    bearers integer DEFAULT 0 NOT NULL
+    bearers integer DEFAULT 0 NOT NULL,
+    kind integer DEFAULT 0 NOT NULL,
+    reading integer DEFAULT 0 NOT NULL,
+    awaiting_fence bigint DEFAULT 0 NOT NULL,
+    awaiting_channel {name} DEFAULT '' NOT NULL
 ){words.room}{words.table_options};
 CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 CREATE TABLE lock_waiters (
@@ -586,6 +612,7 @@ CREATE TABLE lock_waiters (
     ttl {words.seconds} NOT NULL,{who}
     channel {name} NOT NULL,
     circle {short} DEFAULT '' NOT NULL,
+    reading integer DEFAULT 0 NOT NULL,
     joined_at {words.time} NOT NULL,
     expires_at {words.time} NOT NULL
 ){words.room}{words.table_options};

@@ -40,6 +40,7 @@ from typing import Final
 
 from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
 from dblock.core.statements.common import REVOKED, TENURE, WAITER, dialect, hand_over_local, tables
+from dblock.core.statements.shares import no_writer_waits, shares
 from dblock.core.statements.vocabulary import Vocabulary
 
 COLLATIONS: Final = {"mysql": "utf8mb4_0900_bin", "mariadb": "utf8mb4_nopad_bin"}
@@ -108,6 +109,9 @@ class MySQL(Vocabulary):
         locked = _LOCKED.format(index)
         return f"{self.at_once}UPDATE /*!80017 {locked} */ locks{index} /*!80017 ON locks.lock_key = mine.name */ SET"
 
+    def bounds(self, key: str) -> tuple[str, str]:
+        return f"CONCAT({key}, CHAR(31 USING utf8mb4))", f"CONCAT({key}, ' ')"
+
     def delete_up_to(self, table: str, name: str, last: str) -> str:
         # The number is known before the table is read; MariaDB takes none from a subquery in a condition for a range.
         due = f"(SELECT {last} AS last) AS due"
@@ -142,7 +146,7 @@ CREATE: Final = Statement(
     f"""
 {SQL.at_once}INSERT INTO locks ({TENURE})
 VALUES (:key, :owner, {SQL.remember(SQL.micros)}, 1, :ttl, {SQL.now}, {SQL.after(":life")},
-        :label, :host, :pid, :thread, :program, :task)
+        :label, :host, :pid, :thread, :program, :task, :kind, :reading)
 """,
     Reply.NUMBER,
     priority=True,
@@ -221,8 +225,8 @@ JOIN: Final = Statement(
     f"""
 {SQL.at_once}INSERT INTO lock_waiters ({WAITER})
 SELECT :owner, lock_key, {SQL.remember(f"GREATEST(last_ticket + 1, {SQL.micros})")},
-       :ttl, :label, :host, :pid, :thread, :program, :task, :channel, {SQL.now}, {SQL.after(":waiter_ttl")}
-FROM locks WHERE lock_key = :key /*!80017 FOR SHARE NOWAIT */
+       :ttl, :label, :host, :pid, :thread, :program, :task, :channel, :reading, {SQL.now}, {SQL.after(":waiter_ttl")}
+FROM locks WHERE lock_key = :key AND kind = :kind /*!80017 FOR SHARE NOWAIT */
 """,
     Reply.NUMBER,
 )
@@ -251,6 +255,7 @@ SET place.expires_at = place.joined_at,
     locks.owner = next.owner,
     locks.fence = {SQL.remember(f"GREATEST(locks.fence + 1, {SQL.micros})")},
     locks.count = 1,
+    locks.reading = next.reading,
     locks.tokens = 0,
     locks.bearers = 0,
     locks.ttl = next.ttl,
@@ -327,6 +332,27 @@ SET expires_at = GREATEST(expires_at, {SQL.after(":waiter_ttl")})
     critical=True,
 )
 
+# Safe: a row of its own, under a share lock on the door's (`dblock.core.statements.shares` says why), which has to be
+# asked for: under READ COMMITTED an INSERT ... SELECT reads without locks. After a writer's tenure a reader comes
+# through the queue: no statement can lock either way, as the door's row says. (On a Galera cluster a share lock is
+# known to its node alone.)
+READ: Final = Statement(
+    "read",
+    f"""
+{SQL.at_once}INSERT INTO locks ({TENURE})
+SELECT :key, :owner, {SQL.remember(f"GREATEST(door.fence + 1, {SQL.micros})")}, 1, :ttl, {SQL.now},
+       {SQL.after(":life")}, :label, :host, :pid, :thread, :program, :task, :kind, 1
+FROM locks AS door{SQL.by_key}
+WHERE door.lock_key = :door AND door.kind = :kind
+  AND (door.reading = 1 OR (door.owner = :holder AND door.fence = :holders_fence AND door.expires_at > {SQL.now}))
+  AND {no_writer_waits(SQL, "door")}
+/*!80017 FOR SHARE OF door NOWAIT */ /*M! LOCK IN SHARE MODE */
+""",
+    Reply.NUMBER,
+    priority=True,
+    row_locked=WhenLocked.SKIP,
+)
+
 _MEANINGS: Final = {
     # Deadlock; a record that changed (MariaDB's snapshot isolation); a prepared statement that a reset of the session
     # dropped; interrupted, by KILL QUERY or a time limit.
@@ -370,6 +396,7 @@ DIALECT: Final = dialect(
     hand_over_local=hand_over_local(SQL),
     leave_queue=LEAVE_QUEUE,
     heartbeat=HEARTBEAT,
+    shares=shares(SQL, read=READ),
     call=CALL,
     sleep_until_killed=SLEEP_UNTIL_KILLED,
     unlogged=UNLOGGED,

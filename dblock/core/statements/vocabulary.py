@@ -41,6 +41,8 @@ class Vocabulary:
     serial: str
     """The type of a column that the database numbers by itself, as a primary key."""
     table_options = ""
+    separator = "char(31)"
+    """The character between a key and the name of one of its shares."""
     room = ""
     """A table option that leaves room for new versions of rows in each page."""
 
@@ -126,6 +128,10 @@ class Vocabulary:
     def change_at_once(self, index: str) -> str:
         """The same without waiting for the row, which it reaches through an index."""
         return f"{self.at_once}UPDATE locks{index} SET"
+
+    def bounds(self, key: str) -> tuple[str, str]:
+        """Texts between which the keys of the shares of a key are."""
+        return f"{key} || {self.separator}", f"{key} || ' '"
 
     def delete_up_to(self, table: str, name: str, last: str) -> str:
         """Delete the rows whose number `name`, the primary key, is at most the number `last`; ends in a condition."""

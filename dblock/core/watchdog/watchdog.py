@@ -39,6 +39,7 @@ from dblock.core.protocol.drive import adrive, drive, plain_task
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.semaphore import BinarySemaphore
+from dblock.core.values import shown_key
 from dblock.core.watchdog.heartbeats import Heartbeat, KeptPlace
 
 if TYPE_CHECKING:
@@ -148,8 +149,12 @@ class Watchdog:
 
     def holds(self, store: Store, key: str) -> bool:
         """Whether a flow of this process holds that key. A hint: the row decides."""
+        return self.hold_of(store, key) is not None
+
+    def hold_of(self, store: Store, key: str) -> Hold | None:
+        """The hold of a flow of this process on that key; None if there is none, or its lease is over."""
         hold = self._by_key.get((store, key))
-        return hold is not None and hold.lease.remaining() > 0
+        return hold if hold is not None and hold.lease.remaining() > 0 else None
 
     def keep(self, kept: KeptPlace) -> None:
         """Send heartbeats for a place in a queue from now on."""
@@ -237,7 +242,7 @@ class Watchdog:
         seen = hold.snapshot()
         if not self.claim_loss_report(hold):
             return
-        warn("lost the lease on %r (fence %d): %s", hold.tenure.key, hold.tenure.fence, loss)
+        warn("lost the lease on %r (fence %d): %s", shown_key(hold.tenure.key), hold.tenure.fence, loss)
         for lock in seen.locks():
             lock._interrupt_body(hold)
         self._tell(lambda lock: lock._who_hears_of_loss(loss.reason), seen)
@@ -262,7 +267,7 @@ class Watchdog:
         told, hold.revoked = hold.revoked is not None, words
         if told or not self.is_watching(hold):
             return
-        warn("%r (fence %d) was asked back: %s", hold.tenure.key, hold.tenure.fence, words)
+        warn("%r (fence %d) was asked back: %s", shown_key(hold.tenure.key), hold.tenure.fence, words)
         self._tell(lambda lock: lock._who_hears_of_revocation(words), hold.snapshot())
 
     def give_up(self, store: Store) -> list[Hold]:
@@ -348,14 +353,17 @@ class Watchdog:
                 self.announce(hold)
                 continue
             if hold.lease.renewing and hold.orphaned:
-                warn("%r was never released by a thread or task that has ended", hold.tenure.key)
+                warn("%r was never released by a thread or task that has ended", shown_key(hold.tenure.key))
                 hold.lease.renewing = False
             now = hold.lease.now()
             if hold.lease.renewing and now >= hold.lease.acquired + hold.max_hold:
                 hold.lease.renewing = False
             if hold.lease.renewing and not hold.can_be_released:
                 if not hold.risk_reported:
-                    warn("a `with` on %r was interrupted before it was left: its lease expires", hold.tenure.key)
+                    warn(
+                        "a `with` on %r was interrupted before it was left: its lease expires",
+                        shown_key(hold.tenure.key),
+                    )
                 hold.risk_reported, hold.lease.due = True, math.inf  # unless its flow enters it again
             elif hold.lease.renewing:
                 if hold.lease.due <= now:
@@ -519,7 +527,7 @@ class Watchdog:
             try:
                 self._give_back(hold)
             except Exception as error:  # noqa: BLE001 - the others must be released
-                warn("could not release %r at exit: %s", hold.tenure.key, error)
+                warn("could not release %r at exit: %s", shown_key(hold.tenure.key), error)
                 if not isinstance(error, StoreBusy):
                     silent.add(hold.store)
 
@@ -545,4 +553,4 @@ class Watchdog:
                 try:
                     _ = call()
                 except Exception as error:  # noqa: BLE001 - a user's
-                    warn("a callback of the lock on %r failed: %r", hold.tenure.key, error, exc_info=True)
+                    warn("a callback of the lock on %r failed: %r", shown_key(hold.tenure.key), error, exc_info=True)

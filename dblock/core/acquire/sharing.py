@@ -1,0 +1,376 @@
+"""Acquiring a read-write lock to read or to write, and permits of a semaphore.
+
+The key's own row is the door. Readers and permits enter by one statement while nobody waits there; else they acquire
+the door as any lock, enter, and hand the door on. A writer acquires the door and keeps it. The holder of the door that
+finds shares in its way waits until they are left, and is notified of that. So all wait in one queue, first come, first
+served; `dblock.core.statements.shares` says why it is safe.
+
+Rule: what was begun is either returned or left, and the door either kept or handed on, whatever interrupts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
+
+from dblock.core.acquire import handover
+from dblock.core.acquire.acquiring import Refused, await_first_answer
+from dblock.core.acquire.handover import undo_take
+from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.services import WaiterServices
+from dblock.core.acquire.site import Site
+from dblock.core.errors import LockError, LockStoreError, StoreBusy
+from dblock.core.holding.handover_record import HandoverRecord
+from dblock.core.protocol import tenures
+from dblock.core.protocol.sending import Database, send
+from dblock.core.protocol.steps import Parameters, Rows, Steps, wait
+from dblock.core.protocol.tenures import Unresolved, begin, look
+from dblock.core.statements.base import Statement
+from dblock.core.values import MACHINE, Grant, LockInfo, Tenure, bounds_of_shares, reader_key, slot_key, slot_of
+from dblock.core.wakeup.registry import Wakeup
+
+T = TypeVar("T")
+READERS_LISTED: Final = 8
+"""Most readers that a waiting writer lists: it waits for the end of one of them, and then lists again."""
+
+
+class Door(Protocol):
+    """Acquires the key of a request within so many seconds, as `acquiring.acquire`."""
+
+    def __call__(self, request: Request, timeout: float | None, /) -> Steps[Grant | Refused]: ...
+
+
+class Semaphore(Protocol):
+    """What an attempt to acquire permits needs of the semaphore."""
+
+    permits: int
+
+    def met(self, slot: int, /) -> None:
+        """Called when somebody holds a slot that the semaphore does not have."""
+        ...
+
+
+def listed(database: Database, key: str, most: int, until: float) -> Steps[Rows]:
+    """At most so many shares of a key, as `Shares.listed` answers them."""
+    parameters: Parameters = {**bounds_of_shares(key), "most": most}
+    _, rows = yield from send(database, database.dialect.shares.listed, parameters, until, resend=True)
+    return rows
+
+
+class Sharing:
+    """An attempt to acquire a share, or the door for a writer."""
+
+    def __init__(
+        self,
+        site: Site,
+        request: Request,
+        services: Callable[[], WaiterServices],
+        timeout: float | None = None,
+        *,
+        door: Door | None = None,
+        contended: Callable[[LockInfo | None], None] | None = None,
+    ) -> None:
+        """`door` acquires the key; `contended` is called when the wait for shares begins."""
+        self.site, self.request, self.services, self.timeout = site, request, services, timeout
+        self._door, self.contended = door, contended
+        self.database, self.shares = site.database, site.database.dialect.shares
+        self.timing = site.database.timing
+        self.start = self.database.now()
+        self.deadline = math.inf if timeout is None else self.start + timeout
+        self.until = max(
+            self.deadline + self.timing.answer_grace,
+            self.start + (self.timing.single_try if timeout == 0 else 2 * self.database.latency.distance),
+        )
+        """The local time after which no statement is sent."""
+
+    def door(self, *, reading: int = 0) -> Steps[_Held | Refused]:
+        """Acquire the door, in the time that is left."""
+        assert self._door is not None  # noqa: S101 - it is None for a downgrade, which does not wait
+        left = None if self.deadline == math.inf else max(self.deadline - self.database.now(), 0.0)
+        found = yield from self._door(self.request._replace(reading=reading), left)
+        return found if isinstance(found, Refused) else _Held(found)
+
+    def read(self) -> Steps[Grant | Refused]:
+        """Begin the tenure of a reader."""
+        return self._refusing(self._read())
+
+    def write(self) -> Steps[Grant | Refused]:
+        """Begin the tenure of a writer."""
+        return self._refusing(self._write())
+
+    def acquire(self, semaphore: Semaphore, n: int) -> Steps[list[Grant] | Refused]:
+        """Begin the tenures of `n` permits, or of none."""
+        return self._refusing(self._acquire(semaphore, n))
+
+    def downgrade(self, tenure: Tenure) -> Steps[Grant | None]:
+        """Begin the tenure of a reader beside the writer's own, which has the door; None if that is over."""
+        return self._begin_read(admitted=1, holder=tenure.owner, holders_fence=tenure.fence)
+
+    def _refusing(self, steps: Steps[T | Refused]) -> Steps[T | Refused]:
+        """The steps, with a refusal in place of the errors that only say that it took too long."""
+        try:
+            if self.timeout == 0 and not self.database.dialect.single_writer:
+                yield from await_first_answer(self.database, self.request.key, self.start)
+                self.until = self.database.now() + self.timing.single_try
+            return (yield from steps)
+        except StoreBusy as busy:
+            return Refused(busy=busy)
+        except LockStoreError as late:
+            if late.late and self.timeout and self.database.now() >= self.deadline and self.database.answers():
+                return Refused(busy=late)
+            raise
+
+    # -- readers and writers
+
+    def _read(self) -> Steps[Grant | Refused]:
+        grant = yield from self._begin_read(admitted=1 - self.request.fair)
+        while grant is None:
+            held = yield from self.door(reading=1)
+            if isinstance(held, Refused):
+                return held
+            grant = yield from self._at_door(held, self._begin_read(admitted=1))
+        return grant
+
+    def _begin_read(self, **how: Any) -> Steps[Grant | None]:
+        key = self.request.key
+        share = self.request._replace(key=reader_key(key, os.urandom(8).hex()))
+        return self._begin(self.shares.read, share, {"door": key, "holder": "", "holders_fence": 0, **how})
+
+    def _write(self) -> Steps[Grant | Refused]:
+        while True:
+            held = yield from self.door()
+            if isinstance(held, Refused):
+                return held
+            try:
+                readers = yield from self._until_none(held, partial(self._readers, held))
+            except GeneratorExit:
+                raise
+            except BaseException:
+                yield from self._give_up_door(held)
+                raise
+            if readers == [] and self.database.now() < held.grant.trusted_until:
+                return held.grant
+            yield from self._give_up_door(held)
+            if readers:
+                return Refused((yield from look(self.database, str(readers[0][0]), self.until)))
+
+    def _readers(self, held: _Held) -> Steps[list[Any]]:
+        """The readers in the way of a writer that has the door; it deletes those whose lease is over."""
+        while True:
+            tenure, bounds = held.grant.tenure, bounds_of_shares(self.request.key)
+            parameters: Parameters = {**tenure._asdict(), **bounds, "life": self.request.life}
+            _, alone = yield from send(self.database, self.shares.alone, parameters, self.until, resend=True)
+            if alone:
+                return []
+            rows = yield from self._listed(READERS_LISTED)
+            ended = [str(row[0]) for row in rows if row[3] <= 0]
+            if not ended:
+                return list(rows)
+            deleted = yield from self._end_expired(ended)
+            if deleted < len(ended):  # a transaction pins one of them, or it was renewed
+                return list(rows)
+
+    def _listed(self, most: int) -> Steps[Rows]:
+        return (yield from listed(self.database, self.request.key, most, self.until))
+
+    def _end_expired(self, keys: Sequence[str]) -> Steps[int]:
+        import json  # noqa: PLC0415 - seldom needed
+
+        parameters = {"names": json.dumps(keys, ensure_ascii=False)}
+        _, rows = yield from send(self.database, self.shares.end_expired, parameters, self.until, resend=True)
+        return len(rows)
+
+    # -- permits
+
+    def _acquire(self, semaphore: Semaphore, n: int) -> Steps[list[Grant] | Refused]:
+        if n == 1 and (grant := (yield from self._take_slot(semaphore))) is not None:
+            return [grant]
+        got: list[Grant] = []
+        while True:
+            held = yield from self.door()
+            if isinstance(held, Refused):
+                return held
+            try:
+                gather = partial(self._gather, semaphore, n, got)
+                others = yield from self._at_door(held, self._until_none(held, gather, got))
+            except GeneratorExit:
+                raise
+            except BaseException:
+                yield from self._leave(got)
+                raise
+            if len(got) == n:
+                return got
+            yield from self._leave(got)
+            got.clear()
+            if others:
+                return Refused((yield from look(self.database, str(others[0][0]), self.until)))
+
+    def _take_slot(self, semaphore: Semaphore) -> Steps[Grant | None]:
+        """A permit without the door: of the slot that this process left last, else of one that is free."""
+        left = self.site.slots.get(self.request.key)
+        slots = [left.pop() if left else random.randrange(semaphore.permits)]  # noqa: S311 - not a secret
+        for tried in range(2):
+            for slot in slots:
+                if slot >= semaphore.permits:
+                    continue
+                request = self.request._replace(key=slot_key(self.request.key, slot))
+                grant = yield from self._begin(self.shares.take_slot, request, {"door": self.request.key})
+                if grant is not None:
+                    return grant
+            if not tried:
+                rows = yield from self._listed(semaphore.permits)
+                free = [slot_of(str(row[0])) for row in rows if row[3] <= 0]
+                slots = [slot for slot in free if slot is not None and slot < semaphore.permits]
+                slots = random.sample(slots, min(2, len(slots)))
+        return None
+
+    def _gather(self, semaphore: Semaphore, n: int, got: list[Grant]) -> Steps[list[Any]]:
+        """Take free slots until there are `n`, as the holder of the door; the slots of others, if these are too many."""
+        key, mine = self.request.key, {grant.tenure.key for grant in got}
+        rows = yield from self._listed(2 * semaphore.permits)
+        known = {str(row[0]): row for row in rows}
+        for row in rows:
+            slot = slot_of(str(row[0]))
+            if slot is not None and slot >= semaphore.permits and row[3] > 0:
+                semaphore.met(slot)
+        names = [slot_key(key, slot) for slot in range(semaphore.permits)]
+        others = [known[name] for name in names if name in known and known[name][3] > 0 and name not in mine]
+        for name in names:
+            if len(got) == n:
+                break
+            row = known.get(name)
+            if name in mine or (row is not None and row[3] > 0):
+                continue
+            statement = self.database.dialect.create if row is None else self.database.dialect.take
+            grant = yield from self._begin(statement, self.request._replace(key=name, fair=0), {})
+            if grant is not None:
+                got.append(grant)
+            else:  # a transaction pins it, or its row is changed at this moment
+                others.append((name, None, 0, self.timing.grant_retry))
+        return [] if len(got) == n else others
+
+    # -- having the door
+
+    def _at_door(self, held: _Held, inside: Steps[T]) -> Steps[T]:
+        """Run steps while this attempt has the door, and hand that on; what they return is left if that fails."""
+        try:
+            result = yield from inside
+        except GeneratorExit:
+            raise
+        except BaseException:
+            yield from self._give_up_door(held)
+            raise
+        try:
+            yield from self._give_up_door(held)
+        except GeneratorExit:
+            raise
+        except BaseException:
+            if isinstance(result, Grant):
+                yield from self._leave([result])
+            raise
+        return result
+
+    def _give_up_door(self, held: _Held) -> Steps[None]:
+        """Hand the door on; after an error its lease ends."""
+        with contextlib.suppress(LockStoreError):
+            _ = yield from handover.pass_on(self.site, HandoverRecord.of(held.grant))
+
+    def _leave(self, grants: Sequence[Grant]) -> Steps[None]:
+        """Leave shares that were begun for nothing; after an error their leases end."""
+        until = self.database.now() + self.timing.undo_timeout
+        for grant in grants:
+            with contextlib.suppress(LockError):
+                _ = yield from handover.leave_share(self.site, HandoverRecord.of(grant), until)
+
+    def _begin(self, statement: Statement, request: Request, more: dict[str, Any]) -> Steps[Grant | None]:
+        """Begin the tenure of a share; None if it was refused, or the answer came too late."""
+        owner = request.new_owner()
+        try:
+            grant = yield from begin(self.database, statement, {**request.parameters(owner), **more}, self.until)
+        except Unresolved:
+            _ = self.services().withdraw(request.key, owner)
+            raise
+        except (GeneratorExit, LockStoreError):
+            raise
+        except BaseException:
+            yield from undo_take(self.site, request.key, owner)
+            raise
+        if grant is not None and self.database.now() >= grant.trusted_until:
+            yield from self._leave([grant])
+            return None
+        return grant
+
+    def _until_none(
+        self, held: _Held, look_for: Callable[[], Steps[list[Any]]], got: list[Grant] | None = None
+    ) -> Steps[list[Any] | None]:
+        """Wait until `look_for` finds no shares in the way: none, or those at the deadline; None if the door was lost.
+
+        The lease of the door is renewed, and so are the tenures in `got`.
+        """
+        shares = yield from look_for()
+        if not shares:
+            return shares
+        self.database.before_waiting()
+        if self.contended is not None:
+            self.contended(None)
+        services, now, tenure = self.services(), self.database.now, held.grant.tenure
+        wakeup, channel = Wakeup(self.database), services.channel
+        socket = wakeup.socket = self.site.sockets.lend() if channel else None
+        if socket is not None:
+            channel = socket.channel
+        self.site.wakeups.register(tenure.key, tenure.fence, wakeup)
+        began, renew_at = now(), -math.inf
+        try:
+            while shares and now() < self.deadline:
+                if now() >= renew_at:
+                    if not (yield from self._renew(held, channel, got)):
+                        return None
+                    renew_at = now() + self.request.ttl / 3
+                    shares = yield from look_for()
+                    continue
+                if now() - began >= self.timing.listen_after:
+                    services.listen()
+                near = all(str(row[1] or "").startswith(self.request.flow[:MACHINE]) for row in shares)
+                rings = services.notifications_ready and self.database.dialect.queue.sleep_until_killed is None
+                pause = self.timing.poll_notified
+                if wakeup.flooded or not (rings or (near and socket is not None)):
+                    pause = min(max((now() - began) / 20, self.timing.poll_min), self.timing.poll_max / 10)
+                soonest = min(max(float(row[3]), self.timing.poll_min) for row in shares)
+                pause = min(pause, soonest, self.deadline - now(), renew_at - now())
+                yield from wait(max(pause, 0.0), wakeup)
+                _ = wakeup.consume()
+                shares = yield from look_for()
+        finally:
+            wakeup.socket = None
+            self.site.sockets.take_back(socket)
+            self.site.wakeups.unregister(tenure.key, tenure.fence, wakeup)
+        return shares
+
+    def _renew(self, held: _Held, channel: str, got: list[Grant] | None) -> Steps[bool]:
+        """Renew the lease of the door, and say that its holder waits; False if it was over."""
+        parameters = {**held.grant.tenure._asdict(), "life": self.request.life, "channel": channel}
+        sent, rows = yield from send(self.database, self.shares.await_leaving, parameters, self.until, resend=True)
+        if not rows:
+            return False
+        held.grant = held.grant._replace(sent=sent, ttl=self.request.ttl, term=0.0)
+        if got:
+            leases = [(grant.tenure, self.request.life) for grant in got]
+            sent, alive = yield from tenures.renew(self.database, leases, self.until)
+            got[:] = [
+                grant._replace(sent=sent, ttl=self.request.ttl, term=0.0)
+                for grant in got
+                if alive is None or grant.tenure in alive
+            ]
+        return True
+
+
+class _Held:
+    """The door, with the lease that was last answered."""
+
+    def __init__(self, grant: Grant) -> None:
+        self.grant = grant

@@ -1,0 +1,437 @@
+"""A semaphore: at most so many permits of a key are held at a time, in all processes.
+
+A permit is a lock, on one of N numbered slots. The semaphore object owns the permits that it has acquired: any thread
+or task may release one, as of `threading.Semaphore`. How many there are says the code of the caller, not the database:
+each caller takes one of its own first N slots. So nothing has to be migrated when N changes, and while callers with 3
+and with 5 permits run, at most 5 are in.
+
+Rule: a permit of this object is in its list from before the statement that takes it until after the one that leaves it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect as python
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+from dblock.core import runtime
+from dblock.core.acquire import handover
+from dblock.core.acquire.acquiring import Refused
+from dblock.core.acquire.sharing import listed
+from dblock.core.errors import LockError, LockTimeout, PermitNotHeld
+from dblock.core.holding.flow import Flow
+from dblock.core.holding.handover_record import HandoverRecord
+from dblock.core.lock import entering, leaving
+from dblock.core.lock.base import BaseLock, Taking
+from dblock.core.lock.failures import timed_out
+from dblock.core.lock.ignored import warn_if_ignored
+from dblock.core.lock.key_template import Template
+from dblock.core.lock.locks import Timeout, gives_way
+from dblock.core.log import inform, warn
+from dblock.core.protocol import tenures
+from dblock.core.protocol.sending import Database
+from dblock.core.protocol.steps import Steps
+from dblock.core.runtime import current_flow
+from dblock.core.validation import PERMITS_MAX, acquire_timeout, valid_permits, valid_shared_key
+from dblock.core.values import Grant, KeyKind, LockInfo, slot_of
+
+if TYPE_CHECKING:
+    pass
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class IsPermit(BaseLock):
+    """The lock on a slot of a semaphore; made by the semaphore, whose docstring says how it is used."""
+
+    _kind = KeyKind.SEMAPHORE
+    _order: _Order
+
+    @property
+    def slot(self) -> int | None:
+        """The number of the permit, from 0: nobody else holds it at the time. None if this permit is not held."""
+        hold = self._hold()
+        return None if hold is None else slot_of(hold.tenure.key)
+
+    def _take(self, taking: Taking) -> Steps[Grant | Refused]:
+        return self._order.next(taking)
+
+    def _inspect(self) -> Steps[LockInfo | None]:
+        hold = self._hold()
+        key = self._key if hold is None else hold.tenure.key
+        return tenures.inspect(self._store().database, key)
+
+
+class _Order:
+    """An order of `n` permits, which are acquired together, and then given out one by one."""
+
+    def __init__(self, semaphore: BaseSemaphore, n: int) -> None:
+        self.semaphore, self.n = semaphore, n
+        self.grants: list[Grant] = []
+
+    def next(self, taking: Taking) -> Steps[Grant | Refused]:
+        if not self.grants:
+            found = yield from taking.sharing().acquire(self.semaphore, self.n)
+            if isinstance(found, Refused):
+                return found
+            self.grants = found
+        return self.grants.pop()
+
+
+class BaseSemaphore:
+    """A semaphore, apart from how its statements are run."""
+
+    def __init__(self, make_permit: Callable[..., Any], key: str, permits: int = 1, **options: Any) -> None:
+        """`make_permit(key, **options)` makes a permit of the face."""
+        for name in ("interrupt", "reentrant"):
+            if name in options:
+                raise TypeError(
+                    f"{name} is not for semaphores: a permit belongs to the semaphore object, not to a flow"
+                )
+        self._permits = valid_permits(permits)
+        self._make, self._options = make_permit, options
+        self._plain: Any = make_permit(valid_shared_key(key), **options)
+        """A permit that is never acquired, for what needs a lock of the face."""
+        self._mutex = threading.RLock()  # a signal handler may release
+        self._held: list[tuple[Any, Flow, bool]] = []
+        """The permits of this object, by which flow each was acquired, and whether for a `with`."""
+        self._met = -1
+        """The highest slot above its own that it has met."""
+
+    # -- what is known without I/O
+
+    @property
+    def key(self) -> str:
+        """The key of the semaphore."""
+        key: str = self._plain.key
+        return key
+
+    @property
+    def permits(self) -> int:
+        """The number of permits; a new number holds from the next acquire on."""
+        return self._permits
+
+    @permits.setter
+    def permits(self, permits: int) -> None:
+        self._permits = valid_permits(permits)
+
+    @property
+    def held(self) -> list[Any]:
+        """The permits that this object holds, each a lock, the oldest first."""
+        return [permit for permit, _, _ in list(self._held) if permit.state is not None]
+
+    def met(self, slot: int) -> None:
+        """Log a tenure in a slot that this semaphore does not have."""
+        if slot > self._met:
+            if self._met < 0:
+                warn(
+                    "%r has %d permits here, and somebody holds number %d: another program gives it more",
+                    self.key,
+                    self._permits,
+                    slot,
+                )
+            self._met = slot
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.key!r}: {len(self._held)} of {self._permits} permits held here>"
+
+    # -- helpers
+
+    def _count(self, n: object) -> int:
+        if not isinstance(n, int) or isinstance(n, bool):
+            raise TypeError(f"n is a number of permits, not {type(n).__name__}")
+        if n < 1:
+            raise ValueError(f"n is one permit or more, not {n}")
+        return n
+
+    def _ordered(self, n: int) -> list[Any]:
+        """New permits, not yet acquired."""
+        if self._count(n) > self._permits:
+            raise ValueError(f"{self.key!r} has {self._permits} permits, and so never {n} at a time")
+        order, name = _Order(self, n), current_flow().who["thread"]
+        made = [self._make(self.key, **self._options) for _ in range(n)]
+        for permit in made:
+            permit._order, permit._skipped = order, self._plain._skipped
+            permit._flow = runtime.current.flows.of_object(name, permit, lambda: False)
+        return made
+
+    def _add(self, permits: list[Any], *, block: bool) -> None:
+        flow = current_flow()
+        with self._mutex:
+            self._held = [*self._held, *((permit, flow, block) for permit in permits)]
+
+    def _remove(self, permits: list[Any]) -> None:
+        with self._mutex:
+            self._held = [each for each in self._held if not any(each[0] is permit for permit in permits)]
+
+    def _chosen(self, n: int, *, block: bool) -> list[Any]:
+        """The permits that are to be left, last first; those of this flow before others."""
+        flow = current_flow()
+        with self._mutex:
+            mine = [each for each in self._held if each[2] is block]
+            if n > len(mine):
+                raise PermitNotHeld(
+                    f"Semaphore released too many times: {n} of {self.key!r}, of which this object holds {len(mine)}",
+                    key=self.key,
+                )
+            mine.sort(key=lambda each: each[1] is flow)  # stable: those of this flow last
+            return [permit for permit, _, _ in mine[-n:][::-1]]
+
+    def _acquire(self, n: int, timeout: float | None) -> Steps[list[Any] | Refused]:
+        permits = self._ordered(n)
+        self._add(permits, block=False)
+        try:
+            for permit in permits:
+                found = yield from entering.acquire(permit, timeout, "with", permit._flow)
+                if isinstance(found, Refused):
+                    self._remove(permits)
+                    return found
+        except BaseException as error:
+            if not isinstance(error, GeneratorExit):
+                for permit in permits:
+                    if permit._hold_here() is not None:
+                        with contextlib.suppress(LockError):
+                            yield from leaving.release(permit)
+                for grant in permits[0]._order.grants:
+                    with contextlib.suppress(LockError):
+                        site = runtime.current.site(permits[0]._store())
+                        _ = yield from handover.leave_share(site, HandoverRecord.of(grant))
+            self._remove(permits)
+            raise
+        return permits
+
+    def _release(self, n: int) -> Steps[None]:
+        """Leave `n` permits, each also if another one was lost; raises LockLost for the first."""
+        permits, late = self._chosen(self._count(n), block=False), None
+        for permit in permits:
+            try:
+                yield from leaving.release(permit)
+            except LockError as error:
+                late = late or error
+            if permit._hold_here() is None:
+                self._remove([permit])
+        if late is not None:
+            raise late
+
+    def _enter(self, timeout: float | None) -> Steps[Any]:
+        """Begin a `with`: its permit."""
+        (permit,) = self._ordered(1)
+        self._add([permit], block=True)
+        try:
+            found = yield from entering.acquire(permit, timeout, "with", permit._flow)
+        except BaseException:
+            self._remove([permit])
+            raise
+        if isinstance(found, Refused):
+            self._remove([permit])
+            raise (yield from timed_out(permit, found)) from found.busy
+        return permit
+
+    def _exit(self, permit: Any) -> Steps[None]:
+        try:
+            if permit._hold_here() is not None:
+                yield from leaving.release(permit)
+        finally:
+            self._remove([permit])
+
+    def _in_use(self) -> Steps[list[str]]:
+        """The keys of the slots that somebody holds."""
+        database: Database = self._plain._store().database
+        until = database.now() + database.timing.retry_budget
+        rows = yield from listed(database, self.key, PERMITS_MAX, until)
+        return [str(key) for key, _, _, remaining in rows if remaining > 0]
+
+    def _holders(self) -> Steps[list[LockInfo]]:
+        found = list[LockInfo]()
+        for key in (yield from self._in_use()):
+            info = yield from tenures.inspect(self._plain._store().database, key)
+            if info is not None and info.state == "held":
+                found.append(info.masked())
+        return found
+
+    def _available(self) -> Steps[int]:
+        slots = [slot_of(key) for key in (yield from self._in_use())]
+        return self._permits - sum(slot is not None and slot < self._permits for slot in slots)
+
+    @property
+    def _skips(self) -> bool:
+        on_busy: str = self._plain.options.on_busy
+        return on_busy == "skip"
+
+    def _refuse_to_skip(self) -> None:
+        if self._skips:
+            raise TypeError('the body of a `with` cannot be skipped: on_busy="skip" is for decorators')
+
+    def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
+        """A separate semaphore for one call of a decorated function."""
+        return type(self)(self._make, template.key(args, kwargs), self._permits, **self._options)
+
+    def _may_skip(self, busy: LockTimeout) -> bool:
+        if self._skips:
+            inform("skipped a call: %s", str(busy))
+        return self._skips
+
+
+class SyncSemaphore(BaseSemaphore):
+    """A semaphore whose methods block the calling thread."""
+
+    def acquire(self, blocking: bool = True, timeout: Timeout = ..., n: int = 1) -> bool:
+        """Acquire `n` permits, or none; False if they were not free in time. As threading.Semaphore.acquire.
+
+        `timeout` is in seconds, -1 or None for ever, the semaphore's own by default. Who asks for several is waited
+        for by those who come later. Raises ValueError for more than there are, LockStoreError if the database fails.
+        """
+        wait = acquire_timeout(blocking, timeout, self._plain._timeout)
+        try:
+            if not isinstance(self._plain._drive(self._acquire(n, wait)), Refused):
+                return True
+        except LockTimeout:  # waiting would have been pointless
+            pass
+        warn_if_ignored()
+        return False
+
+    def release(self, n: int = 1) -> None:
+        """Release `n` permits that this object acquired, in whatever thread; those of this thread first.
+
+        Raises PermitNotHeld, a ValueError, if it holds fewer; LockLost if the lease of one has ended.
+        """
+        self._plain._drive(self._release(n))
+
+    def available(self) -> int:
+        """The number of permits that nobody holds, according to the database."""
+        return self._plain._drive(self._available())  # type: ignore[no-any-return]
+
+    def holders(self) -> list[LockInfo]:
+        """Who holds permits, in the order of the slots."""
+        return self._plain._drive(self._holders())  # type: ignore[no-any-return]
+
+    def __enter__(self) -> Any:
+        self._refuse_to_skip()
+        return self._plain._drive(self._enter(self._plain._timeout))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        (permit,) = self._chosen(1, block=True)
+        try:
+            self._plain._drive(self._exit(permit))
+        except LockError as late:
+            if not gives_way(late, error):
+                raise
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+
+        def __aenter__(self) -> None:
+            raise TypeError("this semaphore blocks its thread: use `with`, or the semaphore of an AsyncEngine")
+
+        __aexit__ = __aenter__
+
+    def __call__(self, function: F) -> F:
+        """Decorate `function`: each call holds a permit; the key is formatted with the call's arguments."""
+        if python.iscoroutinefunction(function):
+            raise TypeError(f"{function!r} is a coroutine function: decorate it with the semaphore of an async engine")
+        template = Template(self.key, function)
+
+        @functools.wraps(function)
+        def locked(*args: Any, **kwargs: Any) -> Any:
+            semaphore = self._for_call(template, args, kwargs)
+            try:
+                _ = semaphore._plain._drive(semaphore._enter(semaphore._plain._timeout))
+            except LockTimeout as busy:
+                if self._may_skip(busy):
+                    return self._plain.options.otherwise
+                raise
+            with contextlib.ExitStack() as ending:
+                _ = ending.push(semaphore.__exit__)
+                result = function(*args, **kwargs)
+                if python.iscoroutine(result):
+                    result.close()
+                    raise TypeError(f"{function!r} returned a coroutine, which would run after the permit is released")
+                return result
+
+        return cast("F", locked)
+
+
+class AsyncSemaphore(BaseSemaphore):
+    """A semaphore whose methods are coroutines; see SyncSemaphore for what each does.
+
+    `self` may be any semaphore, so that a synchronous one can use these methods as its asynchronous twins.
+    """
+
+    async def acquire(self: BaseSemaphore, blocking: bool = True, timeout: Timeout = ..., n: int = 1) -> bool:
+        """Acquire `n` permits, or none; False if they were not free in time."""
+        wait = acquire_timeout(blocking, timeout, self._plain._timeout)
+        try:
+            if not isinstance(await self._plain._adrive(self._acquire(n, wait)), Refused):
+                return True
+        except LockTimeout:
+            pass
+        warn_if_ignored()
+        return False
+
+    async def release(self: BaseSemaphore, n: int = 1) -> None:
+        """Release `n` permits that this object acquired, in whatever task; those of this task first."""
+        await self._plain._adrive(self._release(n), undisturbed=True)
+
+    async def available(self: BaseSemaphore) -> int:
+        """The number of permits that nobody holds, according to the database."""
+        found: int = await self._plain._adrive(self._available())
+        return found
+
+    async def holders(self: BaseSemaphore) -> list[LockInfo]:
+        """Who holds permits, in the order of the slots."""
+        found: list[LockInfo] = await self._plain._adrive(self._holders())
+        return found
+
+    async def __aenter__(self) -> Any:
+        return await aenter(self)
+
+    async def __aexit__(
+        self: BaseSemaphore, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        (permit,) = self._chosen(1, block=True)
+        try:
+            await self._plain._adrive(self._exit(permit), undisturbed=True)
+        except LockError as late:
+            if not gives_way(late, error):
+                raise
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+
+        def __enter__(self) -> None:
+            raise TypeError("this is the semaphore of an event loop: use `async with`")
+
+        __exit__ = __enter__
+
+    def __call__(self: BaseSemaphore, function: F) -> F:
+        """Decorate a coroutine function: each call holds a permit; the key is formatted with the call's arguments."""
+        if not python.iscoroutinefunction(function):
+            raise TypeError(
+                f"{function!r} is not a coroutine function: decorate it with the semaphore of a sync engine"
+            )
+        template = Template(self.key, function)
+
+        @functools.wraps(function)
+        async def locked(*args: Any, **kwargs: Any) -> Any:
+            semaphore = self._for_call(template, args, kwargs)
+            try:
+                _ = await semaphore._plain._adrive(semaphore._enter(semaphore._plain._timeout))
+            except LockTimeout as busy:
+                if self._may_skip(busy):
+                    return self._plain.options.otherwise
+                raise
+            async with contextlib.AsyncExitStack() as ending:
+                _ = ending.push_async_exit(functools.partial(AsyncSemaphore.__aexit__, semaphore))
+                return await function(*args, **kwargs)
+
+        return cast("F", locked)
+
+
+async def aenter(semaphore: BaseSemaphore) -> Any:
+    """Begin an `async with`: its permit."""
+    semaphore._refuse_to_skip()
+    return await semaphore._plain._adrive(semaphore._enter(semaphore._plain._timeout))

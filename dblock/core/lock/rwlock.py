@@ -1,0 +1,93 @@
+"""The locks of a read-write lock: many flows read at a time, or one writes.
+
+Rule: a flow that writes may read, and then holds the one tenure twice. A flow that reads is refused to write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Self
+
+from dblock.core import runtime
+from dblock.core.acquire import handover
+from dblock.core.acquire.acquiring import Refused
+from dblock.core.acquire.sharing import Sharing, listed
+from dblock.core.errors import LockError
+from dblock.core.lock import entering
+from dblock.core.lock.base import BaseLock, Taking
+from dblock.core.lock.bookkeeping import find_out, site_of
+from dblock.core.protocol import tenures
+from dblock.core.protocol.steps import Steps
+from dblock.core.validation import valid_shared_key
+from dblock.core.values import Grant, KeyKind, LockInfo
+
+
+class _OfReadWriteLock(BaseLock):
+    """The common base of both."""
+
+    _kind = KeyKind.READ_WRITE
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        _ = valid_shared_key(self._key)
+
+    def _for_call(self, *call: Any) -> Self:
+        lock = super()._for_call(*call)
+        _ = valid_shared_key(lock._key)
+        return lock
+
+
+class Reads(_OfReadWriteLock):
+    """The lock of a reader, which holds it beside other readers, and beside no writer."""
+
+    _reading = 1
+
+    def _take(self, taking: Taking) -> Steps[Grant | Refused]:
+        return taking.sharing().read()
+
+    def _inspect(self) -> Steps[LockInfo | None]:
+        """The row of this flow as a reader; else of the reader whose row comes first, else None."""
+        database, hold = self._store().database, self._hold()
+        if hold is not None:
+            return (yield from tenures.inspect(database, hold.tenure.key))
+        rows = yield from listed(database, self._key, 100, database.now() + database.timing.retry_budget)
+        alive = [str(row[0]) for row in rows if row[3] > 0]
+        return (yield from tenures.inspect(database, alive[0])) if alive else None
+
+
+class Writes(_OfReadWriteLock):
+    """The lock of a writer, which holds it alone."""
+
+    def _take(self, taking: Taking) -> Steps[Grant | Refused]:
+        return taking.sharing().write()
+
+    def _inspect(self) -> Steps[LockInfo | None]:
+        """The key's row; that a reader comes through the queue at this moment is no writer."""
+        info = yield from tenures.inspect(self._store().database, self._key)
+        return replace(info, owner=None, remaining=min(info.remaining, 0.0)) if info and info.reading else info
+
+
+def downgrade(lock: Writes) -> Steps[None]:
+    """Let this flow's hold be a reader's from now on, without a moment in which another writer could come between.
+
+    The row of the reader is inserted first, and then the door is released.
+    """
+    hold = lock._own_hold("downgrade")
+    if hold.reading:
+        return
+    _ = lock._surely_held()
+    if hold.shared_entries is not None or hold.deferred:
+        raise LockError(f"{lock._key!r} cannot be downgraded while a token or a transaction shares it", key=lock._key)
+    watchdog, flow = runtime.current.watchdog, hold.flow()
+    if flow is None:
+        raise lock._not_held("downgrade")
+    request = entering.request_of(lock, hold.store, flow, hold.lease.ttl)
+    sharing = Sharing(site_of(hold), request, lambda: runtime.current.waiter_services(hold.store))
+    grant = yield from sharing.downgrade(hold.tenure)
+    if grant is None:
+        yield from find_out(hold)
+        raise lock._lost(hold)
+    _ = watchdog.discard(hold)
+    written = hold.exchange(grant)
+    watchdog.add(hold)
+    _ = yield from handover.pass_on(site_of(hold), written)

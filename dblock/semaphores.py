@@ -1,0 +1,59 @@
+"""The Django face of semaphores: `db_semaphore` and its `Semaphore`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, Unpack
+
+from dblock.core.lock.permits import AsyncSemaphore, IsPermit, SyncSemaphore, aenter
+from dblock.locks import Lock, Options
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Permit(IsPermit, Lock):
+    """A permit of a semaphore: a lock, with a `slot`."""
+
+
+class Semaphore(SyncSemaphore):
+    """A semaphore over a database of Django's; made by `db_semaphore`.
+
+    Use it as `with` or `async with`, which give the permit; as a decorator of `def` and `async def`; or through its
+    methods, each of which has an asynchronous twin that begins with an `a`.
+    """
+
+    aacquire = AsyncSemaphore.acquire
+    arelease = AsyncSemaphore.release
+    aavailable = AsyncSemaphore.available
+    aholders = AsyncSemaphore.holders
+    __aexit__ = AsyncSemaphore.__aexit__
+
+    async def __aenter__(self) -> Permit:
+        return await aenter(self)  # type: ignore[no-any-return]
+
+    def __call__(self, function: F) -> F:
+        """Decorate a `def` or an `async def`: each call holds a permit; the key is formatted with its arguments."""
+        if inspect.iscoroutinefunction(function):
+            return AsyncSemaphore.__call__(self, function)
+        return super().__call__(function)
+
+
+def db_semaphore(key: str, permits: int = 1, **options: Unpack[Options]) -> Semaphore:
+    """A semaphore: at most `permits` permits of `key` are held at a time, in all processes.
+
+    Each caller takes one of its own first `permits` slots, which are numbered from 0. So while programs with different
+    numbers run, at most the greatest of them are in, and nothing is stored that would have to be changed.
+
+    Args:
+        key: 1 to 230 characters. As a decorator's, a format string over the arguments of the call.
+        permits: 1 to 10,000.
+
+    Keyword Args:
+        As of `db_lock`, but for `interrupt` and `reentrant`: a permit belongs to the semaphore object, and each
+        acquire is a further permit. fair=False: take a free permit before those that wait.
+
+    Raises:
+        As `db_lock`; WrongKind where the key is that of a plain lock or of a read-write lock.
+    """
+    return Semaphore(Permit, key, permits, **options)
