@@ -230,7 +230,7 @@ class Sharing:
         return None
 
     def _gather(self, semaphore: Semaphore, n: int, got: list[Grant]) -> Steps[list[Any]]:
-        """Take free slots until there are `n`, as the holder of the door; the slots of others, if these are too many."""
+        """Take free slots until there are `n`; the slots of others, if these are too many."""
         key, mine = self.request.key, {grant.tenure.key for grant in got}
         rows = yield from self._listed(2 * semaphore.permits)
         known = {str(row[0]): row for row in rows}
@@ -243,10 +243,9 @@ class Sharing:
         for name in names:
             if len(got) == n:
                 break
-            row = known.get(name)
-            if name in mine or (row is not None and row[3] > 0):
+            if name in mine or (name in known and known[name][3] > 0):
                 continue
-            statement = self.database.dialect.create if row is None else self.database.dialect.take
+            statement = self.database.dialect.take if name in known else self.database.dialect.create
             grant = yield from self._begin(statement, self.request._replace(key=name, fair=0), {})
             if grant is not None:
                 got.append(grant)

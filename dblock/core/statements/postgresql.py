@@ -224,9 +224,9 @@ SELECT last_ticket, {SQL.until("held_until")}, served_ticket + 1 FROM announced
 # after the commit; or *covered*, and then asynchronous: the new lease ends no later than that of the tenure that is
 # handed over (it is cut to that), so that whatever a crash undoes, the key stays closed for as long as the heir trusts
 # its lease. Then the database notifies no waiter (the releaser does, once it has the answer), and the fence comes from
-# the clock, which a crash does not set back. Nor is the grant of a writer covered by the tenure of a reader, beside
-# which other readers enter. At least three quarters of the heir's full lease must be covered: so one
-# durable grant in many renews the lease that covers the others. Not where commits wait for standbys: a statement that
+# the clock, which a crash does not set back. A reader's tenure, beside which other readers enter, covers no
+# writer's. At least three quarters of the heir's full lease must be covered: so one durable grant in many renews the
+# lease that covers the others. Not where commits wait for standbys: a statement that
 # was ended while it waited has committed rows that the standbys may lack. There a notification carries no proof either,
 # and the heir polls, and accepts.
 _FREE: Final = SQL.unpinned(
