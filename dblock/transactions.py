@@ -26,7 +26,6 @@ from dblock.core.lock.leaving import finish
 from dblock.core.lock.operations import look_after
 from dblock.core.log import warn
 from dblock.core.protocol.drive import drive
-from dblock.core.values import shown_key
 
 _ENDS = ("commit", "rollback", "savepoint_commit", "savepoint_rollback", "close")
 
@@ -136,7 +135,7 @@ def _look_after(connection: BaseDatabaseWrapper) -> None:
         try:
             drive(look_after(hold), hold.store)
         except LockError as error:
-            warn("could not verify %r when a transaction ended: %s", shown_key(hold.tenure.key), error)
+            warn("could not verify %r when a transaction ended: %s", hold.shown, error)
     if connection.in_atomic_block:
         _joined[connection] = holds
 
@@ -152,7 +151,7 @@ def _give_back(connection: BaseDatabaseWrapper) -> None:
                 try:
                     drive(finish(hold), hold.store)
                 except LockError as error:
-                    warn("could not release %r when the transaction ended: %s", shown_key(hold.tenure.key), error)
+                    warn("could not release %r when the transaction ended: %s", hold.shown, error)
             del holds[0]
     finally:
         for hold in holds:  # interrupted: they end with their leases

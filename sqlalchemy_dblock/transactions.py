@@ -21,7 +21,6 @@ from dblock.core.lock.leaving import finish
 from dblock.core.log import warn
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Execute, Rows
-from dblock.core.values import shown_key
 from sqlalchemy_dblock.store import EngineStore
 
 _Kept = tuple[Hold, "weakref.ref[Any]"]
@@ -108,7 +107,7 @@ def _finish(hold: Hold) -> None:
         else:
             drive(steps, hold.store)
     except (LockError, MissingGreenlet) as error:
-        warn("could not release %r when the transaction ended: %s", shown_key(hold.tenure.key), error)
+        warn("could not release %r when the transaction ended: %s", hold.shown, error)
 
 
 def connection_of(given: Any) -> Connection:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from dblock.core.errors import InvalidKey, InvalidToken
 from dblock.core.statements.base import Masked
-from dblock.core.validation import valid_row_key, valid_span, valid_ttl
+from dblock.core.validation import valid_span, valid_ttl
 from dblock.core.values import Tenure
 
 _TOKEN, _SEQUENCER = "dblock-token-1.", "dblock-seq-1."
@@ -52,13 +52,19 @@ def token_text(token: Token) -> str:
     return _TOKEN + _packed([*token.tenure, token.ttl, token.grace, token.min_hold, int(token.counted)])
 
 
+def _row_key(key: object) -> str:
+    from dblock.core.share_keys import valid_row_key  # noqa: PLC0415 - only for who is handed a text
+
+    return valid_row_key(key)
+
+
 def valid_token(text: object) -> Token:
     """Parse what `token_text` made. InvalidToken otherwise, which neither quotes nor references the text, a secret."""
     with suppress(InvalidKey, TypeError, ValueError):
         key, owner, fence, ttl, grace, min_hold, counted = _unpacked(text, _TOKEN)
         if not (isinstance(owner, str) and _OWNER.fullmatch(owner) and counted in (0, 1)):
             raise _Malformed
-        tenure = Tenure(valid_row_key(key), Masked(owner), _fence(fence))
+        tenure = Tenure(_row_key(key), Masked(owner), _fence(fence))
         spans = valid_ttl(ttl), valid_span(grace, "grace", ""), valid_span(min_hold, "min_hold", "")
         return Token(tenure, *spans, counted=bool(counted))
     del text  # an error report may show the locals
@@ -71,7 +77,7 @@ def valid_sequencer(text: object) -> Sequencer:
         key, mode, fence = _unpacked(text, _SEQUENCER)
         if mode not in {"exclusive", "shared"}:
             raise _Malformed
-        return Sequencer(valid_row_key(key), mode, _fence(fence))
+        return Sequencer(_row_key(key), mode, _fence(fence))
     except (InvalidKey, TypeError, ValueError):
         raise InvalidToken("this is not a sequencer") from None
 

@@ -16,10 +16,7 @@ from dblock.core.statements.base import Tables
 from dblock.core.values import SHARE, TTL_MIN
 
 KEY_LENGTH: Final = 255
-SHARED_KEY_LENGTH: Final = 230
 TEXT_LENGTH: Final = 255
-PERMITS_MAX: Final = 10_000
-_SHARE_KEY: Final = re.compile(rf"(.+){SHARE}(?:r [0-9a-f]{{16}}|p [0-9]{{5}})", re.DOTALL)
 SCHEMA_LENGTH: Final = 63
 """PostgreSQL cuts longer names, MySQL refuses them from 65 on."""
 PREFIX_LENGTH: Final = SCHEMA_LENGTH - len("lock_waiters_queue")
@@ -47,35 +44,6 @@ def valid_key(key: object) -> str:
     if SHARE in key:
         raise InvalidKey(f"a lock key cannot contain U+001F, which separates parts of a key: {_short(key)}", key=key)
     return key if type(key) is str else str.__str__(key)  # members of a text enum are their value
-
-
-def valid_row_key(key: object) -> str:
-    """The same for the key of any row, a share's included."""
-    if isinstance(key, str) and (share := _SHARE_KEY.fullmatch(key)):
-        _ = valid_shared_key(share[1])
-        return key
-    return valid_key(key)
-
-
-def valid_shared_key(key: object) -> str:
-    """The same for a key with shares, whose rows have longer keys."""
-    key = valid_key(key)
-    if len(key) > SHARED_KEY_LENGTH:
-        raise InvalidKey(
-            f"the key of a read-write lock or a semaphore has at most {SHARED_KEY_LENGTH} characters, not {len(key)}: "
-            f"{_short(key)}; hash a longer name",
-            key=key,
-        )
-    return key
-
-
-def valid_permits(permits: object) -> int:
-    """The number of permits of a semaphore; TypeError or ValueError otherwise."""
-    if not isinstance(permits, int) or isinstance(permits, bool):
-        raise TypeError(f"permits is a number, not {type(permits).__name__}: {_short(permits)}")
-    if not 1 <= permits <= PERMITS_MAX:
-        raise ValueError(f"permits is 1 to {PERMITS_MAX}, not {permits}")
-    return permits
 
 
 def valid_text(value: object, what: str) -> str:

@@ -39,36 +39,6 @@ def key_of_share(key: str) -> str:
     return key.partition(SHARE)[0]
 
 
-def bounds_of_shares(key: str) -> dict[str, str]:
-    """The texts between which the keys of a key's shares are, as parameters of statements."""
-    return {"low": key + SHARE, "high": key + " "}
-
-
-def reader_key(key: str, name: str) -> str:
-    """The key of a reader's row."""
-    return f"{key}{SHARE}r {name}"
-
-
-def slot_key(key: str, slot: int) -> str:
-    """The key of a slot; their order is that of their numbers."""
-    return f"{key}{SHARE}p {slot:05d}"
-
-
-def slot_of(key: str) -> int | None:
-    """The number of a slot by the key of its row; None for any other row."""
-    kind, _, number = key.partition(SHARE)[2].partition(" ")
-    return int(number) if kind == "p" else None
-
-
-def shown_key(key: str) -> str:
-    """The key of a row as people see it."""
-    door, share, name = key.partition(SHARE)
-    if not share:
-        return key
-    slot = slot_of(key)
-    return f"{door} (permit {slot})" if slot is not None else f"{door} (reader {name.partition(' ')[2]})"
-
-
 Seconds = float | int | timedelta
 State = Literal["held", "at_risk", "lost"]
 

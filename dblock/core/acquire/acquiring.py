@@ -23,14 +23,13 @@ from dblock.core.errors import (
     StoreBusy,
     StoreLocked,
     StoreUnanswered,
-    WrongKind,
 )
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol.sending import Database, pauses, send
 from dblock.core.protocol.steps import Steps, sleep
 from dblock.core.protocol.tenures import Unresolved, begin, look
 from dblock.core.statements.base import Statement
-from dblock.core.values import Grant, KeyKind, LockInfo
+from dblock.core.values import Grant, LockInfo
 
 
 class Refused(NamedTuple):
@@ -106,15 +105,6 @@ def acquire(
     return found if isinstance(found, Grant) else Refused(found)
 
 
-def wrong_kind(key: str, there: int, given: int) -> WrongKind:
-    """The error for a key that is used for something else."""
-    return WrongKind(
-        f"{key!r} is the key of {KeyKind(there)}, not of {KeyKind(given)}: give each its own key (the row of a key that"
-        " is no longer used is deleted by reap)",
-        key=key,
-    )
-
-
 def await_first_answer(database: Database, key: str, start: float) -> Steps[None]:
     """Send a query to a database that has never answered this process, so that the try finds a connection.
 
@@ -145,6 +135,8 @@ def _take(attempt: Attempt) -> Steps[Grant | LockInfo | None]:
             return grant
         holder = yield from look(database, key, until)
         if holder is not None and holder.kind != attempt.request.kind:
+            from dblock.core.acquire.shares import wrong_kind  # noqa: PLC0415 - only for the error
+
             raise wrong_kind(key, holder.kind, attempt.request.kind)
         held = holder is not None and holder.state == "held"
         if held and now() >= deadline:

@@ -14,6 +14,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from enum import Enum
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter
@@ -22,8 +23,8 @@ from dblock.core.errors import LockError, LockStoreError, StoreUnanswered
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.sending import send
-from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep
-from dblock.core.values import SHARE, Grant, Tenure, key_of_share, slot_of
+from dblock.core.protocol.steps import Parameters, Steps, sleep
+from dblock.core.values import SHARE, Grant, Tenure
 from dblock.core.wakeup.registry import Message
 
 if TYPE_CHECKING:
@@ -53,11 +54,11 @@ def grant(
         held.handed_over = True  # before the waiter is notified
         site.local_queues.note_contention(key)
     if not granted.notified:
-        yield from _tell(site, granted.channel, granted.message)
+        yield from tell(site, granted.channel, granted.message)
     return True
 
 
-def _tell(site: Site, channel: str, message: Message) -> Steps[None]:
+def tell(site: Site, channel: str, message: Message) -> Steps[None]:
     """Notify a waiter in this process, on this machine, or through the database; a lost message costs it a poll."""
     sockets = site.sockets
     ours = not channel or channel.startswith(sockets.channel)
@@ -95,50 +96,22 @@ def grant_next(site: Site, key: str, first: int = 0, *, until: float = math.inf)
             yield from queue.clear(database, key, last)
         else:
             ticket, channel, _ = found
-            yield from _tell(site, channel, Message(key, ticket))
+            yield from tell(site, channel, Message(key, ticket))
     except LockStoreError:
         return True
     return found is not None
 
 
-def notify_door(site: Site, share: str, answer: Rows | None = None) -> Steps[None]:
-    """Notify the holder of the door, if it waits for the end of a share; `answer`: what leaving has answered of it.
+def _shares() -> ModuleType:
+    """The module that leaves shares, imported with the first."""
+    from dblock.core.acquire import shares  # noqa: PLC0415 - not for plain locks
 
-    After an error that holder polls.
-    """
-    door = key_of_share(share)
-    with contextlib.suppress(LockStoreError):
-        if answer is None:
-            until = site.database.now() + site.database.timing.handover_retry
-            _, answer = yield from send(
-                site.database, site.database.dialect.shares.awaited, {"door": door}, until, resend=True
-            )
-        if answer and answer[0][0] is not None:
-            channel, fence = answer[0]
-            yield from _tell(site, channel, Message(door, int(fence)))
+    return shares
 
 
-def leave_share(site: Site, held: HandoverRecord, until: float | None = None) -> Steps[bool]:
-    """End the tenure of a reader or of a permit; False if it was over.
-
-    A reader's row is deleted, unless a transaction of the reader may pin it: then the writer deletes it afterwards.
-    """
-    database, shares = site.database, site.database.dialect.shares
-    kept = held.guarded or slot_of(held.tenure.key) is not None
-    parameters: Parameters = {**held.tenure._asdict(), "count": 1, "door": key_of_share(held.tenure.key)}
-    until = database.now() + database.timing.retry_budget if until is None else until
-    statement, again = shares.leave_slot if kept else shares.leave_read, False
-    try:
-        _, rows = yield from send(database, statement, parameters, until)
-    except StoreUnanswered:
-        if until - database.now() < database.timing.min_retry_time:
-            raise
-        again = True
-        _, rows = yield from send(database, statement, parameters, until, resend=True)
-    if (slot := slot_of(held.tenure.key)) is not None:
-        site.left_slot(key_of_share(held.tenure.key), slot)
-    yield from notify_door(site, held.tenure.key, rows if rows and shares.leaving_answers else None)
-    return bool(rows) or again
+def _leave_share(site: Site, held: HandoverRecord, until: float | None = None) -> Steps[bool]:
+    steps: Steps[bool] = _shares().leave_share(site, held, until)
+    return steps
 
 
 def release(site: Site, held: HandoverRecord, count: int) -> Steps[bool]:
@@ -168,7 +141,7 @@ def free(site: Site, held: HandoverRecord, count: int, until: float | None = Non
     if held.handed_over:
         return True
     if count == 1 and SHARE in held.tenure.key:
-        return (yield from leave_share(site, held, until))
+        return (yield from _leave_share(site, held, until))
     left = yield from tenures.release(site.database, held.tenure, count, until)
     if left.waiting:
         _ = yield from grant_next(site, held.tenure.key, left.waiting)
@@ -183,7 +156,7 @@ def pass_on(site: Site, held: HandoverRecord) -> Steps[bool]:
     was executed. The heir's tenure is then released if the heir has left, or has begun again with another token.
     """
     if SHARE in held.tenure.key:
-        return leave_share(site, held)
+        return _leave_share(site, held)
     return _pass_on(site, held)
 
 
@@ -228,7 +201,7 @@ def leave(site: Site, hold: Hold, *, count: int, again: bool = False) -> Steps[b
         again=again,
     )
     if SHARE in hold.tenure.key:
-        yield from notify_door(site, hold.tenure.key)
+        yield from _shares().notify_door(site, hold.tenure.key)
     elif left.waiting:
         _ = yield from grant_next(site, hold.tenure.key, left.waiting)
     return left.in_time

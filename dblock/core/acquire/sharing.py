@@ -23,6 +23,7 @@ from dblock.core.acquire.acquiring import Refused, await_first_answer
 from dblock.core.acquire.handover import undo_take
 from dblock.core.acquire.local_queue import Request
 from dblock.core.acquire.services import WaiterServices
+from dblock.core.acquire.shares import leave_share
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreBusy
 from dblock.core.holding.handover_record import HandoverRecord
@@ -30,8 +31,9 @@ from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps, wait
 from dblock.core.protocol.tenures import Unresolved, begin, look
+from dblock.core.share_keys import bounds_of_shares, reader_key, slot_key, slot_of
 from dblock.core.statements.base import Statement
-from dblock.core.values import MACHINE, Grant, LockInfo, Tenure, bounds_of_shares, reader_key, slot_key, slot_of
+from dblock.core.values import MACHINE, Grant, LockInfo, Tenure
 from dblock.core.wakeup.registry import Wakeup
 
 T = TypeVar("T")
@@ -284,7 +286,7 @@ class Sharing:
         until = self.database.now() + self.timing.undo_timeout
         for grant in grants:
             with contextlib.suppress(LockError):
-                _ = yield from handover.leave_share(self.site, HandoverRecord.of(grant), until)
+                _ = yield from leave_share(self.site, HandoverRecord.of(grant), until)
 
     def _begin(self, statement: Statement, request: Request, more: dict[str, Any]) -> Steps[Grant | None]:
         """Begin the tenure of a share; None if it was refused, or the answer came too late."""
@@ -339,7 +341,8 @@ class Sharing:
                 pause = self.timing.poll_notified
                 if wakeup.flooded or not (rings or (near and socket is not None)):
                     pause = min(max((now() - began) / 20, self.timing.poll_min), self.timing.poll_max / 10)
-                soonest = min(max(float(row[3]), self.timing.poll_min) for row in shares)
+                # One that is over, and still there, is pinned by a transaction.
+                soonest = min(float(row[3]) if row[3] > 0 else self.timing.grant_retry for row in shares)
                 pause = min(pause, soonest, self.deadline - now(), renew_at - now())
                 yield from wait(max(pause, 0.0), wakeup)
                 _ = wakeup.consume()

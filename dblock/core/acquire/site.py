@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from dblock.core.acquire.local_queue import LocalQueues
 from dblock.core.protocol.sending import Database
@@ -15,10 +15,6 @@ from dblock.core.wakeup.registry import Wakeups
 
 if TYPE_CHECKING:
     from dblock.core.wakeup.local_socket import LocalSockets
-
-
-REMEMBERED: Final = 100
-"""Most keys of semaphores, and slots of each, that a process remembers to have left."""
 
 
 class Site:
@@ -33,13 +29,6 @@ class Site:
         self.slots: dict[str, list[int]] = {}
         """By key of a semaphore, the slots that this process has left, the last one last: the first to try."""
         self._sockets = sockets
-
-    def left_slot(self, key: str, slot: int) -> None:
-        """Remember a slot that was left, for some keys."""
-        left = self.slots.setdefault(key, [])
-        left[:] = [*left[-REMEMBERED:], slot]
-        if len(self.slots) > REMEMBERED:
-            _ = self.slots.pop(next(iter(self.slots)), None)
 
     @functools.cached_property
     def sockets(self) -> LocalSockets:

@@ -35,7 +35,7 @@ from dblock.core.holding.lease import Lease
 from dblock.core.identity import process_identity, storable
 from dblock.core.options import Options
 from dblock.core.protocol.store import Store
-from dblock.core.values import MACHINE, Grant, Tenure, key_of_share
+from dblock.core.values import MACHINE, SHARE, Grant, Tenure, key_of_share
 
 LISTENING_PACE: Final = 1.0
 """Seconds between two renewals of a lock with `on_revoke`, since renewals bring that news."""
@@ -332,6 +332,15 @@ class Hold:
     def key(self) -> str:
         """The key that callers know it by: for a share, that of its door."""
         return key_of_share(self.tenure.key)
+
+    @property
+    def shown(self) -> str:
+        """The key of its row as people see it."""
+        if SHARE not in self.tenure.key:
+            return self.tenure.key
+        from dblock.core.share_keys import shown_key  # noqa: PLC0415 - not for plain locks
+
+        return shown_key(self.tenure.key)
 
     @property
     def deferred(self) -> bool:

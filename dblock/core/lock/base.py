@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import acquiring
-from dblock.core.acquire.acquiring import Refused, wrong_kind
+from dblock.core.acquire.acquiring import Refused
 from dblock.core.acquire.local_queue import Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
@@ -125,6 +125,8 @@ class BaseLock:
     def _check_kind(self, hold: Hold) -> None:
         """Raise WrongKind, or LockUpgradeRefused, for a hold of this flow that the lock must not enter."""
         if hold.kind != self._kind:
+            from dblock.core.acquire.shares import wrong_kind  # noqa: PLC0415 - only for the error
+
             raise wrong_kind(self._key, hold.kind, self._kind)
         if hold.reading > self._reading:
             raise LockUpgradeRefused(

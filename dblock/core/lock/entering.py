@@ -12,7 +12,7 @@ from types import EllipsisType
 from typing import TypeVar
 
 from dblock.core import runtime
-from dblock.core.acquire import acquiring, handover
+from dblock.core.acquire import handover
 from dblock.core.acquire.acquiring import Refused
 from dblock.core.acquire.local_queue import Request
 from dblock.core.errors import LockError, Loss, Reason
@@ -63,7 +63,8 @@ def _acquire(
     if hold is not None and hold.lease.remaining() > 0:
         lock._check_kind(hold)
     if hold is not None and hold.lease.remaining() > 0 and hold.refuses(lock):
-        if timeout is None and hold.endless:
+        beside_itself = bool(hold.reading and lock._reading)  # as a reader it would get in
+        if beside_itself or (timeout is None and hold.endless):
             from dblock.core.lock.failures import waits_for_itself  # noqa: PLC0415 - only for the error
 
             raise waits_for_itself(lock, flow)
@@ -75,7 +76,7 @@ def _acquire(
     found: Grant | Refused | None = None
     known = runtime.current.watchdog.hold_of(store, lock._key)
     if known is not None and known.kind != lock._kind:
-        raise acquiring.wrong_kind(lock._key, known.kind, lock._kind)
+        lock._check_kind(known)
     try:
         found = yield from lock._take(
             Taking(

@@ -20,7 +20,6 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Token, token_text
-from dblock.core.values import shown_key
 
 if TYPE_CHECKING:
     from dblock.core.events import How
@@ -138,7 +137,7 @@ def release_all(store: Store) -> Steps[int]:
             yield from runtime.leave_for_good(runtime.current.site(store), hold)
             given += 1
         except LockError as error:
-            warn("could not release %r: %s", shown_key(hold.tenure.key), error)
+            warn("could not release %r: %s", hold.shown, error)
             if not isinstance(error, StoreBusy):
                 break
         finally:

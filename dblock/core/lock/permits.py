@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from dblock.core import runtime
-from dblock.core.acquire import handover
 from dblock.core.acquire.acquiring import Refused
+from dblock.core.acquire.shares import leave_share
 from dblock.core.acquire.sharing import listed
 from dblock.core.errors import LockError, LockTimeout, PermitNotHeld
 from dblock.core.holding.flow import Flow
@@ -36,8 +36,9 @@ from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps
 from dblock.core.runtime import current_flow
-from dblock.core.validation import PERMITS_MAX, acquire_timeout, valid_permits, valid_shared_key
-from dblock.core.values import Grant, KeyKind, LockInfo, slot_of
+from dblock.core.share_keys import PERMITS_MAX, slot_of, valid_permits, valid_shared_key
+from dblock.core.validation import acquire_timeout
+from dblock.core.values import Grant, KeyKind, LockInfo
 
 if TYPE_CHECKING:
     pass
@@ -199,7 +200,7 @@ class BaseSemaphore:
                 for grant in permits[0]._order.grants:
                     with contextlib.suppress(LockError):
                         site = runtime.current.site(permits[0]._store())
-                        _ = yield from handover.leave_share(site, HandoverRecord.of(grant))
+                        _ = yield from leave_share(site, HandoverRecord.of(grant))
             self._remove(permits)
             raise
         return permits

@@ -6,7 +6,7 @@ Rule: a flow that writes may read, and then holds the one tenure twice. A flow t
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
@@ -18,8 +18,11 @@ from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.bookkeeping import find_out, site_of
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
-from dblock.core.validation import valid_shared_key
+from dblock.core.share_keys import valid_shared_key
 from dblock.core.values import Grant, KeyKind, LockInfo
+
+if TYPE_CHECKING:
+    from dblock.core.lock.key_template import Template
 
 
 class _OfReadWriteLock(BaseLock):
@@ -31,8 +34,8 @@ class _OfReadWriteLock(BaseLock):
         super().__init__(*given, **options)
         _ = valid_shared_key(self._key)
 
-    def _for_call(self, *call: Any) -> Self:
-        lock = super()._for_call(*call)
+    def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
+        lock = super()._for_call(template, args, kwargs)
         _ = valid_shared_key(lock._key)
         return lock
 

@@ -39,7 +39,6 @@ from dblock.core.protocol.drive import adrive, drive, plain_task
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.semaphore import BinarySemaphore
-from dblock.core.values import shown_key
 from dblock.core.watchdog.heartbeats import Heartbeat, KeptPlace
 
 if TYPE_CHECKING:
@@ -242,7 +241,7 @@ class Watchdog:
         seen = hold.snapshot()
         if not self.claim_loss_report(hold):
             return
-        warn("lost the lease on %r (fence %d): %s", shown_key(hold.tenure.key), hold.tenure.fence, loss)
+        warn("lost the lease on %r (fence %d): %s", hold.shown, hold.tenure.fence, loss)
         for lock in seen.locks():
             lock._interrupt_body(hold)
         self._tell(lambda lock: lock._who_hears_of_loss(loss.reason), seen)
@@ -267,7 +266,7 @@ class Watchdog:
         told, hold.revoked = hold.revoked is not None, words
         if told or not self.is_watching(hold):
             return
-        warn("%r (fence %d) was asked back: %s", shown_key(hold.tenure.key), hold.tenure.fence, words)
+        warn("%r (fence %d) was asked back: %s", hold.shown, hold.tenure.fence, words)
         self._tell(lambda lock: lock._who_hears_of_revocation(words), hold.snapshot())
 
     def give_up(self, store: Store) -> list[Hold]:
@@ -353,7 +352,7 @@ class Watchdog:
                 self.announce(hold)
                 continue
             if hold.lease.renewing and hold.orphaned:
-                warn("%r was never released by a thread or task that has ended", shown_key(hold.tenure.key))
+                warn("%r was never released by a thread or task that has ended", hold.shown)
                 hold.lease.renewing = False
             now = hold.lease.now()
             if hold.lease.renewing and now >= hold.lease.acquired + hold.max_hold:
@@ -362,7 +361,7 @@ class Watchdog:
                 if not hold.risk_reported:
                     warn(
                         "a `with` on %r was interrupted before it was left: its lease expires",
-                        shown_key(hold.tenure.key),
+                        hold.shown,
                     )
                 hold.risk_reported, hold.lease.due = True, math.inf  # unless its flow enters it again
             elif hold.lease.renewing:
@@ -527,7 +526,7 @@ class Watchdog:
             try:
                 self._give_back(hold)
             except Exception as error:  # noqa: BLE001 - the others must be released
-                warn("could not release %r at exit: %s", shown_key(hold.tenure.key), error)
+                warn("could not release %r at exit: %s", hold.shown, error)
                 if not isinstance(error, StoreBusy):
                     silent.add(hold.store)
 
@@ -553,4 +552,4 @@ class Watchdog:
                 try:
                     _ = call()
                 except Exception as error:  # noqa: BLE001 - a user's
-                    warn("a callback of the lock on %r failed: %r", shown_key(hold.tenure.key), error, exc_info=True)
+                    warn("a callback of the lock on %r failed: %r", hold.shown, error, exc_info=True)

@@ -1,0 +1,79 @@
+"""Leaving a share of a key: the tenure of a reader, or of a permit.
+
+Rule: who leaves a share notifies the holder of the door, if that waits for it. After an error that holder polls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Final
+
+from dblock.core.acquire.handover import tell
+from dblock.core.acquire.site import Site
+from dblock.core.errors import LockStoreError, StoreUnanswered, WrongKind
+from dblock.core.holding.handover_record import HandoverRecord
+from dblock.core.protocol.sending import send
+from dblock.core.protocol.steps import Parameters, Rows, Steps
+from dblock.core.share_keys import slot_of
+from dblock.core.values import KeyKind, key_of_share
+from dblock.core.wakeup.registry import Message
+
+REMEMBERED: Final = 100
+"""Most keys of semaphores, and slots of each, that a process remembers to have left."""
+
+
+def notify_door(site: Site, share: str, answer: Rows | None = None) -> Steps[None]:
+    """Notify the holder of the door, if it waits for the end of a share; `answer`: what leaving has answered of it.
+
+    After an error that holder polls.
+    """
+    door = key_of_share(share)
+    with contextlib.suppress(LockStoreError):
+        if answer is None:
+            until = site.database.now() + site.database.timing.handover_retry
+            _, answer = yield from send(
+                site.database, site.database.dialect.shares.awaited, {"door": door}, until, resend=True
+            )
+        if answer and answer[0][0] is not None:
+            channel, fence = answer[0]
+            yield from tell(site, channel, Message(door, int(fence)))
+
+
+def _remember(slots: dict[str, list[int]], key: str, slot: int) -> None:
+    """Remember a slot that was left, for some keys."""
+    left = slots.setdefault(key, [])
+    left[:] = [*left[-REMEMBERED:], slot]
+    if len(slots) > REMEMBERED:
+        _ = slots.pop(next(iter(slots)), None)
+
+
+def leave_share(site: Site, held: HandoverRecord, until: float | None = None) -> Steps[bool]:
+    """End the tenure of a reader or of a permit; False if it was over.
+
+    A reader's row is deleted, unless a transaction of the reader may pin it: then the writer deletes it afterwards.
+    """
+    database, shares = site.database, site.database.dialect.shares
+    kept = held.guarded or slot_of(held.tenure.key) is not None
+    parameters: Parameters = {**held.tenure._asdict(), "count": 1, "door": key_of_share(held.tenure.key)}
+    until = database.now() + database.timing.retry_budget if until is None else until
+    statement, again = shares.leave_slot if kept else shares.leave_read, False
+    try:
+        _, rows = yield from send(database, statement, parameters, until)
+    except StoreUnanswered:
+        if until - database.now() < database.timing.min_retry_time:
+            raise
+        again = True
+        _, rows = yield from send(database, statement, parameters, until, resend=True)
+    if (slot := slot_of(held.tenure.key)) is not None:
+        _remember(site.slots, key_of_share(held.tenure.key), slot)
+    yield from notify_door(site, held.tenure.key, rows if rows and shares.leaving_answers else None)
+    return bool(rows) or again
+
+
+def wrong_kind(key: str, there: int, given: int) -> WrongKind:
+    """The error for a key that is used for something else."""
+    return WrongKind(
+        f"{key!r} is the key of {KeyKind(there)}, not of {KeyKind(given)}: give each its own key (the row of a key that"
+        " is no longer used is deleted by reap)",
+        key=key,
+    )

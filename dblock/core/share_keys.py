@@ -1,0 +1,90 @@
+"""The keys of shares, and what is checked of keys that have shares.
+
+The key of a share begins with the key of its door, then `SHARE`, then `r` and a random name for a reader, or `p` and
+the number of the slot for a permit.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from dblock.core.errors import InvalidKey
+from dblock.core.validation import valid_key
+from dblock.core.values import SHARE
+
+KEY_LENGTH: Final = 230
+"""Most characters of a key with shares, whose rows have longer keys."""
+PERMITS_MAX: Final = 10_000
+_SHARE_KEY: Final = re.compile(rf"(.+){SHARE}(?:r [0-9a-f]{{16}}|p [0-9]{{5}})", re.DOTALL)
+
+
+def bounds_of_shares(key: str) -> dict[str, str]:
+    """The texts between which the keys of a key's shares are, as parameters of statements."""
+    return {"low": key + SHARE, "high": key + " "}
+
+
+def reader_key(key: str, name: str) -> str:
+    """The key of a reader's row; `name` is 16 hexadecimal digits."""
+    return f"{key}{SHARE}r {name}"
+
+
+def slot_key(key: str, slot: int) -> str:
+    """The key of a slot; their order is that of their numbers."""
+    return f"{key}{SHARE}p {slot:05d}"
+
+
+def slot_of(key: str) -> int | None:
+    """The number of a slot by the key of its row; None for any other row."""
+    kind, _, number = key.partition(SHARE)[2].partition(" ")
+    return int(number) if kind == "p" else None
+
+
+def shown_key(key: str) -> str:
+    """The key of a row as people see it."""
+    door, share, name = key.partition(SHARE)
+    if not share:
+        return key
+    slot = slot_of(key)
+    return f"{door} (permit {slot})" if slot is not None else f"{door} (reader {name.partition(' ')[2]})"
+
+
+def row_key(shown: str) -> str:
+    """The key of the row that `shown_key` shows so."""
+    found = _SHOWN.fullmatch(shown)
+    if found is None:
+        return shown
+    door, slot, name = found.groups()
+    return slot_key(door, int(slot)) if slot else reader_key(door, name)
+
+
+_SHOWN: Final = re.compile(r"(.+) \((?:permit ([0-9]{1,5})|reader ([0-9a-f]{16}))\)", re.DOTALL)
+
+
+def valid_row_key(key: object) -> str:
+    """`key` if it is the key of a row, a share's included; else InvalidKey."""
+    if isinstance(key, str) and (share := _SHARE_KEY.fullmatch(key)):
+        _ = valid_shared_key(share[1])
+        return key
+    return valid_key(key)
+
+
+def valid_shared_key(key: object) -> str:
+    """`key` if it is short enough to have shares; else InvalidKey."""
+    key = valid_key(key)
+    if len(key) > KEY_LENGTH:
+        raise InvalidKey(
+            f"the key of a read-write lock or a semaphore has at most {KEY_LENGTH} characters, not {len(key)}: "
+            f"{key[:40]!r}...; hash a longer name",
+            key=key,
+        )
+    return key
+
+
+def valid_permits(permits: object) -> int:
+    """The number of permits of a semaphore; TypeError or ValueError otherwise."""
+    if not isinstance(permits, int) or isinstance(permits, bool):
+        raise TypeError(f"permits is a number, not {type(permits).__name__}")
+    if not 1 <= permits <= PERMITS_MAX:
+        raise ValueError(f"permits is 1 to {PERMITS_MAX}, not {permits}")
+    return permits
