@@ -50,7 +50,10 @@ class Door(Protocol):
 class Semaphore(Protocol):
     """What an attempt to acquire permits needs of the semaphore."""
 
-    permits: int
+    @property
+    def permits(self) -> int:
+        """Their number, for this caller."""
+        ...
 
     def met(self, slot: int, /) -> None:
         """Called when somebody holds a slot that the semaphore does not have."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
+from dblock.core.acquire.shares import notify_door
 from dblock.core.errors import StoreUnanswered
 from dblock.core.lock.pins import pinned
 from dblock.core.pinned import Pinned
@@ -26,8 +27,9 @@ from dblock.core.protocol.administering import ask
 from dblock.core.protocol.deadlock import Waits
 from dblock.core.protocol.steps import Parameters, Rows, Steps
 from dblock.core.protocol.store import Store
-from dblock.core.validation import valid_key, valid_text
-from dblock.core.values import Identity, LockInfo
+from dblock.core.share_keys import valid_row_key
+from dblock.core.validation import valid_text
+from dblock.core.values import SHARE, Identity, LockInfo
 
 PAGE = 1000
 """Most rows in the answer to one statement, and most keys of one survey."""
@@ -99,13 +101,13 @@ def may_be_pinned(row: Surveyed) -> bool:
 
 def waiters(store: Store, key: str, most: int = PAGE) -> Steps[list[WaiterInfo]]:
     """Up to `most` waiters of a key, in the order in which they are served."""
-    rows = yield from ask(store.database, "list_waiters", {"key": valid_key(key), "most": most})
+    rows = yield from ask(store.database, "list_waiters", {"key": valid_row_key(key), "most": most})
     return [_waiter(key, *columns) for columns in rows]
 
 
 def count_waiters(store: Store, key: str) -> Steps[int]:
     """Number of waiters of a key."""
-    rows = yield from ask(store.database, "count_waiters", {"key": valid_key(key)})
+    rows = yield from ask(store.database, "count_waiters", {"key": valid_row_key(key)})
     return int(rows[0][0]) if rows else 0
 
 
@@ -138,7 +140,7 @@ class EventInfo(NamedTuple):
 
 def events(store: Store, key: str, most: int = 50) -> Steps[list[EventInfo]]:
     """The last events of a key, the latest first, if a history is kept."""
-    rows = yield from ask(store.database, "list_events", {"key": valid_key(key), "most": most})
+    rows = yield from ask(store.database, "list_events", {"key": valid_row_key(key), "most": most})
     return _by_time(rows)
 
 
@@ -210,7 +212,7 @@ def blocking(store: Store, key: str) -> Steps[Blocking]:
 
     Only the first waiter of each process is seen, as in the queue; and of all keys with waiters at most `PAGE`.
     """
-    blocked_by = yield from _blocked_by(store, valid_key(key))
+    blocked_by = yield from _blocked_by(store, valid_row_key(key))
     blocked = yield from _blocked(store, key)
     blocks = list[Wanted]()
     for name, holder in blocked[:LINKS]:
@@ -261,7 +263,7 @@ def force_release(store: Store, key: str, fence: int, words: str) -> Steps[bool]
 
     `words`: by whom and why, up to 255 characters; the holder gets them.
     """
-    parameters: Parameters = {"key": valid_key(key), "fence": fence, "words": valid_words(words)}
+    parameters: Parameters = {"key": valid_row_key(key), "fence": fence, "words": valid_words(words)}
     try:
         ended = bool((yield from ask(store.database, "free", parameters, resend=False)))
     except StoreUnanswered:
@@ -275,14 +277,18 @@ def force_release(store: Store, key: str, fence: int, words: str) -> Steps[bool]
             from dblock.core.events import Kind  # noqa: PLC0415 - where nobody observes, it is not loaded
 
             observers.tell(Kind.FORCED, store, key=key, fence=fence, reason=words)
-        _ = yield from handover.grant_next(runtime.current.site(store), key)
+        site = runtime.current.site(store)
+        if SHARE in key:
+            yield from notify_door(site, key)
+        else:
+            _ = yield from handover.grant_next(site, key)
     return ended
 
 
 def revoke(store: Store, key: str, fence: int, words: str) -> Steps[bool]:
     """Ask for that tenure back; False if it is over. `words` as for `force_release`."""
     rows = yield from ask(
-        store.database, "revoke", {"key": valid_key(key), "fence": fence, "words": valid_words(words)}
+        store.database, "revoke", {"key": valid_row_key(key), "fence": fence, "words": valid_words(words)}
     )
     return bool(rows)
 

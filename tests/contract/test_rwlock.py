@@ -1,0 +1,484 @@
+"""Read-write locks, on every database and both faces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+from sqlalchemy.orm import Session
+
+from dblock.core.errors import (
+    InvalidKey,
+    LockDeadlock,
+    LockLost,
+    LockNotHeld,
+    LockTimeout,
+    LockUpgradeRefused,
+    Reason,
+    WrongKind,
+)
+from dblock.core.lock import administration
+from dblock.core.protocol.drive import adrive, drive
+from tests.conftest import ALIASES, INNODB, ready
+from tests.contract.test_queue import waiters
+from tests.contract.test_several import several
+from tests.support.lab import some, until
+from tests.support.subjects import Actor, Subject
+
+Actors = Callable[[int], list[Actor]]
+
+
+def rwlock(subject: Subject, key: str = "k", **options: Any) -> Any:
+    if subject.variant == "django":
+        from dblock import db_rwlock as django_rwlock
+
+        return django_rwlock(key, using=ALIASES[subject.database], **options)
+    from sqlalchemy_dblock import db_rwlock
+
+    return db_rwlock(subject.engine, key, **options)
+
+
+def readers(subject: Subject) -> int:
+    """Rows of readers."""
+    between = "lock_key > :low AND lock_key < :high"
+    [(number,)] = subject.run(f"SELECT count(*) FROM locks WHERE {between}", low="k\x1f", high="k ")
+    return int(number)
+
+
+def test_readers_share_and_a_writer_excludes(subject: Subject, actors: Actors) -> None:
+    """Both are locks, with the methods and attributes of one; the row of a reader is gone once it has left."""
+    one, two, three = actors(3)
+    rw = rwlock(subject)
+    assert rw.key == "k"
+    read, again, write = rw.read(), rw.read(), rw.write()
+    assert one.call(read, "acquire", blocking=False) is True
+    assert two.call(again, "acquire", blocking=False) is True
+    assert readers(subject) == 2
+    assert three.call(write, "acquire", blocking=False) is False
+    for actor, lock in ((one, read), (two, again)):
+        assert actor.get(lock, "state") == "held"
+        assert actor.get(lock, "key") == "k"
+        assert actor.call(lock, "verify") is True
+        actor.do(lock.check)
+        actor.call(lock, "extend", 60)
+        assert actor.get(lock, "remaining") > 31
+        assert actor.call(lock, "owned") is True
+        assert actor.call(lock, "inspect").owner == "***"
+    assert three.call(read, "locked") is True
+    assert three.call(write, "locked") is False
+    assert three.get(write, "state") is None
+    fence = one.get(read, "fence")
+    one.call(read, "release")
+    two.call(again, "release")
+    assert readers(subject) == 0
+    assert three.call(read, "locked") is False
+    assert three.call(write, "acquire", blocking=False) is True
+    assert three.call(write, "locked") is True
+    assert three.get(write, "fence") > fence
+    assert one.call(read, "acquire", blocking=False) is False
+    assert one.call(read, "acquire", timeout=0.05) is False
+    three.call(write, "release")
+    assert one.call(read, "acquire", blocking=False) is True
+    assert one.get(read, "fence") > three.do(lambda: write.fence or 0)
+    one.call(read, "release")
+    with pytest.raises(LockNotHeld):
+        one.call(read, "release")
+
+
+def test_first_come_first_served(subject: Subject, actors: Actors) -> None:
+    """A writer that waits is not passed by readers that come later, which then enter together."""
+    flows = actors(6)
+    rw, order = rwlock(subject, timeout=30), list[str]()
+    inside: dict[str, float] = {}
+
+    def enter(actor: Actor, name: str, lock: Any, seconds: float) -> Any:
+        if subject.face == "sync":
+
+            def work() -> None:
+                with lock:
+                    order.append(name)
+                    inside[name] = time.monotonic()
+                    time.sleep(seconds)
+
+            return actor.start(work)
+
+        async def awork() -> None:
+            import asyncio
+
+            async with lock:
+                order.append(name)
+                inside[name] = time.monotonic()
+                await asyncio.sleep(seconds)
+
+        return actor.start(awork)
+
+    done = [enter(flows[0], "r1", rw.read(), 0.4)]
+    assert until(lambda: "r1" in inside)
+    for number, (name, lock, seconds) in enumerate(
+        [("w1", rw.write(), 0.1), ("r2", rw.read(), 0.4), ("r3", rw.read(), 0.4), ("w2", rw.write(), 0.0)], 1
+    ):
+        done.append(enter(flows[number], name, lock, seconds))
+        time.sleep(0.05)
+    for each in done:
+        each.result(30)
+    assert order[:2] == ["r1", "w1"]
+    assert sorted(order[2:4]) == ["r2", "r3"]
+    assert order[4:] == ["w2"]
+    assert abs(inside["r2"] - inside["r3"]) < 0.35, "they entered together"
+    assert readers(subject) == waiters(subject) == 0
+
+
+@some
+def test_an_unfair_reader_enters_before_a_writer_that_waits(subject: Subject, actors: Actors) -> None:
+    """And so does one behind which only readers wait."""
+    one, two, three = actors(3)
+    rw = rwlock(subject, timeout=30)
+    one.call(first := rw.read(), "acquire")
+    waiting = two.start(getattr(rw.write(), subject.method("acquire")))
+    assert until(
+        lambda: three.call(rw.write(), "inspect") is not None and three.call(rw.read(), "acquire", False) is False
+    )
+    unfair = rwlock(subject, fair=False).read()
+    assert three.call(rw.read(), "acquire", timeout=0.05) is False
+    if three.call(unfair, "acquire", blocking=False):  # the writer has the door by now, and waits for the reader
+        three.call(unfair, "release")
+    one.call(first, "release")
+    assert waiting.result(30) is True
+
+
+@some
+def test_entering_again(subject: Subject, actor: Actor, actors: Actors) -> None:
+    """Read in read, read in write, write in write, also while a writer waits; read to write is refused at once."""
+    [other] = actors(1)
+    rw = rwlock(subject, timeout=30)
+    read, write = rw.read(), rw.write()
+    actor.call(read, "acquire")
+    waiting = other.start(getattr(rw.write(), subject.method("acquire")))
+    time.sleep(0.1)
+    assert actor.call(rw.read(), "acquire", blocking=False) is True
+    assert actor.get(read, "count") == 2
+    statements = subject.run("SELECT count(*) FROM locks")
+    with pytest.raises(LockUpgradeRefused, match="must release that before it writes"):
+        actor.call(write, "acquire")
+    with pytest.raises(RuntimeError):
+        actor.within(write)
+    assert actor.get(write, "state") is None, "the lock of the writer is not held by a reader"
+    with pytest.raises(LockNotHeld):
+        actor.call(write, "release")
+    assert subject.run("SELECT count(*) FROM locks") == statements
+    actor.call(read, "release")
+    assert not waiting.done()
+    actor.call(read, "release")
+    assert waiting.result(30) is True
+    # and now the other one writes
+    mine = rw.read()
+    assert other.call(mine, "acquire", blocking=False) is True
+    assert other.call(rw.write(), "acquire", blocking=False) is True
+    assert other.get(mine, "count") == 3
+    assert readers(subject) == 0, "it is the writer's own tenure"
+    assert actor.call(rw.read(), "acquire", blocking=False) is False
+    for _ in range(3):
+        assert other.get(mine, "state") == "held"
+        other.call(mine, "release")
+    assert actor.call(rw.read(), "acquire", blocking=False) is True
+
+
+@some
+def test_a_reader_that_does_not_enter_twice(subject: Subject, actor: Actor) -> None:
+    """With reentrant=False it is told at once, as nothing could refuse it otherwise; the first is held as before."""
+    read = rwlock(subject, reentrant=False).read()
+    actor.call(read, "acquire")
+    with pytest.raises(LockDeadlock):
+        actor.call(read, "acquire", timeout=1)
+    assert actor.call(read, "verify")
+    actor.call(read, "release")
+    assert readers(subject) == 0
+
+
+def test_downgrade(subject: Subject, actors: Actors) -> None:
+    """The writer becomes a reader without a moment in which a writer that waits could come between."""
+    one, two, three = actors(3)
+    rw = rwlock(subject, timeout=30)
+    write, other = rw.write(), rw.write()
+    one.call(write, "acquire")
+    fence = one.get(write, "fence")
+    waiting = two.start(getattr(other, subject.method("acquire")))
+    assert until(lambda: waiters(subject) == 1)
+    one.call(write, "downgrade")
+    assert one.get(write, "fence") > fence
+    assert one.get(write, "state") == "held"
+    assert one.call(write, "verify")
+    assert readers(subject) == 1
+    one.call(write, "downgrade")  # it is a reader already
+    with pytest.raises(LockUpgradeRefused):
+        one.call(rw.write(), "acquire")
+    time.sleep(0.3)
+    assert not waiting.done()
+    one.call(write, "release")
+    assert waiting.result(30) is True
+    assert two.get(other, "fence") > fence
+    two.call(other, "release")
+    with pytest.raises(LockNotHeld):
+        three.call(rw.write(), "downgrade")
+    assert three.call(rw.read(), "acquire", blocking=False)
+
+
+@some
+def test_downgrade_in_a_block(subject: Subject, actor: Actor, other: Actor) -> None:
+    """The block ends as that of a reader, and readers enter before that."""
+    rw = rwlock(subject)
+    write, read = rw.write(), rw.read()
+
+    if subject.face == "sync":
+
+        def block() -> bool:
+            with write:
+                write.downgrade()
+                return bool(other.call(read, "acquire", blocking=False))
+
+        assert actor.do(block) is True
+    else:
+
+        async def ablock() -> Any:
+            async with write:
+                await getattr(write, subject.method("downgrade"))()
+                return write.state
+
+        assert actor.do(ablock) == "held"
+        assert other.call(read, "acquire", blocking=False) is True
+    other.call(read, "release")
+    assert readers(subject) == 0
+    assert other.call(rw.write(), "acquire", blocking=False) is True
+
+
+@some
+def test_a_writer_that_gives_up_lets_readers_in(subject: Subject, actors: Actors) -> None:
+    """It had the door, and waited for a reader: those that stand behind it enter when its time is up."""
+    one, two, three = actors(3)
+    rw = rwlock(subject, timeout=30)
+    one.call(first := rw.read(), "acquire")
+    gives_up = two.start(lambda: getattr(rw.write(), subject.method("acquire"))(timeout=0.6))
+    time.sleep(0.2)
+    behind = three.start(getattr(rw.read(), subject.method("acquire")))
+    time.sleep(0.1)
+    assert not behind.done()
+    assert gives_up.result(30) is False
+    assert behind.result(30) is True
+    with pytest.raises(LockTimeout, match="could not acquire 'k' within 0.1 s: it is held by") as caught:
+        two.within(rwlock(subject, timeout=0.1).write())
+    assert caught.value.holder is not None
+    one.call(first, "release")
+
+
+@some
+def test_a_dead_reader_delays_the_writer_by_its_lease(subject: Subject, actors: Actors) -> None:
+    """Its row is deleted; if it comes back, it has lost the lock."""
+    one, two = actors(2)
+    read, write = rwlock(subject, ttl=0.6, renew=False).read(), rwlock(subject, timeout=30).write()
+    one.call(read, "acquire")
+    begun = time.monotonic()
+    assert two.call(write, "acquire") is True
+    assert 0.4 < time.monotonic() - begun < 3
+    assert readers(subject) == 0
+    assert one.get(read, "state") == "lost"
+    with pytest.raises(LockLost) as caught:
+        one.call(read, "release")
+    assert caught.value.reason is Reason.EXPIRED
+    assert two.call(write, "verify")
+
+
+@some
+def test_a_reader_is_renewed(subject: Subject, actors: Actors) -> None:
+    """Each has its own lease, which the watchdog renews, as that of any lock."""
+    one, two, three = actors(3)
+    rw = rwlock(subject, ttl=0.9)
+    for actor in (one, two):
+        actor.call(rw.read(), "acquire")
+    time.sleep(1.5)
+    assert readers(subject) == 2
+    assert three.call(rw.write(), "acquire", blocking=False) is False
+    for actor in (one, two):
+        lock = rw.read()
+        assert actor.get(lock, "state") == "held"
+        assert actor.call(lock, "verify")
+        actor.call(lock, "release")
+
+
+@some
+def test_kinds_are_not_mixed(subject: Subject, actor: Actor, other: Actor) -> None:
+    """A key of a read-write lock is no plain lock's, held or not; nor the other way round."""
+    rw, plain = rwlock(subject), subject.lock("k")
+    for lock in (rw.read(), rw.write()):
+        actor.call(lock, "acquire")
+        for flow in (actor, other):
+            with pytest.raises(WrongKind, match="'k' is the key of a read-write lock, not of a lock"):
+                flow.call(plain, "acquire")
+            assert flow.get(plain, "state") is None
+        actor.call(lock, "release")
+    with pytest.raises(WrongKind):
+        other.call(plain, "acquire", blocking=False)
+    with pytest.raises(ValueError, match="read-write"):
+        other.within(plain)
+    other.call(subject.lock("other"), "acquire")
+    for lock in (rwlock(subject, "other").read(), rwlock(subject, "other").write()):
+        with pytest.raises(WrongKind, match="'other' is the key of a lock, not of a read-write lock"):
+            actor.call(lock, "acquire")
+    assert actor.do(lambda: subject.reap(0)) is not None
+    assert actor.call(plain, "acquire", blocking=False) is True, "an unused key may be used otherwise once it is reaped"
+
+
+def test_what_cannot_be_a_key(subject: Subject) -> None:
+    """Refused before any I/O: the rows of shares have longer keys."""
+    for key in ("", "x" * 231, "a\x1fb"):
+        with pytest.raises(InvalidKey):
+            rwlock(subject, key)
+    with pytest.raises(InvalidKey, match=r"U\+001F"):
+        subject.lock("a\x1fb")
+    with pytest.raises(TypeError, match="ttl"):
+        rwlock(subject, tll=3)
+
+
+@some
+def test_decorators(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Each call reads or writes under the key of its arguments; a call that is busy may be skipped."""
+    rw = rwlock(subject, "report:{number}", on_busy="skip", otherwise="skipped", timeout=0)
+    if subject.face == "sync":
+        work = rw.write()(lambda number: subject.row(f"report:{number}")["owner"] is not None)
+    else:
+
+        async def awork(number: int) -> bool:
+            return subject.row(f"report:{number}")["owner"] is not None
+
+        work = rw.write()(awork)
+    assert actor.do(lambda: work(7)) is True
+    read = rwlock(subject, "report:7").read()
+    other.call(read, "acquire")
+    assert actor.do(lambda: work(7)) == "skipped"
+    assert actor.do(lambda: work(8)) is True
+    other.call(read, "release")
+
+
+@some
+def test_handing_a_reader_over(subject: Subject, actor: Actor, other: Actor) -> None:
+    """detach() and attach() carry it to another flow; a sequencer proves it, and says that it is shared."""
+    rw = rwlock(subject)
+    read = rw.read()
+    actor.call(read, "acquire")
+    sequencer = actor.get(read, "sequencer")
+    if subject.variant == "django":
+        import dblock
+
+        alias = ALIASES[subject.database]
+        check = getattr(dblock, subject.method("check_sequencer"))
+        found = actor.do(lambda: check(sequencer, using=alias))
+        attach = partial(getattr(dblock.db_lock, subject.method("attach")), using=alias)
+    else:
+        import sqlalchemy_dblock
+
+        found = actor.do(lambda: sqlalchemy_dblock.check_sequencer(subject.engine, sequencer))
+        attach = partial(sqlalchemy_dblock.attach, subject.engine)  # type: ignore[arg-type]
+    assert (found.mode, found.fence) == ("shared", actor.get(read, "fence"))
+    token = actor.call(read, "detach")
+    assert actor.get(read, "state") is None
+
+    async def aattach() -> Any:
+        return await attach(token)
+
+    lock = other.do((lambda: attach(token)) if subject.face == "sync" else aattach)
+    assert other.get(lock, "fence") == found.fence
+    assert actor.call(rw.write(), "acquire", blocking=False) is False
+    other.call(lock, "release")
+    assert actor.call(rw.write(), "acquire", blocking=False) is True
+
+
+@some
+def test_a_reader_among_several(subject: Subject, actor: Actor, other: Actor) -> None:
+    """db_locks takes ready-made locks of mixed kinds."""
+    if subject.variant == "django":
+        from dblock import db_locks
+    else:
+        from sqlalchemy_dblock import db_locks  # type: ignore[assignment]
+    locks = db_locks(subject.lock("a"), rwlock(subject).read(), subject.lock("z"))
+    actor.call(locks, "acquire")
+    assert other.call(rwlock(subject).read(), "acquire", blocking=False) is True
+    assert other.call(several(subject, "z"), "acquire", blocking=False) is False
+    actor.call(locks, "release")
+
+
+@pytest.mark.parametrize("database", ["postgresql", *INNODB])
+def test_a_guarded_reader_keeps_writers_out(request: pytest.FixtureRequest, database: str) -> None:
+    """Until its transaction ends, whatever becomes of its lease, and also once it has been released."""
+    subject = Subject("sqlalchemy", "sync", database)
+    ready(request, database)
+    for lapsed in (False, True):
+        rw = rwlock(subject, ttl=0.4, renew=False)
+        with Session(subject.engine) as session:
+            read = rw.read()
+            read.acquire()
+            read.guard(session)
+            if lapsed:
+                time.sleep(0.5)
+            else:
+                read.release()
+            with ThreadPoolExecutor() as pool:
+                assert pool.submit(rwlock(subject).write().acquire, timeout=0.5).result() is False
+            assert readers(subject) == 1
+            session.commit()
+        if lapsed:
+            with pytest.raises(LockLost):
+                read.release()
+        write = rwlock(subject).write()
+        assert write.acquire(timeout=5)
+        assert readers(subject) == 0
+        write.release()
+
+
+@pytest.mark.parametrize("database", ["postgresql", *INNODB])
+def test_a_guarded_writer_keeps_readers_out(request: pytest.FixtureRequest, database: str) -> None:
+    """Until its transaction ends, also if it has been released, or its lease is over."""
+    subject = Subject("sqlalchemy", "sync", database)
+    ready(request, database)
+    for lapsed in (False, True):
+        with Session(subject.engine) as session:
+            write = rwlock(subject, ttl=0.4, renew=False).write()
+            write.acquire()
+            write.guard(session)
+            if lapsed:
+                time.sleep(0.5)
+            else:
+                write.release()
+            assert rwlock(subject).read().acquire(timeout=0.3) is False
+            session.commit()
+        if lapsed:
+            with pytest.raises(LockLost):
+                write.release()
+        read = rwlock(subject).read()
+        assert read.acquire(timeout=5)
+        read.release()
+
+
+@some
+def test_one_reader_is_freed_from_outside(subject: Subject, actors: Actors) -> None:
+    """As any lock, by the key of its row; the writer enters, and the reader has lost it."""
+    one, two = actors(2)
+    read, write = rwlock(subject).read(), rwlock(subject, timeout=30).write()
+    one.call(read, "acquire")
+    waiting = two.start(getattr(write, subject.method("acquire")))
+    time.sleep(0.2)
+    info = one.call(read, "inspect")
+    store = subject.lock("k")._store()
+    if subject.face == "sync":
+        assert one.do(lambda: drive(administration.force_release(store, info.key, info.fence, "enough"), store))
+    else:
+
+        async def free() -> bool:
+            return await adrive(administration.force_release(store, info.key, info.fence, "enough"), store)
+
+        assert one.do(free)
+    assert waiting.result(30) is True
+    with pytest.raises(LockLost):
+        one.call(read, "verify")

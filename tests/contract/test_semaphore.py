@@ -1,0 +1,333 @@
+"""Semaphores, on every database and both faces."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from django.db import transaction
+
+from dblock.core.errors import (
+    InvalidKey,
+    LockLost,
+    LockNotHeld,
+    LockTimeout,
+    PermitNotHeld,
+    WrongKind,
+)
+from tests.conftest import ALIASES, DATABASES, ready
+from tests.contract.test_queue import waiters
+from tests.support.lab import some, until
+from tests.support.subjects import Actor, Subject
+
+Actors = Callable[[int], list[Actor]]
+
+
+def semaphore(subject: Subject, permits: int, key: str = "k", **options: Any) -> Any:
+    if subject.variant == "django":
+        from dblock import db_semaphore as django_semaphore
+
+        return django_semaphore(key, permits, using=ALIASES[subject.database], **options)
+    from sqlalchemy_dblock import db_semaphore
+
+    return db_semaphore(subject.engine, key, permits, **options)
+
+
+def in_use(subject: Subject) -> list[int]:
+    """The slots that are held."""
+    rows = subject.run("SELECT lock_key, owner FROM locks WHERE lock_key > 'k' ORDER BY lock_key")
+    return [int(key[-5:]) for key, owner in rows if owner is not None]
+
+
+def by_slot(sem: Any) -> list[Any]:
+    return sorted(sem.held, key=lambda permit: permit.slot)
+
+
+def test_so_many_and_no_more(subject: Subject, actors: Actors) -> None:
+    """Each permit is a lock on a slot of its own; the object owns it, so that any flow may release it."""
+    one, two = actors(2)
+    sem, other = semaphore(subject, 2), semaphore(subject, 2)
+    assert (sem.key, sem.permits, sem.held) == ("k", 2, [])
+    assert one.call(sem, "acquire", blocking=False) is True
+    assert one.call(sem, "acquire", blocking=False) is True, "each acquire is a further permit"
+    assert sorted(permit.slot for permit in sem.held) == in_use(subject) == [0, 1]
+    for permit in sem.held:
+        assert permit.key == "k"
+        assert permit.fence > 0
+        assert two.call(permit, "verify") is True
+        two.call(permit, "extend", 60)
+        assert permit.remaining > 31
+        permit.check()
+    assert one.call(sem, "available") == 0
+    assert [info.fence for info in two.call(other, "holders")] == [each.fence for each in by_slot(sem)]
+    assert [info.owner for info in one.call(sem, "holders")] == ["***", "***"]
+    assert two.call(other, "acquire", timeout=0.05) is False
+    two.call(sem, "release")
+    assert one.call(other, "acquire", blocking=False) is True
+    assert one.call(sem, "available") == 0
+    with pytest.raises(PermitNotHeld, match="released too many times") as caught:
+        one.call(sem, "release", 2)
+    assert isinstance(caught.value, (ValueError, LockNotHeld))
+    one.call(sem, "release")
+    two.call(other, "release")
+    assert in_use(subject) == []
+    with pytest.raises(ValueError, match="released too many times"):
+        one.call(sem, "release")
+
+
+def test_a_block_has_a_permit(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Which is what `with` gives: its slot is a number that nobody else has at the time."""
+    sem = semaphore(subject, 3, timeout=0.1, ttl=5)
+    found: list[Any] = []
+
+    def look() -> None:
+        found.append([(permit.slot, permit.fence, permit.state) for permit in sem.held])
+
+    actor.within(sem, look)
+    [[(slot, fence, state)]] = found
+    assert slot in {0, 1, 2}
+    assert state == "held"
+    assert fence > 0
+    assert in_use(subject) == []
+    assert other.call(sem, "acquire", n=3)
+    with pytest.raises(LockTimeout, match="could not acquire 'k' within 0.1 s: it is held by") as caught:
+        actor.within(sem)
+    assert caught.value.holder is not None
+    other.call(sem, "release", 3)
+    with pytest.raises(ZeroDivisionError):
+        actor.within(sem, lambda: 1 / 0)
+    assert in_use(subject) == []
+    assert sem.held == []
+
+
+def crowd(subject: Subject, flows: list[Actor], make: Callable[[], Any], seconds: float) -> int:
+    """Let all flows enter, and stay for some time; how many were in at most."""
+    inside, most, mutex = set[int](), [0], threading.Lock()
+
+    def count(slot: int, *, enter: bool) -> None:
+        with mutex:
+            if enter:
+                assert slot not in inside, "nobody else has the slot"
+                inside.add(slot)
+                most[0] = max(most[0], len(inside))
+            else:
+                inside.remove(slot)
+
+    def work(sem: Any) -> None:
+        for _ in range(3):
+            with sem as permit:
+                count(permit.slot, enter=True)
+                time.sleep(seconds)
+                count(permit.slot, enter=False)
+
+    async def awork(sem: Any) -> None:
+        for _ in range(3):
+            async with sem as permit:
+                count(permit.slot, enter=True)
+                await asyncio.sleep(seconds)
+                count(permit.slot, enter=False)
+
+    for each in [flow.start(partial(work if subject.face == "sync" else awork, make())) for flow in flows]:
+        each.result(60)
+    return most[0]
+
+
+@some
+def test_at_most_so_many_are_in(subject: Subject, actors: Actors) -> None:
+    """Be it one object for all, or one for each."""
+    flows = actors(7)
+    shared = semaphore(subject, 3, timeout=30)
+    assert crowd(subject, flows, lambda: shared, 0.02) == 3
+    assert crowd(subject, flows, partial(semaphore, subject, 3, timeout=30), 0.02) == 3
+    assert in_use(subject) == []
+    assert waiters(subject) == 0
+
+
+@some
+def test_first_come_first_served(subject: Subject, actors: Actors) -> None:
+    """Who asks for several is not passed by those that ask for one, and gets all or none."""
+    one, two, three, four = actors(4)
+    first, several, later = (semaphore(subject, 3, timeout=30) for _ in range(3))
+    assert one.call(first, "acquire", n=2)
+    waiting = two.start(lambda: getattr(several, subject.method("acquire"))(n=3))
+    time.sleep(0.2)
+    behind = three.start(getattr(later, subject.method("acquire")))
+    time.sleep(0.2)
+    assert not waiting.done()
+    assert not behind.done(), "one is free, and kept for the one that came first"
+    assert four.call(semaphore(subject, 3), "acquire", blocking=False) is False
+    one.call(first, "release")
+    time.sleep(0.2)
+    assert not waiting.done()
+    one.call(first, "release")
+    assert waiting.result(30) is True
+    assert sorted(permit.slot for permit in several.held) == [0, 1, 2]
+    assert not behind.done()
+    two.call(several, "release", 3)
+    assert behind.result(30) is True
+    # And none is left behind by one that gives up.
+    assert one.call(first, "acquire", n=2)
+    assert two.call(several, "acquire", n=2, timeout=0.3) is False
+    assert several.held == []
+    assert len(in_use(subject)) == 3
+    assert one.call(first, "available") == 0
+
+
+@some
+def test_other_numbers(subject: Subject, actors: Actors, caplog: pytest.LogCaptureFixture) -> None:
+    """The number is the caller's own: while 2 and 4 run, at most 4 are in; it may be changed at any time."""
+    one, two = actors(2)
+    small, large = semaphore(subject, 2), semaphore(subject, 4)
+    assert two.call(large, "acquire", n=4)
+    assert one.call(small, "acquire", blocking=False) is False
+    assert len([each for each in caplog.records if "somebody holds number" in each.getMessage()]) == 1
+    assert one.call(small, "acquire", timeout=0.05) is False
+    assert len([each for each in caplog.records if "somebody holds number" in each.getMessage()]) == 1
+    two.call(large, "release", 4)
+    assert one.call(small, "acquire", n=2)
+    assert {permit.slot for permit in small.held} == {0, 1}
+    assert two.call(large, "acquire", n=2)
+    assert two.call(large, "acquire", blocking=False) is False
+    small.permits = 5
+    assert one.call(small, "acquire", blocking=False) is True
+    assert one.call(small, "available") == 0
+    for wrong in (0, 10_001, 1.5, True, "3"):
+        with pytest.raises((TypeError, ValueError)):
+            small.permits = wrong
+        with pytest.raises((TypeError, ValueError)):
+            semaphore(subject, wrong)  # type: ignore[arg-type]
+    for n in (0, -1, 6):
+        with pytest.raises(ValueError, match="permit"):
+            one.call(small, "acquire", n=n)
+
+
+@some
+def test_a_dead_holder(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Its permit is free when its lease is over; if it comes back, it has lost it."""
+    dead, sem = semaphore(subject, 1, ttl=0.6, renew=False), semaphore(subject, 1, timeout=30)
+    assert actor.call(dead, "acquire")
+    [permit] = dead.held
+    begun = time.monotonic()
+    assert other.call(sem, "acquire")
+    assert 0.4 < time.monotonic() - begun < 3
+    assert permit.state == "lost"
+    with pytest.raises(LockLost):
+        actor.call(dead, "release")
+    assert dead.held == []
+    assert other.call(sem.held[0], "verify")
+
+
+@some
+def test_it_is_renewed(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Also while several are gathered; and no longer once the object is gone."""
+    sem = semaphore(subject, 3, ttl=0.9)
+    assert actor.call(sem, "acquire", n=2)
+    time.sleep(1.5)
+    assert [permit.state for permit in sem.held] == ["held", "held"]
+    assert len(in_use(subject)) == 2
+    slow = semaphore(subject, 3, ttl=0.9)
+    waiting = other.start(lambda: getattr(slow, subject.method("acquire"))(n=2, timeout=9))
+    time.sleep(1.5)
+    assert len(in_use(subject)) == 3, "the one that it has by now"
+    actor.call(sem, "release")
+    assert waiting.result(30) is True
+    assert [permit.state for permit in slow.held] == ["held", "held"]
+    held = sem.held
+    del sem, held[:]
+    _ = gc.collect()
+    assert other.call(slow, "acquire", timeout=9), "of an object that is gone"
+
+
+@some
+def test_kinds_are_not_mixed(subject: Subject, actor: Actor, other: Actor) -> None:
+    """A key of a semaphore is no lock's, nor the other way round."""
+    sem = semaphore(subject, 2)
+    assert actor.call(sem, "acquire")
+    with pytest.raises(WrongKind, match="'k' is the key of a semaphore, not of a lock"):
+        other.call(subject.lock("k"), "acquire")
+    actor.call(sem, "release")
+    with pytest.raises(WrongKind):
+        actor.call(subject.lock("k"), "acquire")
+    assert other.call(subject.lock("other"), "acquire")
+    for flow in (actor, other):
+        with pytest.raises(WrongKind, match="'other' is the key of a lock, not of a semaphore"):
+            flow.call(semaphore(subject, 2, "other"), "acquire")
+    for key in ("", "x" * 231, "a\x1fb"):
+        with pytest.raises(InvalidKey):
+            semaphore(subject, 2, key)
+    for option in ("interrupt", "reentrant"):
+        with pytest.raises(TypeError, match=f"{option} is not for semaphores"):
+            semaphore(subject, 2, **{option: True})
+
+
+@some
+def test_decorators(subject: Subject, actor: Actor, other: Actor) -> None:
+    """Each call has a permit of the key of its arguments; a call for which none is free may be skipped."""
+    sem = semaphore(subject, 1, "{name}", timeout=0, on_busy="skip", otherwise="skipped")
+    if subject.face == "sync":
+
+        @sem
+        def work(name: str) -> str:
+            return name
+
+    else:
+
+        @sem
+        async def work(name: str) -> str:
+            return name
+
+    assert actor.do(lambda: work("k")) == "k"
+    holder = semaphore(subject, 1)
+    assert other.call(holder, "acquire")
+    assert actor.do(lambda: work("k")) == "skipped"
+    assert actor.do(lambda: work("other")) == "other"
+    other.call(holder, "release")
+    assert actor.do(lambda: work("k")) == "k"
+    with pytest.raises(TypeError, match="cannot be skipped"):
+        actor.within(sem)
+
+
+@some
+def test_who_is_interrupted_leaves_nothing(subject: Subject, actor: Actor, other: Actor) -> None:
+    """A waiter that is cancelled has no permit, nor any of those that it has gathered."""
+    if subject.face == "sync":
+        pytest.skip("a thread is not cancelled")
+    sem, holder = semaphore(subject, 3, timeout=30), semaphore(subject, 3)
+    assert other.call(holder, "acquire")
+
+    async def work() -> str:
+        task = asyncio.create_task(getattr(sem, subject.method("acquire"))(n=3))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            return "cancelled"
+        return "acquired"
+
+    assert actor.do(work) == "cancelled"
+    assert sem.held == []
+    assert until(lambda: len(in_use(subject)) == 1)
+    assert actor.call(semaphore(subject, 3), "acquire", n=2) is True
+
+
+@pytest.mark.parametrize("database", DATABASES)
+def test_a_permit_is_kept_until_the_transaction_ends(request: pytest.FixtureRequest, database: str) -> None:
+    """As any lock: left inside atomic(), it is kept until that has ended."""
+    ready(request, database)
+    if database == "sqlite":
+        pytest.skip("one writer at a time")
+    subject = Subject("django", "sync", database)
+    sem = semaphore(subject, 1)
+    with transaction.atomic(using=ALIASES[database]):
+        with sem:
+            pass
+        assert len(in_use(subject)) == 1
+        assert sem.held == []
+    assert until(lambda: in_use(subject) == [])
