@@ -86,7 +86,7 @@ def db_rwlock(engine: Any, key: str, **options: Any) -> Any:  # noqa: D417 - the
         key: 1 to 230 characters. As a decorator's, a format string over the arguments of the call.
 
     Keyword Args:
-        As of `db_lock`. fair=False: a reader enters although a writer waits.
+        As of `db_lock`. fair=False: a reader enters before writers in the queue, while no writer has the key.
 
     Raises:
         As `db_lock`; WrongKind where the key is that of a plain lock or of a semaphore.

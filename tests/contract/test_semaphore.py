@@ -263,7 +263,7 @@ def test_kinds_are_not_mixed(subject: Subject, actor: Actor, other: Actor) -> No
             semaphore(subject, 2, key)
     for option in ("interrupt", "reentrant"):
         with pytest.raises(TypeError, match=f"{option} is not for semaphores"):
-            semaphore(subject, 2, **{option: True})
+            semaphore(subject, 2, "k", **{option: True})
 
 
 @some

@@ -28,10 +28,10 @@ from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreBusy
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import tenures
-from dblock.core.protocol.sending import Database, send
-from dblock.core.protocol.steps import Parameters, Rows, Steps, wait
+from dblock.core.protocol.sending import Database, pauses, send
+from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep, wait
 from dblock.core.protocol.tenures import Unresolved, begin, look
-from dblock.core.share_keys import bounds_of_shares, reader_key, slot_key, slot_of
+from dblock.core.share_keys import PERMITS_MAX, bounds_of_shares, reader_key, slot_key, slot_of
 from dblock.core.statements.base import Statement
 from dblock.core.values import MACHINE, Grant, LockInfo, Tenure
 from dblock.core.wakeup.registry import Wakeup
@@ -39,6 +39,10 @@ from dblock.core.wakeup.registry import Wakeup
 T = TypeVar("T")
 READERS_LISTED: Final = 8
 """Most readers that a waiting writer lists: it waits for the end of one of them, and then lists again."""
+
+
+RETRIES: Final = 4
+"""How often one that does not wait tries again where permits are free, but others are just taking some."""
 
 
 class Door(Protocol):
@@ -193,13 +197,18 @@ class Sharing:
     # -- permits
 
     def _acquire(self, semaphore: Semaphore, n: int) -> Steps[list[Grant] | Refused]:
-        if n == 1 and (grant := (yield from self._take_slot(semaphore))) is not None:
-            return [grant]
         got: list[Grant] = []
+        growing, tries = pauses(), 0
         while True:
+            if n == 1 and (grant := (yield from self._take_slot(semaphore))) is not None:
+                return [grant]
             held = yield from self.door()
             if isinstance(held, Refused):
-                return held
+                tries += 1
+                if tries > RETRIES or not (yield from self._are_free(semaphore, n)):
+                    return held
+                yield from sleep(next(growing))  # somebody else may just be taking one
+                continue
             try:
                 gather = partial(self._gather, semaphore, n, got)
                 others = yield from self._at_door(held, self._until_none(held, gather, got))
@@ -214,6 +223,12 @@ class Sharing:
             got.clear()
             if others:
                 return Refused((yield from look(self.database, str(others[0][0]), self.until)))
+
+    def _are_free(self, semaphore: Semaphore, n: int) -> Steps[bool]:
+        """Whether nobody holds so many permits."""
+        rows = yield from self._listed(PERMITS_MAX)
+        held = {slot_of(str(row[0])) for row in rows if row[3] > 0}
+        return sum(slot not in held for slot in range(semaphore.permits)) >= n
 
     def _take_slot(self, semaphore: Semaphore) -> Steps[Grant | None]:
         """A permit without the door: of the slot that this process left last, else of one that is free."""

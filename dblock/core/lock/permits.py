@@ -5,7 +5,7 @@ or task may release one, as of `threading.Semaphore`. How many there are says th
 each caller takes one of its own first N slots. So nothing has to be migrated when N changes, and while callers with 3
 and with 5 permits run, at most 5 are in.
 
-Rule: a permit of this object is in its list from before the statement that takes it until after the one that leaves it.
+Rule: a permit is in the list of its object while nobody releases it; who does takes it out first.
 """
 
 from __future__ import annotations
@@ -165,12 +165,8 @@ class BaseSemaphore:
         with self._mutex:
             self._held = [*self._held, *((permit, flow, block) for permit in permits)]
 
-    def _remove(self, permits: list[Any]) -> None:
-        with self._mutex:
-            self._held = [each for each in self._held if not any(each[0] is permit for permit in permits)]
-
-    def _chosen(self, n: int, *, block: bool) -> list[Any]:
-        """The permits that are to be left, last first; those of this flow before others."""
+    def _claim(self, n: int, *, block: bool) -> list[Any]:
+        """The permits that are to be left, last first, no longer in the list; those of this flow before others."""
         flow = current_flow()
         with self._mutex:
             mine = [each for each in self._held if each[2] is block]
@@ -180,64 +176,69 @@ class BaseSemaphore:
                     key=self.key,
                 )
             mine.sort(key=lambda each: each[1] is flow)  # stable: those of this flow last
-            return [permit for permit, _, _ in mine[-n:][::-1]]
+            chosen = mine[-n:][::-1]
+            self._held = [each for each in self._held if each not in chosen]
+        return [permit for permit, _, _ in chosen]
 
     def _acquire(self, n: int, timeout: float | None) -> Steps[list[Any] | Refused]:
         permits = self._ordered(n)
-        self._add(permits, block=False)
         try:
             for permit in permits:
                 found = yield from entering.acquire(permit, timeout, "with", permit._flow)
                 if isinstance(found, Refused):
-                    self._remove(permits)
                     return found
+            self._add(permits, block=False)
         except BaseException as error:
             if not isinstance(error, GeneratorExit):
-                for permit in permits:
-                    if permit._hold_here() is not None:
-                        with contextlib.suppress(LockError):
-                            yield from leaving.release(permit)
-                for grant in permits[0]._order.grants:
-                    with contextlib.suppress(LockError):
-                        site = runtime.current.site(permits[0]._store())
-                        _ = yield from leave_share(site, HandoverRecord.of(grant))
-            self._remove(permits)
+                yield from self._leave_nothing(permits)
             raise
         return permits
 
+    def _leave_nothing(self, permits: list[Any]) -> Steps[None]:
+        """Release what was acquired of an order that failed."""
+        for permit in permits:
+            if permit._hold_here() is not None:
+                with contextlib.suppress(LockError):
+                    yield from leaving.release(permit)
+        site = runtime.current.site(self._plain._store())
+        for grant in permits[0]._order.grants:
+            with contextlib.suppress(LockError):
+                _ = yield from leave_share(site, HandoverRecord.of(grant))
+
     def _release(self, n: int) -> Steps[None]:
         """Leave `n` permits, each also if another one was lost; raises LockLost for the first."""
-        permits, late = self._chosen(self._count(n), block=False), None
-        for permit in permits:
+        late: LockError | None = None
+        for permit in self._claim(self._count(n), block=False):
             try:
-                yield from leaving.release(permit)
+                yield from self._leave(permit, block=False)
             except LockError as error:
                 late = late or error
-            if permit._hold_here() is None:
-                self._remove([permit])
         if late is not None:
             raise late
 
+    def _leave(self, permit: Any, *, block: bool) -> Steps[None]:
+        """Release a permit that was claimed; it is in the list again if that failed before anything was sent."""
+        try:
+            yield from leaving.release(permit)
+        except BaseException:
+            if permit._hold_here() is not None and not block:
+                self._add([permit], block=block)
+            raise
+
     def _enter(self, timeout: float | None) -> Steps[Any]:
         """Begin a `with`: its permit."""
-        (permit,) = self._ordered(1)
-        self._add([permit], block=True)
+        permits = self._ordered(1)
         try:
-            found = yield from entering.acquire(permit, timeout, "with", permit._flow)
-        except BaseException:
-            self._remove([permit])
+            found = yield from entering.acquire(permits[0], timeout, "with", permits[0]._flow)
+            if not isinstance(found, Refused):
+                self._add(permits, block=True)
+        except BaseException as error:
+            if not isinstance(error, GeneratorExit):
+                yield from self._leave_nothing(permits)
             raise
         if isinstance(found, Refused):
-            self._remove([permit])
-            raise (yield from timed_out(permit, found)) from found.busy
-        return permit
-
-    def _exit(self, permit: Any) -> Steps[None]:
-        try:
-            if permit._hold_here() is not None:
-                yield from leaving.release(permit)
-        finally:
-            self._remove([permit])
+            raise (yield from timed_out(permits[0], found)) from found.busy
+        return permits[0]
 
     def _in_use(self) -> Steps[list[str]]:
         """The keys of the slots that somebody holds."""
@@ -317,9 +318,9 @@ class SyncSemaphore(BaseSemaphore):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        (permit,) = self._chosen(1, block=True)
+        (permit,) = self._claim(1, block=True)
         try:
-            self._plain._drive(self._exit(permit))
+            self._plain._drive(self._leave(permit, block=True))
         except LockError as late:
             if not gives_way(late, error):
                 raise
@@ -394,9 +395,9 @@ class AsyncSemaphore(BaseSemaphore):
     async def __aexit__(
         self: BaseSemaphore, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        (permit,) = self._chosen(1, block=True)
+        (permit,) = self._claim(1, block=True)
         try:
-            await self._plain._adrive(self._exit(permit), undisturbed=True)
+            await self._plain._adrive(self._leave(permit, block=True), undisturbed=True)
         except LockError as late:
             if not gives_way(late, error):
                 raise
