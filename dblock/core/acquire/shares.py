@@ -15,11 +15,16 @@ from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol.sending import send
 from dblock.core.protocol.steps import Parameters, Rows, Steps
 from dblock.core.share_keys import slot_of
-from dblock.core.values import KeyKind, key_of_share
+from dblock.core.values import SHARE, KeyKind, key_of_share
 from dblock.core.wakeup.registry import Message
 
 REMEMBERED: Final = 100
 """Most keys of semaphores, and slots of each, that a process remembers to have left."""
+
+
+def door_bell(key: str) -> str:
+    """The name by which the holder of a door is notified, with its fence, which may also be a ticket of its key."""
+    return key + SHARE
 
 
 def notify_door(site: Site, share: str, answer: Rows | None = None) -> Steps[None]:
@@ -36,7 +41,7 @@ def notify_door(site: Site, share: str, answer: Rows | None = None) -> Steps[Non
             )
         if answer and answer[0][0] is not None:
             channel, fence = answer[0]
-            yield from tell(site, channel, Message(door, int(fence)))
+            yield from tell(site, channel, Message(door_bell(door), int(fence)))
 
 
 def _remember(slots: dict[str, list[int]], key: str, slot: int) -> None:

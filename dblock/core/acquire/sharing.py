@@ -23,7 +23,7 @@ from dblock.core.acquire.acquiring import Refused, await_first_answer
 from dblock.core.acquire.handover import undo_take
 from dblock.core.acquire.local_queue import Request
 from dblock.core.acquire.services import WaiterServices
-from dblock.core.acquire.shares import leave_share
+from dblock.core.acquire.shares import door_bell, leave_share
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreBusy
 from dblock.core.holding.handover_record import HandoverRecord
@@ -177,6 +177,8 @@ class Sharing:
             if alone:
                 return []
             rows = yield from self._listed(READERS_LISTED)
+            if not rows:  # the last one has just left
+                continue
             ended = [str(row[0]) for row in rows if row[3] <= 0]
             if not ended:
                 return list(rows)
@@ -342,7 +344,7 @@ class Sharing:
         socket = wakeup.socket = self.site.sockets.lend() if channel else None
         if socket is not None:
             channel = socket.channel
-        self.site.wakeups.register(tenure.key, tenure.fence, wakeup)
+        self.site.wakeups.register(door_bell(tenure.key), tenure.fence, wakeup)
         began, renew_at = now(), -math.inf
         try:
             while shares and now() < self.deadline:
@@ -368,7 +370,7 @@ class Sharing:
         finally:
             wakeup.socket = None
             self.site.sockets.take_back(socket)
-            self.site.wakeups.unregister(tenure.key, tenure.fence, wakeup)
+            self.site.wakeups.unregister(door_bell(tenure.key), tenure.fence, wakeup)
         return shares
 
     def _renew(self, held: _Held, channel: str, got: list[Grant] | None) -> Steps[bool]:
