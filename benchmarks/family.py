@@ -69,7 +69,7 @@ def uncontended(engine: Engine) -> dict[str, float]:
         Candidate("permit", cycles(lambda: _block(semaphore))),
         Candidate("leader", cycles(lambda: _block(leader))),
         Candidate("ten keys", cycles(lambda: _block(ten))),
-        Candidate("read after write", cycles(lambda: (_block(other_write), _block(other_read)))),
+        Candidate("read after write", cycles(lambda: _blocks(other_write, other_read))),
     ]
     rates = measure(candidates, int(os.environ.get("ROUNDS", ROUNDS)))
     found = {
@@ -84,6 +84,11 @@ def uncontended(engine: Engine) -> dict[str, float]:
 def _block(lock: object) -> None:
     with lock:  # type: ignore[attr-defined]
         pass
+
+
+def _blocks(*locks: object) -> None:
+    for lock in locks:
+        _block(lock)
 
 
 def cycles(cycle: Callable[[], object]) -> Callable[[int], None]:

@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -128,7 +129,7 @@ def _context(options: argparse.Namespace) -> Iterator[Context]:
         from sqlalchemy import create_engine  # noqa: PLC0415 - of the extra `cli`
         from sqlalchemy.exc import ArgumentError, SQLAlchemyError  # noqa: PLC0415
 
-        from sqlalchemy_dblock import create_tables, db_lock  # noqa: PLC0415
+        from sqlalchemy_dblock import create_tables, db_lock, db_rwlock, db_semaphore  # noqa: PLC0415
         from sqlalchemy_dblock.store import described, store_for  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise SystemExit(f"dblock: {error}: pip install 'dblock[cli]'") from None
@@ -153,10 +154,12 @@ def _context(options: argparse.Namespace) -> Iterator[Context]:
     try:
         yield Context(
             store,
-            lambda key, **given: db_lock(engine, key, **given),
+            partial(db_lock, engine),
             lambda: create_tables(engine),
             (SQLAlchemyError,),
             described(engine.url),
+            rwlock=partial(db_rwlock, engine),
+            semaphore=partial(db_semaphore, engine),
         )
     finally:
         engine.dispose()

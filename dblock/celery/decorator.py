@@ -28,11 +28,23 @@ from dblock.celery.spec import MakeKey, OnBusy, OnRetry, Scope, Spec, refuse_oth
 from dblock.core.lock.key_template import Template
 from dblock.core.log import warn
 from dblock.core.options import Options, valid_options
+from dblock.core.share_keys import valid_permits
 from dblock.core.validation import valid_timeout, valid_ttl
 from dblock.core.values import Seconds
 
 _LOCKS: Final = ("ttl", *(name for name in Options._fields if name not in {"on_busy", "otherwise"}), "using")
-_OURS: Final = (*_LOCKS, "timeout", "on_busy", "scope", "bind", "busy_timeout", "busy_retries", "queue_ttl", "on_retry")
+_OURS: Final = (
+    *_LOCKS,
+    "timeout",
+    "on_busy",
+    "scope",
+    "bind",
+    "busy_timeout",
+    "busy_retries",
+    "queue_ttl",
+    "on_retry",
+    "permits",
+)
 _CELERYS: Final = ("queue", "exchange", "routing_key", "delivery_mode", "immediate", "mandatory", "shared", "lazy")
 """Options of tasks that are no attributes of every task, and look like some of ours or are none of its class."""
 
@@ -49,6 +61,7 @@ def locked_task(
     queue_ttl: Seconds = 3600.0,
     on_retry: Literal["keep", "release"] = "keep",
     interrupt: bool = False,
+    permits: int | None = None,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Any]:
     """A Celery task whose runs on one key take turns, in all workers on one database.
@@ -82,6 +95,7 @@ def locked_task(
             with it; "release".
         interrupt: raise LockLost in the task when its lock is lost, in the main thread of a prefork child, as a soft
             time limit is; elsewhere, and without it, where it calls `lock.check()` or ends.
+        permits: so many runs may hold the key at a time, as of a semaphore (`db_semaphore`); only with scope="run".
         options: those of `db_lock` (ttl, renew, using, label, on_lost, ...), and those of `shared_task`.
     """
     if not (key is None or isinstance(key, str) or callable(key)):
@@ -95,6 +109,12 @@ def locked_task(
     if not isinstance(timeout, EllipsisType):
         timeout = valid_timeout(timeout)
     where = _one_of(Scope, scope, "scope")
+    if permits is not None:
+        permits = valid_permits(permits)
+        if where is not Scope.RUN:
+            raise ValueError('permits is for tasks that are locked while they run: scope="run"')
+        if "reentrant" in lock_options:
+            raise ValueError("reentrant is not for permits: each run has one of its own")
     policy = _one_of(OnBusy, on_busy or ("retry" if where is Scope.RUN else "join"), "on_busy")
     if policy is OnBusy.JOIN and where is Scope.RUN:
         raise ValueError('on_busy="join" is for a task that is locked when it is sent: scope="queue" or "both"')
@@ -107,6 +127,7 @@ def locked_task(
         "face": face_for(bind),
         "options": lock_options,
         "timeout": timeout,
+        "permits": permits,
         "label": label,
         "on_busy": policy,
         "scope": where,

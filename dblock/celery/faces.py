@@ -5,7 +5,9 @@ Rule: neither framework is imported before a task asks for its lock.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -19,6 +21,10 @@ class Face(Protocol):
         """One that is not taken yet; `options` are those of `db_lock`."""
         ...
 
+    def permit(self, key: str, permits: int, **options: Any) -> SyncLock:
+        """The same, for one of so many permits."""
+        ...
+
 
 class DjangoFace:
     """Locks of Django's `db_lock`; `instead` says what to write without Django."""
@@ -28,14 +34,28 @@ class DjangoFace:
 
     def lock(self, key: str, **options: Any) -> SyncLock:
         """One that is not taken yet."""
+        with self._settings():
+            from dblock.locks import db_lock  # noqa: PLC0415 - needs Django
+
+            return db_lock(key, **options)
+
+    def permit(self, key: str, permits: int, **options: Any) -> SyncLock:
+        """A permit that is not taken yet."""
+        with self._settings():
+            from dblock.semaphores import db_semaphore  # noqa: PLC0415 - needs Django
+
+            permit: SyncLock = db_semaphore(key, permits, **options).permit()
+            return permit
+
+    @contextlib.contextmanager
+    def _settings(self) -> Iterator[None]:
         from django.core.exceptions import ImproperlyConfigured  # noqa: PLC0415 - needs Django
 
         from dblock import conf  # noqa: PLC0415 - needs Django
-        from dblock.locks import db_lock  # noqa: PLC0415 - likewise
 
         try:
             _ = conf.settings()
-            return db_lock(key, **options)
+            yield
         except ImproperlyConfigured as error:
             raise ImproperlyConfigured(f"{error} (Without Django: {self._instead}.)") from error
 
@@ -48,9 +68,22 @@ class EngineFace:
 
     def lock(self, key: str, **options: Any) -> SyncLock:
         """One that is not taken yet."""
-        from sqlalchemy_dblock import Lock, db_lock  # noqa: PLC0415 - needs SQLAlchemy
+        from sqlalchemy_dblock import db_lock  # noqa: PLC0415 - needs SQLAlchemy
 
-        lock = db_lock(self._given() if callable(self._given) else self._given, key, **options)
+        return self._synchronous(db_lock(self._engine(), key, **options))
+
+    def permit(self, key: str, permits: int, **options: Any) -> SyncLock:
+        """A permit that is not taken yet."""
+        from sqlalchemy_dblock import db_semaphore  # noqa: PLC0415 - needs SQLAlchemy
+
+        return self._synchronous(db_semaphore(self._engine(), key, permits, **options).permit())
+
+    def _engine(self) -> Any:
+        return self._given() if callable(self._given) else self._given
+
+    def _synchronous(self, lock: Any) -> SyncLock:
+        from sqlalchemy_dblock import Lock  # noqa: PLC0415 - needs SQLAlchemy
+
         if not isinstance(lock, Lock):
             raise TypeError(_NO_ASYNC)
         return lock

@@ -84,6 +84,8 @@ class Spec:
     """Those of `db_lock`, but `timeout` and `label`."""
     timeout: Any
     """That of `db_lock`; `...` if none was given."""
+    permits: int | None
+    """How many runs may hold the key at a time; None for a plain lock."""
     label: str
     on_busy: OnBusy
     scope: Scope
@@ -123,7 +125,7 @@ class Spec:
 
     def lock(self, task: Any, key: str, timeout: Any = ...) -> SyncLock:
         """The lock of one run; `timeout` as that of `db_lock`."""
-        return self._lock(task, key, timeout, self.options)
+        return self._lock(task, key, timeout, self.options, self.permits)
 
     def queue_lock(self, task: Any, key: str, timeout: Any, ttl: float | None = None) -> SyncLock:
         """The lock of one message, which nobody renews for the `ttl` until a worker holds it."""
@@ -131,10 +133,13 @@ class Spec:
         life = {"ttl": self.options.get("ttl")} if ttl is None else {"ttl": ttl, "renew": False}
         return self._lock(task, key, timeout, {**kept, **life, "release": "now"})
 
-    def _lock(self, task: Any, key: str, timeout: Any, options: dict[str, Any]) -> SyncLock:
+    def _lock(self, task: Any, key: str, timeout: Any, options: dict[str, Any], permits: int | None = None) -> SyncLock:
         if timeout is not ...:
             options = {**options, "timeout": timeout}
-        return self.face.lock(key, label=self.label_of(task), **options)
+        label = self.label_of(task)
+        if permits is not None:
+            return self.face.permit(key, permits, label=label, **options)
+        return self.face.lock(key, label=label, **options)
 
     def label_of(self, task: Any) -> str:
         """The task's name is stored with the lock, beside its id."""

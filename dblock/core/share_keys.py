@@ -40,25 +40,16 @@ def slot_of(key: str) -> int | None:
     return int(number) if kind == "p" else None
 
 
-def shown_key(key: str) -> str:
-    """The key of a row as people see it."""
-    door, share, name = key.partition(SHARE)
-    if not share:
-        return key
-    slot = slot_of(key)
-    return f"{door} (permit {slot})" if slot is not None else f"{door} (reader {name.partition(' ')[2]})"
-
-
 def row_key(shown: str) -> str:
-    """The key of the row that `shown_key` shows so."""
+    """The key of the share that `printable` shows so; the same text if it shows none."""
     found = _SHOWN.fullmatch(shown)
     if found is None:
         return shown
     door, slot, name = found.groups()
-    return slot_key(door, int(slot)) if slot else reader_key(door, name)
+    return slot_key(door, int(slot)) if slot else reader_key(door, name.zfill(16))
 
 
-_SHOWN: Final = re.compile(r"(.+) \((?:permit ([0-9]{1,5})|reader ([0-9a-f]{16}))\)", re.DOTALL)
+_SHOWN: Final = re.compile(r"(.+) \((?:permit ([0-9]{1,5})|reader ([0-9a-f]{1,16}))\)", re.DOTALL)
 
 
 def valid_row_key(key: object) -> str:

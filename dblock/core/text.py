@@ -15,6 +15,10 @@ _JOINERS: Final = re.compile("(?<=[^\0-\x7f\u200c\u200d])[\u200c\u200d](?=[^\0-\
 """Between two characters that are not ASCII: of an emoji that is made of several, or of a script that needs them."""
 
 
+_SHARE: Final = re.compile("\x1f([rp]) ([0-9a-f]+)")
+"""The end of the key of a share (`dblock.core.share_keys`)."""
+
+
 def printable(text: str, escaped: Callable[[str], str] | None = None) -> str:
     r"""`text` with all characters escaped that steer a terminal, begin a new line, reorder other text or are invisible.
 
@@ -23,6 +27,7 @@ def printable(text: str, escaped: Callable[[str], str] | None = None) -> str:
     """
     if text.isprintable():
         return text
+    text = _SHARE.sub(lambda share: f" ({'permit' if share[1] == 'p' else 'reader'} {share[2].lstrip('0') or 0})", text)
     kept = {match.start() for match in _JOINERS.finditer(text)}
     return "".join(each if n in kept or _is_shown(each) else (escaped or _escaped)(each) for n, each in enumerate(text))
 

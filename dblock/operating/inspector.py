@@ -30,8 +30,9 @@ from dblock.core.lock.pins import pinned
 from dblock.core.pinned import Pinned
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Steps
+from dblock.core.share_keys import valid_row_key
 from dblock.core.text import printable
-from dblock.core.validation import TEXT_LENGTH, valid_key
+from dblock.core.validation import TEXT_LENGTH
 from dblock.locks import default_alias, reap
 from dblock.models import Lock
 from dblock.operating.timeline import told
@@ -87,7 +88,7 @@ class Inspector(_ModelAdmin):
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Lock | None:
         """The row of a key, and who pins it; None also for what can be no key, which a database is not asked for."""
         try:
-            row = super().get_object(request, valid_key(object_id), from_field)
+            row = super().get_object(request, valid_row_key(object_id), from_field)
         except InvalidKey:
             return None
         if row is not None:

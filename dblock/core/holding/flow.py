@@ -35,6 +35,7 @@ from dblock.core.holding.lease import Lease
 from dblock.core.identity import process_identity, storable
 from dblock.core.options import Options
 from dblock.core.protocol.store import Store
+from dblock.core.text import printable
 from dblock.core.values import MACHINE, SHARE, Grant, Tenure, key_of_share
 
 LISTENING_PACE: Final = 1.0
@@ -336,11 +337,7 @@ class Hold:
     @property
     def shown(self) -> str:
         """The key of its row as people see it."""
-        if SHARE not in self.tenure.key:
-            return self.tenure.key
-        from dblock.core.share_keys import shown_key  # noqa: PLC0415 - not for plain locks
-
-        return shown_key(self.tenure.key)
+        return printable(self.tenure.key) if SHARE in self.tenure.key else self.tenure.key
 
     @property
     def deferred(self) -> bool:

@@ -329,15 +329,21 @@ class BaseLock:
 
     def _hold_here(self, flow: Flow | None = None) -> Hold | None:
         """The hold of this flow; `flow` is this flow if known."""
-        holds = (flow or self._flow or current_flow()).holds
+        holds = (flow or self._running_flow()).holds
         hold = holds.get((self._store(), self._key)) if holds else None
         if hold is not None and hold.outer is not None and not hold.entered_by(self):
             # Another lock object took the key again after this object's tenure had ended, which stays lost.
             hold = next((outer for outer in hold.outers() if outer.entered_by(self)), hold)
         if hold is None or not hold.entries:
             return None
+        if self._flow is not None and hold.who["pid"] != os.getpid():  # of an object that a fork has copied
+            return None
         is_mine = hold.kind == self._kind and hold.reading <= self._reading
         return hold if is_mine or hold.entered_by(self) else None
+
+    def _running_flow(self) -> Flow:
+        """The flow that owns what is taken here: that of the object, if it has one, else the one that runs."""
+        return self._flow or current_flow()
 
     def _own_hold(self, verb: str) -> Hold:
         """The hold that this flow is about to change."""

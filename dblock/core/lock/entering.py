@@ -25,7 +25,6 @@ from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
-from dblock.core.runtime import current_flow
 from dblock.core.tokens import Token
 from dblock.core.values import Grant, LockInfo
 
@@ -34,8 +33,8 @@ def acquire(
     lock: BaseLock, timeout: float | None, kind: str = "acquire", flow: Flow | None = None
 ) -> Steps[Hold | Refused]:
     """The hold of this flow, else the refusal. `flow`: this flow, if known."""
-    entry, observers, flow = Entry(lock, kind), runtime.current.watchdog.observers, flow or current_flow()
-    if kind != "with":
+    entry, observers, flow = Entry(lock, kind), runtime.current.watchdog.observers, flow or lock._running_flow()
+    if kind != "with" and lock._flow is None:
         flow.ends_with_its_call()
     if observers is None:
         steps = _acquire(lock, timeout, entry, flow)
@@ -146,7 +145,7 @@ def enter(lock: BaseLock, timeout: float | EllipsisType | None = ...) -> Steps[N
 
 def enter_block(lock: BaseLock, timeout: float | None) -> Steps[None]:
     """The same, whatever `on_busy` says."""
-    flow = current_flow()
+    flow = lock._running_flow()
     hold = lock._hold_here(flow)
     if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:
         hold.entries[-1] = Entry(lock, "with")
@@ -172,7 +171,7 @@ def attach(lock: L, token: Token) -> Steps[L]:
 
 
 def _attach(lock: L, token: Token) -> Steps[L]:
-    store, flow, tenure = lock._store(), current_flow(), token.tenure
+    store, flow, tenure = lock._store(), lock._running_flow(), token.tenure
     database, entry = store.database, Entry(lock, "attach")
     flow.ends_with_its_call()
     attached = yield from tenures.attach(database, tenure, who_we_are(), token.ttl, token.grace, counted=token.counted)
@@ -209,7 +208,7 @@ def adopt(lock: BaseLock, token: Token) -> Steps[bool]:
 
 
 def _adopt(lock: BaseLock, token: Token) -> Steps[bool]:
-    store, flow, tenure = lock._store(), current_flow(), token.tenure
+    store, flow, tenure = lock._store(), lock._running_flow(), token.tenure
     database = store.database
     adopted = yield from tenures.adopt(database, tenure, who_we_are(), lock._ttl, lock.options.grace)
     if adopted is None:

@@ -18,7 +18,6 @@ from dblock.core.log import warn
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
-from dblock.core.runtime import current_flow
 from dblock.core.tokens import Token, token_text
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ def release_all(store: Store) -> Steps[int]:
 
 def _innermost(lock: BaseLock) -> Block | None:
     """The `with` of this very lock object that ends now; None if it has none, or was left otherwise."""
-    flow = current_flow()
+    flow = lock._running_flow()
     here = [block for block in lock._blocks if block.hold.flow() is flow]
     if here or lock._hold_here() is not None:
         return here[-1] if here else None

@@ -15,6 +15,7 @@ import functools
 import inspect as python
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -97,11 +98,21 @@ class BaseSemaphore:
         self._make, self._options = make_permit, options
         self._plain: Any = make_permit(valid_shared_key(key), **options)
         """A permit that is never acquired, for what needs a lock of the face."""
+        self._begin_anew()
+        self._met = -1
+        """The highest slot above its own that it has met."""
+
+    def _begin_anew(self) -> None:
+        """Hold no permit."""
         self._mutex = threading.RLock()  # a signal handler may release
         self._held: list[tuple[Any, Flow, bool]] = []
         """The permits of this object, by which flow each was acquired, and whether for a `with`."""
-        self._met = -1
-        """The highest slot above its own that it has met."""
+        self._runtime = runtime.current
+        """That of the process; a forked child has another, and the permits are the parent's."""
+
+    def _leave_to_parent(self) -> None:
+        if self._runtime is not runtime.current:
+            self._begin_anew()
 
     # -- what is known without I/O
 
@@ -123,7 +134,13 @@ class BaseSemaphore:
     @property
     def held(self) -> list[Any]:
         """The permits that this object holds, each a lock, the oldest first."""
-        return [permit for permit, _, _ in list(self._held) if permit.state is not None]
+        self._leave_to_parent()
+        return [permit for permit, _, _ in self._held]
+
+    def permit(self) -> Any:
+        """One permit, not yet acquired, as a lock of its own: for `db_locks`, and for what is given a lock."""
+        (permit,) = self._ordered(1)
+        return permit
 
     def met(self, slot: int) -> None:
         """Log a tenure in a slot that this semaphore does not have."""
@@ -153,11 +170,12 @@ class BaseSemaphore:
         """New permits, not yet acquired."""
         if self._count(n) > self._permits:
             raise ValueError(f"{self.key!r} has {self._permits} permits, and so never {n} at a time")
+        self._leave_to_parent()
         order, name = _Order(self, n), current_flow().who["thread"]
         made = [self._make(self.key, **self._options) for _ in range(n)]
         for permit in made:
             permit._order, permit._skipped = order, self._plain._skipped
-            permit._flow = runtime.current.flows.of_object(name, permit, lambda: False)
+            permit._flow = runtime.current.flows.of_object(name, permit, partial(_is_idle, threading.current_thread()))
         return made
 
     def _add(self, permits: list[Any], *, block: bool) -> None:
@@ -167,6 +185,7 @@ class BaseSemaphore:
 
     def _claim(self, n: int, *, block: bool) -> list[Any]:
         """The permits that are to be left, last first, no longer in the list; those of this flow before others."""
+        self._leave_to_parent()
         flow = current_flow()
         with self._mutex:
             mine = [each for each in self._held if each[2] is block]
@@ -276,6 +295,11 @@ class BaseSemaphore:
         if self._skips:
             inform("skipped a call: %s", str(busy))
         return self._skips
+
+
+def _is_idle(thread: threading.Thread) -> bool:
+    """Whether the process may release a permit as it ends: the thread that ordered it is not at work any more."""
+    return thread is threading.main_thread() or not thread.is_alive()
 
 
 class SyncSemaphore(BaseSemaphore):
@@ -427,7 +451,7 @@ class AsyncSemaphore(BaseSemaphore):
                     return self._plain.options.otherwise
                 raise
             async with contextlib.AsyncExitStack() as ending:
-                _ = ending.push_async_exit(functools.partial(AsyncSemaphore.__aexit__, semaphore))
+                _ = ending.push_async_exit(partial(AsyncSemaphore.__aexit__, semaphore))
                 return await function(*args, **kwargs)
 
         return cast("F", locked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
+from functools import partial
 from typing import Any
 
 from django.apps import apps
@@ -23,6 +24,8 @@ from dblock.operating.commands import doctor
 from dblock.operating.commands.checkup import Finding, Level
 from dblock.operating.commands.context import Context
 from dblock.operating.commands.parser import add_verbs
+from dblock.rwlocks import db_rwlock
+from dblock.semaphores import db_semaphore
 from dblock.store import store_for
 
 
@@ -86,12 +89,14 @@ def context(alias: str) -> Context:
     """The database of an alias, for the commands."""
     return Context(
         store_for(alias),
-        lambda key, **given: db_lock(key, using=alias, **given),
+        partial(db_lock, using=alias),
         lambda: make_tables(alias),
         (DatabaseError,),
         f"database {alias!r}",
         "manage.py dblock",
         valid_retention(conf.settings().RETENTION),
+        partial(db_rwlock, using=alias),
+        partial(db_semaphore, using=alias),
     )
 
 

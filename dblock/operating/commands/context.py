@@ -20,8 +20,8 @@ from dblock.core.protocol.drive import drive
 from dblock.core.protocol.sending import send
 from dblock.core.protocol.steps import Rows, Steps
 from dblock.core.protocol.store import Store
+from dblock.core.share_keys import row_key, valid_row_key
 from dblock.core.statements.base import Reply, Statement
-from dblock.core.validation import valid_key
 from dblock.core.values import LockInfo
 
 T = TypeVar("T")
@@ -44,6 +44,10 @@ class Context:
     """What was typed, for hints."""
     retention: float = 3600.0
     """Seconds for which rows of free keys stay, by default."""
+    rwlock: Callable[..., Any] | None = None
+    """`rwlock(key, **options)`: a read-write lock there, for `run`."""
+    semaphore: Callable[..., Any] | None = None
+    """`semaphore(key, permits, **options)`: a semaphore there, for `run`."""
 
     def do(self, steps: Steps[T]) -> T:
         """Drive these steps."""
@@ -89,8 +93,13 @@ class Context:
 
     def inspect(self, key: str) -> LockInfo | None:
         """A key's row, without the owner's token."""
-        info = self.do(tenures.inspect(self.store.database, valid_key(key)))
+        info = self.do(tenures.inspect(self.store.database, valid_row_key(key)))
         return None if info is None else info.masked()
+
+    def row_key(self, key: str) -> str:
+        """The key of the row that is meant: of a share, if `key` is how its key is shown and no row has that key."""
+        share = row_key(key)
+        return key if share == key or self.inspect(key) is not None else share
 
     def pinned(self, key: str) -> Pinned | None:
         """The transaction that keeps a key from being taken, or will when its tenure is over."""

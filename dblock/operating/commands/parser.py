@@ -24,7 +24,8 @@ exit status: that of the command, or 128 + n if signal n ended it; {BUSY} if the
 command could not be ended; 69 if the database failed; 126 or 127 if the command cannot be run, or found. A command that
 runs as another user (`run KEY -- sudo CMD`) cannot be ended and is sent no signals, unless `run` is root: run dblock
 itself as that user (`sudo dblock run KEY -- CMD`). The command has DBLOCK_KEY, DBLOCK_FENCE and DBLOCK_TOKEN in its
-environment; the last is a secret, with which one can attach to the lock."""
+environment, a line for each of several keys (one fence above them all); the last is a secret, with which one can attach
+to the lock."""
 
 
 def add_verbs(commands: _SubParsersAction[Any]) -> None:
@@ -68,8 +69,12 @@ def add_verbs(commands: _SubParsersAction[Any]) -> None:
 
 def _add_run(commands: _SubParsersAction[Any]) -> None:
     running = _add(commands, "run", run, "run a command under a lock", json=False, epilog=_STATUS)
-    running.add_argument("key", metavar="KEY")
+    running.add_argument("key", metavar="KEY", help="or several keys, which are taken together, before the --")
     running.add_argument("argv", nargs="+", metavar="CMD", help="the command, after --")
+    kind = running.add_mutually_exclusive_group()
+    kind.add_argument("--shared", action="store_true", help="read: as a reader of a read-write lock")
+    kind.add_argument("--write", action="store_true", help="as the writer of a read-write lock")
+    kind.add_argument("--permits", type=_count, metavar="N", help="hold one of N permits of a semaphore")
     wait = running.add_mutually_exclusive_group()
     wait.add_argument("-w", "--timeout", type=_seconds, metavar="SECONDS", help="wait for so long; for ever by default")
     wait.add_argument("-n", "--nb", action="store_true", help="do not wait")
@@ -99,8 +104,10 @@ def _with_command(parse: Callable[..., Any], arguments: Sequence[str], namespace
         at = head.index(dashes, 1)
         head, command = head[:at], head[at + 1 :]
     known, rest = parse([*head, "."] if command else head, namespace)
+    known.keys = [known.key]
     if command:
-        known.argv[-1:] = command
+        known.keys += known.argv[:-1]
+        known.argv = command
     return known, rest
 
 

@@ -32,7 +32,8 @@ DONE, NOT_HELD, NOT_AGREED = 0, 1, 2
 
 def release(context: Context, options: Namespace) -> int:
     """End the tenure of a key, or ask its holder to; 1 if nobody holds it, 2 if that was not agreed to."""
-    key, info = options.key, context.inspect(options.key)
+    key = context.row_key(options.key)
+    info = context.inspect(key)
     pinned = None if options.ask else context.pinned(key)
     if info is None or info.owner is None or options.fence not in {None, info.fence}:
         complain(f"{printable(key)!r} is not held" + (f" under fence {options.fence}" if options.fence else ""))

@@ -34,6 +34,7 @@ from dblock.core.errors import LockError, LockLost, LockStoreError, Reason
 from dblock.core.identity import storable
 from dblock.core.lock.leaving import share
 from dblock.core.lock.locks import SyncLock
+from dblock.core.lock.several import SyncLocks
 from dblock.core.text import printable
 from dblock.operating.commands.console import complain
 from dblock.operating.commands.context import Context, options_of
@@ -73,27 +74,43 @@ def run(context: Context, options: Namespace) -> int:
     if options.create_tables:
         context.ensure_tables()
     with _Pipe() as pipe:
-        lock = context.lock(
-            options.key,
-            timeout=0 if options.nb else options.timeout,
-            grace=options.kill_after,
-            release="now",
-            on_lost=pipe.lost,
-            label=storable(options.argv[0]) if options.label is None else options.label,
-            **options_of(options, "ttl", "min_hold"),
+        timeout = 0 if options.nb else options.timeout
+        lock = SyncLocks(
+            _members(
+                context,
+                options,
+                timeout=timeout,
+                grace=options.kill_after,
+                release="now",
+                on_lost=pipe.lost,
+                label=storable(options.argv[0]) if options.label is None else options.label,
+                **options_of(options, "ttl", "min_hold"),
+            ),
+            timeout,
         )
         with _ending_in_order():
             try:
                 if options.nb:  # which would have to connect in the time of a try
-                    _ = context.inspect(options.key)
+                    _ = context.inspect(options.keys[0])
                 held = lock.acquire()
             except LockStoreError as error:
                 complain(str(error))
                 return UNAVAILABLE
             if held:
                 return _run(lock, options, pipe)
-        complain(_busy(context, options.key))
+        complain("; ".join(_busy(context, key) for key in options.keys))
         return int(options.conflict_exit_code)
+
+
+def _members(context: Context, options: Namespace, **given: Any) -> list[SyncLock]:
+    """The locks of the keys, of the kind that was asked for."""
+    assert context.semaphore is not None and context.rwlock is not None  # noqa: S101, PT018 - both faces have them
+    if options.permits:
+        return [context.semaphore(key, options.permits, **given).permit() for key in options.keys]
+    if options.shared or options.write:
+        each = [context.rwlock(key, **given) for key in options.keys]
+        return [rwlock.read() if options.shared else rwlock.write() for rwlock in each]
+    return [context.lock(key, **given) for key in options.keys]
 
 
 def _busy(context: Context, key: str) -> str:
@@ -104,14 +121,14 @@ def _busy(context: Context, key: str) -> str:
     return f"{printable(key)!r} was not free in time"
 
 
-def _run(lock: SyncLock, options: Namespace, pipe: _Pipe) -> int:
+def _run(lock: SyncLocks, options: Namespace, pipe: _Pipe) -> int:
     """Run the command while the lock is held; its exit status."""
     try:
         environment = {
             **os.environ,
-            "DBLOCK_KEY": lock.key,
+            "DBLOCK_KEY": "\n".join(lock.keys),
             "DBLOCK_FENCE": str(lock.fence),
-            "DBLOCK_TOKEN": share(lock),
+            "DBLOCK_TOKEN": "\n".join(share(each) for each in lock),
         }
     except LockLost as error:
         complain(str(error))

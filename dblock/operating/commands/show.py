@@ -9,11 +9,13 @@ import sys
 from argparse import Namespace
 from datetime import UTC, datetime
 from itertools import islice
+from typing import Any
 
 from dblock.core.errors import LockStoreError
 from dblock.core.lock import administration
 from dblock.core.lock.administration import Blocking, EventInfo, Surveyed, WaiterInfo, truly_held
 from dblock.core.text import printable
+from dblock.core.values import SHARE, KeyKind, LockInfo
 from dblock.operating.commands.console import (
     HEADER,
     complain,
@@ -60,33 +62,37 @@ def ls(context: Context, options: Namespace) -> int:
 
 def show(context: Context, options: Namespace) -> int:
     """All about one key; 1 if it has no row."""
-    info, pinned = context.inspect(options.key), context.pinned(options.key)
+    key = context.row_key(options.key)
+    info, pinned = context.inspect(key), context.pinned(key)
     if info is None:
-        complain(
-            f"{printable(options.key)!r} has no row in {context.where}: nobody has held it, or it was reaped since"
-        )
+        complain(f"{printable(key)!r} has no row in {context.where}: nobody has held it, or it was reaped since")
         for pin in pins_of(pinned) if pinned else ():
             complain(f"a transaction pins it, and keeps everybody from taking it: {pin}")
         if options.json:
             say_json(None)
         return 1
-    waiters = context.do(administration.waiters(context.store, options.key, options.waiters))
-    waiting = max(context.do(administration.count_waiters(context.store, options.key)), len(waiters))
-    blocking = context.do(administration.blocking(context.store, options.key))
+    waiters = context.do(administration.waiters(context.store, key, options.waiters))
+    waiting = max(context.do(administration.count_waiters(context.store, key)), len(waiters))
+    shares = list(islice(context.survey(key + SHARE), options.waiters))
+    blocking = context.do(administration.blocking(context.store, key))
     events: list[EventInfo] = []
     try:
-        events = context.do(administration.events(context.store, options.key, options.events + 1))
+        events = context.do(administration.events(context.store, key, options.events + 1))
     except LockStoreError as error:  # their table is missing, or may not be read
         complain(str(error))
     more, events = len(events) > options.events, events[: options.events]
     if options.json:
         now = datetime.now(UTC)
-        told = {"queue": [waiter_json(each) for each in waiters], "events": [event_json(each, now) for each in events]}
+        told: dict[str, Any] = {"shares": [lock_json(each) for each in shares]}
+        told |= {"queue": [waiter_json(each) for each in waiters], "events": [event_json(each, now) for each in events]}
         chains = {name: [wanted_json(each) for each in chain] for name, chain in blocking.chains().items()}
         say_json({**lock_json(Surveyed(info, waiting, pinned)), **told, **chains})
         return 0
     facts = [*_facts(Surveyed(info, waiting, pinned)), *_chains(blocking)]
     say("\n".join(f"{name + ':':<14}{printable(value)}" for name, value in facts))
+    if shares:
+        say("")
+        say(table(("SHARE", *HEADER[1:]), [lock_row(each) for each in shares]))
     if waiters:
         say("")
         say(table(("#", "WAITING FOR", "WHO", "LABEL"), [_waiter(n, each) for n, each in enumerate(waiters, 1)]))
@@ -100,15 +106,15 @@ def show(context: Context, options: Namespace) -> int:
         )
         if more:
             say(f"(the last {options.events}; --events N shows more)")
-    if info.state == "held" and info.owner and sys.stdout.isatty() and info.key.isprintable():
-        release, key = f"{context.command} release", shlex.quote(info.key)
+    if info.state == "held" and info.owner and sys.stdout.isatty() and info.key.replace(SHARE, "").isprintable():
+        release, key = f"{context.command} release", shlex.quote(printable(info.key))
         say(f"\nto have it given back:  {release} --ask {key}\nto free it by force:    {release} {key}")
     return 0
 
 
 def _facts(surveyed: Surveyed) -> list[tuple[str, str]]:
     info, row = surveyed.info, lock_row(surveyed)
-    facts = [("key", info.key), ("state", row[1] + _PINNED if surveyed.state == "pinned" else row[1])]
+    facts = [("key", info.key), *_kind(info), ("state", row[1] + _PINNED if surveyed.state == "pinned" else row[1])]
     if surveyed.pinned:
         name = "pinned by" if surveyed.state == "pinned" else "guarded by"
         for pin in surveyed.pinned.pins:
@@ -135,6 +141,12 @@ def _facts(surveyed: Surveyed) -> list[tuple[str, str]]:
     if info.renewed is not None:
         facts.append(("renewed", f"{span(info.renewed)} ago"))
     return [*facts, ("asked back", info.revoked)] if info.revoked is not None else facts
+
+
+def _kind(info: LockInfo) -> list[tuple[str, str]]:
+    """What the key is used for, if that is no plain lock."""
+    share = "a share of " if SHARE in info.key else ""
+    return [("kind", f"{share}{KeyKind(info.kind)}")] if info.kind else []
 
 
 def _chains(blocking: Blocking) -> list[tuple[str, str]]:
