@@ -46,7 +46,7 @@ from dblock.core.text import printable
 from dblock.core.values import Identity
 from dblock.locks import default_alias
 from dblock.models import Lock, MomentField, Waiter
-from dblock.operating.inspector import QUEUED, Inspector, chains, pinned_of, pins_of, pins_shown, queue
+from dblock.operating.inspector import QUEUED, Inspector, chains, holders, pinned_of, pins_of, pins_shown, queue
 from dblock.operating.timeline import timeline, told
 from dblock.operating.wording import moment, span
 from dblock.store import store_for
@@ -296,6 +296,7 @@ class LockAdmin(Inspector):
                 "may_force_release": self.may(request, "force_release"),
                 "waiters": queue(waiters),
                 "more_waiters": max(vars(row)["waiting"] - len(waiters), 0),
+                "shares": holders(key, store),
             }
         return super().change_view(request, object_id, form_url, {**(extra_context or {}), **context})
 

@@ -33,6 +33,7 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.share_keys import valid_row_key
 from dblock.core.text import printable
 from dblock.core.validation import TEXT_LENGTH
+from dblock.core.values import SHARE
 from dblock.locks import default_alias, reap
 from dblock.models import Lock
 from dblock.operating.timeline import told
@@ -305,6 +306,23 @@ def chains(blocking: Blocking) -> dict[str, list[dict[str, str]]]:
         ]
         for name, chain in blocking.chains().items()
     }
+
+
+def holders(key: str, store: DjangoStore) -> list[dict[str, Any]]:
+    """The readers or permits of a key, as the template shows them."""
+    prefix = key + SHARE
+    shares = drive(administration.survey(store, key, QUEUED, prefix=prefix), store)
+    return [
+        {
+            "key": share.info.key,
+            "shown": printable(share.info.key),
+            "identity": named(share.info.identity),
+            "held": span(share.info.age),
+            "label": printable(share.info.label),
+        }
+        for share in shares
+        if share.info.key.startswith(prefix)
+    ]
 
 
 def queue(waiters: list[WaiterInfo]) -> list[dict[str, Any]]:

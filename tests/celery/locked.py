@@ -109,6 +109,16 @@ def plain(number: int, by: int = 1) -> int:
 
 
 @app.task(bind=True, max_retries=2)
+@app.task(bind=True, name="locked.limited")
+@locked_task("limited {resource}", bind=engine, permits=2, ttl=3)
+def limited(self: Any, resource: str, seconds: float = 0.05) -> str:
+    """At most two of these run at a time."""
+    with record(resource, self.request.id):
+        time.sleep(seconds)
+    return str(current_lock().slot)
+
+
+@app.task(bind=True, max_retries=2)
 @locked_task("own {resource}", bind=engine, on_busy="skip", ttl=3)
 def own_retry(self: Any, resource: str) -> Any:
     """Retries at once, twice, and ends slowly."""

@@ -59,6 +59,16 @@ def _kinds(outcomes: list[Any]) -> tuple[int, int, int]:
     return done, sum(skipped(each) for each in outcomes), sum(isinstance(each, LockTimeout) for each in outcomes)
 
 
+def test_at_most_so_many_at_a_time(celery: Celery) -> None:
+    """With permits=2 two run side by side, and never three; none is left out."""
+    results = [locked.limited.delay("r", 0.3) for _ in range(6)]
+    assert {result.get(timeout=60) for result in results} <= {"0", "1"}
+    found = [run for run in runs() if run.resource == "r"]
+    assert len(found) == 6
+    most = max(sum(one.began <= other.began < one.ended for one in found) for other in found)
+    assert most == 2
+
+
 def test_no_django(celery: Celery) -> None:
     """An app without Django has none of it afterwards."""
     assert locked.plain.delay(3, by=4).get(timeout=20) == 7

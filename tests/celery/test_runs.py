@@ -254,6 +254,11 @@ def test_arguments_that_do_not_fit_fail_the_send_by_name(site: Site) -> None:
         ({"unique_on": ["a"]}, "here names of arguments in the key"),
         ({"raise_on_duplicate": True}, 'here on_busy="raise"'),
         ({"lock_expiry": 60}, "here queue_ttl"),
+        ({"permits": 0}, "permits is 1 to"),
+        ({"permits": "3"}, "permits is a number"),
+        ({"permits": 3, "scope": "queue"}, 'scope="run"'),
+        ({"permits": 3, "reentrant": True}, "reentrant is not for permits"),
+        ({"permit": 3}, "permits"),
     ],
 )
 def test_bad_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:
@@ -503,6 +508,37 @@ def test_skipping_says_who_holds_it(site: Site, caplog: pytest.LogCaptureFixture
     assert (holder["task_id"], holder["label"], result["key"]) == (outer.id, work.name, "k")
     assert [(each["task_id"], each["key"], each["result"]) for each in told] == [(outer.get(), "k", result)]
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("on_busy", ["retry", "wait", "skip", "raise"])
+def test_so_many_runs_at_a_time(site: Site, on_busy: str) -> None:
+    """With permits=2 a second run goes on beside the first, and a third is busy: each policy as for a plain lock."""
+    slots, states = list[int](), list[str]()
+
+    @site.task("api:{name}", permits=2, on_busy=on_busy, timeout=0.2 if on_busy == "wait" else 0)
+    def work(self: Any, name: str, deeper: int) -> None:
+        permit = current_lock()
+        permit.check()
+        slots.append(permit.slot)
+        assert permit.key == f"api:{name}"
+        if deeper:
+            inner = work.delay(name, deeper - 1)
+            elsewhere(site.run)
+            states.append(inner.status)
+
+    _ = work.delay("a", 1)
+    site.run()
+    assert (sorted(slots), states) == ([0, 1], ["SUCCESS"])
+    assert site.held() == {}
+    _ = work.delay("a", 2)
+    site.run()
+    third = {"retry": "RETRY", "wait": "FAILURE", "skip": "SUCCESS", "raise": "FAILURE"}[on_busy]
+    assert (sorted(slots), states) == ([0, 0, 1, 1], ["SUCCESS", third, "SUCCESS"])
+    assert site.messages() == (on_busy == "retry"), "it has gone back"
+    if on_busy == "retry":
+        site.run()
+    assert len(slots) == 4 + (on_busy == "retry")
+    assert site.held() == {}
 
 
 @pytest.mark.parametrize("on_busy", ["raise", "wait"])

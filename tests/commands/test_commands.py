@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import threading
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from dblock.core.values import Identity, LockInfo
 from dblock.operating.commands import top as watching
 from dblock.operating.commands.console import span, table
 from dblock.operating.commands.context import Context
-from sqlalchemy_dblock import db_lock
+from sqlalchemy_dblock import db_lock, db_rwlock, db_semaphore
 from sqlalchemy_dblock.store import described, store_for
 from tests.commands.conftest import EACH, Shell
 from tests.conftest import SERVERS, url
@@ -537,3 +538,33 @@ def test_a_narrow_terminal(one: Shell) -> None:
     text = console.export_text()
     assert "stock:42 in the north" in text
     assert str(os.getpid()) in text
+
+
+def test_shares_are_shown_and_freed_one_by_one(one: Shell) -> None:
+    """Readers and permits are listed by what they are, under their key, and each can be freed by that name."""
+    engine = create_engine(url(one.database))
+    readers = [db_rwlock(engine, "k", label=f"reader {number}").read() for number in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(lambda lock: lock.acquire(), readers))
+        semaphore = db_semaphore(engine, "s", 3)
+        assert semaphore.acquire(n=2)
+        slots = sorted(permit.slot for permit in semaphore.held)
+        listed = one("ls").stdout
+        assert re.findall(r"^(k \(reader [0-9a-f]+\))  \s*held .* reader \d$", listed, re.MULTILINE)
+        assert re.findall(r"^s \(permit (\d)\)\s+held", listed, re.MULTILINE) == [str(slot) for slot in slots]
+        shown = one("show", "k").stdout
+        assert "kind:         a read-write lock" in shown
+        names = re.findall(r"^(k \(reader [0-9a-f]+\))", shown, re.MULTILINE)
+        assert len(names) == 2
+        told = json.loads(one("show", "s", "--json").stdout)
+        assert [share["label"] for share in told["shares"]] == ["", ""]
+        assert "a share of a semaphore" in one("show", f"s (permit {slots[0]})").stdout
+        assert one("release", "--yes", f"s (permit {slots[1]})").returncode == 0
+        assert one("release", "--yes", names[0]).returncode == 0
+        assert len(re.findall(r"^k \(reader", one("ls").stdout, re.MULTILINE)) == 1
+        assert semaphore.available() == 2
+        assert one("release", "--yes", "k (reader 0)").returncode == 1
+    one.run("DELETE FROM locks")
+    for hold in list(runtime.current.watchdog._holds):
+        runtime.current.watchdog.discard(hold)
+    engine.dispose()

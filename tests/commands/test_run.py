@@ -699,3 +699,41 @@ def _new_site(request: pytest.FixtureRequest, tmp_path: Path, database: str) -> 
         "INSTALLED_APPS = [*INSTALLED_APPS]\nSILENCED_SYSTEM_CHECKS = ['dblock.W001', 'dblock.W004']\n"
     )
     return name
+
+
+def test_it_reads_or_writes(one: Shell, tmp_path: Path) -> None:
+    """--shared runs beside others of its kind, --write alone."""
+    reading = one.start("run", "--shared", "k", "--", "sh", "-c", f"touch {tmp_path}/reads; read _; exit 3")
+    assert until((tmp_path / "reads").exists, 30)
+    assert one.apart("run", "-n", "--shared", "k", "--", "true").returncode == 0
+    assert one.apart("run", "-n", "--write", "k", "--", "true").returncode == 75
+    assert one.apart("run", "-n", "k", "--", "true").returncode == 69, "it is the key of another kind"
+    _ = reading.communicate("\n", timeout=30)
+    assert reading.returncode == 3
+    assert one.apart("run", "-n", "--write", "k", "--", "true").returncode == 0
+
+
+def test_it_holds_a_permit(one: Shell, tmp_path: Path) -> None:
+    """Of so many."""
+    script = f"touch {tmp_path}/$0; read _"
+    holders = [one.start("run", "--permits", "2", "k", "--", "sh", "-c", script, f"n{number}") for number in range(2)]
+    assert until(lambda: all((tmp_path / f"n{number}").exists() for number in range(2)), 30)
+    assert one.apart("run", "-n", "--permits", "2", "k", "--", "true").returncode == 75
+    assert one.apart("run", "-n", "--permits", "3", "k", "--", "true").returncode == 0
+    for holder in holders:
+        _ = holder.communicate("\n", timeout=30)
+        assert holder.returncode == 0
+    assert one.apart("run", "-n", "--permits", "1", "k", "--", "true").returncode == 0
+
+
+def test_it_holds_several_keys(one: Shell) -> None:
+    """All or none; the environment names them line by line, and one fence above theirs."""
+    script = 'echo "$DBLOCK_KEY" "$DBLOCK_FENCE"; echo "$DBLOCK_TOKEN" | wc -l'
+    done = one.apart("run", "b", "a", "--", "sh", "-c", script)
+    fences = dict(one.run("SELECT lock_key, fence FROM locks"))
+    assert done.stdout.split() == ["b", "a", str(max(fences.values())), "2"]
+    with one.lock("a", label="theirs"):
+        busy = one.apart("run", "-n", "b", "a", "--", "true")
+    assert busy.returncode == 75
+    assert "'a' is held by" in busy.stderr
+    assert free(one, "b")
