@@ -18,7 +18,7 @@ from django.test import Client, override_settings
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from dblock import LockLost, LockStoreError, db_lock
+from dblock import LockLost, LockStoreError, db_lock, db_rwlock, db_semaphore
 from dblock.admin import MANY, STATES
 from dblock.core import runtime
 from dblock.core.lock.administration import LINKS, EventInfo, truly_held
@@ -275,6 +275,31 @@ def test_force_release(site: Site) -> None:
     heir.leave()
     gone = client.get(change("k/1", "release"), follow=True)
     assert "Nobody holds" in gone.content.decode()
+
+
+def test_the_holders_of_shares(site: Site) -> None:
+    """Each reader and permit is listed by what it is, is linked from the page of its key, and can be freed alone."""
+    client = site.user("view_lock", "force_release_lock")
+    with (
+        db_rwlock("k", using=site.alias, label="<i>reads").read() as read,
+        db_semaphore("s", 3, using=site.alias, timeout=5) as permit,
+    ):
+        row = read.inspect().key
+        for text in (page(client, LIST), page(client, change("k")), page(client, change(row))):
+            assert f"k (reader {row[-16:].lstrip('0')})" in text
+            assert "&lt;i&gt;reads" in text
+            assert "\x1f" not in text
+        assert f"{LIST}k%1Fr%20{row[-16:]}/change/" in page(client, change("k"))
+        assert f"s (permit {permit.slot})" in page(client, change("s"))
+        assert "(permit" not in page(client, change("k"))
+        answer = client.post(change(row, "release"), {"fence": read.fence, "reason": "enough"}, follow=True)
+        assert "was released" in answer.content.decode()
+        assert not read.owned()
+        assert permit.verify()
+        with pytest.raises(LockLost, match="enough"):
+            read.verify()
+        with pytest.raises(LockLost):
+            read.release()
 
 
 def test_a_key_that_a_transaction_pins(site: Site) -> None:
