@@ -280,10 +280,9 @@ def test_force_release(site: Site) -> None:
 def test_the_holders_of_shares(site: Site) -> None:
     """Each reader and permit is listed by what it is, is linked from the page of its key, and can be freed alone."""
     client = site.user("view_lock", "force_release_lock")
-    with (
-        db_rwlock("k", using=site.alias, label="<i>reads").read() as read,
-        db_semaphore("s", 3, using=site.alias, timeout=5) as permit,
-    ):
+    read = db_rwlock("k", using=site.alias, label="<i>reads").read()
+    assert read.acquire()
+    with db_semaphore("s", 3, using=site.alias, timeout=5) as permit:
         row = read.inspect().key
         for text in (page(client, LIST), page(client, change("k")), page(client, change(row))):
             assert f"k (reader {row[-16:].lstrip('0')})" in text
