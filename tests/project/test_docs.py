@@ -67,8 +67,19 @@ app.conf.task_always_eager = True
 PACKAGES = ["dblock", "sqlalchemy_dblock"]
 BEFORE = {
     "docs/family.md django": """
-import os, signal, time
-balances, terms = {1: 10, 2: 0}, []
+import os, signal, threading, time
+balances, terms, report, sent, totals = {1: 10, 2: 0}, [], {"text": "old"}, [], {"monday": 8}
+class api:
+    post = staticmethod(lambda account, order: (account, order))
+def build_report():
+    return "new"
+def send_to_customers(text):
+    from dblock import db_rwlock
+    read, write = db_rwlock("report:today").read(), db_rwlock("report:today").write()
+    thread = threading.Thread(target=lambda: sent.extend([
+        text, read.acquire(blocking=False) and (read.release() or True), write.acquire(blocking=False)]))
+    thread.start()
+    thread.join()
 def do_a_piece_of_work(term):
     if not terms:
         transfer(1, 2, 4)
@@ -110,10 +121,13 @@ assert found[0].startswith("3 more of 42, fence 1") and rebuild.delay().get() ==
     "docs/family.md django": """
 assert terms == [terms[0]] * 3 and not leader.is_leader
 assert balances == {1: 7, 2: 3} and not locks.state
+assert report == {"text": "new"} and sent == ["new", True, False] and total("monday") == 8
+assert call_api("42", "a book") == ("42", "a book") and semaphore.held == [] and semaphore.available() == 3
 other = db_leader("importer")
 assert other.campaign(timeout=5) and other.term > terms[0]
 other.resign()
 """,
+    "docs/family.md sqlalchemy": "assert write.state is None and permit.slot is None",
     "docs/transactions.md django": 'sell(None, "42")\nassert Stock.objects.get().left == 7',
     "docs/coming-from.md once-a-minute": """
 import threading
