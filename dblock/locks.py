@@ -26,9 +26,9 @@ from dblock.core.options import Given
 from dblock.core.protocol import reaping
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
-from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
+from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention
-from dblock.core.values import Seconds, key_of_share
+from dblock.core.values import SHARE, Seconds, key_of_share
 from dblock.store import DjangoStore, known_stores, pin, store_for
 from dblock.transactions import follow_rollbacks, keep_until_end, open_blocks
 
@@ -258,8 +258,21 @@ class DbLock:
     def _attaching(self, text: str, options: Options) -> tuple[Lock, Steps[Lock]]:
         token = valid_token(text)
         merged: Options = {"ttl": token.ttl, "grace": token.grace, "min_hold": token.min_hold, **options}
-        lock = self(key_of_share(token.tenure.key), **merged)
+        lock: Lock = self._of(token, merged) if token.kind else self(token.tenure.key, **merged)
         return lock, entering.attach(lock, token)
+
+    def _of(self, token: Token, options: Options) -> Lock:
+        """The lock of a reader, of a writer or of a permit."""
+        from dblock.core.share_keys import slot_of  # noqa: PLC0415 - not for plain locks
+        from dblock.rwlocks import db_rwlock  # noqa: PLC0415 - likewise
+        from dblock.semaphores import db_semaphore  # noqa: PLC0415 - likewise
+
+        key, slot = key_of_share(token.tenure.key), slot_of(token.tenure.key)
+        if slot is not None:
+            permit: Lock = db_semaphore(key, slot + 1, **options).permit()
+            return permit
+        rw = db_rwlock(key, **options)
+        return rw.read() if SHARE in token.tenure.key else rw.write()
 
 
 db_lock = DbLock()

@@ -18,9 +18,9 @@ from dblock.core.lock.locks import Attaching, SyncLock
 from dblock.core.options import Given
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
-from dblock.core.tokens import Sequencer, valid_sequencer, valid_token
+from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention
-from dblock.core.values import Seconds, key_of_share
+from dblock.core.values import SHARE, Seconds, key_of_share
 from sqlalchemy_dblock.connections import in_greenlet_of_its_own
 from sqlalchemy_dblock.store import INSTEAD, EngineStore, own_store, store_for
 
@@ -201,10 +201,25 @@ def attach(engine: Engine | AsyncEngine, token: str, **options: Unpack[Options])
     known = valid_token(token)
     del token  # an error report may show the locals
     merged: Options = {"ttl": known.ttl, "grace": known.grace, "min_hold": known.min_hold, **options}
-    lock = db_lock(engine, key_of_share(known.tenure.key), **merged)
+    lock = _of(engine, known, merged) if known.kind else db_lock(engine, known.tenure.key, **merged)
     if isinstance(lock, Lock):
         return lock._drive(entering.attach(lock, known))
     return Attaching(lock, lock._adrive(entering.attach(lock, known)))
+
+
+def _of(engine: Any, token: Token, options: Options) -> Lock | AsyncLock:
+    """The lock of a reader, of a writer or of a permit."""
+    from dblock.core.share_keys import slot_of  # noqa: PLC0415 - not for plain locks
+    from sqlalchemy_dblock.rwlocks import db_rwlock  # noqa: PLC0415 - likewise
+    from sqlalchemy_dblock.semaphores import db_semaphore  # noqa: PLC0415 - likewise
+
+    key, slot = key_of_share(token.tenure.key), slot_of(token.tenure.key)
+    if slot is not None:
+        permit: Lock | AsyncLock = db_semaphore(engine, key, slot + 1, **options).permit()
+        return permit
+    rw: Any = db_rwlock(engine, key, **options)
+    lock: Lock | AsyncLock = rw.read() if SHARE in token.tenure.key else rw.write()
+    return lock
 
 
 @overload

@@ -33,6 +33,8 @@ class Token(NamedTuple):
     min_hold: float
     counted: bool = True
     """Whether the key's row counts the token until it is used, so that the key stays closed for its bearer."""
+    kind: int = 0
+    """What its key is used for, a `KeyKind`."""
 
 
 class Sequencer(NamedTuple):
@@ -49,7 +51,7 @@ class Sequencer(NamedTuple):
 
 def token_text(token: Token) -> str:
     """The token as one opaque string of URL-safe characters."""
-    return _TOKEN + _packed([*token.tenure, token.ttl, token.grace, token.min_hold, int(token.counted)])
+    return _TOKEN + _packed([*token.tenure, token.ttl, token.grace, token.min_hold, int(token.counted), token.kind])
 
 
 def _row_key(key: object) -> str:
@@ -61,12 +63,12 @@ def _row_key(key: object) -> str:
 def valid_token(text: object) -> Token:
     """Parse what `token_text` made. InvalidToken otherwise, which neither quotes nor references the text, a secret."""
     with suppress(InvalidKey, TypeError, ValueError):
-        key, owner, fence, ttl, grace, min_hold, counted = _unpacked(text, _TOKEN)
-        if not (isinstance(owner, str) and _OWNER.fullmatch(owner) and counted in (0, 1)):
+        key, owner, fence, ttl, grace, min_hold, counted, kind = _unpacked(text, _TOKEN)
+        if not (isinstance(owner, str) and _OWNER.fullmatch(owner) and counted in (0, 1) and kind in (0, 1, 2)):
             raise _Malformed
         tenure = Tenure(_row_key(key), Masked(owner), _fence(fence))
         spans = valid_ttl(ttl), valid_span(grace, "grace", ""), valid_span(min_hold, "min_hold", "")
-        return Token(tenure, *spans, counted=bool(counted))
+        return Token(tenure, *spans, counted=bool(counted), kind=kind)
     del text  # an error report may show the locals
     raise InvalidToken("this is not a token made by detach()")
 

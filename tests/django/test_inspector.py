@@ -283,7 +283,9 @@ def test_the_holders_of_shares(site: Site) -> None:
     read = db_rwlock("k", using=site.alias, label="<i>reads").read()
     assert read.acquire()
     with db_semaphore("s", 3, using=site.alias, timeout=5) as permit:
-        row = read.inspect().key
+        info = read.inspect()
+        assert info is not None
+        row = info.key
         for text in (page(client, LIST), page(client, change("k")), page(client, change(row))):
             assert f"k (reader {row[-16:].lstrip('0')})" in text
             assert "&lt;i&gt;reads" in text

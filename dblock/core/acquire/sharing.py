@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
-from dblock.core.acquire import handover
+from dblock.core.acquire import handover, slow
 from dblock.core.acquire.acquiring import Refused, await_first_answer
 from dblock.core.acquire.handover import undo_take
 from dblock.core.acquire.local_queue import Request
@@ -83,10 +83,11 @@ class Sharing:
         *,
         door: Door | None = None,
         contended: Callable[[LockInfo | None], None] | None = None,
+        slow_wait: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """`door` acquires the key; `contended` is called when the wait for shares begins."""
+        """`door` acquires the key; `contended` and `slow_wait` are those of `acquiring.acquire`, for the wait there."""
         self.site, self.request, self.services, self.timeout = site, request, services, timeout
-        self._door, self.contended = door, contended
+        self._door, self.contended, self.slow_wait = door, contended, slow_wait
         self.database, self.shares = site.database, site.database.dialect.shares
         self.timing = site.database.timing
         self.start = self.database.now()
@@ -345,7 +346,7 @@ class Sharing:
         if socket is not None:
             channel = socket.channel
         self.site.wakeups.register(door_bell(tenure.key), tenure.fence, wakeup)
-        began, renew_at = now(), -math.inf
+        began, renew_at, slow_wait = now(), -math.inf, self.slow_wait()
         try:
             while shares and now() < self.deadline:
                 if now() >= renew_at:
@@ -356,6 +357,8 @@ class Sharing:
                     continue
                 if now() - began >= self.timing.listen_after:
                     services.listen()
+                if now() - self.start >= slow_wait:
+                    slow.say(self.site, self.request, now() - self.start, None, services, share=str(shares[0][0]))
                 near = all(str(row[1] or "").startswith(self.request.flow[:MACHINE]) for row in shares)
                 rings = services.notifications_ready and self.database.dialect.queue.sleep_until_killed is None
                 pause = self.timing.poll_notified

@@ -11,6 +11,7 @@ from dblock.core.acquire.local_queue import LocalQueue, Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.log import warn
+from dblock.core.text import printable
 from dblock.core.values import Identity
 
 INTERVAL: Final = 60.0
@@ -19,8 +20,16 @@ KEYS: Final = 1000
 """Most keys whose last line is remembered; then the oldest are forgotten."""
 
 
-def say(site: Site, request: Request, waited: float, local_queue: LocalQueue | None, services: WaiterServices) -> None:
-    """Log a wait, unless this process logged one for the same key within a minute."""
+def say(
+    site: Site,
+    request: Request,
+    waited: float,
+    local_queue: LocalQueue | None,
+    services: WaiterServices,
+    *,
+    share: str = "",
+) -> None:
+    """Log a wait, unless this process logged one for the same key within a minute. `share`: one that is in the way."""
     key, now, said = request.key, site.database.now(), site.slow_waits
     with site.local_queues.mutex:
         if now < said.get(key, -INTERVAL) + INTERVAL:
@@ -30,7 +39,8 @@ def say(site: Site, request: Request, waited: float, local_queue: LocalQueue | N
         if len(said) > KEYS:
             del said[next(iter(said))]
     us = Identity(request.host, request.pid, request.thread, request.program, request.task)
-    we, holder = f'{us} "{request.label}"' if request.label else str(us), _holder(key, now, local_queue, services)
+    we = f'{us} "{request.label}"' if request.label else str(us)
+    holder = f"{printable(share)!r} is held" if share else _holder(key, now, local_queue, services)
     warn("%s has been waiting %.1f s for %r: %s", we, waited, key, holder)
 
 

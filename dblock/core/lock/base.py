@@ -68,7 +68,15 @@ class Taking(NamedTuple):
         """Acquire a share of the key, or the key beside shares."""
         from dblock.core.acquire.sharing import Sharing  # noqa: PLC0415 - not for plain locks
 
-        return Sharing(self.site, self.request, self.services, self.timeout, door=self.key, contended=self.contended)
+        return Sharing(
+            self.site,
+            self.request,
+            self.services,
+            self.timeout,
+            door=self.key,
+            contended=self.contended,
+            slow_wait=self.slow_wait,
+        )
 
 
 class BaseLock:

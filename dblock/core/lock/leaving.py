@@ -90,7 +90,7 @@ def _detach(lock: BaseLock, hold: Hold) -> Steps[str]:
     hold.entries = kept
     if not staying:
         freed(hold)
-    return token_text(Token(hold.tenure, ttl, grace, hold.min_hold))
+    return token_text(Token(hold.tenure, ttl, grace, hold.min_hold, kind=hold.kind))
 
 
 def share(lock: BaseLock) -> str:
@@ -98,7 +98,9 @@ def share(lock: BaseLock) -> str:
     hold = lock._own_hold("share")
     _ = lock._surely_held()
     hold.shared_entries = hold.shared_entries or 0
-    return token_text(Token(hold.tenure, hold.lease.ttl, hold.lease.grace, hold.min_hold, counted=False))
+    return token_text(
+        Token(hold.tenure, hold.lease.ttl, hold.lease.grace, hold.min_hold, counted=False, kind=hold.kind)
+    )
 
 
 def finish(hold: Hold) -> Steps[None]:

@@ -135,7 +135,7 @@ class BaseSemaphore:
     def held(self) -> list[Any]:
         """The permits that this object holds, each a lock, the oldest first."""
         self._leave_to_parent()
-        return [permit for permit, _, _ in self._held]
+        return [permit for permit, _, _ in self._held if permit._hold_here() is not None]
 
     def permit(self) -> Any:
         """One permit, not yet acquired, as a lock of its own: for `db_locks`, and for what is given a lock."""
@@ -188,7 +188,7 @@ class BaseSemaphore:
         self._leave_to_parent()
         flow = current_flow()
         with self._mutex:
-            mine = [each for each in self._held if each[2] is block]
+            mine = [each for each in self._held if each[2] is block and (block or each[0]._hold_here() is not None)]
             if n > len(mine):
                 raise PermitNotHeld(
                     f"Semaphore released too many times: {n} of {self.key!r}, of which this object holds {len(mine)}",
@@ -236,7 +236,12 @@ class BaseSemaphore:
             raise late
 
     def _leave(self, permit: Any, *, block: bool) -> Steps[None]:
-        """Release a permit that was claimed; it is in the list again if that failed before anything was sent."""
+        """Release a permit that was claimed; it is in the list again if that failed before anything was sent.
+
+        A block whose permit was detached, or released by its own method, ends without a word.
+        """
+        if block and permit._hold_here() is None:
+            return
         try:
             yield from leaving.release(permit)
         except BaseException:
