@@ -131,7 +131,7 @@ def end_expired(words: Vocabulary) -> Statement:
 
     A renewal that was faster is seen. Asynchronous: a row that a crash brings back is as expired as before.
     """
-    over = words.unpinned(f"expires_at <= {words.now}")
+    over = words.unpinned(f"owner IS NULL OR expires_at <= {words.now}")
     sql = words.delete_listed("locks", "lock_key", f"{over} {words.asynchronous}")
     return Statement("end_expired", sql, Reply.COUNT, row_locked=WhenLocked.SKIP, priority=True)
 
