@@ -344,7 +344,8 @@ SELECT :key, :owner, {SQL.remember(f"GREATEST(door.fence + 1, {SQL.micros})")}, 
        {SQL.after(":life")}, :label, :host, :pid, :thread, :program, :task, :kind, 1
 FROM locks AS door{SQL.by_key}
 WHERE door.lock_key = :door AND door.kind = :kind
-  AND (door.reading = 1 OR (door.owner = :holder AND door.fence = :holders_fence AND door.expires_at > {SQL.now}))
+  AND ((:holder = '' AND door.reading = 1)
+       OR (door.owner = :holder AND door.fence = :holders_fence AND door.expires_at > {SQL.now}))
   AND {no_writer_waits(SQL, "door")}
 /*!80017 FOR SHARE OF door NOWAIT */ /*M! LOCK IN SHARE MODE */
 """,

@@ -66,8 +66,8 @@ SELECT :key, :owner, {words.greatest}(door.fence + 1, {words.micros}), 1, :ttl, 
        :label, :host, :pid, :thread, :program, :task, :kind, 1
 FROM locks AS door{words.by_key}
 WHERE door.lock_key = :door AND door.kind = :kind
-  AND (door.reading = 1 OR door.owner IS NULL OR door.expires_at <= {words.now}
-       OR (door.owner = :holder AND door.fence = :holders_fence))
+  AND ((:holder = '' AND (door.reading = 1 OR door.owner IS NULL OR door.expires_at <= {words.now}))
+       OR (door.owner = :holder AND door.fence = :holders_fence AND door.expires_at > {words.now}))
   AND {no_writer_waits(words, "door")}
 RETURNING fence
 """
