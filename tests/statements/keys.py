@@ -438,7 +438,7 @@ _DETACH: Final = (
 
 _FREED: Final = {"owner": None, "count": 0, "expires_at": NOW}
 
-_RELEASE: Final = (
+RELEASE: Final = (
     Case("release", "the key is free", keys=[held(), held("j")], reply=[(0,)], after={"k": _FREED}),
     Case(
         "release",
@@ -767,7 +767,7 @@ CASES: Final = (
     *_ATTACH,
     *_ADOPT,
     *_DETACH,
-    *_RELEASE,
+    *RELEASE,
     *_LEAVE,
     *_PIN,
     *_LOCATE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 from tests.conftest import DATABASES
@@ -27,7 +28,7 @@ from tests.statements.cases import (
     names,
     waiter,
 )
-from tests.statements.keys import BEGUN, CREATED, lasts_longer, of_tenure
+from tests.statements.keys import BEGUN, CREATED, RELEASE, lasts_longer, of_tenure
 
 POSTGRESQL: Final = ("postgresql",)
 NOT_POSTGRESQL: Final = ("sqlite", *MYSQL)
@@ -187,6 +188,10 @@ _READ: Final = (
     _reads_not("not beside another writer", _WRITTEN, given=_MINE),
     _reads_not("not beside a later one of its own", held(kind=RWLOCK, fence=8), given=_MINE),
     _reads_not("nor an earlier one", held(kind=RWLOCK, fence=6), given=_MINE),
+    _reads_not("nor if its lease has ended", held(kind=RWLOCK, expires_at=At(-0.5)), given=_MINE),
+    _reads_not("nor if the door is free, as another one may have written since", free(kind=RWLOCK), given=_MINE),
+    _reads_not("nor beside a reader, which came later", {**_BESIDE, "fence": 9}, given=_MINE),
+    _reads_not("nor if the last reader left the door", free(kind=RWLOCK, reading=1), given=_MINE),
     *(each for level in LEVELS for each in _reads_while_a_writer_comes(level)),
 )
 
@@ -474,6 +479,21 @@ def _leaves(statement: str, share: str, gone: Record | None, otherwise: Any) -> 
         yield Case(statement, behaviour, keys=[row, held(owner="other", **_AWAITED)], **given)
 
 
+_LEAVE_SLOT: Final = (
+    *_leaves("leave_slot", SLOT, _LEFT, [(0,)]),
+    Case(
+        "leave_slot",
+        "a pin is no obstacle",
+        keys=[held(SLOT), held("k\x1fq")],
+        given={"key": SLOT},
+        beside=[Do("pin", {"key": SLOT})],
+        reply=None,
+        after={SLOT: _LEFT},
+        on=SERVERS,
+    ),
+    *(replace(case, statement="leave_slot", on=NOT_POSTGRESQL) for case in RELEASE),
+)
+
 _AWAITED_CASES: Final = tuple(
     Case("awaited", behaviour, keys=keys, reply=reply, on=DATABASES)
     for behaviour, keys, reply in (
@@ -493,6 +513,6 @@ CASES: Final = (
     *_LISTED,
     *_END_EXPIRED,
     *_leaves("leave_read", READER, None, DONE),
-    *_leaves("leave_slot", SLOT, _LEFT, [(0,)]),
+    *_LEAVE_SLOT,
     *_AWAITED_CASES,
 )
