@@ -112,6 +112,14 @@ class MySQL(Vocabulary):
     def bounds(self, key: str) -> tuple[str, str]:
         return f"CONCAT({key}, CHAR(31 USING utf8mb4))", f"CONCAT({key}, ' ')"
 
+    @property
+    def shares_of_locks(self) -> str:
+        # A range is found by a column of a table of the same query; by one of an outer query the table is scanned.
+        low, high = self.bounds("door.lock_key")
+        return f"""SELECT 1 FROM locks AS door{self.by_key}
+        {self.join} locks AS share{self.by_key} ON share.lock_key > {low} AND share.lock_key < {high}
+        WHERE door.lock_key = locks.lock_key"""
+
     def delete_up_to(self, table: str, name: str, last: str) -> str:
         # The number is known before the table is read; MariaDB takes none from a subquery in a condition for a range.
         due = f"(SELECT {last} AS last) AS due"

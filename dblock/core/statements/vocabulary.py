@@ -133,6 +133,12 @@ class Vocabulary:
         """Texts between which the keys of the shares of a key are."""
         return f"{key} || {self.separator}", f"{key} || ' '"
 
+    @property
+    def shares_of_locks(self) -> str:
+        """A query of the shares, as `share`, of the key in a row of `locks` outside; ends in a condition."""
+        low, high = self.bounds("locks.lock_key")
+        return f"SELECT 1 FROM locks AS share{self.by_key} WHERE share.lock_key > {low} AND share.lock_key < {high}"
+
     def delete_up_to(self, table: str, name: str, last: str) -> str:
         """Delete the rows whose number `name`, the primary key, is at most the number `last`; ends in a condition."""
         return f"DELETE FROM {table} WHERE {name} <= (SELECT last FROM (SELECT {last} AS last) AS due)"
