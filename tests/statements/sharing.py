@@ -481,15 +481,18 @@ def _leaves(statement: str, share: str, gone: Record | None, otherwise: Any) -> 
 
 _LEAVE_SLOT: Final = (
     *_leaves("leave_slot", SLOT, _LEFT, [(0,)]),
-    Case(
-        "leave_slot",
-        "a pin is no obstacle",
-        keys=[held(SLOT), held("k\x1fq")],
-        given={"key": SLOT},
-        beside=[Do("pin", {"key": SLOT})],
-        reply=None,
-        after={SLOT: _LEFT},
-        on=SERVERS,
+    *(
+        Case(
+            "leave_slot",
+            "its own pin is no obstacle",
+            keys=[held(SLOT), held("j")],
+            given={"key": SLOT},
+            beside=[Do("pin", {"key": SLOT})],
+            reply=reply,
+            after={SLOT: _LEFT},
+            on=databases,
+        )
+        for databases, reply in ((POSTGRESQL, [(None, None)]), (MYSQL, [(0,)]))
     ),
     *(replace(case, statement="leave_slot", on=NOT_POSTGRESQL) for case in RELEASE),
 )
