@@ -87,8 +87,8 @@ EQUIVALENT: Final = (
         sure=False,
     ),
     Excuse(
-        *("postgresql", "stale", "ORDER BY lock_key -> nothing"),
-        "the index that leads to them has the keys in order (the other order is noticed), where it is taken",
+        *("postgresql", "[sd]*", "ORDER BY * -> nothing"),
+        "the index that leads to them has them in order (the other order is noticed), where it is taken",
         sure=False,
     ),
     *(
