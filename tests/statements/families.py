@@ -72,7 +72,7 @@ BOUNDED: Final = {
         _EVENTS: ("trim",),
     },
     "mariadb": {
-        _ROW: ("take", *_LATER, "reap", "read"),
+        _ROW: ("take", *_LATER, "reap", "read", "take_slot"),
         _SHARES: ("take_slot", "end_expired"),
         _PLACE: ("grant", "adopt_place", "leave_queue", "heartbeat", "confirm", "forget"),
         _CREATION: ("create",),
@@ -82,7 +82,7 @@ BOUNDED: Final = {
         ),
     },
     "mysql": {
-        _ROW: ("take", *_LATER, "reap", "read"),
+        _ROW: ("take", *_LATER, "reap", "read", "take_slot"),
         _SHARES: ("take_slot", "end_expired"),
         _PLACE: ("grant", "forget"),
     },

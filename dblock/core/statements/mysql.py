@@ -17,8 +17,9 @@ so both are the same.
 A pin is a shared lock of the guarded transaction on the row's entry in the index `locks_pin`. A covering read locks
 that entry and not the row, and reads the latest state whatever the transaction's snapshot. A take reaches its row
 through that index and so has to lock the entry exclusively; all other statements go through the primary key and never
-meet it. Above READ COMMITTED, InnoDB sometimes locks the gap before the entry as well (seen when a neighbour had just
-been deleted): the creation of a neighbouring key is then "busy" until the transaction ends.
+meet it. Above READ COMMITTED, MariaDB locks the gap before the entry as well, and MySQL sometimes does (seen when a
+neighbour had just been deleted): the creation of a row right before it, a reader's included, is then "busy" until the
+transaction ends.
 
 Most statements must not wait for another transaction's lock on their row: 1205 or 3572, nothing has happened. MariaDB
 sets that for one statement (`SET STATEMENT ... FOR`). MySQL has NOWAIT for reads alone, so there an update first reads
@@ -64,6 +65,7 @@ class MySQL(Vocabulary):
     by_pin = " FORCE INDEX (locks_pin)"
     by_ticket = " FORCE INDEX (lock_waiters_queue)"
     join = "STRAIGHT_JOIN"
+    read_at_once = "/*!80017 FOR SHARE NOWAIT */"
     at_once = "/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */ "
     time = "datetime(6)"
     serial = "bigint NOT NULL AUTO_INCREMENT PRIMARY KEY"

@@ -75,14 +75,14 @@ RETURNING fence
 
 
 def take_slot(words: Vocabulary) -> Statement:
-    """Safe: as `take`. That waiters come first is read without a lock, and decides about the order alone."""
+    """Safe: as `take`. What the door's row says decides about the order alone."""
     # Neither database of MySQL's family reads the table that it updates, except through a table that it makes first.
     free = f"""EXISTS (SELECT 1 FROM (
       SELECT door.lock_key FROM locks AS door{words.by_key}
       WHERE door.lock_key = :door AND door.kind = {words.integer(":kind")}
         AND (door.last_ticket = door.served_ticket OR {words.integer(":fair")} = 0)
         AND (door.owner IS NULL OR door.expires_at <= {words.now})
-      LIMIT 1) AS seen)"""
+      LIMIT 1 {words.read_at_once}) AS seen)"""
     return Statement("take_slot", take_if(words, free), words.numbers, row_locked=WhenLocked.SKIP)
 
 

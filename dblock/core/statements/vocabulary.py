@@ -28,6 +28,8 @@ class Vocabulary:
     """A join of two tables that reads the first one first, if the database has such a join."""
     events_of_key = "lock_key = :key ORDER BY id DESC"
     """The condition for the events of one key, and their order, as in the index on both."""
+    read_at_once = ""
+    """The end of a query in an UPDATE whose rows it would wait for otherwise."""
     at_once = ""
     """Prefix of a statement that must not wait for another transaction's lock on a row."""
     durable = ""

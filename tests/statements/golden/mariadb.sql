@@ -400,7 +400,7 @@ FROM locks AS door FORCE INDEX (PRIMARY)
 WHERE door.lock_key = :door
 AND door.kind = :kind
 AND (door.last_ticket = door.served_ticket OR :fair = 0)
-AND (door.owner IS NULL OR door.expires_at <= UTC_TIMESTAMP(6)) LIMIT 1) AS seen);
+AND (door.owner IS NULL OR door.expires_at <= UTC_TIMESTAMP(6)) LIMIT 1 ) AS seen);
 
 -- alone: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)

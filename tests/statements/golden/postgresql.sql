@@ -431,7 +431,7 @@ FROM locks AS door
 WHERE door.lock_key = :door
 AND door.kind = CAST(:kind AS integer)
 AND (door.last_ticket = door.served_ticket OR CAST(:fair AS integer) = 0)
-AND (door.owner IS NULL OR door.expires_at <= clock_timestamp()) LIMIT 1) AS seen)
+AND (door.owner IS NULL OR door.expires_at <= clock_timestamp()) LIMIT 1 ) AS seen)
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING fence;

@@ -367,7 +367,7 @@ FROM locks AS door INDEXED BY locks_pin
 WHERE door.lock_key = :door
 AND door.kind = :kind
 AND (door.last_ticket = door.served_ticket OR :fair = 0)
-AND (door.owner IS NULL OR door.expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now')) LIMIT 1) AS seen)
+AND (door.owner IS NULL OR door.expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now')) LIMIT 1 ) AS seen)
 RETURNING fence;
 
 -- alone: one empty row for each row that it changed
