@@ -111,6 +111,8 @@ class Case:
     """SQL that succeeds in the other session's transaction at any moment while the statement is tried and refused."""
     session: str = ""
     """What the statement's session has set before, as `SET SESSION` takes it."""
+    theirs: str = ""
+    """What the session of `beside` has set before."""
     durable: bool | None = None
     """Whether the statement's commit is on disk before it answers. (PostgreSQL, where a session may choose.)"""
     shows: Mapping[str, str] = field(default_factory=dict)
@@ -169,6 +171,14 @@ REQUEST: Final[Record] = {
     "seconds": 0,
     "here": "",
     "message": "hello",
+    "kind": 0,
+    "reading": 1,
+    "door": "k",
+    "admitted": 0,
+    "holder": "",
+    "holders_fence": 0,
+    "low": "k\x1f",
+    "high": "k ",
 }
 """The parameters of a statement, where a case does not say otherwise."""
 
@@ -191,6 +201,10 @@ def held(key: str = "k", **differently: Any) -> Record:
         "revocation": "root: please",
         "tokens": 0,
         "bearers": 3,
+        "kind": 0,
+        "reading": 0,
+        "awaiting_fence": 6,
+        "awaiting_channel": "old channel",
         **differently,
     }
 
@@ -212,6 +226,7 @@ def waiter(owner: str, ticket: int, **differently: Any) -> Record:
         "ttl": 90.0,
         "channel": "",
         "circle": f"circle of {owner}",
+        "reading": 1,
         "joined_at": At(-1),
         "expires_at": At(4),
         **differently,

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from tests.conftest import DATABASES
-from tests.statements import administrators, keys, waiters
+from tests.statements import administrators, keys, sharing, waiters
 from tests.statements.cases import BUSY, MYSQL, SERVERS, Case, Do, held, waiter
 
-_OF_EACH: Final = (*keys.CASES, *waiters.CASES, *administrators.CASES)
+_OF_EACH: Final = (*keys.CASES, *waiters.CASES, *sharing.CASES, *administrators.CASES)
 
 DURABLE: Final = (
     "take",
@@ -27,15 +27,19 @@ DURABLE: Final = (
     "heartbeat",
     "free",
     "revoke",
+    "read",
+    "take_slot",
+    "await_leaving",
 )
 """What is relied on: it may not be lost in a crash, even if the session has synchronous_commit = off."""
 FAST: Final = (
     *("release", "leave", "reap", "join", "announce", "adopt_place", "leave_queue", "confirm", "clear", "forget"),
-    *("note", "trim"),
+    *("note", "trim", "alone", "end_expired", "leave_read", "leave_slot"),
 )
 """What may be lost, and so does not wait for the disk."""
 
 _ROW: Final = Do("SELECT 1 FROM locks WHERE lock_key = 'k' FOR UPDATE")
+_SHARES: Final = Do("SELECT 1 FROM locks WHERE lock_key > 'k' AND lock_key < 'k ' FOR UPDATE")
 _PLACE: Final = Do("SELECT 1 FROM lock_waiters WHERE owner IN ('me', 'w') FOR UPDATE")
 _EVENTS: Final = Do("SELECT 1 FROM lock_events FOR UPDATE")
 _TABLES: Final = Do("LOCK TABLES locks WRITE, lock_waiters WRITE")
@@ -60,19 +64,26 @@ BOUNDED: Final = {
             "leave",
             "reap",
             *_OUTSIDE,
+            *("read", "alone", "await_leaving", "leave_read", "leave_slot"),
         ),
+        _SHARES: ("take_slot", "end_expired", "leave_read", "leave_slot"),
         _PLACE: ("grant", "adopt_place", "leave_queue", "heartbeat", "confirm", "forget"),
         _CREATION: ("create",),
         _EVENTS: ("trim",),
     },
     "mariadb": {
-        _ROW: ("take", *_LATER, "reap"),
+        _ROW: ("take", *_LATER, "reap", "read", "take_slot"),
+        _SHARES: ("take_slot", "end_expired"),
         _PLACE: ("grant", "adopt_place", "leave_queue", "heartbeat", "confirm", "forget"),
         _CREATION: ("create",),
-        _TABLES: ("take", "create", *_LATER, "reap", "adopt_place", "leave_queue", "heartbeat", "confirm", "forget"),
+        _TABLES: (
+            *("take", "create", *_LATER, "reap", "adopt_place", "leave_queue", "heartbeat", "confirm", "forget"),
+            *("read", "take_slot", "end_expired"),
+        ),
     },
     "mysql": {
-        _ROW: ("take", *_LATER, "reap"),
+        _ROW: ("take", *_LATER, "reap", "read", "take_slot"),
+        _SHARES: ("take_slot", "end_expired"),
         _PLACE: ("grant", "forget"),
     },
 }
@@ -96,6 +107,11 @@ GRANT_RETRY: Final = [
         "clear",
         "free",
         "revoke",
+        "read",
+        "alone",
+        "await_leaving",
+        "leave_read",
+        "leave_slot",
     ),
 ]
 """What goes on while a transaction pins the key."""

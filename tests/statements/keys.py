@@ -38,6 +38,7 @@ BEGUN: Final = {
     "count": 1,
     "tokens": 0,
     "bearers": 0,
+    "reading": 1,
     "ttl": 60.0,
     "acquired_at": NOW,
     "expires_at": At(61),
@@ -47,7 +48,7 @@ LONG_AGO: Final = At(-7200)
 _AS_WISHED: Final[Record] = {}
 
 
-def _tenure(
+def of_tenure(
     statement: str,
     *,
     fence: bool = True,
@@ -72,7 +73,7 @@ def _tenure(
         yield case("not another owner's tenure", held(count=count), owner="other")
 
 
-def _lasts(statement: str, reply: Reply, changes: Record, given: Record = _AS_WISHED) -> Iterator[Case]:
+def lasts_longer(statement: str, reply: Reply, changes: Record, given: Record = _AS_WISHED) -> Iterator[Case]:
     """The statement lets the lease last at least one life more."""
     yield Case(
         statement,
@@ -102,6 +103,15 @@ _TAKE: Final = (
     ),
     Case("take", "a held key is not, by nobody", keys=[held(), held("j", owner="other")], given={"key": "j"}),
     Case("take", "a key without a row is not", keys=[free("j")]),
+    Case("take", "a key of another kind is not", keys=[free(kind=2)], given={"kind": 1}),
+    Case(
+        "take",
+        "one of the same kind is, by a writer after a reader",
+        keys=[free(kind=1, reading=1)],
+        given={"kind": 1, "reading": 0},
+        reply=[(CLOCK,)],
+        after={"k": {**BEGUN, "reading": 0}},
+    ),
     Case(
         "take",
         "the fence exceeds the one before where that is ahead of the clock",
@@ -148,7 +158,7 @@ _TAKE: Final = (
     ),
 )
 
-_CREATED: Final = {
+CREATED: Final = {
     **BEGUN,
     "lock_key": "k",
     "last_ticket": 0,
@@ -156,6 +166,9 @@ _CREATED: Final = {
     "revoked_fence": 0,
     "freed_fence": 0,
     "revocation": "",
+    "kind": 0,
+    "awaiting_fence": 0,
+    "awaiting_channel": "",
 }
 
 _CREATE: Final = (
@@ -164,7 +177,14 @@ _CREATE: Final = (
         "a key without a row is taken",
         keys=[free("j")],
         reply=[(CLOCK,)],
-        after={"k": _CREATED},
+        after={"k": CREATED},
+    ),
+    Case(
+        "create",
+        "the row has the kind that was asked for",
+        given={"kind": 2, "reading": 0},
+        reply=[(CLOCK,)],
+        after={"k": {**CREATED, "kind": 2, "reading": 0}},
     ),
     Case("create", "a key with a row is not, even if it is free", keys=[free()]),
     Case("create", "nor a held one", keys=[held(owner="other")]),
@@ -173,7 +193,7 @@ _CREATE: Final = (
         "of two that create it one has it",
         beside=[Do("create", {"owner": "other"}, [(...,)])],
         commits=True,
-        after={"k": {**_CREATED, "owner": "other", "fence": ...}},
+        after={"k": {**CREATED, "owner": "other", "fence": ...}},
         on=SERVERS,
     ),
     Case(
@@ -189,11 +209,11 @@ _INSPECT: Final = (
     Case(
         "inspect",
         "the row of a key",
-        keys=[held(), held("j", owner="other")],
+        keys=[held(kind=2, reading=1), held("j", owner="other")],
         reply=[
             (
                 *("me", 7, 1, 30.0, Ago(10), Left(20)),
-                *("old label", "old host", 1, "old thread", "old program", "old task", 6, 5, "root: please", 3),
+                *("old label", "old host", 1, "old thread", "old program", "old task", 6, 5, "root: please", 3, 2, 1),
             ),
         ],
     ),
@@ -215,8 +235,8 @@ _REENTER: Final = (
         reply=DONE,
         after={"k": {"count": 4, "expires_at": At(61)}},
     ),
-    *_lasts("reenter", DONE, {"count": 2}),
-    *_tenure("reenter"),
+    *lasts_longer("reenter", DONE, {"count": 2}),
+    *of_tenure("reenter"),
 )
 
 _EXTEND: Final = (
@@ -234,7 +254,7 @@ _EXTEND: Final = (
         reply=DONE,
         after={"k": {"ttl": 60.0, "expires_at": At(61)}},
     ),
-    *_tenure("extend"),
+    *of_tenure("extend"),
 )
 
 _OF_SOME: Final = [
@@ -357,8 +377,8 @@ _ATTACH: Final = (
         reply=[(2,)],
         after={"k": {**_BEARER, "count": 2, "expires_at": At(61)}},
     ),
-    *_lasts("attach", [(2,)], {**_BEARER, "count": 2}),
-    *_tenure("attach"),
+    *lasts_longer("attach", [(2,)], {**_BEARER, "count": 2}),
+    *of_tenure("attach"),
 )
 
 _ADOPT: Final = (
@@ -371,7 +391,7 @@ _ADOPT: Final = (
     ),
     Case("adopt", "nobody enters where somebody is", keys=[held(count=1)]),
     Case("adopt", "not even who is in it", keys=[held(count=1, **WHO)]),
-    *_tenure("adopt", count=0),
+    *of_tenure("adopt", count=0),
 )
 
 _COUNTING: Final = {"count": 0}
@@ -412,13 +432,13 @@ _DETACH: Final = (
     ),
     Case("detach", "its flow does not say so if there are more", keys=[held(count=3)], given={"count": 2}),
     Case("detach", "nor if somebody has entered by a token since", keys=[held()], given={"bearers": 2}),
-    *_lasts("detach", DONE, {"count": 0, "tokens": 1}, _COUNTING),
-    *_tenure("detach", given=_COUNTING),
+    *lasts_longer("detach", DONE, {"count": 0, "tokens": 1}, _COUNTING),
+    *of_tenure("detach", given=_COUNTING),
 )
 
 _FREED: Final = {"owner": None, "count": 0, "expires_at": NOW}
 
-_RELEASE: Final = (
+RELEASE: Final = (
     Case("release", "the key is free", keys=[held(), held("j")], reply=[(0,)], after={"k": _FREED}),
     Case(
         "release",
@@ -450,7 +470,7 @@ _RELEASE: Final = (
         reply=[(0,)],
         after={"k": _FREED},
     ),
-    *_tenure("release", lease=False),
+    *of_tenure("release", lease=False),
 )
 
 _LEAVE: Final = (
@@ -525,7 +545,7 @@ _LEAVE: Final = (
     ),
     Case("leave", "its flow does not say that it is alone if there are more", keys=[held(count=2)]),
     Case("leave", "nor if somebody has entered by a token since", keys=[held()], given={"bearers": 2}),
-    *_tenure("leave", lease=False),
+    *of_tenure("leave", lease=False),
 )
 
 _SEEN: Final = [(1,)]
@@ -613,7 +633,7 @@ _PIN: Final = (
         on=["sqlite"],
     ),
     Case("pin", "not one that has been given back", keys=[held(owner="", count=0)], on=["sqlite"]),
-    *_tenure("pin", on=["sqlite"]),
+    *of_tenure("pin", on=["sqlite"]),
 )
 
 _LOCATE: Final = (Case("locate", "the table's schema, and no cluster", reply=[(..., 0)], on=SERVERS),)
@@ -639,6 +659,46 @@ _STALE: Final = (
         keys=[free(f"{n:04}", expires_at=LONG_AGO) for n in range(101)],
         given={"after": ""},
         reply=[(f"{n:04}", 1) for n in range(100)],
+    ),
+    Case(
+        "stale",
+        "not one with a share that is alive",
+        keys=[
+            free("i", kind=1, expires_at=LONG_AGO),
+            held("i\x1fr 0", kind=1, expires_at=LONG_AGO),
+            held("i\x1fr 1", kind=1, reading=1),
+            held("j", kind=2, expires_at=LONG_AGO),
+            held("j\x1fp 00003", kind=2),
+        ],
+        reply=[("i", 0), ("i\x1fr 0", 1), ("i\x1fr 1", 0), ("j", 0), ("j\x1fp 00003", 0)],
+    ),
+    Case(
+        "stale",
+        "but one without shares, or whose shares have ended",
+        keys=[
+            free("i", kind=1, expires_at=LONG_AGO),
+            free("j", kind=2, expires_at=LONG_AGO),
+            free("j\x1fp 00003", kind=2),
+            held("j\x1fp 00004", kind=2, expires_at=At(-0.5)),
+        ],
+        reply=[("i", 1), ("j", 1), ("j\x1fp 00003", 0), ("j\x1fp 00004", 0)],
+    ),
+    Case(
+        "stale",
+        "nor do the shares of other keys, and keys that begin as a share's, keep one",
+        keys=[
+            held("g\x1fr 0", kind=1),
+            free("i", kind=1, expires_at=LONG_AGO),
+            held("i x", kind=1),
+            held("ii\x1fr 0", kind=1),
+        ],
+        reply=[("g\x1fr 0", 0), ("i", 1), ("i x", 0), ("ii\x1fr 0", 0)],
+    ),
+    Case(
+        "stale",
+        "a lock of the plain kind has no shares, whatever the names of other keys",
+        keys=[free("i", expires_at=LONG_AGO), held("i\x1fr 0")],
+        reply=[("i", 1), ("i\x1fr 0", 0)],
     ),
 )
 
@@ -707,7 +767,7 @@ CASES: Final = (
     *_ATTACH,
     *_ADOPT,
     *_DETACH,
-    *_RELEASE,
+    *RELEASE,
     *_LEAVE,
     *_PIN,
     *_LOCATE,

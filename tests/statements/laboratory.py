@@ -22,7 +22,7 @@ from sqlalchemy.pool import NullPool
 
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.administration import Administration, administration
-from dblock.core.statements.base import Dialect, Failure, Queue, Reply, Statement, on_server, perform
+from dblock.core.statements.base import Dialect, Failure, Queue, Reply, Shares, Statement, on_server, perform
 from tests.statements.cases import LEVELS, MYSQL, REQUEST, Ago, Answer, At, Case, Do, Left, Record
 
 PATIENCE: Final = 2.0
@@ -213,6 +213,8 @@ class Laboratory:
 
     def _play_beside(self, case: Case, send: Callable[[], Any], found: list[str]) -> Any:
         """Send it while the other session's transaction is open."""
+        if case.theirs:
+            self._theirs.set(case.theirs)
         self._theirs.run("BEGIN")
         under_way: Future[Any] | None = None
         try:
@@ -229,6 +231,8 @@ class Laboratory:
             return send() if reply in (Failure.BUSY, Failure.CONFLICT) else reply  # as the protocol does
         finally:
             self._theirs.run("ROLLBACK")
+            if case.theirs:
+                self._theirs.reset()
             if self.database in MYSQL:
                 self._theirs.run("UNLOCK TABLES")
             if under_way is not None:
@@ -326,10 +330,11 @@ KEYS: Final = (
     *("lock_key", "owner", "fence", "count", "ttl", "acquired_at", "expires_at", "label", "host", "pid", "thread"),
     *("program", "celery_task_id", "last_ticket", "served_ticket"),
     *("revoked_fence", "freed_fence", "revocation", "tokens", "bearers"),
+    *("kind", "reading", "awaiting_fence", "awaiting_channel"),
 )
 PLACES: Final = (
     *("owner", "lock_key", "ticket", "ttl", "label", "host", "pid", "thread", "program", "celery_task_id", "channel"),
-    *("circle", "joined_at", "expires_at"),
+    *("circle", "reading", "joined_at", "expires_at"),
 )
 EVENTS: Final = (
     *("id", "lock_key", "kind", "fence", "seconds", "detail", "label", "host", "pid", "thread", "program"),
@@ -339,15 +344,15 @@ TABLES: Final = (("locks", KEYS, "lock_key"), ("lock_waiters", PLACES, "owner"),
 
 
 def named(dialect: Dialect, name: str) -> Statement:
-    """A statement by its name, be it of the key's row, of the queue or of an administrator."""
-    homes = (dialect, dialect.queue, administration(dialect.name))
+    """A statement by its name, be it of the key's row, of the queue, of the shares or of an administrator."""
+    homes = (dialect, dialect.queue, dialect.shares, administration(dialect.name))
     statement: Statement = next(getattr(home, name) for home in homes if hasattr(home, name))
     return statement
 
 
 def statements(dialect: Dialect) -> dict[str, Statement]:
     """All of them."""
-    names = [*(field.name for part in (Dialect, Queue) for field in fields(part)), *Administration._fields]
+    names = [*(field.name for part in (Dialect, Queue, Shares) for field in fields(part)), *Administration._fields]
     found = {name: named(dialect, name) for name in names}
     return {name: statement for name, statement in found.items() if isinstance(statement, Statement)}
 

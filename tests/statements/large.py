@@ -13,11 +13,12 @@ from typing import Any, Final, NamedTuple
 
 from dblock.core.connections.pool import PooledConnection
 from dblock.core.protocol.steps import Execute
+from dblock.core.statements.administration import WORDS
 from dblock.core.statements.base import Statement
 from dblock.core.statements.states import STATES
 from dblock.drivers.psycopg import prepared_for
 from dblock.drivers.sessions import set_up
-from tests.statements.cases import REQUEST, At, Case, Record, event, free, held, leases, names, owners, waiter
+from tests.statements.cases import MYSQL, REQUEST, At, Case, Record, event, free, held, leases, names, owners, waiter
 from tests.statements.laboratory import TABLES, Laboratory, Session, statements
 
 LISTED: Final = 20
@@ -30,6 +31,8 @@ FIRST: Final = 10_000
 """The number of the first event; those that `note` writes have lower ones."""
 PLACES: Final = 10_000
 """How many more waiters come to `queue`, every second of them dead, and to `dead`, all of them."""
+FEW: Final = 2
+"""How many readers of `read` are alive."""
 _NUMBERS: Final = range(LISTED)
 SMALL: Final = Case(
     "",
@@ -43,6 +46,13 @@ SMALL: Final = Case(
         held("wanted", owner="me", expires_at=LIVE, last_ticket=1, served_ticket=0),
         free("free"),
         free("done", last_ticket=12, served_ticket=1),
+        held("read", owner="other", kind=1, reading=1, expires_at=LIVE, last_ticket=3, served_ticket=0),
+        *(held(f"read\x1fr {n}", kind=1, reading=1, expires_at=LIVE if n < FEW else DEAD) for n in _NUMBERS),
+        held("shared", owner="other", kind=1, expires_at=DEAD),
+        held("shared\x1fr 0", kind=1, reading=1, expires_at=LIVE),
+        held("write", kind=1, expires_at=LIVE, awaiting_fence=7),
+        free("permits", kind=2),
+        *(free(f"permits\x1fp {n:05}", kind=2) for n in _NUMBERS),
         *(held(f"held{n}", expires_at=LIVE) for n in _NUMBERS),
         *(free(f"old{n}", expires_at=DEAD) for n in _NUMBERS),
     ],
@@ -52,12 +62,14 @@ SMALL: Final = Case(
         waiter("last", MINE, lock_key="dead", expires_at=LIVE),
         waiter("other", 1, lock_key="wanted", host="old host", pid=1, thread="old thread", expires_at=LIVE),
         *(waiter(f"few{n}", 1 + n, lock_key="few", expires_at=LIVE) for n in range(3)),
+        *(waiter(f"reader{n}", 1 + n, lock_key="read", expires_at=LIVE) for n in range(3)),
         *(waiter(f"live{n}", 10 + n, lock_key="held", expires_at=LIVE) for n in _NUMBERS),
         *(waiter(f"gone{n}", 10 + n, lock_key="old", expires_at=DEAD) for n in _NUMBERS),
     ],
     events=[event(FIRST + n, str(n), lock_key="held") for n in range(2 * LISTED)],
 )
-"""`me` waits for `queue`, whose holder waits for `wanted`, which `me` holds."""
+"""`me` waits for `queue`, whose holder waits for `wanted`, which `me` holds. `read` has readers, and more wait there;
+those of `shared` grow in number; `write` has none."""
 
 
 class Asked(NamedTuple):
@@ -75,6 +87,9 @@ def asked(latest: int, waiters: int) -> dict[str, Asked]:
     held = {"key": "held", "words": "root: why", "most": 20, "free": 1}
     queue = {**held, "key": "queue", "owner": "me", "ticket": MINE, "first": 1}
     page, few = 100, LISTED
+    reading = {"door": "read", "key": "read\x1fr new", "kind": 1}
+    write = {"key": "write", "low": "write\x1f", "high": "write "}
+    permit = {"door": "permits", "key": "permits\x1fp 00003", "kind": 2}
     hand_over = {**queue, "owner": "other", "fence": 7}
     noted = {"kind": "lost", "fence": 1, "seconds": 0.5, "detail": "", "label": "", "host": "", "pid": 1, "age": 1.0}
     noted |= {"lock_key": "held", "thread": "", "program": "", "celery_task_id": ""}
@@ -109,6 +124,13 @@ def asked(latest: int, waiters: int) -> dict[str, Asked]:
         "list_keys": Asked({**held, "after": "held", "upto": "held3", "most": 10}, 10),
         "list_waiters": Asked({**held, "key": "queue", "most": 2}, 4),  # every second one of that queue is dead
         "note": Asked({"events": json.dumps([noted] * LISTED)}, few),
+        "read": Asked(reading, 4),
+        "take_slot": Asked(permit, 2),
+        **dict.fromkeys(("alone", "await_leaving"), Asked(write)),
+        "listed": Asked({"low": "shared\x1f", "high": "shared ", "most": LISTED}, few),
+        "end_expired": Asked(names(*(f"read\x1fr {n}" for n in range(FEW, LISTED))), few),
+        **dict.fromkeys(("leave_read", "leave_slot"), Asked({**reading, "key": "read\x1fr 0"}, 2)),
+        "awaited": Asked({"door": "write"}),
         "trim": Asked({"keep": latest - FIRST - LISTED}, few),
         "list_events": Asked(held, few),
         "list_all_events": Asked(held, few),
@@ -241,7 +263,10 @@ class Growing(Laboratory):
             return f"CAST({first} + i AS {_TEXT.get(self.database, 'char')})"
 
         name, others, mine, dead = (named(million * 1_000_000) for million in range(1, 5))
+        share, _ = WORDS[self.dialect.name].bounds("'shared'")
+        share = f"CONCAT({share}, {name})" if self.database in MYSQL else f"{share} || {name}"
         for table, like, different, which in (
+            ("locks", "lock_key > 'shared' AND lock_key < 'shared '", {"lock_key": share}, ""),
             ("locks", "lock_key = 'held'", {"lock_key": name}, ""),
             ("lock_events", f"id = {FIRST}", {"id": f"{2 * FIRST} + i", "lock_key": name}, ""),
             ("lock_states", "lock_key = 'held'", {"lock_key": name}, ""),

@@ -38,7 +38,10 @@ class Excuse(NamedTuple):
     """Whether no case ever notices. Else it depends on what the optimizer chooses at the moment."""
 
 
-_READING: Final = ("alive", "chain", "count_*", "dead", "first_waiter", "list_*", "queue_status", "stale")
+_READING: Final = (
+    *("alive", "awaited", "chain", "count_*", "dead", "first_waiter", "list_*", "listed", "next_keys", "queue_status"),
+    "stale",
+)
 
 EQUIVALENT: Final = (
     Excuse(
@@ -84,6 +87,24 @@ EQUIVALENT: Final = (
         sure=False,
     ),
     Excuse(
+        *("postgresql", "[sd]*", "ORDER BY * -> nothing"),
+        "the index that leads to them has them in order (the other order is noticed), where it is taken",
+        sure=False,
+    ),
+    *(
+        Excuse(
+            *(database, "listed", "ORDER BY lock_key -> nothing"),
+            "the index that leads to them has the keys in order (the other order is noticed), where it is taken",
+            sure=database != "postgresql",
+        )
+        for database in ("sqlite", "m*", "postgresql")
+    ),
+    Excuse(
+        *("*", "next_keys", "ORDER BY lock_key -> nothing"),
+        "the index that leads to them has the keys in order (the other order is noticed), where it is taken",
+        sure=False,
+    ),
+    Excuse(
         *("m*", "list_keys", "ORDER BY * -> nothing"),
         "InnoDB keeps a table in the order of its primary key (the other order is noticed)",
     ),
@@ -107,6 +128,46 @@ EQUIVALENT: Final = (
         sure=False,
     ),
     Excuse(*("mysql", "grant", "FORCE -> IGNORE (2)"), "as for the take"),
+    Excuse(*("mysql", "take_slot", "FORCE -> IGNORE (2)"), "as for the take"),
+    Excuse(*("mysql", "end_expired", "FORCE -> IGNORE (2)"), "as for the take"),
+    Excuse(
+        *("mariadb", "end_expired", "FORCE -> IGNORE"),
+        "the optimizer takes `locks_pin`, which leads to the same rows, or scans if there are few",
+        sure=False,
+    ),
+    Excuse(
+        *("mysql", "take_slot", "FORCE -> IGNORE (3)"),
+        "the door is found by another index as well, and neither a pin nor this keeps the other from reading it",
+    ),
+    Excuse(*("mariadb", "take_slot", "FORCE -> IGNORE (2)"), "as on MySQL"),
+    Excuse(
+        *("m*", "read", "FORCE -> IGNORE*"),
+        "the door is found by another index as well, and the take locks both; of waiters only the plan changes",
+        sure=False,
+    ),
+    Excuse(*("m*", "alone", "FORCE -> IGNORE (2)"), "it reads shares: only the plan changes"),
+    Excuse(*("*", "alone", "LIMIT 1 -> nothing"), "whether there is one does not depend on how many there are"),
+    Excuse(*("[!m]*", "take_slot", "LIMIT 1 -> nothing"), "there is one door"),
+    Excuse(*("mariadb", "take_slot", "LIMIT 1 -> nothing"), "there is one door"),
+    Excuse(*("mysql", "take_slot", "LIMIT 1 -> nothing (2)"), "there is one door"),
+    Excuse(
+        *("postgresql", "leave_[rs]*", "set_config('synchronous_commit', 'off', true) IS NOT NULL -> TRUE*"),
+        "it is said for the door and for the share, whichever comes first, and one is enough",
+    ),
+    Excuse(
+        *("postgresql", "leave_[rs]*", "set_config('lock_timeout', '20ms', true) IS NOT NULL -> TRUE*"),
+        "the part that comes first sets it for the other one; which that is depends on the plan",
+        sure=False,
+    ),
+    Excuse(*("postgresql", "leave_[rs]*", "true -> TRUE"), "the same word"),
+    Excuse(
+        *("postgresql", "hand_over_local", "greatest(CAST(floor(* -> (CAST(floor(*"),
+        "three quarters of a life are left, which is more than a millisecond",
+    ),
+    Excuse(
+        *("m*", "unlogged", "* -> nothing"),
+        "a setting of the session, which no statement of the lock reads",
+    ),
     Excuse(
         *("postgresql", "[gh]*", "current_setting('synchronous_standby_names') = '' -> TRUE*"),
         "a setting of the server's, for which tests/faults/test_crash.py has one of its own",
@@ -114,10 +175,6 @@ EQUIVALENT: Final = (
     Excuse(
         *("postgresql", "grant", "current_setting('synchronous_standby_names') = '' -> FALSE"),
         "what a notification proves, tests/servers/test_listener.py has (test_a_notification_proves_what_was_granted)",
-    ),
-    Excuse(
-        *("postgresql", "grant", "channel = '' -> FALSE (2)"),
-        "no channel has no channel's form either, which is asked next",
     ),
     Excuse(
         *("postgresql", "grant", "FOR UPDATE -> nothing"),

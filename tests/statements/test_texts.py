@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Final
@@ -24,6 +24,7 @@ from dblock.core.protocol.steps import Execute
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement, on_server, rendered
 from dblock.core.statements.states import STATES
+from dblock.core.values import bounds_of_shares, reader_key, slot_key
 from tests.conftest import ALIASES, INNODB, ready, run, url
 from tests.statements.laboratory import named, statements
 from tests.support.subjects import LONG, MATRIX, Actor, Subject
@@ -62,7 +63,7 @@ TEXTS: Final = (
     "e\u0301",
     " ",
 )
-REFUSED: Final = ("", "a\0b", "\ud800", "a\udfff", "k" * 256, b"k", 1, None)
+REFUSED: Final = ("", "a\0b", "a\x1fb", "\ud800", "a\udfff", "k" * 256, b"k", 1, None)
 SHARE: Final = 1 if LONG else 4
 """Each statement has to do with one text of so many, another one in turn; all do with all in `make faults`."""
 _SESSIONS: Final[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
@@ -240,7 +241,7 @@ def test_every_text_is_stored_and_found_as_it_is(subject: Strange, actor: Actor)
         [row] = rows("inspect")
         assert (row[0], *(row[column] for column in (6, 7, 9, 10, 11))) == (text,) * 6
         assert len(rows("revoke", fence=fence)) == 1
-        assert rows("inspect")[0][-2] == text
+        assert rows("inspect")[0][-4] == text
         assert len(rows("free", fence=fence)) == 1
         assert rows("list_keys", free=1, after="", upto=text)[0][0] == text
         assert rows("next_keys", after="")[0][0] == text
@@ -249,9 +250,35 @@ def test_every_text_is_stored_and_found_as_it_is(subject: Strange, actor: Actor)
         assert len(rows("heartbeat")) == 1
         assert len(rows("leave_queue")) == 1
         assert len(rows("note")) == 1
+        _shares(text, rows)
         assert rows("list_events")[0][0] == text
         assert len(rows("reap", retention=-10.0)) == (0 if dialect.single_writer else 1) or text
         run(subject.database, "DELETE FROM locks")
+
+
+def _shares(text: str, rows: Callable[..., list[tuple[Any, ...]]]) -> None:
+    """A reader and a permit of that key, and what its door finds out."""
+    door, kind = text + "door", 1
+    reader, slot = reader_key(door, text), slot_key(door, 3)
+    bounds = bounds_of_shares(door)
+    [(fence,)] = rows("create", key=door, kind=kind)
+    assert len(rows("await_leaving", key=door, fence=fence)) == 1
+    [(held,)] = rows("read", key=reader, door=door, kind=kind)
+    assert [row[:3] for row in rows("listed", **bounds)] == [(reader, text, int(held))]
+    assert rows("alone", key=door, fence=fence, **bounds) == []
+    assert rows("awaited", door=door) == [(text, int(fence))]
+    left = rows("leave_read", key=reader, door=door, fence=held)
+    assert left in ([(text, int(fence))], [()])
+    assert len(rows("alone", key=door, fence=fence, **bounds)) == 1
+    [(held,)] = rows("read", key=reader, door=door, kind=kind, holder=text, holders_fence=fence)
+    assert len(rows("end_expired", names=json.dumps([reader]))) == 0
+    assert len(rows("free", key=reader, fence=held)) == 1
+    assert len(rows("end_expired", names=json.dumps([reader], ensure_ascii=False))) == 1
+    [(held,)] = rows("create", key=slot, kind=kind)
+    assert len(rows("leave_slot", key=slot, door=door, fence=held)) == 1
+    assert len(rows("release", key=door, fence=fence)) == 1
+    [(held,)] = rows("take_slot", key=slot, door=door, kind=kind)
+    assert len(rows("leave_slot", key=slot, door=door, fence=held)) == 1
 
 
 def test_a_key_is_a_lock_or_refused(subject: Strange, actor: Actor) -> None:
@@ -298,7 +325,9 @@ def test_any_text_as_a_key(plain: Subject, key: str) -> None:
     try:
         lock = plain.lock(key, label=key[:255])
     except ValueError:
-        assert not key or len(key) > 255 or "\0" in key or any(0xD800 <= ord(each) <= 0xDFFF for each in key)
+        assert (
+            not key or len(key) > 255 or {"\0", "\x1f"} & {*key} or any(0xD800 <= ord(each) <= 0xDFFF for each in key)
+        )
     else:
         assert actor.call(lock, "acquire", timeout=5)
         assert run(plain.database, "SELECT label FROM locks WHERE lock_key = :key", key=key) == [(key,)]
@@ -329,10 +358,11 @@ def _parameters(key: str, owner: str) -> dict[str, Any]:
         "seconds": 0,
         "pid": 1,
     }
-    numbers |= {"bearers": 0, "counted": 1}
+    numbers |= {"bearers": 0, "counted": 1, "kind": 0, "reading": 1, "admitted": 0, "holders_fence": 7}
     numbers |= {"free": 1, "most": 10, "keep": 1000, "number": 1}
     texts = dict.fromkeys(
         ("label", "host", "thread", "program", "task", "channel", "after", "upto", "here", "state"), key
     )
     texts |= {"key": key, "owner": owner, "heir": owner, "circle": owner, "words": key, "message": key}
+    texts |= {"door": f"{key}door", "holder": "", "low": key, "high": key + " "}
     return texts | numbers | {name: json.dumps(each, ensure_ascii=False) for name, each in lists.items()}

@@ -41,6 +41,7 @@ JOINED: Final = {
     "ttl": 60.0,
     "channel": "new channel",
     "circle": "",
+    "reading": 1,
     "joined_at": NOW,
     "expires_at": At(5),
 }
@@ -70,6 +71,15 @@ _JOIN: Final = (
         ticket=AHEAD + 1,
     ),
     Case("join", "there is no place where there is no row", keys=[free("j")]),
+    Case("join", "nor before a key of another kind", keys=[held(owner="other", kind=2)], given={"kind": 1}),
+    Case(
+        "join",
+        "the place says whether its waiter reads",
+        keys=[held(owner="other", kind=1)],
+        given={"kind": 1, "reading": 0},
+        reply=[(CLOCK, ...)],
+        after={"me": {**JOINED, "reading": 0}, "k": {"last_ticket": ...}},
+    ),
     Case(
         "join",
         "a ticket that was drawn, but not announced, is not drawn again",
@@ -231,6 +241,7 @@ def _granted(name: str = "w", ticket: int = 11, **more: Any) -> Mapping[str, Any
         **{column: place[column] for column in ("owner", "ttl", *NEW)},
         "fence": CLOCK,
         "count": 1,
+        "reading": place["reading"],
         "tokens": 0,
         "bearers": 0,
         "acquired_at": NOW,
@@ -291,19 +302,21 @@ def _covered(
     ttl: float = 90.0,
     channel: str = "",
     left: float = 20.0,
+    reading: tuple[int, int] = (0, 1),
 ) -> Iterator[Case]:
     """A grant by a holder waits for the disk, unless the holder's own lease covers it until then."""
     said: Any = ... if ttl == lasts else round((lasts + 1) * 1000) if covered else 0  # it joined a second ago
     yield Case(
         "grant",
         f"a holder hands over what it holds, {behaviour}",
-        keys=[held(last_ticket=12, fence=fence, expires_at=At(left))],
-        places=[waiter("w", 11, ttl=ttl, channel=channel)],
+        keys=[held(last_ticket=12, fence=fence, expires_at=At(left), reading=reading[0])],
+        places=[waiter("w", 11, ttl=ttl, channel=channel, reading=reading[1])],
         given={"fence": fence, "here": HERE},
         reply=[(11, channel, "w", CLOCK if fence == 7 else fence + 1, said, ...)],
         after={
             "k": _granted(
                 ttl=ttl,
+                reading=reading[1],
                 fence=CLOCK if fence == 7 else fence + 1,
                 expires_at=At(lasts) if ttl == lasts else Left(lasts),
             ),
@@ -397,6 +410,12 @@ _GRANT: Final = (
         durable=True,
     ),
     *_grants("a holder hands over what it holds", keys=[held(last_ticket=12)], lasts=5000),
+    *_grants(
+        "a reader's key, to a writer",
+        keys=[free(last_ticket=12, kind=1, reading=1)],
+        places=[waiter("w", 11, reading=0)],
+        changes={"reading": 0},
+    ),
     *_covered("without waiting for the disk", True),
     *_covered("for the lease of the place", True, left=4.5),
     *_covered("for what is left of its own lease, if that is enough", True, lasts=3.5, left=3.5),
@@ -405,6 +424,9 @@ _GRANT: Final = (
     *_covered("waiting, if the clock is behind the fence", False, fence=AHEAD),
     *_covered("without, to a neighbour", True, channel=f"{HERE}0123456789abcdef.5"),
     *_covered("waiting, to who is notified", False, channel=THERE),
+    *_covered("waiting, by a reader to a writer", False, reading=(1, 0)),
+    *_covered("without, by a writer to a writer", True, reading=(0, 0)),
+    *_covered("without, by a reader to a reader", True, reading=(1, 1)),
     _refuses("not another owner's tenure", keys=[held(owner="other", last_ticket=12)], places=_TWO),
     _refuses("not the owner's later tenure", keys=[held(fence=8, last_ticket=12)], places=_TWO),
     _refuses("a waiter is served once", keys=[free(last_ticket=12, served_ticket=11)], places=[_TWO[1]]),
@@ -583,7 +605,7 @@ _ACCEPT: Final = (
     Case("accept", "not that of a free key", keys=[free()], places=[waiter("me", 12)]),
 )
 
-_INHERITED: Final = {**NEW, "owner": "heir", "ttl": 60.0}
+_INHERITED: Final = {**NEW, "owner": "heir", "ttl": 60.0, "reading": 0}
 
 _INHERIT: Final = (
     Case(
@@ -591,6 +613,7 @@ _INHERIT: Final = (
         "the place is another flow's, as it was",
         keys=[held(owner="other", last_ticket=12)],
         places=[waiter("me", 11), waiter("w", 12)],
+        given={"reading": 0},
         reply=DONE,
         after={
             "me": None,
@@ -618,6 +641,7 @@ _RELAYED: Final = {
     "fence": CLOCK,
     "tokens": 0,
     "bearers": 0,
+    "reading": 1,
     "ttl": 60.0,
     "acquired_at": NOW,
     "expires_at": At(61),
@@ -625,18 +649,27 @@ _RELAYED: Final = {
 
 
 def _covered_here(
-    behaviour: str, left: float, *, lasts: float = 0.0, covers: int = 1, covered: bool = True, fence: int = 7
+    behaviour: str,
+    left: float,
+    *,
+    lasts: float = 0.0,
+    covers: int = 1,
+    covered: bool = True,
+    fence: int = 7,
+    reading: tuple[int, int] = (0, 1),
 ) -> Iterator[Case]:
     """A hand-over inside a process waits for the disk, unless the holder's own lease covers it until then."""
     number: Any = CLOCK if fence == 7 else fence + 1
     end = lasts or left
+    before, now = reading
+    expires_at = (At if lasts else Left)(end) if covered else At(61)
     yield Case(
         "hand_over_local",
         f"a holder hands over what it holds, {behaviour}",
-        keys=[held(fence=fence, expires_at=At(left))],
-        given={"fence": fence, "covers": covers},
+        keys=[held(fence=fence, expires_at=At(left), reading=before)],
+        given={"fence": fence, "covers": covers, "reading": now},
         reply=[(number, (... if lasts else Left(end, 1000)) if covered else 0)],
-        after={"k": {**_RELAYED, "fence": number, "expires_at": (At if lasts else Left)(end) if covered else At(61)}},
+        after={"k": {**_RELAYED, "fence": number, "expires_at": expires_at, "reading": now}},
         durable=not covered,
         on=POSTGRESQL,
     )
@@ -655,6 +688,9 @@ _RELAY: Final = (
     *_covered_here("waiting for the disk, if too little is left", 45, covered=False),
     *_covered_here("waiting, if somebody has a token, or nobody renews what begins", 90, covers=0, covered=False),
     *_covered_here("waiting, if the clock is behind the fence", 90, fence=AHEAD, covered=False),
+    *_covered_here("waiting, by a reader to a writer", 50, reading=(1, 0), covered=False),
+    *_covered_here("without, by a writer to a writer", 50, reading=(0, 0)),
+    *_covered_here("without, by a reader to a reader", 50, reading=(1, 1)),
     Case(
         "hand_over_local",
         "the fence exceeds the one before where that is ahead of the clock",
@@ -664,6 +700,15 @@ _RELAY: Final = (
         after={"k": {**_RELAYED, "fence": AHEAD + 1}},
     ),
     Case("hand_over_local", "not another key's tenure", keys=[held()], given={"key": "j"}),
+    Case("hand_over_local", "not that of a key of another kind", keys=[held(kind=2)], given={"kind": 1}),
+    Case(
+        "hand_over_local",
+        "a reader's tenure, to a writer",
+        keys=[held(kind=1, reading=1)],
+        given={"kind": 1, "reading": 0},
+        reply=[(CLOCK, ...)],
+        after={"k": {**_RELAYED, "reading": 0}},
+    ),
     Case("hand_over_local", "not another owner's", keys=[held(owner="other")]),
     Case("hand_over_local", "not a later one of the same owner", keys=[held(fence=8)]),
     Case("hand_over_local", "not one whose lease has ended", keys=[held(expires_at=At(-0.5))]),

@@ -120,7 +120,7 @@ class Dialect:
     """Begin the first tenure of a key that has no row -> fence."""
     inspect: Statement
     """Read a key's row: owner, fence, count, ttl, age, remaining, label, host, pid, thread, program, task,
-    revoked_fence, freed_fence, revocation, bearers."""
+    revoked_fence, freed_fence, revocation, bearers, kind, reading."""
     reenter: Statement
     """Raise the count of a live tenure by one; the lease never gets shorter."""
     extend: Statement
@@ -256,7 +256,7 @@ class Shares:
 
     read: Statement
     """Begin a reader's tenure on a row of its own, if no writer has the door and, unless `admitted`, none waits there;
-    or if `holder` has it with the fence `holders_fence` -> fence."""
+    with a `holder`, only if that one has the door, with the fence `holders_fence` -> fence."""
     take_slot: Statement
     """As `take`, for a slot, if the door is free and nobody waits there -> fence."""
     alone: Statement

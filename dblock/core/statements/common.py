@@ -338,9 +338,7 @@ def stale(words: Vocabulary) -> Statement:
     The row of a key with a share that is alive is none of them. (A reader that comes before the row is deleted is safe
     too: a writer looks for shares, whatever row it has.)
     """
-    low, high = words.bounds("locks.lock_key")
-    unshared = f"""(kind = 0 OR NOT EXISTS (SELECT 1 FROM locks AS share{words.by_key}
-                  WHERE share.lock_key > {low} AND share.lock_key < {high} AND share.expires_at > {words.now}))"""
+    unshared = f"(kind = 0 OR NOT EXISTS ({words.shares_of_locks} AND share.expires_at > {words.now}))"
     return Statement("stale", _page(words, f"locks{words.by_key}", "lock_key", f" AND {unshared}"), Reply.ROWS)
 
 

@@ -17,8 +17,9 @@ so both are the same.
 A pin is a shared lock of the guarded transaction on the row's entry in the index `locks_pin`. A covering read locks
 that entry and not the row, and reads the latest state whatever the transaction's snapshot. A take reaches its row
 through that index and so has to lock the entry exclusively; all other statements go through the primary key and never
-meet it. Above READ COMMITTED, InnoDB sometimes locks the gap before the entry as well (seen when a neighbour had just
-been deleted): the creation of a neighbouring key is then "busy" until the transaction ends.
+meet it. Above READ COMMITTED, MariaDB locks the gap before the entry as well, and MySQL sometimes does (seen when a
+neighbour had just been deleted): the creation of a row right before it, a reader's included, is then "busy" until the
+transaction ends.
 
 Most statements must not wait for another transaction's lock on their row: 1205 or 3572, nothing has happened. MariaDB
 sets that for one statement (`SET STATEMENT ... FOR`). MySQL has NOWAIT for reads alone, so there an update first reads
@@ -64,6 +65,7 @@ class MySQL(Vocabulary):
     by_pin = " FORCE INDEX (locks_pin)"
     by_ticket = " FORCE INDEX (lock_waiters_queue)"
     join = "STRAIGHT_JOIN"
+    read_at_once = "/*!80017 FOR SHARE NOWAIT */"
     at_once = "/*M! SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR */ "
     time = "datetime(6)"
     serial = "bigint NOT NULL AUTO_INCREMENT PRIMARY KEY"
@@ -111,6 +113,14 @@ class MySQL(Vocabulary):
 
     def bounds(self, key: str) -> tuple[str, str]:
         return f"CONCAT({key}, CHAR(31 USING utf8mb4))", f"CONCAT({key}, ' ')"
+
+    @property
+    def shares_of_locks(self) -> str:
+        # A range is found by a column of a table of the same query; by one of an outer query the table is scanned.
+        low, high = self.bounds("door.lock_key")
+        return f"""SELECT 1 FROM locks AS door{self.by_key}
+        {self.join} locks AS share{self.by_key} ON share.lock_key > {low} AND share.lock_key < {high}
+        WHERE door.lock_key = locks.lock_key"""
 
     def delete_up_to(self, table: str, name: str, last: str) -> str:
         # The number is known before the table is read; MariaDB takes none from a subquery in a condition for a range.
@@ -344,7 +354,8 @@ SELECT :key, :owner, {SQL.remember(f"GREATEST(door.fence + 1, {SQL.micros})")}, 
        {SQL.after(":life")}, :label, :host, :pid, :thread, :program, :task, :kind, 1
 FROM locks AS door{SQL.by_key}
 WHERE door.lock_key = :door AND door.kind = :kind
-  AND (door.reading = 1 OR (door.owner = :holder AND door.fence = :holders_fence AND door.expires_at > {SQL.now}))
+  AND ((:holder = '' AND door.reading = 1)
+       OR (door.owner = :holder AND door.fence = :holders_fence AND door.expires_at > {SQL.now}))
   AND {no_writer_waits(SQL, "door")}
 /*!80017 FOR SHARE OF door NOWAIT */ /*M! LOCK IN SHARE MODE */
 """,

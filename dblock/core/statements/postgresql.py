@@ -368,8 +368,9 @@ READ: Final = Statement(
 WITH door AS MATERIALIZED (
     SELECT fence FROM locks
     WHERE lock_key = :door AND kind = CAST(:kind AS integer)
-      AND CASE WHEN reading = 1 THEN true
-               WHEN owner = :holder AND fence = CAST(:holders_fence AS bigint) THEN expires_at > {SQL.now}
+      AND CASE WHEN CAST(:holder AS text) <> ''
+                    THEN owner = :holder AND fence = CAST(:holders_fence AS bigint) AND expires_at > {SQL.now}
+               WHEN reading = 1 THEN true
                ELSE {SQL.unpinned(f"owner IS NULL OR expires_at <= {SQL.now}")} END
       AND {no_writer_waits(SQL, "locks")}
       {SQL.durable}

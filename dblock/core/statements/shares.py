@@ -66,8 +66,8 @@ SELECT :key, :owner, {words.greatest}(door.fence + 1, {words.micros}), 1, :ttl, 
        :label, :host, :pid, :thread, :program, :task, :kind, 1
 FROM locks AS door{words.by_key}
 WHERE door.lock_key = :door AND door.kind = :kind
-  AND (door.reading = 1 OR door.owner IS NULL OR door.expires_at <= {words.now}
-       OR (door.owner = :holder AND door.fence = :holders_fence))
+  AND ((:holder = '' AND (door.reading = 1 OR door.owner IS NULL OR door.expires_at <= {words.now}))
+       OR (door.owner = :holder AND door.fence = :holders_fence AND door.expires_at > {words.now}))
   AND {no_writer_waits(words, "door")}
 RETURNING fence
 """
@@ -75,14 +75,14 @@ RETURNING fence
 
 
 def take_slot(words: Vocabulary) -> Statement:
-    """Safe: as `take`. That waiters come first is read without a lock, and decides about the order alone."""
+    """Safe: as `take`. What the door's row says decides about the order alone."""
     # Neither database of MySQL's family reads the table that it updates, except through a table that it makes first.
     free = f"""EXISTS (SELECT 1 FROM (
       SELECT door.lock_key FROM locks AS door{words.by_key}
       WHERE door.lock_key = :door AND door.kind = {words.integer(":kind")}
         AND (door.last_ticket = door.served_ticket OR {words.integer(":fair")} = 0)
         AND (door.owner IS NULL OR door.expires_at <= {words.now})
-      LIMIT 1) AS seen)"""
+      LIMIT 1 {words.read_at_once}) AS seen)"""
     return Statement("take_slot", take_if(words, free), words.numbers, row_locked=WhenLocked.SKIP)
 
 
@@ -131,7 +131,7 @@ def end_expired(words: Vocabulary) -> Statement:
 
     A renewal that was faster is seen. Asynchronous: a row that a crash brings back is as expired as before.
     """
-    over = words.unpinned(f"expires_at <= {words.now}")
+    over = words.unpinned(f"owner IS NULL OR expires_at <= {words.now}")
     sql = words.delete_listed("locks", "lock_key", f"{over} {words.asynchronous}")
     return Statement("end_expired", sql, Reply.COUNT, row_locked=WhenLocked.SKIP, priority=True)
 

@@ -28,6 +28,8 @@ class Vocabulary:
     """A join of two tables that reads the first one first, if the database has such a join."""
     events_of_key = "lock_key = :key ORDER BY id DESC"
     """The condition for the events of one key, and their order, as in the index on both."""
+    read_at_once = ""
+    """The end of a query in an UPDATE whose rows it would wait for otherwise."""
     at_once = ""
     """Prefix of a statement that must not wait for another transaction's lock on a row."""
     durable = ""
@@ -132,6 +134,12 @@ class Vocabulary:
     def bounds(self, key: str) -> tuple[str, str]:
         """Texts between which the keys of the shares of a key are."""
         return f"{key} || {self.separator}", f"{key} || ' '"
+
+    @property
+    def shares_of_locks(self) -> str:
+        """A query of the shares, as `share`, of the key in a row of `locks` outside; ends in a condition."""
+        low, high = self.bounds("locks.lock_key")
+        return f"SELECT 1 FROM locks AS share{self.by_key} WHERE share.lock_key > {low} AND share.lock_key < {high}"
 
     def delete_up_to(self, table: str, name: str, last: str) -> str:
         """Delete the rows whose number `name`, the primary key, is at most the number `last`; ends in a condition."""

@@ -18,7 +18,11 @@ CREATE TABLE locks (
     freed_fence bigint DEFAULT 0 NOT NULL,
     revocation varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin DEFAULT '' NOT NULL,
     tokens integer DEFAULT 0 NOT NULL,
-    bearers integer DEFAULT 0 NOT NULL
+    bearers integer DEFAULT 0 NOT NULL,
+    kind integer DEFAULT 0 NOT NULL,
+    reading integer DEFAULT 0 NOT NULL,
+    awaiting_fence bigint DEFAULT 0 NOT NULL,
+    awaiting_channel varchar(63) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin DEFAULT '' NOT NULL
 ) ENGINE = InnoDB;
 CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 CREATE TABLE lock_waiters (
@@ -34,6 +38,7 @@ CREATE TABLE lock_waiters (
     celery_task_id varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
     channel varchar(63) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
     circle varchar(64) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin DEFAULT '' NOT NULL,
+    reading integer DEFAULT 0 NOT NULL,
     joined_at datetime(6) NOT NULL,
     expires_at datetime(6) NOT NULL
 ) ENGINE = InnoDB;
@@ -58,18 +63,19 @@ CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 -- take: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 UPDATE locks FORCE INDEX (locks_pin)
-SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
+AND kind = :kind
 AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
 AND (last_ticket = served_ticket OR :fair = 0);
 
 -- create: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
-INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id)
-VALUES (:key, :owner, LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), 1, :ttl, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, :label, :host, :pid, :thread, :program, :task);
+INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
+VALUES (:key, :owner, LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), 1, :ttl, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, :label, :host, :pid, :thread, :program, :task, :kind, :reading);
 
 -- inspect: the rows it returns
-SELECT owner, fence, count, ttl, TIMESTAMPDIFF(MICROSECOND, acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6, label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers
+SELECT owner, fence, count, ttl, TIMESTAMPDIFF(MICROSECOND, acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6, label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading
 FROM locks
 WHERE lock_key = :key;
 
@@ -177,7 +183,13 @@ WHERE variable_name = 'wsrep_on'
 AND variable_value = 'ON');
 
 -- stale: the rows it returns
-SELECT lock_key, CASE WHEN expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND THEN 1 ELSE 0 END
+SELECT lock_key, CASE WHEN expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND
+AND (kind = 0 OR NOT EXISTS (SELECT 1
+FROM locks AS door FORCE INDEX (PRIMARY) STRAIGHT_JOIN locks AS share FORCE INDEX (PRIMARY)
+ON share.lock_key > CONCAT(door.lock_key, CHAR(31 USING utf8mb4))
+AND share.lock_key < CONCAT(door.lock_key, ' ')
+WHERE door.lock_key = locks.lock_key
+AND share.expires_at > UTC_TIMESTAMP(6))) THEN 1 ELSE 0 END
 FROM locks FORCE INDEX (PRIMARY)
 WHERE lock_key > :after ORDER BY lock_key LIMIT 100;
 
@@ -195,10 +207,11 @@ AND waiter.expires_at > UTC_TIMESTAMP(6));
 
 -- join: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
-INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, joined_at, expires_at)
-SELECT :owner, lock_key, LAST_INSERT_ID(GREATEST(last_ticket + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), :ttl, :label, :host, :pid, :thread, :program, :task, :channel, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:waiter_ttl * 1000000) MICROSECOND
+INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, reading, joined_at, expires_at)
+SELECT :owner, lock_key, LAST_INSERT_ID(GREATEST(last_ticket + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), :ttl, :label, :host, :pid, :thread, :program, :task, :channel, :reading, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:waiter_ttl * 1000000) MICROSECOND
 FROM locks
-WHERE lock_key = :key;
+WHERE lock_key = :key
+AND kind = :kind;
 
 -- announce: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
@@ -229,7 +242,7 @@ ON next.owner = :heir
 AND next.lock_key = :key
 AND next.expires_at > UTC_TIMESTAMP(6) STRAIGHT_JOIN lock_waiters AS place FORCE INDEX (PRIMARY)
 ON place.owner = next.owner
-SET place.expires_at = place.joined_at, locks.owner = next.owner, locks.fence = LAST_INSERT_ID(GREATEST(locks.fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), locks.count = 1, locks.tokens = 0, locks.bearers = 0, locks.ttl = next.ttl, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.ttl * 1000000) MICROSECOND), locks.label = next.label, locks.host = next.host, locks.pid = next.pid, locks.thread = next.thread, locks.program = next.program, locks.celery_task_id = next.celery_task_id, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = next.ticket
+SET place.expires_at = place.joined_at, locks.owner = next.owner, locks.fence = LAST_INSERT_ID(GREATEST(locks.fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), locks.count = 1, locks.reading = next.reading, locks.tokens = 0, locks.bearers = 0, locks.ttl = next.ttl, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.ttl * 1000000) MICROSECOND), locks.label = next.label, locks.host = next.host, locks.pid = next.pid, locks.thread = next.thread, locks.program = next.program, locks.celery_task_id = next.celery_task_id, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = next.ticket
 WHERE locks.lock_key = :key
 AND locks.served_ticket < next.ticket
 AND (locks.owner IS NULL OR locks.expires_at <= UTC_TIMESTAMP(6) OR (locks.owner = :owner
@@ -246,15 +259,16 @@ AND expires_at > UTC_TIMESTAMP(6);
 -- adopt_place: one empty row for each row that it changed
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 UPDATE lock_waiters
-SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task, channel = :channel
+SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task, reading = :reading, channel = :channel
 WHERE owner = :owner
 AND expires_at > UTC_TIMESTAMP(6);
 
 -- hand_over_local: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 UPDATE locks FORCE INDEX (locks_pin)
-SET owner = :heir, fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
+AND kind = :kind
 AND (owner = :owner
 AND fence = :fence
 AND count = 1
@@ -355,6 +369,93 @@ SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR DELETE loc
 SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$')) AS due STRAIGHT_JOIN lock_waiters FORCE INDEX (PRIMARY)
 ON lock_waiters.owner = due.name
 WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND;
+
+-- read: one row with the number left by LAST_INSERT_ID(expr), if it changed something
+SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
+INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
+SELECT :key, :owner, LAST_INSERT_ID(GREATEST(door.fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), 1, :ttl, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, :label, :host, :pid, :thread, :program, :task, :kind, 1
+FROM locks AS door FORCE INDEX (PRIMARY)
+WHERE door.lock_key = :door
+AND door.kind = :kind
+AND ((:holder = ''
+AND door.reading = 1) OR (door.owner = :holder
+AND door.fence = :holders_fence
+AND door.expires_at > UTC_TIMESTAMP(6)))
+AND (:admitted = 1 OR door.last_ticket = door.served_ticket OR NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter FORCE INDEX (lock_waiters_queue)
+WHERE waiter.lock_key = :door
+AND waiter.ticket > door.served_ticket
+AND waiter.expires_at > UTC_TIMESTAMP(6)
+AND waiter.reading = 0)) LOCK IN SHARE MODE;
+
+-- take_slot: one row with the number left by LAST_INSERT_ID(expr), if it changed something
+SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
+UPDATE locks FORCE INDEX (locks_pin)
+SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE lock_key = :key
+AND kind = :kind
+AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
+AND EXISTS (SELECT 1 FROM (
+SELECT door.lock_key
+FROM locks AS door FORCE INDEX (PRIMARY)
+WHERE door.lock_key = :door
+AND door.kind = :kind
+AND (door.last_ticket = door.served_ticket OR :fair = 0)
+AND (door.owner IS NULL OR door.expires_at <= UTC_TIMESTAMP(6)) LIMIT 1 ) AS seen);
+
+-- alone: one empty row for each row that it changed
+UPDATE locks FORCE INDEX (PRIMARY)
+SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND expires_at > UTC_TIMESTAMP(6)
+AND NOT EXISTS (SELECT 1 FROM (
+SELECT share.lock_key
+FROM locks AS share FORCE INDEX (PRIMARY)
+WHERE share.lock_key > :low
+AND share.lock_key < :high LIMIT 1) AS seen);
+
+-- await_leaving: one empty row for each row that it changed
+UPDATE locks FORCE INDEX (PRIMARY)
+SET awaiting_fence = fence, awaiting_channel = :channel, expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND expires_at > UTC_TIMESTAMP(6);
+
+-- listed: the rows it returns
+SELECT lock_key, owner, fence, CASE WHEN owner IS NULL THEN LEAST(TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6, 0) ELSE TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6 END
+FROM locks FORCE INDEX (PRIMARY)
+WHERE lock_key > :low
+AND lock_key < :high ORDER BY lock_key LIMIT :most;
+
+-- end_expired: one empty row for each row that it changed
+SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR DELETE locks FROM JSON_TABLE(:names, '$[*]' COLUMNS (name varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$')) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
+ON locks.lock_key = due.name
+WHERE (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6));
+
+-- leave_read: one empty row for each row that it changed
+DELETE
+FROM locks
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence;
+
+-- leave_slot: one row with the number left by LAST_INSERT_ID(expr), if it changed something
+UPDATE locks FORCE INDEX (PRIMARY)
+SET owner = CASE WHEN :count > 1 THEN owner END, expires_at = CASE WHEN :count > 1 THEN expires_at ELSE UTC_TIMESTAMP(6) END, count = :count - 1
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND LAST_INSERT_ID(CASE WHEN :count = 1
+AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0;
+
+-- awaited: the rows it returns
+SELECT CASE WHEN awaiting_fence = locks.fence
+AND locks.owner IS NOT NULL THEN awaiting_channel END, fence
+FROM locks FORCE INDEX (PRIMARY)
+WHERE lock_key = :door;
 
 -- next_keys: the rows it returns
 SELECT max(lock_key) FROM (

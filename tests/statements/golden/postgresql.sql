@@ -18,7 +18,11 @@ CREATE TABLE locks (
     freed_fence bigint DEFAULT 0 NOT NULL,
     revocation varchar(255) COLLATE "C" DEFAULT '' NOT NULL,
     tokens integer DEFAULT 0 NOT NULL,
-    bearers integer DEFAULT 0 NOT NULL
+    bearers integer DEFAULT 0 NOT NULL,
+    kind integer DEFAULT 0 NOT NULL,
+    reading integer DEFAULT 0 NOT NULL,
+    awaiting_fence bigint DEFAULT 0 NOT NULL,
+    awaiting_channel varchar(63) COLLATE "C" DEFAULT '' NOT NULL
 ) WITH (fillfactor = 50);
 CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 CREATE TABLE lock_waiters (
@@ -34,6 +38,7 @@ CREATE TABLE lock_waiters (
     celery_task_id varchar(255) COLLATE "C" NOT NULL,
     channel varchar(63) COLLATE "C" NOT NULL,
     circle varchar(64) COLLATE "C" DEFAULT '' NOT NULL,
+    reading integer DEFAULT 0 NOT NULL,
     joined_at timestamp with time zone NOT NULL,
     expires_at timestamp with time zone NOT NULL
 ) WITH (fillfactor = 50);
@@ -57,8 +62,9 @@ CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 
 -- take: the rows it returns
 UPDATE locks
-SET owner = :owner, fence = greatest(fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => :life), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = greatest(fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = CAST(:reading AS integer), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => :life), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
+AND kind = CAST(:kind AS integer)
 AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
 AND (last_ticket = served_ticket OR CAST(:fair AS integer) = 0)
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
@@ -66,8 +72,8 @@ AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_c
 RETURNING fence;
 
 -- create: the rows it returns
-INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id)
-SELECT CAST(:key AS text), :owner, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint), 1, :ttl, clock_timestamp(), clock_timestamp() + make_interval(secs => :life), :label, :host, CAST(:pid AS integer), :thread, :program, :task
+INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
+SELECT CAST(:key AS text), :owner, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint), 1, :ttl, clock_timestamp(), clock_timestamp() + make_interval(secs => :life), :label, :host, CAST(:pid AS integer), :thread, :program, :task, CAST(:kind AS integer), CAST(:reading AS integer)
 WHERE pg_try_advisory_xact_lock(hashtextextended(CAST(:key AS text) COLLATE "C", CAST(CAST('locks' AS regclass) AS bigint)))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
@@ -75,7 +81,7 @@ ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence;
 
 -- inspect: the rows it returns
-SELECT owner, fence, count, ttl, CAST(extract(epoch FROM clock_timestamp() - acquired_at) AS double precision), CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers
+SELECT owner, fence, count, ttl, CAST(extract(epoch FROM clock_timestamp() - acquired_at) AS double precision), CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading
 FROM locks
 WHERE lock_key = :key;
 
@@ -190,7 +196,12 @@ ON pg_namespace.oid = relnamespace
 WHERE pg_class.oid = CAST('locks' AS regclass);
 
 -- stale: the rows it returns
-SELECT lock_key, CASE WHEN expires_at < clock_timestamp() - make_interval(secs => :retention) THEN 1 ELSE 0 END
+SELECT lock_key, CASE WHEN expires_at < clock_timestamp() - make_interval(secs => :retention)
+AND (kind = 0 OR NOT EXISTS (SELECT 1
+FROM locks AS share
+WHERE share.lock_key > locks.lock_key || chr(31)
+AND share.lock_key < locks.lock_key || ' '
+AND share.expires_at > clock_timestamp())) THEN 1 ELSE 0 END
 FROM locks
 WHERE lock_key > :after ORDER BY lock_key LIMIT 100;
 
@@ -213,11 +224,12 @@ WITH announced AS (
 UPDATE locks
 SET last_ticket = greatest(last_ticket + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint))
 WHERE lock_key = :key
+AND kind = CAST(:kind AS integer)
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL
 RETURNING last_ticket, served_ticket, CASE WHEN owner IS NULL THEN least(expires_at, clock_timestamp()) ELSE expires_at END AS held_until ), joined AS (
-INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, joined_at, expires_at)
-SELECT :owner, :key, last_ticket, :ttl, :label, :host, CAST(:pid AS integer), :thread, :program, :task, :channel, clock_timestamp(), clock_timestamp() + make_interval(secs => :waiter_ttl) FROM announced )
+INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, reading, joined_at, expires_at)
+SELECT :owner, :key, last_ticket, :ttl, :label, :host, CAST(:pid AS integer), :thread, :program, :task, :channel, CAST(:reading AS integer), clock_timestamp(), clock_timestamp() + make_interval(secs => :waiter_ttl) FROM announced )
 SELECT last_ticket, CAST(extract(epoch FROM held_until - clock_timestamp()) AS double precision), served_ticket + 1 FROM announced;
 
 -- announce: the rows it returns
@@ -247,13 +259,13 @@ WHERE locks.lock_key = :key;
 
 -- grant: the rows it returns
 WITH next AS MATERIALIZED (
-SELECT owner, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, joined_at, expires_at FROM lock_waiters
+SELECT owner, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, reading, joined_at, expires_at FROM lock_waiters
 WHERE lock_key = :key
 AND ticket >= CAST(:first AS bigint)
 AND expires_at > clock_timestamp()
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL ORDER BY ticket LIMIT 1 FOR UPDATE ), granted AS (
 UPDATE locks
-SET owner = next.owner, fence = greatest(locks.fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, tokens = 0, bearers = 0, ttl = next.ttl, acquired_at = clock_timestamp(), expires_at = least(least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)), CASE WHEN current_setting('synchronous_commit') = 'off' THEN locks.expires_at END), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = greatest(last_ticket, next.ticket), served_ticket = next.ticket FROM next
+SET owner = next.owner, fence = greatest(locks.fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = next.reading, tokens = 0, bearers = 0, ttl = next.ttl, acquired_at = clock_timestamp(), expires_at = least(least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)), CASE WHEN current_setting('synchronous_commit') = 'off' THEN locks.expires_at END), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = greatest(last_ticket, next.ticket), served_ticket = next.ticket FROM next
 WHERE locks.lock_key = :key
 AND served_ticket < next.ticket
 AND CASE WHEN locks.owner IS NULL OR locks.expires_at <= clock_timestamp() OR (locks.owner = :owner
@@ -261,6 +273,7 @@ AND locks.fence = CAST(:fence AS bigint)) THEN pg_try_advisory_xact_lock(hashtex
 AND CASE WHEN locks.owner IS NOT NULL
 AND (channel = '' OR left(channel, length(:here)) = :here)
 AND locks.fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)
+AND locks.reading <= next.reading
 AND current_setting('synchronous_standby_names') = ''
 AND locks.expires_at - clock_timestamp() >= (least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)) - clock_timestamp()) * 0.75 THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END
 RETURNING next.ticket, next.channel, next.owner, locks.fence, CASE WHEN current_setting('synchronous_commit') = 'off' THEN CAST(floor(extract(epoch
@@ -281,7 +294,7 @@ RETURNING fence;
 
 -- adopt_place: one empty row for each row that it changed
 UPDATE lock_waiters
-SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task, channel = :channel
+SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task, reading = CAST(:reading AS integer), channel = :channel
 WHERE owner = :owner
 AND expires_at > clock_timestamp()
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
@@ -289,8 +302,9 @@ AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- hand_over_local: the rows it returns
 UPDATE locks
-SET owner = :heir, fence = greatest(fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = least(clock_timestamp() + make_interval(secs => :life), CASE WHEN current_setting('synchronous_commit') = 'off' THEN expires_at END), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, fence = greatest(fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), reading = CAST(:reading AS integer), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = least(clock_timestamp() + make_interval(secs => :life), CASE WHEN current_setting('synchronous_commit') = 'off' THEN expires_at END), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
+AND kind = CAST(:kind AS integer)
 AND CASE WHEN owner = :owner
 AND fence = CAST(:fence AS bigint)
 AND count = 1
@@ -299,6 +313,7 @@ AND (last_ticket = served_ticket OR CAST(:handovers_left AS integer) > 0)
 AND CASE WHEN CAST(:covers AS integer) = 1
 AND fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)
 AND current_setting('synchronous_standby_names') = ''
+AND reading <= CAST(:reading AS integer)
 AND locks.expires_at - clock_timestamp() >= make_interval(secs => :life) * 0.75 THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 RETURNING fence, CASE WHEN current_setting('synchronous_commit') = 'off' THEN greatest(CAST(floor(extract(epoch
@@ -383,6 +398,125 @@ WHERE owner = ANY (ARRAY[due.name])
 AND expires_at < clock_timestamp() - make_interval(secs => :retention)
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
+
+-- read: the rows it returns
+WITH door AS MATERIALIZED (
+SELECT fence
+FROM locks
+WHERE lock_key = :door
+AND kind = CAST(:kind AS integer)
+AND CASE WHEN CAST(:holder AS text) <> '' THEN owner = :holder
+AND fence = CAST(:holders_fence AS bigint)
+AND expires_at > clock_timestamp() WHEN reading = 1 THEN true ELSE CASE WHEN owner IS NULL OR expires_at <= clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END END
+AND (CAST(:admitted AS integer) = 1 OR locks.last_ticket = locks.served_ticket OR NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
+WHERE waiter.lock_key = :door
+AND waiter.ticket > locks.served_ticket
+AND waiter.expires_at > clock_timestamp()
+AND waiter.reading = 0))
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) FOR SHARE )
+INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
+SELECT CAST(:key AS text), :owner, greatest(door.fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), 1, :ttl, clock_timestamp(), clock_timestamp() + make_interval(secs => :life), :label, :host, CAST(:pid AS integer), :thread, :program, :task, CAST(:kind AS integer), 1 FROM door
+RETURNING fence;
+
+-- take_slot: the rows it returns
+UPDATE locks
+SET owner = :owner, fence = greatest(fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = CAST(:reading AS integer), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => :life), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE lock_key = :key
+AND kind = CAST(:kind AS integer)
+AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
+AND EXISTS (SELECT 1 FROM (
+SELECT door.lock_key
+FROM locks AS door
+WHERE door.lock_key = :door
+AND door.kind = CAST(:kind AS integer)
+AND (door.last_ticket = door.served_ticket OR CAST(:fair AS integer) = 0)
+AND (door.owner IS NULL OR door.expires_at <= clock_timestamp()) LIMIT 1 ) AS seen)
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
+RETURNING fence;
+
+-- alone: one empty row for each row that it changed
+UPDATE locks
+SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = CAST(:fence AS bigint)
+AND expires_at > clock_timestamp()
+AND NOT EXISTS (SELECT 1 FROM (
+SELECT share.lock_key
+FROM locks AS share
+WHERE share.lock_key > :low
+AND share.lock_key < :high LIMIT 1) AS seen)
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
+
+-- await_leaving: one empty row for each row that it changed
+UPDATE locks
+SET awaiting_fence = fence, awaiting_channel = :channel, expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = CAST(:fence AS bigint)
+AND expires_at > clock_timestamp()
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL);
+
+-- listed: the rows it returns
+SELECT lock_key, owner, fence, CASE WHEN owner IS NULL THEN least(CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision), 0) ELSE CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision) END
+FROM locks
+WHERE lock_key > :low
+AND lock_key < :high ORDER BY lock_key LIMIT CAST(:most AS bigint);
+
+-- end_expired: one empty row for each row that it changed
+DELETE
+FROM locks USING json_array_elements_text(CAST(:names AS json)) AS due (name)
+WHERE lock_key = ANY (ARRAY[due.name])
+AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
+
+-- leave_read: the rows it returns
+WITH door AS MATERIALIZED (
+SELECT CASE WHEN awaiting_fence = locks.fence
+AND locks.owner IS NOT NULL THEN awaiting_channel END AS channel, fence
+FROM locks
+WHERE lock_key = :door
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND set_config('synchronous_commit', 'off', true) IS NOT NULL FOR SHARE ), gone AS ( DELETE
+FROM locks
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = CAST(:fence AS bigint)
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+RETURNING 1 )
+SELECT door.channel, door.fence FROM gone LEFT JOIN door
+ON true;
+
+-- leave_slot: the rows it returns
+WITH door AS MATERIALIZED (
+SELECT CASE WHEN awaiting_fence = locks.fence
+AND locks.owner IS NOT NULL THEN awaiting_channel END AS channel, fence
+FROM locks
+WHERE lock_key = :door
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND set_config('synchronous_commit', 'off', true) IS NOT NULL FOR SHARE ), gone AS (
+UPDATE locks
+SET owner = NULL, count = 0, expires_at = clock_timestamp()
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = CAST(:fence AS bigint)
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND set_config('synchronous_commit', 'off', true) IS NOT NULL
+RETURNING 1 )
+SELECT door.channel, door.fence FROM gone LEFT JOIN door
+ON true;
+
+-- awaited: the rows it returns
+SELECT CASE WHEN awaiting_fence = locks.fence
+AND locks.owner IS NOT NULL THEN awaiting_channel END, fence
+FROM locks
+WHERE lock_key = :door;
 
 -- next_keys: the rows it returns
 SELECT max(lock_key) FROM (

@@ -18,7 +18,11 @@ CREATE TABLE locks (
     freed_fence bigint DEFAULT 0 NOT NULL,
     revocation varchar(255) DEFAULT '' NOT NULL,
     tokens integer DEFAULT 0 NOT NULL,
-    bearers integer DEFAULT 0 NOT NULL
+    bearers integer DEFAULT 0 NOT NULL,
+    kind integer DEFAULT 0 NOT NULL,
+    reading integer DEFAULT 0 NOT NULL,
+    awaiting_fence bigint DEFAULT 0 NOT NULL,
+    awaiting_channel varchar(63) DEFAULT '' NOT NULL
 );
 CREATE UNIQUE INDEX locks_pin ON locks (lock_key);
 CREATE TABLE lock_waiters (
@@ -34,6 +38,7 @@ CREATE TABLE lock_waiters (
     celery_task_id varchar(255) NOT NULL,
     channel varchar(63) NOT NULL,
     circle varchar(64) DEFAULT '' NOT NULL,
+    reading integer DEFAULT 0 NOT NULL,
     joined_at datetime NOT NULL,
     expires_at datetime NOT NULL
 );
@@ -57,20 +62,21 @@ CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 
 -- take: the rows it returns
 UPDATE locks INDEXED BY locks_pin
-SET owner = :owner, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
+AND kind = :kind
 AND (owner IS NULL OR expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'))
 AND (last_ticket = served_ticket OR :fair = 0)
 RETURNING fence;
 
 -- create: the rows it returns
-INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id)
-VALUES (:key, :owner, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000, 1, :ttl, strftime('%Y-%m-%d %H:%M:%f000', 'now'), strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), :label, :host, :pid, :thread, :program, :task)
+INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
+VALUES (:key, :owner, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000, 1, :ttl, strftime('%Y-%m-%d %H:%M:%f000', 'now'), strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), :label, :host, :pid, :thread, :program, :task, :kind, :reading)
 ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence;
 
 -- inspect: the rows it returns
-SELECT owner, fence, count, ttl, round((julianday('now') - julianday(acquired_at)) * 86400.0, 3), round((julianday(expires_at) - julianday('now')) * 86400.0, 3), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers
+SELECT owner, fence, count, ttl, round((julianday('now') - julianday(acquired_at)) * 86400.0, 3), round((julianday(expires_at) - julianday('now')) * 86400.0, 3), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading
 FROM locks
 WHERE lock_key = :key;
 
@@ -169,7 +175,12 @@ AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 RETURNING 1;
 
 -- stale: the rows it returns
-SELECT lock_key, CASE WHEN expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention)) THEN 1 ELSE 0 END
+SELECT lock_key, CASE WHEN expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention))
+AND (kind = 0 OR NOT EXISTS (SELECT 1
+FROM locks AS share INDEXED BY locks_pin
+WHERE share.lock_key > locks.lock_key || char(31)
+AND share.lock_key < locks.lock_key || ' '
+AND share.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'))) THEN 1 ELSE 0 END
 FROM locks INDEXED BY locks_pin
 WHERE lock_key > :after ORDER BY lock_key LIMIT 100;
 
@@ -186,11 +197,12 @@ AND waiter.ticket > served_ticket
 AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'));
 
 -- join: the rows it returns
-INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, joined_at, expires_at)
+INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, reading, joined_at, expires_at)
 SELECT :owner, lock_key, max(last_ticket + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000, (SELECT coalesce(max(ticket) + 1, 0) FROM lock_waiters
-WHERE lock_waiters.lock_key = :key)), :ttl, :label, :host, :pid, :thread, :program, :task, :channel, strftime('%Y-%m-%d %H:%M:%f000', 'now'), strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :waiter_ttl))
+WHERE lock_waiters.lock_key = :key)), :ttl, :label, :host, :pid, :thread, :program, :task, :channel, :reading, strftime('%Y-%m-%d %H:%M:%f000', 'now'), strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :waiter_ttl))
 FROM locks
 WHERE lock_key = :key
+AND kind = :kind
 RETURNING ticket;
 
 -- announce: the rows it returns
@@ -216,7 +228,7 @@ WHERE locks.lock_key = :key;
 
 -- grant: the rows it returns
 UPDATE locks
-SET owner = next.owner, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, tokens = 0, bearers = 0, ttl = next.ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = min(next.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', next.ttl))), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = max(last_ticket, next.ticket), served_ticket = next.ticket FROM (
+SET owner = next.owner, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = next.reading, tokens = 0, bearers = 0, ttl = next.ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = min(next.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', next.ttl))), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = max(last_ticket, next.ticket), served_ticket = next.ticket FROM (
 SELECT * FROM lock_waiters
 WHERE lock_key = :key
 AND ticket >= :first
@@ -238,7 +250,7 @@ RETURNING fence;
 
 -- adopt_place: one empty row for each row that it changed
 UPDATE lock_waiters
-SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task, channel = :channel
+SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task, reading = :reading, channel = :channel
 WHERE owner = :owner
 AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 AND ticket > (SELECT served_ticket
@@ -247,8 +259,9 @@ WHERE locks.lock_key = lock_waiters.lock_key);
 
 -- hand_over_local: the rows it returns
 UPDATE locks INDEXED BY locks_pin
-SET owner = :heir, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
+AND kind = :kind
 AND (owner = :owner
 AND fence = :fence
 AND count = 1
@@ -324,6 +337,93 @@ WHERE owner > :after ORDER BY owner LIMIT 100;
 DELETE FROM lock_waiters INDEXED BY sqlite_autoindex_lock_waiters_1
 WHERE owner IN (SELECT value FROM json_each(:names))
 AND expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds', :retention));
+
+-- read: the rows it returns
+INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
+SELECT :key, :owner, max(door.fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), 1, :ttl, strftime('%Y-%m-%d %H:%M:%f000', 'now'), strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), :label, :host, :pid, :thread, :program, :task, :kind, 1
+FROM locks AS door INDEXED BY locks_pin
+WHERE door.lock_key = :door
+AND door.kind = :kind
+AND ((:holder = ''
+AND (door.reading = 1 OR door.owner IS NULL OR door.expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'))) OR (door.owner = :holder
+AND door.fence = :holders_fence
+AND door.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')))
+AND (:admitted = 1 OR door.last_ticket = door.served_ticket OR NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter INDEXED BY lock_waiters_queue
+WHERE waiter.lock_key = :door
+AND waiter.ticket > door.served_ticket
+AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND waiter.reading = 0))
+RETURNING fence;
+
+-- take_slot: the rows it returns
+UPDATE locks INDEXED BY locks_pin
+SET owner = :owner, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE lock_key = :key
+AND kind = :kind
+AND (owner IS NULL OR expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'))
+AND EXISTS (SELECT 1 FROM (
+SELECT door.lock_key
+FROM locks AS door INDEXED BY locks_pin
+WHERE door.lock_key = :door
+AND door.kind = :kind
+AND (door.last_ticket = door.served_ticket OR :fair = 0)
+AND (door.owner IS NULL OR door.expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now')) LIMIT 1 ) AS seen)
+RETURNING fence;
+
+-- alone: one empty row for each row that it changed
+UPDATE locks INDEXED BY locks_pin
+SET expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
+AND NOT EXISTS (SELECT 1 FROM (
+SELECT share.lock_key
+FROM locks AS share INDEXED BY locks_pin
+WHERE share.lock_key > :low
+AND share.lock_key < :high LIMIT 1) AS seen);
+
+-- await_leaving: one empty row for each row that it changed
+UPDATE locks INDEXED BY locks_pin
+SET awaiting_fence = fence, awaiting_channel = :channel, expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+AND expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now');
+
+-- listed: the rows it returns
+SELECT lock_key, owner, fence, CASE WHEN owner IS NULL THEN min(round((julianday(expires_at) - julianday('now')) * 86400.0, 3), 0) ELSE round((julianday(expires_at) - julianday('now')) * 86400.0, 3) END
+FROM locks INDEXED BY locks_pin
+WHERE lock_key > :low
+AND lock_key < :high ORDER BY lock_key LIMIT :most;
+
+-- end_expired: one empty row for each row that it changed
+DELETE
+FROM locks INDEXED BY locks_pin
+WHERE lock_key IN (SELECT value FROM json_each(:names))
+AND (owner IS NULL OR expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'));
+
+-- leave_read: one empty row for each row that it changed
+DELETE
+FROM locks
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence;
+
+-- leave_slot: the rows it returns
+UPDATE locks INDEXED BY locks_pin
+SET owner = CASE WHEN :count > 1 THEN owner END, expires_at = CASE WHEN :count > 1 THEN expires_at ELSE strftime('%Y-%m-%d %H:%M:%f000', 'now') END, count = :count - 1
+WHERE lock_key = :key
+AND owner = :owner
+AND fence = :fence
+RETURNING CASE WHEN count = 0
+AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
+
+-- awaited: the rows it returns
+SELECT CASE WHEN awaiting_fence = locks.fence
+AND locks.owner IS NOT NULL THEN awaiting_channel END, fence
+FROM locks INDEXED BY locks_pin
+WHERE lock_key = :door;
 
 -- next_keys: the rows it returns
 SELECT max(lock_key) FROM (
