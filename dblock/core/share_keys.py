@@ -6,7 +6,9 @@ the number of the slot for a permit.
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from typing import Final
 
 from dblock.core.errors import InvalidKey
@@ -16,12 +18,22 @@ from dblock.core.values import SHARE
 KEY_LENGTH: Final = 230
 """Most characters of a key with shares, whose rows have longer keys."""
 PERMITS_MAX: Final = 10_000
-_SHARE_KEY: Final = re.compile(rf"(.+){SHARE}(?:r [0-9a-f]{{16}}|p [0-9]{{5}})", re.DOTALL)
+_SHARE_KEY: Final = re.compile(rf"(.+){SHARE}(?:r [0-9a-f]{{16}}|p [0-9]{{5}}|s)", re.DOTALL)
 
 
 def bounds_of_shares(key: str) -> dict[str, str]:
     """The texts between which the keys of a key's shares are, as parameters of statements."""
-    return {"low": key + SHARE, "high": key + " "}
+    return {"low": key + SHARE, "high": end_key(key)}
+
+
+def end_key(key: str) -> str:
+    """The key of the row behind the shares of a key, where a pin of the next key would keep readers out otherwise."""
+    return f"{key}{SHARE}s"
+
+
+def new_name() -> str:
+    """A name for a reader's row, which sorts behind those of earlier readers."""
+    return f"{time.time_ns() // 1000:013x}{os.urandom(2).hex()[1:]}"
 
 
 def reader_key(key: str, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +46,7 @@ def rwlock(subject: Subject, key: str = "k", **options: Any) -> Any:
 def readers(subject: Subject) -> int:
     """Rows of readers."""
     between = "lock_key > :low AND lock_key < :high"
-    [(number,)] = subject.run(f"SELECT count(*) FROM locks WHERE {between}", low="k\x1f", high="k ")
+    [(number,)] = subject.run(f"SELECT count(*) FROM locks WHERE {between}", low="k\x1f", high="k\x1fs")
     return int(number)
 
 
@@ -464,3 +465,60 @@ def test_one_reader_is_freed_from_outside(subject: Subject, actors: Actors) -> N
     assert waiting.result(30) is True
     with pytest.raises(LockLost):
         one.call(read, "verify")
+
+
+@pytest.mark.parametrize("database", ["postgresql", *INNODB])
+def test_a_guard_of_a_neighbour_keeps_no_reader_out(request: pytest.FixtureRequest, database: str) -> None:
+    """Of the next key, of another reader, nor of a reader of the next key: InnoDB may lock gaps between their rows."""
+    subject = Subject("sqlalchemy", "sync", database)
+    ready(request, database)
+    for key in ("j", "k"):
+        with rwlock(subject, key).read():
+            pass
+
+    def reads(key: str) -> bool:
+        read = rwlock(subject, key).read()
+        return all(read.acquire(timeout=1) and read.release() is None for _ in range(3))
+
+    for lock in (subject.lock("k2"), rwlock(subject).read()):
+        with Session(subject.engine) as session, lock, ThreadPoolExecutor() as pool:
+            lock.guard(session)
+            assert [pool.submit(reads, key).result() for key in ("k", "j", "i")] == [True, True, True]
+            session.commit()
+
+
+@some
+def test_what_a_token_brings_is_of_its_kind(subject: Subject, actor: Actor, other: Actor) -> None:
+    """A writer's token makes the lock of a writer, which can be downgraded, and re-entered to read."""
+    write = rwlock(subject).write()
+    actor.call(write, "acquire")
+    token = actor.call(write, "detach")
+    if subject.variant == "django":
+        import dblock
+
+        attach: Any = partial(getattr(dblock.db_lock, subject.method("attach")), token, using=ALIASES[subject.database])
+    else:
+        import sqlalchemy_dblock
+
+        attach = partial(sqlalchemy_dblock.attach, subject.engine, token)
+
+    async def aattach() -> Any:
+        return await attach()
+
+    lock = other.do(attach if subject.face == "sync" else aattach)
+    assert other.call(rwlock(subject).read(), "acquire", blocking=False) is True
+    other.call(lock, "release")
+    with pytest.raises(WrongKind):
+        other.call(subject.lock("k"), "acquire")
+    assert other.get(lock, "state") == "held"
+    other.call(lock, "release")
+
+
+@some
+def test_a_wait_for_readers_is_logged(subject: Subject, actors: Actors, caplog: pytest.LogCaptureFixture) -> None:
+    """As any slow wait, with the reader that is in the way."""
+    one, two = actors(2)
+    one.call(rwlock(subject).read(), "acquire")
+    assert two.call(rwlock(subject, slow_wait=0.2).write(), "acquire", timeout=0.6) is False
+    [line] = [each.getMessage() for each in caplog.records if "has been waiting" in each.getMessage()]
+    assert re.search(r"has been waiting 0\.\d s for 'k': 'k \(reader [0-9a-f]{16}\)' is held$", line)

@@ -331,3 +331,41 @@ def test_a_permit_is_kept_until_the_transaction_ends(request: pytest.FixtureRequ
         assert len(in_use(subject)) == 1
         assert sem.held == []
     assert until(lambda: in_use(subject) == [])
+
+
+@some
+def test_a_permit_by_its_own_methods(subject: Subject, actor: Actor, other: Actor) -> None:
+    """A permit of `permit()` is a lock, which is acquired, detached and released; a block that lost its own ends."""
+    sem = semaphore(subject, 2)
+    permit = sem.permit()
+    assert actor.call(permit, "acquire")
+    assert actor.get(permit, "slot") in {0, 1}
+    assert sem.held == []
+    with pytest.raises(PermitNotHeld):
+        actor.call(sem, "release")
+    actor.call(permit, "release")
+    assert in_use(subject) == []
+    assert actor.call(sem, "acquire", n=2)
+    first, second = sem.held
+    token = actor.call(first, "detach")
+    assert len(in_use(subject)) == 2
+    with pytest.raises(PermitNotHeld):
+        actor.call(sem, "release", 2)
+    actor.call(sem, "release")
+    assert second.slot is None
+    if subject.variant == "django":
+        import dblock
+
+        attach: Any = partial(getattr(dblock.db_lock, subject.method("attach")), token, using=ALIASES[subject.database])
+    else:
+        import sqlalchemy_dblock
+
+        attach = partial(sqlalchemy_dblock.attach, subject.engine, token)
+
+    async def aattach() -> Any:
+        return await attach()
+
+    attached = other.do(attach if subject.face == "sync" else aattach)
+    assert [attached.slot] == in_use(subject)
+    other.call(attached, "release")
+    assert in_use(subject) == []

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ from dblock.core.acquire.acquiring import Refused, await_first_answer
 from dblock.core.acquire.handover import undo_take
 from dblock.core.acquire.local_queue import Request
 from dblock.core.acquire.services import WaiterServices
-from dblock.core.acquire.shares import door_bell, leave_share
+from dblock.core.acquire.shares import REMEMBERED, door_bell, leave_share
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreBusy
 from dblock.core.holding.handover_record import HandoverRecord
@@ -31,7 +30,7 @@ from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database, pauses, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep, wait
 from dblock.core.protocol.tenures import Unresolved, begin, look
-from dblock.core.share_keys import PERMITS_MAX, bounds_of_shares, reader_key, slot_key, slot_of
+from dblock.core.share_keys import PERMITS_MAX, bounds_of_shares, end_key, new_name, reader_key, slot_key, slot_of
 from dblock.core.statements.base import Statement
 from dblock.core.values import MACHINE, Grant, LockInfo, Tenure
 from dblock.core.wakeup.registry import Wakeup
@@ -139,16 +138,34 @@ class Sharing:
 
     def _read(self) -> Steps[Grant | Refused]:
         grant = yield from self._begin_read(admitted=1 - self.request.fair)
+        growing = pauses(longest=self.timing.grant_retry)
         while grant is None:
             held = yield from self.door(reading=1)
             if isinstance(held, Refused):
                 return held
-            grant = yield from self._at_door(held, self._begin_read(admitted=1))
+            grant = yield from self._at_door(held, self._read_at_door())
+            if grant is None:  # the door was lost, or a transaction that pins a neighbour keeps the row from being made
+                left = self.deadline - self.database.now()
+                if left <= 0:
+                    return Refused()
+                yield from sleep(min(next(growing), left))
         return grant
+
+    def _read_at_door(self) -> Steps[Grant | None]:
+        """Begin a reader's tenure as the holder of the door; first, the row behind the shares is made, where needed."""
+        key, ended = self.request.key, self.site.ended
+        if self.shares.pins_gaps and key not in ended:
+            end = yield from self._begin(self.database.dialect.create, self.request._replace(key=end_key(key)), {})
+            if end is not None:
+                _ = yield from tenures.release(self.database, end.tenure, 1)
+            if len(ended) >= REMEMBERED:
+                ended.clear()
+            ended.add(key)
+        return (yield from self._begin_read(admitted=1))
 
     def _begin_read(self, **how: Any) -> Steps[Grant | None]:
         key = self.request.key
-        share = self.request._replace(key=reader_key(key, os.urandom(8).hex()))
+        share = self.request._replace(key=reader_key(key, new_name()))
         return self._begin(self.shares.read, share, {"door": key, "holder": "", "holders_fence": 0, **how})
 
     def _write(self) -> Steps[Grant | Refused]:

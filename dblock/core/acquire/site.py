@@ -28,6 +28,8 @@ class Site:
         """The local time at which a wait for a key was last logged."""
         self.slots: dict[str, list[int]] = {}
         """By key of a semaphore, the slots that this process has left, the last one last: the first to try."""
+        self.ended: set[str] = set()
+        """Keys of read-write locks whose row behind the shares has been made, where that is needed."""
         self._sockets = sockets
 
     @functools.cached_property

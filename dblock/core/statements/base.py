@@ -277,6 +277,8 @@ class Shares:
     """Read where the door's holder waits for the end of a share -> channel (null if it does not wait), fence."""
     leaving_answers: bool = False
     """Whether the statements that leave also answer that; else `awaited` is sent after them."""
+    pins_gaps: bool = False
+    """Whether the pin of a row may keep others from inserting the row before it."""
 
 
 def _over(statements: Dialect | Queue | Shares, tables: Tables, quote: str) -> dict[str, Any]:

@@ -407,7 +407,7 @@ DIALECT: Final = dialect(
     hand_over_local=hand_over_local(SQL),
     leave_queue=LEAVE_QUEUE,
     heartbeat=HEARTBEAT,
-    shares=shares(SQL, read=READ),
+    shares=shares(SQL, read=READ, pins_gaps=True),
     call=CALL,
     sleep_until_killed=SLEEP_UNTIL_KILLED,
     unlogged=UNLOGGED,

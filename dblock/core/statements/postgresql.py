@@ -380,6 +380,7 @@ INSERT INTO locks ({TENURE})
 SELECT CAST(:key AS text), :owner, greatest(door.fence + 1, {SQL.micros}), 1, :ttl, {SQL.now}, {SQL.after(":life")},
        :label, :host, CAST(:pid AS integer), :thread, :program, :task, CAST(:kind AS integer), 1
 FROM door
+ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence
 """,
     Reply.ROWS,

@@ -31,6 +31,7 @@ def shares(
     read: Statement,
     leave_read: Statement | None = None,
     leave_slot: Statement | None = None,
+    pins_gaps: bool = False,
 ) -> Shares:
     """The statements in the vocabulary of a database, and its own. `Shares` describes each."""
     return Shares(
@@ -44,6 +45,7 @@ def shares(
         leave_slot=leave_slot or release(words),
         awaited=awaited(words),
         leaving_answers=leave_slot is not None,
+        pins_gaps=pins_gaps,
     )
 
 
@@ -69,6 +71,7 @@ WHERE door.lock_key = :door AND door.kind = :kind
   AND ((:holder = '' AND (door.reading = 1 OR door.owner IS NULL OR door.expires_at <= {words.now}))
        OR (door.owner = :holder AND door.fence = :holders_fence AND door.expires_at > {words.now}))
   AND {no_writer_waits(words, "door")}
+ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence
 """
     return Statement("read", sql, Reply.ROWS, priority=True, row_locked=WhenLocked.SKIP)

@@ -417,6 +417,7 @@ AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) FOR SHARE )
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
 SELECT CAST(:key AS text), :owner, greatest(door.fence + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), 1, :ttl, clock_timestamp(), clock_timestamp() + make_interval(secs => :life), :label, :host, CAST(:pid AS integer), :thread, :program, :task, CAST(:kind AS integer), 1 FROM door
+ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence;
 
 -- take_slot: the rows it returns

@@ -353,6 +353,7 @@ WHERE waiter.lock_key = :door
 AND waiter.ticket > door.served_ticket
 AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 AND waiter.reading = 0))
+ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence;
 
 -- take_slot: the rows it returns
