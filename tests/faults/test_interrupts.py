@@ -289,13 +289,13 @@ async def leave_for_a_stranger(stage: Stage, key: str, strike: Strike) -> None:
 
 
 SCENES = {
-    block: 45,
-    block_in_block: 90,
-    acquire_and_release: 34,
-    acquire_after_a_stranger: 180,
-    acquire_after_one_of_ours: 90,
-    leave_for_one_of_ours: 22,
-    leave_for_a_stranger: 22,
+    block: 90,
+    block_in_block: 180,
+    acquire_and_release: 68,
+    acquire_after_a_stranger: 360,
+    acquire_after_one_of_ours: 180,
+    leave_for_one_of_ours: 44,
+    leave_for_a_stranger: 44,
 }
 """Of how many moments one is struck where there is no time for all."""
 
