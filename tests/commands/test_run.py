@@ -142,7 +142,7 @@ def test_nobody_has_the_key_before_the_command_is_dead(one: Shell) -> None:
         "--ttl",
         "1",
         "--kill-after",
-        "2",
+        "1",
         "k",
         "--",
         "sh",

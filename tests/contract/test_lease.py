@@ -163,7 +163,7 @@ def test_extensions_and_renewals_agree(subject: Subject, actor: Actor) -> None:
     actor.call(lock, "release")
 
 
-@once
+@both
 def test_late_renewals_are_a_risk_until_one_succeeds(
     subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +295,7 @@ def test_a_loss_comes_out_of_the_block(subject: Subject, actor: Actor) -> None:
     until(lambda: witness.seen)
 
 
-@some
+@both
 def test_lost_stays_lost_when_the_key_is_taken_again(subject: Subject, actor: Actor) -> None:
     """By the same flow, inside of the block whose lease has ended: through another lock object, or the same."""
     outer, inner = subject.lock("k", ttl=0.2, renew=False), subject.lock("k", ttl=30)
@@ -924,7 +924,7 @@ def enter_and_forget(subject: Subject, key: str, **options: Any) -> Any:
     return enter()
 
 
-@some
+@both
 def test_a_block_that_nobody_can_leave_ends_with_its_lease(
     subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:

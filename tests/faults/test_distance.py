@@ -150,8 +150,8 @@ def test_a_lost_answer_leaves_nothing(wire: Wire, far: float, holder: Actor) -> 
         holder.call(near, "release")
 
 
+@some
 @pytest.mark.exact
-@several
 def test_a_try_on_a_free_and_on_a_held_key(wire: Wire, far: float, holder: Actor) -> None:
     """It has its answer, over a connection that is open: the time for it follows the measured distance."""
     held, wanted = wire.direct.lock("k", ttl=60), wire.subject.lock("k")
