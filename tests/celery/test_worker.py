@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -101,15 +103,12 @@ take_stock.delay(lock.detach())
         deadline = time.monotonic() + 60
         state = ""
         while state != "10 False" and time.monotonic() < deadline:
-            time.sleep(0.5)
-            state = shell(
-                environment,
-                """
-from example_project.shop.models import Item
-from dblock.models import Lock
-print(Item.objects.get().stock, Lock.objects.filter(lock_key="long free").exists())
-""",
-            )
+            time.sleep(0.2)
+            with contextlib.closing(sqlite3.connect(environment["DATABASE_NAME"])) as database:
+                [(stock, left)] = database.execute(
+                    "SELECT stock, EXISTS (SELECT 1 FROM locks WHERE lock_key = 'long free') FROM shop_item"
+                )
+            state = f"{stock} {bool(left)}"
         assert state == "10 False", (tmp_path / "log").read_text()
     finally:
         worker.send_signal(signal.SIGTERM)
