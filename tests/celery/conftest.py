@@ -62,6 +62,17 @@ class Worker:
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return [int(child) for child in path.read_text().split()]
 
+    def kill(self) -> None:
+        """End it and the processes of its pool, whatever they do."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGSTOP)  # it starts no others in their place
+            children = self.children()
+            self.process.kill()
+            self.process.wait()
+            for child in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         """End it."""
         if self.process.poll() is None:
@@ -133,12 +144,9 @@ class Celery:
         return worker
 
     def close(self) -> None:
-        """End all workers, and forget the broker."""
+        """End all workers with their pools, and forget the broker."""
         for worker in self.workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.stop(signal.SIGQUIT)
-        for worker in self.workers:
-            worker.stop(signal.SIGKILL)
+            worker.kill()
         locked.app._after_fork()
         locked.engine().dispose()
 

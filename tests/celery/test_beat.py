@@ -31,8 +31,9 @@ from dblock.core.events import Event, Kind
 from dblock.core.protocol import states
 from dblock.core.protocol.drive import drive
 from sqlalchemy_dblock import db_lock
-from tests.conftest import ALIASES, ready, run, url
+from tests.conftest import ALIASES, DATABASES, ready, run, timed, url
 
+LONG = os.environ.get("DBLOCK_CELERY") == "long"
 HOUR = 3600.0
 
 
@@ -318,6 +319,7 @@ def test_what_is_claimed_is_sent_before_a_beat_ends(
     assert run(database, "SELECT owner FROM locks WHERE lock_key = 'celery-beat:beats'") == [(None,)]
 
 
+@pytest.mark.parametrize("database", DATABASES if LONG else ["postgresql"], indirect=True)
 def test_a_second_signal_does_not_wait(make: Callable[..., Beat], database: str) -> None:
     """Where the broker hangs, a beat ends all the same; of its own, if nobody asks twice, after some seconds."""
     leave(database, 1, e=(2 * HOUR, 5))
@@ -365,10 +367,13 @@ def test_standing_by_is_no_attempt_that_fails(make: Callable[..., Beat], caplog:
     assert "waiting" not in caplog.text
 
 
-def test_a_database_that_is_away_ends_no_beat(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_database_that_is_away_ends_no_beat(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It says so once, and is active when the database is back."""
     from sqlalchemy_dblock import metadata
 
+    timed(monkeypatch, single_try=0.25)  # a file is opened at once
     path = tmp_path / "there" / "beat.sqlite3"
     engine = create_engine(f"sqlite:///{path}")
     beat = Beat("django", "sqlite", bind=engine, using=None)

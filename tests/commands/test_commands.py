@@ -34,7 +34,7 @@ from dblock.operating.commands.context import Context
 from sqlalchemy_dblock import db_lock, db_rwlock, db_semaphore
 from sqlalchemy_dblock.store import described, store_for
 from tests.commands.conftest import EACH, Shell
-from tests.conftest import SERVERS, url
+from tests.conftest import SERVERS, timed, url
 from tests.support.hung import hung
 from tests.support.lab import until
 from tests.support.pages import block
@@ -326,6 +326,7 @@ def test_a_database_that_is_not_there(
         monkeypatch.setattr("dblock.checks._check_tables", Mock(side_effect=OperationalError))
         assert "reachable" in one("doctor").stdout, "and what Django's checks say without it"
         return
+    timed(monkeypatch, retry_budget=0.5)  # nobody listens there
     url = ["--url", "postgresql+psycopg://nobody@127.0.0.1:1/x"]
     for verb, status in ((["reap"], 69), (["run", "-w", "0.5", "k", "--", "true"], 69), (["doctor"], 2)):
         assert main([*url, *verb]) == status
@@ -368,8 +369,9 @@ def test_mistakes_are_told(one: Shell, monkeypatch: pytest.MonkeyPatch, capsys: 
         assert " value" not in done.stderr, "argparse's own words for a function of ours"
 
 
-def test_a_url_without_a_driver(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_url_without_a_driver(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As platforms give it to an application: it is that of the extra, not one that SQLAlchemy would rather have."""
+    timed(monkeypatch, retry_budget=0.5)  # nobody listens there
     for kind, driver in (
         ("postgres", "postgresql+psycopg"),
         ("postgresql", "postgresql+psycopg"),
@@ -462,7 +464,7 @@ def test_tables_line_up_whatever_is_in_them() -> None:
 
 def test_what_strangers_wrote_steers_no_terminal(one: Shell) -> None:
     """Nor does it forge a line: who frees a key says why, who waits has a label."""
-    process = one.start("run", "k", "--", "sleep", "30")
+    process = one.start("run", "--ttl", "2", "k", "--", "sleep", "30")
     assert until(lambda: one.run("SELECT owner FROM locks WHERE owner IS NOT NULL"), 20)
     assert one("release", "--yes", "--reason", "\x1b]0;x\a\ndblock: all is well", "k").returncode == 0
     _, err = process.communicate(timeout=20)

@@ -142,7 +142,7 @@ def test_nobody_has_the_key_before_the_command_is_dead(one: Shell) -> None:
         "--ttl",
         "1",
         "--kill-after",
-        "2",
+        "1",
         "k",
         "--",
         "sh",
@@ -258,7 +258,7 @@ def test_a_command_with_a_group_of_its_own(one: Shell, tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=10)
     assert (process.returncode, _lives(first)) == (143, False)
-    process = one.start("run", "--kill-after", "1", "k", "--", *command)
+    process = one.start("run", "--ttl", "2", "--kill-after", "1", "k", "--", *command)
     assert process.stdout is not None
     second = process.stdout.readline().strip()
     assert one("release", "--yes", "k").returncode == 0
@@ -415,7 +415,7 @@ def test_at_a_terminal_another_user_is_told_by_the_terminal_alone(one: Shell) ->
     """Ctrl-C reaches the command there, which is in the same group; `run` cannot end it, and says so."""
     waits = 'sh -c "echo ready; exec sed 1q"'  # a child: the shell runs its trap when that has ended
     script = f"exec {OTHER} sh -c 'trap \"echo interrupted\" INT; {waits}; sed 1q'"
-    pid, master = _at_a_terminal(one, "sh", "-c", script, through=NOBODY)
+    pid, master = _at_a_terminal(one, "sh", "-c", script, through=NOBODY, options=["--ttl", "2"])
     _ = _until(master, b"ready")
     os.write(master, b"\x03")
     _ = _until(master, b"interrupted")
@@ -593,13 +593,15 @@ def test_at_a_terminal_the_command_alone_is_ended(one: Shell) -> None:
     one.run("UPDATE locks SET expires_at = acquired_at")
 
 
-def _at_a_terminal(one: Shell, *command: str, through: Sequence[str] = ()) -> tuple[int, int]:
+def _at_a_terminal(
+    one: Shell, *command: str, through: Sequence[str] = (), options: Sequence[str] = ()
+) -> tuple[int, int]:
     """Run it in the foreground of one; the process, and the other end."""
     environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
     pid, master = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
-        argv = [*through, *one.argv("run", "k", "--", *command)]
+        argv = [*through, *one.argv("run", *options, "k", "--", *command)]
         os.execvpe(argv[0], argv, environment)
     return pid, master
 

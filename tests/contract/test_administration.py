@@ -16,7 +16,7 @@ from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Steps
 from dblock.core.values import Identity
 from tests.conftest import SELDOM, ready, timed
-from tests.support.lab import FEW, SOME, remaining, until
+from tests.support.lab import FEW, SOME, once, remaining, until
 from tests.support.subjects import EVERY, Actor, Subject, twin
 
 Actors = Callable[[int], list[Actor]]
@@ -94,13 +94,14 @@ def test_its_holder_has_lost_it_and_is_told_by_whom_and_why(subject: Subject, ac
         assert caught.value.reason is Reason.FREED
 
 
+@once
 def test_the_next_waiter_is_served(
     subject: Subject, actors: Actors, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, by a notification, though the lease would last on. The holder learns who did it, and who has the key."""
     holder, heir = actors(2)
     timed(monkeypatch, **SELDOM)
-    lock, later = subject.lock("k", ttl=15), subject.lock("k", timeout=30)
+    lock, later = subject.lock("k", ttl=9), subject.lock("k", timeout=30)
     holder.call(lock, "acquire")
     fence = holder.get(lock, "fence")
     waiting = heir.start(getattr(later, subject.method("acquire")))
@@ -200,6 +201,7 @@ def test_observers_are_told(subject: Subject, desk: Desk) -> None:
 # -- asking for it back
 
 
+@once
 def test_the_holder_is_asked_and_keeps_it_until_it_releases(subject: Subject, actors: Actors, desk: Desk) -> None:
     """Within about a second, though a third of its ttl is ten; once. All but check() goes on as before."""
     [holder] = actors(1)
@@ -296,6 +298,7 @@ def test_all_keys_are_seen_a_page_at_a_time(subject: Subject, desk: Desk) -> Non
         assert lock.owner not in repr(seen)
 
 
+@once
 def test_the_queue_of_a_key_is_seen_in_order(subject: Subject, actors: Actors, desk: Desk) -> None:
     """With how long each has waited; those who have left are not in it."""
     holder, first, second = actors(3)

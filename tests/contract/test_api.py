@@ -16,11 +16,11 @@ import pytest
 from dblock.core.errors import InvalidKey, LockLost, LockNotAcquiredWarning, LockTimeout, Reason
 from tests.conftest import ALIASES
 from tests.contract.test_lease import FREE, STEAL, attach, until
-from tests.support.lab import some
+from tests.support.lab import LOOPED, both, driven, some
 from tests.support.subjects import MATRIX, Actor, Subject
 
 ASYNCHRONOUS = [subject for subject in MATRIX if subject.face == "async"]
-LOOPS = [subject for subject in ASYNCHRONOUS if subject.variant == "sqlalchemy"]
+LOOPS = [each for each in MATRIX if each.driver in {"asyncpg", "aiosqlite"} or (each in LOOPED and each.driver)]
 
 
 def without_key(subject: Subject, **options: Any) -> Any:
@@ -217,7 +217,7 @@ def test_a_flow_that_never_held(subject: Subject, actor: Actor, other: Actor) ->
     other.call(lock, "release")
 
 
-@some
+@both
 def test_a_holder_that_renews_is_said_to(subject: Subject, actor: Actor, other: Actor) -> None:
     """Since when it has the key, when it was heard of last, and when the key is free if it is never again."""
     lock = subject.lock("k", ttl=1.5)
@@ -249,6 +249,7 @@ def test_a_min_hold_is_said_to_be_one(subject: Subject, actor: Actor, other: Act
         other.within(subject.lock("k", timeout=0))
 
 
+@driven
 def test_who_freed_it(subject: Subject, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
     """Freed by hand, it is lost for that reason; taken over meanwhile, it did not end by itself either."""
     for key, sql, reason in (("freed", FREE, Reason.FREED), ("taken", STEAL, Reason.TAKEN_OVER)):
@@ -299,7 +300,7 @@ def _is_lost(actor: Actor, lock: Any) -> bool:
     return bool(actor.get(lock, "state") == "lost")
 
 
-@pytest.mark.parametrize("subject", ASYNCHRONOUS, ids=str, indirect=True)
+@pytest.mark.parametrize("subject", LOOPED, ids=str, indirect=True)
 def test_a_busy_loop_is_not_blamed(subject: Subject, actor: Actor) -> None:
     """A lease that was capped, or not renewed, ended by itself."""
     for options in ({"renew": False}, {"max_hold": 1.1}):

@@ -21,7 +21,7 @@ from django.db import connections
 from dblock import LockLost, LockNotHeld, LockTimeout
 from dblock.core import runtime
 from sqlalchemy_dblock import SynchronousOnlyOperation
-from tests.support.lab import some, until
+from tests.support.lab import both, some, until
 from tests.support.subjects import MATRIX, Actor, Subject
 
 SYNC = [subject for subject in MATRIX if subject.face == "sync"]
@@ -36,7 +36,7 @@ def leave(subject: Subject, lock: Any) -> Callable[[], Any]:
     return lambda: end(None, None, None)
 
 
-@some
+@both
 def test_a_block_may_end_elsewhere(
     subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -69,6 +69,7 @@ def test_its_other_entries_stay_where_they_are(subject: Subject, actor: Actor, o
     assert subject.row("k")["owner"] is None
 
 
+@some
 def test_its_loss_is_told_elsewhere(subject: Subject, actor: Actor, other: Actor) -> None:
     """By the object, and by its end."""
     lock = subject.lock("k", ttl=0.6)

@@ -14,13 +14,24 @@ import pytest
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.steps import Execute, Rows
 from sqlalchemy_dblock import attach
-from tests.conftest import ALIASES, SELDOM, timed
+from tests.conftest import ALIASES, SELDOM, ready, timed
 from tests.contract.test_queue import WAITERS
-from tests.support.subjects import MATRIX, Actor, Subject, twin
+from tests.support.lab import DRIVEN, LOOPED
+from tests.support.subjects import Actor, Subject, twin
 
-pytestmark = pytest.mark.parametrize(
-    "subject", [each for each in MATRIX if each.face == "async"], indirect=True, ids=str
-)
+ASYNC = [each for each in DRIVEN if each.face == "async"]
+
+
+@pytest.fixture(params=ASYNC, ids=str)
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """Each asynchronous driver, with an empty table."""
+    subject: Subject = request.param
+    ready(request, subject.database)
+    return subject
+
+
+looped = pytest.mark.parametrize("subject", LOOPED, indirect=True, ids=str)
+"""For those that do not get as far as the driver."""
 
 
 async def storm(work: Coroutine[Any, Any, Any], until: Callable[[], bool], after: float = 0.0) -> None:
@@ -142,6 +153,7 @@ async def took(work: Coroutine[Any, Any, Any], seconds: float) -> float:
     return time.monotonic() - begun
 
 
+@looped
 def test_a_silent_server_keeps_nobody_who_waits(
     subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +173,7 @@ def test_a_silent_server_keeps_nobody_who_waits(
     other.call(holder, "release")
 
 
+@looped
 def test_a_silent_server_keeps_nobody_who_enters_again(
     subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

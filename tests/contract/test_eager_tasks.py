@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from dblock.core.errors import LockTimeout
 from tests.support.eager import eager_task_factory
-from tests.support.lab import remaining
+from tests.support.lab import LOOPED, remaining
 from tests.support.subjects import MATRIX, Subject
 
 ASYNC = [each for each in MATRIX if each.face == "async"]
@@ -81,7 +81,7 @@ class Crowd:
         assert self.fences == sorted(self.fences)
 
 
-@every
+@pytest.mark.parametrize("subject", LOOPED, indirect=True, ids=str)
 def test_a_lock_is_taken_renewed_waited_for_and_given_back(subject: Subject) -> None:
     """Each task of a group waits for its turn; a lease is renewed meanwhile."""
 

@@ -20,7 +20,7 @@ from dblock.core.holding.observers import Observers
 from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.steps import Execute
 from tests.conftest import ALIASES, ready
-from tests.support.lab import SOME, until
+from tests.support.lab import SOME, both, until
 from tests.support.subjects import Actor, Subject
 
 
@@ -156,6 +156,7 @@ def test_a_tenure_that_goes_on_elsewhere(subject: Subject, actor: Actor, other: 
     assert len({event.fence for event in told}) == 1
 
 
+@both
 def test_a_lock_that_is_lost(
     subject: Subject, actor: Actor, told: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:

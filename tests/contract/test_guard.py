@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,6 +34,16 @@ LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 KINDS = ("django", "django async", "connection", "session", "async connection", "async session")
 SOME_KINDS = KINDS if LONG else ("django", "session", "async connection")
 DRIVERS = {"sqlite": "aiosqlite", "postgresql": "asyncpg", **dict.fromkeys(INNODB, "asyncmy")}
+
+
+def in_turn(databases: Sequence[str], each: int = 1) -> Any:
+    """For those that wait for seconds: each database with some of the kinds in turn, with all in `make faults`."""
+    kinds = itertools.cycle(SOME_KINDS)
+    most = len(SOME_KINDS) if LONG else each
+    pairs = [(database, next(kinds)) for database in databases for _ in range(most)]
+    return pytest.mark.parametrize(("database", "kind"), pairs, indirect=["database"])
+
+
 PAST = {
     "sqlite": "'2000-01-01 00:00:00.000000'",
     "postgresql": "'2000-01-01 00:00:00+00'",
@@ -306,7 +316,7 @@ def test_guarding_one_key_leaves_others_alone(
     holder.call(lock, "release")
 
 
-@pytest.mark.parametrize("kind", SOME_KINDS)
+@in_turn(DATABASES)
 def test_a_lease_that_runs_out_under_guard(
     database: str, rival: Rival, client: Callable[..., Client], kind: str
 ) -> None:
@@ -331,8 +341,7 @@ def test_a_lease_that_runs_out_under_guard(
     theirs.release()
 
 
-@pytest.mark.parametrize("kind", SOME_KINDS)
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
+@in_turn(SERVERS, 2)
 def test_renewals_go_on_under_guard(database: str, rival: Rival, client: Callable[..., Client], kind: str) -> None:
     """At every isolation level: the row has been renewed since the transaction's snapshot, and is while it lasts."""
     levels = LEVELS if kind != "django async" else ("REPEATABLE READ",)  # all of them share one thread

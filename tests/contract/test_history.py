@@ -26,7 +26,7 @@ from sqlalchemy_dblock.store import store_for
 from tests.conftest import observer, ready, run, url
 from tests.contract.test_queue import waiters
 from tests.faults.test_shutdown import process
-from tests.support.lab import FEW, SOME, expire, until
+from tests.support.lab import FEW, SOME, expire, once, until
 from tests.support.subjects import Actor, Subject
 
 alone = pytest.mark.parametrize("subject", [Subject("django", "sync", "sqlite")], indirect=True, ids=str)
@@ -87,6 +87,7 @@ def brief(events: list[EventInfo]) -> list[tuple[str, str]]:
     return [(event.kind, event.detail) for event in events]
 
 
+@once
 def test_what_became_of_a_lock(
     subject: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]]
 ) -> None:

@@ -30,7 +30,7 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.values import margin
 from tests.conftest import ALIASES, timed
 from tests.contract.test_queue import waiters
-from tests.support.lab import remaining, until
+from tests.support.lab import both, remaining, until
 from tests.support.lab import some as each
 from tests.support.subjects import Actor, Subject
 
@@ -177,7 +177,7 @@ def in_a_thread(body: Callable[[], object]) -> Callable[[], Any]:
     return lambda: asyncio.to_thread(body)
 
 
-@each
+@both
 def test_the_belief_ends_before_the_lease(subject: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
     """By the margin for clocks that run at different rates; nobody else is elected before."""
     leader = candidate(ttl=1.5, max_hold=1.5)
@@ -189,7 +189,7 @@ def test_the_belief_ends_before_the_lease(subject: Subject, actor: Actor, candid
     assert subject.row(KEY)["owner"]
 
 
-@each
+@both
 def test_a_leader_that_was_asked_to_resign_is_told(
     subject: Subject, actor: Actor, candidate: Callable[..., Any]
 ) -> None:
@@ -404,7 +404,7 @@ def test_who_leads_can_be_observed(subject: Subject, actor: Actor, other: Actor,
         other.do(aterms.aclose)
 
 
-@each
+@both
 def test_a_leader_object_that_is_dropped_leads_no_more(
     subject: Subject, actor: Actor, candidate: Callable[..., Any]
 ) -> None:

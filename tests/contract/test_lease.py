@@ -22,10 +22,9 @@ from dblock.core.log import log, warn
 from dblock.core.protocol.steps import Execute, Rows, execute
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Token, token_text, valid_token
-from tests.support.lab import some
-from tests.support.subjects import MATRIX, Actor, Subject, Twin, twin
+from tests.support.lab import LOOPED, both, driven, once, some
+from tests.support.subjects import Actor, Subject, Twin, twin
 
-ASYNCHRONOUS = [subject for subject in MATRIX if subject.face == "async"]
 STEAL = "UPDATE locks SET owner = 'stranger', fence = fence + 5, host = 'elsewhere' WHERE lock_key = :key"
 FREE = "UPDATE locks SET owner = NULL, count = 0 WHERE lock_key = :key"
 DELETE = "DELETE FROM locks WHERE lock_key = :key"
@@ -82,6 +81,7 @@ class Witness:
 # -- kept
 
 
+@once
 def test_a_lease_outlives_its_ttl(subject: Subject, actor: Actor, other: Actor) -> None:
     """It is renewed for as long as the body runs, held all along, and nobody else is let in."""
     witness = Witness()
@@ -123,6 +123,7 @@ def test_a_lease_outlives_its_ttl(subject: Subject, actor: Actor, other: Actor) 
     assert subject.row("k")["owner"] is None
 
 
+@once
 def test_a_re_entered_lease_is_kept_until_the_last_release(subject: Subject, actor: Actor, other: Actor) -> None:
     """The count goes up and down, fence and owner stay, and it is renewed in between."""
     outer, inner, rival = subject.lock("k", ttl=2.0), subject.lock("k", ttl=2.0), subject.lock("k")
@@ -142,7 +143,7 @@ def test_a_re_entered_lease_is_kept_until_the_last_release(subject: Subject, act
     other.call(rival, "release")
 
 
-@some
+@once
 def test_extensions_and_renewals_agree(subject: Subject, actor: Actor) -> None:
     """A shorter lease is renewed in its own time; a longer one is not cut short by the renewals of the shorter."""
     lock = subject.lock("k", ttl=30)
@@ -162,7 +163,7 @@ def test_extensions_and_renewals_agree(subject: Subject, actor: Actor) -> None:
     actor.call(lock, "release")
 
 
-@some
+@both
 def test_late_renewals_are_a_risk_until_one_succeeds(
     subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +268,7 @@ def test_every_loss_has_its_reason(subject: Subject, actor: Actor, caplog: pytes
     assert not any(owner in caplog.text for owner in owners)
 
 
+@driven
 def test_a_loss_comes_out_of_the_block(subject: Subject, actor: Actor) -> None:
     """With its reason, chained to what the body raised; and the body's own end is not mistaken for a success."""
     witness = Witness()
@@ -293,7 +295,7 @@ def test_a_loss_comes_out_of_the_block(subject: Subject, actor: Actor) -> None:
     until(lambda: witness.seen)
 
 
-@some
+@both
 def test_lost_stays_lost_when_the_key_is_taken_again(subject: Subject, actor: Actor) -> None:
     """By the same flow, inside of the block whose lease has ended: through another lock object, or the same."""
     outer, inner = subject.lock("k", ttl=0.2, renew=False), subject.lock("k", ttl=30)
@@ -328,7 +330,7 @@ def test_lost_stays_lost_when_the_key_is_taken_again(subject: Subject, actor: Ac
     assert subject.row("k")["owner"] is None
 
 
-@some
+@both
 def test_application_code_that_blocks_costs_no_lease(
     subject: Subject, actor: Actor, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,7 +366,7 @@ def test_application_code_that_blocks_costs_no_lease(
     assert [name for name in ran if name != "handler"] == ["callback", "observer"]
 
 
-@some
+@both
 def test_a_failing_callback_is_logged(subject: Subject, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
     """And does no harm to other leases."""
 
@@ -408,6 +410,7 @@ def test_grace_keeps_the_key_closed_after_an_expiry(subject: Subject, actor: Act
         other.call(rival, "release")
 
 
+@some
 def test_a_release_that_comes_too_late_leaves_the_grace(subject: Subject, actor: Actor, other: Actor) -> None:
     """A holder that talks to a system without fences may still be at it: the key stays closed."""
     lock, rival = subject.lock("k", ttl=0.2, renew=False, grace=30), subject.lock("k")
@@ -419,6 +422,7 @@ def test_a_release_that_comes_too_late_leaves_the_grace(subject: Subject, actor:
     assert other.call(rival, "acquire", blocking=False) is False
 
 
+@some
 def test_a_renewed_lease_keeps_its_grace(subject: Subject, actor: Actor) -> None:
     """Renewal, extension and re-entry leave it as long after the lease as the take did."""
     lock = subject.lock("k", ttl=1.5, grace=40)
@@ -466,7 +470,7 @@ def test_min_hold_keeps_the_key_closed_after_an_early_release(subject: Subject, 
 # -- handed over
 
 
-@some
+@once
 def test_a_hold_is_handed_over(subject: Subject, actor: Actor, other: Actor) -> None:
     """Same fence, same owner, count 1; it is renewed where it went, and nobody gets in between."""
     lock, rival = subject.lock("k", ttl=2), subject.lock("k")
@@ -718,6 +722,7 @@ def test_a_token_can_be_used_twice(subject: Subject, actor: Actor, other: Actor)
     assert subject.row("k")["owner"] is None
 
 
+@some
 def test_the_token_of_an_ended_tenure_is_refused(subject: Subject, actor: Actor, other: Actor) -> None:
     """Given back, run out, or followed by another tenure: LockLost, and nothing is changed."""
     lock = subject.lock("k", ttl=0.6)
@@ -850,6 +855,7 @@ def test_the_owner_is_in_no_repr(subject: Subject, actor: Actor, other: Actor) -
 # -- shown to others
 
 
+@driven
 def test_a_sequencer_proves_a_tenure(subject: Subject, actor: Actor, other: Actor) -> None:
     """While it is alive, and not after its release, its loss or the row's; it is nothing that can be made up."""
     lock = subject.lock("ключ 🔒", ttl=30)
@@ -918,7 +924,7 @@ def enter_and_forget(subject: Subject, key: str, **options: Any) -> Any:
     return enter()
 
 
-@some
+@both
 def test_a_block_that_nobody_can_leave_ends_with_its_lease(
     subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -933,7 +939,7 @@ def test_a_block_that_nobody_can_leave_ends_with_its_lease(
     assert actor.get(subject.lock("k"), "state") in {"lost", None}
 
 
-@some
+@both
 def test_what_can_still_be_left_is_renewed(subject: Subject, actor: Actor) -> None:
     """A block of a generator that is suspended, an acquire by an object of the moment, what its flow enters again."""
     ttl, done = 1.5, list[Any]()
@@ -979,7 +985,7 @@ def test_release_leaves_what_was_acquired(subject: Subject, actor: Actor) -> Non
 # -- interrupt=True
 
 
-@pytest.mark.parametrize("subject", ASYNCHRONOUS, ids=str, indirect=True)
+@pytest.mark.parametrize("subject", LOOPED, ids=str, indirect=True)
 def test_a_body_is_interrupted_by_the_loss(subject: Subject, actor: Actor) -> None:
     """It is cancelled, LockLost comes out, and the task is as if nobody had cancelled it; decorated ones likewise."""
     seen: list[Any] = []
@@ -1012,7 +1018,7 @@ def test_a_body_is_interrupted_by_the_loss(subject: Subject, actor: Actor) -> No
     assert time.monotonic() - began < 20
 
 
-@pytest.mark.parametrize("subject", ASYNCHRONOUS, ids=str, indirect=True)
+@pytest.mark.parametrize("subject", LOOPED, ids=str, indirect=True)
 def test_an_interrupted_body_learns_the_reason(subject: Subject, actor: Actor) -> None:
     """Also when a stranger took the key over long before the end of the lease; what the body raises instead is kept."""
     seen: list[Any] = []
@@ -1036,7 +1042,7 @@ def test_an_interrupted_body_learns_the_reason(subject: Subject, actor: Actor) -
     assert seen == [(Reason.TAKEN_OVER, ZeroDivisionError, 0)]
 
 
-@pytest.mark.parametrize("subject", ASYNCHRONOUS, ids=str, indirect=True)
+@pytest.mark.parametrize("subject", LOOPED, ids=str, indirect=True)
 def test_the_users_cancellation_stays_one(subject: Subject, actor: Actor) -> None:
     """Whether the lock is alive, lost, or lost at that very moment; and a timeout around it stays a TimeoutError."""
 
@@ -1083,7 +1089,7 @@ def test_the_users_cancellation_stays_one(subject: Subject, actor: Actor) -> Non
     assert subject.row("k")["owner"] is None
 
 
-@pytest.mark.parametrize("subject", ASYNCHRONOUS, ids=str, indirect=True)
+@pytest.mark.parametrize("subject", LOOPED, ids=str, indirect=True)
 def test_without_interrupt_the_body_goes_on(subject: Subject, actor: Actor) -> None:
     """And is told at its end."""
     seen: list[str] = []
@@ -1098,7 +1104,7 @@ def test_without_interrupt_the_body_goes_on(subject: Subject, actor: Actor) -> N
     assert seen == ["went on"]
 
 
-@pytest.mark.parametrize("subject", ASYNCHRONOUS[:1], ids=str, indirect=True)
+@pytest.mark.parametrize("subject", LOOPED[:1], ids=str, indirect=True)
 def test_only_loops_are_interrupted(subject: Subject) -> None:
     """A lock that runs in threads only refuses the option."""
     from sqlalchemy import create_engine

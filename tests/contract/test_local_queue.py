@@ -13,7 +13,7 @@ from dblock.core.errors import LockTimeout
 from dblock.core.lock.executor import BaseStore
 from tests.conftest import timed
 from tests.contract.test_queue import LATER, lined_up, stranger, waiters
-from tests.support.lab import some, until
+from tests.support.lab import both, some, until
 from tests.support.subjects import Actor, Subject
 
 
@@ -94,7 +94,7 @@ def test_many_take_one_place(subject: Subject, actor: Actor, actors: Callable[[i
     assert subject.run("SELECT owner, last_ticket - served_ticket FROM locks") == [(None, 0)]
 
 
-@some
+@both
 @pytest.mark.usefixtures("hopeful")
 def test_others_have_their_turn(
     subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
@@ -117,6 +117,7 @@ def test_others_have_their_turn(
     assert until(lambda: len(subject.run(alive, seconds=0)) <= 1, 10)
 
 
+@some
 @pytest.mark.usefixtures("hopeful")
 def test_one_that_gives_up_is_passed_over(subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
     """The first of a local queue runs out of time, and the one behind it is handed the key."""
@@ -133,7 +134,7 @@ def test_one_that_gives_up_is_passed_over(subject: Subject, actor: Actor, actors
     assert not runtime.current.site(subject.lock("k")._store()).local_queues._queues
 
 
-@some
+@both
 @pytest.mark.usefixtures("hopeful")
 def test_what_cannot_be_handed_on_is_asked_for(subject: Subject, actor: Actor, other: Actor) -> None:
     """A lock with min_hold goes back to the database, and waiters get it from there as soon as they may."""
@@ -145,7 +146,7 @@ def test_what_cannot_be_handed_on_is_asked_for(subject: Subject, actor: Actor, o
     other.call(lock, "release")
 
 
-@some
+@both
 def test_a_waiter_that_gives_up_names_the_holder_of_that_moment(
     subject: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

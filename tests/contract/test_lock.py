@@ -15,7 +15,7 @@ import pytest
 from dblock.core.errors import InvalidKey, LockError, LockLost, LockNotHeld, LockStoreError, LockTimeout
 from dblock.core.values import TTL_MIN
 from tests.conftest import INNODB, timed
-from tests.support.lab import SOME
+from tests.support.lab import SOME, driven, some
 from tests.support.subjects import Actor, Subject
 
 
@@ -94,6 +94,7 @@ def test_two_flows_exclude_each_other(subject: Subject, actor: Actor, other: Act
     other.call(yours, "release")
 
 
+@driven
 def test_a_waiter_gets_the_lock_when_it_is_released(subject: Subject, actor: Actor, other: Actor) -> None:
     """Within its timeout, and only then."""
     mine, yours = subject.lock("k"), subject.lock("k")
@@ -126,6 +127,7 @@ def test_a_timeout_names_the_holder(subject: Subject, actor: Actor, other: Actor
     actor.call(mine, "release")
 
 
+@some
 def test_a_lease_that_ends_is_free_for_the_next(subject: Subject, actor: Actor, other: Actor) -> None:
     """The waiter waits out the lease; the late holder is told, and leaves its successor alone."""
     mine, yours = subject.lock("k", ttl=0.3, renew=False), subject.lock("k")
@@ -149,6 +151,7 @@ def test_a_lease_that_ends_is_free_for_the_next(subject: Subject, actor: Actor, 
     other.call(yours, "release")
 
 
+@some
 def test_leaving_a_block_after_the_lease_says_so(subject: Subject, actor: Actor) -> None:
     """Even if nobody else took the key: the work went on unprotected."""
     with pytest.raises(LockLost, match="ttl"):
@@ -187,6 +190,7 @@ def test_re_entry_counts_and_keeps_the_fence(subject: Subject, actor: Actor, oth
         actor.call(outer, "release")
 
 
+@some
 def test_re_entry_after_the_lease_is_a_new_tenure(subject: Subject, actor: Actor) -> None:
     """The inner block runs under a lease of its own; the outer one is told that it lost its."""
     outer, inner = subject.lock("k", ttl=0.1, renew=False), subject.lock("k")
@@ -236,6 +240,7 @@ def test_verify_believes_the_database(subject: Subject, actor: Actor) -> None:
         actor.call(lock, "release")
 
 
+@driven
 def test_fences_increase(subject: Subject, actor: Actor) -> None:
     """Over release, expiry, reaping, deletion and a row whose fence is ahead of the clock."""
     last = 0
@@ -482,6 +487,7 @@ def test_a_decorator_refuses_what_it_cannot_guard(subject: Subject) -> None:
         lock(aother_name if subject.face == "async" else other_name)
 
 
+@driven
 def test_reaping_removes_what_nobody_holds(subject: Subject, actor: Actor) -> None:
     """Free and expired rows older than the retention, and nothing else."""
     for key, ttl in (("free", 30), ("expired", 0.05), ("held", 30)):
@@ -496,6 +502,7 @@ def test_reaping_removes_what_nobody_holds(subject: Subject, actor: Actor) -> No
     actor.call(subject.lock("held"), "release")
 
 
+@driven
 def test_inspect_tells_who_and_how_long(subject: Subject, actor: Actor) -> None:
     """From None through held and expired to free, with the database's own spans of time."""
     lock = subject.lock("k", ttl=0.4, renew=False, label="why")

@@ -16,7 +16,7 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
 from tests.conftest import POOLER, SELDOM, timed
 from tests.contract.test_lease import attach
-from tests.support.lab import remaining, some, until
+from tests.support.lab import both, once, remaining, some, until
 from tests.support.subjects import Actor, Subject, twin
 
 WAITERS = """
@@ -120,6 +120,7 @@ def test_a_queue_of_the_dead_is_no_obstacle(subject: Subject, actor: Actor) -> N
     assert subject.run("SELECT owner FROM lock_waiters") == [("s",)], "the living stay"
 
 
+@some
 def test_a_crowd_is_forgotten(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flow that stood in a queue pays two statements again when nobody else comes, however often it takes the key."""
     recent = "dblock.core.acquire.local_queue.RECENT"
@@ -149,7 +150,7 @@ def test_a_crowd_is_forgotten(subject: Subject, actor: Actor, monkeypatch: pytes
     assert [name for name in sent if name in {"join", "grant", "take", "release"}] == ["take", "release"]
 
 
-@some
+@once
 def test_a_waiter_gets_what_it_asked_for(subject: Subject, actor: Actor, other: Actor) -> None:
     """The tenure that was handed over has its ttl, label and identity, and is renewed."""
     holder = subject.lock("k", ttl=60, label="first")
@@ -181,7 +182,7 @@ def test_who_gives_up_leaves_nothing(subject: Subject, actor: Actor, other: Acto
     assert other.call(lock, "acquire", blocking=False) is True
 
 
-@some
+@once
 def test_a_place_is_kept(subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: the watchdog sees to it, and nobody who comes later is served before."""
     timed(monkeypatch, waiter_ttl=0.6, heartbeat_interval=0.2)
@@ -197,7 +198,7 @@ def test_a_place_is_kept(subject: Subject, actor: Actor, other: Actor, monkeypat
     other.call(lock, "release")
 
 
-@some
+@once
 def test_a_dead_heir_loses_the_key_with_its_place(subject: Subject, actor: Actor, other: Actor) -> None:
     """A waiter that was killed may still be granted the key; the next one has it when the dead one's place ends."""
     holder = subject.lock("k")
@@ -280,7 +281,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, **SELDOM)
 
 
-@some
+@both
 def test_no_herd_when_a_lease_ends(
     subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +366,7 @@ def test_a_row_deleted_under_its_waiters(subject: Subject, actor: Actor, other: 
         actor.call(holder, "release")
 
 
+@some
 def test_a_circle_is_broken_by_its_youngest(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
     """Each holds a key and waits for the next one's: who joined last is told so within a second, and by whom."""
     crowd = actors(3)
@@ -400,6 +402,7 @@ def test_a_circle_is_broken_by_its_youngest(subject: Subject, actors: Callable[[
     crowd[0].call(locks[0, "a"], "release")
 
 
+@some
 def test_a_circle_over_two_engines_or_aliases(subject: Subject, actor: Actor, other: Actor) -> None:
     """Of one database: each holds a key through one and waits through the other."""
     a, b = subject.lock("a"), twin(subject).lock("b")

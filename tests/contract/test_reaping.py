@@ -25,7 +25,7 @@ from sqlalchemy_dblock import db_lock, metadata, reap
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import ready, run, url
 from tests.faults.test_shutdown import process
-from tests.support.lab import SOME, until
+from tests.support.lab import SOME, both, once, until
 from tests.support.subjects import Actor, Subject
 
 LONG_AGO = "'2020-01-01 00:00:00.000000'"
@@ -99,6 +99,7 @@ def old(subject: Subject) -> bool:
     return subject.run("SELECT count(*) FROM locks WHERE lock_key = 'old'") == [(1,)]
 
 
+@once
 def test_a_process_that_takes_locks_reaps_now_and_then(
     subject: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_process_that_takes_locks_reaps_now_and_then(
     assert on_loop or {(thread.name, thread.daemon) for thread in threads} == {("dblock reaper", True)}
 
 
+@both
 def test_it_keeps_what_it_is_told_to_keep(
     subject: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +140,7 @@ def test_it_keeps_what_it_is_told_to_keep(
     assert old(subject)
 
 
+@both
 def test_it_is_off_unless_asked_for(
     subject: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +184,7 @@ print("begun")
 """
 
 
+@once
 @pytest.mark.usefixtures("reaping")
 def test_a_process_ends_in_the_middle_of_it(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
     """At once and without a log line; the next reaper finds the rest."""

@@ -127,6 +127,7 @@ def test_what_others_hold_too_stays_theirs(subject: Subject, actors: Callable[[i
     assert (subject.row("k")["count"], subject.row("k")["owner"] is None) == (1, False)
 
 
+@some
 def test_a_row_that_is_locked_is_passed_over(
     subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,8 +15,8 @@ import pytest
 from dblock.core.errors import LockLost, LockNotHeld, LockTimeout
 from tests.conftest import ALIASES
 from tests.contract.test_queue import waiters
+from tests.support.lab import both, until
 from tests.support.lab import some as each
-from tests.support.lab import until
 from tests.support.subjects import Actor, Subject, twin
 
 
@@ -174,7 +174,7 @@ def test_what_was_held_before_stays(subject: Subject, actor: Actor, other: Actor
     other.call(busy, "release")
 
 
-@each
+@both
 def test_the_timeout_is_for_all_of_them(subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
     """What the wait for the first has used, the second has not."""
     one, two = actors(2)
@@ -254,7 +254,7 @@ def entered(subject: Subject, locks: Any, body: Callable[[], object]) -> Any:
     return block()
 
 
-@each
+@both
 def test_a_lock_that_is_lost_meanwhile(subject: Subject, actor: Actor, other: Actor) -> None:
     """None is held then, and the error is that of the lost one; an old loss of the same flow changes nothing."""
     busy = subject.lock("b")

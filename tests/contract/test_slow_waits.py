@@ -14,7 +14,7 @@ from dblock.core.acquire import slow
 from dblock.core.lock.base import BaseLock
 from dblock.core.protocol.steps import Execute
 from tests.conftest import ready
-from tests.support.lab import SOME, SYNC
+from tests.support.lab import SOME, SYNC, both
 from tests.support.subjects import Actor, Subject, twin
 
 
@@ -36,13 +36,14 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "has been waiting" in record.getMessage()]
 
 
+@both
 def test_who_waits_long_is_named_and_for_whom(
     subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its thread or task and label, the holder's, and how long; a second one within a minute is not."""
     holder = subject.lock("k", label="import")
     assert actor.call(holder, "acquire")
-    waiter = subject.lock("k", timeout=0.9, slow_wait=0.3, label="checkout")
+    waiter = subject.lock("k", timeout=0.6, slow_wait=0.2, label="checkout")
     assert not other.call(waiter, "acquire")
     [line] = lines(caplog)
     assert '"checkout" has been waiting' in line
@@ -62,6 +63,7 @@ def test_who_waits_long_is_named_and_for_whom(
     actor.call(holder, "release")
 
 
+@both
 def test_a_holder_elsewhere_is_as_it_was_seen(
     subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -75,6 +77,7 @@ def test_a_holder_elsewhere_is_as_it_was_seen(
     actor.call(holder, "release")
 
 
+@both
 def test_short_waits_are_not_logged(
     subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:

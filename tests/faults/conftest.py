@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.conftest import INNODB, POOLER, ready
-from tests.support.lab import LONG, SYNC, Wired, close_django, ledger, nobody_withdraws, threads, until
+from tests.support.lab import FEW, LONG, Wired, close_django, ledger, nobody_withdraws, threads, until
 from tests.support.proxy import Proxy
 from tests.support.subjects import Actor, Subject
 
@@ -35,6 +35,8 @@ ALL_WIRES = [
 WIRES = ALL_WIRES if LONG else [ALL_WIRES[0], ALL_WIRES[4], *ALL_WIRES[8:9]]
 SEVERAL_WIRES = ALL_WIRES if LONG else [ALL_WIRES[0], ALL_WIRES[3], ALL_WIRES[4], ALL_WIRES[-1]]
 """Each database, variant and face at least once, and four drivers."""
+EACH_WIRE = ALL_WIRES if LONG else [ALL_WIRES[0], ALL_WIRES[3], ALL_WIRES[4], *ALL_WIRES[9:]]
+"""Those of the last that make each database, variant and face: for tests that wait for seconds."""
 if POOLER:  # where asyncpg learns a statement's types in round trips of their own
     WIRES = [ALL_WIRES[0], ALL_WIRES[2], ALL_WIRES[5]]
 
@@ -44,9 +46,9 @@ def name_of(wire: tuple[str, ...]) -> str:
     return "-".join(filter(None, wire))
 
 
-@pytest.fixture(params=SYNC, ids=str)
+@pytest.fixture(params=FEW, ids=str)
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    """Each synchronous face on each database, with empty tables."""
+    """Each synchronous variant, and each database, with empty tables."""
     subject: Subject = request.param
     ready(request, subject.database)
     ledger(subject.database)

@@ -14,7 +14,7 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from tests.conftest import ALIASES, run
-from tests.support.lab import FEW, Remote, remaining, until
+from tests.support.lab import FEW, SYNC, Remote, remaining, until
 from tests.support.subjects import Subject
 
 WRONG = {"django": "3600", "sqlalchemy": "-3600"}
@@ -161,6 +161,7 @@ class Rollback(Exception):
     """Ends a transaction."""
 
 
+@pytest.mark.parametrize("subject", SYNC, indirect=True, ids=str)
 def test_the_callers_rollback_does_not_release(subject: Subject) -> None:
     """An independent lock taken inside a transaction that is rolled back is held until its `with` ends."""
     if (subject.variant, subject.database) == ("django", "sqlite"):
@@ -189,6 +190,7 @@ def test_the_callers_rollback_does_not_release(subject: Subject) -> None:
     assert subject.row("k")["owner"] is None
 
 
+@pytest.mark.parametrize("subject", SYNC, indirect=True, ids=str)
 def test_a_lock_of_the_transaction_is_kept_until_its_rollback(subject: Subject) -> None:
     """`release="auto"`, left inside the transaction: held until that is rolled back, then free at once."""
     if subject.variant == "sqlalchemy":

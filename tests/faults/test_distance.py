@@ -14,14 +14,15 @@ import pytest
 
 from dblock.core.errors import LockStoreError
 from tests.contract.test_queue import waiters
-from tests.faults.conftest import ALL_WIRES, SEVERAL_WIRES, Wire, name_of
-from tests.support.lab import LONG, until
+from tests.faults.conftest import EACH_WIRE, SEVERAL_WIRES, Wire, name_of
+from tests.support.lab import LONG, times, until
 from tests.support.subjects import Actor
 
 DISTANCES = (0.02, 0.08) if LONG else (0.08,)
-several = pytest.mark.parametrize("wire", SEVERAL_WIRES, indirect=True, ids=name_of)
+several = pytest.mark.parametrize("wire", EACH_WIRE, indirect=True, ids=name_of)
+some = pytest.mark.parametrize("wire", EACH_WIRE if LONG else EACH_WIRE[1:], indirect=True, ids=name_of)
 asynchronous = pytest.mark.parametrize(
-    "wire", [each for each in ALL_WIRES if each[1] == "async"], indirect=True, ids=name_of
+    "wire", [each for each in SEVERAL_WIRES if each[1] == "async"], indirect=True, ids=name_of
 )
 
 
@@ -69,7 +70,7 @@ def test_a_time_out_is_kept_and_leaves_nothing(wire: Wire, far: float, holder: A
     wire.actor.call(wanted, "release")
 
 
-@several
+@some
 def test_a_contended_key_is_served(wire: Wire, far: float, holder: Actor) -> None:
     """Each of two that wait for a second at most gets the key when the other one gives it back."""
     near, distant = wire.direct.lock("k", timeout=1), wire.subject.lock("k", timeout=1)
@@ -88,7 +89,7 @@ def test_a_contended_key_is_served(wire: Wire, far: float, holder: Actor) -> Non
     holder.call(near, "release")
 
 
-@several
+@some
 def test_time_outs_do_not_delay_the_next_waiter(wire: Wire, far: float, holder: Actor) -> None:
     """Of many that give up, no dead place is served: the key goes on to the live one as soon as it is free."""
     held, wanted = wire.direct.lock("k", ttl=60), wire.subject.lock("k", timeout=0.3)
@@ -120,7 +121,7 @@ def test_a_cancellation_leaves_nothing(wire: Wire, far: float, holder: Actor) ->
         _ = await asyncio.gather(task, return_exceptions=True)
 
     chance = random.Random(7)
-    for contended in [True, False] * (10 if LONG else 3):
+    for contended in [True, False] * (10 if LONG else 2):
         if contended:
             holder.call(held, "acquire")
         wire.actor.do(lambda: broken_off(chance.uniform(0.0, 6 * far)))
@@ -131,11 +132,11 @@ def test_a_cancellation_leaves_nothing(wire: Wire, far: float, holder: Actor) ->
         holder.call(held, "release")
 
 
-@several
+@some
 def test_a_lost_answer_leaves_nothing(wire: Wire, far: float, holder: Actor) -> None:
     """Of a take, of a place in the queue, or of a release: the key is free a lease later at the latest."""
     wanted, near = wire.subject.lock("k", timeout=1, ttl=2.0), wire.direct.lock("k", timeout=5)
-    for _ in range(3):
+    for _ in range(times(2, 3)):
         wire.proxy.cut_replies = 1
         try:
             taken = wire.actor.call(wanted, "acquire")
@@ -149,8 +150,8 @@ def test_a_lost_answer_leaves_nothing(wire: Wire, far: float, holder: Actor) -> 
         holder.call(near, "release")
 
 
+@some
 @pytest.mark.exact
-@several
 def test_a_try_on_a_free_and_on_a_held_key(wire: Wire, far: float, holder: Actor) -> None:
     """It has its answer, over a connection that is open: the time for it follows the measured distance."""
     held, wanted = wire.direct.lock("k", ttl=60), wire.subject.lock("k")

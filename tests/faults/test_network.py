@@ -15,7 +15,7 @@ from dblock.core.values import margin
 from tests.conftest import INNODB, timed
 from tests.contract.test_lease import attach
 from tests.contract.test_queue import LATER
-from tests.faults.conftest import ALL_WIRES, SEVERAL_WIRES, Wire, name_of
+from tests.faults.conftest import ALL_WIRES, EACH_WIRE, SEVERAL_WIRES, Wire, name_of
 from tests.support.lab import alive, hold_of, remaining, times, until
 
 pytestmark = [
@@ -336,7 +336,7 @@ LISTENERS = {
 
 
 @pytest.mark.direct
-@pytest.mark.parametrize("wire", SEVERAL_WIRES, indirect=True, ids=name_of)
+@pytest.mark.parametrize("wire", EACH_WIRE, indirect=True, ids=name_of)
 def test_a_listener_that_the_network_has_forgotten(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is not believed for ever: it is asked, and another connection listens in its place."""
     timed(monkeypatch, trusted_idle=0.3, critical_timeout=0.5, statement_timeout=1.0)

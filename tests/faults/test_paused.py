@@ -9,7 +9,7 @@ import pytest
 
 from dblock.core.errors import StoreLocked
 from tests.conftest import run
-from tests.support.lab import FEW, Remote, until
+from tests.support.lab import FEW, PAIR, Remote, until
 from tests.support.remote import guarded_write
 from tests.support.subjects import Subject
 
@@ -89,7 +89,7 @@ def test_a_holder_that_dies_is_followed_within_a_ttl(subject: Subject, holder: R
     lock.release()
 
 
-@pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+@pytest.mark.parametrize("subject", PAIR, indirect=True, ids=str)
 def test_a_process_that_handles_the_end_of_its_pause_is_told_all_the_same(subject: Subject, holder: Remote) -> None:
     """The signal may interrupt the watchdog, and long after it wanted to look again; the next lock is renewed."""
     holder.do("__import__('signal').signal(__import__('signal').SIGCONT, lambda *_: None) and None")
@@ -98,6 +98,6 @@ def test_a_process_that_handles_the_end_of_its_pause_is_told_all_the_same(subjec
     time.sleep(max(3 * TTL, 1.2))
     holder.thaw()
     assert until(lambda: holder.do("len(calls)"))
-    holder.do("(next := subject.lock('next', ttl=3)).acquire()")
-    time.sleep(3.4)
+    holder.do("(next := subject.lock('next', ttl=2)).acquire()")
+    time.sleep(2.4)
     assert holder.do("next.state") == "held"

@@ -169,6 +169,7 @@ assert os.wait()[1] == 0
 """
 
 
+@pytest.mark.parametrize("subject", PAIR, indirect=True, ids=str)
 def test_a_fork_in_the_middle_of_a_statement(subject: Subject) -> None:
     """The answer is the parent's: the child neither hears it nor waits for another one."""
     if subject.database == "sqlite":
@@ -178,7 +179,10 @@ def test_a_fork_in_the_middle_of_a_statement(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize(
-    "subject", [cell for cell in MATRIX if cell.driver in {"psycopg", "asyncpg", "aiomysql"}], indirect=True, ids=str
+    "subject",
+    [cell for cell in MATRIX if cell.driver in {"asyncpg", "aiomysql"} or (LONG and cell.driver == "psycopg")],
+    indirect=True,
+    ids=str,
 )
 def test_a_fork_while_a_task_waits(subject: Subject) -> None:
     """Its event loop cancels the task in the child as well. (Drivers with threads keep a child from ending.)"""
@@ -257,29 +261,33 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", *(["forkserver"] if LONG else [])])
-def test_a_multiprocessing_child_touches_nothing_of_its_parents(
-    request: pytest.FixtureRequest, tmp_path: Any, method: str
-) -> None:
+FAMILIES = [
+    (method, subject)
+    for method in ("fork", "spawn", "forkserver")
+    for subject in (Subject("django", "sync", "postgresql"), Subject("sqlalchemy", "sync", "mariadb"))
+    if LONG or (method, subject.database) in {("fork", "postgresql"), ("spawn", "mariadb")}
+]
+
+
+@pytest.mark.parametrize(("method", "subject"), FAMILIES, indirect=["subject"], ids=str)
+def test_a_multiprocessing_child_touches_nothing_of_its_parents(subject: Subject, tmp_path: Any, method: str) -> None:
     """It owns, renews and releases nothing of its parent's, whose watchdog goes on; its own is released at its end."""
-    for subject in (Subject("django", "sync", "postgresql"), Subject("sqlalchemy", "sync", "mariadb")):
-        ready(request, subject.database)
-        program = tmp_path / f"family_{subject.variant}.py"
-        body = CHILDREN.format(method=method, variant=subject.variant, database=subject.database)
-        program.write_text(SETUP.replace("*sys.argv[1:]", f"'{subject.variant}', 'sync', '{subject.database}'") + body)
-        done = subprocess.run(
-            [sys.executable, str(program)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        refused = ["LockNotHeld"] * 3 if method == "fork" else []
-        expected = [[*refused, False, True, ["own"]], 0, "held", True, True, None]
-        assert done.stdout.splitlines() == [repr(expected), "None"], done.stderr
+    program = tmp_path / "family.py"
+    body = CHILDREN.format(method=method, variant=subject.variant, database=subject.database)
+    program.write_text(SETUP.replace("*sys.argv[1:]", f"'{subject.variant}', 'sync', '{subject.database}'") + body)
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    refused = ["LockNotHeld"] * 3 if method == "fork" else []
+    expected = [[*refused, False, True, ["own"]], 0, "held", True, True, None]
+    assert done.stdout.splitlines() == [repr(expected), "None"], done.stderr
 
 
 @pytest.mark.parametrize("subject", PAIR, indirect=True, ids=str)

@@ -39,7 +39,7 @@ from tests.contract.test_queue import waiters
 from tests.support.lab import LONG, SOME, Remote, threads, times, until
 from tests.support.subjects import MATRIX, Actor, Subject
 
-ROUNDS = times(5, 20)
+ROUNDS = times(3, 20)
 CALLED = [each for each in (MATRIX if LONG else SOME) if each.database != "sqlite"]
 
 

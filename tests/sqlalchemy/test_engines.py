@@ -36,7 +36,7 @@ from sqlalchemy_dblock import (
 )
 from sqlalchemy_dblock.connections import EnginePool
 from sqlalchemy_dblock.store import store_for
-from tests.conftest import INNODB, SERVERS, ready, run, url
+from tests.conftest import INNODB, SERVERS, ready, run, timed, url
 from tests.support.lab import until
 from tests.support.servers import free_port
 
@@ -523,8 +523,9 @@ def test_a_missing_table_names_its_cure(tmp_path: Path) -> None:
     engine.dispose()
 
 
-def test_an_unreachable_server_is_a_typed_error() -> None:
+def test_an_unreachable_server_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the password in its message, after a bounded number of tries."""
+    timed(monkeypatch, single_try=0.25)  # nobody listens there
     engine = create_engine("postgresql+psycopg://user:s3cret@127.0.0.1:1/db")
     with pytest.raises(LockStoreError, match="cannot connect") as caught:
         db_lock(engine, "k").acquire(blocking=False)
@@ -824,8 +825,9 @@ def test_flows_share_a_small_pool_fairly(request: pytest.FixtureRequest, driver:
     assert min(done) > most / 5, done  # threads also wait for the interpreter; where nobody queued, some had one turn
 
 
-def test_connections_that_fail_use_up_nothing() -> None:
+def test_connections_that_fail_use_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is not there: each try ends with its error, whatever refers to the errors meanwhile."""
+    timed(monkeypatch, single_try=0.25)  # nobody listens there
     engine = create_engine(f"postgresql+psycopg://dblock@127.0.0.1:{free_port()}/postgres", pool_size=1, max_overflow=0)
     errors = list[BaseException]()
     for _ in range(3):

@@ -354,6 +354,7 @@ def test_an_outage_at_the_start_is_part_of_the_wait(engine: Engine, monkeypatch:
     with db_lock(engine, "k", timeout=30):
         pass
     failures[0] = -(10**6)
+    timed(monkeypatch, single_try=0.25)
     with pytest.raises(LockStoreError):
         db_lock(engine, "k").acquire(blocking=False)
 

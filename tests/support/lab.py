@@ -46,11 +46,29 @@ PAIR = FEW if LONG else [FEW[1], FEW[2]]
 SOME = (
     list(MATRIX)
     if LONG
-    else [*FEW, Subject("django", "async", "sqlite"), Subject("sqlalchemy", "async", "postgresql", "asyncpg")]
+    else [*FEW[1:], Subject("django", "async", "sqlite"), Subject("sqlalchemy", "async", "postgresql", "asyncpg")]
 )
-"""For those that both kinds of faces should take."""
+"""For those that both kinds of faces should take: each database, and each variant with each kind of face."""
 some = pytest.mark.parametrize("subject", SOME, indirect=True, ids=str)
 """The same for tests of a suite that goes over the whole matrix otherwise."""
+ONCE = list(MATRIX) if LONG else [FEW[0], *FEW[2:], Subject("sqlalchemy", "async", "postgresql", "asyncpg")]
+"""For those that wait for seconds: each database once, and each variant and each kind of face among them."""
+once = pytest.mark.parametrize("subject", ONCE, indirect=True, ids=str)
+"""The same as a mark."""
+BOTH = list(MATRIX) if LONG else [ONCE[0], ONCE[-1]]
+"""For those that wait for seconds, and do not ask the database for anything of their own."""
+both = pytest.mark.parametrize("subject", BOTH, indirect=True, ids=str)
+"""The same as a mark."""
+DRIVEN = list(MATRIX) if LONG else [*SOME, *(each for each in MATRIX if each.driver and each not in SOME)]
+"""For those that a driver may answer in its own way: the same, and every asynchronous driver of SQLAlchemy."""
+driven = pytest.mark.parametrize("subject", DRIVEN, indirect=True, ids=str)
+"""The same as a mark."""
+LOOPED = [
+    each
+    for each in MATRIX
+    if each.face == "async" and (LONG or each in SOME or each.driver == "aiomysql" or each.database == "mysql")
+]
+"""For those of event loops: each database once."""
 
 
 def times(short: int, long: int) -> int:

@@ -111,7 +111,9 @@ _TWINS = {
     Subject("sqlalchemy", "async", "mysql", "aiomysql"),
 }
 """Faces and drivers that speak to the other of MariaDB and MySQL as well."""
-_LEFT_OUT = set[Subject]() if LONG else {PSYCOPG2} | (_TWINS if "mysql" in INNODB else set())
+_THREADED = Subject("django", "async", "mariadb")
+"""Django's asynchronous face has the synchronous one's connections: one of the servers is enough."""
+_LEFT_OUT = set[Subject]() if LONG else {PSYCOPG2, _THREADED} | (_TWINS if "mysql" in INNODB else set())
 MATRIX = tuple(each for each in EVERY if each not in _LEFT_OUT)
 """Every database and face, and all but one of the drivers; all drivers, and all of their pairs, in `make faults`."""
 

@@ -16,7 +16,7 @@ import sqlalchemy_dblock
 from dblock import LockError, LockLost, LockNotHeld, LockTimeout, Reason, testing
 from dblock.core import runtime
 from tests.conftest import ALIASES, ready
-from tests.support.lab import SOME
+from tests.support.lab import SOME, both
 from tests.support.subjects import Actor, Subject
 
 
@@ -107,6 +107,7 @@ def test_taken_away(subject: Subject, actor: Actor, other: Actor) -> None:
     assert [attempt.outcome for attempt in locks.history] == ["lost", "released"]
 
 
+@both
 def test_frozen_renewal(subject: Subject, actor: Actor) -> None:
     """A lease that would be renewed for ever is lost when its ttl has passed; afterwards all is as ever."""
     lock = subject.lock("k", ttl=0.6)
