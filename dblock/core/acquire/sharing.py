@@ -363,7 +363,7 @@ class Sharing:
         if socket is not None:
             channel = socket.channel
         self.site.wakeups.register(door_bell(tenure.key), tenure.fence, wakeup)
-        began, renew_at, slow_wait = now(), -math.inf, self.slow_wait()
+        began, renew_at, slow_from = now(), -math.inf, self.start + self.slow_wait()
         try:
             while shares and now() < self.deadline:
                 if now() >= renew_at:
@@ -374,8 +374,9 @@ class Sharing:
                     continue
                 if now() - began >= self.timing.listen_after:
                     services.listen()
-                if now() - self.start >= slow_wait:
+                if now() >= slow_from:
                     slow.say(self.site, self.request, now() - self.start, None, services, share=str(shares[0][0]))
+                    slow_from = math.inf
                 near = all(str(row[1] or "").startswith(self.request.flow[:MACHINE]) for row in shares)
                 rings = services.notifications_ready and self.database.dialect.queue.sleep_until_killed is None
                 pause = self.timing.poll_notified
@@ -383,7 +384,7 @@ class Sharing:
                     pause = min(max((now() - began) / 20, self.timing.poll_min), self.timing.poll_max / 10)
                 # One that is over, and still there, is pinned by a transaction.
                 soonest = min(float(row[3]) if row[3] > 0 else self.timing.grant_retry for row in shares)
-                pause = min(pause, soonest, self.deadline - now(), renew_at - now())
+                pause = min(pause, soonest, min(self.deadline, renew_at, slow_from) - now())
                 yield from wait(max(pause, 0.0), wakeup)
                 _ = wakeup.consume()
                 shares = yield from look_for()
