@@ -172,7 +172,10 @@ def test_examples(page: str, name: str, tmp_path: Path) -> None:
     run(template.format(example=example, settings=block("README.md", "settings")), tmp_path)
 
 
-@pytest.mark.parametrize(("page", "name"), [("README.md", "celery"), ("docs/celery.md", "celery-tasks")])
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [("README.md", "celery"), ("docs/celery.md", "celery-tasks"), ("docs/celery.md", "celery-permits")],
+)
 def test_tasks(page: str, name: str, tmp_path: Path) -> None:
     """They run, and wait for their turns."""
     example = CELERY.format(example=block(page, name) + CHECKS.get(f"{page} {name}", ""))
@@ -269,6 +272,7 @@ def test_every_example_is_tried() -> None:
         "sqlalchemy",
         "celery",
         "celery-beat",
+        "celery-permits",
         "celery-tasks",
         "memory",
         "names",
