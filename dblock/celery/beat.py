@@ -44,7 +44,7 @@ from dblock.core.protocol import states
 from dblock.core.protocol.drive import drive
 
 if TYPE_CHECKING:
-    from dblock.core.lock.locks import SyncLock
+    from dblock.core.lock.leading import SyncLeader
 
 WAIT: Final = 5.0
 """Seconds for which a standby waits at most before it lets Celery see whether it is to stop."""
@@ -85,9 +85,10 @@ class SingleBeat(_mixin):  # type: ignore[misc]
 
     def __init__(self, app: Any, *args: Any, **kwargs: Any) -> None:
         self._key = self.lock_key or f"celery-beat:{app.main or 'celery'}"
-        self._lock: SyncLock | None = None
-        self._read: SyncLock | None = None
-        """The lock under which the schedule was read."""
+        self._leader: SyncLeader | None = None
+        """Elected, while this beat is active."""
+        self._read: SyncLeader | None = None
+        """The one under which the schedule was read."""
         self._runs: dict[str, Sent] | None = None
         """By entry; None unless active."""
         self._unsent: dict[str, tuple[Sent, Sent]] = {}
@@ -98,7 +99,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         self._heap: Any = None
         self._told = ""
         if not kwargs.get("lazy"):
-            _ = self._new_lock()  # whatever is wrong with it is said at once
+            _ = self._new_leader()  # whatever is wrong with it is said at once
             if not (app.main or self.lock_key):
                 _log.warning(
                     *one_line("beat: the app has no name, and shares %r with others that have none", self._key)
@@ -113,7 +114,7 @@ class SingleBeat(_mixin):  # type: ignore[misc]
     def tick(self, *args: Any, **kwargs: Any) -> float:
         """Send what is due, if active; seconds until the next call."""
         try:
-            if self._lock is None and not self._wait():
+            if self._leader is None and not self._wait():
                 return 0.0
             if self._runs is None:
                 self._take_over()
@@ -166,9 +167,9 @@ class SingleBeat(_mixin):  # type: ignore[misc]
 
     def sync(self) -> None:
         """Save the schedule, if it is ours."""
-        if self._runs is not None and self._lock is not None:
+        if self._runs is not None and self._leader is not None:
             with contextlib.suppress(LockError):
-                self._lock.check()
+                self._leader.check()
                 super().sync()
 
     def close(self) -> None:
@@ -186,34 +187,32 @@ class SingleBeat(_mixin):  # type: ignore[misc]
 
     # -- helpers
 
-    def _new_lock(self) -> SyncLock:
+    def _new_leader(self) -> SyncLeader:
         options = {} if self.using is None else {"using": self.using}
         face = face_for(type(self).bind, "app.conf.beat_scheduler names a subclass with `bind = engine`")
-        lock = face.lock(self._key, ttl=self.lock_ttl, slow_wait=None, **options)
-        lock._stands_by = True  # a beat that waits is no attempt that fails, whatever counts those
-        return lock
+        return face.leader(self._key, ttl=self.lock_ttl, **options)
 
-    def _current(self) -> SyncLock:
-        if self._lock is None:
+    def _current(self) -> SyncLeader:
+        if self._leader is None:
             raise RuntimeError("this beat is not active")
-        return self._lock
+        return self._leader
 
     def _wait(self) -> bool:
         """Whether it is this process's turn."""
-        lock = self._new_lock()
-        if lock.acquire(timeout=min(self.max_interval, WAIT) if self._told == "standing by" else 0.0):
-            self._lock = lock
+        leader = self._new_leader()
+        if leader.campaign(timeout=min(self.max_interval, WAIT) if self._told == "standing by" else 0.0):
+            self._leader = leader
             return True
         if self._told != "standing by":
-            holder = lock.inspect()
-            self._tell("standing by", "beat: standing by; active is that of %s", holder or "somebody else")
+            other = leader.leader()
+            self._tell("standing by", "beat: standing by; active is that of %s", other or "somebody else")
         return False
 
     def _take_over(self) -> None:
         """Read the schedule, and what earlier active beats sent last."""
-        lock = self._current()
-        lock.check()
-        store, fence = lock._store(), lock.fence
+        leader = self._current()
+        leader.check()
+        store, fence = leader._lock._store(), leader.term
         entered = None if fence is None else drive(states.enter(store.database, self._key, fence), store)
         if entered is None:
             raise LockLost(f"somebody has been active on {self._key!r} with a later fence", key=self._key)
@@ -223,10 +222,10 @@ class SingleBeat(_mixin):  # type: ignore[misc]
             if runs.get(name) == claimed:
                 runs[name] = before
         self._runs, self._heap = runs, None
-        anew = self._read is not lock
+        anew = self._read is not leader
         if anew:
             super().setup_schedule()
-            self._read = lock
+            self._read = leader
         schedule = self.schedule
         for entry in schedule.values():
             (self._date_anew if anew else self._date)(entry)
@@ -259,8 +258,8 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         self._date(entry)
 
     def _write(self, runs: dict[str, Sent]) -> None:
-        lock = self._current()
-        store, fence = lock._store(), lock.fence
+        leader = self._current()
+        store, fence = leader._lock._store(), leader.term
         text = json.dumps(runs, separators=(",", ":"))
         self._number += 1
         if fence is None or not drive(states.write(store.database, self._key, fence, self._number, text), store):
@@ -271,10 +270,10 @@ class SingleBeat(_mixin):  # type: ignore[misc]
         self._tell("no broker", "beat: the broker takes nothing for now: %s", error, level=logging.WARNING)
 
     def _stand_by(self) -> None:
-        lock, self._lock, self._runs = self._lock, None, None
-        if lock is not None:
+        leader, self._leader, self._runs = self._leader, None, None
+        if leader is not None:
             with contextlib.suppress(LockError):  # it ends by itself
-                lock.release()
+                leader.resign()
 
     def _tell(self, what: str, message: str, *arguments: object, level: int = logging.INFO) -> None:
         """Log it, once."""

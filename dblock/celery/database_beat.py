@@ -48,7 +48,7 @@ class DatabaseScheduler(SingleBeat, schedulers.DatabaseScheduler):  # type: igno
             self._dirty |= claimed
 
     def _take_over(self) -> None:
-        if self._read is not self._lock:
+        if self._read is not self._leader:
             self._schedule, self._initial_read, self._dirty = None, True, set[str]()
         super()._take_over()
 

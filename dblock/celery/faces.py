@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from dblock.core.lock.leading import SyncLeader
     from dblock.core.lock.locks import SyncLock
 
 
@@ -23,6 +24,10 @@ class Face(Protocol):
 
     def permit(self, key: str, permits: int, **options: Any) -> SyncLock:
         """The same, for one of so many permits."""
+        ...
+
+    def leader(self, name: str, **options: Any) -> SyncLeader:
+        """A candidate; `options` are those of `db_leader`."""
         ...
 
 
@@ -46,6 +51,13 @@ class DjangoFace:
 
             permit: SyncLock = db_semaphore(key, permits, **options).permit()
             return permit
+
+    def leader(self, name: str, **options: Any) -> SyncLeader:
+        """A candidate."""
+        with self._settings():
+            from dblock.leaders import db_leader  # noqa: PLC0415 - needs Django
+
+            return db_leader(name, **options)
 
     @contextlib.contextmanager
     def _settings(self) -> Iterator[None]:
@@ -77,6 +89,15 @@ class EngineFace:
         from sqlalchemy_dblock import db_semaphore  # noqa: PLC0415 - needs SQLAlchemy
 
         return self._synchronous(db_semaphore(self._engine(), key, permits, **options).permit())
+
+    def leader(self, name: str, **options: Any) -> SyncLeader:
+        """A candidate."""
+        from sqlalchemy_dblock import Leader, db_leader  # noqa: PLC0415 - needs SQLAlchemy
+
+        leader = db_leader(self._engine(), name, **options)
+        if not isinstance(leader, Leader):
+            raise TypeError(_NO_ASYNC)
+        return leader
 
     def _engine(self) -> Any:
         return self._given() if callable(self._given) else self._given

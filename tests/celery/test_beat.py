@@ -167,7 +167,7 @@ def test_a_beat_that_was_deposed_sends_nothing(
         leave(database, 2**62, e=(1.0, 6))
         assert beat.tick() == [PAUSE]
     assert beat.sent == []
-    assert beat.scheduler._lock is None
+    assert beat.scheduler._leader is None
     assert "not active any more" in caplog.text
 
 
