@@ -9,7 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from types import EllipsisType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
@@ -17,6 +17,7 @@ from dblock.core.acquire.acquiring import Refused
 from dblock.core.acquire.local_queue import Request
 from dblock.core.errors import LockError, Loss, Reason
 from dblock.core.holding.flow import Block, Entry, Flow, Hold
+from dblock.core.holding.handover_record import Bundle
 from dblock.core.identity import celery_task_id
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.bookkeeping import begin_hold, forget, site_of, who_we_are
@@ -29,20 +30,43 @@ from dblock.core.tokens import Token
 from dblock.core.values import Grant, LockInfo
 
 
+class Granted(NamedTuple):
+    """A tenure that was begun together with others."""
+
+    grant: Grant
+    bundle: Bundle
+
+
 def acquire(
-    lock: BaseLock, timeout: float | None, kind: str = "acquire", flow: Flow | None = None
+    lock: BaseLock,
+    timeout: float | None,
+    kind: str = "acquire",
+    flow: Flow | None = None,
+    *,
+    granted: Granted | None = None,
 ) -> Steps[Hold | Refused]:
-    """The hold of this flow, else the refusal. `flow`: this flow, if known."""
+    """The hold of this flow, else the refusal. `flow`: this flow, if known; `granted`: what has been taken already."""
     entry, observers, flow = Entry(lock, kind), runtime.current.watchdog.observers, flow or lock._running_flow()
     if kind != "with" and lock._flow is None:
         flow.ends_with_its_call()
+    begin = _acquire if granted is None else functools.partial(_begin_granted, granted)
     if observers is None:
-        steps = _acquire(lock, timeout, entry, flow)
+        steps = begin(lock, timeout, entry, flow)
     else:
-        steps = observers.acquire(lock, entry, functools.partial(_acquire, lock, timeout, entry, flow))
+        steps = observers.acquire(lock, entry, functools.partial(begin, lock, timeout, entry, flow))
     for hook in runtime.current.acquire_hooks:
         steps = hook(lock, timeout, steps)
     return steps
+
+
+def _begin_granted(
+    granted: Granted, lock: BaseLock, _timeout: float | None, entry: Entry, flow: Flow, _contended: object = None
+) -> Steps[Hold | Refused]:
+    """Hold what has been taken."""
+    yield from ()
+    hold = begin_hold(lock, flow, granted.grant, entry, None, store=lock._store())
+    hold.record.bundle = granted.bundle
+    return hold
 
 
 def _acquire(
@@ -143,14 +167,14 @@ def enter(lock: BaseLock, timeout: float | EllipsisType | None = ...) -> Steps[N
     return or_skip(lock, steps)
 
 
-def enter_block(lock: BaseLock, timeout: float | None) -> Steps[None]:
-    """The same, whatever `on_busy` says."""
+def enter_block(lock: BaseLock, timeout: float | None, granted: Granted | None = None) -> Steps[None]:
+    """The same, whatever `on_busy` says. `granted`: what has been taken already."""
     flow = lock._running_flow()
     hold = lock._hold_here(flow)
     if hold is not None and hold.entries[-1].kind == "attach" and hold.entries[-1].lock is lock:
         hold.entries[-1] = Entry(lock, "with")
     else:
-        found = yield from acquire(lock, timeout, "with", flow)
+        found = yield from acquire(lock, timeout, "with", flow, granted=granted)
         if isinstance(found, Refused):
             from dblock.core.lock.failures import timed_out  # noqa: PLC0415 - only for the error
 

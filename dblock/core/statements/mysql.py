@@ -40,7 +40,7 @@ from dataclasses import replace
 from typing import Final
 
 from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
-from dblock.core.statements.common import REVOKED, TENURE, WAITER, dialect, hand_over_local, tables
+from dblock.core.statements.common import REVOKED, TENURE, WAITER, Several, begun, dialect, hand_over_local, tables
 from dblock.core.statements.shares import no_writer_waits, shares
 from dblock.core.statements.vocabulary import Vocabulary
 
@@ -161,6 +161,50 @@ VALUES (:key, :owner, {SQL.remember(SQL.micros)}, 1, :ttl, {SQL.now}, {SQL.after
     Reply.NUMBER,
     priority=True,
     row_locked=WhenLocked.SKIP,
+)
+
+_KEYS: Final = f"JSON_TABLE(:keys, '$[*]' COLUMNS (name varchar(255) {EXACT} PATH '$')) AS due"
+
+# Safe: as the take of each row, in the order of the list, without waiting. It takes those that are free: who gets fewer
+# than it asked for gives them back. The fence is the clock's, and a row whose fence is ahead of that is not taken.
+TAKE_SEVERAL: Final = Statement(
+    "take_several",
+    f"""
+{SQL.at_once}UPDATE /*!80017 (SELECT due.name FROM */ {_KEYS}
+    /*!80017 STRAIGHT_JOIN locks AS mine FORCE INDEX (locks_pin) ON mine.lock_key = due.name
+    LIMIT 18446744073709551615 FOR UPDATE OF mine NOWAIT) AS due */
+STRAIGHT_JOIN locks FORCE INDEX (locks_pin) ON lock_key = due.name
+SET owner = :owner,{begun(SQL, count=" count = 1,", fence=SQL.micros)}
+WHERE kind = 0 AND (owner IS NULL OR expires_at <= {SQL.now}) AND (last_ticket = served_ticket OR :fair = 0)
+  AND fence < {SQL.micros}
+""",
+    Reply.NUMBER,
+    row_locked=WhenLocked.SKIP,
+    database_locked=WhenLocked.RAISE,
+)
+
+# Safe: as the release of each; it is sent twice without harm. Asynchronous, as that.
+RELEASE_SEVERAL: Final = Statement(
+    "release_several",
+    f"""
+UPDATE {_KEYS} STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) ON lock_key = due.name
+SET owner = NULL, count = 0, expires_at = {SQL.now}
+WHERE owner = :owner AND fence = :fence
+""",
+    Reply.COUNT,
+    critical=True,
+)
+
+# Safe: reads only, without locks.
+UNSERVED: Final = Statement(
+    "unserved",
+    f"""
+SELECT lock_key, served_ticket + 1
+FROM {_KEYS} STRAIGHT_JOIN locks FORCE INDEX (PRIMARY) ON lock_key = due.name
+WHERE last_ticket > served_ticket
+""",
+    Reply.ROWS,
+    critical=True,
 )
 
 # Safe: names the tenures, revives none and shortens none, so it may arrive late and twice. STRAIGHT_JOIN: it must look
@@ -405,6 +449,7 @@ DIALECT: Final = dialect(
     join=JOIN,
     grant=GRANT,
     hand_over_local=hand_over_local(SQL),
+    several=Several(TAKE_SEVERAL, RELEASE_SEVERAL, UNSERVED, partly=True),
     leave_queue=LEAVE_QUEUE,
     heartbeat=HEARTBEAT,
     shares=shares(SQL, read=READ, pins_gaps=True),

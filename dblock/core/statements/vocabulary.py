@@ -145,6 +145,10 @@ class Vocabulary:
         """Delete the rows whose number `name`, the primary key, is at most the number `last`; ends in a condition."""
         return f"DELETE FROM {table} WHERE {name} <= (SELECT last FROM (SELECT {last} AS last) AS due)"
 
+    def is_listed(self, column: str, names: str) -> str:
+        """Whether the column is one of the texts of the JSON list `names`; through the index on the column."""
+        raise NotImplementedError
+
     def delete_listed(self, table: str, name: str, condition: str) -> str:
         """Delete the table's rows in the JSON list `:names` for which the condition holds.
 
