@@ -311,3 +311,44 @@ def test_what_is_refused_before_anything_is_taken(subject: Subject) -> None:
     with pytest.raises(TypeError, match="coroutine"):
         several(subject, "a")(lambda: later())()  # noqa: PLW0108 - a plain function that returns a coroutine
     assert owners(subject) == {"a": False}
+
+
+@each
+def test_free_keys_are_taken_by_one_statement(subject: Subject, actor: Actor, other: Actor) -> None:
+    """With one fence above every earlier one of each key; each of them may still be left, lost and waited for alone."""
+    locks = several(subject, "b", "a", "c", timeout=30)
+    earlier = []
+    for key in "abc":
+        lock = subject.lock(key)
+        actor.call(lock, "acquire")
+        earlier.append(actor.get(lock, "fence"))
+        actor.call(lock, "release")
+    actor.call(locks, "acquire")
+    fences = actor.get(locks, "fences")
+    assert len(set(fences.values())) == 1
+    assert min(fences.values()) > max(earlier)
+    waiting = other.start(partial(getattr(subject.lock("b", timeout=30), subject.method("acquire"))))
+    assert until(lambda: waiters(subject) == 1)
+    actor.call(actor.do(lambda: locks["a"]), "release")
+    assert owners(subject) == {"a": False, "b": True, "c": True}, "one of them is released at once"
+    assert actor.call(subject.lock("a"), "acquire", blocking=False) is True
+    assert actor.call(locks, "verify")
+    actor.call(locks, "release")
+    assert waiting.result(30) is True
+    assert owners(subject) == {"a": False, "b": True, "c": False}
+    other.call(subject.lock("b"), "release")
+
+
+@each
+def test_one_of_them_was_freed(subject: Subject, actor: Actor, other: Actor) -> None:
+    """The others are released, and the end says which was lost."""
+    locks = several(subject, "a", "b", "c")
+    for _ in range(2):
+        actor.call(locks, "acquire")
+        subject.run("UPDATE locks SET owner = NULL, freed_fence = fence, expires_at = acquired_at WHERE lock_key = 'b'")
+        assert other.call(subject.lock("b"), "acquire", blocking=False) is True
+        with pytest.raises(LockLost, match="'b'"):
+            actor.call(locks, "release")
+        assert owners(subject) == {"a": False, "b": True, "c": False}
+        other.call(subject.lock("b"), "release")
+    assert actor.get(locks, "state") is None
