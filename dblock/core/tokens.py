@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 from dblock.core.errors import InvalidKey, InvalidToken
 from dblock.core.statements.base import Masked
 from dblock.core.validation import valid_span, valid_ttl
-from dblock.core.values import Tenure
+from dblock.core.values import SHARE, KeyKind, Tenure
 
-_TOKEN, _SEQUENCER = "dblock-token-1.", "dblock-seq-1."
+_TOKEN, _OF_WRITER, _SEQUENCER = "dblock-token-1.", "dblock-token-w1.", "dblock-seq-1."
 
 
 class Token(NamedTuple):
@@ -51,7 +51,14 @@ class Sequencer(NamedTuple):
 
 def token_text(token: Token) -> str:
     """The token as one opaque string of URL-safe characters."""
-    return _TOKEN + _packed([*token.tenure, token.ttl, token.grace, token.min_hold, int(token.counted), token.kind])
+    prefix = _OF_WRITER if token.kind == KeyKind.READ_WRITE and SHARE not in token.tenure.key else _TOKEN
+    return prefix + _packed([*token.tenure, token.ttl, token.grace, token.min_hold, int(token.counted)])
+
+
+def kind_of(key: str) -> KeyKind:
+    """What the key of a row is used for, as far as the key says."""
+    share = key.partition(SHARE)[2]
+    return KeyKind.LOCK if not share else KeyKind.SEMAPHORE if share.startswith("p") else KeyKind.READ_WRITE
 
 
 def _row_key(key: object) -> str:
@@ -63,12 +70,13 @@ def _row_key(key: object) -> str:
 def valid_token(text: object) -> Token:
     """Parse what `token_text` made. InvalidToken otherwise, which neither quotes nor references the text, a secret."""
     with suppress(InvalidKey, TypeError, ValueError):
-        key, owner, fence, ttl, grace, min_hold, counted, kind = _unpacked(text, _TOKEN)
-        if not (isinstance(owner, str) and _OWNER.fullmatch(owner) and counted in (0, 1) and kind in (0, 1, 2)):
+        writes = isinstance(text, str) and text.startswith(_OF_WRITER)
+        key, owner, fence, ttl, grace, min_hold, counted = _unpacked(text, _OF_WRITER if writes else _TOKEN)
+        if not (isinstance(owner, str) and _OWNER.fullmatch(owner) and counted in (0, 1)):
             raise _Malformed
         tenure = Tenure(_row_key(key), Masked(owner), _fence(fence))
         spans = valid_ttl(ttl), valid_span(grace, "grace", ""), valid_span(min_hold, "min_hold", "")
-        return Token(tenure, *spans, counted=bool(counted), kind=kind)
+        return Token(tenure, *spans, counted=bool(counted), kind=KeyKind.READ_WRITE if writes else kind_of(tenure.key))
     del text  # an error report may show the locals
     raise InvalidToken("this is not a token made by detach()")
 
@@ -77,7 +85,7 @@ def valid_sequencer(text: object) -> Sequencer:
     """Parse what `str(Sequencer(...))` made; InvalidToken otherwise."""
     try:
         key, mode, fence = _unpacked(text, _SEQUENCER)
-        if mode not in {"exclusive", "shared"}:
+        if mode != ("shared" if f"{SHARE}r" in key else "exclusive"):
             raise _Malformed
         return Sequencer(_row_key(key), mode, _fence(fence))
     except (InvalidKey, TypeError, ValueError):

@@ -252,7 +252,7 @@ def wait_for(subject: Subject, lock: Any, name: str) -> Any:
         database.now() + 2 * database.timing.retry_budget,
     )
     wish: dict[str, Any] = {**current_flow().who, "key": "k", "owner": owner, "ttl": 20.0, "life": 20.0}
-    wish |= {"label": "", "task": "", "channel": ""}
+    wish |= {"label": "", "task": "", "channel": "", "kind": 0, "reading": 0}
 
     def steps() -> Steps[Any]:
         joined = yield from queue.join(database, wish, later)
