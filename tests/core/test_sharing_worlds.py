@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from dblock.core.acquire import handover, shares, sharing
+from dblock.core.acquire.acquiring import Refused
 from dblock.core.acquire.local_queue import Request
 from dblock.core.acquire.sharing import Sharing
 from dblock.core.acquire.waiting import Waiter
@@ -251,7 +252,7 @@ def looks_before_it_takes(patch: Patch) -> None:
         if (yield from self._listed(1)):
             return (yield from write(self))
         held = yield from self.door()
-        return held.grant if hasattr(held, "grant") else held
+        return held if isinstance(held, Refused) else held.grant
 
     patch(Sharing, "_write", hasty)
 
@@ -260,7 +261,7 @@ def looks_by_what_it_saw_before(patch: Patch) -> None:
     """The take and the look are one statement: it sees shares as they were before it had the door's row."""
     alone, take = OnModel._alone, OnModel._take
 
-    def takes(self: OnModel, p: dict[str, Any]) -> Rows:
+    def takes(self: Any, p: dict[str, Any]) -> Rows:
         rows = take(self, p)
         if rows:
             self.seen_at_take = self._saw
