@@ -180,6 +180,16 @@ def test_an_interrupt_after_a_statement_was_executed(
     assert seen.states > 50
 
 
+@pytest.mark.parametrize("tables", TABLES)
+@pytest.mark.parametrize("does", ["rw", "wr", "12", "13"])
+def test_an_interrupt_of_a_flow_that_gives_up(does: str, tables: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second one waits for less time than the first one is in."""
+    permits, options = len(does) + (does == "13"), {"holds": (0.2, 0.0), "timeouts": (None, 0.05)}
+    seen = explored(does, "interrupt", tables=tables, permits=permits, preemptions=1, **options)
+    say(capsys, f"{does}, {tables}", seen)
+    assert seen.states > 50
+
+
 @pytest.mark.skipif(not LONG, reason="part of `make faults`")
 @pytest.mark.timeout(7200)
 @over_tables("rrw", "rwr", "dw", "RW", "111", "121")
