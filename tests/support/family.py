@@ -170,12 +170,12 @@ class Member(Flow):
         return self.house.site.database.now()
 
     def _renew(self) -> Steps[None]:
-        """As the watchdog does."""
+        """As the watchdog does; an interrupt of its thread only costs the renewal."""
         leases = [(grant.tenure, TTL) for grant in self.grants]
         self.breakable = True
         try:
             sent, alive = yield from tenures.renew(self.house.site.database, leases, self._site_now() + TTL)
-        except LockStoreError:
+        except (LockStoreError, Interrupted):
             return
         finally:
             self.breakable = False
