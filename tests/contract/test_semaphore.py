@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from django.db import transaction
 
+from dblock.core.acquire import handover
 from dblock.core.errors import (
     InvalidKey,
     LockLost,
@@ -24,6 +25,7 @@ from dblock.core.errors import (
 from tests.conftest import ALIASES, DATABASES, ready
 from tests.contract.test_queue import waiters
 from tests.support.lab import some, until
+from tests.support.model import Interrupted
 from tests.support.subjects import Actor, Subject
 
 Actors = Callable[[int], list[Actor]]
@@ -315,6 +317,23 @@ def test_who_is_interrupted_leaves_nothing(subject: Subject, actor: Actor, other
     assert sem.held == []
     assert until(lambda: len(in_use(subject)) == 1)
     assert actor.call(semaphore(subject, 3), "acquire", n=2) is True
+
+
+@some
+def test_an_interrupted_release_leaves_all(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those whose turn had not come; the interrupt is raised afterwards."""
+    sem, leave, interrupts = semaphore(subject, 3), handover._leave_share, [Interrupted()]
+
+    def interrupted(*given: Any) -> Any:
+        if interrupts:
+            raise interrupts.pop()
+        return leave(*given)
+
+    assert actor.call(sem, "acquire", n=3) is True
+    monkeypatch.setattr(handover, "_leave_share", interrupted)
+    with pytest.raises(Interrupted):
+        actor.call(sem, "release", 3)
+    assert sem.held == in_use(subject) == []
 
 
 @pytest.mark.parametrize("database", DATABASES)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from _thread import LockType
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple, cast
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire.local_queue import LocalQueue, Request
 from dblock.core.acquire.services import PollingOnly
+from dblock.core.acquire.sharing import Sharing, _Held
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockStoreError, StoreUnanswered
 from dblock.core.holding.handover_record import HandoverRecord
@@ -33,12 +35,12 @@ from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps, Wait
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Dialect, Statement
 from dblock.core.timing import Timing
-from dblock.core.values import Grant
+from dblock.core.values import SHARE, Grant
 from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
 from tests.support.model import Interrupted, Post, World, wish
 
-SNAPSHOTS = {"grant", "clear"}
+SNAPSHOTS = frozenset({"grant", "clear"})
 """The statements that see waiters as of when they began."""
 TTL = 30.0
 FAULTS = {
@@ -54,6 +56,8 @@ FAULTS = {
     "mislay": "a message to another process is lost",
     "crash": "the database crashes, and forgets some of the latest commits that did not wait for the disk",
 }
+READER = f"k{SHARE}r "
+"""What the key of a reader's row begins with."""
 ASYNCHRONOUS = {"join", "announce", "release", "clear", "leave_queue", "adopt_place"}
 """The statements that do not wait for the disk, on PostgreSQL; nor does a grant or a hand-over that is covered."""
 
@@ -85,7 +89,7 @@ class House(PollingOnly):
         return True
 
     def withdraw(self, key: str, owner: str) -> bool:
-        flow = Withdrawal(self, len(self.world.flows), None, owner=owner)
+        flow = Withdrawal(self, len(self.world.flows), None, owner=owner, key=key)
         flow.wakes = self.world.time
         self.world.flows.append(flow)
         return True
@@ -100,7 +104,8 @@ class Flow:
     timeout: float | None
     steps: Steps[None] = field(init=False)
     under_way: Execute | None = None
-    seen: set[str] | None = None
+    seen: Any = None
+    """What the statement under way saw when it began, if it has."""
     answer: Rows | None = None
     """What the statement under way has come to, of which the flow has not heard yet."""
     answer_by: float = 0.0
@@ -133,6 +138,10 @@ class Flow:
         self.grant, self.breakable = None, True
         yield from handover.pass_on(site, HandoverRecord.of(found))
 
+    def known(self) -> Any:
+        """What else distinguishes the flow."""
+        return ()
+
     def step(self, reply: Any = None, error: BaseException | None = None) -> None:
         """On to the next thing that takes time."""
         world = self.house.site.database
@@ -164,10 +173,11 @@ class Withdrawal(Flow):
     """What a process does behind a waiter whose time is up."""
 
     owner: str = ""
+    key: str = "k"
 
     def life(self) -> Steps[None]:
         self.breakable = True
-        yield from handover.withdraw(self.house.site, [(self.owner, "k")])
+        yield from handover.withdraw(self.house.site, [(self.owner, self.key)])
 
 
 class Choice(NamedTuple):
@@ -184,7 +194,7 @@ class Small(World):
     houses: list[House] = field(default_factory=list)
     flows: list[Flow] = field(default_factory=list)
     mail: list[tuple[str, Message]] = field(default_factory=list)
-    hanging: list[tuple[Execute, set[str]]] = field(default_factory=list)
+    hanging: list[tuple[Execute, Any]] = field(default_factory=list)
     undone: list[tuple[Any, Any, int]] = field(default_factory=list)
     """Where a crash is a fault: the tables before each of the latest commits that one may take back."""
     faults: int = 0
@@ -196,6 +206,7 @@ class Small(World):
     """Which took the last step, if that is bounded."""
     begun: float = 1000.0
     tokens: int = 0
+    snapshots: Collection[str] = SNAPSHOTS
 
     def database(self) -> Database:
         if not hasattr(self, "_database"):
@@ -284,7 +295,7 @@ class Small(World):
                 flow.answer_by = self.time + self.database().timing.statement_timeout
             case "step":
                 step = cast("Execute", flow.under_way)
-                if step.statement.name in SNAPSHOTS and flow.seen is None:
+                if step.statement.name in self.snapshots and flow.seen is None:
                     flow.seen = self.snapshot()
                 else:
                     flow.step(self.execute(step, flow.seen))
@@ -318,12 +329,20 @@ class Small(World):
             case "time":
                 coming = [each.answer_by for each in self.flows if each.answer is not None]
                 self.time = min([each.wakes for each in self.flows if each.sleeping()] + coming)
+        self.check_beliefs()
+        assert self.served.get("k", [])[-2:] == sorted(self.served.get("k", [])[-2:]), "somebody was overtaken"
+
+    def check_beliefs(self) -> None:
+        """At most one flow believes that it has the key."""
         holding = [each.name for each in self.flows if each.grant and self.time < each.grant.trusted_until]
         assert len(holding) <= 1, f"two hold it: {holding}"
-        assert self.served.get("k", [])[-2:] == sorted(self.served.get("k", [])[-2:]), "somebody was overtaken"
 
     def over(self) -> bool:
         return all(flow.done or not flow.house.alive for flow in self.flows) and not self.mail and not self.hanging
+
+    def known(self) -> Any:
+        """What else distinguishes the world."""
+        return ()
 
     def state(self) -> Any:
         """What makes this state different from others."""
@@ -378,12 +397,12 @@ class _Canon:
         flat = list[Any]()
         for house in sorted((self._of_house(house) for house in world.houses), key=repr):
             flat += house
-        for row in world.rows.values():
-            self._add(list(row.values()), flat)
+        for key, row in world.rows.items():
+            self._add((key, *row.values()), flat)
         waiters = sorted(world.waiters.values(), key=lambda waiter: waiter["ticket"])
         self._add([(w["ticket"], w["owner"], w["expires_at"], w["joined_at"], w["channel"]) for w in waiters], flat)
         hanging = [(step.statement.name, *step.parameters.values(), seen) for step, seen in world.hanging]
-        self._add((world.mail, hanging, world.faults, world.preemptions), flat)
+        self._add((world.mail, hanging, world.faults, world.preemptions, world.known()), flat)
         for rows, waiting, _ in world.undone if world.faults else ():
             self._add(([list(row.values()) for row in rows.values()], list(waiting)), flat)
         flat.append(round(world.time - world.begun, 1))  # or how long it took would depend on the way here
@@ -413,19 +432,21 @@ class _Canon:
                     f.answer_by if f.answer is not None else 0.0,
                     f.name in house.holding,
                     f.wakeup,
+                    f.known(),
                     f.steps,
                 )
                 self._add(known, flows[-1])
         own = list[Any]()
         for flow in sorted(flows, key=repr):
             own += flow
-        self._add((house.channel, queues._queues, queues._tried, queues._contended, house.wakeups._unclaimed), own)
+        self._add((house.channel, house.site.slots, house.wakeups._unclaimed), own)
+        self._add((queues._queues, queues._tried, queues._contended), own)
         return own
 
     def _add(self, it: Any, flat: list[Any]) -> None:  # noqa: PLR0912 - one branch for each kind of value
         kind = type(it)
         if kind is str:
-            named = it.startswith("world_") or (it[:1].isdigit() and "." in it)
+            named = it.startswith(("world_", READER)) or (it[:1].isdigit() and "." in it)
             flat.append(_Name(it) if named else it)
         elif kind is int:
             flat.append(it if abs(it) < 100_000 else _Number(it))
@@ -500,12 +521,20 @@ _ASIDE = {
 }
 
 
+_ATTRIBUTES: dict[type, list[str]] = {
+    LocalQueue: ["_waiters", "handover_expected_until", "_holder"],
+    Sharing: ["deadline", "until"],
+    _Held: ["grant"],
+}
+"""What matters of objects that do not say it themselves."""
+
+
 @cache
 def _attributes(kind: Any) -> tuple[str, ...]:
     if is_dataclass(kind):
         names = [each.name for each in fields(kind)]
-    elif kind is LocalQueue:
-        names = ["_waiters", "handover_expected_until", "_holder"]
+    elif kind in _ATTRIBUTES:
+        names = _ATTRIBUTES[kind]
     else:
         names = [name for each in kind.__mro__ for name in getattr(each, "__slots__", ())]
     return tuple(name for name in names if name not in _ASIDE)

@@ -176,6 +176,7 @@ class World:
             if (row["owner"], row["fence"]) != (p["owner"], p["fence"]):
                 return []
             self.covered = self.dialect.queue.grant_leaves and handed >= life * 0.75 and row["fence"] < self.micros
+            self.covered = self.covered and row["reading"] <= heir.get("reading", 0)
             row["expires_at"] = self.time
         life = min(life, handed) if self.covered else life
         self._begin(row, {**heir, "life": life})
@@ -222,7 +223,7 @@ class World:
         if row["last"] != row["served"] and p["handovers_left"] <= 0:
             return []
         left = row["expires_at"] - self.time
-        able = self.dialect.queue.grant_leaves and p["covers"]
+        able = self.dialect.queue.grant_leaves and p["covers"] and row["reading"] <= p.get("reading", 0)
         self.covered = bool(able and left >= p["life"] * 0.75 and row["fence"] < self.micros)
         row["expires_at"] = self.time
         life = min(p["life"], left) if self.covered else p["life"]
@@ -253,7 +254,7 @@ class World:
         if row is not None:
             assert row["owner"] is None or row["expires_at"] <= self.time, "two tenures at a time"
         fence = max(row["fence"] + 1, self.micros) if row else self.micros
-        assert fence > self.granted[p["key"]][-1], "a fence came back"
+        assert fence > self.granted.setdefault(p["key"], [0])[-1], "a fence came back"
         self.granted[p["key"]].append(fence)
         self.rows[p["key"]] = {
             "owner": p["owner"],
@@ -267,6 +268,9 @@ class World:
             "revoked": row["revoked"] if row else 0,
             "freed": row["freed"] if row else 0,
             "revocation": row["revocation"] if row else "",
+            "kind": row["kind"] if row else p.get("kind", 0),
+            "reading": p.get("reading", 0),
+            "awaiting": row["awaiting"] if row else (0, ""),
         }
         return [(fence,)]
 
@@ -290,9 +294,9 @@ class World:
             return []
         age, left = self.time - row["acquired_at"], row["expires_at"] - self.time
         revocation = (row["revoked"], row["freed"], row["revocation"])
-        return [
-            (row["owner"], row["fence"], row["count"], row["ttl"], age, left, "", "h", 1, "t", "p", "", *revocation)
-        ]
+        kind = (0, row.get("kind", 0), row.get("reading", 0))
+        who = ("", "h", 1, "t", "p", "")
+        return [(row["owner"], row["fence"], row["count"], row["ttl"], age, left, *who, *revocation, *kind)]
 
     def _tenure(self, p: dict[str, Any]) -> dict[str, Any] | None:
         row = self.rows.get(p["key"])

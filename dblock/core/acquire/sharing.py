@@ -320,11 +320,22 @@ class Sharing:
             _ = yield from handover.pass_on(self.site, HandoverRecord.of(held.grant))
 
     def _leave(self, grants: Sequence[Grant]) -> Steps[None]:
-        """Leave shares that were begun for nothing; after an error their leases end."""
-        until = self.database.now() + self.timing.undo_timeout
+        """Leave shares that were begun for nothing, also if interrupted; after an error their leases end."""
+        until, interrupt = self.database.now() + self.timing.undo_timeout, None
         for grant in grants:
-            with contextlib.suppress(LockError):
-                _ = yield from leave_share(self.site, HandoverRecord.of(grant), until)
+            try:
+                yield from self._leave_one(grant, until)
+            except GeneratorExit:
+                raise
+            except BaseException as error:  # noqa: BLE001 - raised below
+                interrupt = error
+                yield from self._leave_one(grant, until)
+        if interrupt is not None:
+            raise interrupt
+
+    def _leave_one(self, grant: Grant, until: float) -> Steps[None]:
+        with contextlib.suppress(LockError):
+            _ = yield from leave_share(self.site, HandoverRecord.of(grant), until)
 
     def _begin(self, statement: Statement, request: Request, more: dict[str, Any]) -> Steps[Grant | None]:
         """Begin the tenure of a share; None if it was refused, or the answer came too late."""

@@ -225,13 +225,16 @@ class BaseSemaphore:
                 _ = yield from leave_share(site, HandoverRecord.of(grant))
 
     def _release(self, n: int) -> Steps[None]:
-        """Leave `n` permits, each also if another one was lost; raises LockLost for the first."""
-        late: LockError | None = None
+        """Leave `n` permits, each also if another one was lost, or interrupted; raises LockLost for the first."""
+        late: BaseException | None = None
         for permit in self._claim(self._count(n), block=False):
             try:
                 yield from self._leave(permit, block=False)
-            except LockError as error:
-                late = late or error
+            except GeneratorExit:
+                raise
+            except BaseException as error:  # noqa: BLE001 - raised below; nobody else would leave the others
+                if late is None or (isinstance(late, LockError) and not isinstance(error, LockError)):
+                    late = error
         if late is not None:
             raise late
 

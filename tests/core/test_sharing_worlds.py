@@ -1,0 +1,448 @@
+"""Read-write locks and semaphores in small worlds: all orders of steps of a few flows, with a fault at every step.
+
+`tests.support.explore` goes through them, and `tests.support.family` says what they consist of. A flow is a letter: `r`
+reads, `w` writes, `d` writes and then reads, `R` and `W` renew; a number acquires so many permits. After every step no
+writer is in beside others, and each slot has one tenure; at the end nothing is left, and nobody has slept until a poll.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dblock.core.acquire import handover, shares, sharing
+from dblock.core.acquire.acquiring import Refused
+from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.sharing import Sharing
+from dblock.core.acquire.waiting import Waiter
+from dblock.core.holding.handover_record import HandoverRecord
+from dblock.core.protocol.steps import Rows, Steps
+from dblock.core.statements.sqlite import SQL
+from dblock.core.values import Tenure
+from tests.conftest import timed
+from tests.support import family as family_module
+from tests.support.explore import TTL, Explored, explore
+from tests.support.family import Family, OnModel, family
+from tests.support.lab import LONG
+
+HOUR = 3600.0
+QUICK = 0.15
+"""Seconds that a fault may cost, unless somebody has to poll or to wait for the end of a lease."""
+LOOK = TTL / 2 + 0.2
+"""A waiter of the queue polls at least as often as that; the holder of a door every third of its ttl."""
+SLOWLY = {
+    **dict.fromkeys(("lost", "slow", "interrupt", "mislay", "stall"), LOOK),
+    "late": TTL + 0.2,
+    "death": TTL + 0.2,
+    "freeze": TTL + 1.3,
+    "age": math.inf,
+}
+LEFT = {"late": TTL, "death": TTL}
+"""For how long a tenure may be left that nobody has."""
+FAULTS = ("lost", "cut", "slow", "late", "interrupt", "death", "stall", "freeze", "stranger", "mislay")
+TABLES = ("sqlite", "model")
+WORLDS: dict[str, dict[str, Any]] = {
+    "a reader and a writer": {"does": "rw"},
+    "a writer and a reader": {"does": "wr"},
+    "of one process": {"does": "rw", "houses": "00"},
+    "of a new key": {"does": "rw", "new": True},
+    "two readers": {"does": "rr", "new": True},
+    "two writers": {"does": "ww"},
+    "renewals": {"does": "RW"},
+    "a downgrade before a writer": {"does": "dw"},
+    "a downgrade in the process of the writer": {"does": "dw", "houses": "00"},
+    "a downgrade and a reader": {"does": "dr"},
+    "a writer gives up": {"does": "rw", "holds": (0.2, 0.0), "timeouts": (None, 0.05)},
+    "one permit for two": {"does": "11", "permits": 1},
+    "one permit of a new key": {"does": "11", "permits": 1, "new": True},
+    "a slot for each": {"does": "11"},
+    "two permits and one": {"does": "12"},
+    "two permits and one, after a lease": {"does": "12", "holds": (40.0, 0.0)},
+    "two permits and one, in vain": {"does": "12", "holds": (0.2, 0.0), "timeouts": (None, 0.05)},
+    "two permits, twice, in one process": {"does": "22", "houses": "00"},
+}
+"""Those of which all orders are explored, except where that takes minutes."""
+MANY = {name for name in WORLDS if name.startswith("two permits")}
+LARGE: dict[str, tuple[int, dict[str, Any]]] = {
+    "two readers leave while a writer waits": (2, {"does": "rrw"}),
+    "of two processes": (2, {"does": "rrw", "houses": "001"}),
+    "a writer is in, and others wait": (1, {"does": "wrwr"}),
+    "a writer gives up before readers": (1, {"does": "rwrr", "holds": (0.2, 0, 0, 0), "timeouts": (None, 0.05, 1, 1)}),
+    "a downgrade, a writer and a reader": (1, {"does": "dwr"}),
+    "three for two permits": (2, {"does": "111"}),
+    "three try the same slot": (1, {"does": "111", "guesses": "first"}),
+    "two permits wait, and others come": (1, {"does": "121"}),
+}
+"""Of more flows, with that many preemptions in `make test`, and one more in `make faults`."""
+FAULTY = ("rw", "dr", "11", "12")
+ONE_TABLE = {"dr": "model", "12": "sqlite", **{name: "sqlite" if "permits" in name else "model" for name in LARGE}}
+"""Of worlds that are explored on the one or the other tables only, in `make test`."""
+
+
+def over_tables(*worlds: str) -> pytest.MarkDecorator:
+    """Each of the worlds on each of the tables."""
+    pairs = [(each, tables) for each in worlds for tables in TABLES]
+    return pytest.mark.parametrize(
+        ("world", "tables"), [pair for pair in pairs if LONG or ONE_TABLE.get(pair[0], pair[1]) == pair[1]]
+    )
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Family]]:
+    """No jitter, names and tokens in order, and nobody polls before an hour has passed. The list has the last world."""
+    times = {"poll_notified": HOUR, "poll_max": HOUR, "unresponsive_after": 9 * HOUR, "listen_after": HOUR}
+    timed(monkeypatch, answer_grace=0.03, **times)
+    monkeypatch.setattr(random, "uniform", lambda low, high: (low + high) / 2)
+    monkeypatch.setattr(Waiter, "_until_next_poll", lambda *_, **__: HOUR)
+    worlds: list[Family] = []
+    monkeypatch.setattr(Request, "new_owner", lambda self: worlds[-1].new_owner(self.flow))
+    monkeypatch.setattr(sharing, "os", SimpleNamespace(urandom=lambda n: worlds[-1].urandom(n)))  # noqa: PLW0108
+    chosen = SimpleNamespace(randrange=lambda n: worlds[-1].randrange(n), sample=lambda slots, n: slots[:n])  # noqa: PLW0108
+    monkeypatch.setattr(sharing, "random", chosen)
+    make = family
+
+    def keep(*args: Any, **options: Any) -> Family:
+        worlds[:] = [make(*args, **options)]
+        return worlds[0]
+
+    monkeypatch.setattr("tests.core.test_sharing_worlds.family", keep)
+    yield worlds
+
+
+def explored(does: str, *kinds: str, **options: Any) -> Explored:
+    """All ways of a world; what must be true at the end of each is checked."""
+    fault = kinds[0] if kinds else ""
+
+    def check(world: Family) -> None:
+        took = world.time - world.begun - max((flow.holds for flow in world.members), default=0.0)
+        assert took <= SLOWLY.get(fault, QUICK), f"somebody was forgotten for {took:.2f} s"
+        if fault not in LEFT:
+            assert not world.left(), f"left: {world.left()}"
+        for row in world.rows.values():
+            left = row["expires_at"] - world.time if row["owner"] else 0.0
+            assert left <= LEFT.get(fault, 0.0) + 0.01, f"a tenure is left for {left:.2f} s"
+        for house in world.houses:
+            if house.alive:
+                assert not house.site.local_queues._queues, "somebody is still in a local queue"
+                assert not house.wakeups._registered, "somebody still waits to be notified"
+        if fault not in {"late", "death"}:
+            assert not world.standing(), "somebody is still in the queue"
+
+    return explore(lambda: family(does, faults=len(kinds), kinds=kinds, **options), check=check)
+
+
+def say(capsys: pytest.CaptureFixture[str], what: str, seen: Explored) -> None:
+    """Print how many states and ends there were, for a user who runs this in one process."""
+    with capsys.disabled():
+        print(f"\n{what}: {seen.states:,} states, {seen.ends:,} ends", end="")  # noqa: T201 - to be read
+
+
+@pytest.mark.timeout(300)
+@over_tables(*WORLDS)
+def test_two_flows(world: str, tables: str, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = explored(tables=tables, preemptions=1 if world in MANY and not LONG else math.inf, **WORLDS[world])
+    say(capsys, f"{world}, {tables}", seen)
+    assert seen.states > 30
+
+
+@pytest.mark.timeout(7200 if LONG else 300)
+@over_tables(*LARGE)
+def test_more_flows(world: str, tables: str, capsys: pytest.CaptureFixture[str]) -> None:
+    preemptions, options = LARGE[world]
+    seen = explored(tables=tables, preemptions=preemptions + LONG, **options)
+    say(capsys, f"{world}, {tables}", seen)
+    assert seen.states > 400
+
+
+@pytest.mark.timeout(7200 if LONG else 300)
+@over_tables(*FAULTY)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault(fault: str, world: str, tables: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two flows; with few preemptions, since all orders are too many."""
+    seen = explored(world, fault, tables=tables, preemptions=2 if LONG else 0 if fault == "late" else 1)
+    say(capsys, f"{world}, {fault}, {tables}", seen)
+    assert seen.states > 50
+
+
+@pytest.mark.timeout(7200 if LONG else 300)
+@over_tables(*FAULTY)
+def test_an_interrupt_after_a_statement_was_executed(
+    world: str, tables: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = explored(world, "slow", "interrupt", tables=tables, preemptions=int(LONG))
+    say(capsys, f"{world}, {tables}", seen)
+    assert seen.states > 50
+
+
+@pytest.mark.parametrize("tables", TABLES)
+@pytest.mark.parametrize("does", ["rw", "wr", "12", "13"])
+def test_an_interrupt_of_a_flow_that_gives_up(does: str, tables: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second one waits for less time than the first one is in."""
+    permits, options = len(does) + (does == "13"), {"holds": (0.2, 0.0), "timeouts": (None, 0.05)}
+    seen = explored(does, "interrupt", tables=tables, permits=permits, preemptions=1, **options)
+    say(capsys, f"{does}, {tables}", seen)
+    assert seen.states > 50
+
+
+@pytest.mark.skipif(not LONG, reason="part of `make faults`")
+@pytest.mark.timeout(7200)
+@over_tables("rrw", "rwr", "dw", "RW", "111", "121")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_more_flows(fault: str, world: str, tables: str, capsys: pytest.CaptureFixture[str]) -> None:
+    say(capsys, f"{world}, {fault}, {tables}", explored(world, fault, tables=tables, preemptions=1))
+
+
+@pytest.mark.timeout(7200 if LONG else 300)
+@pytest.mark.parametrize("does", ["Rw", "Wr", "dw"])
+def test_a_lease_ends_while_a_statement_decides(does: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The clock passes the end of a lease between what a statement saw and what it did: a renewal that was under way,
+    a take, the look for shares."""
+    seen = explored(does, "age", "tick", tables="model", preemptions=2 if LONG else int(does != "dw"))
+    say(capsys, does, seen)
+    assert seen.states > 400
+
+
+# -- what the worlds notice
+
+Patch = Callable[..., None]
+
+
+def rewritten(patch: Patch, name: str, old: str, new: str, *, share: bool = True) -> None:
+    """Replace a text in one of SQLite's statements."""
+    dialect = family_module.SQLITE
+    room: Any = dialect.shares if share else dialect if hasattr(dialect, name) else dialect.queue
+    statement = getattr(room, name)
+    assert old in statement.sql
+    changed = {name: replace(statement, sql=statement.sql.replace(old, new))}
+    if room is not dialect:
+        changed = {"shares" if share else "queue": replace(room, **changed)}
+    patch(family_module, "SQLITE", replace(dialect, **changed))
+
+
+def reads_beside_a_writer(patch: Patch) -> None:
+    """`read` does not ask who has the door."""
+    rewritten(patch, "read", "(door.reading = 1 OR", "(1 = 1 OR")
+
+
+def reads_by_an_old_row(patch: Patch) -> None:
+    """`read` locks nothing: it goes by the door's row as it was when the statement began."""
+    read = OnModel._read
+
+    def by_what_was(self: OnModel, p: dict[str, Any]) -> Rows:
+        door, self.rows[p["door"]] = self.rows[p["door"]], self.seen_rows[p["door"]]
+        try:
+            return read(self, p)
+        finally:
+            self.rows[p["door"]] = door
+
+    patch(OnModel, "_read", by_what_was)
+
+
+def does_not_look(patch: Patch) -> None:
+    """A writer that has the door is in."""
+
+    def nobody(*_: Any) -> Steps[list[Any]]:
+        yield from ()
+        return []
+
+    patch(Sharing, "_readers", nobody)
+
+
+def looks_before_it_takes(patch: Patch) -> None:
+    """A writer looks for readers, and then takes the door."""
+    write = Sharing._write
+
+    def hasty(self: Sharing) -> Steps[Any]:
+        if (yield from self._listed(1)):
+            return (yield from write(self))
+        held = yield from self.door()
+        return held if isinstance(held, Refused) else held.grant
+
+    patch(Sharing, "_write", hasty)
+
+
+def looks_by_what_it_saw_before(patch: Patch) -> None:
+    """The take and the look are one statement: it sees shares as they were before it had the door's row."""
+    alone, take = OnModel._alone, OnModel._take
+
+    def takes(self: Any, p: dict[str, Any]) -> Rows:
+        rows = take(self, p)
+        if rows:
+            self.seen_at_take = self._saw
+        return rows
+
+    def looks(self: OnModel, p: dict[str, Any]) -> Rows:
+        saw, self._saw = self._saw, getattr(self, "seen_at_take", self._saw)
+        try:
+            return alone(self, p)
+        finally:
+            self._saw = saw
+
+    patch(OnModel, "_take", takes)
+    patch(OnModel, "_alone", looks)
+    patch(OnModel, "seen_at_take", None, raising=False)
+
+
+def expired_is_gone(patch: Patch) -> None:
+    """A share whose lease is over does not count, and is not deleted."""
+    readers = Sharing._readers
+
+    def alive(self: Sharing, held: Any) -> Steps[list[Any]]:
+        rows = yield from self._listed(8)
+        if rows and all(row[3] <= 0 for row in rows):
+            return []
+        return (yield from readers(self, held))
+
+    patch(Sharing, "_readers", alive)
+
+
+def leaves_silently(patch: Patch) -> None:
+    """`awaited` is not sent."""
+
+    def nobody(*_: Any) -> Steps[None]:
+        yield from ()
+
+    patch(shares, "notify_door", nobody)
+
+
+def leaving_answers_nothing(patch: Patch) -> None:
+    """Nor do the statements that leave say who waits."""
+    patch(OnModel, "_awaited", lambda *_: [(None, None)])
+
+
+def does_not_look_again(patch: Patch) -> None:
+    """The holder of the door says that it waits after it has looked, instead of before."""
+    until_none = Sharing._until_none
+
+    def blind(self: Sharing, held: Any, look_for: Callable[[], Steps[list[Any]]], got: Any = None) -> Steps[Any]:
+        found: list[list[Any]] = []
+
+        def looks() -> Steps[list[Any]]:
+            if len(found) != 1:
+                found.append((yield from look_for()))
+            else:
+                found.append(found[0])
+            return found[-1]
+
+        return until_none(self, held, looks, got)
+
+    patch(Sharing, "_until_none", blind)
+
+
+def hands_on_before_it_enters(patch: Patch) -> None:
+    def early(self: Sharing, held: Any, inside: Steps[Any]) -> Steps[Any]:
+        yield from self._give_up_door(held)
+        return (yield from inside)
+
+    patch(Sharing, "_at_door", early)
+
+
+def keeps_the_door(patch: Patch) -> None:
+    """A reader that is in does not hand it on."""
+
+    def stay(*_: Any) -> Steps[None]:
+        yield from ()
+
+    patch(Sharing, "_give_up_door", stay)
+
+
+def one_slot_more(patch: Patch) -> None:
+    patch(sharing, "range", lambda end: range(end + 1), raising=False)
+
+
+def takes_a_held_slot(patch: Patch) -> None:
+    """`take_slot` does not ask whether the slot is free."""
+    rewritten(patch, "take_slot", f"(owner IS NULL OR expires_at <= {SQL.now})", "1 = 1")
+
+
+def keeps_what_it_got(patch: Patch) -> None:
+    """Of two permits the one that was free is not left when the time is up."""
+
+    def stay(*_: Any) -> Steps[None]:
+        yield from ()
+
+    patch(Sharing, "_leave", stay)
+
+
+def lets_expire_what_it_got(patch: Patch) -> None:
+    """The first of two permits is not renewed while its flow waits for the second."""
+    renew = Sharing._renew
+    patch(Sharing, "_renew", lambda self, held, channel, _: renew(self, held, channel, None))
+
+
+def releases_before_it_reads(patch: Patch) -> None:
+    """A downgrade frees the door first."""
+    downgrade = Sharing.downgrade
+
+    def early(self: Sharing, tenure: Tenure) -> Steps[Any]:
+        _ = yield from handover.pass_on(self.site, HandoverRecord(tenure))
+        return (yield from downgrade(self, tenure))
+
+    patch(Sharing, "downgrade", early)
+
+
+def undoes_nothing(patch: Patch) -> None:
+    """A share that an interrupt has left behind stays."""
+
+    def stay(*_: Any) -> Steps[None]:
+        yield from ()
+
+    patch(sharing, "undo_take", stay)
+
+
+def writers_shut_nothing(patch: Patch) -> None:
+    """The door of a writer shows the reader before it."""
+    rewritten(patch, "take", "reading = :reading", "reading = reading", share=False)
+    rewritten(patch, "grant", "reading = next.reading", "reading = locks.reading", share=False)
+
+
+def readers_stay_in_the_table(patch: Patch) -> None:
+    """A reader that leaves does not delete its row."""
+    rewritten(patch, "leave_read", "DELETE FROM locks", "UPDATE locks SET owner = NULL")
+
+
+MUTANTS: list[tuple[Callable[[Patch], None], str, tuple[str, ...], dict[str, Any]]] = [
+    (reads_beside_a_writer, "wr", (), {}),
+    (reads_by_an_old_row, "wr", (), {"tables": "model"}),
+    (does_not_look, "rw", (), {}),
+    (looks_before_it_takes, "rw", (), {}),
+    (looks_by_what_it_saw_before, "rw", (), {"tables": "model"}),
+    (expired_is_gone, "Rw", ("age", "tick"), {"tables": "model", "preemptions": 2}),
+    (leaves_silently, "rw", (), {}),
+    (leaves_silently, "12", (), {}),
+    (leaving_answers_nothing, "rrw", (), {"tables": "model"}),
+    (does_not_look_again, "rw", (), {}),
+    (does_not_look_again, "rw", (), {"tables": "model"}),
+    (hands_on_before_it_enters, "wrw", (), {}),
+    (keeps_the_door, "wrw", (), {}),
+    (one_slot_more, "11", (), {"permits": 1}),
+    (takes_a_held_slot, "11", (), {"guesses": "first"}),
+    (keeps_what_it_got, "12", (), {"holds": (0.2, 0.0), "timeouts": (None, 0.05)}),
+    (lets_expire_what_it_got, "12", (), {"holds": (40.0, 0.0)}),
+    (releases_before_it_reads, "dw", (), {}),
+    (undoes_nothing, "r", ("slow", "interrupt"), {}),
+    (writers_shut_nothing, "wrwr", (), {}),
+    (readers_stay_in_the_table, "r", (), {}),
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("mutant", "does", "kinds", "options"), MUTANTS, ids=lambda it: getattr(it, "__name__", ""))
+def test_what_is_broken_is_noticed(
+    mutant: Callable[[Patch], None],
+    does: str,
+    kinds: tuple[str, ...],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one thing less some way ends badly."""
+    mutant(monkeypatch.setattr)
+    with pytest.raises(AssertionError, match="after"):
+        for preemptions in (0, 1, 2):  # the more, the longer it takes
+            _ = explored(does, *kinds, **{"preemptions": preemptions, **options})
