@@ -102,7 +102,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Family]]:
     monkeypatch.setattr(Waiter, "_until_next_poll", lambda *_, **__: HOUR)
     worlds: list[Family] = []
     monkeypatch.setattr(Request, "new_owner", lambda self: worlds[-1].new_owner(self.flow))
-    monkeypatch.setattr(sharing, "os", SimpleNamespace(urandom=lambda n: worlds[-1].urandom(n)))  # noqa: PLW0108
+    monkeypatch.setattr(sharing, "new_name", lambda: worlds[-1].urandom(8).hex())
     chosen = SimpleNamespace(randrange=lambda n: worlds[-1].randrange(n), sample=lambda slots, n: slots[:n])  # noqa: PLW0108
     monkeypatch.setattr(sharing, "random", chosen)
     make = family
