@@ -56,8 +56,9 @@ _WRITTEN: Final = held(owner="other", kind=RWLOCK)
 """A door that a writer has."""
 
 
-def _reads(behaviour: str, door: Record, *, fence: Any = CLOCK, **case: Any) -> Case:
-    """A reader is let in, and the door stays as it is."""
+def _reads(behaviour: str, door: Record, *, fence: Any = None, **case: Any) -> Case:
+    """A reader is let in, with a fence right behind the door's, which stays as it is."""
+    fence = door["fence"] + 1 if fence is None else fence
     given, keys = {**_READING, **case.pop("given", {})}, [door, *case.pop("keys", [])]
     after = {READER: {**_READ_ROW, "fence": fence}}
     return Case("read", behaviour, keys=keys, given=given, reply=[(fence,)], after=after, **case)
@@ -101,7 +102,7 @@ def _reads_while_a_writer_comes(level: str) -> Iterator[Case]:
         given=writing,
         beside=[Do("read", reading, [(...,)])],
         commits=True,
-        reply=[(CLOCK,)],
+        reply=[(8,)],
         after={"k": {**BEGUN, "reading": 0}, READER: reader},
         **both,
     )
@@ -249,7 +250,7 @@ _TAKE_SLOT: Final = (
         "the fence exceeds the one before where that is ahead of the clock",
         {**_FREE_SLOT, "fence": AHEAD},
         _DOOR,
-        fence=AHEAD + 1,
+        fence=AHEAD + 2,
     ),
     _takes_not("not a pinned one", _FREE_SLOT, _DOOR, beside=[Do("pin", {"key": SLOT})], reply=REFUSED),
     _takes("a pin of the door is no obstacle", _FREE_SLOT, _DOOR, beside=[Do("pin")], on=SERVERS),

@@ -125,8 +125,11 @@ def dialect(
 
 
 def next_fence(words: Vocabulary) -> str:
-    """Greater than the row's last fence, and than those of earlier rows of the key, as the clock has advanced."""
-    return f"{words.greatest}(fence + 1, {words.micros})"
+    """Greater than the row's last fence, and than those of earlier rows of the key, as the clock has advanced.
+
+    By two at least: between two tenures of a door are those of readers, whose fence is one more than the door's.
+    """
+    return f"{words.greatest}(fence + 2, {words.micros})"
 
 
 def begun(words: Vocabulary, *, count: str = "", expires_at: str = "", fence: str = "") -> str:

@@ -307,7 +307,7 @@ STRAIGHT_JOIN {_LOCKED.format(SQL.by_pin)} */ locks FORCE INDEX (locks_pin)
 STRAIGHT_JOIN lock_waiters AS place FORCE INDEX (PRIMARY) ON place.owner = next.owner
 SET place.expires_at = place.joined_at,
     locks.owner = next.owner,
-    locks.fence = {SQL.remember(f"GREATEST(locks.fence + 1, {SQL.micros})")},
+    locks.fence = {SQL.remember(f"GREATEST(locks.fence + 2, {SQL.micros})")},
     locks.count = 1,
     locks.reading = next.reading,
     locks.tokens = 0,
@@ -394,7 +394,7 @@ READ: Final = Statement(
     "read",
     f"""
 {SQL.at_once}INSERT INTO locks ({TENURE})
-SELECT :key, :owner, {SQL.remember(f"GREATEST(door.fence + 1, {SQL.micros})")}, 1, :ttl, {SQL.now},
+SELECT :key, :owner, {SQL.remember("door.fence + 1")}, 1, :ttl, {SQL.now},
        {SQL.after(":life")}, :label, :host, :pid, :thread, :program, :task, :kind, 1
 FROM locks AS door{SQL.by_key}
 WHERE door.lock_key = :door AND door.kind = :kind

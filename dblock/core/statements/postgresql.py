@@ -302,7 +302,7 @@ WITH next AS MATERIALIZED (
 ), granted AS (
     UPDATE locks SET
         owner = next.owner,
-        fence = greatest(locks.fence + 1, {SQL.micros}),
+        fence = greatest(locks.fence + 2, {SQL.micros}),
         count = 1,
         reading = next.reading,
         tokens = 0,
@@ -415,7 +415,7 @@ WITH door AS MATERIALIZED (
     FOR SHARE
 )
 INSERT INTO locks ({TENURE})
-SELECT CAST(:key AS text), :owner, greatest(door.fence + 1, {SQL.micros}), 1, :ttl, {SQL.now}, {SQL.after(":life")},
+SELECT CAST(:key AS text), :owner, door.fence + 1, 1, :ttl, {SQL.now}, {SQL.after(":life")},
        :label, :host, CAST(:pid AS integer), :thread, :program, :task, CAST(:kind AS integer), 1
 FROM door
 ON CONFLICT (lock_key) DO NOTHING

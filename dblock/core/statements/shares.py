@@ -64,7 +64,7 @@ def read(words: Vocabulary) -> Statement:
     """
     sql = f"""
 INSERT INTO locks ({TENURE})
-SELECT :key, :owner, {words.greatest}(door.fence + 1, {words.micros}), 1, :ttl, {words.now}, {words.after(":life")},
+SELECT :key, :owner, door.fence + 1, 1, :ttl, {words.now}, {words.after(":life")},
        :label, :host, :pid, :thread, :program, :task, :kind, 1
 FROM locks AS door{words.by_key}
 WHERE door.lock_key = :door AND door.kind = :kind

@@ -173,7 +173,7 @@ GRANT: Final = Statement(
     f"""
 UPDATE locks SET
     owner = next.owner,
-    fence = max(fence + 1, {SQL.micros}),
+    fence = max(fence + 2, {SQL.micros}),
     count = 1,
     reading = next.reading,
     tokens = 0,

@@ -60,18 +60,29 @@ CREATE TABLE lock_events (
 ) ENGINE = InnoDB;
 CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 
--- take: one row with the number left by LAST_INSERT_ID(expr), if it changed something
+-- take: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
 UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
 ON locks.lock_key = mine.name
-SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + 2, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
 AND (last_ticket = served_ticket OR :fair = 0);
 
--- create: one row with the number left by LAST_INSERT_ID(expr), if it changed something
+-- take_several: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+UPDATE (SELECT due.name FROM JSON_TABLE(:keys, '$[*]' COLUMNS (name varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$')) AS due STRAIGHT_JOIN locks AS mine FORCE INDEX (locks_pin)
+ON mine.lock_key = due.name LIMIT 18446744073709551615 FOR UPDATE OF mine NOWAIT) AS due STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
+ON lock_key = due.name
+SET owner = :owner, fence = LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE kind = 0
+AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
+AND (last_ticket = served_ticket OR :fair = 0)
+AND fence < TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6));
+
+-- create: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
 VALUES (:key, :owner, LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), 1, :ttl, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, :label, :host, :pid, :thread, :program, :task, :kind, :reading);
 
@@ -117,7 +128,7 @@ AND owner = due.holder
 AND fence = due.number
 AND expires_at > UTC_TIMESTAMP(6);
 
--- attach: one row with the number left by LAST_INSERT_ID(expr), if it changed something
+-- attach: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
 SET count = LAST_INSERT_ID(count + 1), tokens = GREATEST(tokens - :counted, 0), bearers = bearers + 1, expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
@@ -125,7 +136,7 @@ AND owner = :owner
 AND fence = :fence
 AND expires_at > UTC_TIMESTAMP(6);
 
--- adopt: one row with the number left by LAST_INSERT_ID(expr), if it changed something
+-- adopt: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
 SET count = 1, tokens = 0, bearers = LAST_INSERT_ID(bearers + 1), ttl = :ttl, expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
@@ -144,7 +155,7 @@ AND expires_at > UTC_TIMESTAMP(6)
 AND (:count = 0 OR (count <= :count
 AND bearers = :bearers));
 
--- release: one row with the number left by LAST_INSERT_ID(expr), if it changed something
+-- release: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
 SET owner = CASE WHEN :count > 1 THEN owner END, expires_at = CASE WHEN :count > 1 THEN expires_at ELSE UTC_TIMESTAMP(6) END, count = :count - 1
 WHERE lock_key = :key
@@ -153,7 +164,21 @@ AND fence = :fence
 AND LAST_INSERT_ID(CASE WHEN :count = 1
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END) >= 0;
 
--- leave: one row with the number left by LAST_INSERT_ID(expr), if it changed something
+-- release_several: one empty row for each row that it changed
+UPDATE JSON_TABLE(:keys, '$[*]' COLUMNS (name varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$')) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
+ON lock_key = due.name
+SET owner = NULL, count = 0, expires_at = UTC_TIMESTAMP(6)
+WHERE owner = :owner
+AND fence = :fence;
+
+-- unserved: the rows it returns
+SELECT lock_key, served_ticket + 1 FROM JSON_TABLE(:keys, '$[*]' COLUMNS (name varchar(255) CHARACTER
+SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$')) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
+ON lock_key = due.name
+WHERE last_ticket > served_ticket;
+
+-- leave: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
 SET owner = CASE WHEN count > 1 OR (tokens > 0
 AND expires_at > UTC_TIMESTAMP(6)) THEN owner WHEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND > UTC_TIMESTAMP(6) THEN '' END, expires_at = CASE WHEN count > 1 THEN expires_at WHEN tokens > 0
@@ -207,14 +232,14 @@ WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > served_ticket
 AND waiter.expires_at > UTC_TIMESTAMP(6));
 
--- join: one row with the number left by LAST_INSERT_ID(expr), if it changed something
+-- join: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
 INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, reading, joined_at, expires_at)
 SELECT :owner, lock_key, LAST_INSERT_ID(GREATEST(last_ticket + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), :ttl, :label, :host, :pid, :thread, :program, :task, :channel, :reading, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:waiter_ttl * 1000000) MICROSECOND
 FROM locks
 WHERE lock_key = :key
 AND kind = :kind FOR SHARE NOWAIT;
 
--- announce: one row with the number left by LAST_INSERT_ID(expr), if it changed something
+-- announce: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
 UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (PRIMARY)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
@@ -238,7 +263,7 @@ AND me.expires_at > UTC_TIMESTAMP(6))
 FROM locks
 WHERE locks.lock_key = :key;
 
--- grant: one row with the number left by LAST_INSERT_ID(expr), if it changed something
+-- grant: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
 UPDATE (
 SELECT * FROM lock_waiters
 WHERE owner = :heir
@@ -247,13 +272,13 @@ AND expires_at > UTC_TIMESTAMP(6) LIMIT 1 FOR UPDATE NOWAIT ) AS next STRAIGHT_J
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin) STRAIGHT_JOIN lock_waiters AS place FORCE INDEX (PRIMARY)
 ON place.owner = next.owner
-SET place.expires_at = place.joined_at, locks.owner = next.owner, locks.fence = LAST_INSERT_ID(GREATEST(locks.fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), locks.count = 1, locks.reading = next.reading, locks.tokens = 0, locks.bearers = 0, locks.ttl = next.ttl, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.ttl * 1000000) MICROSECOND), locks.label = next.label, locks.host = next.host, locks.pid = next.pid, locks.thread = next.thread, locks.program = next.program, locks.celery_task_id = next.celery_task_id, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = next.ticket
+SET place.expires_at = place.joined_at, locks.owner = next.owner, locks.fence = LAST_INSERT_ID(GREATEST(locks.fence + 2, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), locks.count = 1, locks.reading = next.reading, locks.tokens = 0, locks.bearers = 0, locks.ttl = next.ttl, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.ttl * 1000000) MICROSECOND), locks.label = next.label, locks.host = next.host, locks.pid = next.pid, locks.thread = next.thread, locks.program = next.program, locks.celery_task_id = next.celery_task_id, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = next.ticket
 WHERE locks.lock_key = :key
 AND locks.served_ticket < next.ticket
 AND (locks.owner IS NULL OR locks.expires_at <= UTC_TIMESTAMP(6) OR (locks.owner = :owner
 AND locks.fence = :fence));
 
--- accept: one row with the number left by LAST_INSERT_ID(expr), if it changed something
+-- accept: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
 UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (PRIMARY)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
@@ -269,12 +294,12 @@ SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread 
 WHERE owner = :owner
 AND expires_at > UTC_TIMESTAMP(6);
 
--- hand_over_local: one row with the number left by LAST_INSERT_ID(expr), if it changed something
+-- hand_over_local: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
 UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
 ON locks.lock_key = mine.name
-SET owner = :heir, fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, fence = LAST_INSERT_ID(GREATEST(fence + 2, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner = :owner
@@ -379,9 +404,9 @@ ON mine.owner = due.name FOR UPDATE OF mine NOWAIT) AS due STRAIGHT_JOIN lock_wa
 ON lock_waiters.owner = due.name
 WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND;
 
--- read: one row with the number left by LAST_INSERT_ID(expr), if it changed something
+-- read: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
-SELECT :key, :owner, LAST_INSERT_ID(GREATEST(door.fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), 1, :ttl, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, :label, :host, :pid, :thread, :program, :task, :kind, 1
+SELECT :key, :owner, LAST_INSERT_ID(door.fence + 1), 1, :ttl, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, :label, :host, :pid, :thread, :program, :task, :kind, 1
 FROM locks AS door FORCE INDEX (PRIMARY)
 WHERE door.lock_key = :door
 AND door.kind = :kind
@@ -395,12 +420,12 @@ AND waiter.ticket > door.served_ticket
 AND waiter.expires_at > UTC_TIMESTAMP(6)
 AND waiter.reading = 0)) FOR SHARE OF door NOWAIT;
 
--- take_slot: one row with the number left by LAST_INSERT_ID(expr), if it changed something
+-- take_slot: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
 UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
 ON locks.lock_key = mine.name
-SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + 2, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
@@ -453,7 +478,7 @@ WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence;
 
--- leave_slot: one row with the number left by LAST_INSERT_ID(expr), if it changed something
+-- leave_slot: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
 SET owner = CASE WHEN :count > 1 THEN owner END, expires_at = CASE WHEN :count > 1 THEN expires_at ELSE UTC_TIMESTAMP(6) END, count = :count - 1
 WHERE lock_key = :key

@@ -62,11 +62,25 @@ CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 
 -- take: the rows it returns
 UPDATE locks INDEXED BY locks_pin
-SET owner = :owner, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = max(fence + 2, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner IS NULL OR expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'))
 AND (last_ticket = served_ticket OR :fair = 0)
+RETURNING fence;
+
+-- take_several: the rows it returns
+UPDATE locks INDEXED BY locks_pin
+SET owner = :owner, fence = max((SELECT max(other.fence)
+FROM locks AS other INDEXED BY locks_pin
+WHERE other.lock_key IN (SELECT value FROM json_each(:keys))) + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+WHERE lock_key IN (SELECT value FROM json_each(:keys))
+AND (SELECT count(*)
+FROM locks AS other INDEXED BY locks_pin
+WHERE other.lock_key IN (SELECT value FROM json_each(:keys))
+AND other.kind = 0
+AND (other.owner IS NULL OR other.expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'))
+AND (other.last_ticket = other.served_ticket OR :fair = 0)) = :number
 RETURNING fence;
 
 -- create: the rows it returns
@@ -152,6 +166,14 @@ AND fence = :fence
 RETURNING CASE WHEN count = 0
 AND last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
 
+-- release_several: the rows it returns
+UPDATE locks INDEXED BY locks_pin
+SET owner = NULL, count = 0, expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now')
+WHERE lock_key IN (SELECT value FROM json_each(:keys))
+AND owner = :owner
+AND fence = :fence
+RETURNING lock_key, CASE WHEN last_ticket > served_ticket THEN served_ticket + 1 ELSE 0 END;
+
 -- leave: the rows it returns
 UPDATE locks INDEXED BY locks_pin
 SET owner = CASE WHEN count > 1 OR (tokens > 0
@@ -228,7 +250,7 @@ WHERE locks.lock_key = :key;
 
 -- grant: the rows it returns
 UPDATE locks
-SET owner = next.owner, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = next.reading, tokens = 0, bearers = 0, ttl = next.ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = min(next.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', next.ttl))), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = max(last_ticket, next.ticket), served_ticket = next.ticket FROM (
+SET owner = next.owner, fence = max(fence + 2, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = next.reading, tokens = 0, bearers = 0, ttl = next.ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = min(next.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', next.ttl))), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = max(last_ticket, next.ticket), served_ticket = next.ticket FROM (
 SELECT * FROM lock_waiters
 WHERE lock_key = :key
 AND ticket >= :first
@@ -259,7 +281,7 @@ WHERE locks.lock_key = lock_waiters.lock_key);
 
 -- hand_over_local: the rows it returns
 UPDATE locks INDEXED BY locks_pin
-SET owner = :heir, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, fence = max(fence + 2, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner = :owner
@@ -340,7 +362,7 @@ AND expires_at < strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('-%.3f seconds',
 
 -- read: the rows it returns
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
-SELECT :key, :owner, max(door.fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), 1, :ttl, strftime('%Y-%m-%d %H:%M:%f000', 'now'), strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), :label, :host, :pid, :thread, :program, :task, :kind, 1
+SELECT :key, :owner, door.fence + 1, 1, :ttl, strftime('%Y-%m-%d %H:%M:%f000', 'now'), strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), :label, :host, :pid, :thread, :program, :task, :kind, 1
 FROM locks AS door INDEXED BY locks_pin
 WHERE door.lock_key = :door
 AND door.kind = :kind
@@ -358,7 +380,7 @@ RETURNING fence;
 
 -- take_slot: the rows it returns
 UPDATE locks INDEXED BY locks_pin
-SET owner = :owner, fence = max(fence + 1, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = max(fence + 2, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner IS NULL OR expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'))
