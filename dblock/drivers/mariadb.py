@@ -13,7 +13,7 @@ from collections import Counter
 from typing import Any
 
 from dblock.core.protocol.steps import Execute, Rows
-from dblock.core.statements.base import Masked, Reply, Statement, perform, rendered
+from dblock.core.statements.base import Masked, Reply, Statement, numbers, perform, rendered
 from dblock.drivers.literals import literal
 
 OFTEN = 5
@@ -49,7 +49,7 @@ class Prepared:
         changed: int = connection.affected_rows()
         if statement.reply is Reply.COUNT:
             return [()] * changed
-        return [(connection.insert_id(),)] * changed
+        return numbers(statement, connection.insert_id(), changed)
 
     def _prepare(self, statement: Statement) -> tuple[str, ...] | None:
         self._uses[statement.sql] += 1

@@ -146,6 +146,8 @@ REQUEST: Final[Record] = {
     **NEW,
     "task": NEW["celery_task_id"],
     "key": "k",
+    "keys": '["j", "k"]',
+    "number": 2,
     "owner": "me",
     "fence": 7,
     "heir": "heir",

@@ -40,7 +40,7 @@ class Excuse(NamedTuple):
 
 _READING: Final = (
     *("alive", "awaited", "chain", "count_*", "dead", "first_waiter", "list_*", "listed", "next_keys", "queue_status"),
-    "stale",
+    *("stale", "unserved"),
 )
 
 EQUIVALENT: Final = (
@@ -51,6 +51,14 @@ EQUIVALENT: Final = (
     Excuse(
         *("postgresql", "*", "MATERIALIZED -> nothing"),
         "PostgreSQL never merges a query with FOR UPDATE into the one around it",
+    ),
+    Excuse(
+        *("postgresql", "take_several", "MATERIALIZED -> nothing (2)"),
+        "nor does it merge one that calls a volatile function, as the clock is",
+    ),
+    Excuse(
+        *("postgresql", "take_several", "lock_key = ANY (* -> TRUE"),
+        "the CASE says so as well: only the plan changes, which test_plans looks at",
     ),
     Excuse(
         *("postgresql", "*", 'COLLATE "C" -> nothing'),
@@ -120,6 +128,7 @@ EQUIVALENT: Final = (
         *("mysql", "take", "FORCE -> IGNORE (2)"),
         "the entry of `locks_pin` was locked before, by the reading that does not wait",
     ),
+    Excuse(*("mysql", "take_several", "FORCE -> IGNORE (2)"), "as for the take"),
     Excuse(*("mysql", "hand_over_local", "FORCE -> IGNORE (2)"), "as for the take"),
     Excuse(*("mysql", "reap", "FORCE -> IGNORE (2)"), "as for the take"),
     Excuse(

@@ -102,7 +102,7 @@ def _reads_while_a_writer_comes(level: str) -> Iterator[Case]:
         given=writing,
         beside=[Do("read", reading, [(...,)])],
         commits=True,
-        reply=[(8,)],
+        reply=[(CLOCK,)],
         after={"k": {**BEGUN, "reading": 0}, READER: reader},
         **both,
     )

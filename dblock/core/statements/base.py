@@ -21,7 +21,8 @@ class Reply(Enum):
 
     ROWS = "the rows it returns"
     COUNT = "one empty row for each row that it changed"
-    NUMBER = "the number left by LAST_INSERT_ID(expr), in one row for each row that it changed"
+    NUMBER = "one row with the number left by LAST_INSERT_ID(expr), if it changed something"
+    NUMBERS = "the number left by LAST_INSERT_ID(expr), in one row for each row that it changed"
 
 
 class Failure(Enum):
@@ -401,4 +402,9 @@ def perform(
         return list(cursor.fetchall())
     if statement.reply is Reply.COUNT:
         return [()] * cursor.rowcount
-    return [(cursor.lastrowid,)] * cursor.rowcount
+    return numbers(statement, cursor.lastrowid, cursor.rowcount)
+
+
+def numbers(statement: Statement, number: int, changed: int) -> list[Any]:
+    """The answer of a statement that leaves a number; one that changes rows of two tables still answers one row."""
+    return [(number,)] * (changed if statement.reply is Reply.NUMBERS else min(changed, 1))

@@ -178,7 +178,7 @@ SET owner = :owner,{begun(SQL, count=" count = 1,", fence=SQL.micros)}
 WHERE kind = 0 AND (owner IS NULL OR expires_at <= {SQL.now}) AND (last_ticket = served_ticket OR :fair = 0)
   AND fence < {SQL.micros}
 """,
-    Reply.NUMBER,
+    Reply.NUMBERS,
     row_locked=WhenLocked.SKIP,
     database_locked=WhenLocked.RAISE,
 )

@@ -147,15 +147,17 @@ RETURNING fence
 )
 
 # Safe: as the take of each row. All rows are locked in the order of their keys before one is changed, and none is
-# changed unless all are free: so two of these do not wait for each other in a circle.
+# changed unless all are free: so two of these do not wait for each other in a circle. The list is looked at twice: a
+# scan of the whole table evaluates the first condition after the CASE, and would try the pins of all free keys.
+_LISTED: Final = SQL.is_listed("lock_key", ":keys")
 TAKE_SEVERAL: Final = Statement(
     "take_several",
     f"""
 WITH mine AS MATERIALIZED (
     SELECT lock_key, fence FROM locks
-    WHERE {SQL.is_listed("lock_key", ":keys")} AND kind = 0
+    WHERE {_LISTED} AND kind = 0
       AND (last_ticket = served_ticket OR CAST(:fair AS integer) = 0)
-      AND {SQL.unpinned(f"owner IS NULL OR expires_at <= {SQL.now}")}
+      AND {SQL.unpinned(f"{_LISTED} AND (owner IS NULL OR expires_at <= {SQL.now})")}
       {SQL.durable}
     ORDER BY lock_key FOR UPDATE
 ), all_of_them AS MATERIALIZED (

@@ -60,7 +60,7 @@ CREATE TABLE lock_events (
 ) ENGINE = InnoDB;
 CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 
--- take: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- take: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 UPDATE locks FORCE INDEX (locks_pin)
 SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + 2, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
@@ -80,7 +80,7 @@ AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
 AND (last_ticket = served_ticket OR :fair = 0)
 AND fence < TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6));
 
--- create: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- create: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
 VALUES (:key, :owner, LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), 1, :ttl, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, :label, :host, :pid, :thread, :program, :task, :kind, :reading);
@@ -127,7 +127,7 @@ AND owner = due.holder
 AND fence = due.number
 AND expires_at > UTC_TIMESTAMP(6);
 
--- attach: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- attach: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
 SET count = LAST_INSERT_ID(count + 1), tokens = GREATEST(tokens - :counted, 0), bearers = bearers + 1, expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
@@ -135,7 +135,7 @@ AND owner = :owner
 AND fence = :fence
 AND expires_at > UTC_TIMESTAMP(6);
 
--- adopt: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- adopt: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
 SET count = 1, tokens = 0, bearers = LAST_INSERT_ID(bearers + 1), ttl = :ttl, expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
@@ -154,7 +154,7 @@ AND expires_at > UTC_TIMESTAMP(6)
 AND (:count = 0 OR (count <= :count
 AND bearers = :bearers));
 
--- release: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- release: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
 SET owner = CASE WHEN :count > 1 THEN owner END, expires_at = CASE WHEN :count > 1 THEN expires_at ELSE UTC_TIMESTAMP(6) END, count = :count - 1
 WHERE lock_key = :key
@@ -177,7 +177,7 @@ SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$')) AS due STRAIGHT_JOIN locks FORC
 ON lock_key = due.name
 WHERE last_ticket > served_ticket;
 
--- leave: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- leave: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
 SET owner = CASE WHEN count > 1 OR (tokens > 0
 AND expires_at > UTC_TIMESTAMP(6)) THEN owner WHEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND > UTC_TIMESTAMP(6) THEN '' END, expires_at = CASE WHEN count > 1 THEN expires_at WHEN tokens > 0
@@ -230,7 +230,7 @@ WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > served_ticket
 AND waiter.expires_at > UTC_TIMESTAMP(6));
 
--- join: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- join: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, reading, joined_at, expires_at)
 SELECT :owner, lock_key, LAST_INSERT_ID(GREATEST(last_ticket + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), :ttl, :label, :host, :pid, :thread, :program, :task, :channel, :reading, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:waiter_ttl * 1000000) MICROSECOND
@@ -238,7 +238,7 @@ FROM locks
 WHERE lock_key = :key
 AND kind = :kind;
 
--- announce: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- announce: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 UPDATE locks FORCE INDEX (PRIMARY)
 SET last_ticket = GREATEST(last_ticket, :ticket)
@@ -260,7 +260,7 @@ AND me.expires_at > UTC_TIMESTAMP(6))
 FROM locks
 WHERE locks.lock_key = :key;
 
--- grant: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- grant: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 UPDATE locks FORCE INDEX (locks_pin) STRAIGHT_JOIN lock_waiters AS next FORCE INDEX (PRIMARY)
 ON next.owner = :heir
@@ -273,7 +273,7 @@ AND locks.served_ticket < next.ticket
 AND (locks.owner IS NULL OR locks.expires_at <= UTC_TIMESTAMP(6) OR (locks.owner = :owner
 AND locks.fence = :fence));
 
--- accept: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- accept: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 UPDATE locks FORCE INDEX (PRIMARY)
 SET fence = LAST_INSERT_ID(fence), expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
@@ -288,7 +288,7 @@ SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread 
 WHERE owner = :owner
 AND expires_at > UTC_TIMESTAMP(6);
 
--- hand_over_local: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- hand_over_local: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 UPDATE locks FORCE INDEX (locks_pin)
 SET owner = :heir, fence = LAST_INSERT_ID(GREATEST(fence + 2, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
@@ -395,7 +395,7 @@ SET utf8mb4 COLLATE utf8mb4_nopad_bin PATH '$')) AS due STRAIGHT_JOIN lock_waite
 ON lock_waiters.owner = due.name
 WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND;
 
--- read: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- read: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
 SELECT :key, :owner, LAST_INSERT_ID(door.fence + 1), 1, :ttl, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, :label, :host, :pid, :thread, :program, :task, :kind, 1
@@ -412,7 +412,7 @@ AND waiter.ticket > door.served_ticket
 AND waiter.expires_at > UTC_TIMESTAMP(6)
 AND waiter.reading = 0)) LOCK IN SHARE MODE;
 
--- take_slot: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- take_slot: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 UPDATE locks FORCE INDEX (locks_pin)
 SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + 2, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
@@ -467,7 +467,7 @@ WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence;
 
--- leave_slot: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- leave_slot: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
 SET owner = CASE WHEN :count > 1 THEN owner END, expires_at = CASE WHEN :count > 1 THEN expires_at ELSE UTC_TIMESTAMP(6) END, count = :count - 1
 WHERE lock_key = :key

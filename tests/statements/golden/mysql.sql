@@ -60,7 +60,7 @@ CREATE TABLE lock_events (
 ) ENGINE = InnoDB;
 CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 
--- take: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- take: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
@@ -82,7 +82,7 @@ AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
 AND (last_ticket = served_ticket OR :fair = 0)
 AND fence < TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6));
 
--- create: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- create: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
 VALUES (:key, :owner, LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), 1, :ttl, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, :label, :host, :pid, :thread, :program, :task, :kind, :reading);
 
@@ -128,7 +128,7 @@ AND owner = due.holder
 AND fence = due.number
 AND expires_at > UTC_TIMESTAMP(6);
 
--- attach: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- attach: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
 SET count = LAST_INSERT_ID(count + 1), tokens = GREATEST(tokens - :counted, 0), bearers = bearers + 1, expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND), host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
@@ -136,7 +136,7 @@ AND owner = :owner
 AND fence = :fence
 AND expires_at > UTC_TIMESTAMP(6);
 
--- adopt: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- adopt: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
 SET count = 1, tokens = 0, bearers = LAST_INSERT_ID(bearers + 1), ttl = :ttl, expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
@@ -155,7 +155,7 @@ AND expires_at > UTC_TIMESTAMP(6)
 AND (:count = 0 OR (count <= :count
 AND bearers = :bearers));
 
--- release: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- release: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
 SET owner = CASE WHEN :count > 1 THEN owner END, expires_at = CASE WHEN :count > 1 THEN expires_at ELSE UTC_TIMESTAMP(6) END, count = :count - 1
 WHERE lock_key = :key
@@ -178,7 +178,7 @@ SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$')) AS due STRAIGHT_JOIN locks FORCE
 ON lock_key = due.name
 WHERE last_ticket > served_ticket;
 
--- leave: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- leave: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
 SET owner = CASE WHEN count > 1 OR (tokens > 0
 AND expires_at > UTC_TIMESTAMP(6)) THEN owner WHEN acquired_at + INTERVAL ROUND(:min_hold * 1000000) MICROSECOND > UTC_TIMESTAMP(6) THEN '' END, expires_at = CASE WHEN count > 1 THEN expires_at WHEN tokens > 0
@@ -232,14 +232,14 @@ WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > served_ticket
 AND waiter.expires_at > UTC_TIMESTAMP(6));
 
--- join: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- join: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 INSERT INTO lock_waiters (owner, lock_key, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, reading, joined_at, expires_at)
 SELECT :owner, lock_key, LAST_INSERT_ID(GREATEST(last_ticket + 1, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), :ttl, :label, :host, :pid, :thread, :program, :task, :channel, :reading, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:waiter_ttl * 1000000) MICROSECOND
 FROM locks
 WHERE lock_key = :key
 AND kind = :kind FOR SHARE NOWAIT;
 
--- announce: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- announce: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (PRIMARY)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
@@ -263,7 +263,7 @@ AND me.expires_at > UTC_TIMESTAMP(6))
 FROM locks
 WHERE locks.lock_key = :key;
 
--- grant: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- grant: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (
 SELECT * FROM lock_waiters
 WHERE owner = :heir
@@ -278,7 +278,7 @@ AND locks.served_ticket < next.ticket
 AND (locks.owner IS NULL OR locks.expires_at <= UTC_TIMESTAMP(6) OR (locks.owner = :owner
 AND locks.fence = :fence));
 
--- accept: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- accept: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (PRIMARY)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
@@ -294,7 +294,7 @@ SET owner = :heir, ttl = :ttl, label = :label, host = :host, pid = :pid, thread 
 WHERE owner = :owner
 AND expires_at > UTC_TIMESTAMP(6);
 
--- hand_over_local: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- hand_over_local: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
@@ -404,7 +404,7 @@ ON mine.owner = due.name FOR UPDATE OF mine NOWAIT) AS due STRAIGHT_JOIN lock_wa
 ON lock_waiters.owner = due.name
 WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND;
 
--- read: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- read: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
 SELECT :key, :owner, LAST_INSERT_ID(door.fence + 1), 1, :ttl, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, :label, :host, :pid, :thread, :program, :task, :kind, 1
 FROM locks AS door FORCE INDEX (PRIMARY)
@@ -420,7 +420,7 @@ AND waiter.ticket > door.served_ticket
 AND waiter.expires_at > UTC_TIMESTAMP(6)
 AND waiter.reading = 0)) FOR SHARE OF door NOWAIT;
 
--- take_slot: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- take_slot: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
@@ -478,7 +478,7 @@ WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence;
 
--- leave_slot: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
+-- leave_slot: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
 SET owner = CASE WHEN :count > 1 THEN owner END, expires_at = CASE WHEN :count > 1 THEN expires_at ELSE UTC_TIMESTAMP(6) END, count = :count - 1
 WHERE lock_key = :key

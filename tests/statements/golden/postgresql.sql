@@ -78,7 +78,8 @@ FROM locks
 WHERE lock_key = ANY (ARRAY(SELECT json_array_elements_text(CAST(:keys AS json))))
 AND kind = 0
 AND (last_ticket = served_ticket OR CAST(:fair AS integer) = 0)
-AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
+AND CASE WHEN lock_key = ANY (ARRAY(SELECT json_array_elements_text(CAST(:keys AS json))))
+AND (owner IS NULL OR expires_at <= clock_timestamp()) THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) ORDER BY lock_key FOR UPDATE ), all_of_them AS MATERIALIZED (
 SELECT count(*) AS number, greatest(max(fence) + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)) AS next FROM mine )
