@@ -10,7 +10,7 @@ from sqlalchemy import Engine
 from dblock.core.lock import several
 from dblock.core.lock.several import SyncLocks
 from dblock.core.validation import valid_timeout
-from sqlalchemy_dblock.face import AsyncLock, Lock, Options, db_lock
+from sqlalchemy_dblock.face import AsyncLock, Lock, Options, _sync_engine, db_lock
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -64,6 +64,8 @@ def db_locks(first: Any, /, *keys: Any, **options: Any) -> Locks | AsyncLocks:  
             made.append(make(first, each, timeout=timeout, **options))
     if made and made[0] is first and options:
         raise TypeError(f"{min(options)} is for keys: give it to each db_lock()")
+    if not (made and made[0] is first):
+        _ = _sync_engine(first)
     kinds = {isinstance(each, AsyncLock) for each in made}
     if len(kinds) > 1:
         raise TypeError("locks of an Engine and of an AsyncEngine cannot be taken together: one of them blocks")

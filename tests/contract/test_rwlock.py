@@ -522,3 +522,46 @@ def test_a_wait_for_readers_is_logged(subject: Subject, actors: Actors, caplog: 
     assert two.call(rwlock(subject, slow_wait=0.2).write(), "acquire", timeout=0.6) is False
     [line] = [each.getMessage() for each in caplog.records if "has been waiting" in each.getMessage()]
     assert re.search(r"has been waiting 0\.\d s for 'k': 'k \(reader [0-9a-f]{16}\)' is held$", line)
+
+
+@some
+def test_min_hold_counts_from_when_a_writer_is_in(subject: Subject, actors: Actors) -> None:
+    """However long it has waited for readers before."""
+    one, two, three = actors(3)
+    one.call(read := rwlock(subject).read(), "acquire")
+    write = rwlock(subject, min_hold=0.8, timeout=30).write()
+    waiting = two.start(getattr(write, subject.method("acquire")))
+    time.sleep(1)
+    one.call(read, "release")
+    assert waiting.result(30) is True
+    begun = time.monotonic()
+    two.call(write, "release")
+    assert three.call(rwlock(subject, timeout=30).write(), "acquire") is True
+    assert time.monotonic() - begun > 0.6
+
+
+@some
+def test_readers_that_do_not_wait_are_let_in_at_once(subject: Subject, actors: Actors) -> None:
+    """Right after a writer too, when all of them come to the door."""
+    flows = actors(4)
+    for _ in range(5):
+        flows[0].within(rwlock(subject).write())
+        reads = [rwlock(subject).read() for _ in flows]
+        tries = [
+            flow.start(partial(getattr(read, subject.method("acquire")), blocking=False))
+            for flow, read in zip(flows, reads, strict=True)
+        ]
+        assert [each.result(30) for each in tries] == [True] * 4
+        for flow, read in zip(flows, reads, strict=True):
+            flow.call(read, "release")
+
+
+@some
+def test_the_fence_of_a_reader_lies_between_those_of_writers(subject: Subject, actor: Actor) -> None:
+    """Whatever the clock says: it is counted."""
+    rw, fences = rwlock(subject), list[int]()
+    for lock in (rw.write(), rw.read(), rw.write(), rw.read(), rw.write()):
+        actor.call(lock, "acquire")
+        fences.append(actor.get(lock, "fence"))
+        actor.call(lock, "release")
+    assert fences == sorted(set(fences))

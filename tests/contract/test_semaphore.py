@@ -388,3 +388,18 @@ def test_a_permit_by_its_own_methods(subject: Subject, actor: Actor, other: Acto
     assert [attached.slot] == in_use(subject)
     other.call(attached, "release")
     assert in_use(subject) == []
+
+
+@some
+def test_fewer_permits_than_one_waits_for(subject: Subject, actor: Actor, other: Actor) -> None:
+    """It is told, and leaves nothing."""
+    holder, sem = semaphore(subject, 3), semaphore(subject, 3)
+    assert actor.call(holder, "acquire")
+    waiting = other.start(lambda: getattr(sem, subject.method("acquire"))(n=3, timeout=9))
+    time.sleep(0.2)
+    sem.permits = 2
+    actor.call(holder, "release")
+    with pytest.raises(ValueError, match="has 2 permits by now, and so never 3"):
+        waiting.result(30)
+    assert in_use(subject) == []
+    assert actor.call(holder, "acquire", n=3)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dblock.core.errors import LockLost, LockNotHeld, LockTimeout
+from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockTimeout, WrongKind
 from tests.conftest import ALIASES
 from tests.contract.test_queue import waiters
 from tests.support.lab import both, until
@@ -352,3 +352,34 @@ def test_one_of_them_was_freed(subject: Subject, actor: Actor, other: Actor) -> 
         assert owners(subject) == {"a": False, "b": True, "c": False}
         other.call(subject.lock("b"), "release")
     assert actor.get(locks, "state") is None
+
+
+@each
+def test_two_modes_of_one_key(subject: Subject, actor: Actor, other: Actor) -> None:
+    """A reader's and a writer's lock of one key are the writer's; two permits are two; two kinds are an error."""
+    from tests.contract.test_rwlock import rwlock
+    from tests.contract.test_semaphore import in_use, semaphore
+
+    db_locks: Any
+    if subject.variant == "django":
+        from dblock import db_locks
+    else:
+        from sqlalchemy_dblock import db_locks
+    rw, sem = rwlock(subject, "rw"), semaphore(subject, 2)
+    for pair in ((rw.read(), rw.write()), (rw.write(), rw.read())):
+        locks = db_locks(*pair)
+        actor.call(locks, "acquire")
+        assert actor.get(locks, "state") == "held"
+        assert other.call(rw.read(), "acquire", blocking=False) is False
+        actor.call(locks, "release")
+    permits = db_locks(sem.permit(), sem.permit())
+    actor.call(permits, "acquire")
+    assert len(in_use(subject)) == 2
+    actor.call(permits, "release")
+    assert in_use(subject) == []
+    with pytest.raises(WrongKind):
+        actor.call(db_locks(rw.read(), subject.lock("rw")), "acquire")
+    assert other.call(rw.write(), "acquire", blocking=False) is True, "nothing is left of it"
+    other.call(rw.write(), "release")
+    with pytest.raises((TypeError, InvalidKey)):
+        db_locks(sem, subject.lock("a"))

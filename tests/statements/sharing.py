@@ -269,6 +269,7 @@ _TAKE_SLOT: Final = (
 # -- who has the door
 
 _LONGER: Final = {"k": {"expires_at": At(61)}}
+_NOW_ALONE: Final = {"acquired_at": NOW}
 
 
 def _not_alone(behaviour: str, share: Record) -> Case:
@@ -278,12 +279,12 @@ def _not_alone(behaviour: str, share: Record) -> Case:
 _ALONE: Final = (
     Case(
         "alone",
-        "there is no share, and the lease lasts one life more",
+        "there is no share: the tenure counts from now, and the lease lasts one life more",
         keys=[held(kind=RWLOCK), *STRANGERS],
         reply=DONE,
-        after=_LONGER,
+        after={"k": {**_LONGER["k"], **_NOW_ALONE}},
     ),
-    *lasts_longer("alone", DONE, {}),
+    *lasts_longer("alone", DONE, _NOW_ALONE),
     _not_alone("not beside a reader", held(READER, owner="other", kind=RWLOCK, reading=1)),
     _not_alone("nor one whose lease has ended", held(READER, owner="other", kind=RWLOCK, expires_at=At(-9))),
     _not_alone("nor a share that is free", free(SLOT, kind=RWLOCK)),
@@ -369,6 +370,15 @@ _END_EXPIRED: Final = (
         after={READER: None, "k\x1fr 03": None},
     ),
     Case("end_expired", "one that is alive stays", keys=[held(READER)], given=names(READER)),
+    Case(
+        "end_expired",
+        "other keys can be taken while it runs",
+        keys=[held(READER, expires_at=At(-0.5)), free("l"), free("a")],
+        given=names(READER),
+        reply=DONE,
+        after={READER: None},
+        then=[Do("take", {"key": each, "owner": "other"}, [(...,)]) for each in ("l", "a")],
+    ),
     Case(
         "end_expired",
         "a free one goes although the clock was set back",

@@ -138,11 +138,16 @@ class Sharing:
 
     def _read(self) -> Steps[Grant | Refused]:
         grant = yield from self._begin_read(admitted=1 - self.request.fair)
-        growing = pauses(longest=self.timing.grant_retry)
+        growing, tries = pauses(longest=self.timing.grant_retry), 0
         while grant is None:
             held = yield from self.door(reading=1)
             if isinstance(held, Refused):
-                return held
+                tries += 1
+                if self.timeout or tries > RETRIES or _writes(held.holder):
+                    return held
+                yield from sleep(next(growing))  # another reader has the door for a moment
+                grant = yield from self._begin_read(admitted=1 - self.request.fair)
+                continue
             grant = yield from self._at_door(held, self._read_at_door())
             if grant is None:  # the door was lost, or a transaction that pins a neighbour keeps the row from being made
                 left = self.deadline - self.database.now()
@@ -225,7 +230,7 @@ class Sharing:
             held = yield from self.door()
             if isinstance(held, Refused):
                 tries += 1
-                if tries > RETRIES or not (yield from self._are_free(semaphore, n)):
+                if self.timeout or tries > RETRIES or not (yield from self._are_free(semaphore, n)):
                     return held
                 yield from sleep(next(growing))  # somebody else may just be taking one
                 continue
@@ -271,6 +276,8 @@ class Sharing:
 
     def _gather(self, semaphore: Semaphore, n: int, got: list[Grant]) -> Steps[list[Any]]:
         """Take free slots until there are `n`; the slots of others, if these are too many."""
+        if n > semaphore.permits:
+            raise ValueError(f"{self.request.key!r} has {semaphore.permits} permits by now, and so never {n} at a time")
         key, mine = self.request.key, {grant.tenure.key for grant in got}
         rows = yield from self._listed(2 * semaphore.permits)
         known = {str(row[0]): row for row in rows}
@@ -421,6 +428,11 @@ class Sharing:
                 if alive is None or grant.tenure in alive
             ]
         return True
+
+
+def _writes(info: LockInfo | None) -> bool:
+    """Whether a writer has the door, by its row."""
+    return info is not None and info.state == "held" and not info.reading
 
 
 class _Held:

@@ -62,6 +62,12 @@ class IsPermit(BaseLock):
     def _take(self, taking: Taking) -> Steps[Grant | Refused]:
         return self._order.next(taking)
 
+    def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
+        """A permit of its own, since the flow of a permit is one call's."""
+        permit: Self = self._order.semaphore._for_call(template, args, kwargs).permit()
+        permit._skipped = False
+        return permit
+
     def _inspect(self) -> Steps[LockInfo | None]:
         hold = self._hold()
         key = self._key if hold is None else hold.tenure.key
@@ -99,8 +105,8 @@ class BaseSemaphore:
         self._plain: Any = make_permit(valid_shared_key(key), **options)
         """A permit that is never acquired, for what needs a lock of the face."""
         self._begin_anew()
-        self._met = -1
-        """The highest slot above its own that it has met."""
+        self._met: set[str] = set()
+        """Keys of which it has said that somebody has more permits; one set for all calls of a decorated function."""
 
     def _begin_anew(self) -> None:
         """Hold no permit."""
@@ -143,16 +149,15 @@ class BaseSemaphore:
         return permit
 
     def met(self, slot: int) -> None:
-        """Log a tenure in a slot that this semaphore does not have."""
-        if slot > self._met:
-            if self._met < 0:
-                warn(
-                    "%r has %d permits here, and somebody holds number %d: another program gives it more",
-                    self.key,
-                    self._permits,
-                    slot,
-                )
-            self._met = slot
+        """Log, once, that somebody has a slot that this semaphore does not have."""
+        if self.key not in self._met:
+            self._met.add(self.key)
+            warn(
+                "%r has %d permits here, and somebody holds number %d: another program gives it more",
+                self.key,
+                self._permits,
+                slot,
+            )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.key!r}: {len(self._held)} of {self._permits} permits held here>"
@@ -181,7 +186,8 @@ class BaseSemaphore:
     def _add(self, permits: list[Any], *, block: bool) -> None:
         flow = current_flow()
         with self._mutex:
-            self._held = [*self._held, *((permit, flow, block) for permit in permits)]
+            held = [each for each in self._held if each[2] or each[0]._hold_here() is not None]
+            self._held = [*held, *((permit, flow, block) for permit in permits)]
 
     def _claim(self, n: int, *, block: bool) -> list[Any]:
         """The permits that are to be left, last first, no longer in the list; those of this flow before others."""
@@ -297,7 +303,9 @@ class BaseSemaphore:
 
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A separate semaphore for one call of a decorated function."""
-        return type(self)(self._make, template.key(args, kwargs), self._permits, **self._options)
+        made = type(self)(self._make, template.key(args, kwargs), self._permits, **self._options)
+        made._met = self._met
+        return made
 
     def _may_skip(self, busy: LockTimeout) -> bool:
         if self._skips:

@@ -17,7 +17,8 @@ from dblock.core.lock import entering
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.bookkeeping import find_out, site_of
 from dblock.core.protocol import tenures
-from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.sending import pauses
+from dblock.core.protocol.steps import Steps, sleep
 from dblock.core.share_keys import valid_shared_key
 from dblock.core.values import Grant, KeyKind, LockInfo
 
@@ -85,11 +86,13 @@ def downgrade(lock: Writes) -> Steps[None]:
     if flow is None:
         raise lock._not_held("downgrade")
     request = entering.request_of(lock, hold.store, flow, hold.lease.ttl)
-    sharing = Sharing(site_of(hold), request, lambda: runtime.current.waiter_services(hold.store))
-    grant = yield from sharing.downgrade(hold.tenure)
-    if grant is None:
-        yield from find_out(hold)
-        raise lock._lost(hold)
+    sharing, growing = Sharing(site_of(hold), request, lambda: runtime.current.waiter_services(hold.store)), pauses()
+    while (grant := (yield from sharing.downgrade(hold.tenure))) is None:
+        # The tenure is over; or another statement has locked the door's row at this moment.
+        if hold.lease.remaining() <= 0 or not (yield from tenures.verify(hold.store.database, hold.tenure)):
+            yield from find_out(hold)
+            raise lock._lost(hold)
+        yield from sleep(next(growing))
     _ = watchdog.discard(hold)
     written = hold.exchange(grant)
     watchdog.add(hold)

@@ -143,12 +143,16 @@ class BaseLocks:
         return self._members[0]
 
     def _in_order(self) -> list[Any]:
-        """Each lock once, in the order in which all flows take them."""
-        found = dict[tuple[object, str], tuple[tuple[str, str, str], int, Any]]()
+        """Each lock once, in the order in which all flows take them; of a reader's and a writer's the writer's."""
+        found = dict[object, tuple[tuple[str, str, str], int, Any]]()
         for number, lock in enumerate(self._members):
             store = lock._store()
             place = str(store.location or store.name), repr(store.database.dialect.tables), lock.key
-            _ = found.setdefault((store, lock.key), (place, number, lock))
+            # Each permit is its own, and two kinds of one key are an error, which taking the second one raises.
+            what = lock if lock._flow else (store, lock.key, lock._kind)
+            known = found.setdefault(what, (place, number, lock))
+            if lock._reading < known[2]._reading:
+                found[what] = (place, number, lock)
         return [lock for _, _, lock in sorted(found.values(), key=lambda each: each[:2])]
 
     def _in_turn(self, timeout: float | None) -> Iterator[tuple[Any, float | None]]:
@@ -242,7 +246,9 @@ class BaseLocks:
     def _for_call(self, templates: list[Template], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """Separate locks for one call of a decorated function."""
         members = [lock._for_call(each, args, kwargs) for lock, each in zip(self._members, templates, strict=True)]
-        once = {(lock._store(), lock.key): lock for lock in members[::-1]}  # two may have the same key in this call
+        once: dict[object, Any] = {  # two may have the same key in this call
+            lock if lock._flow else (lock._store(), lock.key, lock._kind, lock._reading): lock for lock in members[::-1]
+        }
         return type(self)(list(once.values())[::-1], self._timeout, on_busy=self._on_busy, otherwise=self._otherwise)
 
     def _may_skip(self, busy: LockTimeout) -> bool:

@@ -271,7 +271,8 @@ class Shares:
     take_slot: Statement
     """As `take`, for a slot, if the door is free and nobody waits there -> fence."""
     alone: Statement
-    """Change nothing but the lease of the door's holder, which gets no shorter, if there is no share -> one row."""
+    """If there is no share, let the tenure of the door's holder count from now on; its lease gets no shorter -> one
+    row."""
     await_leaving: Statement
     """Let the lease of the door's holder last at least one life more, and have it notified on `channel` when a share is
     left -> one row."""

@@ -106,6 +106,10 @@ class PostgreSQL(Vocabulary):
     def is_listed(self, column: str, names: str) -> str:
         return f"{column} = ANY (ARRAY(SELECT json_array_elements_text(CAST({names} AS json))))"
 
+    def of_listed(self, column: str, names: str, condition: str) -> str:
+        # A sequential scan might come to the condition first, and try the locks of other keys.
+        return f"{self.is_listed(column, names)} AND ({condition})"
+
     def delete_listed(self, table: str, name: str, condition: str) -> str:
         listed = "json_array_elements_text(CAST(:names AS json)) AS due (name)"
         return f"DELETE FROM {table} USING {listed} WHERE {self.looked_up(name, 'due.name')} AND {condition}"

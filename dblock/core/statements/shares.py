@@ -92,10 +92,11 @@ def take_slot(words: Vocabulary) -> Statement:
 def alone(words: Vocabulary) -> Statement:
     """Safe: names the tenure, and shortens nothing; true until the door's tenure ends, as no share begins before.
 
-    It is an UPDATE so that no proxy sends it to a replica. Asynchronous: nobody relies on the longer lease.
+    It is an UPDATE so that no proxy sends it to a replica. The tenure counts from now on, for `min_hold`. Asynchronous:
+    nobody relies on the longer lease.
     """
     sql = f"""
-{words.change()} expires_at = {words.greatest}(expires_at, {words.after(":life")})
+{words.change()} acquired_at = {words.now}, expires_at = {words.greatest}(expires_at, {words.after(":life")})
 WHERE lock_key = :key AND owner = :owner AND fence = {words.bigint(":fence")} AND expires_at > {words.now}
   AND NOT EXISTS (SELECT 1 FROM (
       SELECT share.lock_key FROM locks AS share{words.by_key}
@@ -134,7 +135,8 @@ def end_expired(words: Vocabulary) -> Statement:
 
     A renewal that was faster is seen. Asynchronous: a row that a crash brings back is as expired as before.
     """
-    over = words.unpinned(f"owner IS NULL OR expires_at <= {words.now}")
+    over = f"owner IS NULL OR expires_at <= {words.now}"
+    over = words.unpinned(words.of_listed("lock_key", ":names", over))
     sql = words.delete_listed("locks", "lock_key", f"{over} {words.asynchronous}")
     return Statement("end_expired", sql, Reply.COUNT, row_locked=WhenLocked.SKIP, priority=True)
 

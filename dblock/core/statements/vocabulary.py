@@ -149,6 +149,10 @@ class Vocabulary:
         """Whether the column is one of the texts of the JSON list `names`; through the index on the column."""
         raise NotImplementedError
 
+    def of_listed(self, column: str, names: str, condition: str) -> str:
+        """The condition, for a statement on the rows of a list; with the list, if it might be evaluated for others."""
+        return condition
+
     def delete_listed(self, table: str, name: str, condition: str) -> str:
         """Delete the table's rows in the JSON list `:names` for which the condition holds.
 

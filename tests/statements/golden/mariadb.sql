@@ -429,7 +429,7 @@ AND (door.owner IS NULL OR door.expires_at <= UTC_TIMESTAMP(6)) LIMIT 1 ) AS see
 
 -- alone: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
-SET expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
+SET acquired_at = UTC_TIMESTAMP(6), expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence

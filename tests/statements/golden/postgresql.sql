@@ -467,7 +467,7 @@ RETURNING fence;
 
 -- alone: one empty row for each row that it changed
 UPDATE locks
-SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
+SET acquired_at = clock_timestamp(), expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = CAST(:fence AS bigint)
@@ -500,7 +500,8 @@ AND lock_key < :high ORDER BY lock_key LIMIT CAST(:most AS bigint);
 DELETE
 FROM locks USING json_array_elements_text(CAST(:names AS json)) AS due (name)
 WHERE lock_key = ANY (ARRAY[due.name])
-AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
+AND CASE WHEN lock_key = ANY (ARRAY(SELECT json_array_elements_text(CAST(:names AS json))))
+AND (owner IS NULL OR expires_at <= clock_timestamp()) THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 

@@ -395,7 +395,7 @@ RETURNING fence;
 
 -- alone: one empty row for each row that it changed
 UPDATE locks INDEXED BY locks_pin
-SET expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
+SET acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
