@@ -149,6 +149,7 @@ _READ: Final = (
     *_after_a_writer("although the clock was set back since", free(kind=RWLOCK, expires_at=At(100))),
     *_after_a_writer("through one whose writer's lease has ended", {**_WRITTEN, "expires_at": At(-0.5)}),
     _reads("with a fence beyond the door's", {**_BESIDE, "fence": AHEAD}, fence=AHEAD + 1),
+    _reads_not("not by a name that is in use", _BESIDE, held(READER, owner="other", kind=RWLOCK), on=NOT_MYSQL),
     _reads_not("not where there is no door", free("j", kind=RWLOCK, reading=1), {**_BESIDE, "lock_key": "i"}),
     _reads_not("not through a door of another kind", {**_BESIDE, "kind": SEMAPHORE}),
     _reads_not("not while a writer has the door", _WRITTEN, held("j", owner="other", kind=RWLOCK, reading=1)),
@@ -376,8 +377,8 @@ _END_EXPIRED: Final = (
         keys=[held(READER, expires_at=At(-0.5)), free("l"), free("a")],
         given=names(READER),
         reply=DONE,
-        after={READER: None},
         then=[Do("take", {"key": each, "owner": "other"}, [(...,)]) for each in ("l", "a")],
+        on=SERVERS,
     ),
     Case(
         "end_expired",
