@@ -65,7 +65,8 @@ def db_locks(first: Any, /, *keys: Any, **options: Any) -> Locks | AsyncLocks:  
     if made and made[0] is first and options:
         raise TypeError(f"{min(options)} is for keys: give it to each db_lock()")
     if not (made and made[0] is first):
-        _ = _sync_engine(first)
+        engine: Any = first
+        _ = _sync_engine(engine)
     kinds = {isinstance(each, AsyncLock) for each in made}
     if len(kinds) > 1:
         raise TypeError("locks of an Engine and of an AsyncEngine cannot be taken together: one of them blocks")

@@ -61,7 +61,7 @@ EQUIVALENT: Final = (
         "the CASE says so as well: only the plan changes, which test_plans looks at",
     ),
     Excuse(
-        *("postgresql", "end_expired", "lock_key = ANY (* -> TRUE"),
+        *("postgresql", "end_expired", "lock_key = ANY (ARRAY[[]due.name]) -> TRUE"),
         "the CASE says so as well, for a scan that comes to the locks of other keys",
     ),
     Excuse(
