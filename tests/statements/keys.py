@@ -116,8 +116,8 @@ _TAKE: Final = (
         "take",
         "the fence exceeds the one before where that is ahead of the clock",
         keys=[free(fence=AHEAD)],
-        reply=[(AHEAD + 2,)],
-        after={"k": {**BEGUN, "fence": AHEAD + 2}},
+        reply=[(AHEAD + 1,)],
+        after={"k": {**BEGUN, "fence": AHEAD + 1}},
     ),
     Case("take", "a free key that somebody may wait for is not taken", keys=[free(last_ticket=11)]),
     Case(

@@ -312,12 +312,12 @@ def _covered(
         keys=[held(last_ticket=12, fence=fence, expires_at=At(left), reading=reading[0])],
         places=[waiter("w", 11, ttl=ttl, channel=channel, reading=reading[1])],
         given={"fence": fence, "here": HERE},
-        reply=[(11, channel, "w", CLOCK if fence == 7 else fence + 2, said, ...)],
+        reply=[(11, channel, "w", CLOCK if fence == 7 else fence + 1, said, ...)],
         after={
             "k": _granted(
                 ttl=ttl,
                 reading=reading[1],
-                fence=CLOCK if fence == 7 else fence + 2,
+                fence=CLOCK if fence == 7 else fence + 1,
                 expires_at=At(lasts) if ttl == lasts else Left(lasts),
             ),
             "w": None,
@@ -434,7 +434,7 @@ _GRANT: Final = (
     *_grants(
         "the fence exceeds the one before where that is ahead of the clock",
         keys=[free(fence=AHEAD, last_ticket=12)],
-        fence=AHEAD + 2,
+        fence=AHEAD + 1,
     ),
     _refuses("a pinned key is not granted", keys=[_WAITED], places=_TWO, beside=[Do("pin")], reply=REFUSED),
     _refuses(
@@ -659,7 +659,7 @@ def _covered_here(
     reading: tuple[int, int] = (0, 1),
 ) -> Iterator[Case]:
     """A hand-over inside a process waits for the disk, unless the holder's own lease covers it until then."""
-    number: Any = CLOCK if fence == 7 else fence + 2
+    number: Any = CLOCK if fence == 7 else fence + 1
     end = lasts or left
     before, now = reading
     expires_at = (At if lasts else Left)(end) if covered else At(61)
@@ -696,8 +696,8 @@ _RELAY: Final = (
         "the fence exceeds the one before where that is ahead of the clock",
         keys=[held(fence=AHEAD)],
         given={"fence": AHEAD},
-        reply=[(AHEAD + 2, ...)],
-        after={"k": {**_RELAYED, "fence": AHEAD + 2}},
+        reply=[(AHEAD + 1, ...)],
+        after={"k": {**_RELAYED, "fence": AHEAD + 1}},
     ),
     Case("hand_over_local", "not another key's tenure", keys=[held()], given={"key": "j"}),
     Case("hand_over_local", "not that of a key of another kind", keys=[held(kind=2)], given={"kind": 1}),

@@ -345,7 +345,7 @@ class OnModel(Family):
             return True
         if (door["owner"], door["fence"]) == (p["holder"], p["holders_fence"]):
             return bool(door["expires_at"] > self.time)
-        return bool(door["owner"] is None or door["expires_at"] <= self.time)
+        return door["owner"] is None
 
     def _read(self, p: dict[str, Any]) -> Rows:
         door = self.rows.get(p["door"])

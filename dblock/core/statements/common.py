@@ -19,6 +19,8 @@ from dblock.core.statements.vocabulary import Vocabulary
 from dblock.core.values import MACHINE
 
 WHO: Final = "label, host, pid, thread, program, celery_task_id"
+STEP: Final = "CASE kind WHEN 1 THEN 2 ELSE 1 END"
+"""By how much a fence grows at least."""
 REVOKED: Final = "CASE WHEN revoked_fence = locks.fence THEN revocation END"
 """By whom and why the tenure in a row was asked back; null if it was not."""
 TENURE: Final = f"lock_key, owner, fence, count, ttl, acquired_at, expires_at, {WHO}, kind, reading"
@@ -127,9 +129,10 @@ def dialect(
 def next_fence(words: Vocabulary) -> str:
     """Greater than the row's last fence, and than those of earlier rows of the key, as the clock has advanced.
 
-    By two at least: between two tenures of a door are those of readers, whose fence is one more than the door's.
+    Of a read-write lock by two at least: between two tenures of the door are those of readers, whose fence is one more
+    than the door's.
     """
-    return f"{words.greatest}(fence + 2, {words.micros})"
+    return f"{words.greatest}(fence + {STEP}, {words.micros})"
 
 
 def begun(words: Vocabulary, *, count: str = "", expires_at: str = "", fence: str = "") -> str:

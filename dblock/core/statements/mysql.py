@@ -40,7 +40,17 @@ from dataclasses import replace
 from typing import Final
 
 from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
-from dblock.core.statements.common import REVOKED, TENURE, WAITER, Several, begun, dialect, hand_over_local, tables
+from dblock.core.statements.common import (
+    REVOKED,
+    STEP,
+    TENURE,
+    WAITER,
+    Several,
+    begun,
+    dialect,
+    hand_over_local,
+    tables,
+)
 from dblock.core.statements.shares import no_writer_waits, shares
 from dblock.core.statements.vocabulary import Vocabulary
 
@@ -307,7 +317,7 @@ STRAIGHT_JOIN {_LOCKED.format(SQL.by_pin)} */ locks FORCE INDEX (locks_pin)
 STRAIGHT_JOIN lock_waiters AS place FORCE INDEX (PRIMARY) ON place.owner = next.owner
 SET place.expires_at = place.joined_at,
     locks.owner = next.owner,
-    locks.fence = {SQL.remember(f"GREATEST(locks.fence + 2, {SQL.micros})")},
+    locks.fence = {SQL.remember(f"GREATEST(locks.fence + {STEP}, {SQL.micros})")},
     locks.count = 1,
     locks.reading = next.reading,
     locks.tokens = 0,

@@ -37,6 +37,7 @@ from typing import Final
 from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
 from dblock.core.statements.common import (
     REVOKED,
+    STEP,
     TENURE,
     WAITER,
     WHO,
@@ -308,7 +309,7 @@ WITH next AS MATERIALIZED (
 ), granted AS (
     UPDATE locks SET
         owner = next.owner,
-        fence = greatest(locks.fence + 2, {SQL.micros}),
+        fence = greatest(locks.fence + {STEP}, {SQL.micros}),
         count = 1,
         reading = next.reading,
         tokens = 0,
@@ -405,7 +406,8 @@ RETURNING owner
 
 # Safe: a row of its own, under a share lock on the door's (`dblock.core.statements.shares` says why). After a writer's
 # tenure the reader needs the door unpinned, as a take does; it tries the same advisory lock, and a reader that is
-# refused for another one's try comes through the queue. Durable: the reader relies on the answer.
+# refused for another one's try comes through the queue; so does one that finds a writer's lease over, since a renewal
+# that is waiting for this lock decided before. Durable: the reader relies on the answer.
 READ: Final = Statement(
     "read",
     f"""
@@ -415,7 +417,7 @@ WITH door AS MATERIALIZED (
       AND CASE WHEN CAST(:holder AS text) <> ''
                     THEN owner = :holder AND fence = CAST(:holders_fence AS bigint) AND expires_at > {SQL.now}
                WHEN reading = 1 THEN true
-               ELSE {SQL.unpinned(f"owner IS NULL OR expires_at <= {SQL.now}")} END
+               ELSE {SQL.unpinned("owner IS NULL")} END
       AND {no_writer_waits(SQL, "locks")}
       {SQL.durable}
     FOR SHARE

@@ -19,6 +19,7 @@ from typing import Final
 from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
 from dblock.core.statements.common import (
     REVOKED,
+    STEP,
     TENURE,
     WAITER,
     Several,
@@ -173,7 +174,7 @@ GRANT: Final = Statement(
     f"""
 UPDATE locks SET
     owner = next.owner,
-    fence = max(fence + 2, {SQL.micros}),
+    fence = max(fence + {STEP}, {SQL.micros}),
     count = 1,
     reading = next.reading,
     tokens = 0,

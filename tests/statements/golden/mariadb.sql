@@ -63,7 +63,7 @@ CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 -- take: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 UPDATE locks FORCE INDEX (locks_pin)
-SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + 2, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
@@ -267,7 +267,7 @@ ON next.owner = :heir
 AND next.lock_key = :key
 AND next.expires_at > UTC_TIMESTAMP(6) STRAIGHT_JOIN lock_waiters AS place FORCE INDEX (PRIMARY)
 ON place.owner = next.owner
-SET place.expires_at = place.joined_at, locks.owner = next.owner, locks.fence = LAST_INSERT_ID(GREATEST(locks.fence + 2, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), locks.count = 1, locks.reading = next.reading, locks.tokens = 0, locks.bearers = 0, locks.ttl = next.ttl, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.ttl * 1000000) MICROSECOND), locks.label = next.label, locks.host = next.host, locks.pid = next.pid, locks.thread = next.thread, locks.program = next.program, locks.celery_task_id = next.celery_task_id, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = next.ticket
+SET place.expires_at = place.joined_at, locks.owner = next.owner, locks.fence = LAST_INSERT_ID(GREATEST(locks.fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), locks.count = 1, locks.reading = next.reading, locks.tokens = 0, locks.bearers = 0, locks.ttl = next.ttl, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.ttl * 1000000) MICROSECOND), locks.label = next.label, locks.host = next.host, locks.pid = next.pid, locks.thread = next.thread, locks.program = next.program, locks.celery_task_id = next.celery_task_id, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = next.ticket
 WHERE locks.lock_key = :key
 AND locks.served_ticket < next.ticket
 AND (locks.owner IS NULL OR locks.expires_at <= UTC_TIMESTAMP(6) OR (locks.owner = :owner
@@ -291,7 +291,7 @@ AND expires_at > UTC_TIMESTAMP(6);
 -- hand_over_local: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 UPDATE locks FORCE INDEX (locks_pin)
-SET owner = :heir, fence = LAST_INSERT_ID(GREATEST(fence + 2, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, fence = LAST_INSERT_ID(GREATEST(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner = :owner
@@ -415,7 +415,7 @@ AND waiter.reading = 0)) LOCK IN SHARE MODE;
 -- take_slot: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
 UPDATE locks FORCE INDEX (locks_pin)
-SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + 2, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))

@@ -65,7 +65,7 @@ UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
 ON locks.lock_key = mine.name
-SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + 2, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
@@ -272,7 +272,7 @@ AND expires_at > UTC_TIMESTAMP(6) LIMIT 1 FOR UPDATE NOWAIT ) AS next STRAIGHT_J
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin) STRAIGHT_JOIN lock_waiters AS place FORCE INDEX (PRIMARY)
 ON place.owner = next.owner
-SET place.expires_at = place.joined_at, locks.owner = next.owner, locks.fence = LAST_INSERT_ID(GREATEST(locks.fence + 2, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), locks.count = 1, locks.reading = next.reading, locks.tokens = 0, locks.bearers = 0, locks.ttl = next.ttl, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.ttl * 1000000) MICROSECOND), locks.label = next.label, locks.host = next.host, locks.pid = next.pid, locks.thread = next.thread, locks.program = next.program, locks.celery_task_id = next.celery_task_id, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = next.ticket
+SET place.expires_at = place.joined_at, locks.owner = next.owner, locks.fence = LAST_INSERT_ID(GREATEST(locks.fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), locks.count = 1, locks.reading = next.reading, locks.tokens = 0, locks.bearers = 0, locks.ttl = next.ttl, locks.acquired_at = UTC_TIMESTAMP(6), locks.expires_at = LEAST(next.expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(next.ttl * 1000000) MICROSECOND), locks.label = next.label, locks.host = next.host, locks.pid = next.pid, locks.thread = next.thread, locks.program = next.program, locks.celery_task_id = next.celery_task_id, locks.last_ticket = GREATEST(locks.last_ticket, next.ticket), locks.served_ticket = next.ticket
 WHERE locks.lock_key = :key
 AND locks.served_ticket < next.ticket
 AND (locks.owner IS NULL OR locks.expires_at <= UTC_TIMESTAMP(6) OR (locks.owner = :owner
@@ -299,7 +299,7 @@ UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
 ON locks.lock_key = mine.name
-SET owner = :heir, fence = LAST_INSERT_ID(GREATEST(fence + 2, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, fence = LAST_INSERT_ID(GREATEST(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner = :owner
@@ -425,7 +425,7 @@ UPDATE (SELECT lock_key AS name
 FROM locks FORCE INDEX (locks_pin)
 WHERE lock_key = :key LIMIT 1 FOR UPDATE NOWAIT) AS mine STRAIGHT_JOIN locks FORCE INDEX (locks_pin)
 ON locks.lock_key = mine.name
-SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + 2, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)))), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = UTC_TIMESTAMP(6), expires_at = UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))

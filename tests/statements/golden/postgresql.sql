@@ -62,7 +62,7 @@ CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 
 -- take: the rows it returns
 UPDATE locks
-SET owner = :owner, fence = greatest(fence + 2, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = CAST(:reading AS integer), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => :life), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = greatest(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = CAST(:reading AS integer), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => :life), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = CAST(:kind AS integer)
 AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
@@ -293,7 +293,7 @@ AND ticket >= CAST(:first AS bigint)
 AND expires_at > clock_timestamp()
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL ORDER BY ticket LIMIT 1 FOR UPDATE ), granted AS (
 UPDATE locks
-SET owner = next.owner, fence = greatest(locks.fence + 2, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = next.reading, tokens = 0, bearers = 0, ttl = next.ttl, acquired_at = clock_timestamp(), expires_at = least(least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)), CASE WHEN current_setting('synchronous_commit') = 'off' THEN locks.expires_at END), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = greatest(last_ticket, next.ticket), served_ticket = next.ticket FROM next
+SET owner = next.owner, fence = greatest(locks.fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = next.reading, tokens = 0, bearers = 0, ttl = next.ttl, acquired_at = clock_timestamp(), expires_at = least(least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)), CASE WHEN current_setting('synchronous_commit') = 'off' THEN locks.expires_at END), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = greatest(last_ticket, next.ticket), served_ticket = next.ticket FROM next
 WHERE locks.lock_key = :key
 AND served_ticket < next.ticket
 AND CASE WHEN locks.owner IS NULL OR locks.expires_at <= clock_timestamp() OR (locks.owner = :owner
@@ -330,7 +330,7 @@ AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- hand_over_local: the rows it returns
 UPDATE locks
-SET owner = :heir, fence = greatest(fence + 2, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), reading = CAST(:reading AS integer), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = least(clock_timestamp() + make_interval(secs => :life), CASE WHEN current_setting('synchronous_commit') = 'off' THEN expires_at END), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, fence = greatest(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), reading = CAST(:reading AS integer), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = least(clock_timestamp() + make_interval(secs => :life), CASE WHEN current_setting('synchronous_commit') = 'off' THEN expires_at END), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = CAST(:kind AS integer)
 AND CASE WHEN owner = :owner
@@ -435,7 +435,7 @@ WHERE lock_key = :door
 AND kind = CAST(:kind AS integer)
 AND CASE WHEN CAST(:holder AS text) <> '' THEN owner = :holder
 AND fence = CAST(:holders_fence AS bigint)
-AND expires_at > clock_timestamp() WHEN reading = 1 THEN true ELSE CASE WHEN owner IS NULL OR expires_at <= clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END END
+AND expires_at > clock_timestamp() WHEN reading = 1 THEN true ELSE CASE WHEN owner IS NULL THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END END
 AND (CAST(:admitted AS integer) = 1 OR locks.last_ticket = locks.served_ticket OR NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
 WHERE waiter.lock_key = :door
 AND waiter.ticket > locks.served_ticket
@@ -450,7 +450,7 @@ RETURNING fence;
 
 -- take_slot: the rows it returns
 UPDATE locks
-SET owner = :owner, fence = greatest(fence + 2, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = CAST(:reading AS integer), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => :life), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = greatest(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = CAST(:reading AS integer), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => :life), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = CAST(:kind AS integer)
 AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END

@@ -62,7 +62,7 @@ CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
 
 -- take: the rows it returns
 UPDATE locks INDEXED BY locks_pin
-SET owner = :owner, fence = max(fence + 2, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = max(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner IS NULL OR expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'))
@@ -250,7 +250,7 @@ WHERE locks.lock_key = :key;
 
 -- grant: the rows it returns
 UPDATE locks
-SET owner = next.owner, fence = max(fence + 2, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = next.reading, tokens = 0, bearers = 0, ttl = next.ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = min(next.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', next.ttl))), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = max(last_ticket, next.ticket), served_ticket = next.ticket FROM (
+SET owner = next.owner, fence = max(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = next.reading, tokens = 0, bearers = 0, ttl = next.ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = min(next.expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', next.ttl))), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = max(last_ticket, next.ticket), served_ticket = next.ticket FROM (
 SELECT * FROM lock_waiters
 WHERE lock_key = :key
 AND ticket >= :first
@@ -281,7 +281,7 @@ WHERE locks.lock_key = lock_waiters.lock_key);
 
 -- hand_over_local: the rows it returns
 UPDATE locks INDEXED BY locks_pin
-SET owner = :heir, fence = max(fence + 2, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :heir, fence = max(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner = :owner
@@ -380,7 +380,7 @@ RETURNING fence;
 
 -- take_slot: the rows it returns
 UPDATE locks INDEXED BY locks_pin
-SET owner = :owner, fence = max(fence + 2, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
+SET owner = :owner, fence = max(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(strftime('%s', 'now') AS integer) * 1000000 + CAST(substr(strftime('%f', 'now'), 4) AS integer) * 1000), count = 1, reading = :reading, tokens = 0, bearers = 0, ttl = :ttl, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner IS NULL OR expires_at <= strftime('%Y-%m-%d %H:%M:%f000', 'now'))
