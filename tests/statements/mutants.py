@@ -132,6 +132,10 @@ EQUIVALENT: Final = (
         *("mysql", "take", "FORCE -> IGNORE (2)"),
         "the entry of `locks_pin` was locked before, by the reading that does not wait",
     ),
+    *(
+        Excuse(*(database, "grant", "1 -> TRUE"), "TRUE is 1 there, by which the kind of the key is compared")
+        for database in ("sqlite", "m*")
+    ),
     Excuse(*("mysql", "take_several", "FORCE -> IGNORE (2)"), "as for the take"),
     Excuse(*("mysql", "hand_over_local", "FORCE -> IGNORE (2)"), "as for the take"),
     Excuse(*("mysql", "reap", "FORCE -> IGNORE (2)"), "as for the take"),
