@@ -41,9 +41,6 @@ from dblock.core.share_keys import PERMITS_MAX, slot_of, valid_permits, valid_sh
 from dblock.core.validation import acquire_timeout
 from dblock.core.values import Grant, KeyKind, LockInfo
 
-if TYPE_CHECKING:
-    pass
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
