@@ -24,6 +24,7 @@ from dblock.core.errors import (
 )
 from dblock.core.lock import administration
 from dblock.core.protocol.drive import adrive, drive
+from dblock.core.protocol.steps import Execute
 from tests.conftest import ALIASES, INNODB, ready
 from tests.contract.test_queue import waiters
 from tests.contract.test_several import several
@@ -525,6 +526,37 @@ def test_a_wait_for_readers_is_logged(subject: Subject, actors: Actors, caplog: 
 
 
 @some
+@pytest.mark.parametrize("loses", ["before it looks", "while it waits"])
+def test_a_writer_that_loses_the_door_begins_again(
+    subject: Subject, actors: Actors, monkeypatch: pytest.MonkeyPatch, loses: str
+) -> None:
+    """As a process that was frozen until its lease was over: it neither believes that it is in, nor looks for ever."""
+    reader, writer = actors(2)
+    rw = rwlock(subject, timeout=20)
+    read, write = rw.read(), rw.write()
+    assert reader.call(read, "acquire")
+    if loses == "before it looks":
+        reader.call(read, "release")
+    store: Any = write._store()
+    name = "aexecute" if subject.face == "async" else "execute"
+    execute, sent = getattr(store, name), list[str]()
+
+    def lose(step: Execute) -> Any:
+        sent.append(step.statement.name)
+        if step.statement.name == "alone" and sent.count("alone") == (1 if loses == "before it looks" else 3):
+            subject.run("UPDATE locks SET owner = NULL, fence = fence + 2 WHERE lock_key = 'k'")
+            if loses == "while it waits":
+                subject.run("DELETE FROM locks WHERE lock_key > :low AND lock_key < :high", low="k\x1f", high="k\x1fs")
+        return execute(step)
+
+    monkeypatch.setattr(store, name, lose)
+    assert writer.call(write, "acquire") is True
+    assert sent.count("take") >= 2, "the door was acquired once more"
+    assert sent.count("alone") < 12
+    assert subject.row("k")["fence"] == writer.get(write, "fence")
+    writer.call(write, "release")
+
+
 def test_min_hold_counts_from_when_a_writer_is_in(subject: Subject, actors: Actors) -> None:
     """However long it has waited for readers before."""
     one, two, three = actors(3)

@@ -299,7 +299,7 @@ def expired_is_gone(patch: Patch) -> None:
     """A share whose lease is over does not count, and is not deleted."""
     readers = Sharing._readers
 
-    def alive(self: Sharing, held: Any) -> Steps[list[Any]]:
+    def alive(self: Sharing, held: Any) -> Steps[list[Any] | None]:
         rows = yield from self._listed(8)
         if rows and all(row[3] <= 0 for row in rows):
             return []

@@ -191,16 +191,23 @@ class Sharing:
             if readers:
                 return Refused((yield from look(self.database, str(readers[0][0]), self.until)))
 
-    def _readers(self, held: _Held) -> Steps[list[Any]]:
-        """The readers in the way of a writer that has the door; it deletes those whose lease is over."""
+    def _readers(self, held: _Held) -> Steps[list[Any] | None]:
+        """The readers in the way of a writer that has the door, or None if it was lost.
+
+        It deletes those whose lease is over.
+        """
+        none_left = False
         while True:
             tenure, bounds = held.grant.tenure, bounds_of_shares(self.request.key)
             parameters: Parameters = {**tenure._asdict(), **bounds, "life": self.request.life}
             _, alone = yield from send(self.database, self.shares.alone, parameters, self.until, resend=True)
             if alone:
                 return []
+            if none_left:  # no share begins while this attempt has the door
+                return None
             rows = yield from self._listed(READERS_LISTED)
-            if not rows:  # the last one has just left
+            if not rows:  # the last one has just left, or the door was lost
+                none_left = True
                 continue
             ended = [str(row[0]) for row in rows if row[3] <= 0]
             if not ended:
@@ -363,7 +370,7 @@ class Sharing:
         return grant
 
     def _until_none(
-        self, held: _Held, look_for: Callable[[], Steps[list[Any]]], got: list[Grant] | None = None
+        self, held: _Held, look_for: Callable[[], Steps[list[Any] | None]], got: list[Grant] | None = None
     ) -> Steps[list[Any] | None]:
         """Wait until `look_for` finds no shares in the way: none, or those at the deadline; None if the door was lost.
 
