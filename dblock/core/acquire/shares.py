@@ -10,9 +10,9 @@ from typing import Final
 
 from dblock.core.acquire.handover import tell
 from dblock.core.acquire.site import Site
-from dblock.core.errors import LockStoreError, StoreUnanswered, WrongKind
+from dblock.core.errors import LockStoreError, WrongKind
 from dblock.core.holding.handover_record import HandoverRecord
-from dblock.core.protocol.sending import send
+from dblock.core.protocol.sending import send, send_twice
 from dblock.core.protocol.steps import Parameters, Rows, Steps
 from dblock.core.share_keys import slot_of
 from dblock.core.values import SHARE, KeyKind, key_of_share
@@ -61,14 +61,8 @@ def leave_share(site: Site, held: HandoverRecord, until: float | None = None) ->
     kept = held.guarded or slot_of(held.tenure.key) is not None
     parameters: Parameters = {**held.tenure._asdict(), "count": 1, "door": key_of_share(held.tenure.key)}
     until = database.now() + database.timing.retry_budget if until is None else until
-    statement, again = shares.leave_slot if kept else shares.leave_read, False
-    try:
-        _, rows = yield from send(database, statement, parameters, until)
-    except StoreUnanswered:
-        if until - database.now() < database.timing.min_retry_time:
-            raise
-        again = True
-        _, rows = yield from send(database, statement, parameters, until, resend=True)
+    statement = shares.leave_slot if kept else shares.leave_read
+    rows, again = yield from send_twice(database, statement, parameters, until)
     if (slot := slot_of(held.tenure.key)) is not None:
         _remember(site.slots, key_of_share(held.tenure.key), slot)
     yield from notify_door(site, held.tenure.key, rows if rows and shares.leaving_answers else None)

@@ -17,7 +17,7 @@ from dblock.core.acquire.site import Site
 from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import tenures
-from dblock.core.protocol.sending import send
+from dblock.core.protocol.sending import send, send_twice
 from dblock.core.protocol.steps import Parameters, Steps
 from dblock.core.values import Grant, Tenure
 
@@ -67,15 +67,8 @@ def release(site: Site, held: Sequence[HandoverRecord]) -> Steps[list[Tenure]]:
     database, keys, (_, owner, fence) = site.database, [each.tenure.key for each in held], held[0].tenure
     parameters: Parameters = {"keys": json.dumps(keys, ensure_ascii=False), "owner": owner, "fence": fence}
     until = database.now() + database.timing.retry_budget
-    again = False
     try:
-        try:
-            _, rows = yield from send(database, database.dialect.release_several, parameters, until)
-        except StoreUnanswered:
-            if until - database.now() < database.timing.min_retry_time:
-                raise
-            again = True
-            _, rows = yield from send(database, database.dialect.release_several, parameters, until, resend=True)
+        rows, again = yield from send_twice(database, database.dialect.release_several, parameters, until)
     except (GeneratorExit, LockStoreError):
         raise
     except BaseException:  # interrupted

@@ -109,6 +109,23 @@ def send(
         yield from sleep(min(next(growing), left))
 
 
+def send_twice(
+    database: Database, statement: Statement, parameters: Parameters, until: float
+) -> Steps[tuple[Rows, bool]]:
+    """Execute a statement that may be executed twice: its rows, and whether it was resent after a broken connection.
+
+    If it was, no rows may mean that the first sending has changed them.
+    """
+    try:
+        _, rows = yield from send(database, statement, parameters, until)
+    except StoreUnanswered:
+        if until - database.now() < database.timing.min_retry_time:
+            raise
+        _, rows = yield from send(database, statement, parameters, until, resend=True)
+        return rows, True
+    return rows, False
+
+
 def _policy(statement: Statement, conflict: StoreConflict) -> WhenLocked:
     if isinstance(conflict, PoolExhausted):  # it says nothing about the row
         return WhenLocked.RETRY

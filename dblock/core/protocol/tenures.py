@@ -83,7 +83,7 @@ from typing import Any, NamedTuple
 
 from dblock.core.errors import LockStoreError, Loss, Reason, StoreUnanswered
 from dblock.core.log import warn
-from dblock.core.protocol.sending import Database, send
+from dblock.core.protocol.sending import Database, send, send_twice
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep
 from dblock.core.statements.base import Masked, Statement, with_priority
 from dblock.core.values import SHARE, Grant, Identity, LockInfo, Tenure
@@ -308,15 +308,9 @@ def leave(
     parameters: Parameters = {**tenure._asdict(), "life": life, "min_hold": min_hold, "bearers": bearers}
     if count:
         proving: Parameters = {**parameters, "count": count}
-        try:
-            _, rows = yield from send(database, statement, proving, until)
-        except StoreUnanswered:
-            if until - database.now() < database.timing.min_retry_time:
-                raise
-            _, rows = yield from send(database, statement, proving, until, resend=True)
+        rows, resent = yield from send_twice(database, statement, proving, until)
+        if rows or resent or again:
             return Left.of(rows, again=True)
-        if rows or again:
-            return Left.of(rows, again=again)
     try:  # a bearer has attached, or it is over
         _, rows = yield from send(database, statement, {**parameters, "count": 0}, until)
     except StoreUnanswered:
@@ -328,14 +322,8 @@ def release(database: Database, tenure: Tenure, count: int, until: float | None 
     """Lower the count from `count`; from 1 the key is free. Not after the local time `until`, if one is given."""
     parameters: Parameters = {**tenure._asdict(), "count": count}
     until = database.now() + database.timing.retry_budget if until is None else until
-    try:
-        _, rows = yield from send(database, database.dialect.release, parameters, until)
-    except StoreUnanswered:
-        if until - database.now() < database.timing.min_retry_time:
-            raise
-        _, rows = yield from send(database, database.dialect.release, parameters, until, resend=True)
-        return Left.of(rows, again=True)
-    return Left.of(rows)
+    rows, again = yield from send_twice(database, database.dialect.release, parameters, until)
+    return Left.of(rows, again=again)
 
 
 def _shows(info: LockInfo | None, tenure: Tenure) -> bool:
