@@ -576,7 +576,7 @@ def test_min_hold_counts_from_when_a_writer_is_in(subject: Subject, actors: Acto
 def test_readers_that_do_not_wait_are_let_in_at_once(subject: Subject, actors: Actors) -> None:
     """Right after a writer too, when all of them come to the door."""
     flows = actors(4)
-    for _ in range(5):
+    for _ in range(20):
         flows[0].within(rwlock(subject).write())
         reads = [rwlock(subject).read() for _ in flows]
         tries = [

@@ -41,7 +41,7 @@ READERS_LISTED: Final = 8
 
 
 RETRIES: Final = 4
-"""How often one that does not wait tries again where permits are free, but others are just taking some."""
+"""How often one that does not wait tries again at least, while others have the door for a moment."""
 
 
 class Door(Protocol):
@@ -134,6 +134,17 @@ class Sharing:
                 return Refused(busy=late)
             raise
 
+    def _pause_of_a_try(self, tries: int, pause: float) -> Steps[bool]:
+        """Pause before one that does not wait tries again; False if it waits, or has tried for long enough.
+
+        Half of the time of a try is left for the last one.
+        """
+        left = self.until - self.database.now()
+        if self.timeout or (tries > RETRIES and left < self.timing.single_try / 2):
+            return False
+        yield from sleep(min(pause, max(left, 0.0) / 4))
+        return True
+
     # -- readers and writers
 
     def _read(self) -> Steps[Grant | Refused]:
@@ -143,17 +154,20 @@ class Sharing:
             held = yield from self.door(reading=1)
             if isinstance(held, Refused):
                 tries += 1
-                if self.timeout or tries > RETRIES or _writes(held.holder):
+                # If no writer has the door, another reader has it for a moment.
+                if _writes(held.holder) or not (yield from self._pause_of_a_try(tries, next(growing))):
                     return held
-                yield from sleep(next(growing))  # another reader has the door for a moment
                 grant = yield from self._begin_read(admitted=1 - self.request.fair)
                 continue
             grant = yield from self._at_door(held, self._read_at_door())
-            if grant is None:  # the door was lost, or a transaction that pins a neighbour keeps the row from being made
+            if grant is None:  # the door was lost, or somebody has its row locked for a moment, or a pinned neighbour's
                 left = self.deadline - self.database.now()
-                if left <= 0:
+                if left > 0:
+                    yield from sleep(min(next(growing), left))
+                    continue
+                tries += 1
+                if not (yield from self._pause_of_a_try(tries, next(growing))):
                     return Refused()
-                yield from sleep(min(next(growing), left))
         return grant
 
     def _read_at_door(self) -> Steps[Grant | None]:
@@ -237,9 +251,11 @@ class Sharing:
             held = yield from self.door()
             if isinstance(held, Refused):
                 tries += 1
-                if self.timeout or tries > RETRIES or not (yield from self._are_free(semaphore, n)):
+                # If permits are free, somebody else may just be taking one.
+                if self.timeout or not (yield from self._are_free(semaphore, n)):
                     return held
-                yield from sleep(next(growing))  # somebody else may just be taking one
+                if not (yield from self._pause_of_a_try(tries, next(growing))):
+                    return held
                 continue
             try:
                 gather = partial(self._gather, semaphore, n, got)
