@@ -44,11 +44,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 @pytest.fixture
 def reaping(subject: Subject) -> Iterator[Making]:
     """The subject with other settings, and one row that nobody has used for years."""
-    run(
-        subject.database,
-        "INSERT INTO locks (lock_key, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program,"
-        f" celery_task_id) VALUES ('old', 1, 0, 30, {LONG_AGO}, {LONG_AGO}, '', '', 1, '', '', '')",
-    )
+    leave_old(subject, "old")
     own = replace(subject)
     settings: list[Any] = []
 
@@ -93,6 +89,13 @@ def taking(actor: Actor, subject: Subject, condition: Callable[[], object]) -> b
         return condition()
 
     return until(taken, 15)
+
+
+def leave_old(subject: Subject, *keys: str) -> None:
+    """Leave rows that nobody has used for years."""
+    rows = ", ".join(f"('{key}', 1, 0, 30, {LONG_AGO}, {LONG_AGO}, '', '', 1, '', '', '')" for key in keys)
+    columns = "lock_key, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id"
+    run(subject.database, f"INSERT INTO locks ({columns}) VALUES {rows}")
 
 
 def old(subject: Subject) -> bool:
@@ -188,6 +191,7 @@ print("begun")
 @pytest.mark.usefixtures("reaping")
 def test_a_process_ends_in_the_middle_of_it(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
     """At once and without a log line; the next reaper finds the rest."""
+    leave_old(subject, *(f"a{number:02}" for number in range(100)))  # the first page
     assert process(subject, ENDING) == "begun\n"
     assert old(subject)
     assert actors(1)[0].do(lambda: subject.reap(3600)) == 1

@@ -47,15 +47,19 @@ def _tidy(database: Database, find: Statement, delete: Statement, retention: flo
     """Go through a table once with `find`, and delete the old rows with `delete`; returns their number."""
     deleted, after = 0, ""
     while True:
+        began = database.now()
         found = yield from _send(database, find, {"after": after, "retention": retention})
+        names = [name for name, old in found if old]
+        gone = yield from _delete(database, delete, names, retention)  # at once, as a reader may come
+        yield from _rest(database, began)
         if not found:
             return deleted
         after = found[-1][0]
-        names = [name for name, old in found if old]
-        gone = yield from _delete(database, delete, names, retention)
         if not gone and len(names) > 1:  # one of them is locked
             for name in names:
+                began = database.now()
                 gone += yield from _delete(database, delete, [name], retention)
+                yield from _rest(database, began)
         deleted += gone
 
 
@@ -68,9 +72,12 @@ def _delete(database: Database, delete: Statement, names: list[str], retention: 
 
 
 def _send(database: Database, statement: Statement, parameters: Parameters, brief: float | None = None) -> Steps[Rows]:
-    """Send a statement, then pause."""
     began = database.now()
     until, answer_by = began + database.timing.retry_budget, None if brief is None else began + brief
     _, rows = yield from send(database, statement, parameters, until, resend=True, answer_by=answer_by)
-    yield from sleep(min((database.now() - began) * _REST, _LONGEST_REST))
     return rows
+
+
+def _rest(database: Database, began: float) -> Steps[None]:
+    """Pause after statements that began at that local time."""
+    yield from sleep(min((database.now() - began) * _REST, _LONGEST_REST))
