@@ -56,5 +56,5 @@ def play(locked: str, took: float = 0.0625) -> tuple[Reaped, list[list[str]]]:
     ],
 )
 def test_a_page_is_deleted_at_once_or_one_by_one(locked: str, deleted: int, sent: list[list[str]]) -> None:
-    """A locked row keeps no other; after a page there is a pause nine times as long as its statements, or of a second."""
+    """A locked row keeps no other; a pause after a page is nine times as long as its statements, or a second."""
     assert play(locked) == play(locked, 3.0) == (Reaped(deleted, 0), sent)
