@@ -308,6 +308,18 @@ def expired_is_gone(patch: Patch) -> None:
     patch(Sharing, "_readers", alive)
 
 
+def looks_for_ever(patch: Patch) -> None:
+    """A writer whose door is lost looks for readers again."""
+    readers = Sharing._readers
+
+    def again(self: Sharing, held: Any) -> Steps[list[Any] | None]:
+        while (found := (yield from readers(self, held))) is None:
+            pass
+        return found
+
+    patch(Sharing, "_readers", again)
+
+
 def leaves_silently(patch: Patch) -> None:
     """`awaited` is not sent."""
 
@@ -420,6 +432,7 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, tuple[str, ...], dict[str, Any
     (looks_before_it_takes, "rw", (), {}),
     (looks_by_what_it_saw_before, "rw", (), {"tables": "model"}),
     (expired_is_gone, "Rw", ("age", "tick"), {"tables": "model", "preemptions": 2}),
+    (looks_for_ever, "w", ("freeze",), {}),
     (leaves_silently, "rw", (), {}),
     (leaves_silently, "12", (), {}),
     (leaving_answers_nothing, "rrw", (), {"tables": "model"}),

@@ -15,7 +15,8 @@ from __future__ import annotations
 import copy
 import math
 from _thread import LockType
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -43,6 +44,8 @@ from tests.support.model import Interrupted, Post, World, wish
 SNAPSHOTS = frozenset({"grant", "clear"})
 """The statements that see waiters as of when they began."""
 TTL = 30.0
+LONGEST_WAY = 1000
+"""More events than happen on any way that ends."""
 FAULTS = {
     "lost": "a statement is executed, and its answer is lost",
     "cut": "it is not executed, and there is no answer",
@@ -426,6 +429,7 @@ class _Canon:
                     f.breakable,
                     f is self._world.running,
                     f.wakes,
+                    f.ready(),  # which a short pause, rounded, does not show
                     f.grant,
                     f.seen,
                     f.answer,
@@ -550,31 +554,62 @@ class Explored(NamedTuple):
 
 
 def explore(make: Any, *, check: Any, limit: int = 10**9) -> Explored:
-    """Go every way once; `check` looks at a world at its end."""
+    """Go every way once; `check` looks at a world at its end. From every state some end can be reached."""
     seen = set[int]()
-    ends, longest = 0, 0.0
-    stack: list[tuple[Choice, ...]] = [()]
+    before = defaultdict[int, list[tuple[int, Choice]]](list)
+    """By state: the states before it, and what happened there."""
+    over, longest = list[int](), 0.0
+    stack: list[tuple[int, tuple[Choice, ...]]] = [(0, ())]
     while stack and len(seen) < limit:
-        path = stack.pop()
+        came_from, path = stack.pop()
         world: Small = make()
         try:
             for choice in path:
                 world.happen(choice)
             while True:
                 state = hash(world.state())
+                if path:
+                    before[state].append((came_from, path[-1]))
                 if state in seen:
                     break
                 seen.add(state)
                 choices = world.choices()
                 if not choices:
-                    ends += 1
+                    over.append(state)
                     longest = max(longest, world.time - world.begun)
                     check(world)
                     break
-                stack += [(*path, choice) for choice in choices[1:]]
-                path = (*path, choices[0])
+                stack += [(state, (*path, choice)) for choice in choices[1:]]
+                came_from, path = state, (*path, choices[0])
+                assert len(path) < LONGEST_WAY, "it goes on for ever"
                 world.happen(choices[0])
         except AssertionError as error:
-            story = "\n".join(f"{choice.what} {choice.whom}" for choice in path)
-            raise AssertionError(f"{error}, after\n{story}") from error
-    return Explored(len(seen), ends, longest)
+            raise AssertionError(f"{error}, after\n{_story(path)}") from error
+    if not stack and (endless := seen - _leading_to(over, before)):
+        raise AssertionError(f"it goes on for ever, after\n{_story(_way_to(endless, before))}")
+    return Explored(len(seen), len(over), longest)
+
+
+def _leading_to(ends: list[int], before: Mapping[int, list[tuple[int, Choice]]]) -> set[int]:
+    """The states from which one of these can be reached."""
+    found, left = set(ends), list(ends)
+    while left:
+        for state, _ in before.get(left.pop(), ()):
+            if state not in found:
+                found.add(state)
+                left.append(state)
+    return found
+
+
+def _way_to(states: set[int], before: Mapping[int, list[tuple[int, Choice]]]) -> list[Choice]:
+    """What happens until one of these states is reached: each state was first reached from one that is older."""
+    state = next(state for state in before if state in states)
+    way = list[Choice]()
+    while state in before:
+        state, choice = before[state][0]
+        way.insert(0, choice)
+    return way
+
+
+def _story(way: Iterable[Choice]) -> str:
+    return "\n".join(f"{choice.what} {choice.whom}" for choice in way)
