@@ -1,8 +1,9 @@
-"""Read-write locks and semaphores in small worlds: all orders of steps of a few flows, with a fault at every step.
+"""Read-write locks, semaphores, several keys in small worlds: all orders of steps of a few flows, with faults anywhere.
 
 `tests.support.explore` goes through them, and `tests.support.family` says what they consist of. A flow is a letter: `r`
-reads, `w` writes, `d` writes and then reads, `R` and `W` renew; a number acquires so many permits. After every step no
-writer is in beside others, and each slot has one tenure; at the end nothing is left, and nobody has slept until a poll.
+reads, `w` writes, `d` writes and then reads, `R` and `W` renew; a number acquires so many permits; `j` and `k` take a
+plain lock, and `b` those two together. After every step no writer is in beside others, and each key and slot has one
+tenure; at the end nothing is left, and nobody has slept until a poll.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from dblock.core.acquire import handover, shares, sharing
+from dblock.core.acquire import handover, shares, sharing, together
 from dblock.core.acquire.acquiring import Refused
 from dblock.core.acquire.local_queue import Request
 from dblock.core.acquire.sharing import Sharing
@@ -40,7 +41,7 @@ SLOWLY = {
     **dict.fromkeys(("lost", "slow", "interrupt", "mislay", "stall"), LOOK),
     "late": TTL + 0.2,
     "death": TTL + 0.2,
-    "freeze": TTL + 1.3,
+    "freeze": TTL + 1.6,
     "age": math.inf,
 }
 LEFT = {"late": TTL, "death": TTL}
@@ -66,9 +67,15 @@ WORLDS: dict[str, dict[str, Any]] = {
     "two permits and one, after a lease": {"does": "12", "holds": (40.0, 0.0)},
     "two permits and one, in vain": {"does": "12", "holds": (0.2, 0.0), "timeouts": (None, 0.05)},
     "two permits, twice, in one process": {"does": "22", "houses": "00"},
+    "two keys, and one of them": {"does": "bk"},
+    "two keys, and the first of them": {"does": "bj"},
+    "two keys, twice": {"does": "bb"},
+    "two keys in vain": {"does": "kb", "holds": (0.2, 0.0), "timeouts": (None, 0.05)},
+    "two new keys": {"does": "bb", "new": True},
+    "two keys, twice, in one process": {"does": "bb", "houses": "00"},
 }
 """Those of which all orders are explored, except where that takes minutes."""
-MANY = {name for name in WORLDS if name.startswith("two permits")}
+MANY = {name for name in WORLDS if name.startswith(("two permits", "two keys"))}
 LARGE: dict[str, tuple[int, dict[str, Any]]] = {
     "two readers leave while a writer waits": (2, {"does": "rrw"}),
     "of two processes": (2, {"does": "rrw", "houses": "001"}),
@@ -78,13 +85,17 @@ LARGE: dict[str, tuple[int, dict[str, Any]]] = {
     "three for two permits": (2, {"does": "111"}),
     "three try the same slot": (1, {"does": "111", "guesses": "first"}),
     "two permits wait, and others come": (1, {"does": "121"}),
+    "two keys, and each of them": (1, {"does": "bjk"}),
 }
 """Of more flows, with that many preemptions in `make test`, and one more in `make faults`."""
-FAULTY = ("rw", "dr", "11", "12")
+FAULTY = ("rw", "dr", "11", "12", "bk")
 ONE_TABLE = {
     "dr": "model",
     "12": "sqlite",
     "13": "model",
+    "bk": "model",
+    "two keys, twice": "model",
+    "two new keys": "sqlite",
     "two readers": "sqlite",
     "one permit of a new key": "model",
     **{name: "sqlite" if "permits" in name else "model" for name in LARGE},
@@ -394,6 +405,35 @@ def lets_expire_what_it_got(patch: Patch) -> None:
     patch(Sharing, "_renew", lambda self, held, channel, _: renew(self, held, channel, None))
 
 
+def keeps_what_it_took_of_several(patch: Patch) -> None:
+    """Of two keys the one that was free is not given back before the keys are taken one after the other."""
+
+    def stay(*_: Any) -> Steps[list[Any]]:
+        yield from ()
+        return []
+
+    patch(together, "release", stay)
+
+
+def takes_held_ones_of_several(patch: Patch) -> None:
+    """`take_several` does not ask whether the keys are free."""
+    rewritten(patch, "take_several", f"(other.owner IS NULL OR other.expires_at <= {SQL.now})", "1 = 1", share=False)
+
+
+def releases_several_silently(patch: Patch) -> None:
+    """The release does not grant the keys to those that wait."""
+    rewritten(patch, "release_several", "served_ticket + 1 ELSE", "0 ELSE", share=False)
+
+
+def leaves_several_when_interrupted(patch: Patch) -> None:
+    """What may have been taken together stays when the flow is interrupted."""
+
+    def stay(*_: Any, **__: Any) -> Steps[None]:
+        yield from ()
+
+    patch(together, "undo_take", stay)
+
+
 def releases_before_it_reads(patch: Patch) -> None:
     """A downgrade frees the door first."""
     downgrade = Sharing.downgrade
@@ -445,6 +485,10 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, tuple[str, ...], dict[str, Any
     (keeps_what_it_got, "12", (), {"holds": (0.2, 0.0), "timeouts": (None, 0.05)}),
     (lets_expire_what_it_got, "12", (), {"holds": (40.0, 0.0)}),
     (releases_before_it_reads, "dw", (), {}),
+    (keeps_what_it_took_of_several, "bk", (), {"tables": "model"}),
+    (takes_held_ones_of_several, "bk", (), {}),
+    (releases_several_silently, "bk", (), {}),
+    (leaves_several_when_interrupted, "b", ("slow", "interrupt"), {}),
     (undoes_nothing, "r", ("slow", "interrupt"), {}),
     (writers_shut_nothing, "wrwr", (), {}),
     (readers_stay_in_the_table, "r", (), {}),

@@ -21,13 +21,14 @@ from datetime import datetime, timedelta
 from functools import cache
 from typing import Any, NamedTuple
 
-from dblock.core.acquire import acquiring, handover
+from dblock.core.acquire import acquiring, handover, together
 from dblock.core.acquire.local_queue import Request
 from dblock.core.acquire.sharing import Sharing
 from dblock.core.errors import LockStoreError
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Steps
+from dblock.core.share_keys import slot_key
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Dialect, Reply, Statement, rendered
 from dblock.core.statements.sqlite import SQL
@@ -74,7 +75,7 @@ class Member(Flow):
     """A flow that enters once, and leaves.
 
     What it does is one letter: `r` reads, `w` writes, `d` writes and then reads; `R` and `W` renew their lease once.
-    A number acquires so many permits.
+    A number acquires so many permits. `j` and `k` take the plain lock on that key, and `b` those on both together.
     """
 
     does: str = "r"
@@ -91,14 +92,16 @@ class Member(Flow):
     def life(self) -> Steps[None]:
         site, house = self.house.site, self.house
         permit = self.does.isdigit()
-        kind = KeyKind.SEMAPHORE if permit else KeyKind.READ_WRITE
+        kind = kind_of(self.does)
         reading = int(self.does in "rR")
         request = wish(ttl=TTL, flow=f"{self.name}.")._replace(kind=int(kind), reading=reading)
         sharing = Sharing(site, request, lambda: house, self.timeout, door=self._door)
         self.breakable = True
         try:
-            if permit:
-                found: Any = yield from sharing.acquire(Permits(self.permits), int(self.does))
+            if kind is KeyKind.LOCK:
+                found: Any = yield from self._take("jk" if self.does == "b" else self.does, request)
+            elif permit:
+                found = yield from sharing.acquire(Permits(self.permits), int(self.does))
             else:
                 found = yield from (sharing.read() if reading else sharing.write())
         finally:
@@ -114,6 +117,12 @@ class Member(Flow):
             yield from self._downgrade(request)
         self.breakable = True
         mine, self.grants = self.entered, []
+        if len({grant.tenure.owner for grant in mine}) < len(mine):  # they were taken together
+            _ = yield from together.release(site, [HandoverRecord.of(grant) for grant in mine])
+            return
+        yield from self._leave_all(mine)
+
+    def _leave_all(self, mine: list[Grant]) -> Steps[None]:
         interrupt: BaseException | None = None
         for grant in mine:
             try:
@@ -132,6 +141,30 @@ class Member(Flow):
             with contextlib.suppress(LockStoreError):
                 _ = yield from handover.free(self.house.site, held, 1)
             raise
+
+    def _take(self, keys: str, request: Request) -> Steps[list[Grant] | acquiring.Refused]:
+        """As `dblock.core.lock.several`: together, else one after the other; what was taken in vain is released."""
+        site, house = self.house.site, self.house
+        if len(keys) > 1 and (grants := (yield from together.take(site, request, list(keys), lambda: house))):
+            return grants
+        got = list[Grant]()
+        try:
+            for key in keys:
+                found = yield from acquiring.acquire(
+                    site,
+                    request._replace(key=key),
+                    self.timeout,
+                    lambda: house,
+                    held=lambda: [g.tenure.owner for g in got],
+                )
+                if isinstance(found, acquiring.Refused):
+                    yield from self._leave_all(got)
+                    return found
+                got.append(found)
+        except (LockStoreError, Interrupted):
+            yield from self._leave_all(got)
+            raise
+        return got
 
     def _door(self, request: Request, timeout: float | None) -> Steps[Grant | acquiring.Refused]:
         held = self.house.holds(request.key)
@@ -152,12 +185,12 @@ class Member(Flow):
             assert not any(0 < fence < grants[0].tenure.fence for fence in passed), "one that had the door was passed"
 
     def _note_fence(self, grant: Grant) -> None:
-        """A fence is higher than those of the writers before it, or of the tenures of the slot before it.
+        """A fence is higher than those of the writers before it, or of earlier tenures of its slot or plain key.
 
         (A writer's may be lower than that of a reader before it: it is computed before the writer's take waits for the
         reader's share lock on the door.)
         """
-        world, permit = self.house.world, self.does.isdigit()
+        world, permit = self.house.world, kind_of(self.does) is not KeyKind.READ_WRITE
         assert isinstance(world, Family)
         if self._site_now() >= grant.trusted_until:
             return
@@ -220,6 +253,11 @@ class Member(Flow):
         return [grant for grant in self.grants if time < grant.trusted_until and self.house.alive]
 
 
+def kind_of(does: str) -> KeyKind:
+    """What a flow that does this takes the key for."""
+    return KeyKind.SEMAPHORE if does.isdigit() else KeyKind.LOCK if does in "bjk" else KeyKind.READ_WRITE
+
+
 class Seen(NamedTuple):
     """What a statement saw when it began."""
 
@@ -241,18 +279,18 @@ class Family(Small):
     """Which slot a flow tries first: its own number, or always the first."""
 
     def check_beliefs(self) -> None:
-        """No writer beside others, nor beside rows of theirs; one tenure for each slot, and at most so many slots."""
+        """No writer beside others, nor beside rows of theirs; one tenure for each key, and at most so many slots."""
         held = [(flow, grant) for flow in self.members for grant in flow.trusted(self.time)]
+        keys = [grant.tenure.key for _, grant in held]
+        assert len(keys) == len(set(keys)), f"a key is held twice: {keys}"
         writers = {flow.name for flow, grant in held if grant.tenure.key == "k"}
         readers = {flow.name for flow, grant in held if grant.tenure.key.startswith(f"k{SHARE}r")}
         slots = [grant.tenure.key for _, grant in held if grant.tenure.key.startswith(f"k{SHARE}p")]
-        assert len(writers) <= 1, f"two write: {writers}"
         assert not writers or readers <= writers, f"{writers} write beside {readers}"
         rows = {row["owner"] for key, row in self.rows.items() if SHARE in key and row["expires_at"] > self.time}
         for name in writers:
             strangers = [owner for owner in rows if owner and not owner.startswith(f"{name}.")]
             assert not strangers, f"{name} writes beside the row of {strangers}"
-        assert len(slots) == len(set(slots)), "a slot is held twice"
         assert all(len(slots) <= flow.permits for flow in self.members), "too many permits"
 
     @property
@@ -318,6 +356,29 @@ class OnModel(Family):
             yield
         finally:
             self.time = time
+
+    def _take_several(self, p: dict[str, Any]) -> Rows:
+        """Takes those that are free, as MySQL's statement does; those of the others take all or none."""
+        rows = {key: self.rows.get(key) for key in json.loads(p["keys"])}
+        free = {
+            key: row
+            for key, row in rows.items()
+            if row is not None
+            and row["last"] == row["served"]
+            and (row["owner"] is None or self.time >= row["expires_at"])
+        }
+        fence = max([self.micros, *(row["fence"] + 1 for row in free.values())])
+        for key, row in free.items():
+            _ = self._begin({**row, "fence": fence - 1}, {**p, "key": key})
+        return [(fence,)] * len(free)
+
+    def _chain(self, _: dict[str, Any]) -> Rows:
+        """Nobody waits in a circle: keys are taken in one order."""
+        return []
+
+    def _release_several(self, p: dict[str, Any]) -> Rows:
+        found = [(key, self._release({**p, "key": key, "count": 1})) for key in json.loads(p["keys"])]
+        return [(key, rows[0][0]) for key, rows in found if rows]
 
     @property
     def seen_rows(self) -> dict[str, dict[str, Any]]:
@@ -476,11 +537,11 @@ class OnSQLite(Family):
 
     @property
     def micros(self) -> int:
-        self._clock = max(self._clock + 1, int(self.time * 1_000_000))
         return self._clock
 
     def execute(self, step: Execute, seen: Any = None) -> Rows:
         self.time += 1e-6
+        self._clock = max(self._clock + 1, int(self.time * 1_000_000))  # stable during a statement
         statement = step.statement
         cursor = self._connection.execute(_timed(statement), dict(step.parameters))
         rows: list[Any] = cursor.fetchall() if statement.reply is Reply.ROWS else [()] * cursor.rowcount
@@ -543,9 +604,8 @@ def family(
     world = TABLES[tables](dialect=dialect, **made)
     numbers = [int(each) for each in houses] if houses else list(range(len(does)))
     world.houses = [Process(world, number) for number in range(max(numbers) + 1)]
-    kind = KeyKind.SEMAPHORE if does[0].isdigit() else KeyKind.READ_WRITE
     if not new:
-        _furnish(world, kind, permits if kind is KeyKind.SEMAPHORE else 0)
+        _furnish(world, kind_of(does[0]), permits)
     world.flows = [
         Member(
             world.houses[number],
@@ -562,9 +622,10 @@ def family(
     return world
 
 
-def _furnish(world: Family, kind: KeyKind, slots: int) -> None:
-    """The rows of the key and of its slots, which were used before."""
-    for key in ["k", *(f"k{SHARE}p {slot:05d}" for slot in range(slots))]:
+def _furnish(world: Family, kind: KeyKind, permits: int) -> None:
+    """The rows of the keys and of slots, which were used before."""
+    slots = [slot_key("k", slot) for slot in range(permits)] if kind is KeyKind.SEMAPHORE else []
+    for key in ["j", "k"] if kind is KeyKind.LOCK else ["k", *slots]:
         request = wish(key, flow="9.")._replace(kind=int(kind))
         [(fence,)] = world.execute(Execute(world.dialect.create, request.parameters("9.0")))
         ending = {"key": key, "owner": "9.0", "fence": fence, "count": 1}
