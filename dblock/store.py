@@ -6,7 +6,6 @@ Statements of the lock are therefore not in `connection.queries`.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -35,6 +34,7 @@ from dblock.drivers.tried import refuse_untried
 if TYPE_CHECKING:
     from dblock.core.protocol.store import Subscription
     from dblock.core.wakeup.registry import Wakeups
+from dblock.core.worker import start
 
 
 class DjangoStore(BaseStore):
@@ -132,9 +132,7 @@ class DjangoStore(BaseStore):
 
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run it in a thread."""
-        thread = threading.Thread(target=function, name="dblock listener", daemon=True)
-        thread.start()
-        return thread.is_alive
+        return start(function, "listener")
 
     def rest(self, seconds: float) -> None:
         """Sleep in that thread."""

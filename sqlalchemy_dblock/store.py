@@ -6,7 +6,6 @@ Rule: an asynchronous driver is run by the same code, inside the greenlet in whi
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -27,6 +26,7 @@ from dblock.core.statements.base import Tables
 from dblock.core.validation import valid_history, valid_reaping, valid_tables
 from dblock.core.values import Seconds
 from dblock.core.wakeup.registry import Wakeups
+from dblock.core.worker import start
 from sqlalchemy_dblock.connections import EnginePool, in_greenlet_of_its_own, rest, source_for
 
 INSTEAD = "use the lock of an AsyncEngine, or a thread (asyncio.to_thread)"
@@ -135,9 +135,7 @@ class EngineStore(BaseStore):
     def in_background(self, function: Callable[[], None]) -> Callable[[], bool]:
         """Run a function in a thread, or in a task of the running event loop."""
         if not self.asynchronous:
-            thread = threading.Thread(target=function, name="dblock listener", daemon=True)
-            thread.start()
-            return thread.is_alive
+            return start(function, "listener")
         self._tasks = {task for task in self._tasks if not task.get_loop().is_closed()}
         task = plain_task(in_greenlet_of_its_own(function))
         self._tasks.add(task)

@@ -141,7 +141,7 @@ def pruned_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle connections are closed after half a second, so that no thread waits a minute for it."""
     timed(monkeypatch, trusted_idle=0.5, idle_session=0.5)
     if runtime.current.watchdog._thread is not None:
-        runtime.current.watchdog.look()
+        runtime.current.watchdog.wake()
 
 
 @pytest.fixture

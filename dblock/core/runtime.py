@@ -94,7 +94,7 @@ class Runtime:
         """Register a pool of the lock's own connections, which a fork leaves to the parent."""
         with self._lock:
             self._pools.add(pool)
-        pool.prune_by = self.watchdog.look_by
+        pool.prune_by = self.watchdog.wake_by
 
     def pools(self) -> list[AutocommitPool]:
         """All registered pools."""
@@ -109,7 +109,7 @@ class Runtime:
         child = Runtime()
         child._pools = self._pools
         for pool in child._pools:
-            pool.prune_by = child.watchdog.look_by
+            pool.prune_by = child.watchdog.wake_by
         if (observers := self.watchdog.observers) is not None:  # registered before a worker is forked
             child.watchdog.observers = observers.forked()
         child._of_parents = [self._of_parents, *(pool.leave_to_parent() for pool in self._pools)]

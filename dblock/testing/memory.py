@@ -329,12 +329,12 @@ class MemoryWatchdog(Watchdog):
         """Keep it no more; False if it was not kept."""
         return super().discard(hold) if hold.store is self._process.store else self._outer.discard(hold)
 
-    def look(self) -> None:
+    def wake(self) -> None:
         """Does nothing: moving the clock does what is due."""
 
-    def look_by(self, moment: float) -> None:
+    def wake_by(self, moment: float) -> None:
         """Left to the outer watchdog: connections are to databases."""
-        self._outer.look_by(moment)
+        self._outer.wake_by(moment)
 
     @property
     def keeps_any(self) -> bool:

@@ -171,7 +171,7 @@ def test_hand_overs_from_call_to_call_keep_no_flow_that_holds_nothing(store: Fak
 def test_heartbeats_of_closed_event_loops_are_forgotten(store: FakeStore) -> None:
     """So are their places, at once, while somebody else waits."""
     watch, now = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw), clock.now()
-    watch._wake_at = 0.0  # no thread of its own
+    watch.wakes_at = 0.0  # no thread of its own
     loop = asyncio.new_event_loop()
     for owner, of in (("here", None), ("there", loop)):
         watch.keep(KeptPlace(Place(owner, 1, now, now, now), store, of, now + 60))

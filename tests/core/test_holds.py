@@ -426,7 +426,7 @@ def test_adding_never_misses_the_watch(store: FakeStore) -> None:
         assert watch._thread is not None
         watch.discard(hold)
         watch._added = False
-        watch.look()
+        watch.wake()
     hold = Hold(store, current_flow(), Grant(TENURE, clock.now(), 0.3), Entry(lock, "acquire"), lock.options)
     watch.add(hold)
     wait_until(lambda: hold.loss_reported)
@@ -485,7 +485,7 @@ def test_the_place_of_a_flow_that_has_not_been_seen_for_long_is_not_kept(store: 
     living, dead = (Place(name, 1, now, seen, now) for name, seen in (("living", now), ("dead", now - 7)))
     for place in (living, dead):
         watch.keep(KeptPlace(place, store, None, now + 60))
-    watch.look()
+    watch.wake()
     wait_until(lambda: list(watch._places) == ["living"])
     watch.leave("living")
 

@@ -659,7 +659,7 @@ def test_a_renewal_over_a_connection_that_the_network_has_forgotten(
 
     def renewed() -> bool:
         sent, hold.lease.due = hold.lease.renewed, 0.0
-        runtime.current.watchdog.look()
+        runtime.current.watchdog.wake()
         return until(lambda: hold.lease.renewed > sent, 5)
 
     assert renewed()

@@ -200,7 +200,7 @@ def test_a_release_against_a_renewal_wins(subject: Subject) -> None:
         assert lock.acquire()
         hold = hold_of(lock)
         hold.lease.due = 0.0
-        runtime.current.watchdog.look()
+        runtime.current.watchdog.wake()
         time.sleep(chance.uniform(0, 0.003))
         lock.release()
         assert not runtime.current.watchdog.is_watching(hold)
@@ -224,7 +224,7 @@ def test_a_successor_is_not_renewed_by_its_predecessor(subject: Subject) -> None
         lock = subject.lock("k", ttl=30)
         assert lock.acquire()
         hold_of(lock).lease.due = 0.0
-        runtime.current.watchdog.look()
+        runtime.current.watchdog.wake()
         time.sleep(chance.uniform(0, 0.003))
         lock.release()
         assert stranger.acquire()
@@ -248,7 +248,7 @@ def test_an_async_release_against_a_renewal_wins(request: pytest.FixtureRequest,
             assert await lock.acquire()
             hold = hold_of(lock)
             hold.lease.due = 0.0
-            runtime.current.watchdog.look()
+            runtime.current.watchdog.wake()
             await asyncio.sleep(chance.uniform(0, 0.003))
             await lock.release()
             assert not runtime.current.watchdog.is_watching(hold)

@@ -10,13 +10,10 @@ never used again.
 
 from __future__ import annotations
 
-import math
-import threading
 from typing import Final, Protocol
 
 from dblock.core import clock
-from dblock.core.log import warn
-from dblock.core.semaphore import BinarySemaphore
+from dblock.core.worker import Worker
 
 LINGER: Final = 1.0
 """Seconds for which the thread lives on without a deadline."""
@@ -33,59 +30,37 @@ class Cuttable(Protocol):
         ...
 
 
-class Deadlines:
+class Deadlines(Worker):
     """The deadlines of the statements of this process that are under way."""
 
     def __init__(self) -> None:
+        super().__init__("deadlines", "watch the deadlines of statements")
         self._due: dict[Cuttable, float] = {}
-        self._wake_at = math.inf
-        """The local time at which the thread wakes; infinity while it is awake or does not exist."""
-        self._look_again = BinarySemaphore()
-        self._lock = threading.RLock()  # a signal handler may send a statement
-        self._thread: threading.Thread | None = None
+        self._armed = False
+        """Whether a statement was sent since the last round."""
 
     def arm(self, connection: Cuttable, moment: float) -> None:
         """Cut the connection at that local time, if it can be, unless its statement has ended by then."""
         if connection.shutdown_fd >= 0:
-            self._due[connection] = moment
-            if moment < self._wake_at:
-                self._look()
+            self._due[connection], self._armed = moment, True
+            if moment < self.wakes_at:
+                self.wake()
 
     def disarm(self, connection: Cuttable) -> bool:
         """Remove the deadline, as the statement has ended; False if the connection was cut."""
         return connection.shutdown_fd < 0 or self._due.pop(connection, None) is not None
 
-    def _look(self) -> None:
-        self._look_again.set()
-        with self._lock:  # a thread that is about to end decides so under it
-            if self._thread is not None and (self._thread.ident is None or self._thread.is_alive()):
-                return
-            self._thread = threading.Thread(target=self._watch, name="dblock deadlines", daemon=True)
-            try:
-                self._thread.start()
-            except BaseException as error:
-                self._thread = None  # the next statement tries again
-                if not isinstance(error, RuntimeError):  # out of threads, or the interpreter is ending
-                    raise
-                warn("cannot watch the deadlines of statements: %s", error)
+    def round(self) -> float:
+        now = clock.now()
+        soonest = now + LINGER
+        for connection, moment in list(self._due.items()):
+            if moment > now:
+                soonest = min(soonest, moment)
+            elif self._due.pop(connection, None) is not None:
+                connection.cut()
+            del connection
+        return soonest
 
-    def _watch(self) -> None:
-        idle = False
-        while True:
-            self._wake_at = math.inf  # a deadline that is set during this round starts another one
-            now = clock.now()
-            soonest = now + LINGER
-            for connection, moment in list(self._due.items()):
-                if moment > now:
-                    soonest = min(soonest, moment)
-                elif self._due.pop(connection, None) is not None:
-                    connection.cut()
-                del connection
-            with self._lock:
-                if idle and not self._due:
-                    self._thread = None
-                    return
-            idle = not self._due
-            self._wake_at = soonest
-            if self._look_again.wait(soonest - now):
-                idle = False
+    def busy(self) -> bool:
+        armed, self._armed = self._armed, False
+        return armed or bool(self._due)

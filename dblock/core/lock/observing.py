@@ -116,7 +116,7 @@ class FlowObservers(Observers):
         if watchdog.histories is None:
             watchdog.histories = Histories()
         watchdog.histories.note(store, event, current_flow().who if who is None else who)
-        watchdog.look_some_time()
+        watchdog.wake_some_time()
 
     def _tell_left(self, hold: Hold, lock: HoldObserver | None, before: int, how: How, reason: str = "") -> None:
         depth = _entered(hold)

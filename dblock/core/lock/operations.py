@@ -36,7 +36,7 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
             grant = Grant(hold.tenure, sent, ttl) if alive is None else None
     except BaseException as error:
         hold.lease.reset(min(before, ttl), hold.lease.trusted_until)
-        runtime.current.watchdog.look()
+        runtime.current.watchdog.wake()
         if isinstance(error, LockStoreError) and hold.lease.remaining() <= 0:
             raise lock._lost(hold) from error
         raise

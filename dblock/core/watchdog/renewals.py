@@ -47,7 +47,7 @@ class Keeper(Protocol):
         """Whether the hold has not been released."""
         ...
 
-    def look(self) -> None:
+    def wake(self) -> None:
         """Check again which leases are due."""
         ...
 
@@ -75,7 +75,7 @@ class Renewal:
         budget = min(due.hold.lease.term for due in self.leases) / 20
         for start in range(0, len(self.leases), BATCH):
             yield from self._renew(self.leases[start : start + BATCH], budget)
-        self._keeper.look()
+        self._keeper.wake()
 
     def give_up(self) -> None:
         """Called if the steps cannot be run."""

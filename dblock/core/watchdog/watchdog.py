@@ -38,8 +38,8 @@ from dblock.core.log import deliver, delivering, warn
 from dblock.core.protocol.drive import adrive, drive, plain_task
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
-from dblock.core.semaphore import BinarySemaphore
 from dblock.core.watchdog.heartbeats import Heartbeat, KeptPlace
+from dblock.core.worker import Worker, start
 
 if TYPE_CHECKING:
     import asyncio
@@ -73,7 +73,7 @@ def run_apart(steps: Steps[None], store: Store) -> None:
         drive(steps, store)
 
 
-class Watchdog:
+class Watchdog(Worker):
     """Watches all holds of this process."""
 
     def __init__(
@@ -88,18 +88,14 @@ class Watchdog:
         `prune` closes idle connections whose time is up, without waiting for a server, and returns the local time of
         the next call; `inf` if it is not needed.
         """
+        super().__init__("watchdog", "watch over leases")
         self._flows, self._give_back, self._withdraw, self._prune = flows, give_back, withdraw, prune
         self._holds: dict[Hold, None] = {}
         self._by_key: dict[tuple[Store, str], Hold] = {}
         self._places: dict[str, KeptPlace] = {}
         self._heartbeats: dict[tuple[Store, Any], Heartbeat] = {}
-        self._wake_at = math.inf
-        """Local time of the next round; `inf` during a round, without a thread, and while it has only to prune."""
-        # A signal handler that takes a lock may re-enter both.
-        self._lock = threading.RLock()
-        self._look_again = BinarySemaphore()
-        self._thread: threading.Thread | None = None
-        self._starting = False
+        self._pruned_by = math.inf
+        """Local time of the next pruning."""
         self._renewers: dict[Store, Renewer] = {}
         self._tasks: set[Any] = set()
         self._added = self._finalized = False
@@ -128,8 +124,8 @@ class Watchdog:
         self._added = True
         if hold.store.reaping is not None:
             self._locked_of_late.add((hold.store, hold.loop))
-        if hold.lease.due < self._wake_at:
-            self.look()
+        if hold.lease.due < self.wakes_at:
+            self.wake()
 
     def discard(self, hold: Hold) -> bool:
         """Stop watching a hold, which the caller releases; False if it was not watched.
@@ -159,8 +155,8 @@ class Watchdog:
         """Send heartbeats for a place in a queue from now on."""
         self._places[kept.place.owner] = kept
         self._added = True
-        if kept.due < self._wake_at:
-            self.look()
+        if kept.due < self.wakes_at:
+            self.wake()
 
     def leave(self, owner: str, *, served: bool = False) -> None:
         """Send no more heartbeats for that place; `served`: its row exists, and is deleted later."""
@@ -187,10 +183,8 @@ class Watchdog:
             task = self._begin_task(loop, adrive(steps, store, undisturbed=True))
             self._withdrawals[place] = lambda: not task.done()
             return
-        thread = threading.Thread(target=run_apart, args=(steps, store), name="dblock withdrawal", daemon=True)
-        self._withdrawals[place] = thread.is_alive
         try:
-            thread.start()
+            self._withdrawals[place] = start(partial(run_apart, steps, store), "withdrawal")
         except RuntimeError:  # out of threads, or the interpreter is ending: the places expire
             _ = self._withdrawn.pop(place, None)
 
@@ -216,22 +210,10 @@ class Watchdog:
                     raise
                 yield from self._withdraw(place[0], places)
 
-    def look(self) -> None:
-        """Start a round now, as something is due earlier than planned."""
-        self._look_again.set()
-        with self._lock:  # a thread that is about to end decides so under it
-            if not self._starting and (self._thread is None or not self._thread.is_alive()):
-                self._start()
-
-    def look_by(self, moment: float) -> None:
-        """Schedule a round at that local time at the latest."""
-        if moment < self._wake_at:
-            self.look()
-
-    def look_some_time(self) -> None:
+    def wake_some_time(self) -> None:
         """Start the watching thread for work that is not urgent, if it does not wake anyway."""
-        if self._wake_at == math.inf:
-            self.look()
+        if self.wakes_at == math.inf:
+            self.wake()
 
     def announce(self, hold: Hold) -> None:
         """Report, once, that a hold is lost."""
@@ -286,58 +268,39 @@ class Watchdog:
 
     # -- the watching thread
 
-    def _start(self) -> None:
+    def wake(self) -> None:
         util = sys.modules.get("multiprocessing.util")
         if util is not None and not self._finalized:  # a child of multiprocessing ends without atexit
             self._finalized = True
             util.Finalize(None, self.close, exitpriority=0)
-        self._starting = True
-        try:
-            self._thread = threading.Thread(target=self._watch, name="dblock watchdog", daemon=True)
-            self._thread.start()
-        except BaseException as error:
-            self._thread = None  # the next lock tries again
-            if not isinstance(error, RuntimeError):  # out of threads, or the interpreter is ending
-                raise
-            warn("cannot watch over leases: %s", error)
-        finally:
-            self._starting = False
+        super().wake()
 
-    def _watch(self) -> None:
-        idle = False
-        while True:
-            if self._ending is not None:
-                self._give_all_back(self._ending)
-                self._tidy_up()
-                self._ending = None
-                self._ended.set()
-            self._wake_at, wait = math.inf, LOOK  # a hold that is added during this round starts another one
-            pruning = math.inf
-            try:
-                pruning = self._prune()
-                wait = self._look_at_all()
-                if (deliveries := delivering()) is not None:
-                    deliveries.look()
-                self._reap()
-                self._write_down()
-            except Exception as error:  # noqa: BLE001 - must continue: leases depend on it
-                warn("the watchdog failed in one round, and continues: %r", error)
-            with self._lock:
-                if self._thread is not threading.current_thread():
-                    return  # the start of this thread was interrupted: the next lock starts another one
-                busy = self._holds or self._places or self._renewers or self._added or self._to_write
-                busy = busy or ((deliveries := delivering()) is not None and deliveries.pending)
-                quiet = idle and not busy
-                if quiet and pruning == math.inf:
-                    self._thread = None
-                    return
-            self._added = False
-            now = clock.now()
-            if quiet:
-                wait = max(pruning - now, 0.001)
-            else:
-                self._wake_at = now + wait
-            idle = not self._look_again.wait(wait)
+    def round(self) -> float:
+        if self._ending is not None:
+            self._give_all_back(self._ending)
+            self._tidy_up()
+            self._ending = None
+            self._ended.set()
+        wait, self._pruned_by = LOOK, math.inf
+        try:
+            self._pruned_by = self._prune()
+            wait = self._look_at_all()
+            if (deliveries := delivering()) is not None:
+                deliveries.look()
+            self._reap()
+            self._write_down()
+        except Exception as error:  # noqa: BLE001 - must continue: leases depend on it
+            warn("the watchdog failed in one round, and continues: %r", error)
+        return clock.now() + wait
+
+    def busy(self) -> bool:
+        added, self._added = self._added, False
+        deliveries = delivering()
+        work = self._holds or self._places or self._renewers or self._to_write
+        return added or bool(work) or (deliveries is not None and deliveries.pending)
+
+    def rests_until(self) -> float:
+        return self._pruned_by
 
     def _look_at_all(self) -> float:
         """Do what is due; returns the seconds until the next."""
@@ -461,7 +424,7 @@ class Watchdog:
 
             steps = reaping.begin(store, self._reap_at)
             if steps is not None:
-                _ = self._run(steps, store, loop, "dblock reaper")
+                _ = self._run(steps, store, loop, "reaper")
 
     def _write_down(self) -> None:
         """Begin to write the history."""
@@ -470,7 +433,7 @@ class Watchdog:
         from dblock.core.watchdog.history import RIPE  # noqa: PLC0415 - off by default
 
         for store, loop, steps in self.histories.begin(ripe=RIPE):
-            _ = self._run(steps, store, loop, "dblock history")
+            _ = self._run(steps, store, loop, "history")
 
     @property
     def _withdraws(self) -> bool:
@@ -485,7 +448,7 @@ class Watchdog:
         steps = _in_background(steps)
         try:
             if loop is None:
-                threading.Thread(target=run_apart, args=(steps, store), name=name, daemon=True).start()
+                _ = start(partial(run_apart, steps, store), name)
             else:
                 self._run_on_loop(steps, store, loop)
         except RuntimeError:  # out of threads, a closed loop, or the interpreter is ending
@@ -514,7 +477,7 @@ class Watchdog:
         # keep the process from ending.
         self._ended.clear()
         self._ending = ending
-        self.look()
+        self.wake()
         _ = self._ended.wait(PATIENCE)
 
     def _give_all_back(self, holds: list[Hold]) -> None:

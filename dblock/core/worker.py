@@ -1,0 +1,89 @@
+"""Threads of the background. All are daemons, so none keeps a process from ending.
+
+A `Worker` works in rounds: it is started when there is something to do, sleeps between two rounds, and ends when it has
+nothing to do. `start` runs one piece of work in a thread of its own.
+
+Rule: a thread that cannot be started now (out of threads, or the interpreter is ending) is started by the next need.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+
+from dblock.core import clock
+from dblock.core.log import warn
+from dblock.core.semaphore import BinarySemaphore
+
+
+def start(work: Callable[[], object], name: str) -> Callable[[], bool]:
+    """Run the work in a thread of that name; returns whether it still runs. RuntimeError if it cannot be started."""
+    thread = threading.Thread(target=work, name=f"dblock {name}", daemon=True)
+    thread.start()
+    return thread.is_alive
+
+
+class Worker:
+    """A thread that works in rounds, for as long as there is something to do."""
+
+    def __init__(self, name: str, does: str) -> None:
+        """`does` says what is left undone if the thread cannot be started, for the log."""
+        self._name, self._does = f"dblock {name}", does
+        self._thread: threading.Thread | None = None
+        self._woken = BinarySemaphore()
+        self._lock = threading.RLock()  # a signal handler may wake it
+        self.wakes_at = math.inf
+        """Local time of the next round, for those who have an earlier one to do.
+
+        Infinity during a round, without a thread, and while it sleeps with nothing to do.
+        """
+
+    def round(self) -> float:
+        """Do what is due; returns the local time of the next round."""
+        raise NotImplementedError
+
+    def busy(self) -> bool:
+        """Whether there is more to do, or was since the last round."""
+        raise NotImplementedError
+
+    def rests_until(self) -> float:
+        """With nothing to do: the local time of the next round; infinity to end the thread."""
+        return math.inf
+
+    def wake(self) -> None:
+        """Begin a round now, as something is due earlier than planned."""
+        self._woken.set()
+        with self._lock:  # a thread that is about to end decides so under it
+            thread = self._thread
+            if thread is not None and (thread.ident is None or thread.is_alive()):  # it is being started, or runs
+                return
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            try:
+                self._thread.start()
+            except BaseException as error:
+                self._thread = None  # the next one who needs it tries again
+                if not isinstance(error, RuntimeError):  # out of threads, or the interpreter is ending
+                    raise
+                warn("cannot %s: %s", self._does, error)
+
+    def wake_by(self, moment: float) -> None:
+        """Begin a round at that local time at the latest."""
+        if moment < self.wakes_at:
+            self.wake()
+
+    def _work(self) -> None:
+        idle = False
+        while True:
+            self.wakes_at = math.inf  # what comes during this round starts another one
+            moment = self.round()
+            with self._lock:
+                if self._thread is not threading.current_thread():
+                    return  # its start was interrupted: another one is started when needed
+                quiet = not self.busy() and idle
+                if quiet and (moment := self.rests_until()) == math.inf:
+                    self._thread = None
+                    return
+            if not quiet:
+                self.wakes_at = moment
+            idle = not self._woken.wait(max(moment - clock.now(), 0.0))
