@@ -43,7 +43,7 @@ from dblock.core.lock import administration
 from dblock.core.protocol.drive import drive
 from dblock.core.statements.administration import WORDS
 from dblock.core.text import printable
-from dblock.core.values import Identity
+from dblock.core.values import SHARE, Identity, KeyKind
 from dblock.locks import default_alias
 from dblock.models import Lock, MomentField, Waiter
 from dblock.operating.inspector import QUEUED, Inspector, chains, holders, pinned_of, pins_of, pins_shown, queue
@@ -95,11 +95,14 @@ class SecondsSince(_Seconds):
 
 
 _LIVING = Q(owner__isnull=False, expires_at__gt=F("clock")) & ~Q(owner="")
+_WAITING = _LIVING & ~Q(lock_key__contains=SHARE) & (Q(kind=int(KeyKind.SEMAPHORE)) | Q(awaiting_fence=F("fence")))
+"""The owner is the next to enter, and waits until readers or holders of permits have left."""
 _AT_RISK = Q(left__lt=F("ttl") / 2, age__gt=F("ttl") * 1.01 - F("left"))
 """A lease that has been renewed before, and not for half of its ttl."""
 STATES: dict[str, tuple[Any, Q]] = {
-    "held": (pgettext_lazy("lock", "held"), _LIVING & ~_AT_RISK),
-    "at_risk": (pgettext_lazy("lock", "at risk"), _LIVING & _AT_RISK),
+    "held": (pgettext_lazy("lock", "held"), _LIVING & ~_AT_RISK & ~_WAITING),
+    "waiting": (pgettext_lazy("lock", "waiting"), _WAITING),
+    "at_risk": (pgettext_lazy("lock", "at risk"), _LIVING & _AT_RISK & ~_WAITING),
     "pinned": (pgettext_lazy("lock", "pinned"), Q()),
     "expired": (pgettext_lazy("lock", "expired"), Q(owner__isnull=False, expires_at__lte=F("clock")) & ~Q(owner="")),
     "closed": (pgettext_lazy("lock", "closed"), Q(owner="", expires_at__gt=F("clock"))),
@@ -107,7 +110,7 @@ STATES: dict[str, tuple[Any, Q]] = {
 }
 """`closed`: given back, and kept closed for the rest of its `min_hold`. `pinned`: expired or free, and a transaction
 keeps everybody from taking it, which no column says."""
-_CALM = ("held", "closed", "free")
+_CALM = ("held", "waiting", "closed", "free")
 """The states in which nothing is wrong, and their order in the list; all others come before them."""
 TROUBLE_FIRST = Case(
     *(When(STATES[name][1], then=Value(number)) for number, name in enumerate(_CALM, start=1)), default=Value(0)
@@ -117,7 +120,7 @@ MANY = 10_000
 
 
 class StateFilter(admin.SimpleListFilter):
-    """Held, at risk, expired, closed or free at this moment."""
+    """Held, waiting, at risk, expired, closed or free at this moment."""
 
     title = _("state")
     parameter_name = "state"
@@ -404,5 +407,7 @@ def _state(row: Lock) -> str:
         return "pinned" if pinned_of(row) else "expired" if row.owner else "free"
     if not row.owner:
         return "closed"
+    if SHARE not in row.lock_key and (row.kind == KeyKind.SEMAPHORE or row.awaiting_fence == row.fence):
+        return "waiting"
     renewed = (row.expires_at - row.acquired_at).total_seconds() > row.ttl * 1.01
     return "at_risk" if renewed and left < row.ttl / 2 else "held"

@@ -139,6 +139,8 @@ class LockInfo:
     """What the key is used for, a `KeyKind`."""
     reading: int = 0
     """1 for the row of a reader, or for that of a read-write lock which a reader was the last to take."""
+    awaiting: int = 0
+    """1 if a writer with this tenure waits until the readers have left, or has waited in vain."""
 
     @property
     def revoked(self) -> str | None:
@@ -160,6 +162,12 @@ class LockInfo:
         return "expired" if self.owner else "free"
 
     @property
+    def waits(self) -> bool:
+        """Whether the owner only is the next: a writer that waits for readers, or a caller that waits for permits."""
+        shared = self.awaiting or self.kind == KeyKind.SEMAPHORE
+        return bool(shared) and self.state == "held" and SHARE not in self.key
+
+    @property
     def renewed(self) -> float | None:
         """Seconds since the last renewal, less the `grace` of the lock; None if there was none."""
         ago = self.ttl - self.remaining
@@ -173,6 +181,9 @@ class LockInfo:
             return f"{who}, whose lease ended {-self.remaining:.1f} s ago"
         if self.owner == "":
             return f"{who}, who has given it back; its min_hold ends {self.remaining:.1f} s from now"
+        if self.waits:
+            others = "permits are free" if self.kind == KeyKind.SEMAPHORE else "the readers have left"
+            return f"{who}, who is the next, and has been waiting for {self.age:.1f} s until {others}"
         renewed = "" if self.renewed is None else f", renewed {self.renewed:.1f} s ago"
         end = f"free {self.remaining:.1f} s from now at the earliest if its holder has died"
         return f"{who}, for {self.age:.1f} s{renewed}; {end}"

@@ -26,6 +26,7 @@ from dblock.core.lock import administration
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Execute
 from tests.conftest import ALIASES, INNODB, ready
+from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
 from tests.contract.test_several import several
 from tests.support.lab import some, until
@@ -256,6 +257,28 @@ def test_a_writer_that_gives_up_lets_readers_in(subject: Subject, actors: Actors
         two.within(rwlock(subject, timeout=0.1).write())
     assert caught.value.holder is not None
     one.call(first, "release")
+
+
+@some
+def test_a_waiting_writer_is_not_shown_as_the_holder(subject: Subject, actors: Actors) -> None:
+    """It is the next: the key is not locked for writing, and who is refused is told that others hold it."""
+    one, two, three = actors(3)
+    rw = rwlock(subject, timeout=30)
+    one.call(first := rw.read(), "acquire")
+    entered = two.start(getattr(second := rw.write(), subject.method("acquire")))
+    assert until(lambda: (info := three.call(rw.write(), "inspect")) is not None and info.waits)
+    assert three.call(rw.write(), "locked") is False
+    assert three.call(rw.read(), "locked") is True
+    desk = Desk(subject)
+    assert [(row.state, row.info.key) for row in desk.survey()][:1] == [("waiting", "k")]
+    with pytest.raises(LockTimeout, match="others hold it, and before this one comes .* until the readers have left"):
+        three.within(rwlock(subject, timeout=0.1).write())
+    one.call(first, "release")
+    assert entered.result(30)
+    assert three.call(rw.write(), "locked") is True
+    assert two.call(rw.read(), "locked") is False, "it is the writer that asks"
+    assert [(row.state, row.info.waits) for row in desk.survey()] == [("held", False)]
+    two.call(second, "release")
 
 
 @some

@@ -23,6 +23,7 @@ from dblock.core.errors import (
     WrongKind,
 )
 from tests.conftest import ALIASES, DATABASES, ready
+from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
 from tests.support.lab import some, until
 from tests.support.model import Interrupted
@@ -388,6 +389,23 @@ def test_a_permit_by_its_own_methods(subject: Subject, actor: Actor, other: Acto
     assert [attached.slot] == in_use(subject)
     other.call(attached, "release")
     assert in_use(subject) == []
+
+
+@some
+def test_one_that_waits_for_a_permit_is_not_shown_as_the_holder(subject: Subject, actors: Actors) -> None:
+    """It is the next, as the row of the semaphore's key says; the permits are rows of their own."""
+    one, two, three = actors(3)
+    holder, sem = semaphore(subject, 1), semaphore(subject, 1)
+    assert one.call(holder, "acquire")
+    entered = two.start(lambda: getattr(sem, subject.method("acquire"))(timeout=9))
+    desk = Desk(subject)
+    assert until(lambda: [row.state for row in desk.survey()] == ["waiting", "held"])
+    with pytest.raises(LockTimeout, match="others hold it, and before this one comes .* until permits are free"):
+        three.within(semaphore(subject, 1, timeout=0.1))
+    one.call(holder, "release")
+    assert entered.result(30)
+    assert [row.state for row in desk.survey()] == ["held"]
+    two.call(sem, "release")
 
 
 @some

@@ -688,3 +688,16 @@ def row_moment(site: Site, key: str) -> float:
     """When the key was taken, in seconds since the epoch, as a stranger reads it."""
     [[fence]] = run(_name(site), "SELECT fence FROM locks WHERE lock_key = :key", key=key)
     return int(str(fence)) / 1e6
+
+
+def test_one_that_waits_for_readers_or_permits(site: Site, database: str) -> None:
+    """The key's row shows it as the next, not as the holder; in the filter too."""
+    client = site.user("view_lock")
+    with site.lock("k"):
+        for columns in ("kind = 1, awaiting_fence = fence", "kind = 2, awaiting_fence = 0"):
+            _ = run(database, f"UPDATE locks SET {columns}")
+            assert 'data-state="waiting"' in page(client, LIST, state="waiting")
+            assert "0 locks" in page(client, LIST, state="held")
+        _ = run(database, "UPDATE locks SET kind = 1, awaiting_fence = 0")
+        assert 'data-state="held"' in page(client, LIST, state="held")
+        _ = run(database, "UPDATE locks SET kind = 0")

@@ -18,11 +18,11 @@ _FREED: Final[Record] = {
 }
 
 
-def _row(key: str, waiting: int, owner: str | None = "me", left: float = 20) -> tuple[Any, ...]:
+def _row(key: str, waiting: int, owner: str | None = "me", left: float = 20, awaiting: int = 0) -> tuple[Any, ...]:
     """A key's row as `list_keys` answers it."""
     who = ("old label", "old host", 1, "old thread", "old program", "old task")
     count = 0 if owner is None else 1
-    return (key, owner, 7, count, 30.0, Ago(10), Left(left), *who, 6, 5, "root: please", 3, waiting)
+    return (key, owner, 7, count, 30.0, Ago(10), Left(left), *who, 6, 5, "root: please", 3, 0, 0, awaiting, waiting)
 
 
 _LIST: Final[Record] = {"after": "", "upto": "~", "most": 10, "free": 0}
@@ -42,9 +42,9 @@ _LIST_KEYS: Final = (
     Case(
         "list_keys",
         "all that are held, in order, also those whose lease has ended",
-        keys=[held("k"), held("j", expires_at=At(-3)), held("l", owner=""), free("i")],
+        keys=[held("k", awaiting_fence=7), held("j", expires_at=At(-3)), held("l", owner=""), free("i")],
         given=_LIST,
-        reply=[_row("j", 0, left=-3), _row("k", 0), _row("l", 0, owner="")],
+        reply=[_row("j", 0, left=-3), _row("k", 0, awaiting=1), _row("l", 0, owner="")],
     ),
     Case(
         "list_keys",

@@ -213,9 +213,29 @@ _INSPECT: Final = (
         reply=[
             (
                 *("me", 7, 1, 30.0, Ago(10), Left(20)),
-                *("old label", "old host", 1, "old thread", "old program", "old task", 6, 5, "root: please", 3, 2, 1),
+                *(
+                    "old label",
+                    "old host",
+                    1,
+                    "old thread",
+                    "old program",
+                    "old task",
+                    6,
+                    5,
+                    "root: please",
+                    3,
+                    2,
+                    1,
+                    0,
+                ),
             ),
         ],
+    ),
+    Case(
+        "inspect",
+        "and whether its tenure has waited for shares",
+        keys=[held(awaiting_fence=7)],
+        reply=[("me", 7, 1, 30.0, ..., ..., *[...] * 6, 6, 5, "root: please", 3, 0, 0, 1)],
     ),
     Case("inspect", "none where there is none", keys=[held("j")]),
     Case(

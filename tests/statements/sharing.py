@@ -271,7 +271,7 @@ _TAKE_SLOT: Final = (
 # -- who has the door
 
 _LONGER: Final = {"k": {"expires_at": At(61)}}
-_NOW_ALONE: Final = {"acquired_at": NOW}
+_NOW_ALONE: Final = {"acquired_at": NOW, "awaiting_fence": 0}
 
 
 def _not_alone(behaviour: str, share: Record) -> Case:
@@ -282,7 +282,7 @@ _ALONE: Final = (
     Case(
         "alone",
         "there is no share: the tenure counts from now, and the lease lasts one life more",
-        keys=[held(kind=RWLOCK), *STRANGERS],
+        keys=[held(kind=RWLOCK, awaiting_fence=7), *STRANGERS],
         reply=DONE,
         after={"k": {**_LONGER["k"], **_NOW_ALONE}},
     ),

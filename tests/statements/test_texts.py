@@ -241,7 +241,7 @@ def test_every_text_is_stored_and_found_as_it_is(subject: Strange, actor: Actor)
         [row] = rows("inspect")
         assert (row[0], *(row[column] for column in (6, 7, 9, 10, 11))) == (text,) * 6
         assert len(rows("revoke", fence=fence)) == 1
-        assert rows("inspect")[0][-4] == text
+        assert rows("inspect")[0][-5] == text
         assert len(rows("free", fence=fence)) == 1
         [(fence,)] = rows("take_several")
         assert rows("release_several", fence=fence) == ([()] if dialect.partly else [(text, 0)])

@@ -427,6 +427,7 @@ class OnModel(Family):
             if row is None or row["expires_at"] <= self.time or self._shares(self.seen_rows):
                 return []
             row["expires_at"] = max(row["expires_at"], self.time + p["life"])
+            row["awaiting"] = (0, "")
             return [()]
 
     def _await_leaving(self, p: dict[str, Any]) -> Rows:

@@ -294,7 +294,8 @@ class World:
             return []
         age, left = self.time - row["acquired_at"], row["expires_at"] - self.time
         revocation = (row["revoked"], row["freed"], row["revocation"])
-        kind = (0, row.get("kind", 0), row.get("reading", 0))
+        awaiting = row.get("awaiting", (0, ""))[0] == row["fence"]
+        kind = (0, row.get("kind", 0), row.get("reading", 0), int(awaiting))
         who = ("", "h", 1, "t", "p", "")
         return [(row["owner"], row["fence"], row["count"], row["ttl"], age, left, *who, *revocation, *kind)]
 

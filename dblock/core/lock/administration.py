@@ -49,7 +49,12 @@ class Surveyed(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The row's state; `pinned` if only a transaction keeps the key closed; `closed` until `min_hold` is over."""
+        """The row's state; `pinned` if only a transaction keeps the key closed; `closed` until `min_hold` is over.
+
+        `waiting` if its owner is the next to enter, and waits until readers or holders of permits have left.
+        """
+        if self.info.waits:
+            return "waiting"
         if self.info.state == "held":
             return "held" if self.info.owner else "closed"
         return "pinned" if self.pinned else self.info.state

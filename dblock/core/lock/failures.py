@@ -155,6 +155,8 @@ def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
         who = "others were faster each time it was free"
     elif holder is None:
         who = "nobody holds it, but somebody's transaction guards it or has locked its row"
+    elif holder.waits:
+        who = f"others hold it, and before this one comes {holder}"
     elif holder.owner == "":
         who = f"it was held by {holder}"
     else:

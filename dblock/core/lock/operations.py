@@ -106,7 +106,7 @@ def owned(lock: BaseLock) -> Steps[bool]:
 def locked(lock: BaseLock) -> Steps[bool]:
     """Whether any flow of any process holds it."""
     info = yield from inspect(lock)
-    return info is not None and info.state == "held"
+    return info is not None and info.state == "held" and not info.waits
 
 
 def inspect(lock: BaseLock) -> Steps[LockInfo | None]:

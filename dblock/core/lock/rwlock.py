@@ -52,7 +52,7 @@ class Reads(_OfReadWriteLock):
     def _inspect(self) -> Steps[LockInfo | None]:
         """The row of this flow as a reader; else of the reader whose row comes first, else None."""
         database, hold = self._store().database, self._hold()
-        if hold is not None:
+        if hold is not None and hold.reading:
             return (yield from tenures.inspect(database, hold.tenure.key))
         rows = yield from listed(database, self._key, 100, database.now() + database.timing.retry_budget)
         alive = [str(row[0]) for row in rows if row[3] > 0]

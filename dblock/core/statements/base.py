@@ -124,7 +124,7 @@ class Dialect:
     """Begin the first tenure of a key that has no row -> fence."""
     inspect: Statement
     """Read a key's row: owner, fence, count, ttl, age, remaining, label, host, pid, thread, program, task,
-    revoked_fence, freed_fence, revocation, bearers, kind, reading."""
+    revoked_fence, freed_fence, revocation, bearers, kind, reading, awaiting."""
     reenter: Statement
     """Raise the count of a live tenure by one; the lease never gets shorter."""
     extend: Statement

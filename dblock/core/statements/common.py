@@ -23,6 +23,8 @@ STEP: Final = "CASE kind WHEN 1 THEN 2 ELSE 1 END"
 """By how much a fence grows at least."""
 REVOKED: Final = "CASE WHEN revoked_fence = locks.fence THEN revocation END"
 """By whom and why the tenure in a row was asked back; null if it was not."""
+AWAITING: Final = "CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END"
+"""1 if the last tenure of a door waits, or has waited in vain, until shares are left."""
 TENURE: Final = f"lock_key, owner, fence, count, ttl, acquired_at, expires_at, {WHO}, kind, reading"
 WAITER: Final = f"owner, lock_key, ticket, ttl, {WHO}, channel, reading, joined_at, expires_at"
 
@@ -196,7 +198,7 @@ def inspect(words: Vocabulary) -> Statement:
     """Safe: reads only, without locks."""
     sql = f"""
 SELECT owner, fence, count, ttl, {words.since("acquired_at")}, {words.until("expires_at")}, {WHO},
-       revoked_fence, freed_fence, revocation, bearers, kind, reading
+       revoked_fence, freed_fence, revocation, bearers, kind, reading, {AWAITING}
 FROM locks WHERE lock_key = :key
 """
     return Statement("inspect", sql, Reply.ROWS, owners=(0,))

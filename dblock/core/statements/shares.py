@@ -92,11 +92,13 @@ def take_slot(words: Vocabulary) -> Statement:
 def alone(words: Vocabulary) -> Statement:
     """Safe: names the tenure, and shortens nothing; true until the door's tenure ends, as no share begins before.
 
-    It is an UPDATE so that no proxy sends it to a replica. The tenure counts from now on, for `min_hold`. Asynchronous:
-    nobody relies on the longer lease.
+    It is an UPDATE so that no proxy sends it to a replica. The tenure counts from now on, for `min_hold`, and its
+    holder no longer waits. Asynchronous: nobody relies on the longer lease.
     """
     sql = f"""
-{words.change()} acquired_at = {words.now}, expires_at = {words.greatest}(expires_at, {words.after(":life")})
+{words.change()} awaiting_fence = 0,
+    acquired_at = {words.now},
+    expires_at = {words.greatest}(expires_at, {words.after(":life")})
 WHERE lock_key = :key AND owner = :owner AND fence = {words.bigint(":fence")} AND expires_at > {words.now}
   AND NOT EXISTS (SELECT 1 FROM (
       SELECT share.lock_key FROM locks AS share{words.by_key}

@@ -122,7 +122,7 @@ def lock_json(row: Surveyed) -> dict[str, Any]:
     held = info.owner is not None
     return {
         "key": info.key,
-        "state": row.state if row.state == "pinned" else info.state,
+        "state": row.state if row.state in {"pinned", "waiting"} else info.state,
         "fence": info.fence,
         "count": info.count,
         "ttl": info.ttl,

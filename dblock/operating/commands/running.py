@@ -117,7 +117,8 @@ def _busy(context: Context, key: str) -> str:
     with contextlib.suppress(LockError):
         info = context.inspect(key)
         if info is not None and info.state == "held":
-            return f"{printable(key)!r} is held by {printable(str(info))}"
+            held = "has no free share; first comes" if info.waits else "is held by"
+            return f"{printable(key)!r} {held} {printable(str(info))}"
     return f"{printable(key)!r} was not free in time"
 
 

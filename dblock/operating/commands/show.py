@@ -132,9 +132,9 @@ def _facts(surveyed: Surveyed) -> list[tuple[str, str]]:
             ("waiters", row[4]),
         ]
     facts += [
-        ("holder", str(info.identity)),
+        ("next" if info.waits else "holder", str(info.identity)),
         ("label", info.label or "-"),
-        ("held for", span(info.age + min(info.remaining, 0.0))),
+        ("waiting for" if info.waits else "held for", span(info.age + min(info.remaining, 0.0))),
         ("left", row[3] + (": anybody may take the key" if surveyed.state == "expired" else "")),
     ]
     facts += [("ttl", f"{info.ttl:g} s"), ("entries", str(info.count)), ("waiters", row[4])]

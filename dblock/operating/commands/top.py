@@ -93,9 +93,13 @@ def _loop(context: Context, options: Namespace, rates: Rates, show: Any) -> int:
         time.sleep(max(options.interval - took, BREATH * took, 0.05))
 
 
+def _held(rows: list[Surveyed]) -> int:
+    return sum(row.info.state == "held" and not row.info.waits for row in rows)
+
+
 def _snapshot(rows: list[Surveyed], rates: Rates) -> dict[str, Any]:
     return {
-        "held": sum(row.info.state == "held" for row in rows),
+        "held": _held(rows),
         "waiting": sum(row.waiters for row in rows),
         "tenures_per_second": round(rates.rate(), 2),
         "locks": [{**lock_json(row), "tenures_per_second": round(rates.rate(row.info.key), 2)} for row in rows],
@@ -107,7 +111,7 @@ def _view(context: Context, rows: list[Surveyed], rates: Rates, height: int, wid
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    held, waiting = sum(row.info.state == "held" for row in rows), sum(row.waiters for row in rows)
+    held, waiting = _held(rows), sum(row.waiters for row in rows)
     head = Text.assemble(
         ("dblock top", "bold"),
         f"  {printable(context.where)}  {time.strftime('%H:%M:%S')}\n",

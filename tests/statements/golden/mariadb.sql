@@ -86,7 +86,7 @@ INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, 
 VALUES (:key, :owner, LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), 1, :ttl, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, :label, :host, :pid, :thread, :program, :task, :kind, :reading);
 
 -- inspect: the rows it returns
-SELECT owner, fence, count, ttl, TIMESTAMPDIFF(MICROSECOND, acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6, label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading
+SELECT owner, fence, count, ttl, TIMESTAMPDIFF(MICROSECOND, acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6, label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END
 FROM locks
 WHERE lock_key = :key;
 
@@ -429,7 +429,7 @@ AND (door.owner IS NULL OR door.expires_at <= UTC_TIMESTAMP(6)) LIMIT 1 ) AS see
 
 -- alone: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
-SET acquired_at = UTC_TIMESTAMP(6), expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
+SET awaiting_fence = 0, acquired_at = UTC_TIMESTAMP(6), expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
@@ -489,7 +489,7 @@ FROM locks FORCE INDEX (PRIMARY)
 WHERE lock_key > :after ORDER BY lock_key LIMIT :most ) AS page;
 
 -- list_keys: the rows it returns
-SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, TIMESTAMPDIFF(MICROSECOND, locks.acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6, locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, bearers, (SELECT count(*) FROM lock_waiters AS waiter
+SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, TIMESTAMPDIFF(MICROSECOND, locks.acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), locks.expires_at) / 1e6, locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END, (SELECT count(*) FROM lock_waiters AS waiter
 WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > locks.served_ticket
 AND waiter.expires_at > UTC_TIMESTAMP(6))

@@ -99,7 +99,7 @@ ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence;
 
 -- inspect: the rows it returns
-SELECT owner, fence, count, ttl, CAST(extract(epoch FROM clock_timestamp() - acquired_at) AS double precision), CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading
+SELECT owner, fence, count, ttl, CAST(extract(epoch FROM clock_timestamp() - acquired_at) AS double precision), CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END
 FROM locks
 WHERE lock_key = :key;
 
@@ -467,7 +467,7 @@ RETURNING fence;
 
 -- alone: one empty row for each row that it changed
 UPDATE locks
-SET acquired_at = clock_timestamp(), expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
+SET awaiting_fence = 0, acquired_at = clock_timestamp(), expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => :life))
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = CAST(:fence AS bigint)
@@ -556,7 +556,7 @@ WHERE lock_key > :after ORDER BY lock_key LIMIT CAST(:most AS integer) ) AS page
 
 -- list_keys: the rows it returns
 SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, CAST(extract(epoch FROM clock_timestamp() - locks.acquired_at) AS double precision), CAST(extract(epoch
-FROM locks.expires_at - clock_timestamp()) AS double precision), locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, bearers, (SELECT count(*) FROM lock_waiters AS waiter
+FROM locks.expires_at - clock_timestamp()) AS double precision), locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END, (SELECT count(*) FROM lock_waiters AS waiter
 WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > locks.served_ticket
 AND waiter.expires_at > clock_timestamp())

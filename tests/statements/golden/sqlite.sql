@@ -90,7 +90,7 @@ ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence;
 
 -- inspect: the rows it returns
-SELECT owner, fence, count, ttl, round((julianday('now') - julianday(acquired_at)) * 86400.0, 3), round((julianday(expires_at) - julianday('now')) * 86400.0, 3), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading
+SELECT owner, fence, count, ttl, round((julianday('now') - julianday(acquired_at)) * 86400.0, 3), round((julianday(expires_at) - julianday('now')) * 86400.0, 3), label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END
 FROM locks
 WHERE lock_key = :key;
 
@@ -395,7 +395,7 @@ RETURNING fence;
 
 -- alone: one empty row for each row that it changed
 UPDATE locks INDEXED BY locks_pin
-SET acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
+SET awaiting_fence = 0, acquired_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), expires_at = max(expires_at, strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('+%.3f seconds', :life)))
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
@@ -455,7 +455,7 @@ FROM locks INDEXED BY locks_pin
 WHERE lock_key > :after ORDER BY lock_key LIMIT :most ) AS page;
 
 -- list_keys: the rows it returns
-SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, round((julianday('now') - julianday(locks.acquired_at)) * 86400.0, 3), round((julianday(locks.expires_at) - julianday('now')) * 86400.0, 3), locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, bearers, (SELECT count(*) FROM lock_waiters AS waiter
+SELECT lock_key, locks.owner, locks.fence, locks.count, locks.ttl, round((julianday('now') - julianday(locks.acquired_at)) * 86400.0, 3), round((julianday(locks.expires_at) - julianday('now')) * 86400.0, 3), locks.label, locks.host, locks.pid, locks.thread, locks.program, locks.celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END, (SELECT count(*) FROM lock_waiters AS waiter
 WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > locks.served_ticket
 AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now'))
