@@ -90,6 +90,7 @@ class Recorder:
     def body(self, lock: Any, tenures: list[Held], chance: random.Random) -> None:
         """A body for tenures that were just acquired."""
         name, start = f"{os.getpid()}.{chance.getrandbits(60):x}", time.monotonic()
+        lock.check()  # the process may have been stopped since it was acquired
         for number, (key, mode, fence, slot) in enumerate(tenures):
             self.note(id=f"{name}.{number}", key=key, mode=mode, fence=fence, slot=slot, start=start, end=start)
         for _ in range(chance.choice((1, 1, 1, 2, 5))):
