@@ -46,7 +46,7 @@ def wait_for(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Futur
 
 def lined_up(subject: Subject) -> int:
     """How many flows of this process stand in the local queue for the key."""
-    local_queue = runtime.current.site(subject.lock("k")._store()).local_queues.find("k")
+    local_queue = runtime.current.site(subject.lock("k")._store()).local_queues.get("k")
     return 0 if local_queue is None else len(local_queue._waiters)
 
 

@@ -17,7 +17,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from dblock.core import runtime, timing
-from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.request import Request
 from dblock.core.errors import LockError, Loss, Reason
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.drive import drive
@@ -196,7 +196,7 @@ def test_a_hand_over_in_a_process_that_is_taken_back_lets_nobody_in() -> None:
         lock.acquire()
         store, owner, fence = lock._store(), lock.owner, lock.fence
         waiting = pool.submit(heir.acquire)
-        assert until(lambda: runtime.current.site(store).local_queues.find("k"))
+        assert until(lambda: runtime.current.site(store).local_queues.get("k"))
         lock.release()
         assert waiting.result(10)
         hold = pool.submit(heir._hold).result()

@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from dblock.core.acquire import acquiring, handover
-from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.sharing import Sharing
 from dblock.core.errors import LockStoreError
 from dblock.core.holding.handover_record import HandoverRecord
@@ -103,7 +103,7 @@ class Member(Flow):
                 found = yield from (sharing.read() if reading else sharing.write())
         finally:
             self.breakable = False
-        if isinstance(found, acquiring.Refused):
+        if isinstance(found, Refused):
             self.at_door = 0
             return
         self._believe(found if isinstance(found, list) else [found])
@@ -133,7 +133,7 @@ class Member(Flow):
                 _ = yield from handover.free(self.house.site, held, 1)
             raise
 
-    def _door(self, request: Request, timeout: float | None) -> Steps[Grant | acquiring.Refused]:
+    def _door(self, request: Request, timeout: float | None) -> Steps[Grant | Refused]:
         held = self.house.holds(request.key)
         found = yield from acquiring.acquire(
             self.house.site, request, timeout, lambda: self.house, held_in_process=held
