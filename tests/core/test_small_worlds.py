@@ -122,8 +122,8 @@ def test_two_flows(fault: str | None, dialect: str, capsys: pytest.CaptureFixtur
 @pytest.mark.timeout(7200 if LONG else 300)
 @pytest.mark.parametrize(("sizes", "timeouts"), LARGE)
 def test_three_flows(sizes: Sizes, timeouts: Timeouts, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two processes, or of three, whose orders are minutes of work: with few preemptions in `make test`."""
-    seen = explored(sizes, timeouts, None, preemptions=math.inf if LONG else 2)
+    """Of two processes, or of three, whose orders are minutes of work: with three preemptions in `make test`."""
+    seen = explored(sizes, timeouts, None, preemptions=math.inf if LONG else 3)
     say(capsys, str(sizes), seen.states)
     assert seen.states > 2000
 

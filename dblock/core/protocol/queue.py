@@ -190,8 +190,8 @@ def join(database: Database, request: Parameters, until: float) -> Steps[tuple[P
         remaining, first = answer
     else:
         remaining, first = (yield from announce(database, str(request["key"]), ticket, until)), 0
-    # While the key is held that is enough to know; the other waiters matter at the next poll.
-    known = queue.join_answers or remaining > 0
+    # While the key is held that is enough to know; the other waiters matter at the next poll. The place may have ended.
+    known = (queue.join_answers or remaining > 0) and database.now() < sent + database.timing.waiter_ttl
     view = QueueStatus(False, remaining, first, ticket, 0, True) if known else None
     return Place(owner, ticket, sent, sent, sent), view
 
