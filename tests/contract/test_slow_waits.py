@@ -126,8 +126,7 @@ def test_what_is_known_of_it_is_bounded(caplog: pytest.LogCaptureFixture) -> Non
         class database:  # noqa: N801
             now = staticmethod(lambda: 1.0)
 
-        class local_queues:  # noqa: N801
-            mutex = threading.RLock()
+        mutex = threading.RLock()
 
     site: Any = Somewhere()
     from dblock.core.acquire.request import Request

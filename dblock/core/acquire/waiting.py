@@ -176,9 +176,10 @@ class Waiter:
                 continue
             if isinstance(found, Grant):
                 return (yield from self._leave_with(found))
-            if found is Stage.OUTSIDE:
+            if found is Stage.OUTSIDE:  # nothing is granted to its place
+                yield from self._delete_place()
+                self.owner = ""
                 self.leave()
-                yield from self._withdraw()
                 return None
             if found is Stage.WAITING:
                 yield from self._begin_again()
@@ -213,12 +214,15 @@ class Waiter:
         self.given_up = ()
 
     def _leave_with(self, grant: Grant) -> Steps[Grant]:
-        """Leave the queues with a tenure, and delete the place, if there is one: a tenure may come without it."""
+        """Leave the queues with a tenure, which may have come without the place."""
         self.leave(grant)
+        yield from self._delete_place()
+        return grant
+
+    def _delete_place(self) -> Steps[None]:
         if self.place is not None:
             _ = yield from queue.leave_queue(self.site.database, [self.place.owner], self._left())
             self.place = None
-        return grant
 
     def _is_trusted(self, grant: Grant) -> Steps[bool]:
         """Whether a tenure can still be trusted. One whose answer came too late is released."""
