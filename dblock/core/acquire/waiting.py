@@ -176,13 +176,14 @@ class Waiter:
                 continue
             if isinstance(found, Grant):
                 return (yield from self._leave_with(found))
-            if found is Stage.OUTSIDE:  # nothing is granted to its place
-                yield from self._delete_place()
-                self.owner = ""
-                self.leave()
-                return None
             if found is Stage.WAITING:
                 yield from self._begin_again()
+            elif found is Stage.OUTSIDE:
+                yield from self._delete_place()
+                self.leave()
+                yield from self._withdraw()
+                if self.grant is None:  # else it was handed over meanwhile
+                    return None
 
     def _report_wait(self) -> None:
         """Report, once, that the flow waits for a holder, and log a slow wait."""
