@@ -27,7 +27,6 @@ from dblock.core.values import SHARE, Grant, Tenure
 from dblock.core.wakeup.registry import Message
 
 if TYPE_CHECKING:
-    from dblock.core.acquire.local_queue import LocalQueue
     from dblock.core.acquire.waiting import Waiter
     from dblock.core.holding.flow import Hold
 
@@ -54,8 +53,9 @@ def grant(
     if held is not None:
         held.handed_over = True  # before the waiter is notified
         site.note_contention(key)
-    if not granted.notified:
-        yield from tell(site, granted.channel, granted.message)
+    channel, message = granted
+    if channel is not None:
+        yield from tell(site, channel, message)
     return True
 
 
@@ -174,11 +174,11 @@ def _pass_on(site: Site, held: HandoverRecord) -> Steps[bool]:
     try:
         local_queue = site.local_queues.get(held.tenure.key)
         heir = None if local_queue is None else local_queue.offer()
-        if local_queue is not None and heir is not None:
+        if heir is not None:
             passed, owner = Passed.UNKNOWN, heir.owner
-            passed = yield from _hand_over_local(site, local_queue, heir, held)
+            passed = yield from _hand_over_local(site, heir, held)
             if passed is Passed.REFUSED:
-                local_queue.retract(heir)
+                heir.local_queue.retract(heir)
         in_time = yield from release(site, held, 1)
         if heir is not None and passed is Passed.UNKNOWN and not in_time and heir.owner != owner:
             yield from undo_take(site, held.tenure.key, owner, again=False)
@@ -268,7 +268,7 @@ def _grant_held(site: Site, held: HandoverRecord) -> Steps[Passed]:
         return Passed.REFUSED
 
 
-def _hand_over_local(site: Site, local_queue: LocalQueue, heir: Waiter, held: HandoverRecord) -> Steps[Passed]:
+def _hand_over_local(site: Site, heir: Waiter, held: HandoverRecord) -> Steps[Passed]:
     """Hand a held tenure over to the flow of this process that it was offered to."""
     database, request, owner, tenure = site.database, heir.request, heir.owner, held.tenure
     try:
@@ -295,7 +295,7 @@ def _hand_over_local(site: Site, local_queue: LocalQueue, heir: Waiter, held: Ha
     fence, *lasts = map(int, rows[0])
     begun = Tenure(tenure.key, owner, fence)
     grant = Grant(begun, sent, request.ttl, held.ticket, held.local_handovers + 1, sum(lasts) / 1000)
-    if not local_queue.confirm(heir, grant):  # it has left in the meantime
+    if not heir.local_queue.confirm(heir, grant):  # it has left in the meantime
         with contextlib.suppress(LockStoreError):
             _ = yield from release(site, HandoverRecord.of(grant), 1)
     return Passed.DONE

@@ -50,7 +50,7 @@ class Site:
         """The sockets by which flows of this process are notified; made when first needed."""
         return self._sockets()
 
-    def enter(self, waiter: Waiter, *, alone: bool, handover_expected: bool) -> LocalQueue:
+    def enter(self, waiter: Waiter, *, alone: bool, handover_expected: bool) -> None:
         """Enter the local queue of a key, or with `alone` one without other waiters.
 
         `handover_expected`: a flow of this process holds the key, and may hand it over to the first.
@@ -58,12 +58,11 @@ class Site:
         key = waiter.request.key
         with self.mutex:
             local_queue = (None if alone else self.local_queues.get(key)) or LocalQueue(key, self)
-            if handover_expected and not alone and not local_queue.handover_expected_until:
+            if handover_expected and not local_queue.handover_expected_until:
                 local_queue.expect_handover()
             local_queue.add(waiter)
             if not alone:
                 self.local_queues[key] = local_queue  # only now, so that an interrupt leaves no empty queue
-        return local_queue
 
     def freed(self, key: str) -> None:
         """Record that a flow of this process released the key to the database: no offer follows."""

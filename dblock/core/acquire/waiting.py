@@ -116,7 +116,7 @@ class Waiter:
         self.listen_after = self.timing.listen_after * random.uniform(0.75, 1.25)  # noqa: S311 - jitter
         self.slow_from = self.waiting_since + self.slow_wait()
         alone = not (request.fair and self.services.queues_locally) or self.holds_other_keys
-        site.enter(self, alone=alone, handover_expected=self.services.holds(request.key))
+        site.enter(self, alone=alone, handover_expected=not alone and self.services.holds(request.key))
         if holder is not None:
             self.local_queue.holder = holder
 
