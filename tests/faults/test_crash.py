@@ -133,9 +133,9 @@ def test_what_an_heir_relies_on_survives(name: str, monkeypatch: pytest.MonkeyPa
         hold.tenure = hold.tenure._replace(fence=hold.tenure.fence + 600_000_000)
         granted = drive(queue.grant(store.database, "k", 1, hold.tenure), store)
         assert granted is not None
-        assert granted.message.lasts == 0
+        assert granted[1].lasts == 0
         owner, fence, expires_at = crash("SELECT owner, fence, expires_at FROM locks")
-        assert (owner, fence, expires_at) == ("heir", granted.message.fence, kept)
+        assert (owner, fence, expires_at) == ("heir", granted[1].fence, kept)
         grant = place.granted(granted.message, 60.0, store.database.timing.waiter_ttl)
         assert grant is not None
         assert (grant.tenure.owner, grant.tenure.fence) == (owner, fence)
@@ -237,11 +237,11 @@ def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
             _ = drive(queue.join(store.database, request.parameters("heir"), store.database.now() + 5), store)
             granted = drive(queue.grant(store.database, "k", 1, hold.tenure), store)
             assert granted is not None
-            assert granted.message.lasts == 0
+            assert granted[1].lasts == 0
             hold.record.handed_over = True
             next_ = request.parameters("next", f"{there}.1")
             _ = drive(queue.join(store.database, next_, store.database.now() + 5), store)
-            tenure = Tenure("k", "heir", granted.message.fence)
+            tenure = Tenure("k", "heir", granted[1].fence)
             assert drive(queue.grant(store.database, "k", 2, tenure, here="here"), store) is not None
             [called] = listening.notifies(timeout=10, stop_after=1)
             message = Message.read(called.payload)
