@@ -136,7 +136,7 @@ def test_what_an_heir_relies_on_survives(name: str, monkeypatch: pytest.MonkeyPa
         assert granted[1].lasts == 0
         owner, fence, expires_at = crash("SELECT owner, fence, expires_at FROM locks")
         assert (owner, fence, expires_at) == ("heir", granted[1].fence, kept)
-        grant = place.granted(granted.message, 60.0, store.database.timing.waiter_ttl)
+        grant = place.granted(granted[1], 60.0, store.database.timing.waiter_ttl)
         assert grant is not None
         assert (grant.tenure.owner, grant.tenure.fence) == (owner, fence)
         runtime.current.watchdog.discard(hold)
@@ -163,11 +163,11 @@ def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
             granted = drive(queue.grant(store.database, "k", 1, hold.tenure), store)
             assert granted is not None
             hold.record.handed_over = True
-            grant = joined[0].granted(granted.message, 60.0, store.database.timing.waiter_ttl)
+            grant = joined[0].granted(granted[1], 60.0, store.database.timing.waiter_ttl)
             assert grant is not None
             assert 4 <= grant.lasts <= 4.5, "as long as what it was given by"
             joined[0].sent += 3.0  # a heartbeat, that has found the place which the crash brings back
-            later = joined[0].granted(granted.message, 60.0, store.database.timing.waiter_ttl)
+            later = joined[0].granted(granted[1], 60.0, store.database.timing.waiter_ttl)
             assert later is not None
             assert later.sent + later.lasts == pytest.approx(grant.sent + grant.lasts)
             engine.dispose()
