@@ -643,10 +643,63 @@ def test_what_is_no_move() -> None:
     for _ in range(2):
         local_queue.leave(waiter)
         assert (waiter.stage, waiter.given_up) == (Stage.OUTSIDE, (owner,))
-    for stage in set(Stage) - {Stage.WAITING}:
+    for stage in set(Stage) - {Stage.TAKING, Stage.WAITING}:
         with pytest.raises(RuntimeError, match="from OUTSIDE"):
             waiter.move(stage)
     assert not local_queue.confirm(waiter, Grant(Tenure("k", owner, 1), 0.0, 1.0))
+
+
+def trying(world: World, process: Process) -> tuple[Steps[Any], Execute, Steps[Any]]:
+    """A flow whose take is under way, and another one that came meanwhile, sends nothing and waits behind it."""
+    first = acquiring.acquire(process.site, wish(flow="first"), 300, lambda: process)
+    take = begun(world, first, "take")
+    second = acquiring.acquire(process.site, wish(flow="second"), 300, lambda: process)
+    assert isinstance(second.send(None), Wait)
+    return first, take, second
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_one_of_those_that_come_at_once_tries(free: bool) -> None:
+    """The others wait behind it: for a hand-over if it gets the key, else for its turns in the database's queue."""
+    world = World()
+    process = Process(world)
+    tenure = Tenure("k", "o", world._begin(None, wish().parameters("o"))[0][0])
+    if free:
+        _ = world._release({**tenure._asdict(), "count": 1})
+    first, take, second = trying(world, process)
+    answer = world.execute(take)
+    if not free:
+        assert not answer
+        _ = begun(world, first, "join")
+        waiting = process.site.local_queues["k"]._waiters
+        assert [waiter.owner[:5] for waiter in waiting] == ["first", "secon"]
+        first.close()
+        second.close()
+    else:
+        grant = play(world, first, {}, answer)
+        process.holding.add(0)
+        assert isinstance(second.send(None), Wait), "it waits for an offer"
+        assert play(world, given(process, grant.tenure), {}) is True
+        assert play(world, second, {}).local_handovers == 1
+    assert process.nobody()
+
+
+def test_one_that_tries_for_long_keeps_nobody() -> None:
+    """A take without an answer: the next goes on after a moment, and the flow that tried waits behind it."""
+    world = World()
+    process = Process(world)
+    _ = world._begin(None, wish().parameters("o"))
+    first, take, second = trying(world, process)
+    world.time += 1.1
+    join = second.send(None)
+    assert isinstance(join, Execute)
+    assert join.statement.name == "join"
+    look = first.send(world.execute(take))
+    assert isinstance(first.send(world.execute(cast("Execute", look))), Wait)
+    assert [waiter.owner[:5] for waiter in process.site.local_queues["k"]._waiters] == ["secon", "first"]
+    first.close()
+    second.close()
+    assert process.nobody()
 
 
 @pytest.mark.parametrize("time", [0.0, 1e9])
@@ -683,9 +736,9 @@ def test_an_interrupt_on_the_way_in_leaves_nobody_behind(when: str, monkeypatch:
     world, process, _, heir = holder_and_heir()
     add = LocalQueue.add
 
-    def breaking(self: LocalQueue, waiter: Waiter) -> None:
+    def breaking(self: LocalQueue, waiter: Waiter, stage: Stage) -> None:
         if when == "after":
-            add(self, waiter)
+            add(self, waiter, stage)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LocalQueue, "add", breaking)

@@ -310,6 +310,17 @@ def hands_over_what_is_over(patch: Callable[..., None]) -> None:
     patch(World, "_tenure", latest)
 
 
+def tries_for_ever(patch: Callable[..., None]) -> None:
+    """A flow that has taken the key stands in the local queue as one that still tries."""
+    leave = LocalQueue.leave
+
+    def staying(self: LocalQueue, waiter: Waiter, got: Grant | None = None) -> None:
+        if waiter.stage is not Stage.TAKING:
+            leave(self, waiter, got)
+
+    patch(LocalQueue, "leave", staying)
+
+
 def frees_what_it_handed_over(patch: Callable[..., None]) -> None:
     """A flow that has handed the key over releases it as well, in case it had not."""
 
@@ -347,6 +358,7 @@ MUTANTS: list[tuple[Callable[[Callable[..., None]], None], Sizes, Timeouts, str 
     (joins_silently, (1, 1), (None, None), None),
     (grants_what_is_held, (1, 1), (None, None), "freeze"),
     (hands_over_what_is_over, (2, 1), (None,) * 3, "late"),
+    (tries_for_ever, (2,), (None, None), None),
     (frees_what_it_handed_over, (1, 1, 1), (None,) * 3, "crash"),
     (frees_what_it_handed_over, (2, 1), (None,) * 3, "crash"),
     (covered_by_nothing, (1, 1, 1), (None,) * 3, "crash"),

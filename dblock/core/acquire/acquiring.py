@@ -65,7 +65,12 @@ def acquire(
                 with contextlib.suppress(LockTimeout):  # waiting is refused here, but the key may be free
                     waiter.enter(None)
             while found is None:
-                found = yield from (_take(waiter) if waiter.stage is Stage.OUTSIDE else waiter.wait())
+                if waiter.stage is Stage.OUTSIDE:
+                    site.enter_taking(waiter)
+                    found = yield from _take(waiter)
+                else:
+                    found = yield from waiter.wait()
+            waiter.leave(found if isinstance(found, Grant) else None)
         except LockStoreError as error:
             yield from waiter.clean_up(behind=True)
             # A database that answers is slow, or far away, and not broken.

@@ -14,11 +14,14 @@ database's queue, and accepts no tenure of another token. So a local queue never
 offered it next. What the database may have under its token, the stage says, and so what an interrupt leaves to undo:
 
     OUTSIDE       the tenure of a take, while the flow has a token
+    TAKING        the same
     WAITING       nothing
     OFFERED       a tenure, which a holder of this process is handing over
     QUEUED        a place, and the tenure that is granted to it, or that such a holder was handing over
     HANDED_OVER   that tenure, and the place that the flow had
 
+- A flow that finds no local queue makes one when it tries to take the key (`TAKING`): those that come meanwhile wait
+  behind it, and need not try. It waits there as the first if it fails.
 - The holder offers the key to the first (`offer`), sends the statement, and reports: `confirm`, `retract`, or
   nothing if the answer was lost. Then, or without a report in time, the heir reads from the database what its token
   holds, and joins the database's queue with the same token: so it finds a tenure that begins later, too.
@@ -28,9 +31,9 @@ offered it next. What the database may have under its token, the stage says, and
   adopts the place by a statement (`queue.adopt_place`), which finds the place gone if the key was granted to it in the
   meantime. Then the adopter releases that tenure; the flow that left does not, and has nothing under that token.
 
-Every entry ends by time: a flow without activity for `Timing.unresponsive_after` is passed over with its place, and may
-enter again. `handover_expected_until`, the local time until which the first waits for an offer, is at most
-`Timing.local_handover_wait` ahead.
+Every entry ends by time: a flow without activity for `Timing.unresponsive_after`, or for `RECENT` while it tries to
+take the key, is passed over with its place, and may enter again. `handover_expected_until`, the local time until which
+the first waits for an offer, is at most `Timing.local_handover_wait` ahead.
 
 Rule: one mutex, held for a few instructions; the next operation repairs what an interrupt between two of them leaves.
 """
@@ -42,6 +45,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from dblock.core.acquire.request import about
+from dblock.core.timing import Timing
 from dblock.core.values import Grant, LockInfo
 
 if TYPE_CHECKING:
@@ -52,7 +56,8 @@ if TYPE_CHECKING:
 class Stage(Enum):
     """Stage of a flow that acquires a key."""
 
-    OUTSIDE = "is in no queue: it tries to take the key, has it, or has given up"
+    OUTSIDE = "is in no queue: it has the key, has given up, or tries to take the key beside a local queue"
+    TAKING = "tries to take the key, and those that come meanwhile wait behind it"
     WAITING = "waits in its local queue for its turn, or for an offer of the key"
     OFFERED = "a holder of this process is handing it the key, or lost the answer"
     QUEUED = "waits in the database's queue, for all of its local queue"
@@ -62,12 +67,16 @@ class Stage(Enum):
 
 
 MOVES: Final = {
-    Stage.OUTSIDE: {Stage.WAITING},
+    Stage.OUTSIDE: {Stage.TAKING, Stage.WAITING},
+    Stage.TAKING: {Stage.WAITING, Stage.OUTSIDE},
     Stage.WAITING: {Stage.OFFERED, Stage.QUEUED, Stage.OUTSIDE},
     Stage.OFFERED: {Stage.WAITING, Stage.QUEUED, Stage.HANDED_OVER, Stage.OUTSIDE},
     Stage.QUEUED: {Stage.WAITING, Stage.HANDED_OVER, Stage.OUTSIDE},
     Stage.HANDED_OVER: {Stage.WAITING, Stage.OUTSIDE},
 }
+
+RECENT: Final = 1.0
+"""Seconds after which a take in progress, or a sign of contention, no longer counts."""
 
 
 class LocalQueue:
@@ -75,11 +84,15 @@ class LocalQueue:
 
     def __init__(self, key: str, site: Site) -> None:
         self._key, self._site = key, site
-        self._now, self._timing = site.database.now, site.database.timing
+        self._now = site.database.now
         self._waiters: list[Waiter] = []
         self.handover_expected_until = 0.0
         """The local time until which a holder of this process may yet offer the key to the first."""
         self._holder: tuple[LockInfo | None, float] = None, 0.0
+
+    @property
+    def _timing(self) -> Timing:
+        return self._site.database.timing
 
     @property
     def last_seen(self) -> tuple[LockInfo | None, float]:
@@ -101,7 +114,9 @@ class LocalQueue:
         """The first waiter with recent activity; those before it are removed, and may enter again."""
         while self._waiters:
             first = self._waiters[0]
-            if self._now() - self._timing.unresponsive_after < first.seen and first.wakeup.responsive():
+            taking = first.stage is Stage.TAKING
+            since = self._now() - (RECENT if taking else self._timing.unresponsive_after)
+            if since < first.seen and (taking or first.wakeup.responsive()):
                 return first
             self._remove(first)
         return None
@@ -112,22 +127,21 @@ class LocalQueue:
         if not self._waiters and self._site.local_queues.get(self._key) is self:
             del self._site.local_queues[self._key]
 
-    def add(self, waiter: Waiter) -> None:
-        """Add a waiter at the end."""
+    def add(self, waiter: Waiter, stage: Stage) -> None:
+        """Add a waiter at the end; one that tried to take the key keeps its turn."""
         waiter.local_queue, waiter.seen = self, self._now()
-        if waiter.stage is Stage.OUTSIDE:
-            waiter.move(Stage.WAITING)
-        self._waiters.append(waiter)
+        if waiter.stage is not stage:
+            waiter.move(stage)
+        if waiter not in self._waiters:
+            self._waiters.append(waiter)
 
     def until_queueing(self, waiter: Waiter) -> float:
         """Seconds until that waiter should join the database's queue, as far as is known; 0.0: now."""
         with self._site.mutex:
-            now = waiter.seen = self._now()
-            if waiter not in self._waiters:  # it was removed as unresponsive
-                self.add(waiter)
+            self.add(waiter, waiter.stage)  # it may have been removed as unresponsive
             if self._first() is not waiter:
                 return self._timing.poll_notified
-            return 0.0 if waiter.stage is Stage.QUEUED else max(self.handover_expected_until - now, 0.0)
+            return 0.0 if waiter.stage is Stage.QUEUED else max(self.handover_expected_until - waiter.seen, 0.0)
 
     def begin_queueing(self, waiter: Waiter) -> Stage:
         """Move the waiter to QUEUED, unless it has just been handed the key; returns its stage before."""
@@ -209,5 +223,5 @@ class LocalQueue:
         with self._site.mutex:
             self.handover_expected_until = 0.0
             first = self._first()
-            if first is not None:
+            if first is not None and first.stage is not Stage.TAKING:
                 first.wakeup.notify()

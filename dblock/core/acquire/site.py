@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from dblock.core.acquire.local_queue import LocalQueue
+from dblock.core.acquire.local_queue import RECENT, LocalQueue, Stage
 from dblock.core.protocol.sending import Database
 from dblock.core.wakeup.registry import Wakeups
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 CONTENDED: Final = 1000
 """Most keys that are marked as contended."""
-RECENT: Final = 1.0
-"""Seconds after which such a mark expires."""
 
 
 class Site:
@@ -51,7 +49,7 @@ class Site:
         return self._sockets()
 
     def enter(self, waiter: Waiter, *, alone: bool, handover_expected: bool) -> None:
-        """Enter the local queue of a key, or with `alone` one without other waiters.
+        """Wait in the local queue of a key, or with `alone` in one without other waiters.
 
         `handover_expected`: a flow of this process holds the key, and may hand it over to the first.
         """
@@ -60,9 +58,18 @@ class Site:
             local_queue = (None if alone else self.local_queues.get(key)) or LocalQueue(key, self)
             if handover_expected and not local_queue.handover_expected_until:
                 local_queue.expect_handover()
-            local_queue.add(waiter)
+            local_queue.add(waiter, Stage.WAITING)
             if not alone:
                 self.local_queues[key] = local_queue  # only now, so that an interrupt leaves no empty queue
+
+    def enter_taking(self, waiter: Waiter) -> None:
+        """Let those that come while this flow tries to take the key wait behind it, unless some wait already."""
+        key = waiter.request.key
+        with self.mutex:
+            if key not in self.local_queues:
+                local_queue = LocalQueue(key, self)
+                local_queue.add(waiter, Stage.TAKING)
+                self.local_queues[key] = local_queue
 
     def freed(self, key: str) -> None:
         """Record that a flow of this process released the key to the database: no offer follows."""
@@ -83,7 +90,7 @@ class Site:
         self._contended[key] = self.database.now()
 
     def expects_contention(self, key: str) -> bool:
-        """Whether a flow of this process waits for that key, or other processes probably do.
+        """Whether a flow of this process waits for that key or tries to take it, or other processes probably wait.
 
         An estimate, which saves two statements when it is right.
         """

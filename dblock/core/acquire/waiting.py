@@ -111,11 +111,14 @@ class Waiter:
             refused.holder = None if holder is None else holder.masked()
             raise
         self.services, self.wakeup, self.timing = self.find_services(), Wakeup(site.database), site.database.timing
-        self.owner, self.holder, self.holds_other_keys = request.new_owner(), holder, bool(self.held())
+        self.holder, self.holds_other_keys = holder, bool(self.held())
+        alone = not (request.fair and self.services.queues_locally) or self.holds_other_keys
+        if alone:
+            self.leave()
+        self.owner = request.new_owner()
         self.waiting_since = site.database.now()
         self.listen_after = self.timing.listen_after * random.uniform(0.75, 1.25)  # noqa: S311 - jitter
         self.slow_from = self.waiting_since + self.slow_wait()
-        alone = not (request.fair and self.services.queues_locally) or self.holds_other_keys
         site.enter(self, alone=alone, handover_expected=not alone and self.services.holds(request.key))
         if holder is not None:
             self.local_queue.holder = holder
