@@ -28,7 +28,7 @@ from benchmarks.contended import Maker, crowd, ours, theirs
 from benchmarks.handoff import between_processes, tails
 from benchmarks.places import places
 from benchmarks.trial import trial
-from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.request import Request
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import rendered
 from sqlalchemy_dblock import db_lock

@@ -174,7 +174,7 @@ def _process_state() -> Iterator[None]:
     watchdog._given_up.clear()
     state: list[MutableMapping[Any, Any]] = [watchdog._places, wakeups._registered, wakeups._unclaimed]
     for site in runtime.current._sites.values():
-        state += [site.local_queues._queues, site.local_queues._contended]
+        state += [site.local_queues, site._contended]
     for each in (*state, *_kept()):
         each.clear()
     flow = current_flow()
@@ -193,11 +193,10 @@ def _kept() -> tuple[MutableMapping[Any, list[Any]], ...]:
 
 def _left_behind() -> dict[str, list[Any]]:
     watchdog = runtime.current.watchdog
-    queues = [site.local_queues for site in runtime.current._sites.values()]
     everything: dict[str, Collection[Any]] = {
         "holds": [hold for hold in watchdog._holds if (flow := hold.flow()) is not None and not flow.ended()],
         "places in queues": [owner for owner, kept in watchdog._places.items() if not kept.served],
-        "lines": [key for each in queues for key in each._queues],
+        "local queues": [key for site in runtime.current._sites.values() for key in site.local_queues],
         "wake-ups": runtime.current.wakeups._registered,
         "locks kept by transactions": [kept for each in _kept() for kept in each.values() if kept],
     }

@@ -114,8 +114,7 @@ class Runtime:
             child.watchdog.observers = observers.forked()
         child._of_parents = [self._of_parents, *(pool.leave_to_parent() for pool in self._pools)]
         for site in self._sites.values():  # so that operations of the one thread that survives can end
-            site.local_queues.leave_to_parent()
-            site.database.latency.leave_to_parent()
+            site.leave_to_parent()
         return child
 
     def _withdraw(self, store: Store, places: Sequence[tuple[str, str]]) -> Steps[None]:
@@ -130,7 +129,7 @@ class Runtime:
         run_apart(leave_for_good(self.site(hold.store), hold), hold.store)
 
 
-class ProcessServices:
+class ProcessServices(WaiterServices):
     """The `WaiterServices` of this process for one database, in threads or on one event loop."""
 
     _listener: Listener | None = None

@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.acquiring import acquire
-from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.request import Request
 from dblock.core.deliveries import deliveries
 from dblock.core.errors import LockError, LockNotHeld, Reason
 from dblock.core.holding.flow import Hold, current_task
@@ -183,7 +183,7 @@ def _taking_away(hold: Hold) -> Steps[None]:
     _ = yield from force_release(hold.store, key, fence, "taken away by a test")
     yield from find_out(hold)
     _ = watchdog.discard(hold)
-    site_of(hold).local_queues.freed(key)
+    site_of(hold).freed(key)
 
 
 def _store(key: str, bind: Any) -> Any:

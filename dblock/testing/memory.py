@@ -35,8 +35,8 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from dblock.core import runtime
-from dblock.core.acquire.acquiring import Refused
-from dblock.core.acquire.services import PollingOnly, WaiterServices
+from dblock.core.acquire.request import Refused
+from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.connections.pool import PooledConnection
 from dblock.core.errors import LockStoreError
@@ -305,7 +305,7 @@ class MemoryStore(InMemory):
         return key in seen or self._in_vain(*waiting[flow], waiting, {*seen, key})
 
 
-class Attendant(PollingOnly):
+class Attendant(WaiterServices):
     """Does nothing for waiters: releasers notify them."""
 
     notifications_ready = True

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from dblock.core import runtime
-from dblock.core.acquire.acquiring import Refused
+from dblock.core.acquire.request import Refused
 from dblock.core.errors import LockTimeout
 from dblock.core.holding.flow import Entry, Hold
 from dblock.core.lock.base import BaseLock

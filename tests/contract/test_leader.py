@@ -123,7 +123,7 @@ def test_candidates_are_elected_in_their_order(
 
 
 def lined_up(subject: Subject) -> int:
-    found = runtime.current.site(subject.lock(KEY)._store()).local_queues.find(KEY)
+    found = runtime.current.site(subject.lock(KEY)._store()).local_queues.get(KEY)
     return 0 if found is None else len(found._waiters)
 
 

@@ -49,7 +49,7 @@ def start(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Any]:
 
 
 def queue_of(subject: Subject) -> LocalQueue:
-    found = runtime.current.site(subject.lock("k")._store()).local_queues.find("k")
+    found = runtime.current.site(subject.lock("k")._store()).local_queues.get("k")
     assert found is not None
     return found
 
@@ -131,7 +131,7 @@ def test_one_that_gives_up_is_passed_over(subject: Subject, actor: Actor, actors
     assert waits.result(30) is True
     patient.call(lock, "release")
     assert subject.row("k")["owner"] is None
-    assert not runtime.current.site(subject.lock("k")._store()).local_queues._queues
+    assert not runtime.current.site(subject.lock("k")._store()).local_queues
 
 
 @both

@@ -46,7 +46,7 @@ def wait_for(subject: Subject, actor: Actor, **options: Any) -> tuple[Any, Futur
 
 def lined_up(subject: Subject) -> int:
     """How many flows of this process stand in the local queue for the key."""
-    local_queue = runtime.current.site(subject.lock("k")._store()).local_queues.find("k")
+    local_queue = runtime.current.site(subject.lock("k")._store()).local_queues.get("k")
     return 0 if local_queue is None else len(local_queue._waiters)
 
 
@@ -123,7 +123,7 @@ def test_a_queue_of_the_dead_is_no_obstacle(subject: Subject, actor: Actor) -> N
 @some
 def test_a_crowd_is_forgotten(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flow that stood in a queue pays two statements again when nobody else comes, however often it takes the key."""
-    recent = "dblock.core.acquire.local_queue.RECENT"
+    recent = "dblock.core.acquire.site.RECENT"
     monkeypatch.setattr(recent, 60.0)
     lock, sent = subject.lock("k"), list[str]()
     actor.call(lock, "acquire")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from django.db import connections
 
-from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.request import Request
 from dblock.core.errors import InvalidToken, LockError, LockStoreError, LockTimeout
 from dblock.drivers.mariadb import OFTEN
 from tests.conftest import run

@@ -126,16 +126,15 @@ def test_what_is_known_of_it_is_bounded(caplog: pytest.LogCaptureFixture) -> Non
         class database:  # noqa: N801
             now = staticmethod(lambda: 1.0)
 
-        class local_queues:  # noqa: N801
-            mutex = threading.RLock()
+        mutex = threading.RLock()
 
     site: Any = Somewhere()
-    from dblock.core.acquire.local_queue import Request
-    from dblock.core.acquire.services import PollingOnly
+    from dblock.core.acquire.request import Request
+    from dblock.core.acquire.services import WaiterServices
 
     for number in range(slow.KEYS + 50):
         request = Request(f"k{number}", 1, 1, "", 1, "flow", "host", 1, "thread", "program", "")
-        slow.say(site, request, 9.0, None, PollingOnly())
+        slow.say(site, request, 9.0, None, WaiterServices())
     assert len(site.slow_waits) == slow.KEYS
     assert "k0" not in site.slow_waits
     assert lines(caplog)[-1].endswith(f"waiting 9.0 s for 'k{slow.KEYS + 49}': its holder was not seen")

@@ -14,7 +14,7 @@ import pytest
 
 from dblock.core import timing
 from dblock.core.acquire import acquiring, handover
-from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, Stage
+from dblock.core.acquire.local_queue import LocalQueue, Stage
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Waiter
 from dblock.core.errors import LockStoreError, StoreUnanswered
@@ -42,13 +42,14 @@ class Process(Kept):
         self.site = Site(self.world.database(), wakeups, lambda: cast("LocalSockets", Post(self.world, self.channel)))
 
     queues_locally = True
+    channel = ""
 
     def holds(self, key: str) -> bool:
         return bool(self.holding)
 
     def nobody(self) -> bool:
         """Whether nobody is in a local queue."""
-        return not self.site.local_queues._queues
+        return not self.site.local_queues
 
 
 @dataclass
@@ -528,7 +529,7 @@ def test_nor_does_an_answer_that_is_lost_leave_something(first: str) -> None:
 def test_a_place_for_which_there_is_only_one_that_does_not_answer() -> None:
     """The next flow has not been seen for long: a waiter that gives up leaves the database's queue itself."""
     world, process, _, first, second = two_that_ask(9.0)
-    local_queue = process.site.local_queues.find("k")
+    local_queue = process.site.local_queues.get("k")
     assert local_queue is not None
     local_queue._waiters[1].seen = -math.inf
     world.time += 4.0
@@ -589,13 +590,22 @@ def test_what_was_granted_to_one_who_has_given_up_is_given_back_by_its_heir() ->
 def test_the_last_one_leaves_while_the_key_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves after the holder has seen the local queue, and before it chooses."""
     world, process, tenure, heir = holder_and_heir()
-    local_queue = process.site.local_queues.find("k")
+    local_queue = process.site.local_queues.get("k")
     assert local_queue is not None
     heir.close()
     assert local_queue.offer() is None
-    monkeypatch.setattr(process.site.local_queues, "find", lambda *_: local_queue)
+    process.site.local_queues["k"] = local_queue
     assert play(world, given(process, tenure), {}) is True
     assert world.rows["k"]["owner"] is None
+
+
+def in_local_queue(world: World, number: int) -> tuple[Site, list[Waiter]]:
+    """So many flows in one local queue of a process in which nobody holds the key."""
+    process = Process(world)
+    waiters = [Waiter(process.site, wish(), find_services=lambda: process) for _ in range(number)]
+    for waiter in waiters:
+        waiter.enter(None)
+    return process.site, waiters
 
 
 @pytest.mark.parametrize("how", ["unseen", "closed", "still"])
@@ -603,9 +613,8 @@ def test_an_unresponsive_waiter_is_passed_over(how: str) -> None:
     """A first one that is stuck, or whose event loop is closed or stands still: it is not handed the key, and keeps
     nobody waiting; when it comes again it stands last."""
     world = World()
-    stuck, alive = (LocalWaiter(wish()) for _ in range(2))
-    queues = world.site().local_queues
-    local_queue, *_ = [queues.enter(waiter, handover_expected=False) for waiter in (stuck, alive)]
+    site, (stuck, alive) = in_local_queue(world, 2)
+    local_queue = stuck.local_queue
     assert local_queue.until_queueing(alive) > 0
     if how == "unseen":
         stuck.seen = world.time - timing.DEFAULT.unresponsive_after - 1
@@ -614,57 +623,111 @@ def test_an_unresponsive_waiter_is_passed_over(how: str) -> None:
     assert local_queue.until_queueing(alive) == 0
     assert local_queue.offer() is alive
     local_queue.retract(alive)
-    local_queue.expect_handover(0.0)
+    local_queue.expect_no_handover()
     stuck.wakeup._loop = None
     assert local_queue.until_queueing(stuck) > 0
-    assert local_queue.leave(alive) is None
+    alive.leave()
     assert stuck.wakeup.consume()
     assert local_queue.until_queueing(stuck) == 0
-    assert local_queue.leave(stuck) is None
-    assert not queues._queues
+    stuck.leave()
+    assert not site.local_queues
 
 
 def test_what_is_no_move() -> None:
-    """A stage that cannot follow raises, as a defect; a flow that has left stays so, and leaves once."""
-    queues, waiter = World().site().local_queues, LocalWaiter(wish())
-    local_queue = queues.enter(waiter, handover_expected=False)
+    """A stage that cannot follow raises, as a defect; a flow that has left is told nothing, and leaves once."""
+    _, [waiter] = in_local_queue(World(), 1)
+    local_queue, owner = waiter.local_queue, waiter.owner
     assert local_queue.begin_queueing(waiter) is Stage.WAITING
-    with pytest.raises(RuntimeError, match="from IN_QUEUE to OFFERED"):
+    with pytest.raises(RuntimeError, match="from QUEUED to OFFERED"):
         waiter.move(Stage.OFFERED)
-    assert local_queue.leave(waiter) is None
-    assert local_queue.leave(waiter) is None
-    for stage in Stage:
-        with pytest.raises(RuntimeError, match="from LEFT"):
+    for _ in range(2):
+        local_queue.leave(waiter)
+        assert (waiter.stage, waiter.given_up) == (Stage.OUTSIDE, (owner,))
+    for stage in set(Stage) - {Stage.TAKING, Stage.WAITING}:
+        with pytest.raises(RuntimeError, match="from OUTSIDE"):
             waiter.move(stage)
-    assert not local_queue.confirm(waiter, Grant(Tenure("k", waiter.owner, 1), 0.0, 1.0))
+    assert not local_queue.confirm(waiter, Grant(Tenure("k", owner, 1), 0.0, 1.0))
+
+
+def trying(world: World, process: Process) -> tuple[Steps[Any], Execute, Steps[Any]]:
+    """A flow whose take is under way, and another one that came meanwhile, sends nothing and waits behind it."""
+    first = acquiring.acquire(process.site, wish(flow="first"), 300, lambda: process)
+    take = begun(world, first, "take")
+    second = acquiring.acquire(process.site, wish(flow="second"), 300, lambda: process)
+    assert isinstance(second.send(None), Wait)
+    return first, take, second
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_one_of_those_that_come_at_once_tries(free: bool) -> None:
+    """The others wait behind it: for a hand-over if it gets the key, else for its turns in the database's queue."""
+    world = World()
+    process = Process(world)
+    tenure = Tenure("k", "o", world._begin(None, wish().parameters("o"))[0][0])
+    if free:
+        _ = world._release({**tenure._asdict(), "count": 1})
+    first, take, second = trying(world, process)
+    answer = world.execute(take)
+    if not free:
+        assert not answer
+        _ = begun(world, first, "join")
+        waiting = process.site.local_queues["k"]._waiters
+        assert [waiter.owner[:5] for waiter in waiting] == ["first", "secon"]
+        first.close()
+        second.close()
+    else:
+        grant = play(world, first, {}, answer)
+        process.holding.add(0)
+        assert isinstance(second.send(None), Wait), "it waits for an offer"
+        assert play(world, given(process, grant.tenure), {}) is True
+        assert play(world, second, {}).local_handovers == 1
+    assert process.nobody()
+
+
+def test_one_that_tries_for_long_keeps_nobody() -> None:
+    """A take without an answer: the next goes on after a moment, and the flow that tried waits behind it."""
+    world = World()
+    process = Process(world)
+    _ = world._begin(None, wish().parameters("o"))
+    first, take, second = trying(world, process)
+    world.time += 1.1
+    join = second.send(None)
+    assert isinstance(join, Execute)
+    assert join.statement.name == "join"
+    look = first.send(world.execute(take))
+    assert isinstance(first.send(world.execute(cast("Execute", look))), Wait)
+    assert [waiter.owner[:5] for waiter in process.site.local_queues["k"]._waiters] == ["secon", "first"]
+    first.close()
+    second.close()
+    assert process.nobody()
 
 
 @pytest.mark.parametrize("time", [0.0, 1e9])
 def test_a_local_queue_goes_by_the_clock_of_its_database(time: float) -> None:
     """However far that is from any other clock of the process: how long the machine has run must not matter."""
-    world, waiter = World(time=time), LocalWaiter(wish())
-    queues = world.site().local_queues
-    local_queue = queues.enter(waiter, handover_expected=False)
+    world = World(time=time)
+    site, [waiter] = in_local_queue(world, 1)
+    local_queue = waiter.local_queue
     assert local_queue.offer() is waiter
     local_queue.retract(waiter)
     world.time += timing.DEFAULT.unresponsive_after
     assert local_queue.offer() is None
-    assert not queues._queues
+    assert not site.local_queues
 
 
 def test_a_local_queue_whose_waiters_were_all_passed_over() -> None:
     """The waiters come again, and are served in the order in which they do."""
     world = World()
-    one, other = (LocalWaiter(wish()) for _ in range(2))
-    queues = world.site().local_queues
-    local_queue, *_ = [queues.enter(waiter, handover_expected=False) for waiter in (one, other)]
+    site, (one, other) = in_local_queue(world, 2)
+    local_queue = one.local_queue
     world.time += timing.DEFAULT.unresponsive_after + 1
     assert local_queue.offer() is None
-    assert not queues._queues
+    assert not site.local_queues
     assert local_queue.until_queueing(other) == 0
     assert local_queue.until_queueing(one) > 0
     for waiter in (other, one):
-        assert local_queue.leave(waiter) is None
+        waiter.leave()
+    assert not site.local_queues
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -673,9 +736,9 @@ def test_an_interrupt_on_the_way_in_leaves_nobody_behind(when: str, monkeypatch:
     world, process, _, heir = holder_and_heir()
     add = LocalQueue.add
 
-    def breaking(self: LocalQueue, waiter: LocalWaiter, **how: bool) -> None:
+    def breaking(self: LocalQueue, waiter: Waiter, stage: Stage) -> None:
         if when == "after":
-            add(self, waiter, **how)
+            add(self, waiter, stage)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LocalQueue, "add", breaking)

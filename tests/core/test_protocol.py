@@ -16,7 +16,7 @@ import pytest
 
 from dblock.core import timing, values
 from dblock.core.acquire import acquiring, handover
-from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.request import Refused, Request
 from dblock.core.errors import (
     LockError,
     LockStoreError,
@@ -354,7 +354,7 @@ def test_a_refusal_for_good_is_no_missing_answer(error: type[StoreConflict]) -> 
         with pytest.raises(StoreUnanswered, match="before that: no writes"):
             play(world, steps, faults)
     else:
-        assert isinstance(play(world, steps, faults), acquiring.Refused)
+        assert isinstance(play(world, steps, faults), Refused)
 
 
 def test_a_long_outage_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,8 +18,8 @@ import pytest
 from dblock.core.acquire import acquiring, handover
 from dblock.core.acquire import listener as listener_module
 from dblock.core.acquire.listener import Listener
-from dblock.core.acquire.services import PollingOnly
-from dblock.core.acquire.waiting import Attempt, Waiter
+from dblock.core.acquire.services import WaiterServices
+from dblock.core.acquire.waiting import Waiter
 from dblock.core.errors import StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import queue, tenures
@@ -38,7 +38,7 @@ KINDS = ("postgresql", "mysql")
 HOUR = 3600.0
 
 
-class Kept(PollingOnly):
+class Kept(WaiterServices):
     """Places last as long as they are needed."""
 
     def keep(self, place: Place) -> bool:
@@ -616,8 +616,9 @@ def test_what_a_waiter_was_told_is_weighed_once() -> None:
     """A crash has taken the grant back, as an accept shows: no later heartbeat makes it credible again."""
     world = World()
     _ = held_by(world)
-    waiter = Waiter(Attempt(world.site(), wish(), 9e9, 9e9, PollingOnly, tuple), PollingOnly(), holds_other_keys=False)
-    place = Place(waiter.me.owner, 5, world.time - 3, world.time, world.time - 3)
+    waiter = Waiter(world.site(), wish(), 9e9, 9e9)
+    waiter.enter(None)
+    place = Place(waiter.owner, 5, world.time - 3, world.time, world.time - 3)
     waiter.wakeup.message = Message("k", 5, 7, 5000, queue.proof(5, 7, 5000, place.owner))
     assert play(world, waiter._grant_by_message(place), {}) is None, "too late to be believed without an accept"
     place.sent = world.time
@@ -635,10 +636,10 @@ class _Lent:
 )
 def test_a_holder_is_near_by_its_token(owner: str | None, bearers: int, near: bool) -> None:
     """It calls the waiter's socket: one whose token begins with the same machine. Hosts may all have one name."""
-    attempt = Attempt(World().site(), wish(flow="a" * 24), 9e9, 9e9, PollingOnly, tuple)
-    waiter = Waiter(attempt, PollingOnly(), holds_other_keys=False)
-    waiter.waiting_since, waiter.listen_after = attempt.site.database.now(), 60.0
-    who = Identity(attempt.request.host, 1, "t", "p", "")
+    waiter = Waiter(World().site(), wish(flow="a" * 24), 9e9, 9e9)
+    waiter.enter(None)
+    waiter.listen_after = 60.0
+    who = Identity(waiter.request.host, 1, "t", "p", "")
     waiter.holder = LockInfo("k", owner, 7, 1, 30.0, 1.0, 29.0, "", who, bearers=bearers)
     assert waiter._is_notified() is False, "without a socket"
     waiter.wakeup.socket = _Lent()  # type: ignore[assignment]

@@ -106,9 +106,8 @@ def test_two_processes_in_one() -> None:
     assert any(grant.local_handovers for _, grant in log)
     assert processes[0].sockets().channel != processes[1].sockets().channel
     for process, store in zip(processes, stores, strict=True):
-        queues = process.site(store).local_queues
         waiting = [owner for owner, kept in process.watchdog._places.items() if not kept.served]
-        assert (queues._queues, dict(process.wakeups._registered), waiting) == ({}, {}, [])
+        assert (process.site(store).local_queues, dict(process.wakeups._registered), waiting) == ({}, {}, [])
         process.sockets().close()
 
 

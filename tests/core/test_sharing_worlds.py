@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from dblock.core.acquire import handover, shares, sharing, together
-from dblock.core.acquire.acquiring import Refused
-from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.sharing import Sharing
 from dblock.core.acquire.waiting import Waiter
 from dblock.core.holding.handover_record import HandoverRecord
@@ -147,7 +146,7 @@ def explored(does: str, *kinds: str, **options: Any) -> Explored:
             assert left <= LEFT.get(fault, 0.0) + 0.01, f"a tenure is left for {left:.2f} s"
         for house in world.houses:
             if house.alive:
-                assert not house.site.local_queues._queues, "somebody is still in a local queue"
+                assert not house.site.local_queues, "somebody is still in a local queue"
                 assert not house.wakeups._registered, "somebody still waits to be notified"
         if fault not in {"late", "death"}:
             assert not world.standing(), "somebody is still in the queue"

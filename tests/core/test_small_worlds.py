@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from dblock.core.acquire import acquiring, handover, waiting
-from dblock.core.acquire.local_queue import LocalQueue, LocalQueues, LocalWaiter, Request, Stage
+from dblock.core.acquire import handover, waiting
+from dblock.core.acquire.local_queue import LocalQueue, Stage
+from dblock.core.acquire.request import Request
 from dblock.core.acquire.site import Site
 from dblock.core.acquire.waiting import Waiter
 from dblock.core.holding.handover_record import HandoverRecord
@@ -91,8 +92,7 @@ def explored(
         assert left <= LEFT.get(fault or "", 0.0) + 0.01, f"a tenure is left for {left:.2f} s"
         alive = [house for house in world.houses if house.alive]
         for house in alive:
-            assert not house.site.local_queues._queues, "somebody is still in a local queue"
-            assert not house.site.local_queues._tried, "somebody still tries"
+            assert not house.site.local_queues, "somebody is still in a local queue"
         if fault not in {"late", "death", "crash"}:
             assert not world.standing(), "somebody is still in the queue"
 
@@ -122,8 +122,8 @@ def test_two_flows(fault: str | None, dialect: str, capsys: pytest.CaptureFixtur
 @pytest.mark.timeout(7200 if LONG else 300)
 @pytest.mark.parametrize(("sizes", "timeouts"), LARGE)
 def test_three_flows(sizes: Sizes, timeouts: Timeouts, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two processes, or of three, whose orders are minutes of work: with few preemptions in `make test`."""
-    seen = explored(sizes, timeouts, None, preemptions=math.inf if LONG else 2)
+    """Of two processes, or of three, whose orders are minutes of work: with three preemptions in `make test`."""
+    seen = explored(sizes, timeouts, None, preemptions=math.inf if LONG else 3)
     say(capsys, str(sizes), seen.states)
     assert seen.states > 2000
 
@@ -171,8 +171,8 @@ def test_two_flows_of_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
 def given_back_twice(patch: Callable[..., None]) -> None:
     """A holder is not told that its heir has seen itself that it has the key."""
 
-    def confirm(self: LocalQueue, heir: LocalWaiter, grant: Grant) -> bool:
-        if heir.stage in {Stage.OFFERED, Stage.IN_QUEUE}:
+    def confirm(self: LocalQueue, heir: Waiter, grant: Grant) -> bool:
+        if heir.stage in {Stage.OFFERED, Stage.QUEUED}:
             heir.grant = grant
             heir.move(Stage.HANDED_OVER)
             heir.wakeup.notify()
@@ -186,12 +186,11 @@ def next_sleeps_on(patch: Callable[..., None]) -> None:
     """A flow that leaves the local queue wakes nobody."""
     leave = LocalQueue.leave
 
-    def quietly(self: LocalQueue, waiter: LocalWaiter, got: Grant | None = None) -> Place | None:
+    def quietly(self: LocalQueue, waiter: Waiter, got: Grant | None = None) -> None:
         behind = self._waiters[1:]
-        left = leave(self, waiter, got)
+        leave(self, waiter, got)
         for each in behind:
             _ = each.wakeup.consume()
-        return left
 
     patch(LocalQueue, "leave", quietly)
 
@@ -218,7 +217,6 @@ def nothing_is_undone(patch: Callable[..., None]) -> None:
     def undo(*_: Any) -> Any:
         yield from ()
 
-    patch(acquiring, "undo_take", undo)
     patch(waiting, "undo_take", undo)
 
 
@@ -241,13 +239,13 @@ def withdraws_blindly(patch: Callable[..., None]) -> None:
 
 def nobody_hears_of_a_release(patch: Callable[..., None]) -> None:
     """Those of the local queue are not told that the key was given back."""
-    patch(LocalQueues, "freed", lambda *_: None)
+    patch(Site, "freed", lambda *_: None)
 
 
 def does_not_ask_what_became_of_an_offer(patch: Callable[..., None]) -> None:
     begin = LocalQueue.begin_queueing
 
-    def heedless(self: LocalQueue, waiter: LocalWaiter) -> Stage:
+    def heedless(self: LocalQueue, waiter: Waiter) -> Stage:
         stage = begin(self, waiter)
         return Stage.WAITING if stage is Stage.OFFERED else stage
 
@@ -258,9 +256,10 @@ def keeps_its_place(patch: Callable[..., None]) -> None:
     """A flow that was handed the key inside its process stays in the queue."""
     leave = LocalQueue.leave
 
-    def staying(self: LocalQueue, waiter: LocalWaiter, got: Grant | None = None) -> Place | None:
-        left = leave(self, waiter, got)
-        return None if got else left
+    def staying(self: LocalQueue, waiter: Waiter, got: Grant | None = None) -> None:
+        leave(self, waiter, got)
+        if got:
+            waiter.place = None
 
     patch(LocalQueue, "leave", staying)
 
@@ -312,8 +311,14 @@ def hands_over_what_is_over(patch: Callable[..., None]) -> None:
 
 
 def tries_for_ever(patch: Callable[..., None]) -> None:
-    """A flow that comes waits for one that does not try any more."""
-    patch(LocalQueues, "end_try", lambda *_, **__: None)
+    """A flow that has taken the key stands in the local queue as one that still tries."""
+    leave = LocalQueue.leave
+
+    def staying(self: LocalQueue, waiter: Waiter, got: Grant | None = None) -> None:
+        if waiter.stage is not Stage.TAKING:
+            leave(self, waiter, got)
+
+    patch(LocalQueue, "leave", staying)
 
 
 def frees_what_it_handed_over(patch: Callable[..., None]) -> None:

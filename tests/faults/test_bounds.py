@@ -510,7 +510,7 @@ def test_a_server_that_takes_no_writes_for_a_moment(database: str, read_only: Ca
     other = db_lock(engine, "free", timeout=30)
     holder.do(held.acquire)
     waiting = waiter.start(wanted.acquire)
-    assert until(lambda: runtime.current.site(store_for(engine)).local_queues.find("held"))
+    assert until(lambda: runtime.current.site(store_for(engine)).local_queues.get("held"))
     read_only(True)
     taking = taker.start(other.acquire)
     time.sleep(3)

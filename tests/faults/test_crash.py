@@ -17,7 +17,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from dblock.core import runtime, timing
-from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.request import Request
 from dblock.core.errors import LockError, Loss, Reason
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.drive import drive
@@ -133,10 +133,10 @@ def test_what_an_heir_relies_on_survives(name: str, monkeypatch: pytest.MonkeyPa
         hold.tenure = hold.tenure._replace(fence=hold.tenure.fence + 600_000_000)
         granted = drive(queue.grant(store.database, "k", 1, hold.tenure), store)
         assert granted is not None
-        assert granted.message.lasts == 0
+        assert granted[1].lasts == 0
         owner, fence, expires_at = crash("SELECT owner, fence, expires_at FROM locks")
-        assert (owner, fence, expires_at) == ("heir", granted.message.fence, kept)
-        grant = place.granted(granted.message, 60.0, store.database.timing.waiter_ttl)
+        assert (owner, fence, expires_at) == ("heir", granted[1].fence, kept)
+        grant = place.granted(granted[1], 60.0, store.database.timing.waiter_ttl)
         assert grant is not None
         assert (grant.tenure.owner, grant.tenure.fence) == (owner, fence)
         runtime.current.watchdog.discard(hold)
@@ -163,11 +163,11 @@ def test_a_hand_over_that_is_taken_back_lets_nobody_in() -> None:
             granted = drive(queue.grant(store.database, "k", 1, hold.tenure), store)
             assert granted is not None
             hold.record.handed_over = True
-            grant = joined[0].granted(granted.message, 60.0, store.database.timing.waiter_ttl)
+            grant = joined[0].granted(granted[1], 60.0, store.database.timing.waiter_ttl)
             assert grant is not None
             assert 4 <= grant.lasts <= 4.5, "as long as what it was given by"
             joined[0].sent += 3.0  # a heartbeat, that has found the place which the crash brings back
-            later = joined[0].granted(granted.message, 60.0, store.database.timing.waiter_ttl)
+            later = joined[0].granted(granted[1], 60.0, store.database.timing.waiter_ttl)
             assert later is not None
             assert later.sent + later.lasts == pytest.approx(grant.sent + grant.lasts)
             engine.dispose()
@@ -196,7 +196,7 @@ def test_a_hand_over_in_a_process_that_is_taken_back_lets_nobody_in() -> None:
         lock.acquire()
         store, owner, fence = lock._store(), lock.owner, lock.fence
         waiting = pool.submit(heir.acquire)
-        assert until(lambda: runtime.current.site(store).local_queues.find("k"))
+        assert until(lambda: runtime.current.site(store).local_queues.get("k"))
         lock.release()
         assert waiting.result(10)
         hold = pool.submit(heir._hold).result()
@@ -237,11 +237,11 @@ def test_nothing_covers_a_hand_over_where_standbys_are_waited_for() -> None:
             _ = drive(queue.join(store.database, request.parameters("heir"), store.database.now() + 5), store)
             granted = drive(queue.grant(store.database, "k", 1, hold.tenure), store)
             assert granted is not None
-            assert granted.message.lasts == 0
+            assert granted[1].lasts == 0
             hold.record.handed_over = True
             next_ = request.parameters("next", f"{there}.1")
             _ = drive(queue.join(store.database, next_, store.database.now() + 5), store)
-            tenure = Tenure("k", "heir", granted.message.fence)
+            tenure = Tenure("k", "heir", granted[1].fence)
             assert drive(queue.grant(store.database, "k", 2, tenure, here="here"), store) is not None
             [called] = listening.notifies(timeout=10, stop_after=1)
             message = Message.read(called.payload)

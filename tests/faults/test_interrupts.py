@@ -267,7 +267,7 @@ async def leave_for_one_of_ours(stage: Stage, key: str, strike: Strike, *, forei
         await stage.within(stage.lock(key, foreign=foreign, timeout=TTL + 1), nothing)
 
     def waits() -> bool:
-        local_queue = runtime.current.site(stage.lock(key)._store()).local_queues.find(key)
+        local_queue = runtime.current.site(stage.lock(key)._store()).local_queues.get(key)
         return any(waiting == key for waiting, _ in runtime.current.wakeups._registered) or (
             local_queue is not None and any(waiter.stage is lines_of.Stage.WAITING for waiter in local_queue._waiters)
         )
@@ -318,9 +318,9 @@ async def strike_each(stage: Stage) -> list[str]:
 def lines() -> list[str]:
     """The keys of the local queues; a flow that comes to one passes over those that have not been seen for long."""
     queues = [site.local_queues for site in runtime.current._sites.values()]
-    for local_queue in [local_queue for each in queues for local_queue in list(each._queues.values())]:
-        local_queue.expect_handover(0.0)
-    return [key for each in queues for key in each._queues]
+    for local_queue in [local_queue for each in queues for local_queue in list(each.values())]:
+        local_queue.expect_no_handover()
+    return [key for each in queues for key in each]
 
 
 def settled(subject: Subject, keys: list[str]) -> None:

@@ -24,7 +24,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.util import greenlet_spawn
 
 from dblock.core import runtime
-from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.request import Request
 from dblock.core.errors import LockStoreError, StoreConflict
 from dblock.core.lock.kill_query_listener import KillQueryListener
 from dblock.core.protocol import queue

@@ -24,8 +24,9 @@ from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple, cast
 
 from dblock.core.acquire import acquiring, handover
-from dblock.core.acquire.local_queue import LocalQueue, Request
-from dblock.core.acquire.services import PollingOnly
+from dblock.core.acquire.local_queue import LocalQueue
+from dblock.core.acquire.request import Request
+from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.sharing import Sharing, _Held
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockStoreError, StoreUnanswered
@@ -73,10 +74,11 @@ class Mail(Post):
         return True
 
 
-class House(PollingOnly):
+class House(WaiterServices):
     """A process: its local queues, and whom it knows to hold the key."""
 
     queues_locally = True
+    channel = ""
 
     def __init__(self, world: Small, number: int) -> None:
         self.world = world
@@ -369,7 +371,7 @@ def small(
     for flow in world.flows:
         flow.wakes = world.time
     for house in world.houses if "crash" in kinds else ():
-        house.site.local_queues.note_contention("k")  # so that the first, too, stands in the queue, and hands over
+        house.site.note_contention("k")  # so that the first, too, stands in the queue, and hands over
     return world
 
 
@@ -421,7 +423,7 @@ class _Canon:
     def _of_house(self, house: House) -> list[Any]:
         if not house.alive:
             return []
-        flows, queues = list[list[Any]](), house.site.local_queues
+        flows, site = list[list[Any]](), house.site
         for f in self._world.flows:
             if f.house is house and not f.done:
                 flows.append([])
@@ -444,7 +446,7 @@ class _Canon:
         for flow in sorted(flows, key=repr):
             own += flow
         self._add((house.channel, house.site.slots, house.wakeups._unclaimed), own)
-        self._add((queues._queues, queues._tried, queues._contended), own)
+        self._add((site.local_queues, site._contended), own)
         return own
 
     def _add(self, it: Any, flat: list[Any]) -> None:  # noqa: PLR0912 - one branch for each kind of value

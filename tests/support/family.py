@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from dblock.core.acquire import acquiring, handover, together
-from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.sharing import Sharing
 from dblock.core.errors import LockStoreError
 from dblock.core.holding.handover_record import HandoverRecord
@@ -106,7 +106,7 @@ class Member(Flow):
                 found = yield from (sharing.read() if reading else sharing.write())
         finally:
             self.breakable = False
-        if isinstance(found, acquiring.Refused):
+        if isinstance(found, Refused):
             self.at_door = 0
             return
         self._believe(found if isinstance(found, list) else [found])
@@ -142,7 +142,7 @@ class Member(Flow):
                 _ = yield from handover.free(self.house.site, held, 1)
             raise
 
-    def _take(self, keys: str, request: Request) -> Steps[list[Grant] | acquiring.Refused]:
+    def _take(self, keys: str, request: Request) -> Steps[list[Grant] | Refused]:
         """As `dblock.core.lock.several`: together, else one after the other; what was taken in vain is released."""
         site, house = self.house.site, self.house
         if len(keys) > 1 and (grants := (yield from together.take(site, request, list(keys), lambda: house))):
@@ -157,7 +157,7 @@ class Member(Flow):
                     lambda: house,
                     held=lambda: [g.tenure.owner for g in got],
                 )
-                if isinstance(found, acquiring.Refused):
+                if isinstance(found, Refused):
                     yield from self._leave_all(got)
                     return found
                 got.append(found)
@@ -166,7 +166,7 @@ class Member(Flow):
             raise
         return got
 
-    def _door(self, request: Request, timeout: float | None) -> Steps[Grant | acquiring.Refused]:
+    def _door(self, request: Request, timeout: float | None) -> Steps[Grant | Refused]:
         held = self.house.holds(request.key)
         found = yield from acquiring.acquire(
             self.house.site, request, timeout, lambda: self.house, held_in_process=held

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.request import Request
 from dblock.core.acquire.site import Site
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.sending import Database

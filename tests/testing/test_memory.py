@@ -640,7 +640,7 @@ def test_who_waits_for_what_was_locked_before(sqlite: object) -> None:
 
     with lock:
         waiter = Thread(wait)
-        while runtime.current.site(lock._store()).local_queues.find("before") is None:
+        while runtime.current.site(lock._store()).local_queues.get("before") is None:
             time.sleep(0.001)
         with testing.memory():
             lock.__exit__(None, None, None)

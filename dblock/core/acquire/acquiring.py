@@ -8,15 +8,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection
-from enum import Enum
-from typing import Final, Literal, NamedTuple
 
 from dblock.core.acquire import handover
-from dblock.core.acquire.handover import undo_take
-from dblock.core.acquire.local_queue import Request
-from dblock.core.acquire.services import PollingOnly, WaiterServices
+from dblock.core.acquire.local_queue import Stage
+from dblock.core.acquire.request import Refused, Request
+from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
-from dblock.core.acquire.waiting import Attempt, Outcome, Waiter
+from dblock.core.acquire.waiting import Waiter
 from dblock.core.errors import (
     LockStoreError,
     LockTimeout,
@@ -32,27 +30,11 @@ from dblock.core.statements.base import Statement
 from dblock.core.values import Grant, LockInfo
 
 
-class Refused(NamedTuple):
-    """The key could not be acquired in time."""
-
-    holder: LockInfo | None = None
-    """The row as last read; None if others were faster each time the key was free, or the row could not be read."""
-    busy: LockStoreError | None = None
-    """The error that kept the row from being read."""
-
-
-class _Answer(Enum):
-    UNKNOWN = "the database did not answer"
-
-
-_UNKNOWN: Final = _Answer.UNKNOWN
-
-
 def acquire(
     site: Site,
     request: Request,
     timeout: float | None,
-    services: Callable[[], WaiterServices] = PollingOnly,
+    services: Callable[[], WaiterServices] = WaiterServices,
     *,
     held_in_process: bool = False,
     held: Callable[[], Collection[str]] = tuple,
@@ -66,43 +48,45 @@ def acquire(
     circle, which raises LockDeadlock. `contended` is called once if the flow waits, with the holder if that is known.
     `slow_wait` gives the seconds after which the wait is logged.
     """
-    start, timing = site.database.now(), site.database.timing
+    database, start, timing = site.database, site.database.now(), site.database.timing
     deadline = math.inf if timeout is None else start + timeout
     # A timeout that is shorter than a round trip has one answer too.
-    until = max(deadline + timing.answer_grace, start + min(2 * site.database.latency.distance, timing.farthest))
+    until = max(deadline + timing.answer_grace, start + min(2 * database.latency.distance, timing.farthest))
     if timeout == 0:
         until = start + timing.single_try
-    attempt = Attempt(site, request, deadline, until, services, held, contended, slow_wait)
-    queues, key = site.local_queues, request.key
-    found: Grant | LockInfo | Literal[Outcome.TAKE_AGAIN] | None = Outcome.TAKE_AGAIN
+    waiter = Waiter(site, request, deadline, until, services, held, contended, slow_wait)
+    found: Grant | Refused | None = None
     try:
-        if timeout == 0 and not site.database.dialect.single_writer:  # to a file one connects at once
-            yield from await_first_answer(site.database, key, start)
-            attempt.until = site.database.now() + site.database.timing.single_try
-        if (held_in_process or queues.expects_contention(key)) and request.fair and start < deadline:
-            with contextlib.suppress(LockTimeout):  # waiting is refused here, but the key may be free
-                found = yield from _waiter(attempt).wait(None)
-        if found is Outcome.TAKE_AGAIN:
-            found, attempt.trying = None, queues.begin_try(key)
-            try:
-                found = yield from _take(attempt)
-            finally:
-                if attempt.trying:
-                    queues.end_try(key, got=isinstance(found, Grant))
-    except StoreBusy as busy:
-        return Refused(busy=busy)
-    except LockStoreError as late:
-        # A database that answers is slow, or far away, and not broken.
-        if late.late and not attempt.broken and timeout and site.database.now() >= deadline and site.database.answers():
-            return Refused(busy=late)
+        try:
+            if timeout == 0 and not database.dialect.single_writer:  # to a file one connects at once
+                yield from await_first_answer(database, request.key, start)
+                waiter.until = database.now() + database.timing.single_try
+            if (held_in_process or site.expects_contention(request.key)) and request.fair and start < deadline:
+                with contextlib.suppress(LockTimeout):  # waiting is refused here, but the key may be free
+                    waiter.enter(None)
+            while found is None:
+                if waiter.stage is Stage.OUTSIDE:
+                    site.enter_taking(waiter)
+                    found = yield from _take(waiter)
+                else:
+                    found = yield from waiter.wait()
+            waiter.leave(found if isinstance(found, Grant) else None)
+        except LockStoreError as error:
+            yield from waiter.clean_up(behind=True)
+            # A database that answers is slow, or far away, and not broken.
+            slow = error.late and not waiter.broken and timeout and database.now() >= deadline and database.answers()
+            if not (slow or isinstance(error, StoreBusy)):
+                raise
+            found = Refused(busy=error)
+    except GeneratorExit:  # nothing drives further steps
+        waiter.leave()
         raise
-    except BaseException as error:
-        # Interrupted: release what may have been taken. Not on GeneratorExit, as then nothing drives further steps, nor
-        # on a store error, after which the take has been resolved as far as the database allows.
-        if attempt.owner and not isinstance(error, (GeneratorExit, LockStoreError)):
-            yield from undo_take(site, key, attempt.owner)
+    except LockStoreError:
         raise
-    return found if isinstance(found, Grant) else Refused(found)
+    except BaseException:
+        yield from waiter.clean_up(behind=False)
+        raise
+    return found
 
 
 def await_first_answer(database: Database, key: str, start: float) -> Steps[None]:
@@ -117,68 +101,67 @@ def await_first_answer(database: Database, key: str, start: float) -> Steps[None
         _ = yield from send(database, database.dialect.inspect, {"key": key}, until, answer_by=first)
 
 
-def _waiter(attempt: Attempt) -> Waiter:
-    return Waiter(attempt, attempt.services(), bool(attempt.held()))
-
-
-def _take(attempt: Attempt) -> Steps[Grant | LockInfo | None]:
-    """Take the key, or wait for it: a grant; else the row as last read, or None."""
-    site, deadline, until = attempt.site, attempt.deadline, attempt.until
-    database, key = site.database, attempt.request.key
+def _take(waiter: Waiter) -> Steps[Grant | Refused | None]:
+    """Take the key; None if the flow has to wait, in which case it has entered a local queue."""
+    site, request, deadline, until = waiter.site, waiter.request, waiter.deadline, waiter.until
+    database, key = site.database, request.key
     now, dialect = database.now, database.dialect
     statement = dialect.take
     growing = pauses()
     tries = 0
     while True:
-        grant = yield from _try(attempt, statement)
-        if isinstance(grant, Grant):
+        grant, answered = yield from _try(waiter, statement)
+        if grant is not None:
             return grant
         holder = yield from look(database, key, until)
-        if holder is not None and holder.kind != attempt.request.kind:
+        if holder is not None and holder.kind != request.kind:
             from dblock.core.acquire.shares import wrong_kind  # noqa: PLC0415 - only for the error
 
-            raise wrong_kind(key, holder.kind, attempt.request.kind)
+            raise wrong_kind(key, holder.kind, request.kind)
         held = holder is not None and holder.state == "held"
         if held and now() >= deadline:
-            return holder
+            return Refused(holder)
         if holder is None and statement is dialect.take:
             statement = dialect.create
             continue
         statement = dialect.create if holder is None else dialect.take
-        if grant is not _UNKNOWN:
+        if answered:
             tries += 1
             if tries > 2 and now() >= deadline:
-                return None
+                return Refused()
         # A key that is free but cannot be taken has waiters, or a transaction pins it.
         waits = holder is not None and (held or (yield from handover.grant_next(site, key, until=until)) or tries > 2)
         if waits and now() < deadline:
-            found = yield from _waiter(attempt).wait(holder, first=attempt.trying)
-            if found is not Outcome.TAKE_AGAIN:
-                return found
-        if tries > 1 or grant is _UNKNOWN:
+            waiter.enter(holder)
+            return None
+        if tries > 1 or not answered:
             yield from sleep(min(next(growing), max(until - now(), 0.0)))
 
 
-def _try(attempt: Attempt, statement: Statement) -> Steps[Grant | Literal[_Answer.UNKNOWN] | None]:
-    """A grant that can still be trusted; None if the key was not free; UNKNOWN if the database did not answer."""
-    database, until = attempt.site.database, attempt.until
-    attempt.owner = attempt.request.new_owner()
+def _try(waiter: Waiter, statement: Statement) -> Steps[tuple[Grant | None, bool]]:
+    """A grant that can still be trusted, or None if the key was not free; and whether the database answered in time."""
+    site, request = waiter.site, waiter.request
+    database, until = site.database, waiter.until
+    waiter.owner = request.new_owner()
     try:
-        grant = yield from begin(database, statement, attempt.request.parameters(attempt.owner), until)
-    except (StoreLocked, Unresolved) as error:  # the key can be read meanwhile
+        grant = yield from begin(database, statement, request.parameters(waiter.owner), until)
+    except LockStoreError as error:
         if isinstance(error, Unresolved):  # a take that succeeds later is released in the background
-            _ = attempt.services().withdraw(attempt.request.key, attempt.owner)
-            attempt.broken = attempt.broken or not error.late
-        if until - database.now() >= database.timing.min_retry_time:
-            return _UNKNOWN
+            _ = waiter.find_services().withdraw(request.key, waiter.owner)
+            waiter.broken = waiter.broken or not error.late
+        waiter.owner = ""
+        # The key can be read meanwhile.
+        passing = isinstance(error, (StoreLocked, Unresolved))
+        if passing and until - database.now() >= database.timing.min_retry_time:
+            return None, False
         if isinstance(error, Unresolved):
             unanswered = StoreUnanswered(str(error), key=error.key)
             unanswered.late = error.late
             raise unanswered from error.__cause__
         raise
     if grant is None:
-        attempt.owner = ""
+        waiter.owner = ""
     if grant is None or database.now() < grant.trusted_until:
-        return grant
-    _ = yield from handover.free(attempt.site, HandoverRecord.of(grant), 1)  # granted too late
-    return _UNKNOWN
+        return grant, True
+    _ = yield from handover.free(site, HandoverRecord.of(grant), 1)  # granted too late
+    return None, False

@@ -17,7 +17,6 @@ from enum import Enum
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreUnanswered
 from dblock.core.holding.handover_record import Bundle, HandoverRecord
@@ -28,6 +27,7 @@ from dblock.core.values import SHARE, Grant, Tenure
 from dblock.core.wakeup.registry import Message
 
 if TYPE_CHECKING:
+    from dblock.core.acquire.waiting import Waiter
     from dblock.core.holding.flow import Hold
 
 
@@ -52,9 +52,10 @@ def grant(
         return False
     if held is not None:
         held.handed_over = True  # before the waiter is notified
-        site.local_queues.note_contention(key)
-    if not granted.notified:
-        yield from tell(site, granted.channel, granted.message)
+        site.note_contention(key)
+    channel, message = granted
+    if channel is not None:
+        yield from tell(site, channel, message)
     return True
 
 
@@ -79,7 +80,7 @@ def grant_next(site: Site, key: str, first: int = 0, *, until: float = math.inf)
     try:
         for _ in range(2):  # the queue may change between two statements
             if first and (yield from grant(site, key, first, until=until)):
-                site.local_queues.note_contention(key)
+                site.note_contention(key)
                 return True
             soon = min(until, database.now() + database.timing.handover_retry)
             view = yield from queue.status(database, key, soon)
@@ -122,7 +123,7 @@ def release(site: Site, held: HandoverRecord, count: int) -> Steps[bool]:
     """
     if SHARE in held.tenure.key:
         return free(site, held, count)
-    likely = count == 1 and (held.ticket or site.local_queues.expects_contention(held.tenure.key))
+    likely = count == 1 and (held.ticket or site.expects_contention(held.tenure.key))
     direct = likely and not held.handed_over
     return _grant_or_free(site, held) if direct else free(site, held, count)
 
@@ -157,7 +158,7 @@ def pass_on(site: Site, held: HandoverRecord) -> Steps[bool]:
     """
     if SHARE in held.tenure.key:
         return _leave_share(site, held)
-    if held.bundle is not None and held.bundle.collecting and site.local_queues.find(held.tenure.key) is None:
+    if held.bundle is not None and held.bundle.collecting and site.local_queues.get(held.tenure.key) is None:
         return _note_left(held.bundle, held)
     return _pass_on(site, held)
 
@@ -170,17 +171,16 @@ def _note_left(bundle: Bundle, held: HandoverRecord) -> Steps[bool]:
 
 def _pass_on(site: Site, held: HandoverRecord) -> Steps[bool]:
     passed, heir, owner = Passed.REFUSED, None, ""
-    queues = site.local_queues
     try:
-        local_queue = queues.find(held.tenure.key)
+        local_queue = site.local_queues.get(held.tenure.key)
         heir = None if local_queue is None else local_queue.offer()
-        if local_queue is not None and heir is not None:
+        if heir is not None:
             passed, owner = Passed.UNKNOWN, heir.owner
-            passed = yield from _hand_over_local(site, local_queue, heir, held)
+            passed = yield from _hand_over_local(site, heir, held)
             if passed is Passed.REFUSED:
-                local_queue.retract(heir)
+                heir.local_queue.retract(heir)
         in_time = yield from release(site, held, 1)
-        if heir is not None and passed is Passed.UNKNOWN and not in_time and not heir.relies_on(owner):
+        if heir is not None and passed is Passed.UNKNOWN and not in_time and heir.owner != owner:
             yield from undo_take(site, held.tenure.key, owner, again=False)
         return in_time or passed is Passed.UNKNOWN  # noqa: TRY300 - an else would be no clearer
     except (GeneratorExit, LockStoreError):
@@ -191,7 +191,7 @@ def _pass_on(site: Site, held: HandoverRecord) -> Steps[bool]:
         raise
     finally:
         if passed is not Passed.DONE:
-            queues.freed(held.tenure.key)
+            site.freed(held.tenure.key)
 
 
 def leave(site: Site, hold: Hold, *, count: int, again: bool = False) -> Steps[bool]:
@@ -268,7 +268,7 @@ def _grant_held(site: Site, held: HandoverRecord) -> Steps[Passed]:
         return Passed.REFUSED
 
 
-def _hand_over_local(site: Site, local_queue: LocalQueue, heir: LocalWaiter, held: HandoverRecord) -> Steps[Passed]:
+def _hand_over_local(site: Site, heir: Waiter, held: HandoverRecord) -> Steps[Passed]:
     """Hand a held tenure over to the flow of this process that it was offered to."""
     database, request, owner, tenure = site.database, heir.request, heir.owner, held.tenure
     try:
@@ -295,7 +295,7 @@ def _hand_over_local(site: Site, local_queue: LocalQueue, heir: LocalWaiter, hel
     fence, *lasts = map(int, rows[0])
     begun = Tenure(tenure.key, owner, fence)
     grant = Grant(begun, sent, request.ttl, held.ticket, held.local_handovers + 1, sum(lasts) / 1000)
-    if not local_queue.confirm(heir, grant):  # it has left in the meantime
+    if not heir.local_queue.confirm(heir, grant):  # it has left in the meantime
         with contextlib.suppress(LockStoreError):
             _ = yield from release(site, HandoverRecord.of(grant), 1)
     return Passed.DONE

@@ -5,83 +5,53 @@ Rule: a waiter works without them: it then sends its own heartbeats, and polls.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from dblock.core.protocol.queue import Place
 
 
-class WaiterServices(Protocol):
-    """The services of a process for its waiters."""
+class WaiterServices:
+    """The services of a process for its waiters; here none."""
 
     @property
     def queues_locally(self) -> bool:
         """Whether the flows of the process wait for a key in one local queue; else each waits alone."""
-        ...
-
-    def holds(self, key: str, /) -> bool:
-        """Whether a flow of this process holds that key, so that it may hand it over."""
-        ...
-
-    def holder(self, key: str, /) -> tuple[str, str, float] | None:
-        """Thread or task, label, and seconds held, of the holder of that key in this process; None if there is none."""
-        ...
-
-    def keep(self, place: Place, /) -> bool:
-        """Send heartbeats for a place in the queue; False if the waiter has to."""
-        ...
-
-    def leave(self, owner: str, /, *, served: bool = False) -> None:
-        """End the heartbeats of a place; `served`: the key was granted to it, and its row can be deleted later."""
-        ...
-
-    def withdraw(self, key: str, owner: str, /) -> bool:
-        """In the background delete the place of a token, and release the key if it was granted to it.
-
-        False if the waiter has to.
-        """
-        ...
+        return False
 
     @property
     def deletes_served_rows(self) -> bool:
         """Whether the process deletes the row of a place that was served."""
-        ...
-
-    def listen(self) -> None:
-        """Begin to listen for notifications of the database, unless it does already."""
-        ...
+        return False
 
     @property
     def channel(self) -> str:
         """Where the database notifies the process, now or soon; empty if it cannot."""
-        ...
+        return ""
 
     @property
     def notifications_ready(self) -> bool:
         """Whether the database notifies the process there now, whichever process releases the key."""
-        ...
-
-
-class PollingOnly:
-    """No services: the waiter sends its own heartbeats, and polls."""
-
-    queues_locally = deletes_served_rows = False
-    channel = ""
-    notifications_ready = False
+        return False
 
     def holds(self, key: str) -> bool:
+        """Whether a flow of this process holds that key, so that it may hand it over."""
         return False
 
     def holder(self, key: str) -> tuple[str, str, float] | None:
+        """Thread or task, label, and seconds held, of the holder of that key in this process; None if there is none."""
         return None
 
     def keep(self, place: Place) -> bool:
+        """Send heartbeats for a place in the queue; False if the waiter has to."""
         return False
 
     def leave(self, owner: str, *, served: bool = False) -> None:
-        pass
+        """End the heartbeats of a place; `served`: the key was granted to it, and its row can be deleted later."""
 
     def withdraw(self, key: str, owner: str) -> bool:
+        """In the background delete the place of a token, and release the key if it was granted to it.
+
+        False if the waiter has to.
+        """
         return False
 
     def listen(self) -> None:
-        pass
+        """Begin to listen for notifications of the database, unless it does already."""

@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from dblock.core.acquire import handover, slow
-from dblock.core.acquire.acquiring import Refused, await_first_answer
+from dblock.core.acquire.acquiring import await_first_answer
 from dblock.core.acquire.handover import undo_take
-from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.shares import REMEMBERED, door_bell, leave_share
 from dblock.core.acquire.site import Site

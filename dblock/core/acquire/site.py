@@ -1,4 +1,4 @@
-"""What the flows of one process share of a database.
+"""What the flows of one process share of a database, above all its local queues.
 
 Rule: there is one site for each store of the process (`dblock.core.runtime`).
 """
@@ -6,15 +6,21 @@ Rule: there is one site for each store of the process (`dblock.core.runtime`).
 from __future__ import annotations
 
 import functools
+import math
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from dblock.core.acquire.local_queue import LocalQueues
+from dblock.core.acquire.local_queue import RECENT, LocalQueue, Stage
 from dblock.core.protocol.sending import Database
 from dblock.core.wakeup.registry import Wakeups
 
 if TYPE_CHECKING:
+    from dblock.core.acquire.waiting import Waiter
     from dblock.core.wakeup.local_socket import LocalSockets
+
+CONTENDED: Final = 1000
+"""Most keys that are marked as contended."""
 
 
 class Site:
@@ -23,16 +29,71 @@ class Site:
     def __init__(self, database: Database, wakeups: Wakeups, sockets: Callable[[], LocalSockets]) -> None:
         self.database = database
         self.wakeups = wakeups
-        self.local_queues = LocalQueues(database)
+        self.mutex = threading.RLock()
+        """Of the local queues. Held for a few instructions; a signal handler may run between any two of them."""
+        self.local_queues: dict[str, LocalQueue] = {}
+        """By key, those that have waiters."""
         self.slow_waits: dict[str, float] = {}
         """The local time at which a wait for a key was last logged."""
         self.slots: dict[str, list[int]] = {}
         """By key of a semaphore, the slots that this process has left, the last one last: the first to try."""
         self.ended: set[str] = set()
         """Keys of read-write locks whose row behind the shares has been made, where that is needed."""
+        self._contended: dict[str, float] = {}
+        """The local time at which a key was last found contended."""
         self._sockets = sockets
 
     @functools.cached_property
     def sockets(self) -> LocalSockets:
         """The sockets by which flows of this process are notified; made when first needed."""
         return self._sockets()
+
+    def enter(self, waiter: Waiter, *, alone: bool, handover_expected: bool) -> None:
+        """Wait in the local queue of a key, or with `alone` in one without other waiters.
+
+        `handover_expected`: a flow of this process holds the key, and may hand it over to the first.
+        """
+        key = waiter.request.key
+        with self.mutex:
+            local_queue = (None if alone else self.local_queues.get(key)) or LocalQueue(key, self)
+            if handover_expected and not local_queue.handover_expected_until:
+                local_queue.expect_handover()
+            local_queue.add(waiter, Stage.WAITING)
+            if not alone:
+                self.local_queues[key] = local_queue  # only now, so that an interrupt leaves no empty queue
+
+    def enter_taking(self, waiter: Waiter) -> None:
+        """Let those that come while this flow tries to take the key wait behind it, unless some wait already."""
+        key = waiter.request.key
+        with self.mutex:
+            if key not in self.local_queues:
+                local_queue = LocalQueue(key, self)
+                local_queue.add(waiter, Stage.TAKING)
+                self.local_queues[key] = local_queue
+
+    def freed(self, key: str) -> None:
+        """Record that a flow of this process released the key to the database: no offer follows."""
+        local_queue = self.local_queues.get(key)
+        if local_queue is not None:
+            local_queue.expect_no_handover()
+
+    def leave_to_parent(self) -> None:
+        """Empty the local queues in a forked child: the waiters are the parent's, and so may be the mutex."""
+        self.mutex = threading.RLock()
+        self.local_queues.clear()
+        self.database.latency.leave_to_parent()
+
+    def note_contention(self, key: str) -> None:
+        """Mark the key as contended. Not called for one's own grant; otherwise the mark would never decay."""
+        if len(self._contended) >= CONTENDED:
+            self._contended.clear()
+        self._contended[key] = self.database.now()
+
+    def expects_contention(self, key: str) -> bool:
+        """Whether a flow of this process waits for that key or tries to take it, or other processes probably wait.
+
+        An estimate, which saves two statements when it is right.
+        """
+        if key in self.local_queues:
+            return True
+        return bool(self._contended) and self.database.now() < self._contended.get(key, -math.inf) + RECENT

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from dblock.core.acquire.local_queue import LocalQueue, Request
+from dblock.core.acquire.local_queue import LocalQueue
+from dblock.core.acquire.request import Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.log import warn
@@ -31,7 +32,7 @@ def say(
 ) -> None:
     """Log a wait, unless this process logged one for the same key within a minute. `share`: one that is in the way."""
     key, now, said = request.key, site.database.now(), site.slow_waits
-    with site.local_queues.mutex:
+    with site.mutex:
         if now < said.get(key, -INTERVAL) + INTERVAL:
             return
         _ = said.pop(key, None)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from dblock.core.acquire import handover
 from dblock.core.acquire.handover import undo_take
-from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.request import Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
@@ -78,7 +78,7 @@ def release(site: Site, held: Sequence[HandoverRecord]) -> Steps[list[Tenure]]:
         raise
     over = [] if again or len(rows) == len(held) else (yield from _over(site, held))
     for key in keys:
-        site.local_queues.freed(key)
+        site.freed(key)
     if database.dialect.unserved is not None:
         with contextlib.suppress(LockStoreError):  # its waiters poll
             _, rows = yield from send(database, database.dialect.unserved, parameters, until, resend=True)

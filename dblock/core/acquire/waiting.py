@@ -10,15 +10,15 @@ import math
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, Literal
+from typing import Any
 
 from dblock.core.acquire import handover
 from dblock.core.acquire.handover import undo_take
-from dblock.core.acquire.local_queue import LocalQueue, LocalWaiter, Request, Stage
+from dblock.core.acquire.local_queue import MOVES, LocalQueue, Stage
+from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
-from dblock.core.errors import LockStoreError, LockTimeout, StoreBusy, StoreConflict, StoreUnanswered
+from dblock.core.errors import LockTimeout, StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import queue
 from dblock.core.protocol.queue import Place, QueueStatus
@@ -30,44 +30,42 @@ from dblock.core.values import MACHINE, Grant, LockInfo
 from dblock.core.wakeup.registry import Wakeup
 
 
-class Outcome(Enum):
-    """Result of waiting in the database's queue without a grant."""
+@dataclass(slots=True, eq=False, repr=False)
+class Waiter:
+    """A flow that acquires a key, until it has the key, gives up or is interrupted.
 
-    PASSED_OVER = "passed over: join anew"
-    TAKE_AGAIN = "no row, or no ticket: try to take the key again"
-
-
-@dataclass(slots=True)
-class Attempt:
-    """A flow's attempt to acquire a key, until it has the key, gives up or is interrupted."""
+    It is made for each attempt; if the key is not free it waits, in a local queue, and once it is the first there, in
+    the database's queue. Its `stage` says how far it is (`dblock.core.acquire.local_queue`).
+    """
 
     site: Site
     request: Request
-    deadline: float
-    until: float
+    deadline: float = math.inf
+    until: float = math.inf
     """The local time after which no statement is sent."""
-    services: Callable[[], WaiterServices]
-    held: Callable[[], Collection[str]]
+    find_services: Callable[[], WaiterServices] = WaiterServices
+    held: Callable[[], Collection[str]] = tuple
     """The owner tokens of the flow's tenures."""
     contended: Callable[[LockInfo | None], None] | None = None
     """Called when the flow begins to wait."""
     slow_wait: Callable[[], float] = lambda: math.inf
     """Seconds after which a wait is logged."""
+
+    stage: Stage = Stage.OUTSIDE
     owner: str = ""
-    """The token of the tenure that this attempt may have begun; empty if it certainly has begun none."""
-    trying: bool = False
-    """Whether newcomers wait until this attempt has tried to take the key."""
+    """The token of the tenure that it may get, or has; empty outside of the queues while it certainly has none."""
+    given_up: tuple[str, ...] = ()
+    """Tokens of places and tenures that it may have and does not want."""
+    grant: Grant | None = None
+    """The tenure that a holder of this process handed to it."""
+    place: Place | None = None
+    """Its place in the database's queue; with another token than its own, one that it has to adopt."""
     broken: bool = False
     """Whether a connection broke before a take was answered, so that the database may be down."""
 
-
-@dataclass(slots=True)
-class Waiter:
-    """A flow that waits for a key: in a local queue, and once it is the first there, in the database's queue."""
-
-    attempt: Attempt
-    services: WaiterServices
-    holds_other_keys: bool
+    seen: float = 0.0
+    """The local time of its last activity in the local queue."""
+    holds_other_keys: bool = False
     channel: str = ""
     """The channel that its place names."""
     heartbeat_due: float = 0.0
@@ -85,120 +83,116 @@ class Waiter:
     """The holder as last read."""
     has_read_holder: bool = False
     """Whether it has read the row shortly before its deadline."""
+    local_queue: LocalQueue = field(init=False)
+    services: WaiterServices = field(init=False)
     wakeup: Wakeup = field(init=False)
-    me: LocalWaiter = field(init=False)
-    site: Site = field(init=False)
-    request: Request = field(init=False)
     timing: Timing = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.site, self.request = self.attempt.site, self.attempt.request
-        self.timing, self.wakeup = self.site.database.timing, Wakeup(self.site.database)
-        self.me = LocalWaiter(self.request, self.wakeup)
+    def move(self, stage: Stage) -> None:
+        """Change to another stage."""
+        if stage not in MOVES[self.stage]:
+            raise RuntimeError(f"a waiter moves from {self.stage.name} to {stage.name}: a defect of dblock")
+        self.stage = stage
 
-    def wait(
-        self, holder: LockInfo | None, *, first: bool = False
-    ) -> Steps[Grant | LockInfo | Literal[Outcome.TAKE_AGAIN]]:
-        """A grant, or the row as it was at the deadline; or TAKE_AGAIN.
+    def give_up_tokens(self) -> None:
+        """Remember what the database may have under its tokens, as unwanted; from now on it has none."""
+        tokens = [self.owner] if self.owner and self.stage is not Stage.WAITING else []
+        if self.place is not None and self.place.owner != self.owner:
+            tokens.append(self.place.owner)
+        self.given_up += tuple(tokens)
+        self.place, self.owner = None, ""
 
-        `holder` is the holder as last read; `first`: enter before all flows that came while this one tried a take.
-        """
+    def enter(self, holder: LockInfo | None) -> None:
+        """Begin to wait; `holder` is the holder as last read. Raises a LockError where a wait could not end."""
+        site, request = self.site, self.request
         try:
-            self.site.database.before_waiting()  # before other flows wait behind this one
+            site.database.before_waiting()  # before other flows wait behind this one
         except LockTimeout as refused:
             refused.holder = None if holder is None else holder.masked()
             raise
-        me, queues, key, services = self.me, self.site.local_queues, self.request.key, self.services
-        self.holder, self.attempt.owner = holder, me.owner
-        self.waiting_since = self.site.database.now()
+        self.services, self.wakeup, self.timing = self.find_services(), Wakeup(site.database), site.database.timing
+        self.holder, self.holds_other_keys = holder, bool(self.held())
+        alone = not (request.fair and self.services.queues_locally) or self.holds_other_keys
+        if alone:
+            self.leave()
+        self.owner = request.new_owner()
+        self.waiting_since = site.database.now()
         self.listen_after = self.timing.listen_after * random.uniform(0.75, 1.25)  # noqa: S311 - jitter
-        self.slow_from = self.waiting_since + self.attempt.slow_wait()
-        try:
-            if self.request.fair and services.queues_locally and not self.holds_other_keys:
-                local_queue = queues.enter(me, handover_expected=services.holds(key), first=first)
-                if first:
-                    queues.end_try(key, got=False)
-                    self.attempt.trying = False
-            else:
-                local_queue = queues.alone(me)
-            if holder is not None:
-                local_queue.holder = holder
-            found = yield from self._until_found(local_queue)
-            left_over = local_queue.leave(me, got=found if isinstance(found, Grant) else None)
-            if left_over is not None:  # a flow of this process handed it the key meanwhile
-                _ = yield from queue.leave_queue(self.site.database, [left_over.owner], self._left())
-        except GeneratorExit:  # nothing drives further steps
-            _ = me.local_queue.leave(me) if me.local_queue else None
-            raise
-        except BaseException as error:
-            yield from self._leave_nothing(behind=isinstance(error, LockStoreError))
-            raise
-        self.attempt.owner = found.tenure.owner if isinstance(found, Grant) else ""
-        return found
+        self.slow_from = self.waiting_since + self.slow_wait()
+        site.enter(self, alone=alone, handover_expected=not alone and self.services.holds(request.key))
+        if holder is not None:
+            self.local_queue.holder = holder
 
-    def _leave_nothing(self, *, behind: bool) -> Steps[None]:
-        """Delete the place and release what may have been granted: with `behind` in the background, else at once."""
-        me, owners = self.me, [self.attempt.owner]
-        if me.stage is not Stage.WAITING:
-            owners.insert(0, me.owner)
-        elif self.attempt.owner == me.owner:
-            owners = []
-        place = me.local_queue.leave(me) if me.local_queue else None
-        if place is not None:
-            owners.append(place.owner)
-            if not behind:
-                _ = yield from queue.leave_queue(self.site.database, [place.owner], self._left_to_undo())
-        for owner in dict.fromkeys(owners):
-            if behind:
-                yield from self._withdraw(owner)
-            else:
-                yield from undo_take(self.site, self.request.key, owner, self._left_to_undo())
-        self.attempt.owner = ""
+    def leave(self, got: Grant | None = None) -> None:
+        """Leave the queues, if it is in them, with a tenure or without one."""
+        if self.stage is not Stage.OUTSIDE:
+            self.local_queue.leave(self, got)
+
+    def clean_up(self, *, behind: bool) -> Steps[None]:
+        """Delete its place and release what it may have been granted: with `behind` in the background, else at once."""
+        queued = self.stage is Stage.QUEUED or bool(self.place or self.given_up)
+        self.leave()
+        self.give_up_tokens()
+        if behind:
+            yield from self._withdraw()
+            return
+        if queued and self.given_up:
+            _ = yield from queue.leave_queue(self.site.database, self.given_up, self._left_to_undo())
+        for owner in self.given_up:
+            yield from undo_take(self.site, self.request.key, owner, self._left_to_undo())
 
     def _parameters(self) -> dict[str, Any]:
-        return self.request.parameters(self.me.owner, self.channel)
+        return self.request.parameters(self.owner, self.channel)
 
-    def _until_found(self, local_queue: LocalQueue) -> Steps[Grant | LockInfo | Literal[Outcome.TAKE_AGAIN]]:
-        """Wait in the local queue for an offer of the key; when it is this flow's turn, in the database's queue."""
-        me, now, growing = self.me, self.site.database.now, pauses()
+    def wait(self) -> Steps[Grant | Refused | None]:
+        """Wait in the local queue for an offer of the key; when it is this flow's turn, in the database's queue.
+
+        None if the flow should try again to take the key.
+        """
+        local_queue, now, growing = self.local_queue, self.site.database.now, pauses()
         while True:
-            if (grant := me.grant) is not None:
+            if (grant := self.grant) is not None:
                 if (yield from self._is_trusted(grant)):
-                    return grant
-                _ = local_queue.begin_again(me, grant)
-                self.attempt.owner = me.owner
-            left = self.attempt.deadline - now()
+                    return (yield from self._leave_with(grant))
+                yield from self._begin_again(grant)
+            left = self.deadline - now()
             if left <= 0:
-                return (yield from self._give_up(local_queue))
-            pause = local_queue.until_queueing(me)
+                return (yield from self._give_up())
+            pause = local_queue.until_queueing(self)
             if pause > 0 or left <= self._round_trip():
                 self._report_wait()
                 if self._until_reading(left) <= 0:
                     yield from self._read_holder()
-                    left = max(self.attempt.deadline - now(), 0.0)
+                    left = max(self.deadline - now(), 0.0)
                 yield from wait(min(pause or left, self._until_reading(left)), self.wakeup)
                 _ = self.wakeup.consume()
                 continue
             try:
-                found = yield from self._wait_in_queue(local_queue)
+                found = yield from self._wait_in_queue()
             except (StoreBusy, StoreUnanswered) as error:
                 # StoreBusy: a transaction has locked a row that this flow needs to write; it can still be read.
-                yield from self._begin_again(local_queue)
-                late = isinstance(error, StoreUnanswered) and self.attempt.until - now() < self.timing.min_retry_time
+                yield from self._begin_again()
+                late = isinstance(error, StoreUnanswered) and self.until - now() < self.timing.min_retry_time
                 if late and not (self.holder and error.late and self.site.database.answers()):
                     raise
-                yield from sleep(min(next(growing), max(self.attempt.deadline - now(), 0.0)))
+                yield from sleep(min(next(growing), max(self.deadline - now(), 0.0)))
                 continue
-            if found is Outcome.PASSED_OVER:
-                yield from self._begin_again(local_queue)
-            elif found is not None:
-                return found
+            if isinstance(found, Grant):
+                return (yield from self._leave_with(found))
+            if found is Stage.WAITING:
+                yield from self._begin_again()
+            elif found is Stage.OUTSIDE:
+                yield from self._delete_place()
+                self.leave()
+                yield from self._withdraw()
+                if self.grant is None:  # else it was handed over meanwhile
+                    return None
 
     def _report_wait(self) -> None:
         """Report, once, that the flow waits for a holder, and log a slow wait."""
-        if (contended := self.attempt.contended) is not None:
-            self.attempt.contended, local_queue = None, self.me.local_queue
-            contended(self.holder or (local_queue.holder if local_queue else None))
+        if (contended := self.contended) is not None:
+            self.contended = None
+            contended(self.holder or self.local_queue.holder)
         self._log_slow_wait()
 
     def _log_slow_wait(self) -> None:
@@ -208,21 +202,31 @@ class Waiter:
         from dblock.core.acquire import slow  # noqa: PLC0415 - for those who wait for long
 
         self.slow_from = now + slow.INTERVAL
-        slow.say(self.site, self.request, now - self.waiting_since, self.me.local_queue, self.services)
+        slow.say(self.site, self.request, now - self.waiting_since, self.local_queue, self.services)
 
-    def _begin_again(self, local_queue: LocalQueue) -> Steps[None]:
-        """Go on with a new token and give up the old one with its place, unless a grant has just been handed over."""
-        owners = [self.me.owner, self.me.place.owner] if self.me.place else [self.me.owner]
-        if local_queue.begin_again(self.me):
-            for owner in dict.fromkeys(owners):
-                yield from self._withdraw(owner)
-            self.attempt.owner = self.me.owner
+    def _begin_again(self, over: Grant | None = None) -> Steps[None]:
+        """Go on with a new token, as a place or the grant is over, unless a grant has just been handed over."""
+        self.local_queue.begin_again(self, over)
+        yield from self._withdraw()
 
-    def _withdraw(self, owner: str) -> Steps[None]:
-        """Delete the place of that token and release its tenure; in the background if the process does that."""
-        if not self.services.withdraw(self.request.key, owner):
-            _ = yield from queue.leave_queue(self.site.database, [owner], self._left())
-            yield from undo_take(self.site, self.request.key, owner, self._left(), again=False)
+    def _withdraw(self) -> Steps[None]:
+        """Delete the places and release the tenures of unwanted tokens; in the background if the process does that."""
+        for owner in self.given_up:
+            if not self.find_services().withdraw(self.request.key, owner):
+                _ = yield from queue.leave_queue(self.site.database, [owner], self._left())
+                yield from undo_take(self.site, self.request.key, owner, self._left(), again=False)
+        self.given_up = ()
+
+    def _leave_with(self, grant: Grant) -> Steps[Grant]:
+        """Leave the queues with a tenure, which may have come without the place."""
+        self.leave(grant)
+        yield from self._delete_place()
+        return grant
+
+    def _delete_place(self) -> Steps[None]:
+        if self.place is not None:
+            _ = yield from queue.leave_queue(self.site.database, [self.place.owner], self._left())
+            self.place = None
 
     def _is_trusted(self, grant: Grant) -> Steps[bool]:
         """Whether a tenure can still be trusted. One whose answer came too late is released."""
@@ -231,22 +235,18 @@ class Waiter:
         _ = yield from handover.free(self.site, HandoverRecord.of(grant), 1)
         return False
 
-    def _give_up(self, local_queue: LocalQueue) -> Steps[Grant | LockInfo | Literal[Outcome.TAKE_AGAIN]]:
-        """A grant of the last moment; else the holder to name; or TAKE_AGAIN."""
-        me = self.me
+    def _give_up(self) -> Steps[Grant | Refused | None]:
+        """A grant of the last moment; else the holder to name; or None to try again, as that is not known."""
         self._log_slow_wait()
-        offered = me.stage is Stage.OFFERED  # and the flow that offered it may have lost the answer
-        place = local_queue.leave(me)
-        owners = [place.owner] if place else []
-        if me.grant is not None:  # handed over at the last moment
-            if (yield from self._is_trusted(me.grant)):
-                _ = yield from queue.leave_queue(self.site.database, owners, self._left())
-                return me.grant
-        elif offered:
-            owners.append(me.owner)
-        for owner in dict.fromkeys(owners):
-            yield from self._withdraw(owner)
-        return local_queue.holder or self.holder or (yield from self._last_read()) or Outcome.TAKE_AGAIN
+        local_queue = self.local_queue
+        self.leave()
+        if (grant := self.grant) is not None:  # handed over at the last moment
+            if (yield from self._is_trusted(grant)):
+                return (yield from self._leave_with(grant))
+            self.give_up_tokens()
+        yield from self._withdraw()
+        holder = local_queue.holder or self.holder or (yield from self._last_read())
+        return None if holder is None else Refused(holder)
 
     def _round_trip(self) -> float:
         """Seconds before the deadline in which no statement is sent, as its answer would come too late."""
@@ -261,62 +261,58 @@ class Waiter:
 
     def _pause_to_the_end(self, place: Place) -> Steps[bool]:
         """Shortly before the deadline read the holder, then only wait for a notification; False at other times."""
-        left = self.attempt.deadline - self.site.database.now()
+        left = self.deadline - self.site.database.now()
         if self._until_reading(left) <= 0:
             yield from self._read_holder()
         granted = self.holder is not None and self.holder.owner == place.owner
         if granted or not (self.has_read_holder or left <= self._round_trip()):
             return False
-        yield from wait(max(self.attempt.deadline - self.site.database.now(), 0.0), self.wakeup)
+        yield from wait(max(self.deadline - self.site.database.now(), 0.0), self.wakeup)
         return True
 
     def _read_holder(self) -> Steps[None]:
         """Read the holder once, shortly before the deadline, for the error that may follow."""
-        self.has_read_holder, local_queue = True, self.me.local_queue
-        info = local_queue.holder if local_queue else None
-        if info is None and self.attempt.deadline - self.site.database.now() > self._round_trip():
+        self.has_read_holder, info = True, self.local_queue.holder
+        if info is None and self.deadline - self.site.database.now() > self._round_trip():
             info = yield from self._last_read()
-            if local_queue:
-                local_queue.holder = info
+            self.local_queue.holder = info
         self.holder = info or self.holder
 
-    def _wait_in_queue(self, local_queue: LocalQueue) -> Steps[Grant | Outcome | None]:
-        """Wait in the database's queue: a grant, or an outcome.
+    def _wait_in_queue(self) -> Steps[Grant | Stage | None]:
+        """Wait in the database's queue: a grant, or the stage to go back to.
 
         None if the time is up, or a flow of this process has handed over the key.
         """
-        me, database, sockets = self.me, self.site.database, self.site.sockets
-        before = local_queue.begin_queueing(me)
+        database, sockets = self.site.database, self.site.sockets
+        before = self.local_queue.begin_queueing(self)
         if before is Stage.HANDED_OVER:
             return None
         if before is Stage.OFFERED:  # the flow that offered the key has not reported the result
-            grant = yield from queue.accept(database, self._parameters(), 0, self.attempt.until)
+            grant = yield from queue.accept(database, self._parameters(), 0, self.until)
             if grant is not None:
-                return grant if (yield from self._is_trusted(grant)) else Outcome.PASSED_OVER
+                return grant if (yield from self._is_trusted(grant)) else Stage.WAITING
         self.channel = self.services.channel
         socket = self.wakeup.socket = sockets.lend() if self.channel else None
         if socket is not None:
             self.channel = socket.channel
         try:
             joined = yield from self._enqueue()
-            if joined is None:
-                return Outcome.TAKE_AGAIN
-            place, view = joined
-            found = yield from self._keep_place(place, view)
+            if joined is None:  # there is no row, or another waiter has just got the same ticket
+                return Stage.OUTSIDE
+            self.place, view = joined
+            found = yield from self._keep_place(self.place, view)
         finally:
             self.wakeup.socket = None
             sockets.take_back(socket)
         if isinstance(found, Grant) and found.ticket:
-            me.place = None
-            if not (
-                self.services.deletes_served_rows or database.dialect.queue.grant_leaves
-            ):  # else it is deleted later
+            place, self.place = self.place, None
+            if not (self.services.deletes_served_rows or database.dialect.queue.grant_leaves):  # else deleted later
                 _ = yield from queue.leave_queue(database, [place.owner], self.timing.handover_retry / 10)
         if isinstance(found, Grant) and not (yield from self._is_trusted(found)):
-            return Outcome.PASSED_OVER
+            return Stage.WAITING
         return found
 
-    def _keep_place(self, place: Place, view: QueueStatus | None) -> Steps[Grant | Outcome | None]:
+    def _keep_place(self, place: Place, view: QueueStatus | None) -> Steps[Grant | Stage | None]:
         """Wait for a grant to a place, with its heartbeats."""
         key, served, alone = self.request.key, False, True
         self.site.wakeups.register(key, place.ticket, self.wakeup)
@@ -330,33 +326,19 @@ class Waiter:
             self.services.leave(place.owner, served=served)
 
     def _enqueue(self) -> Steps[tuple[Place, QueueStatus | None] | None]:
-        """Join the queue: the place, and how it stands if that is known; None if there is no row, or no ticket."""
-        try:
-            joined: tuple[Place, QueueStatus | None] | None = yield from self._adopt_place()
-            if joined is None:
-                joined = yield from queue.join(self.site.database, self._parameters(), self.attempt.until)
-        except (GeneratorExit, LockStoreError):
-            raise
-        except BaseException:  # interrupted: the join may yet be executed; the caller deletes a place to be adopted
-            _ = yield from queue.leave_queue(self.site.database, [self.me.owner], self._left_to_undo())
-            raise
-        self.me.place = None if joined is None else joined[0]
-        return joined
-
-    def _adopt_place(self) -> Steps[tuple[Place, None] | None]:
-        """Adopt the place that another flow of this process has left; None if there is none."""
-        me, database, left = self.me, self.site.database, self.me.place
-        if left is None:
-            return None
-        if (yield from queue.adopt_place(database, self._parameters(), left.owner, self.attempt.until)):
-            return Place(me.owner, left.ticket, left.sent, database.now(), left.joined), None
-        yield from undo_take(self.site, self.request.key, left.owner, self.timing.handover_retry)
-        return None
+        """Adopt the place that another flow of this process has left, else join the queue: as `queue.join`."""
+        database, left = self.site.database, self.place
+        if left is not None:
+            if (yield from queue.adopt_place(database, self._parameters(), left.owner, self.until)):
+                return Place(self.owner, left.ticket, left.sent, database.now(), left.joined), None
+            yield from undo_take(self.site, self.request.key, left.owner, self.timing.handover_retry)
+            self.place = None
+        return (yield from queue.join(database, self._parameters(), self.until))
 
     def _last_read(self) -> Steps[LockInfo | None]:
         """The row at the deadline, else as last read; StoreBusy if it could never be read."""
         try:
-            return (yield from look(self.site.database, self.request.key, self.attempt.until))
+            return (yield from look(self.site.database, self.request.key, self.until))
         except (StoreConflict, StoreUnanswered) as error:
             if self.holder is not None:
                 return self.holder
@@ -364,15 +346,16 @@ class Waiter:
 
     def _left(self) -> float:
         """Seconds for an orderly clean-up."""
-        return min(self.timing.handover_retry, max(self.attempt.until - self.site.database.now(), 0.0))
+        database = self.site.database
+        return min(database.timing.handover_retry, max(self.until - database.now(), 0.0))
 
     def _left_to_undo(self) -> float:
         """Seconds left for the clean-up after an interrupt, counted from the first call."""
         now = self.site.database.now()
-        self.undo_until = min(self.undo_until, now + self.timing.undo_timeout)
+        self.undo_until = min(self.undo_until, now + self.site.database.timing.undo_timeout)
         return max(self.undo_until - now, 0.0)
 
-    def _await_grant(self, place: Place, view: QueueStatus | None, *, alone: bool) -> Steps[Grant | Outcome | None]:
+    def _await_grant(self, place: Place, view: QueueStatus | None, *, alone: bool) -> Steps[Grant | Stage | None]:
         """A grant; an outcome; or None if the time is up, or a flow of this process has handed over the key.
 
         `view` is the state of the queue if known; `alone`: the waiter sends its own heartbeats.
@@ -381,7 +364,7 @@ class Waiter:
         growing = pauses(longest=self.timing.grant_retry)
         first, since = 0, now()
         self.heartbeat_due = now() + self.timing.heartbeat_interval
-        while self.me.grant is None and (now() < self.attempt.deadline or self.wakeup.notified()):
+        while self.grant is None and (now() < self.deadline or self.wakeup.notified()):
             if self.wakeup.consume():
                 if (grant := (yield from self._grant_by_message(place))) is not None:
                     return grant
@@ -396,24 +379,24 @@ class Waiter:
             served = place.ticket < view.first or not view.present
             if view.mine and view.remaining > 0:  # by the queue, or by a holder of this process without a report
                 ticket = place.ticket if served else 0
-                grant = yield from queue.accept(database, self._parameters(), ticket, self.attempt.until)
-                return grant or Outcome.PASSED_OVER
+                grant = yield from queue.accept(database, self._parameters(), ticket, self.until)
+                return grant or Stage.WAITING
             if served:
-                return Outcome.PASSED_OVER
+                return Stage.WAITING
             if view.first != first:
                 first, since = view.first, now()
             if view.last < place.ticket:  # the row was deleted and created again
-                yield from queue.announce(database, key, place.ticket, self.attempt.until)
+                yield from queue.announce(database, key, place.ticket, self.until)
             pause = self._until_next_poll(view, now() - since, notified=self._is_notified())
             pause = min(pause, self.request.ttl / 2)  # a grant lasts no longer until it is accepted
             if self._due(view) > 0:
                 growing = pauses(longest=self.timing.grant_retry)
                 self._report_wait()
             else:  # if it is granted to no waiter, a transaction pins it, which may last
-                _ = yield from handover.grant(self.site, key, view.first, until=self.attempt.until)
+                _ = yield from handover.grant(self.site, key, view.first, until=self.until)
                 pause = next(growing)
             soonest = yield from self._periodic_work(place, alone=alone)
-            until_reading = self._until_reading(self.attempt.deadline - now())
+            until_reading = self._until_reading(self.deadline - now())
             yield from wait(max(min(pause, soonest, until_reading), 0.0), self.wakeup)  # 0: granted to this flow
             view = None
         return None
@@ -441,35 +424,35 @@ class Waiter:
         grant = None if message is None else place.granted(message, self.request.ttl, self.timing.waiter_ttl)
         if grant is None or (self.request.starts_on_place_lease and self.site.database.now() < grant.late_from):
             return grant
-        return (yield from queue.accept(self.site.database, self._parameters(), place.ticket, self.attempt.until))
+        return (yield from queue.accept(self.site.database, self._parameters(), place.ticket, self.until))
 
-    def _poll(self, place: Place) -> Steps[QueueStatus | Outcome | None]:
+    def _poll(self, place: Place) -> Steps[QueueStatus | Stage | None]:
         """The state of the queue; TAKE_AGAIN if there is no row; None if there was no answer before the deadline."""
-        database, attempt = self.site.database, self.attempt
+        database = self.site.database
         try:
-            view = yield from queue.status(database, self.request.key, attempt.until, place.owner, place.ticket)
+            view = yield from queue.status(database, self.request.key, self.until, place.owner, place.ticket)
         except (StoreConflict, StoreUnanswered):
-            if database.now() < self.attempt.deadline:
+            if database.now() < self.deadline:
                 raise
             return None
-        return view or Outcome.TAKE_AGAIN
+        return view or Stage.OUTSIDE
 
     def _periodic_work(self, place: Place, *, alone: bool) -> Steps[float]:
         """Do the periodic work that is due: heartbeat, deadlock check; returns the seconds until the next."""
         database, now = self.site.database, self.site.database.now
         listens_in = self.waiting_since + self.listen_after - now()
         soonest = listens_in if listens_in > 0 else math.inf
-        self.me.seen = place.seen = now()
+        self.seen = place.seen = now()
         if alone:
             if now() >= self.heartbeat_due:
-                yield from queue.heartbeat(database, [place], self.attempt.until)
+                yield from queue.heartbeat(database, [place], self.until)
                 self.heartbeat_due = now() + self.timing.heartbeat_interval
             soonest = self.heartbeat_due - now()
         if self.holds_other_keys:
             if now() >= self.deadlock_check_due:
                 from dblock.core.protocol.deadlock import deadlock  # noqa: PLC0415 - only for long waits
 
-                error = yield from deadlock(database, place.owner, self.attempt.held(), self.attempt.until)
+                error = yield from deadlock(database, place.owner, self.held(), self.until)
                 if error is not None:
                     raise error
                 self.deadlock_check_due = now() + self.timing.deadlock_check

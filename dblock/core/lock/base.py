@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import acquiring
-from dblock.core.acquire.acquiring import Refused
-from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, LockUpgradeRefused, Loss, Reason

@@ -13,8 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
-from dblock.core.acquire.acquiring import Refused
-from dblock.core.acquire.local_queue import Request
+from dblock.core.acquire.request import Refused, Request
 from dblock.core.errors import LockError, Loss, Reason
 from dblock.core.holding.flow import Block, Entry, Flow, Hold
 from dblock.core.holding.handover_record import Bundle

@@ -27,7 +27,7 @@ from dblock.core.protocol.steps import Execute, Steps
 from dblock.core.statements.base import Failure
 
 if TYPE_CHECKING:
-    from dblock.core.acquire.acquiring import Refused
+    from dblock.core.acquire.request import Refused
     from dblock.core.holding.flow import Flow
     from dblock.core.lock.base import BaseLock
     from dblock.core.pinned import Pinned

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypedDict, TypeVar, cast
 
 from dblock.core import clock, runtime
-from dblock.core.acquire.acquiring import Refused
+from dblock.core.acquire.request import Refused
 from dblock.core.errors import (
     LockError,
     LockLost,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from dblock.core import runtime
-from dblock.core.acquire.acquiring import Refused
+from dblock.core.acquire.request import Refused
 from dblock.core.errors import LockError, LockLost
 from dblock.core.events import Event, How, Kind
 from dblock.core.holding.flow import Entry, Hold, HoldObserver

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from dblock.core import runtime
-from dblock.core.acquire.acquiring import Refused
+from dblock.core.acquire.request import Refused
 from dblock.core.acquire.shares import leave_share
 from dblock.core.acquire.sharing import listed
 from dblock.core.errors import LockError, LockTimeout, PermitNotHeld

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
-from dblock.core.acquire.acquiring import Refused
+from dblock.core.acquire.request import Refused
 from dblock.core.acquire.sharing import Sharing, listed
 from dblock.core.errors import LockError
 from dblock.core.lock import entering

@@ -173,9 +173,7 @@ class BaseLocks:
             return {}
         site, holds = runtime.current.site(store), runtime.current.watchdog.holds
         keys = [lock.key for lock in locks]
-        if any(
-            holds(store, key) or (store, key) in flow.holds or site.local_queues.expects_contention(key) for key in keys
-        ):
+        if any(holds(store, key) or (store, key) in flow.holds or site.expects_contention(key) for key in keys):
             return {}
         request = entering.request_of(first, store, flow, first._ttl)
         services = functools.partial(runtime.current.waiter_services, store)

@@ -128,17 +128,6 @@ class QueueStatus(NamedTuple):
     """Whether its place exists."""
 
 
-class Granted(NamedTuple):
-    """The waiter that was granted the key, and how to notify it."""
-
-    channel: str
-    """Where its process listens; empty if nowhere."""
-    message: Message
-    """The notification."""
-    notified: bool = False
-    """Whether the database notified it."""
-
-
 @dataclass(slots=True, eq=False)
 class Place:
     """A place in the queue of a key: a lease, which the heartbeats of its process renew."""
@@ -190,8 +179,8 @@ def join(database: Database, request: Parameters, until: float) -> Steps[tuple[P
         remaining, first = answer
     else:
         remaining, first = (yield from announce(database, str(request["key"]), ticket, until)), 0
-    # While the key is held that is enough to know; the other waiters matter at the next poll.
-    known = queue.join_answers or remaining > 0
+    # While the key is held that is enough to know; the other waiters matter at the next poll. The place may have ended.
+    known = (queue.join_answers or remaining > 0) and database.now() < sent + database.timing.waiter_ttl
     view = QueueStatus(False, remaining, first, ticket, 0, True) if known else None
     return Place(owner, ticket, sent, sent, sent), view
 
@@ -220,10 +209,11 @@ def status(
 
 def grant(
     database: Database, key: str, first: int, tenure: Tenure | None = None, *, here: str = "", until: float = math.inf
-) -> Steps[Granted | None]:
-    """Grant the key to the first live waiter from a ticket on, if it is free or `tenure`'s; returns that waiter.
+) -> Steps[tuple[str | None, Message] | None]:
+    """Grant the key to the first live waiter from a ticket on, if it is free or `tenure`'s; returns how to notify it.
 
-    None if there is none, a transaction pins the key, or another one is changing its row at this moment. `here`: prefix
+    That is the channel, empty if its process has none and None if the database has notified it, and the message. None
+    if there is no waiter, a transaction pins the key, or another one is changing its row at this moment. `here`: prefix
     of the channels that this process can notify by itself. `until`: the local time after which it is not retried.
     """
     queue, until = database.dialect.queue, min(until, database.now() + database.timing.handover_retry)
@@ -248,7 +238,7 @@ def grant(
         return None
     ticket, channel, owner, fence, lasts, notified = rows[0]
     message = Message(key, ticket, fence, lasts, proof(ticket, fence, lasts, owner))
-    return Granted(channel or "", message, notified is not None)
+    return (None if notified is not None else channel or ""), message
 
 
 def first_waiter(
