@@ -170,10 +170,10 @@ class LocalQueue:
         with self._site.mutex:
             if waiter.stage is Stage.OUTSIDE:  # interrupted here before
                 return
-            got, was_first = got or waiter.grant, self._first() is waiter
+            got, was_first = got or waiter.grant, len(self._waiters) > 1 and self._first() is waiter
             self._remove(waiter)
-            first = self._first()
-            if was_first and first is not None:
+            first = self._first() if was_first else None
+            if first is not None:
                 if got is not None:
                     self.holder = about(waiter.request, got)
                     self.expect_handover()

@@ -65,11 +65,10 @@ class Site:
     def enter_taking(self, waiter: Waiter) -> None:
         """Let those that come while this flow tries to take the key wait behind it, unless some wait already."""
         key = waiter.request.key
-        with self.mutex:
-            if key not in self.local_queues:
-                local_queue = LocalQueue(key, self)
-                local_queue.add(waiter, Stage.TAKING)
-                self.local_queues[key] = local_queue
+        if key not in self.local_queues:  # without the mutex: of two at a time one is found, and the other one is alone
+            local_queue = LocalQueue(key, self)
+            local_queue.add(waiter, Stage.TAKING)
+            _ = self.local_queues.setdefault(key, local_queue)
 
     def freed(self, key: str) -> None:
         """Record that a flow of this process released the key to the database: no offer follows."""
