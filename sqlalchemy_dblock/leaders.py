@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from sqlalchemy import Engine
 
 from dblock.core.lock import leading
 from dblock.core.lock.leading import Options, SyncLeader
-from sqlalchemy_dblock.face import db_lock
+from sqlalchemy_dblock.face import _sync_engine, db_lock
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -39,7 +39,7 @@ class AsyncLeader(leading.AsyncLeader):
 def db_leader(engine: Engine, name: str, **options: Unpack[Options]) -> Leader: ...
 @overload
 def db_leader(engine: AsyncEngine, name: str, **options: Unpack[Options]) -> AsyncLeader: ...
-def db_leader(engine: Engine | AsyncEngine, name: str, **options: Unpack[Options]) -> Leader | AsyncLeader:
+def db_leader(engine: Any = None, name: Any = None, **options: Unpack[Options]) -> Leader | AsyncLeader:
     """A candidate for the leadership of `name`: of all candidates in all processes one leads at a time.
 
     Args:
@@ -60,7 +60,7 @@ def db_leader(engine: Engine | AsyncEngine, name: str, **options: Unpack[Options
     Raises:
         InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`.
     """
-    if isinstance(engine, Engine):
+    if _sync_engine(engine) is engine:
         if options.get("interrupt"):
             raise TypeError("interrupt=True cancels asyncio tasks; the leader of an Engine runs in threads")
         return Leader(functools.partial(db_lock, engine), name, **options)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dblock.core.errors import InvalidKey, LockTimeout
+from dblock.core.lock.failures import WAIT_LONGER
 from dblock.core.log import inform
 from dblock.core.protocol.steps import Steps
 from dblock.core.validation import valid_key
@@ -66,6 +67,10 @@ class Template:
         """The arguments of one call by name, defaults included."""
         return dict(self._bind(args, kwargs).arguments)
 
+    def tell_of_skipped(self, busy: LockTimeout) -> None:
+        """Log that a call is left out."""
+        inform("skipped a call of %s: %s", _name(self._function), str(busy).removesuffix(f"; {WAIT_LONGER}"))
+
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> python.BoundArguments:
         why = ""
         for signature in self._signatures:
@@ -99,7 +104,7 @@ def or_skip(lock: BaseLock, entering: Steps[None]) -> Steps[None]:
     try:
         yield from entering
     except LockTimeout as busy:
-        inform("skipped a call: %s", str(busy))
+        lock._template.tell_of_skipped(busy)
         lock._skipped = True
 
 
