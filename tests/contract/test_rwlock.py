@@ -28,7 +28,7 @@ from dblock.core.errors import (
 from dblock.core.lock import administration
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Execute
-from tests.conftest import ALIASES, DATABASES, INNODB, ready
+from tests.conftest import ALIASES, INNODB, ready
 from tests.contract.test_queue import waiters
 from tests.contract.test_several import several
 from tests.support.lab import some, until
@@ -529,7 +529,7 @@ def test_a_wait_for_readers_is_logged(subject: Subject, actors: Actors, caplog: 
     assert re.search(rf"has been waiting 0\.\d s {told}", line)
 
 
-@pytest.mark.parametrize("database", [each for each in DATABASES if each != "sqlite"])
+@pytest.mark.parametrize("database", ["postgresql", *INNODB])
 def test_a_reader_that_its_transaction_keeps(request: pytest.FixtureRequest, database: str) -> None:
     """It refuses a writer, and says what keeps it; with release="now" it is no longer there."""
     ready(request, database)

@@ -395,6 +395,21 @@ def test_a_permit_by_its_own_methods(subject: Subject, actor: Actor, other: Acto
 
 
 @some
+def test_fewer_permits_than_one_waits_for(subject: Subject, actor: Actor, other: Actor) -> None:
+    """It is told, and leaves nothing."""
+    holder, sem = semaphore(subject, 3), semaphore(subject, 3)
+    assert actor.call(holder, "acquire")
+    waiting = other.start(lambda: getattr(sem, subject.method("acquire"))(n=3, timeout=9))
+    time.sleep(0.2)
+    sem.permits = 2
+    actor.call(holder, "release")
+    with pytest.raises(ValueError, match="has 2 permits by now, and so never 3"):
+        waiting.result(30)
+    assert in_use(subject) == []
+    assert actor.call(holder, "acquire", n=3)
+
+
+@some
 def test_the_semaphore_releases_its_permits(subject: Subject, actor: Actor) -> None:
     """A permit's own release() is refused, in a block and after acquire(), unless the permit was entered once more."""
     sem = semaphore(subject, 4)
@@ -461,18 +476,3 @@ def test_a_skipped_call_of_a_semaphore(
     assert re.search(r"skipped a call of .*<lambda>: could not acquire 'k-1' within 0.05 s: it is held by", line)
     assert "timeout=" not in line
     actor.call(holder, "release")
-
-
-@some
-def test_fewer_permits_than_one_waits_for(subject: Subject, actor: Actor, other: Actor) -> None:
-    """It is told, and leaves nothing."""
-    holder, sem = semaphore(subject, 3), semaphore(subject, 3)
-    assert actor.call(holder, "acquire")
-    waiting = other.start(lambda: getattr(sem, subject.method("acquire"))(n=3, timeout=9))
-    time.sleep(0.2)
-    sem.permits = 2
-    actor.call(holder, "release")
-    with pytest.raises(ValueError, match="has 2 permits by now, and so never 3"):
-        waiting.result(30)
-    assert in_use(subject) == []
-    assert actor.call(holder, "acquire", n=3)
