@@ -324,6 +324,26 @@ def test_who_is_interrupted_leaves_nothing(subject: Subject, actor: Actor, other
 
 
 @some
+def test_an_interrupt_once_they_are_held_leaves_nothing(
+    subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the last moment of acquire(), and of the beginning of a block."""
+    sem = semaphore(subject, 3)
+    add = sem._add
+
+    def interrupted(*given: Any, **more: Any) -> None:
+        add(*given, **more)
+        raise Interrupted
+
+    monkeypatch.setattr(sem, "_add", interrupted)
+    begin: Callable[[], Any]
+    for begin in (lambda: actor.call(sem, "acquire", n=2), lambda: actor.within(sem)):
+        with pytest.raises(Interrupted):
+            begin()
+        assert sem.held == in_use(subject) == []
+
+
+@some
 def test_an_interrupted_release_leaves_all(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those whose turn had not come; the interrupt is raised afterwards."""
     sem, leave, interrupts = semaphore(subject, 3), handover._leave_share, [Interrupted()]

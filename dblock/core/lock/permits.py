@@ -239,6 +239,8 @@ class BaseSemaphore:
 
     def _leave_nothing(self, permits: list[Any]) -> Steps[None]:
         """Release what was acquired of an order that failed."""
+        with self._mutex:
+            self._held = [each for each in self._held if each[0] not in permits]
         for permit in permits:
             if permit._hold_here() is not None:
                 with contextlib.suppress(LockError):
