@@ -6,10 +6,11 @@ call is refused before any I/O.
 
 from __future__ import annotations
 
+import functools
 import inspect as python
 import string
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dblock.core.errors import InvalidKey, LockTimeout
 from dblock.core.lock.failures import WAIT_LONGER
@@ -19,9 +20,11 @@ from dblock.core.validation import valid_key
 
 if TYPE_CHECKING:
     from dblock.core.lock.base import BaseLock
+    from dblock.core.lock.locks import AsyncLock, SyncLock
 
 _NO_KEY = "without a key db_lock makes a decorator and no lock: give it one"
 F = TypeVar("F", bound=Callable[..., Any])
+AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
 class Template:
@@ -95,6 +98,42 @@ def _without_first(signature: python.Signature) -> python.Signature:
 def _name(function: Callable[..., Any]) -> str:
     """Name for messages, without the address in memory."""
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def decorated(lock: SyncLock, function: F) -> F:
+    """`function`, each call of which holds a lock of its own."""
+    if python.iscoroutinefunction(function):
+        raise TypeError(f"{function!r} is a coroutine function: decorate it with the lock of an async engine")
+    template = Template(lock.key, function)
+
+    @functools.wraps(function)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with lock._for_call(template, args, kwargs) as held:
+            if held._skipped:
+                return lock.options.otherwise
+            result = function(*args, **kwargs)
+            if python.iscoroutine(result):
+                result.close()
+                raise TypeError(f"{function!r} returned a coroutine, which would run after the lock is released")
+            return result
+
+    return cast("F", locked)
+
+
+def adecorated(lock: BaseLock, function: AF) -> AF:
+    """The same of a coroutine function."""
+    if not python.iscoroutinefunction(function):
+        raise TypeError(f"{function!r} is not a coroutine function: decorate it with the lock of a sync engine")
+    template = Template(lock.key, function)
+
+    @functools.wraps(function)
+    async def locked(*args: Any, **kwargs: Any) -> Any:
+        async with cast("AsyncLock", lock._for_call(template, args, kwargs)) as held:
+            if held._skipped:
+                return lock.options.otherwise
+            return await function(*args, **kwargs)
+
+    return cast("AF", locked)
 
 
 def or_skip(lock: BaseLock, entering: Steps[None]) -> Steps[None]:
