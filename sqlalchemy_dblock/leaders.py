@@ -9,7 +9,7 @@ from sqlalchemy import Engine
 
 from dblock.core.lock import leading
 from dblock.core.lock.leading import Options, SyncLeader
-from sqlalchemy_dblock.face import _sync_engine, db_lock
+from sqlalchemy_dblock.face import db_lock
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -60,7 +60,7 @@ def db_leader(engine: Any = None, name: Any = None, **options: Unpack[Options]) 
     Raises:
         InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`.
     """
-    if _sync_engine(engine) is engine:
+    if isinstance(engine, Engine):
         if options.get("interrupt"):
             raise TypeError("interrupt=True cancels asyncio tasks; the leader of an Engine runs in threads")
         return Leader(functools.partial(db_lock, engine), name, **options)

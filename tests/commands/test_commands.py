@@ -548,7 +548,8 @@ def test_shares_are_shown_and_freed_one_by_one(one: Shell) -> None:
     engine = create_engine(url(one.database))
     readers = [db_rwlock(engine, "k", label=f"reader {number}").read() for number in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        assert all(pool.map(lambda lock: lock.acquire(), readers))
+        both = threading.Barrier(2)  # else one thread may take both, which is one reader
+        assert all(pool.map(lambda lock: both.wait(9) >= 0 and lock.acquire(), readers))
         semaphore = db_semaphore(engine, "s", 3)
         assert semaphore.acquire(n=2)
         slots = sorted(permit.slot for permit in semaphore.held)
