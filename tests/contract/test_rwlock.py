@@ -545,6 +545,15 @@ def test_a_reader_that_its_transaction_keeps(request: pytest.FixtureRequest, dat
             pass
     with rwlock(subject).write():
         pass
+    subject = Subject("sqlalchemy", "sync", database)
+    with Session(subject.engine) as session:
+        _ = session.connection()
+        with rwlock(subject, session=session).read():
+            pass
+        with pytest.raises(LockUpgradeRefused, match="its transaction keeps that until it ends"):
+            rwlock(subject).write().acquire()
+    with rwlock(subject).write():
+        pass
 
 
 @some
