@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from dblock import __version__
-from dblock.core.errors import InvalidKey, LockError, UnsupportedDatabase
+from dblock.core.errors import InvalidKey, LockError, UnsupportedDatabase, WrongKind
 from dblock.core.log import log
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.text import printable
@@ -104,7 +104,7 @@ def ended(verb: Callable[[], int]) -> int:
         status = verb()
         if sys.stdout is not None:
             sys.stdout.flush()
-    except (InvalidKey, UnsupportedDatabase):
+    except (InvalidKey, UnsupportedDatabase, WrongKind):
         raise
     except LockError as error:
         complain(str(error))

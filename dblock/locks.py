@@ -28,7 +28,7 @@ from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention
-from dblock.core.values import SHARE, Seconds, key_of_share
+from dblock.core.values import SHARE, Seconds, key_of_share, slot_of
 from dblock.store import DjangoStore, known_stores, pin, store_for
 from dblock.transactions import follow_rollbacks, keep_until_end, open_blocks
 
@@ -263,7 +263,6 @@ class DbLock:
 
     def _of(self, token: Token, options: Options) -> Lock:
         """The lock of a reader, of a writer or of a permit."""
-        from dblock.core.share_keys import slot_of  # noqa: PLC0415 - not for plain locks
         from dblock.rwlocks import db_rwlock  # noqa: PLC0415 - likewise
         from dblock.semaphores import db_semaphore  # noqa: PLC0415 - likewise
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from dblock.core.lock.rwlock import Reads, Writes, downgrade
+from dblock.core.lock.rwlock import NoLock, Reads, Writes, downgrade
 from dblock.locks import Lock, Options
 
 
@@ -24,7 +24,7 @@ class WriteLock(Writes, Lock):
         await self._adrive(downgrade(self))
 
 
-class ReadWriteLock:
+class ReadWriteLock(NoLock):
     """A read-write lock: many readers at a time, or one writer; made by `db_rwlock`."""
 
     def __init__(self, key: str, options: dict[str, Any]) -> None:

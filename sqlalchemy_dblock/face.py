@@ -20,7 +20,7 @@ from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention
-from dblock.core.values import SHARE, Seconds, key_of_share
+from dblock.core.values import SHARE, Seconds, key_of_share, slot_of
 from sqlalchemy_dblock.connections import in_greenlet_of_its_own
 from sqlalchemy_dblock.store import INSTEAD, EngineStore, own_store, store_for
 
@@ -209,7 +209,6 @@ def attach(engine: Engine | AsyncEngine, token: str, **options: Unpack[Options])
 
 def _of(engine: Any, token: Token, options: Options) -> Lock | AsyncLock:
     """The lock of a reader, of a writer or of a permit."""
-    from dblock.core.share_keys import slot_of  # noqa: PLC0415 - not for plain locks
     from sqlalchemy_dblock.rwlocks import db_rwlock  # noqa: PLC0415 - likewise
     from sqlalchemy_dblock.semaphores import db_semaphore  # noqa: PLC0415 - likewise
 
@@ -294,8 +293,7 @@ def _transactions() -> Any:
 def _sync_engine(engine: Engine | AsyncEngine) -> Engine:
     inner = getattr(engine, "sync_engine", engine)
     if not isinstance(inner, Engine) or hasattr(engine, "sync_connection"):
-        its = "engine" if hasattr(engine, "engine") else "bind" if hasattr(engine, "sync_session") else "get_bind()"
-        hint = f": its `.{its}`, since the lock has connections of its own" if hasattr(engine, "in_transaction") else ""
-        kind = type(engine).__name__  # and no more: a URL may have a password
-        raise TypeError(f"an Engine or an AsyncEngine comes first, as in db_lock(engine, key), not {kind}{hint}")
+        from dblock.core.spelling import no_engine  # noqa: PLC0415 - only for the error
+
+        raise no_engine(engine)
     return inner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from sqlalchemy import Engine
 
@@ -39,7 +39,7 @@ class AsyncLeader(leading.AsyncLeader):
 def db_leader(engine: Engine, name: str, **options: Unpack[Options]) -> Leader: ...
 @overload
 def db_leader(engine: AsyncEngine, name: str, **options: Unpack[Options]) -> AsyncLeader: ...
-def db_leader(engine: Engine | AsyncEngine, name: str, **options: Unpack[Options]) -> Leader | AsyncLeader:
+def db_leader(engine: Any = None, name: Any = None, **options: Unpack[Options]) -> Leader | AsyncLeader:
     """A candidate for the leadership of `name`: of all candidates in all processes one leads at a time.
 
     Args:

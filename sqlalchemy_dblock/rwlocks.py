@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, overload
 
 from sqlalchemy import Engine
 
-from dblock.core.lock.rwlock import Reads, Writes, downgrade
+from dblock.core.lock.rwlock import NoLock, Reads, Writes, downgrade
 from sqlalchemy_dblock.face import AsyncLock, Lock, Options, _sync_engine
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ R = TypeVar("R")
 W = TypeVar("W")
 
 
-class ReadWriteLock(Generic[R, W]):
+class ReadWriteLock(NoLock, Generic[R, W]):
     """A read-write lock: many readers at a time, or one writer; made by `db_rwlock`."""
 
     def __init__(self, engine: Engine, key: str, reads: type[R], writes: type[W], options: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ def db_rwlock(engine: Engine, key: str, **options: Unpack[Options]) -> ReadWrite
 def db_rwlock(
     engine: AsyncEngine, key: str, **options: Unpack[Options]
 ) -> ReadWriteLock[AsyncReadLock, AsyncWriteLock]: ...
-def db_rwlock(engine: Any, key: str, **options: Any) -> Any:  # noqa: D417 - they are there
+def db_rwlock(engine: Any = None, key: Any = None, **options: Any) -> Any:  # noqa: D417 - they are there
     """A read-write lock on `key`: `read()` and `write()` make the locks, which are used as those of `db_lock`.
 
     Who waits is served first come, first served; readers that wait side by side enter together. A thread or task that

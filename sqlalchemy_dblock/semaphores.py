@@ -35,7 +35,7 @@ class AsyncSemaphore(core.AsyncSemaphore):
 def db_semaphore(engine: Engine, key: str, permits: int = 1, **options: Unpack[Options]) -> Semaphore: ...
 @overload
 def db_semaphore(engine: AsyncEngine, key: str, permits: int = 1, **options: Unpack[Options]) -> AsyncSemaphore: ...
-def db_semaphore(engine: Any, key: str, permits: int = 1, **options: Any) -> Any:  # noqa: D417 - they are there
+def db_semaphore(engine: Any = None, key: Any = None, permits: int = 1, **options: Any) -> Any:  # noqa: D417 - they are there
     """A semaphore: at most `permits` permits of `key` are held at a time, in all processes.
 
     Each caller takes one of its own first `permits` slots, which are numbered from 0. So while programs with different

@@ -34,7 +34,7 @@ def db_locks(first: Lock, /, *locks: Lock, timeout: Any = ..., on_busy: Any = ..
 def db_locks(
     first: AsyncLock, /, *locks: AsyncLock, timeout: Any = ..., on_busy: Any = ..., otherwise: Any = ...
 ) -> AsyncLocks: ...
-def db_locks(first: Any, /, *keys: Any, **options: Any) -> Locks | AsyncLocks:  # noqa: D417 - they are there
+def db_locks(first: Any = None, /, *keys: Any, **options: Any) -> Locks | AsyncLocks:  # noqa: D417 - they are there
     """Several locks that are taken together, or not at all.
 
     Args:

@@ -46,12 +46,6 @@ def slot_key(key: str, slot: int) -> str:
     return f"{key}{SHARE}p {slot:05d}"
 
 
-def slot_of(key: str) -> int | None:
-    """The number of a slot by the key of its row; None for any other row."""
-    kind, _, number = key.partition(SHARE)[2].partition(" ")
-    return int(number) if kind == "p" else None
-
-
 def row_key(shown: str) -> str:
     """The key of the share that `printable` shows so; the same text if it shows none."""
     found = _SHOWN.fullmatch(shown)

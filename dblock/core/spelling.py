@@ -1,4 +1,4 @@
-"""Hints for unknown options of `db_lock`; loaded when one is given.
+"""Hints for wrong arguments of `db_lock`; loaded when one is given.
 
 Rule: the error for a mistyped option, or for another library's name of it, names the option to use.
 """
@@ -54,6 +54,14 @@ def unknown_options(unknown: Iterable[str], known: Iterable[str], of: str = "db_
 def unnamed_options(given: tuple[object, ...]) -> TypeError:
     """The error for positional arguments behind the key, such as the ttl or the timeout in other libraries."""
     return TypeError(f"db_lock takes the key alone without a name: say ttl= or timeout= for {given[0]!r}")
+
+
+def no_engine(given: object) -> TypeError:
+    """The error for something else in the place of an Engine, such as a Session or a URL."""
+    its = "engine" if hasattr(given, "engine") else "bind" if hasattr(given, "sync_session") else "get_bind()"
+    hint = f": its `.{its}`, since the lock has connections of its own" if hasattr(given, "in_transaction") else ""
+    kind = type(given).__name__  # and no more: a URL may have a password
+    return TypeError(f"an Engine or an AsyncEngine comes first, as in db_lock(engine, key), not {kind}{hint}")
 
 
 def _nearest(name: str, known: set[str]) -> str:

@@ -39,6 +39,12 @@ def key_of_share(key: str) -> str:
     return key.partition(SHARE)[0]
 
 
+def slot_of(key: str) -> int | None:
+    """The number of a slot by the key of its row; None for any other row."""
+    kind, _, number = key.partition(SHARE)[2].partition(" ")
+    return int(number) if kind == "p" else None
+
+
 Seconds = float | int | timedelta
 State = Literal["held", "at_risk", "lost"]
 
@@ -187,3 +193,8 @@ class LockInfo:
         renewed = "" if self.renewed is None else f", renewed {self.renewed:.1f} s ago"
         end = f"free {self.remaining:.1f} s from now at the earliest if its holder has died"
         return f"{who}, for {self.age:.1f} s{renewed}; {end}"
+
+    @property
+    def slot(self) -> int | None:
+        """The number of the permit whose row it is; None for any other row."""
+        return slot_of(self.key)

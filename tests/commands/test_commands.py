@@ -71,11 +71,12 @@ def test_ls_lists_who_holds_what(shell: Shell) -> None:
         assert found[1]["pid"] == os.getpid()
         assert 0 <= found[1]["held_for"] < 60
         assert 0 < found[1]["remaining"] <= 30
+        assert (found[1]["kind"], found[1]["slot"]) == ("lock", None)
         assert "owner" not in found[1]
         limited = shell("ls", "--limit", "1")
         assert len(limited.stdout.splitlines()) == 2
         assert "there are more" in limited.stderr
-        assert shell("ls", "stock:[5-9]*").stdout == "no lock that fits stock:[5-9]* is held\n"
+        assert shell("ls", "stock:[5-9]*").stdout == "no lock that fits 'stock:[5-9]*' is held\n"
 
 
 def test_show_tells_what_happened(shell: Shell) -> None:
@@ -547,7 +548,8 @@ def test_shares_are_shown_and_freed_one_by_one(one: Shell) -> None:
     engine = create_engine(url(one.database))
     readers = [db_rwlock(engine, "k", label=f"reader {number}").read() for number in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        assert all(pool.map(lambda lock: lock.acquire(), readers))
+        both = threading.Barrier(2)  # else one thread may take both, which is one reader
+        assert all(pool.map(lambda lock: both.wait(9) >= 0 and lock.acquire(), readers))
         semaphore = db_semaphore(engine, "s", 3)
         assert semaphore.acquire(n=2)
         slots = sorted(permit.slot for permit in semaphore.held)
@@ -560,6 +562,8 @@ def test_shares_are_shown_and_freed_one_by_one(one: Shell) -> None:
         assert len(names) == 2
         told = json.loads(one("show", "s", "--json").stdout)
         assert [share["label"] for share in told["shares"]] == ["", ""]
+        assert [share["slot"] for share in told["shares"]] == slots
+        assert json.loads(one("show", f"s (permit {slots[0]})", "--json").stdout)["kind"] == "semaphore"
         assert "a share of a semaphore" in one("show", f"s (permit {slots[0]})").stdout
         assert one("release", "--yes", f"s (permit {slots[1]})").returncode == 0
         assert one("release", "--yes", names[0]).returncode == 0

@@ -709,7 +709,8 @@ def test_it_reads_or_writes(one: Shell, tmp_path: Path) -> None:
     assert until((tmp_path / "reads").exists, 30)
     assert one.apart("run", "-n", "--shared", "k", "--", "true").returncode == 0
     assert one.apart("run", "-n", "--write", "k", "--", "true").returncode == 75
-    assert one.apart("run", "-n", "k", "--", "true").returncode == 69, "it is the key of another kind"
+    wrong = one.apart("run", "-n", "k", "--", "true")
+    assert (wrong.returncode, "'k' is the key of a read-write lock" in wrong.stderr) == (2, True), wrong.stderr
     _ = reading.communicate("\n", timeout=30)
     assert reading.returncode == 3
     assert one.apart("run", "-n", "--write", "k", "--", "true").returncode == 0
@@ -717,15 +718,28 @@ def test_it_reads_or_writes(one: Shell, tmp_path: Path) -> None:
 
 def test_it_holds_a_permit(one: Shell, tmp_path: Path) -> None:
     """Of so many."""
-    script = f"touch {tmp_path}/$0; read _"
+    script = f"echo $DBLOCK_SLOT; touch {tmp_path}/$0; read _"
     holders = [one.start("run", "--permits", "2", "k", "--", "sh", "-c", script, f"n{number}") for number in range(2)]
     assert until(lambda: all((tmp_path / f"n{number}").exists() for number in range(2)), 30)
     assert one.apart("run", "-n", "--permits", "2", "k", "--", "true").returncode == 75
     assert one.apart("run", "-n", "--permits", "3", "k", "--", "true").returncode == 0
-    for holder in holders:
-        _ = holder.communicate("\n", timeout=30)
-        assert holder.returncode == 0
+    slots = [holder.communicate("\n", timeout=30)[0] for holder in holders]
+    assert sorted(slots) == ["0\n", "1\n"]
+    assert [holder.returncode for holder in holders] == [0, 0]
+    two = one.apart("run", "--permits", "1", "a", "b", "--", "sh", "-c", 'echo "$DBLOCK_SLOT"')
+    assert two.stdout == "0\n0\n", "a line for each of several keys"
+    inner = one.argv("run", "inner", "--", "sh", "-c", "echo ${DBLOCK_SLOT-none}")
+    assert one.apart("run", "--permits", "1", "k", "--", *inner).stdout == "none\n", "that of an outer run is not ours"
     assert one.apart("run", "-n", "--permits", "1", "k", "--", "true").returncode == 0
+
+
+def test_options_go_before_the_keys(one: Shell) -> None:
+    """The error for those behind several keys says so; one for an option that does not exist names that."""
+    for option in ("--shared", "--ttl=5"):
+        wrong = one.apart("run", "a", "b", option, "--", "true")
+        assert wrong.returncode == 2
+        assert "options go before the keys: run [options] KEY [KEY ...] -- CMD" in wrong.stderr
+    assert "--nosuch" in one.apart("run", "a", "b", "--nosuch", "--", "true").stderr
 
 
 def test_it_holds_several_keys(one: Shell) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 import time
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from django.db import transaction
 from sqlalchemy.orm import Session
 
 from dblock.core.errors import (
@@ -545,7 +548,70 @@ def test_a_wait_for_readers_is_logged(subject: Subject, actors: Actors, caplog: 
     one.call(rwlock(subject).read(), "acquire")
     assert two.call(rwlock(subject, slow_wait=0.2).write(), "acquire", timeout=0.6) is False
     [line] = [each.getMessage() for each in caplog.records if "has been waiting" in each.getMessage()]
-    assert re.search(r"has been waiting 0\.\d s for 'k': 'k \(reader [0-9a-f]{16}\)' is held$", line)
+    told = rf"for 'k': 'k \(reader [0-9a-f]{{16}}\)' is held by .* pid {os.getpid()}, .*, for \d\.\d s$"
+    assert re.search(rf"has been waiting 0\.\d s {told}", line)
+
+
+@pytest.mark.parametrize("database", ["postgresql", *INNODB])
+def test_a_reader_that_its_transaction_keeps(request: pytest.FixtureRequest, database: str) -> None:
+    """It refuses a writer, and says what keeps it; with release="now" it is no longer there."""
+    ready(request, database)
+    subject = Subject("django", "sync", database)
+    with transaction.atomic(using=ALIASES[database]):
+        with rwlock(subject).read():
+            pass
+        with pytest.raises(LockUpgradeRefused, match='its transaction keeps that until it ends: .* release="now"'):
+            rwlock(subject).write().acquire()
+        with rwlock(subject, key="n", release="now").read():
+            pass
+        with rwlock(subject, key="n", release="now").write():
+            pass
+    with rwlock(subject).write():
+        pass
+    subject = Subject("sqlalchemy", "sync", database)
+    with Session(subject.engine) as session:
+        _ = session.connection()
+        with rwlock(subject, session=session).read():
+            pass
+        with pytest.raises(LockUpgradeRefused, match="its transaction keeps that until it ends"):
+            rwlock(subject).write().acquire()
+    with rwlock(subject).write():
+        pass
+
+
+@some
+def test_a_downgrade_without_a_hold(subject: Subject, actor: Actor) -> None:
+    """It says that this flow writes not, also of one that reads; nothing of where a lock is released."""
+    rw = rwlock(subject)
+    for _ in range(2):
+        with pytest.raises(
+            LockNotHeld, match="cannot downgrade 'k': as a writer this thread or task does not"
+        ) as caught:
+            actor.call(rw.write(), "downgrade")
+        assert "wait_for" not in str(caught.value)
+        actor.call(rw.read(), "acquire")
+
+
+@pytest.mark.parametrize(
+    "subject", [Subject("sqlalchemy", "sync", "sqlite"), Subject("django", "sync", "sqlite")], indirect=True, ids=str
+)
+def test_it_is_no_lock_itself(subject: Subject) -> None:
+    """Its use as one names read() and write(); so does db_locks()."""
+    rw = rwlock(subject)
+
+    async def enter() -> None:
+        async with rw:
+            pass
+
+    def within() -> None:
+        with rw:
+            pass
+
+    for wrong in (within, lambda: asyncio.run(enter()), lambda: rw(print)):
+        with pytest.raises(TypeError, match=r"use \.read\(\) or \.write\(\)"):
+            wrong()
+    with pytest.raises(TypeError, match=r"a ReadWriteLock is none: use its read\(\) or write\(\)"):
+        several(subject, "a", rw)
 
 
 @some

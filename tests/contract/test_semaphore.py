@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +17,7 @@ import pytest
 from django.db import transaction
 
 from dblock.core.acquire import handover
+from dblock.core.deliveries import deliveries
 from dblock.core.errors import (
     InvalidKey,
     LockLost,
@@ -321,6 +325,26 @@ def test_who_is_interrupted_leaves_nothing(subject: Subject, actor: Actor, other
 
 
 @some
+def test_an_interrupt_once_they_are_held_leaves_nothing(
+    subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the last moment of acquire(), and of the beginning of a block."""
+    sem = semaphore(subject, 3)
+    add = sem._add
+
+    def interrupted(*given: Any, **more: Any) -> None:
+        add(*given, **more)
+        raise Interrupted
+
+    monkeypatch.setattr(sem, "_add", interrupted)
+    begin: Callable[[], Any]
+    for begin in (lambda: actor.call(sem, "acquire", n=2), lambda: actor.within(sem)):
+        with pytest.raises(Interrupted):
+            begin()
+        assert sem.held == in_use(subject) == []
+
+
+@some
 def test_an_interrupted_release_leaves_all(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those whose turn had not come; the interrupt is raised afterwards."""
     sem, leave, interrupts = semaphore(subject, 3), handover._leave_share, [Interrupted()]
@@ -421,3 +445,72 @@ def test_fewer_permits_than_one_waits_for(subject: Subject, actor: Actor, other:
         waiting.result(30)
     assert in_use(subject) == []
     assert actor.call(holder, "acquire", n=3)
+
+
+@some
+def test_the_semaphore_releases_its_permits(subject: Subject, actor: Actor) -> None:
+    """A permit's own release() is refused, in a block and after acquire(), unless the permit was entered once more."""
+    sem = semaphore(subject, 4)
+
+    def release() -> Any:
+        return getattr(sem.held[0], subject.method("release"))()
+
+    wrong: Callable[[], Any]
+    for wrong in (lambda: actor.within(sem, release), lambda: actor.call(sem.held[0], "release")):
+        with pytest.raises(PermitNotHeld, match="released by the end of its `with`, or by the semaphore's release"):
+            wrong()
+        assert len(in_use(subject)) == len(sem.held)
+        assert actor.call(sem, "acquire", n=2)
+    assert [permit.slot for permit in sem.held[:2]] == in_use(subject)[:2], "one acquire's in the order of the slots"
+    again = sem.held[0]
+    assert actor.call(again, "acquire")
+    actor.call(again, "release")
+    assert actor.get(again, "count") == 1
+    actor.call(sem, "release", len(sem.held))
+    assert in_use(subject) == []
+
+
+@some
+def test_a_permit_shows_its_slot(subject: Subject, actor: Actor) -> None:
+    """In its repr, and in what tells of its row."""
+    sem = semaphore(subject, 3)
+    assert actor.call(sem, "acquire")
+    [permit], [info] = sem.held, actor.call(sem, "holders")
+    assert repr(permit).endswith(f"count 1, slot {permit.slot}>")
+    assert info.slot == permit.slot == actor.call(permit, "inspect").slot
+    actor.call(sem, "release")
+    assert repr(permit).endswith("'k': not held here>")
+    plain = subject.lock("plain")
+    actor.call(plain, "acquire")
+    assert actor.call(plain, "inspect").slot is None
+    actor.call(plain, "release")
+
+
+@some
+def test_a_wait_for_permits_is_logged(subject: Subject, actors: Actors, caplog: pytest.LogCaptureFixture) -> None:
+    """As any slow wait, with one who holds a permit that is in the way."""
+    one, two = actors(2)
+    holder, waiter = semaphore(subject, 1, "slow", label="theirs"), semaphore(subject, 1, "slow", slow_wait=0.2)
+    assert one.call(holder, "acquire") is True
+    assert two.call(waiter, "acquire", timeout=0.6) is False
+    [line] = [each.getMessage() for each in caplog.records if "has been waiting" in each.getMessage()]
+    told = rf"for 'slow': 'slow \(permit 0\)' is held by .* pid {os.getpid()}, .* as \"theirs\", for \d\.\d s$"
+    assert re.search(told, line)
+    one.call(holder, "release")
+
+
+@some
+def test_a_skipped_call_of_a_semaphore(
+    subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log names the function and who holds a permit, and does not advise to wait longer."""
+    holder = semaphore(subject, 1, key="k-1")
+    assert actor.call(holder, "acquire")
+    call = other.decorate(semaphore(subject, 1, key="k-{n}", timeout=0.05, on_busy="skip"), lambda n: n)
+    with caplog.at_level(logging.INFO, "dblock"):
+        assert call(1) is None
+        assert deliveries.flush(5)
+    [line] = [each.getMessage() for each in caplog.records if "skipped" in each.getMessage()]
+    assert re.search(r"skipped a call of .*<lambda>: could not acquire 'k-1' within 0.05 s: it is held by", line)
+    assert "timeout=" not in line
+    actor.call(holder, "release")

@@ -68,7 +68,15 @@ PACKAGES = ["dblock", "sqlalchemy_dblock"]
 BEFORE = {
     "docs/family.md django": """
 import os, signal, threading, time
-balances, terms, report, sent, totals = {1: 10, 2: 0}, [], {"text": "old"}, [], {"monday": 8}
+left, terms, report, sent, totals = {"42": 1, "43": 2}, [], {"text": "old"}, [], {"monday": 8}
+class Account(models.Model):
+    balance = models.IntegerField()
+    class Meta:
+        app_label = "dblock"
+with connection.schema_editor() as editor:
+    editor.create_model(Account)
+for balance in (10, 0):
+    Account.objects.create(balance=balance)
 class api:
     post = staticmethod(lambda account, order: (account, order))
 def build_report():
@@ -120,14 +128,19 @@ assert found[0].startswith("3 more of 42, fence 1") and rebuild.delay().get() ==
     "docs/fences.md django": "assert not same.locked() and Stock.objects.get().left == 6 and same.state is None",
     "docs/family.md django": """
 assert terms == [terms[0]] * 3 and not leader.is_leader
-assert balances == {1: 7, 2: 3} and not locks.state
+assert list(Account.objects.order_by("pk").values_list("balance", flat=True)) == [7, 3]
+swap("42", "43")
+from dblock import db_lock
+assert left == {"42": 2, "43": 1}
+found = db_locks("a", "b", "{c}")(lambda c: [db_locks("a", "b").fence, db_lock(c).fence, db_rwlock("w").read().fence])
+assert all(found("c")[:2]) and not found("c")[2]
 assert report == {"text": "new"} and sent == ["new", True, False] and total("monday") == 8
 assert call_api("42", "a book") == ("42", "a book") and semaphore.held == [] and semaphore.available() == 3
 other = db_leader("importer")
 assert other.campaign(timeout=5) and other.term > terms[0]
 other.resign()
 """,
-    "docs/family.md sqlalchemy": "assert write.state is None and permit.slot is None",
+    "docs/family.md sqlalchemy": "assert write.state is None and permit.slot is None and locks.state is None",
     "docs/transactions.md django": 'sell(None, "42")\nassert Stock.objects.get().left == 7',
     "docs/coming-from.md once-a-minute": """
 import threading

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import re
 import sys
 import threading
@@ -23,6 +24,7 @@ from dblock.core import clock
 from dblock.drivers.tried import TRIED
 from sqlalchemy_dblock import (
     AsyncLock,
+    InvalidKey,
     Lock,
     LockError,
     LockLost,
@@ -30,7 +32,11 @@ from sqlalchemy_dblock import (
     LockTimeout,
     StoreConflict,
     UnsupportedDatabase,
+    db_leader,
     db_lock,
+    db_locks,
+    db_rwlock,
+    db_semaphore,
     metadata,
     reap,
 )
@@ -45,13 +51,19 @@ def test_the_kind_of_engine_decides_the_kind_of_lock() -> None:
     """And what is no engine is refused."""
     assert type(db_lock(create_engine("sqlite://"), "k")) is Lock
     assert type(db_lock(create_async_engine("sqlite+aiosqlite://"), "k")) is AsyncLock
-    wrong: Any = db_lock
-    for given in (("postgresql://me:secret@host/db", "k"), ("a",), (), (None, "k")):
+    untyped: list[Any] = [db_lock, db_rwlock, db_semaphore, db_leader, db_locks]
+    for wrong, given in itertools.product(
+        untyped,
+        (("postgresql://me:secret@host/db", "k"), ("a",), (), (None, "k")),
+    ):
         with pytest.raises(
             TypeError, match=r"an Engine or an AsyncEngine comes first, as in db_lock\(engine, key\)"
         ) as caught:
             wrong(*given)
         assert "secret" not in str(caught.value)
+    for wrong in untyped[1:4]:
+        with pytest.raises(InvalidKey):
+            wrong(create_engine("sqlite://"))
 
 
 @pytest.mark.parametrize(("make", "its"), [(Session, "get_bind()"), (AsyncSession, "bind")])

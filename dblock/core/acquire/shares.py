@@ -14,8 +14,7 @@ from dblock.core.errors import LockStoreError, WrongKind
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol.sending import send, send_twice
 from dblock.core.protocol.steps import Parameters, Rows, Steps
-from dblock.core.share_keys import slot_of
-from dblock.core.values import SHARE, KeyKind, key_of_share
+from dblock.core.values import SHARE, KeyKind, key_of_share, slot_of
 from dblock.core.wakeup.registry import Message
 
 REMEMBERED: Final = 100

@@ -30,9 +30,9 @@ from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database, pauses, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep, wait
 from dblock.core.protocol.tenures import Unresolved, begin, look
-from dblock.core.share_keys import PERMITS_MAX, bounds_of_shares, end_key, new_name, reader_key, slot_key, slot_of
+from dblock.core.share_keys import PERMITS_MAX, bounds_of_shares, end_key, new_name, reader_key, slot_key
 from dblock.core.statements.base import Statement
-from dblock.core.values import MACHINE, Grant, LockInfo, Tenure
+from dblock.core.values import MACHINE, Grant, LockInfo, Tenure, slot_of
 from dblock.core.wakeup.registry import Wakeup
 
 T = TypeVar("T")
@@ -416,7 +416,8 @@ class Sharing:
                 if now() - began >= self.timing.listen_after:
                     services.listen()
                 if now() >= slow_from:
-                    slow.say(self.site, self.request, now() - self.start, None, services, share=str(shares[0][0]))
+                    share = yield from tenures.look(self.database, str(shares[0][0]), self.until)
+                    slow.say(self.site, self.request, now() - self.start, None, services, share=share)
                     slow_from = math.inf
                 near = all(str(row[1] or "").startswith(self.request.flow[:MACHINE]) for row in shares)
                 rings = services.notifications_ready and self.database.dialect.queue.sleep_until_killed is None

@@ -1,6 +1,6 @@
 """The log line of a slow wait: the waiter, how long it has waited, and the holder.
 
-Rule: it says what is already known, without a query. The holder may have changed since; the line says when it was read.
+Rule: it says what the waiter has read already. The holder may have changed since; the line says when it was read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.log import warn
 from dblock.core.text import printable
-from dblock.core.values import Identity
+from dblock.core.values import Identity, LockInfo
 
 INTERVAL: Final = 60.0
 """Seconds between two lines about a key."""
@@ -28,7 +28,7 @@ def say(
     local_queue: LocalQueue | None,
     services: WaiterServices,
     *,
-    share: str = "",
+    share: LockInfo | None = None,
 ) -> None:
     """Log a wait, unless this process logged one for the same key within a minute. `share`: one that is in the way."""
     key, now, said = request.key, site.database.now(), site.slow_waits
@@ -41,7 +41,11 @@ def say(
             del said[next(iter(said))]
     us = Identity(request.host, request.pid, request.thread, request.program, request.task)
     we = f'{us} "{request.label}"' if request.label else str(us)
-    holder = f"{printable(share)!r} is held" if share else _holder(key, now, local_queue, services)
+    if share is not None and share.state == "held":
+        held = f"held by {share.identity}{_labelled(share.label)}, for {share.age:.1f} s"
+        holder = f"{printable(share.key)!r} is {held}"
+    else:
+        holder = _holder(key, now, local_queue, services)
     warn("%s has been waiting %.1f s for %r: %s", we, waited, key, holder)
 
 

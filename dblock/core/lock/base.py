@@ -19,7 +19,7 @@ from dblock.core.acquire import acquiring
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
-from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, LockUpgradeRefused, Loss, Reason
+from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, Loss, Reason
 from dblock.core.holding.flow import Block, Flow, Hold
 from dblock.core.options import PLAIN, Options, valid_options
 from dblock.core.protocol.drive import adrive
@@ -87,6 +87,8 @@ class BaseLock:
     """The parent process, if it held this very object when it forked this process."""
     _skipped: bool | None = None
     """Whether the decorated call that it was made for is skipped; None if it was made for none."""
+    _template: Template
+    """That of the decorated function, for such a call."""
     _flow: Flow | None = None
     """The flow that owns what is taken through this object; None: the one that runs."""
     _kind = KeyKind.LOCK
@@ -131,16 +133,10 @@ class BaseLock:
 
     def _check_kind(self, hold: Hold) -> None:
         """Raise WrongKind, or LockUpgradeRefused, for a hold of this flow that the lock must not enter."""
-        if hold.kind != self._kind:
-            from dblock.core.acquire.shares import wrong_kind  # noqa: PLC0415 - only for the error
+        if hold.kind != self._kind or hold.reading > self._reading:
+            from dblock.core.lock.failures import must_not_enter  # noqa: PLC0415 - only for the error
 
-            raise wrong_kind(self._key, hold.kind, self._kind)
-        if hold.reading > self._reading:
-            raise LockUpgradeRefused(
-                f"this thread or task reads under {self._key!r}, and must release that before it writes: two that wait "
-                "for each other's reading to end would wait for ever",
-                key=self._key,
-            )
+            raise must_not_enter(self, hold)
 
     # -- what a face provides
 
@@ -360,18 +356,14 @@ class BaseLock:
         return hold
 
     def _forked(self) -> LockNotHeld:
-        return LockNotHeld(
-            f"process {self.forked_from} held {self._key!r} when it forked this one, and a forked child owns nothing "
-            "of its parent's: make a new db_lock(...) here",
-            key=self._key,
-        )
+        from dblock.core.lock.failures import forked  # noqa: PLC0415 - only for the error
+
+        return forked(self)
 
     def _not_held(self, verb: str) -> LockNotHeld:
-        return LockNotHeld(
-            f"cannot {verb} {self._key!r}: this thread or task does not hold it, or has released it already; a lock is"
-            " released where it was acquired (asyncio.wait_for and create_task acquire in a task of their own)",
-            key=self._key,
-        )
+        from dblock.core.lock.failures import not_held  # noqa: PLC0415 - only for the error
+
+        return not_held(self._key, verb)
 
     def _lost(self, hold: Hold) -> LockLost:
         runtime.current.watchdog.announce(hold)
@@ -393,5 +385,5 @@ class BaseLock:
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A separate lock for one call of a decorated function."""
         lock = copy.copy(self)
-        lock._key, lock._skipped = template.key(args, kwargs), False
+        lock._key, lock._skipped, lock._template = template.key(args, kwargs), False, template
         return lock

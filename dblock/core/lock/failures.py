@@ -9,18 +9,21 @@ import contextlib
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from dblock.core.acquire.shares import wrong_kind
 from dblock.core.errors import (
     LockDeadlock,
     LockError,
     LockNotHeld,
     LockStoreError,
     LockTimeout,
+    LockUpgradeRefused,
     StaleSnapshot,
     StoreBusy,
     StoreConflict,
     StoreLocked,
     StoreReadOnly,
     StoreUnanswered,
+    WrongKind,
 )
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Steps
@@ -28,7 +31,7 @@ from dblock.core.statements.base import Failure
 
 if TYPE_CHECKING:
     from dblock.core.acquire.request import Refused
-    from dblock.core.holding.flow import Flow
+    from dblock.core.holding.flow import Flow, Hold
     from dblock.core.lock.base import BaseLock
     from dblock.core.pinned import Pinned
 
@@ -50,6 +53,8 @@ _INDEXES: Final = ("locks_pin ON locks (lock_key)", "lock_waiters_queue ON lock_
 """The indexes that statements name."""
 
 _TABLES: Final = ("locks", "lock_waiters", "lock_events", "lock_states")
+
+WAIT_LONGER: Final = "wait longer with timeout=, or see to the holder"
 
 SCHEMA: Final = frozenset({Failure.NO_TABLE, Failure.OTHER_TABLE})
 """Failures caused by the tables, not by the statement."""
@@ -139,6 +144,49 @@ def open_elsewhere(lock: BaseLock, blocks: int) -> LockNotHeld:
     )
 
 
+def forked(lock: BaseLock) -> LockNotHeld:
+    """The error for a lock object that the parent held when it forked this process."""
+    return LockNotHeld(
+        f"process {lock.forked_from} held {lock.key!r} when it forked this one, and a forked child owns nothing "
+        "of its parent's: make a new db_lock(...) here",
+        key=lock.key,
+    )
+
+
+def stale_snapshot(lock: BaseLock, hold: Hold) -> StaleSnapshot:
+    """The error for guard() in a transaction that began to read before the lock was taken."""
+    return StaleSnapshot(
+        f"this transaction began to read before {lock.key!r} (fence {hold.tenure.fence}) was taken, so that it "
+        "does not see what was written until then: take the lock and then begin the transaction, or call guard() "
+        f"before anything else in it, or use READ COMMITTED{lock._who_began()}",
+        key=lock.key,
+    )
+
+
+def not_held(key: str, verb: str) -> LockNotHeld:
+    """The error for a flow that does not hold the key."""
+    not_here = "this thread or task does not hold it, or has released it already"
+    where = "is released where it was acquired (asyncio.wait_for and create_task acquire in a task of their own)"
+    if verb == "downgrade":
+        return LockNotHeld(f"cannot downgrade {key!r}: as a writer {not_here}", key=key)
+    return LockNotHeld(f"cannot {verb} {key!r}: {not_here}; a lock {where}", key=key)
+
+
+def must_not_enter(lock: BaseLock, hold: Hold) -> WrongKind | LockUpgradeRefused:
+    """The error for a flow that holds the key as another kind of lock, or as a reader, and wants to write."""
+    if hold.kind != lock._kind:
+        return wrong_kind(lock.key, hold.kind, lock._kind)
+    reads = f"this thread or task reads under {lock.key!r}, and must release that before it writes"
+    if not hold.open_entries():
+        reads = (
+            f"this thread or task has read under {lock.key!r}, and its transaction keeps that until it ends: write "
+            'after that, or read with release="now"'
+        )
+    return LockUpgradeRefused(
+        f"{reads} (two that wait for each other's reading to end would wait for ever)", key=lock.key
+    )
+
+
 def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
     """The error for a key that could not be acquired in time, with its holder or the transaction that pins it."""
     key, timeout, pinned = lock.key, lock._timeout, (yield from _who_pins(lock, refused))
@@ -147,7 +195,7 @@ def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
     if busy is not None:
         return LockTimeout(f"could not acquire {key!r} {waited}: {busy}", key=key)
     holder = found if found is not None and found.state == "held" else None
-    advice = "wait longer with timeout=, or see to the holder"
+    advice = WAIT_LONGER
     if pinned is not None:
         who = f"nobody holds it, but a transaction guards it or has locked its row: {'; '.join(pinned.told())}"
         advice = "the lease is over, and no timeout= outlasts that"

@@ -6,21 +6,25 @@ call is refused before any I/O.
 
 from __future__ import annotations
 
+import functools
 import inspect as python
 import string
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dblock.core.errors import InvalidKey, LockTimeout
+from dblock.core.lock.failures import WAIT_LONGER
 from dblock.core.log import inform
 from dblock.core.protocol.steps import Steps
 from dblock.core.validation import valid_key
 
 if TYPE_CHECKING:
     from dblock.core.lock.base import BaseLock
+    from dblock.core.lock.locks import AsyncLock, SyncLock
 
 _NO_KEY = "without a key db_lock makes a decorator and no lock: give it one"
 F = TypeVar("F", bound=Callable[..., Any])
+AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
 class Template:
@@ -66,6 +70,10 @@ class Template:
         """The arguments of one call by name, defaults included."""
         return dict(self._bind(args, kwargs).arguments)
 
+    def tell_of_skipped(self, busy: LockTimeout) -> None:
+        """Log that a call is left out."""
+        inform("skipped a call of %s: %s", _name(self._function), str(busy).removesuffix(f"; {WAIT_LONGER}"))
+
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> python.BoundArguments:
         why = ""
         for signature in self._signatures:
@@ -92,6 +100,42 @@ def _name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
+def decorated(lock: SyncLock, function: F) -> F:
+    """`function`, each call of which holds a lock of its own."""
+    if python.iscoroutinefunction(function):
+        raise TypeError(f"{function!r} is a coroutine function: decorate it with the lock of an async engine")
+    template = Template(lock.key, function)
+
+    @functools.wraps(function)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with lock._for_call(template, args, kwargs) as held:
+            if held._skipped:
+                return lock.options.otherwise
+            result = function(*args, **kwargs)
+            if python.iscoroutine(result):
+                result.close()
+                raise TypeError(f"{function!r} returned a coroutine, which would run after the lock is released")
+            return result
+
+    return cast("F", locked)
+
+
+def adecorated(lock: BaseLock, function: AF) -> AF:
+    """The same of a coroutine function."""
+    if not python.iscoroutinefunction(function):
+        raise TypeError(f"{function!r} is not a coroutine function: decorate it with the lock of a sync engine")
+    template = Template(lock.key, function)
+
+    @functools.wraps(function)
+    async def locked(*args: Any, **kwargs: Any) -> Any:
+        async with cast("AsyncLock", lock._for_call(template, args, kwargs)) as held:
+            if held._skipped:
+                return lock.options.otherwise
+            return await function(*args, **kwargs)
+
+    return cast("AF", locked)
+
+
 def or_skip(lock: BaseLock, entering: Steps[None]) -> Steps[None]:
     """Enter the lock of one call of a decorated function; if its key is busy, the call is marked as skipped."""
     if lock._skipped is None:
@@ -99,7 +143,7 @@ def or_skip(lock: BaseLock, entering: Steps[None]) -> Steps[None]:
     try:
         yield from entering
     except LockTimeout as busy:
-        inform("skipped a call: %s", str(busy))
+        lock._template.tell_of_skipped(busy)
         lock._skipped = True
 
 

@@ -5,11 +5,9 @@ Rule: a method only drives the steps of `entering`, `leaving` and `operations`.
 
 from __future__ import annotations
 
-import functools
-import inspect as python
 from collections.abc import Callable, Coroutine, Generator
 from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from dblock.core.errors import LockError, LockLost, LockTimeout
 from dblock.core.holding.flow import Hold, current_task
@@ -171,24 +169,9 @@ class SyncLock(BaseLock):
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
-        if python.iscoroutinefunction(function):
-            raise TypeError(f"{function!r} is a coroutine function: decorate it with the lock of an async engine")
-        from dblock.core.lock.key_template import Template  # noqa: PLC0415 - only for decorators
+        from dblock.core.lock.key_template import decorated  # noqa: PLC0415 - only for decorators
 
-        template = Template(self._key, function)
-
-        @functools.wraps(function)
-        def locked(*args: Any, **kwargs: Any) -> Any:
-            with self._for_call(template, args, kwargs) as lock:
-                if lock._skipped:
-                    return self.options.otherwise
-                result = function(*args, **kwargs)
-                if python.iscoroutine(result):
-                    result.close()
-                    raise TypeError(f"{function!r} returned a coroutine, which would run after the lock is released")
-                return result
-
-        return cast("F", locked)
+        return decorated(self, function)
 
 
 class AsyncLock(BaseLock):
@@ -252,17 +235,6 @@ class AsyncLock(BaseLock):
 
     def __call__(self: BaseLock, function: AF) -> AF:
         """Decorate a coroutine function: each call holds the lock; the key is formatted with the call's arguments."""
-        if not python.iscoroutinefunction(function):
-            raise TypeError(f"{function!r} is not a coroutine function: decorate it with the lock of a sync engine")
-        from dblock.core.lock.key_template import Template  # noqa: PLC0415 - only for decorators
+        from dblock.core.lock.key_template import adecorated  # noqa: PLC0415 - only for decorators
 
-        template = Template(self._key, function)
-
-        @functools.wraps(function)
-        async def locked(*args: Any, **kwargs: Any) -> Any:
-            async with cast("AsyncLock", self._for_call(template, args, kwargs)) as lock:
-                if lock._skipped:
-                    return self.options.otherwise
-                return await function(*args, **kwargs)
-
-        return cast("AF", locked)
+        return adecorated(self, function)

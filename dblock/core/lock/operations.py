@@ -6,7 +6,7 @@ Rule: a function here acts for the flow that runs it, on that flow's hold and on
 from __future__ import annotations
 
 from dblock.core import runtime
-from dblock.core.errors import LockStoreError, Loss, Reason, StaleSnapshot
+from dblock.core.errors import LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Hold
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out
@@ -74,12 +74,9 @@ def guarded(lock: BaseLock, hold: Hold, pinned: Rows) -> Steps[None]:
         raise lock._lost(hold)
     _ = yield from verify(lock)
     if not pinned[0][0]:
-        raise StaleSnapshot(
-            f"this transaction began to read before {lock._key!r} (fence {hold.tenure.fence}) was taken, so that it "
-            "does not see what was written until then: take the lock and then begin the transaction, or call guard() "
-            f"before anything else in it, or use READ COMMITTED{lock._who_began()}",
-            key=lock._key,
-        )
+        from dblock.core.lock.failures import stale_snapshot  # noqa: PLC0415 - only for the error
+
+        raise stale_snapshot(lock, hold)
 
 
 def check_sequencer(lock: BaseLock, sequencer: Sequencer) -> Steps[Sequencer]:

@@ -24,7 +24,7 @@ from dblock.core.acquire.request import Refused
 from dblock.core.acquire.shares import leave_share
 from dblock.core.acquire.sharing import listed
 from dblock.core.errors import LockError, LockTimeout, PermitNotHeld
-from dblock.core.holding.flow import Flow
+from dblock.core.holding.flow import Flow, Hold
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.lock import entering, leaving
 from dblock.core.lock.base import BaseLock, Taking
@@ -32,14 +32,14 @@ from dblock.core.lock.failures import timed_out
 from dblock.core.lock.ignored import warn_if_ignored
 from dblock.core.lock.key_template import Template
 from dblock.core.lock.locks import Timeout, gives_way
-from dblock.core.log import inform, warn
+from dblock.core.log import warn
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps
 from dblock.core.runtime import current_flow
-from dblock.core.share_keys import PERMITS_MAX, slot_of, valid_permits, valid_shared_key
+from dblock.core.share_keys import PERMITS_MAX, valid_permits, valid_shared_key
 from dblock.core.validation import acquire_timeout
-from dblock.core.values import Grant, KeyKind, LockInfo
+from dblock.core.values import Grant, KeyKind, LockInfo, slot_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,13 +56,27 @@ class IsPermit(BaseLock):
         hold = self._hold()
         return None if hold is None else slot_of(hold.tenure.key)
 
+    def __repr__(self) -> str:
+        slot = self.slot
+        return super().__repr__() if slot is None else f"{super().__repr__()[:-1]}, slot {slot}>"
+
+    def _own_hold(self, verb: str) -> Hold:
+        hold = super()._own_hold(verb)
+        if verb == "release" and len(hold.entries) == 1 and self._order.semaphore.owns(self):
+            raise PermitNotHeld(
+                f"a permit of {self._key!r} is released by the end of its `with`, or by the semaphore's release(); the "
+                "permit's own release() is for one that semaphore.permit() made",
+                key=self._key,
+            )
+        return hold
+
     def _take(self, taking: Taking) -> Steps[Grant | Refused]:
         return self._order.next(taking)
 
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A permit of its own, since the flow of a permit is one call's."""
         permit: Self = self._order.semaphore._for_call(template, args, kwargs).permit()
-        permit._skipped = False
+        permit._skipped, permit._template = False, template
         return permit
 
     def _inspect(self) -> Steps[LockInfo | None]:
@@ -83,12 +97,15 @@ class _Order:
             found = yield from taking.sharing().acquire(self.semaphore, self.n)
             if isinstance(found, Refused):
                 return found
-            self.grants = found
+            self.grants = sorted(found, key=lambda grant: grant.tenure.key, reverse=True)
         return self.grants.pop()
 
 
 class BaseSemaphore:
     """A semaphore, apart from how its statements are run."""
+
+    _locks_by = "permit()"
+    """What makes a lock of it."""
 
     def __init__(self, make_permit: Callable[..., Any], key: str, permits: int = 1, **options: Any) -> None:
         """`make_permit(key, **options)` makes a permit of the face."""
@@ -144,6 +161,10 @@ class BaseSemaphore:
         """One permit, not yet acquired, as a lock of its own: for `db_locks`, and for what is given a lock."""
         (permit,) = self._ordered(1)
         return permit
+
+    def owns(self, permit: object) -> bool:
+        """Whether the permit is one that this object holds, and not one of `permit()`."""
+        return any(each[0] is permit for each in self._held)
 
     def met(self, slot: int) -> None:
         """Log, once, that somebody has a slot that this semaphore does not have."""
@@ -218,6 +239,8 @@ class BaseSemaphore:
 
     def _leave_nothing(self, permits: list[Any]) -> Steps[None]:
         """Release what was acquired of an order that failed."""
+        with self._mutex:
+            self._held = [each for each in self._held if each[0] not in permits]
         for permit in permits:
             if permit._hold_here() is not None:
                 with contextlib.suppress(LockError):
@@ -244,7 +267,7 @@ class BaseSemaphore:
     def _leave(self, permit: Any, *, block: bool) -> Steps[None]:
         """Release a permit that was claimed; it is in the list again if that failed before anything was sent.
 
-        A block whose permit was detached, or released by its own method, ends without a word.
+        A block whose permit was detached ends without a word.
         """
         if block and permit._hold_here() is None:
             return
@@ -304,9 +327,9 @@ class BaseSemaphore:
         made._met = self._met
         return made
 
-    def _may_skip(self, busy: LockTimeout) -> bool:
+    def _may_skip(self, template: Template, busy: LockTimeout) -> bool:
         if self._skips:
-            inform("skipped a call: %s", str(busy))
+            template.tell_of_skipped(busy)
         return self._skips
 
 
@@ -381,7 +404,7 @@ class SyncSemaphore(BaseSemaphore):
             try:
                 _ = semaphore._plain._drive(semaphore._enter(semaphore._plain._timeout))
             except LockTimeout as busy:
-                if self._may_skip(busy):
+                if self._may_skip(template, busy):
                     return self._plain.options.otherwise
                 raise
             with contextlib.ExitStack() as ending:
@@ -460,7 +483,7 @@ class AsyncSemaphore(BaseSemaphore):
             try:
                 _ = await semaphore._plain._adrive(semaphore._enter(semaphore._plain._timeout))
             except LockTimeout as busy:
-                if self._may_skip(busy):
+                if self._may_skip(template, busy):
                     return self._plain.options.otherwise
                 raise
             async with contextlib.AsyncExitStack() as ending:

@@ -41,6 +41,20 @@ class _OfReadWriteLock(BaseLock):
         return lock
 
 
+class NoLock:
+    """The base of both faces' `ReadWriteLock`, which is no lock itself and says so where it is used as one."""
+
+    _locks_by = "read() or write()"
+    """What makes its locks."""
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+
+        def __enter__(self, *_: object) -> None:
+            raise TypeError("a read-write lock is held by a reader or a writer: use .read() or .write()")
+
+        __exit__ = __aenter__ = __aexit__ = __call__ = __enter__
+
+
 class Reads(_OfReadWriteLock):
     """The lock of a reader, which holds it beside other readers, and beside no writer."""
 

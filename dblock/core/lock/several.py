@@ -26,7 +26,6 @@ from dblock.core.lock import entering, leaving
 from dblock.core.lock.entering import Granted
 from dblock.core.lock.ignored import warn_if_ignored
 from dblock.core.lock.locks import AsyncLock, Timeout, gives_way, was_ours
-from dblock.core.log import inform
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -47,6 +46,8 @@ def once(keys: Sequence[Any]) -> list[Any]:
     for each in keys:
         if isinstance(each, list | tuple | set | frozenset):
             raise TypeError(f"db_locks() takes keys, not a {type(each).__name__} of them: write db_locks(*keys)")
+        if by := getattr(type(each), "_locks_by", None):
+            raise TypeError(f"db_locks() takes locks, and a {type(each).__name__} is none: use its {by}")
     return list(dict.fromkeys(keys))
 
 
@@ -249,9 +250,9 @@ class BaseLocks:
         }
         return type(self)(list(once.values())[::-1], self._timeout, on_busy=self._on_busy, otherwise=self._otherwise)
 
-    def _may_skip(self, busy: LockTimeout) -> bool:
+    def _may_skip(self, template: Template, busy: LockTimeout) -> bool:
         if self._on_busy == "skip":
-            inform("skipped a call: %s", str(busy))
+            template.tell_of_skipped(busy)
         return self._on_busy == "skip"
 
 
@@ -365,7 +366,7 @@ class SyncLocks(BaseLocks):
             try:
                 held._enter()
             except LockTimeout as busy:
-                if self._may_skip(busy):
+                if self._may_skip(templates[0], busy):
                     return self._otherwise
                 raise
             with ExitStack() as ending:
@@ -460,7 +461,7 @@ class AsyncLocks(BaseLocks):
             try:
                 await enter(held)
             except LockTimeout as busy:
-                if self._may_skip(busy):
+                if self._may_skip(templates[0], busy):
                     return self._otherwise
                 raise
             async with AsyncExitStack() as ending:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from dblock.core.lock.administration import EventInfo, Surveyed, WaiterInfo, Wanted
 from dblock.core.pinned import Pinned
 from dblock.core.text import printable
-from dblock.core.values import Identity
+from dblock.core.values import Identity, KeyKind
 
 
 def parts(seconds: float) -> list[tuple[str, str]]:
@@ -133,6 +133,8 @@ def lock_json(row: Surveyed) -> dict[str, Any]:
         **who(info.identity),
         "revoked": info.revoked,
         "pinned": None if row.pinned is None else pinned_json(row.pinned),
+        "kind": KeyKind(info.kind).name.lower(),
+        "slot": info.slot,
     }
 
 

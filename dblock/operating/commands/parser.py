@@ -24,8 +24,8 @@ exit status: that of the command, or 128 + n if signal n ended it; {BUSY} if the
 command could not be ended; 69 if the database failed; 126 or 127 if the command cannot be run, or found. A command that
 runs as another user (`run KEY -- sudo CMD`) cannot be ended and is sent no signals, unless `run` is root: run dblock
 itself as that user (`sudo dblock run KEY -- CMD`). The command has DBLOCK_KEY, DBLOCK_FENCE and DBLOCK_TOKEN in its
-environment, a line for each of several keys (one fence above them all); the last is a secret, with which one can attach
-to the lock."""
+environment, and DBLOCK_SLOT with --permits; a line for each of several keys (one fence above them all). DBLOCK_TOKEN is
+a secret, with which one can attach to the lock."""
 
 
 def add_verbs(commands: _SubParsersAction[Any]) -> None:
@@ -94,16 +94,20 @@ def _add_run(commands: _SubParsersAction[Any]) -> None:
     running.add_argument(
         "--create-tables", action="store_true", help="make the lock's tables first, if they are missing"
     )
-    vars(running)["parse_known_args"] = partial(_with_command, running.parse_known_args)
+    vars(running)["parse_known_args"] = partial(_with_command, running, running.parse_known_args)
 
 
-def _with_command(parse: Callable[..., Any], arguments: Sequence[str], namespace: Namespace | None = None) -> Any:
+def _with_command(
+    parser: ArgumentParser, parse: Callable[..., Any], arguments: Sequence[str], namespace: Namespace | None = None
+) -> Any:
     """The command is what stands behind the first `--`, to the letter: argparse would take the next one out of it."""
     head, dashes, command = list(arguments), "--", list[str]()
     if dashes in head[1:]:
         at = head.index(dashes, 1)
         head, command = head[:at], head[at + 1 :]
     known, rest = parse([*head, "."] if command else head, namespace)
+    if command and rest and not rest[0].startswith("-"):
+        parser.error("options go before the keys: run [options] KEY [KEY ...] -- CMD")
     known.keys = [known.key]
     if command:
         known.keys += known.argv[:-1]

@@ -131,6 +131,9 @@ def _run(lock: SyncLocks, options: Namespace, pipe: _Pipe) -> int:
             "DBLOCK_FENCE": str(lock.fence),
             "DBLOCK_TOKEN": "\n".join(share(each) for each in lock),
         }
+        _ = environment.pop("DBLOCK_SLOT", None)  # of an outer `run`
+        if options.permits:
+            environment["DBLOCK_SLOT"] = "\n".join(str(each.slot) for each in lock)
     except LockLost as error:
         complain(str(error))
         return LOST

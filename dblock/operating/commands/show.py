@@ -54,7 +54,7 @@ def ls(context: Context, options: Namespace) -> int:
             for pin in pins_of(row.pinned) if row.pinned else ():
                 say(printable(f"{row.info.key!r} is pinned: {pin}"))
     else:
-        say("no lock is held" if pattern == "*" else f"no lock that fits {printable(pattern)} is held")
+        say("no lock is held" if pattern == "*" else f"no lock that fits {printable(pattern)!r} is held")
     if more:
         complain(f"there are more: the first {options.limit} are shown (--limit)")
     return 0
