@@ -556,6 +556,8 @@ def test_shares_are_shown_and_freed_one_by_one(one: Shell) -> None:
         listed = one("ls").stdout
         assert re.findall(r"^(k \(reader [0-9a-f]+\))  \s*held .* reader \d$", listed, re.MULTILINE)
         assert re.findall(r"^s \(permit (\d)\)\s+held", listed, re.MULTILINE) == [str(slot) for slot in slots]
+        kinds = {(row["key"][0], row["kind"]) for row in json.loads(one("ls", "--json").stdout)}
+        assert kinds == {("k", "read_write"), ("s", "semaphore")}
         shown = one("show", "k").stdout
         assert "kind:         a read-write lock" in shown
         names = re.findall(r"^(k \(reader [0-9a-f]+\))", shown, re.MULTILINE)
