@@ -213,7 +213,6 @@ class AutocommitPool:
                 connection.caller.notify()
         for slots in self._slots:
             slots.lent.clear()
-            slots.line.clear()
         self._idle, self._all, self._mutex = [], weakref.WeakSet(), threading.RLock()
         return parents
 
@@ -324,10 +323,10 @@ class AutocommitPool:
             return
         with self._mutex:
             connection.expected_until = math.inf
-            late = connection.stage is Stage.LATE
-            if not late:
+            expected = connection.stage is Stage.OPENING
+            if expected:
                 connection.move(Stage.LENT)
-        if late:
+        if not expected:
             self.give(connection)
         elif connection.caller is not None:
             connection.caller.notify()

@@ -60,7 +60,9 @@ class Slots:
 
     def has_room(self, waiter: SlotWaiter | None) -> bool:
         """Whether a slot is free that is not reserved for others; `waiter` is None for a caller outside the line."""
-        return waiter in self._first() if self.line else len(self.lent) < self.most
+        if waiter is None and not self.line:
+            return len(self.lent) < self.most
+        return waiter in self._first()
 
     def join(self, waiter: SlotWaiter, *, first: bool = False) -> None:
         """Enqueue: behind all, with priority behind those that have it too, or as the first."""
