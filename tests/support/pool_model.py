@@ -12,6 +12,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -75,6 +76,8 @@ class Raw:
     """Whether the network has dropped it silently."""
     parents: bool = False
     """Whether it was opened before a fork."""
+    old: bool = False
+    """Whether the pool was closed since it was opened."""
 
 
 @dataclass(eq=False)
@@ -95,8 +98,10 @@ class Actor:
     turn: int = 0
     gone: bool = False
     """Whether its event loop was closed, or its process forked another one, where it does not run."""
+    queued: SlotWaiter | None = None
+    """What it waits for a slot with."""
     joined: int = 0
-    """When it began to wait for a slot, by a count."""
+    """When it began to do so, by a count."""
     thread: greenlet = field(init=False)
 
     def __post_init__(self) -> None:
@@ -116,9 +121,8 @@ class Actor:
         return max(self.wakes, self.blocked_until) if self.runs else math.inf
 
     def in_line(self, slots: Slots) -> bool:
-        """Whether it waits for a slot, and will poll soon."""
-        waits = self.runs and self.at == "wait" and self.waiter in slots.line
-        return waits and self.blocked_until <= self.world.time
+        """Whether it waits for a slot, and is not blocked."""
+        return self.runs and self.queued in slots.line and self.blocked_until <= self.world.time
 
 
 class Mutex:
@@ -145,6 +149,15 @@ class ModelPool(AutocommitPool):
         super().__init__(most, keep=2)
         self._mutex: Any = Mutex(world)
         self._world = world
+        for slots in self._slots:
+            vars(slots)["join"] = partial(self._join, slots)
+
+    def _join(self, slots: Slots, waiter: SlotWaiter, *, first: bool = False) -> None:
+        self._world.count += 1
+        running = self._world.running
+        if running is not None:
+            running.queued, running.joined = waiter, self._world.count
+        Slots.join(slots, waiter, first=first)
 
     def open(self, connection: PooledConnection) -> None:
         self._world.stop("open")
@@ -173,7 +186,7 @@ class ModelPool(AutocommitPool):
     def in_background(self, work: Callable[[PooledConnection], None], connections: list[PooledConnection]) -> None:
         for each in connections:
             loop: Any = each.loop
-            self._world.actors.append(Actor(self._world, loop, lambda each=each: work(each), connection=each))
+            self._world.actors.append(Actor(self._world, loop, partial(work, each), connection=each))
 
     def wait(self, waiter: Wakeup, seconds: float) -> None:
         running = self._world.running
@@ -206,8 +219,6 @@ class PoolWorld:
     kinds: tuple[str, ...] = ()
     faults: int = 0
     preemptions: float = math.inf
-    late: bool = True
-    """Whether time passes while a connection is being opened."""
     time: float = 1000.0
     running: Actor | None = None
     last: Actor | None = None
@@ -226,16 +237,19 @@ class PoolWorld:
         self.actors: list[Actor] = []
         for number, uses in self.plans:
             actor = Actor(self, None if number is None else self.loops[number], lambda: None, uses)
-            actor.thread = greenlet(lambda actor=actor: self.life(actor), self.hub)
+            actor.thread = greenlet(partial(self.life, actor), self.hub)
             self.actors.append(actor)
 
     def life(self, actor: Actor) -> None:
         """What a caller does: as the executor."""
-        for actor.turn, use in enumerate(actor.uses):
-            actor.use = use
+        for turn, use in enumerate(actor.uses):
+            actor.turn, actor.use = turn, use
             until = self.time + use.timeout
             with contextlib.suppress(StoreConflict, Refused, KeyboardInterrupt):
-                connection = self.pool.take(until, critical=use.critical, priority=use.priority)
+                connection: PooledConnection | None = self.pool.take(
+                    until, critical=use.critical, priority=use.priority
+                )
+                assert connection is not None
                 self.lent(connection, actor, use)
                 try:
                     self.stop("use", self.time + use.hold)
@@ -248,7 +262,7 @@ class PoolWorld:
                     self.pool.drop(connection, others=False)
                 else:
                     self.pool.give(connection)
-            connection = None
+            connection, actor.queued = None, None
             assert self.over or self.disturbed or self.time <= until + use.hold, "a caller waits for too long"
             actor.use = None
 
@@ -260,7 +274,6 @@ class PoolWorld:
         assert not connection.raw.parents, "the parent's connection is lent"
         assert connection.loop is actor.loop, "a connection of another event loop is lent"
         self.hands[id(connection)] = connection, actor
-        actor.joined = 0
         assert id(connection) in self.pool._slots[use.critical].lent or connection.overdue, "lent without a slot"
 
     def stop(self, at: str, wakes: float | None = None) -> None:
@@ -273,9 +286,6 @@ class PoolWorld:
         running.at, running.wakes = at, self.time if wakes is None else wakes
         if at == "open":
             running.wakes = math.inf
-        if at == "wait" and isinstance(running.waiter, SlotWaiter) and not running.joined:
-            self.count += 1
-            running.joined = self.count
         self.running = None
         self.hub.switch()
 
@@ -306,12 +316,15 @@ class PoolWorld:
         mine = self.running
         assert mine is not None
         assert mine.use is not None
-        if waiter is not None and slots.line and slots.line[0] is waiter:
-            return 0  # also one that replaces a silent connection
-        count, place = 0, (not mine.use.priority, mine.joined or math.inf)
+        if waiter is not None and waiter.priority and slots.line[:1] == [waiter]:  # also instead of a silent one
+            return 0
+        count, place = (
+            0,
+            (not mine.use.priority, mine.joined if waiter is not None and mine.queued is waiter else math.inf),
+        )
         for other in self.actors:
-            if other is not mine and other.in_line(slots) and other.use is not None and other.wakes > self.time:
-                count += (not other.use.priority, other.joined) < place
+            if other is not mine and other.in_line(slots) and other.use is not None and other.queued is not None:
+                count += (not other.use.priority, other.joined) < place and other.queued.polls_by > self.time
         return count
 
     def check_opening(self, connection: PooledConnection, slots: Slots) -> None:
@@ -329,9 +342,9 @@ class PoolWorld:
             if self.preemptions or last is None or last is self.actors[n] or not last.ready()
         ]
         opening = [n for n, actor in enumerate(self.actors) if actor.runs and actor.at == "open"]
-        found += [Choice("opened", n) for n in opening if not ready]
+        found += [Choice("opened", n) for n in opening]
         asleep = any(math.inf > actor.due() > self.time for actor in self.actors)
-        if not ready and asleep and (self.late or not opening):
+        if not ready and asleep:
             found.append(Choice("time"))
         if self.faults and found:
             callers = [n for n, actor in enumerate(self.actors) if actor.uses and actor.runs and actor.at != "start"]
@@ -398,6 +411,8 @@ class PoolWorld:
                 self.time += 10.0
                 self.since.clear()
             case "close_all":
+                for raw in self.raws:
+                    raw.old = True
                 self.over = True  # at once
                 self.pool.close_all()
                 self.over = False
@@ -437,11 +452,15 @@ class PoolWorld:
             for each in in_use:
                 assert id(each) in slots.lent, "used without a slot"
             self.check_free(slots)
+        for opening in (actor.connection for actor in self.actors if actor.at == "open" and not actor.gone):
+            if opening is not None and opening.stage is not Stage.CLOSED:
+                expired = opening.expected_until < self.time or pool.is_over(opening.loop)
+                assert opening.slots is not None or expired, "a connection is opened without a slot"
         for each in pool._idle:
             assert each.stage is Stage.IDLE, "not idle in the stack"
             assert not each.raw.closed, "a closed connection is idle"
             assert not each.raw.parents, "a parent's connection is idle in its child"
-            assert each.epoch == pool._epoch, "an idle connection is older than the last closing"
+            assert not each.raw.old, "an idle connection is older than the last closing"
             assert id(each) not in self.hands, "an idle connection is used"
 
     def check_free(self, slots: Slots) -> None:
@@ -537,6 +556,6 @@ class _Canon:
             else:
                 raw = it.raw
                 flat += [it.stage.name, it.overdue, it.epoch, it.slots and it.slots is self._world.pool._slots[1]]
-                flat += [type(it.error).__name__, raw and (raw.closed, raw.dead, raw.parents)]
+                flat += [type(it.error).__name__, raw and (raw.closed, raw.dead, raw.parents, raw.old)]
                 self._add((it.expected_until, it.idle_since, it.caller), flat)
                 flat.append(it.loop and it.loop.number)

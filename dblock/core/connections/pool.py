@@ -38,7 +38,7 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 from dblock.core import clock, timing
-from dblock.core.connections.connection import PooledConnection, Stage
+from dblock.core.connections.connection import CLOSED, IDLE, LATE, LENT, OPENING, PooledConnection
 from dblock.core.connections.slots import Slots, SlotWaiter
 from dblock.core.errors import PoolExhausted, StoreConflict
 from dblock.core.wakeup.registry import Wakeup
@@ -134,10 +134,14 @@ class AutocommitPool:
             self._closed = False
         loop, slots = self.loop(), self._slots[critical]
         with self._mutex:
-            connection = self._claim(loop, slots)
+            idle = self._idle
+            if idle and idle[-1].loop is loop and not slots.line and len(slots.lent) < slots.most:  # mostly
+                connection: PooledConnection | None = slots.lend(idle.pop())
+            else:
+                connection = self._claim(loop, slots)
         if connection is None:
             connection = self._claim_in_turn(loop, slots, SlotWaiter(until, priority=priority))
-        while connection.stage is Stage.LENT:
+        while connection.stage is LENT:
             if self._is_alive(connection, until):
                 return connection
             connection = self._claim_in_turn(loop, slots, SlotWaiter(until, priority=True), silent=connection)
@@ -145,22 +149,23 @@ class AutocommitPool:
 
     def open_apart(self, until: float) -> PooledConnection:
         """A connection to listen on, without a slot, which is never returned; StoreConflict if not open by then."""
-        listener = PooledConnection(loop=self.loop(), epoch=-1, purpose="listener", stage=Stage.OPENING)
+        listener = PooledConnection(loop=self.loop(), epoch=-1, purpose="listener", stage=OPENING)
         return self._open_in_time(listener, until)
 
     def give(self, connection: PooledConnection) -> None:
         """Keep it for the next statement."""
         connection.idle_since = now = clock.now()
-        surplus = list[PooledConnection]()
+        surplus: list[PooledConnection] = []
         with self._mutex:
-            if connection.stage is Stage.CLOSED:  # lent before a fork: the parent's
+            if connection.stage is CLOSED:  # lent before a fork: the parent's
                 return
             idle, loop = self._idle, connection.loop
             wanted = len(idle) >= self._keep and any(each.line for each in self._slots)
-            if connection.epoch != self._epoch or self._closed or connection.overdue or self.is_over(loop):
+            lost = connection.overdue or (loop is not None and self.is_over(loop))
+            if lost or self._closed or connection.epoch != self._epoch:
                 surplus.append(connection)
             else:
-                connection.move(Stage.IDLE)
+                connection.move(IDLE)
                 idle.append(connection)
             while len(idle) > self._keep and not wanted and idle[-1].loop is loop:
                 surplus.append(self._pop())
@@ -176,7 +181,7 @@ class AutocommitPool:
 
     def drop(self, connection: PooledConnection, *, others: bool) -> None:
         """Close a connection in an unknown state, and with `others` the idle ones: they broke with it."""
-        if connection.stage is Stage.LENT:
+        if connection.stage is LENT:
             for each in (connection, *(self._pop_all() if others else ())):
                 self._close(each, broken=True)
 
@@ -208,7 +213,7 @@ class AutocommitPool:
         parents = list(self._all)
         for connection in parents:
             connection.disconnect_in_child()
-            connection.stage, connection.slots = Stage.CLOSED, None
+            connection.stage, connection.slots = CLOSED, None
             if connection.caller is not None:
                 connection.caller.notify()
         for slots in self._slots:
@@ -223,23 +228,19 @@ class AutocommitPool:
 
         Callers hold the mutex.
         """
-        idle, late = self._idle, False
-        if len(slots.lent) >= slots.most or not idle or idle[-1].loop is not loop:  # seldom
-            late = self._free_lost(slots, loop)
-            while idle and self.is_over(idle[-1].loop):
-                self._close(self._pop())
+        idle, late = self._idle, self._free_lost(slots, loop)
+        while idle and self.is_over(idle[-1].loop):
+            self._close(self._pop())
         index = len(idle) - 1
         while index >= 0 and idle[index].loop is not loop:
             index -= 1
         if (late and index < 0) or not slots.has_room(waiter):
             return None
         if index >= 0:
-            connection = self._pop(index)
-        else:
-            connection = PooledConnection(loop=loop, epoch=self._epoch, stage=Stage.OPENING)
-            self._all.add(connection)
-        slots.lend(connection)
-        return connection
+            return slots.lend(idle.pop(index))
+        connection = PooledConnection(loop=loop, epoch=self._epoch, stage=OPENING)
+        self._all.add(connection)
+        return slots.lend(connection)
 
     def _claim_in_turn(
         self, loop: object, slots: Slots, waiter: SlotWaiter, *, silent: PooledConnection | None = None
@@ -280,11 +281,11 @@ class AutocommitPool:
         """
         late, now = False, clock.now()
         for each in slots.occupants():
-            if each.stage is Stage.OPENING and each.expected_until < now:  # its caller was interrupted twice
-                each.move(Stage.LATE)
+            if each.stage is OPENING and each.expected_until < now:  # its caller was interrupted twice
+                each.move(LATE)
             if each.overdue or each.expected_until < now or self.is_over(each.loop):
                 slots.free(each)
-            elif each.stage is Stage.LATE and each.loop is loop:
+            elif each.stage is LATE and each.loop is loop:
                 late = True
         return late
 
@@ -293,12 +294,12 @@ class AutocommitPool:
         connection.expected_until = until + timing.DEFAULT.statement_timeout
         try:
             self.in_background(self._run_opening, [connection])
-            while connection.stage is Stage.OPENING and (left := until - clock.now()) > 0:
+            while connection.stage is OPENING and (left := until - clock.now()) > 0:
                 self.wait(caller, left)
         except BaseException:
             self._stop_waiting(connection)
             raise
-        if connection.stage is Stage.LENT:
+        if connection.stage is LENT:
             return connection
         self._stop_waiting(connection)
         error, connection.error = connection.error, None
@@ -307,14 +308,16 @@ class AutocommitPool:
     def _stop_waiting(self, connection: PooledConnection) -> None:
         """Let the connection be lent to another caller, once it is open."""
         with self._mutex:
-            opened = connection.stage is Stage.LENT
-            if connection.stage is Stage.OPENING:
-                connection.move(Stage.LATE)
+            opened = connection.stage is LENT
+            if connection.stage is OPENING:
+                connection.move(LATE)
         if opened:
             self.give(connection)
 
     def _run_opening(self, connection: PooledConnection) -> None:
         """Open it, for its caller or the next one."""
+        if connection.stage is CLOSED:  # a fork came between
+            return
         try:
             self.open(connection)
         except BaseException as error:  # noqa: BLE001 - raised for the caller
@@ -323,10 +326,10 @@ class AutocommitPool:
             return
         with self._mutex:
             connection.expected_until = math.inf
-            expected = connection.stage is Stage.OPENING
-            if expected:
-                connection.move(Stage.LENT)
-        if not expected:
+            late = connection.stage is LATE
+            if not late:
+                connection.move(LENT)
+        if late:
             self.give(connection)
         elif connection.caller is not None:
             connection.caller.notify()
@@ -373,7 +376,7 @@ class AutocommitPool:
 
     def _pop(self, index: int = -1) -> PooledConnection:
         connection = self._idle.pop(index)
-        connection.move(Stage.LENT)
+        connection.move(LENT)
         return connection
 
     def _pop_all(self) -> list[PooledConnection]:
@@ -383,9 +386,9 @@ class AutocommitPool:
     def _close(self, connection: PooledConnection, *, broken: bool = False) -> None:
         """Close it, in an orderly way unless it is broken or of another event loop."""
         with self._mutex:
-            if connection.stage is Stage.CLOSED:
+            if connection.stage is CLOSED:
                 return
-            connection.move(Stage.CLOSED)
+            connection.move(CLOSED)
             if connection.slots is not None:
                 connection.slots.free(connection)
         if connection.caller is not None:

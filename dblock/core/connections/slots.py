@@ -13,7 +13,7 @@ from __future__ import annotations
 from weakref import ref
 
 from dblock.core import clock, timing
-from dblock.core.connections.connection import PooledConnection
+from dblock.core.connections.connection import IDLE, LENT, PooledConnection
 from dblock.core.wakeup.registry import Wakeup
 
 
@@ -42,10 +42,13 @@ class Slots:
         """The connections that occupy a slot, by id; an interrupted caller may have lost one."""
         self.line = list[SlotWaiter]()
 
-    def lend(self, connection: PooledConnection) -> None:
-        """Let the connection occupy a slot."""
+    def lend(self, connection: PooledConnection) -> PooledConnection:
+        """Lend a connection that is idle or new; returns it."""
+        if connection.stage is IDLE:
+            connection.move(LENT)
         connection.slots = self
         self.lent[id(connection)] = ref(connection)
+        return connection
 
     def free(self, connection: PooledConnection) -> None:
         """Free the slot of the connection, if it has one still."""
