@@ -12,6 +12,7 @@ from dblock.core import clock
 from dblock.core.connections.connection import PooledConnection, Stage
 from dblock.core.connections.pool import AutocommitPool
 from dblock.core.connections.slots import Slots, SlotWaiter
+from dblock.core.wakeup.registry import Wakeup
 from tests.conftest import timed
 from tests.support.explore import Explored, explore
 from tests.support.lab import LONG
@@ -33,6 +34,7 @@ WORLDS: dict[str, tuple[float, Plans]] = {
     "a renewal": (1, RENEWAL),
 }
 """How many connections may be in use, and who wants them."""
+LARGE = {"two of two", "three of one", "three of two"}
 
 
 class Worlds:
@@ -79,9 +81,10 @@ def explored(worlds: Worlds, name: str, fault: str | None, preemptions: float) -
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 @pytest.mark.parametrize("name", WORLDS)
 def test_small_pools(worlds: Worlds, name: str, fault: str | None, capsys: pytest.CaptureFixture[str]) -> None:
-    """With few preemptions; what each caller is promised holds at every moment (`PoolWorld.check`) and at the end."""
-    few = 0 if len(WORLDS[name][1]) > 2 else 1
-    seen = explored(worlds, name, fault, few + 1 if LONG else few)
+    """What each caller is promised holds at every moment (`PoolWorld.check`) and at the end; with few preemptions."""
+    if fault and name in LARGE and not LONG:
+        pytest.skip("part of `make faults`")
+    seen = explored(worlds, name, fault, 1 if LONG else 0)
     with capsys.disabled():
         print(f"\n{name}, {fault or 'no fault'}: {seen.states:,} states", end="")  # noqa: T201 - to be read
     assert seen.states > 100
@@ -164,8 +167,8 @@ def what_is_refused_keeps_its_slot(patch: Patch) -> None:
 def late_openings_have_no_slot(patch: Patch) -> None:
     stop_waiting = AutocommitPool._stop_waiting
 
-    def hasty(self: AutocommitPool, connection: PooledConnection) -> None:
-        stop_waiting(self, connection)
+    def hasty(self: AutocommitPool, connection: PooledConnection, caller: Wakeup) -> None:
+        stop_waiting(self, connection, caller)
         if connection.stage is Stage.LATE and connection.slots is not None:
             connection.slots.free(connection)
 

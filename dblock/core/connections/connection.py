@@ -94,7 +94,7 @@ class PooledConnection:
     slots: Slots | None = None
     """The slots of which it occupies one."""
     caller: Wakeup | None = None
-    """Wakes the caller that waits for its opening."""
+    """Wakes the caller that it was opened for; None if that one has stopped waiting."""
     error: BaseException | None = None
     """The reason why it could not be opened."""
     expected_until: float = math.inf

@@ -281,8 +281,9 @@ class AutocommitPool:
         """
         late, now = False, clock.now()
         for each in slots.occupants():
-            if each.stage is OPENING and each.expected_until < now:  # its caller was interrupted twice
+            if each.stage is OPENING and each.expected_until < now:  # its caller was interrupted twice, or is frozen
                 each.move(LATE)
+                each.caller = None
             if each.overdue or each.expected_until < now or self.is_over(each.loop):
                 slots.free(each)
             elif each.stage is LATE and each.loop is loop:
@@ -297,17 +298,20 @@ class AutocommitPool:
             while connection.stage is OPENING and (left := until - clock.now()) > 0:
                 self.wait(caller, left)
         except BaseException:
-            self._stop_waiting(connection)
+            self._stop_waiting(connection, caller)
             raise
-        if connection.stage is LENT:
+        if connection.stage is LENT and connection.caller is caller:
             return connection
-        self._stop_waiting(connection)
+        self._stop_waiting(connection, caller)
         error, connection.error = connection.error, None
         raise error or _not_opened()
 
-    def _stop_waiting(self, connection: PooledConnection) -> None:
+    def _stop_waiting(self, connection: PooledConnection, caller: Wakeup) -> None:
         """Let the connection be lent to another caller, once it is open."""
         with self._mutex:
+            if connection.caller is not caller:
+                return
+            connection.caller = None
             opened = connection.stage is LENT
             if connection.stage is OPENING:
                 connection.move(LATE)
