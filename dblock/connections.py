@@ -28,7 +28,8 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
 from dblock.core import clock, runtime, timing
-from dblock.core.connections.pool import AutocommitPool, Opening, PooledConnection
+from dblock.core.connections.connection import PooledConnection
+from dblock.core.connections.pool import AutocommitPool
 from dblock.core.errors import PoolExhausted
 from dblock.drivers import sessions
 
@@ -44,9 +45,9 @@ class DjangoPool(AutocommitPool):
     """Connections of the lock's own to a server or a file."""
 
     def __init__(self, alias: str) -> None:
-        super().__init__(MOST)
-        self.alias = alias
         self._vendor = connections[alias].vendor
+        super().__init__(MOST, local=self._vendor == "sqlite")
+        self.alias = alias
         self._location: object = None
         self._lanes = Lane("take"), Lane("keep")
         runtime.current.add_pool(self)
@@ -111,14 +112,6 @@ class DjangoPool(AutocommitPool):
             wrapper.connection = None
 
     terminate = abandon = close
-
-    def in_background(self, work: Callable[[], PooledConnection]) -> Any:
-        """In a thread; a file needs none."""
-        if self._vendor != "sqlite":
-            return super().in_background(work)
-        opening = Opening(work)
-        opening.run()
-        return opening
 
 
 class Lane:

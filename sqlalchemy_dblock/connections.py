@@ -28,12 +28,12 @@ from sqlalchemy.pool import PoolProxiedConnection
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from dblock.core import clock, runtime
-from dblock.core.connections.pool import KEPT, AutocommitPool, Opening, PooledConnection
-from dblock.core.connections.slots import SlotWaiter
+from dblock.core.connections.connection import PooledConnection
+from dblock.core.connections.pool import KEPT, AutocommitPool
 from dblock.core.errors import PoolExhausted
-from dblock.core.holding.flow import current_task
 from dblock.core.protocol.drive import plain_task
 from dblock.core.statements import DIALECTS
+from dblock.core.wakeup.registry import Wakeup
 
 _purpose = ContextVar("_purpose", default="")
 """Purpose of the connection that is being opened; empty if it is not the lock's."""
@@ -45,15 +45,16 @@ class EnginePool(AutocommitPool):
     """The lock's connections to a server or a file, beside the engine's pool."""
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__(_most(engine), 0 if isinstance(engine.pool, NullPool) else KEPT)
-        runtime.current.add_pool(self)
         self._dialect = engine.dialect
+        local = DIALECTS[engine.dialect.name].single_writer
+        super().__init__(_most(engine), 0 if isinstance(engine.pool, NullPool) else KEPT, local=local)
+        runtime.current.add_pool(self)
         self._engine = weakref.ref(engine)
         self._source = _source(engine)
         self._first: PooledConnection | None = None
         """The first connection, while it is being opened, before SQLAlchemy has examined the server."""
         self._known = False
-        self._apart = set[asyncio.Task[None]]()
+        self._tasks = set[asyncio.Task[None]]()
         """Tasks, kept so that they are not collected before they have ended."""
         event.listen(engine, "engine_disposed", lambda _: self.close_all())
         if self._dialect.name in {"mysql", "mariadb"} and self._dialect.driver in _sessions().NAMING:
@@ -135,28 +136,31 @@ class EnginePool(AutocommitPool):
         """Probe it in this thread or task."""
         _sessions().ask(connection, until)
 
-    def apart(self, work: Callable[[PooledConnection], None], connections: list[PooledConnection]) -> None:
+    def in_background(self, work: Callable[[PooledConnection], None], connections: list[PooledConnection]) -> None:
         """Do the work in a thread, or in tasks of the connections' event loops."""
         if not self._dialect.is_async:
-            super().apart(work, connections)
+            super().in_background(work, connections)
             return
         for connection in connections:
             loop: Any = connection.loop
             try:
                 if not loop.is_running():  # and perhaps never will: end its session now
                     connection.cut()
-                loop.call_soon_threadsafe(self._begin_apart, work, connection)
+                loop.call_soon_threadsafe(self._begin, work, connection)
             except RuntimeError:  # it is closed
-                self._end(connection, loop)
+                self._close(connection, broken=True)
 
-    def _begin_apart(self, work: Callable[[PooledConnection], None], connection: PooledConnection) -> None:
-        task = plain_task(greenlet_spawn(work, connection), asyncio.get_running_loop())
-        self._apart.add(task)
+    def _begin(self, work: Callable[[PooledConnection], None], connection: PooledConnection) -> None:
+        loop = asyncio.get_running_loop()
+        task = plain_task(greenlet_spawn(work, connection), loop)
+        self._tasks.add(task)
+        if connection.expected_until < math.inf:  # an opening that hangs keeps no other from being the first
+            _ = loop.call_later(connection.expected_until - clock.now(), task.cancel)
 
         def ended(_: object) -> None:
-            self._apart.discard(task)
+            self._tasks.discard(task)
             if task.cancelled():  # with its event loop, perhaps before it began
-                self._end(connection, connection.loop)
+                self._close(connection, broken=True)
 
         task.add_done_callback(ended)
 
@@ -208,36 +212,14 @@ class EnginePool(AutocommitPool):
 
     def loop(self) -> object:
         """The running event loop, for asynchronous drivers."""
-        task = current_task() if self._dialect.is_async else None
-        return None if task is None else task.get_loop()
-
-    def in_background(self, work: Callable[[], PooledConnection]) -> Any:
-        """Start the work in a thread or a task; for a file run it at once."""
-        if self._dialect.is_async:
-            return plain_task(greenlet_spawn(work))
-        if not DIALECTS[self._dialect.name].single_writer:
-            return super().in_background(work)
-        opening = Opening(work)
-        opening.run()
-        return opening
-
-    def await_background(self, future: Any, seconds: float) -> bool:
-        """Wait in this thread or task."""
-        if isinstance(future, Opening):
-            return super().await_background(future, seconds)
-        return bool(await_only(asyncio.wait({future}, timeout=seconds))[0])
-
-    def break_off(self, future: Any, seconds: float) -> None:
-        """Cancel the task in time, so that it does not keep another one from being the first."""
-        if not isinstance(future, Opening):
-            _ = future.get_loop().call_later(seconds, future.cancel)
+        return asyncio._get_running_loop() if self._dialect.is_async else None
 
     def leave_to_parent(self) -> Any:
         """Start empty in a forked child, whose parent may be opening its first connection."""
         self._first = None
         return super().leave_to_parent()
 
-    def wait(self, waiter: SlotWaiter, seconds: float) -> None:
+    def wait(self, waiter: Wakeup, seconds: float) -> None:
         """Wait in this thread or task."""
         if self._dialect.is_async:
             await_only(waiter.wait_async(seconds))

@@ -21,8 +21,9 @@ from dblock.core import clock
 from dblock.core.acquire import handover
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
+from dblock.core.connections.connection import FD_LOCK
 from dblock.core.connections.deadlines import Deadlines
-from dblock.core.connections.pool import FD_LOCK, AutocommitPool
+from dblock.core.connections.pool import AutocommitPool
 from dblock.core.holding.flow import Flow, Flows, Hold
 from dblock.core.log import delivering
 from dblock.core.protocol.queue import Place

@@ -22,7 +22,7 @@ class Timing(NamedTuple):
     least_answer: float = 0.005
     """Shortest time for an answer, also when the caller's time is up."""
     min_retry_time: float = 0.03
-    """A statement is not resent with less time left."""
+    """A statement is not resent, and a caller does not wait for a connection, with less time left."""
     sqlite_busy: float = 0.25
     """Longest wait of a statement for another writer on SQLite; then the protocol tries again."""
 
@@ -35,7 +35,8 @@ class Timing(NamedTuple):
     """The probe's share of the time of the caller's statement, if that is longer; a number, not seconds."""
     idle_session: float = 60.0
     """Idle connections but one are closed after so long."""
-
+    slot_poll: float = 0.1
+    """Poll interval of a caller that waits for a connection; one that is late by as much is passed over."""
     first_connection: float = 2.0
     """Longest wait of a process's first try for its first connection, which takes some 20 round trips."""
 
@@ -118,6 +119,7 @@ class Timing(NamedTuple):
             ),
             "a renewal or release has time for a second connection": 2 * self.critical_timeout
             <= self.statement_timeout,
+            "a caller polls twice for a connection to release on": (2 * self.slot_poll < self.critical_timeout),
             "a statement that is sent at all has time for an answer": self.least_answer < self.min_retry_time,
             "a connection is trusted for less time than it is kept": self.trusted_idle <= self.idle_session,
             "a single try sees twice that SQLite is busy": self.sqlite_busy <= self.single_try,

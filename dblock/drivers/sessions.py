@@ -35,7 +35,7 @@ from functools import partial
 from typing import Any, Final
 
 from dblock.core import clock, runtime, timing
-from dblock.core.connections.pool import PooledConnection
+from dblock.core.connections.connection import PooledConnection
 
 KEEPALIVE: Final = {
     "TCP_KEEPIDLE": 15,  # seconds of silence before the first one

@@ -38,7 +38,7 @@ from dblock.core import runtime
 from dblock.core.acquire.request import Refused
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
-from dblock.core.connections.pool import PooledConnection
+from dblock.core.connections.connection import PooledConnection
 from dblock.core.errors import LockStoreError
 from dblock.core.holding.flow import Flow, Hold
 from dblock.core.lock.base import BaseLock

@@ -36,7 +36,7 @@ from dblock.celery import current_lock, locked_task, place_lost, places, running
 from dblock.celery.header import NAME, Header
 from dblock.celery.pace import Pace
 from dblock.core import clock
-from dblock.core.connections.pool import PooledConnection
+from dblock.core.connections.connection import PooledConnection
 from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockStoreError, LockTimeout
 from dblock.core.lock import leaving, operations
 from dblock.core.protocol import tenures

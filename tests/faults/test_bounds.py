@@ -25,7 +25,6 @@ from sqlalchemy.util import greenlet_spawn
 from dblock import LockStoreError, LockTimeout
 from dblock import db_lock as django_lock
 from dblock.core import runtime, timing
-from dblock.core.connections import pool as pools
 from dblock.core.errors import StoreConflict
 from dblock.drivers import psycopg, sessions
 from sqlalchemy_dblock import db_lock, metadata
@@ -257,7 +256,7 @@ def test_a_server_that_never_answered(request: pytest.FixtureRequest, monkeypatc
     Nor does a connection that hangs for ever keep others from being opened, when the server answers again.
     """
     ready(request, "postgresql")
-    monkeypatch.setattr("dblock.core.connections.pool.HOPE", 1.0)
+    timed(monkeypatch, statement_timeout=1.0, critical_timeout=0.5)
     with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
         proxy.black_hole = True
         port = os.environ["DBLOCK_TEST_POSTGRESQL_PORT"]
@@ -286,7 +285,7 @@ def test_a_first_connection_that_hangs(
 ) -> None:
     """An AsyncEngine that meets the server alone at first: it does not keep everybody out for as long as it hangs."""
     ready(request, "postgresql")
-    monkeypatch.setattr("dblock.core.connections.pool.HOPE", 1.0)
+    timed(monkeypatch, statement_timeout=1.0, critical_timeout=0.5)
     with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
         proxy.black_hole = True
         engine = create_async_engine(make_url(url("postgresql", driver)).set(port=proxy.port))
@@ -339,7 +338,7 @@ def test_a_first_connection_that_nobody_answers(
 ) -> None:
     """Whatever becomes of the flow that waits for it, the engine's locks work soon after the server answers again."""
     ready(request, "postgresql")
-    monkeypatch.setattr(pools, "HOPE", 0.5)
+    timed(monkeypatch, statement_timeout=1.0, critical_timeout=0.5)
     with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
         engine = create_async_engine(make_url(url("postgresql", driver)).set(port=proxy.port))
 

@@ -21,7 +21,7 @@ import dblock
 import dblock.transactions
 import sqlalchemy_dblock
 import sqlalchemy_dblock.transactions
-from dblock.core.connections.pool import PooledConnection
+from dblock.core.connections.connection import PooledConnection
 from dblock.core.errors import LockLost, LockNotHeld
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, MYSQL_DRIVER, ready, url

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final, NamedTuple
 
-from dblock.core.connections.pool import PooledConnection
+from dblock.core.connections.connection import PooledConnection
 from dblock.core.protocol.steps import Execute
 from dblock.core.statements.administration import WORDS
 from dblock.core.statements.base import Statement

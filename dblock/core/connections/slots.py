@@ -1,115 +1,104 @@
-"""The slots of a pool: how many connections are lent at a time, and to which waiter the next one goes.
+"""The slots of a pool for one purpose: how many connections are in use at a time, and which waiter gets the next one.
 
-First come, first served, waiters with priority before others. A notification reserves a slot: otherwise a thread that
-returns a connection and wants one again would be faster than the notified waiter. For a moment only, since that waiter
-may claim the slot late (a blocked event loop), or never.
+First come, first served, waiters with priority before others. A waiter stays in the line until it has a slot or its
+time is up. The free slots are reserved for the first waiters: otherwise a thread that returns a connection and wants
+one again would be faster than a notified waiter. A waiter that has missed a poll (its event loop is blocked, its call
+was interrupted) is passed over until it polls.
 
-Rule: every entry ends with its flow, or by time; a lost notification costs the others a pause.
+Rule: a lost notification costs a poll interval; no entry outlives the time of its waiter.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import Final
 from weakref import ref
 
-from dblock.core import clock
+from dblock.core import clock, timing
+from dblock.core.connections.connection import IDLE, LENT, PooledConnection
 from dblock.core.wakeup.registry import Wakeup
-
-RESERVATION: Final = 0.1
-"""Seconds for which a slot is reserved for a notified waiter."""
 
 
 class SlotWaiter(Wakeup):
-    """A waiter for a slot; the waiting call keeps it alive."""
+    """A waiter for a slot."""
 
-    __slots__ = ("priority", "until")
+    __slots__ = ("polls_by", "priority", "until")
 
     def __init__(self, until: float, *, priority: bool = False) -> None:
         super().__init__()
         self.until, self.priority = until, priority
+        self.attend()
+
+    def attend(self) -> None:
+        """Clear its notification, and say by which local time it polls again, unless it cannot."""
+        _ = self.consume()
+        self.polls_by = clock.now() + 2 * timing.DEFAULT.slot_poll
 
 
 class Slots:
-    """The slots of a pool for one purpose; callers hold the pool's lock."""
+    """The slots for one purpose; callers hold the pool's lock."""
 
     def __init__(self, most: float) -> None:
         self.most = most
-        self.lent = set[int]()
-        """The ids of the connections; an interrupted caller may have lost one."""
-        self._lines = OrderedDict[ref[SlotWaiter], None](), OrderedDict[ref[SlotWaiter], None]()
-        """The waiters that have not been notified: with priority, and others."""
-        self._notified = dict[ref[SlotWaiter], float]()
-        """The notified waiters that have not claimed their slots yet, and until when these are reserved."""
+        self.lent = dict[int, ref[PooledConnection]]()
+        """The connections that occupy a slot, by id; an interrupted caller may have lost one."""
+        self.line = list[SlotWaiter]()
 
-    def has_room(self) -> bool:
-        """Whether a slot is free or reserved."""
-        return len(self.lent) < self.most
+    def lend(self, connection: PooledConnection) -> PooledConnection:
+        """Lend a connection that is idle or new; returns it."""
+        if connection.stage is IDLE:
+            connection.move(LENT)
+        connection.slots = self
+        self.lent[id(connection)] = ref(connection)
+        return connection
 
-    def has_line(self, *, priority: bool = False) -> bool:
-        """Whether a newcomer, with or without priority, has to queue behind others."""
-        return any(self._next(line) is not None for line in (self._lines[:1] if priority else self._lines) if line)
+    def free(self, connection: PooledConnection) -> None:
+        """Free the slot of the connection, if it has one still."""
+        freed = self.lent.pop(id(connection), None)
+        connection.slots = None
+        if freed is not None and self.line:
+            self._notify()
 
-    def may_enter(self, *, priority: bool) -> bool:
-        """Whether a newcomer may have a slot at once."""
-        if not (self._notified or self._lines[0] or self._lines[1]):  # mostly
+    def occupants(self) -> list[PooledConnection]:
+        """The connections that occupy a slot."""
+        return [connection for each in list(self.lent.values()) if (connection := each()) is not None]
+
+    def has_room(self, waiter: SlotWaiter | None) -> bool:
+        """Whether a slot is free that is not reserved for others; `waiter` is None for a caller outside the line."""
+        if waiter is None and not self.line:
             return len(self.lent) < self.most
-        return self._has_room_to_spare() and not self.has_line(priority=priority)
+        return waiter in self._first()
 
-    def try_claim(self, waiter: SlotWaiter) -> bool:
-        """Claim a slot for a waiter: the one that its notification reserved, else one that is free."""
-        reserved = self._notified.pop(ref(waiter), None) is not None
-        return self.has_room() if reserved else self._has_room_to_spare()
+    def join(self, waiter: SlotWaiter, *, first: bool = False) -> None:
+        """Enqueue: behind all, with priority behind those that have it too, or as the first."""
+        behind = 0 if first else len(self.line)
+        while waiter.priority and behind and not self.line[behind - 1].priority:
+            behind -= 1
+        self.line.insert(behind, waiter)
 
-    def join(self, waiter: SlotWaiter, *, again: bool = False) -> None:
-        """Enqueue behind all waiters of the same kind, or with `again` before them."""
-        line = self._lines[not waiter.priority]
-        line[ref(waiter)] = None
-        line.move_to_end(ref(waiter), last=not again)
-        self._notify_next()
+    def leave(self, waiter: SlotWaiter) -> None:
+        """Dequeue; what was reserved for it goes to the next waiter."""
+        if self._remove(waiter):
+            self._notify()
 
-    def leave(self, waiter: SlotWaiter, *, served: bool) -> None:
-        """Dequeue. A waiter that was not served may have been notified, so the next one is notified instead."""
-        for each in (*self._lines, self._notified):
-            _ = each.pop(ref(waiter), None)
-        if not served:
-            self._notify_next()
-
-    def free(self, connection: int) -> bool:
-        """Free the slot of a connection; False if it had none."""
-        if connection not in self.lent:
-            return False
-        self.lent.remove(connection)
-        if self._lines[0] or self._lines[1]:
-            self._notify_next()
-        return True
-
-    def _notify_next(self) -> None:
-        """Notify the next waiters, one for each free slot."""
-        for line in self._lines:
-            while line and self._has_room_to_spare() and (waiter := self._next(line)) is not None:
-                del line[ref(waiter)]
-                self._notified[ref(waiter)] = clock.now() + RESERVATION
+    def _notify(self) -> None:
+        for waiter in self._first():
+            if not waiter.notified():
                 waiter.notify()
 
-    def _has_room_to_spare(self) -> bool:
-        if not self._notified:
-            return self.has_room()
-        now = clock.now()
-        self._notified = {waiter: end for waiter, end in self._notified.items() if end > now and self._waits(waiter)}
-        return len(self.lent) + len(self._notified) < self.most
+    def _first(self) -> list[SlotWaiter]:
+        """The waiters that the free slots are reserved for; those before them whose time is up are removed."""
+        now, free, first = clock.now(), self.most - len(self.lent), list[SlotWaiter]()
+        for waiter in tuple(self.line) if free > 0 else ():
+            if now >= waiter.until or waiter.closed():
+                _ = self._remove(waiter)
+            elif waiter.responsive() and now < waiter.polls_by:
+                first.append(waiter)
+                if len(first) >= free:
+                    break
+        return first
 
-    def _next(self, line: OrderedDict[ref[SlotWaiter], None]) -> SlotWaiter | None:
-        """The first waiter; dead entries before it are removed."""
-        while line:
-            found = self._waits(next(iter(line)))
-            if found is not None:
-                return found
-            _ = line.popitem(last=False)
-        return None
-
-    @staticmethod
-    def _waits(waiter: ref[SlotWaiter]) -> SlotWaiter | None:
-        """The waiter; None if its call was interrupted, its time is up, or its event loop does not run."""
-        found = waiter()
-        return found if found is not None and clock.now() < found.until and found.responsive() else None
+    def _remove(self, waiter: SlotWaiter) -> bool:
+        try:
+            self.line.remove(waiter)
+        except ValueError:
+            return False
+        return True

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Final, Protocol, TypeVar
 
 from dblock.core import runtime
-from dblock.core.connections.pool import PooledConnection
+from dblock.core.connections.connection import PooledConnection
 from dblock.core.errors import LockError, LockStoreError, StoreConflict
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Sleep, Wait

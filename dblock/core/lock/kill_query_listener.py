@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from dblock.core import runtime
-from dblock.core.connections.pool import PooledConnection
+from dblock.core.connections.connection import PooledConnection
 from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
 from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.steps import Execute, Rows

@@ -1,0 +1,266 @@
+"""Every order of steps of callers of a small pool, with a fault at every step, and the real code of the pool."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from dblock.core import clock
+from dblock.core.connections.connection import PooledConnection, Stage
+from dblock.core.connections.pool import AutocommitPool
+from dblock.core.connections.slots import Slots, SlotWaiter
+from dblock.core.wakeup.registry import Wakeup
+from tests.conftest import timed
+from tests.support.explore import Explored, explore
+from tests.support.lab import LONG
+from tests.support.pool_model import FAULTS, PoolWorld, Use
+
+Plans = tuple[tuple[int | None, tuple[Use, ...]], ...]
+ONE, TWICE, LONGER, URGENT = (Use(),), (Use(), Use()), (Use(hold=0.2),), (Use(priority=True),)
+PAIR: Plans = ((None, ONE), (None, TWICE))
+CROWD: Plans = ((None, LONGER), (None, ONE), (None, URGENT))
+LOOPS: Plans = ((1, (Use(hold=0.4),)), (2, ONE))
+RENEWAL: Plans = ((None, LONGER), (None, (Use(critical=True, priority=True),)))
+WORLDS: dict[str, tuple[float, Plans]] = {
+    "two of one": (1, PAIR),
+    "two of two": (2, PAIR),
+    "two of three": (3, PAIR),
+    "three of one": (1, CROWD),
+    "three of two": (2, CROWD),
+    "two event loops": (1, LOOPS),
+    "a renewal": (1, RENEWAL),
+}
+"""How many connections may be in use, and who wants them."""
+LARGE = {"two of two", "two of three", "three of one", "three of two"}
+"""Those in which a fault is tried in `make faults` only."""
+
+
+class Worlds:
+    """Makes worlds, one at a time; its clock is theirs."""
+
+    def __init__(self) -> None:
+        self.world: PoolWorld | None = None
+
+    def now(self) -> float:
+        return 0.0 if self.world is None else self.world.time
+
+    def end(self) -> None:
+        if self.world is not None:
+            self.world.kill()
+
+    def make(self, **bounds: Any) -> PoolWorld:
+        self.end()
+        self.world = PoolWorld(**bounds)
+        return self.world
+
+
+@pytest.fixture
+def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worlds]:
+    """Their times are short, and each idle connection is probed."""
+    timed(monkeypatch, statement_timeout=1.0, critical_timeout=0.5, trusted_idle=0.0)
+    made = Worlds()
+    monkeypatch.setattr(clock, "now", made.now)
+    yield made
+    made.end()
+
+
+def explored(worlds: Worlds, name: str, fault: str | None, preemptions: float) -> Explored:
+    """All ways of a world."""
+    most, plans = WORLDS[name]
+    kinds = () if fault is None else (fault,)
+
+    def make() -> PoolWorld:
+        return worlds.make(most=most, plans=plans, kinds=kinds, faults=len(kinds), preemptions=preemptions)
+
+    return explore(make, check=PoolWorld.check_end)
+
+
+@pytest.mark.timeout(7200 if LONG else 300)
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+@pytest.mark.parametrize("name", WORLDS)
+def test_small_pools(worlds: Worlds, name: str, fault: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    """What each caller is promised holds at every moment (`PoolWorld.check`) and at the end; with few preemptions."""
+    if fault and name in LARGE and not LONG:
+        pytest.skip("part of `make faults`")
+    seen = explored(worlds, name, fault, 1 if LONG else 0)
+    with capsys.disabled():
+        print(f"\n{name}, {fault or 'no fault'}: {seen.states:,} states", end="")  # noqa: T201 - to be read
+    assert seen.states > 100
+
+
+# -- what the worlds notice
+
+Patch = Callable[..., None]
+
+
+def nobody_is_notified(patch: Patch) -> None:
+    patch(Slots, "_notify", lambda _: None)
+
+
+def newcomers_overtake(patch: Patch) -> None:
+    patch(Slots, "has_room", lambda self, _: len(self.lent) < self.most)
+
+
+def nobody_goes_first(patch: Patch) -> None:
+    patch(Slots, "join", lambda self, waiter, **_: self.line.append(waiter))
+
+
+def nobody_leaves_the_line(patch: Patch) -> None:
+    patch(Slots, "leave", lambda *_: None)
+
+
+def waits_for_the_blocked(patch: Patch) -> None:
+    """A slot stays reserved for a waiter that does not poll."""
+
+    def attend(self: SlotWaiter) -> None:
+        _ = self.consume()
+        self.polls_by = math.inf
+
+    patch(SlotWaiter, "attend", attend)
+
+
+def claims_when_its_time_is_over(patch: Patch) -> None:
+    def has_room(self: Slots, waiter: SlotWaiter | None) -> bool:
+        return waiter in self._first() if self.line else len(self.lent) < self.most
+
+    patch(Slots, "has_room", has_room)
+
+
+def spare(patch: Patch, spared: Callable[[PooledConnection], bool]) -> None:
+    """Some that are lost keep their slots."""
+    free_lost = AutocommitPool._free_lost
+
+    def some(self: AutocommitPool, slots: Slots, loop: object) -> bool:
+        kept = {id(each): slots.lent.pop(id(each)) for each in slots.occupants() if spared(each)}
+        late = free_lost(self, slots, loop)
+        slots.lent.update(kept)
+        return late
+
+    patch(AutocommitPool, "_free_lost", some)
+
+
+def what_is_cut_keeps_its_slot(patch: Patch) -> None:
+    spare(patch, lambda each: each.overdue)
+
+
+def what_a_closed_loop_had_keeps_its_slot(patch: Patch) -> None:
+    spare(patch, lambda each: each.loop is not None and bool(each.loop.is_closed()))  # type: ignore[attr-defined]
+
+
+def what_is_never_opened_keeps_its_slot(patch: Patch) -> None:
+    spare(patch, lambda each: each.expected_until < math.inf)
+
+
+def what_is_refused_keeps_its_slot(patch: Patch) -> None:
+    close = AutocommitPool._close
+
+    def forgetful(self: AutocommitPool, connection: PooledConnection, *, broken: bool = False) -> None:
+        if connection.stage in {Stage.OPENING, Stage.LATE}:
+            connection.slots = None
+        close(self, connection, broken=broken)
+
+    patch(AutocommitPool, "_close", forgetful)
+
+
+def late_openings_have_no_slot(patch: Patch) -> None:
+    stop_waiting = AutocommitPool._stop_waiting
+
+    def hasty(self: AutocommitPool, connection: PooledConnection, caller: Wakeup) -> None:
+        stop_waiting(self, connection, caller)
+        if connection.stage is Stage.LATE and connection.slots is not None:
+            connection.slots.free(connection)
+
+    patch(AutocommitPool, "_stop_waiting", hasty)
+
+
+def opens_one_more(patch: Patch) -> None:
+    """Though one is expected already."""
+    free_lost = AutocommitPool._free_lost
+
+    def none_is_late(self: AutocommitPool, slots: Slots, loop: object) -> bool:
+        _ = free_lost(self, slots, loop)
+        return False
+
+    patch(AutocommitPool, "_free_lost", none_is_late)
+
+
+def is_idle_twice(patch: Patch) -> None:
+    give = AutocommitPool.give
+
+    def twice(self: AutocommitPool, connection: PooledConnection) -> None:
+        give(self, connection)
+        self._idle.append(connection)
+
+    patch(AutocommitPool, "give", twice)
+
+
+def believes_in_silent_ones(patch: Patch) -> None:
+    patch(AutocommitPool, "_is_alive", lambda *_: True)
+
+
+def keeps_what_was_lent_when_it_was_closed(patch: Patch) -> None:
+    def close_all(self: AutocommitPool) -> None:
+        self._closed = True
+        for each in self._pop_all():
+            self._close(each)
+
+    patch(AutocommitPool, "close_all", close_all)
+
+
+def renewals_stand_behind_takes(patch: Patch) -> None:
+    take = AutocommitPool.take
+
+    def one_for_all(self: AutocommitPool, until: float, **_: bool) -> PooledConnection:
+        return take(self, until, critical=False)
+
+    patch(AutocommitPool, "take", one_for_all)
+
+
+def a_child_uses_its_parents(patch: Patch) -> None:
+    leave_to_parent = AutocommitPool.leave_to_parent
+
+    def inherit(self: AutocommitPool) -> Any:
+        stages = [(each, each.stage) for each in self._all]
+        idle, kept = self._idle, leave_to_parent(self)
+        self._idle = idle
+        for each, stage in stages:
+            each.stage = stage
+        return kept
+
+    patch(AutocommitPool, "leave_to_parent", inherit)
+
+
+MUTANTS: list[tuple[Callable[[Patch], None], str, str | None]] = [
+    (nobody_is_notified, "two of one", None),
+    (newcomers_overtake, "two of one", None),
+    (nobody_goes_first, "three of one", None),
+    (nobody_leaves_the_line, "two of one", None),
+    (waits_for_the_blocked, "three of one", "block"),
+    (claims_when_its_time_is_over, "two of one", "block"),
+    (what_is_cut_keeps_its_slot, "two event loops", "cut"),
+    (what_a_closed_loop_had_keeps_its_slot, "two event loops", "close_loop"),
+    (what_is_never_opened_keeps_its_slot, "two of one", "hangs"),
+    (what_is_refused_keeps_its_slot, "two of one", "fails"),
+    (late_openings_have_no_slot, "two of two", None),
+    (opens_one_more, "two of three", None),
+    (is_idle_twice, "two of one", None),
+    (believes_in_silent_ones, "two of one", "silent"),
+    (keeps_what_was_lent_when_it_was_closed, "two of one", "close_all"),
+    (renewals_stand_behind_takes, "a renewal", None),
+    (a_child_uses_its_parents, "two of one", "fork"),
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("mutant", "name", "fault"), MUTANTS, ids=lambda it: getattr(it, "__name__", ""))
+def test_what_is_broken_is_noticed(
+    worlds: Worlds, mutant: Callable[[Patch], None], name: str, fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one thing less some way ends badly."""
+    mutant(monkeypatch.setattr)
+    with pytest.raises(AssertionError, match="after"):
+        for preemptions in (0, 1, 2):
+            _ = explored(worlds, name, fault, preemptions)

@@ -1,0 +1,561 @@
+"""A pool's real code with callers that are greenlets: each order of their steps can be tried, with a fault at each.
+
+A caller stops before and after each critical section, where it waits, and while it uses a connection or probes it; so
+does a task in the background, and the opening of a connection. The world chooses who goes on, and when time passes.
+Between two stops the code changes nothing that others see: it holds the pool's lock, or touches only what is its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any, NamedTuple
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from dblock.core import timing
+from dblock.core.connections.connection import PooledConnection, Stage
+from dblock.core.connections.pool import AutocommitPool
+from dblock.core.connections.slots import Slots, SlotWaiter
+from dblock.core.errors import StoreConflict
+from dblock.core.wakeup.registry import Wakeup
+from tests.support.explore import Choice
+
+FAULTS = (
+    *("interrupt", "lost", "cut", "silent", "block", "freeze"),
+    *("fails", "cancel", "hangs", "close_all", "close_loop", "fork"),
+)
+"""What can go wrong, once in a world."""
+NO_DESCRIPTOR = 2**20
+"""Of no socket: what it is cut with fails."""
+
+
+class Refused(Exception):
+    """The server refuses a connection."""
+
+
+class Use(NamedTuple):
+    """What a caller wants a connection for."""
+
+    timeout: float = 0.6
+    critical: bool = False
+    priority: bool = False
+    hold: float = 0.0
+    """Seconds of its statement."""
+
+
+@dataclass(eq=False)
+class Loop:
+    """An event loop."""
+
+    number: int
+    closed: bool = False
+
+    def is_closed(self) -> bool:
+        return self.closed
+
+    def is_running(self) -> bool:
+        return not self.closed
+
+    def call_soon_threadsafe(self, *_: object) -> None:
+        if self.closed:
+            raise RuntimeError
+
+
+@dataclass(eq=False)
+class Raw:
+    """A session."""
+
+    closed: bool = False
+    dead: bool = False
+    """Whether the network has dropped it silently."""
+    parents: bool = False
+    """Whether it was opened before a fork."""
+    old: bool = False
+    """Whether the pool was closed since it was opened."""
+
+
+@dataclass(eq=False)
+class Actor:
+    """A caller, or work in the background."""
+
+    world: PoolWorld
+    loop: Loop | None
+    work: Callable[[], None]
+    uses: tuple[Use, ...] = ()
+    connection: PooledConnection | None = None
+    """What a background task works on."""
+    at: str = "start"
+    wakes: float = 0.0
+    waiter: Wakeup | None = None
+    blocked_until: float = 0.0
+    use: Use | None = None
+    turn: int = 0
+    gone: bool = False
+    """Whether its event loop was closed, or its process forked another one, where it does not run."""
+    queued: SlotWaiter | None = None
+    """What it waits for a slot with."""
+    joined: int = 0
+    """When it began to do so, by a count."""
+    thread: greenlet = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.thread = greenlet(self.work, self.world.hub)
+        self.wakes = self.world.time
+
+    @property
+    def runs(self) -> bool:
+        return not (self.gone or self.thread.dead)
+
+    def ready(self) -> bool:
+        notified = self.waiter is not None and self.waiter.notified()
+        awake = self.wakes <= self.world.time or notified
+        return self.runs and awake and self.blocked_until <= self.world.time
+
+    def due(self) -> float:
+        return max(self.wakes, self.blocked_until) if self.runs else math.inf
+
+    def in_line(self, slots: Slots) -> bool:
+        """Whether it waits for a slot, and is not blocked."""
+        return self.runs and self.queued in slots.line and self.blocked_until <= self.world.time
+
+
+class Mutex:
+    """The pool's lock; others may run before it is taken, and after it was released."""
+
+    def __init__(self, world: PoolWorld) -> None:
+        self._world, self._depth = world, 0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._world.stop("lock")
+        self._depth += 1
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth and kind is None:
+            self._world.stop("unlock")
+
+
+class ModelPool(AutocommitPool):
+    """The real pool; what a face provides asks the world."""
+
+    def __init__(self, most: float, world: PoolWorld) -> None:
+        super().__init__(most, keep=2)
+        self._mutex: Any = Mutex(world)
+        self._world = world
+        for slots in self._slots:
+            vars(slots)["join"] = partial(self._join, slots)
+
+    def _join(self, slots: Slots, waiter: SlotWaiter, *, first: bool = False) -> None:
+        self._world.count += 1
+        running = self._world.running
+        if running is not None:
+            running.queued, running.joined = waiter, self._world.count
+        Slots.join(slots, waiter, first=first)
+
+    def open(self, connection: PooledConnection) -> None:
+        self._world.stop("open")
+        connection.raw = Raw()
+        self._world.raws.add(connection.raw)
+        connection.question, connection.shutdown_fd = bool, NO_DESCRIPTOR
+
+    def close(self, connection: PooledConnection) -> None:
+        raw: Raw = connection.raw
+        assert not raw.parents, "a child closes its parent's session"
+        assert not raw.closed, "a connection is closed twice"
+        assert id(connection) not in self._world.hands, "a connection is closed while it is used"
+        raw.closed = True
+
+    terminate = abandon = close
+
+    def ask(self, connection: PooledConnection, until: float) -> None:
+        if connection.raw.dead:
+            self._world.stop("ask", until)
+            raise TimeoutError
+
+    def loop(self) -> object:
+        running = self._world.running
+        return None if running is None else running.loop
+
+    def in_background(self, work: Callable[[PooledConnection], None], connections: list[PooledConnection]) -> None:
+        for each in connections:
+            loop: Any = each.loop
+            self._world.actors.append(Actor(self._world, loop, partial(work, each), connection=each))
+
+    def wait(self, waiter: Wakeup, seconds: float) -> None:
+        running = self._world.running
+        assert running is not None
+        running.waiter, waiter._loop = waiter, running.loop
+        try:
+            self._world.stop("wait", self._world.time + seconds)
+        finally:
+            running.waiter = waiter._loop = None
+
+    def _claim(self, loop: object, slots: Slots, waiter: SlotWaiter | None = None) -> PooledConnection | None:
+        ahead = self._world.ahead(slots, waiter)
+        room = slots.most - len(slots.lent)
+        connection = super()._claim(loop, slots, waiter)
+        if connection is not None:
+            self._world.check_opening(connection, slots)
+            freed = len(slots.occupants()) - 1  # those that were lost are not counted any more
+            assert ahead < max(room, slots.most - freed), "somebody was overtaken"
+            assert waiter is None or self._world.time < waiter.until
+        return connection
+
+
+@dataclass(eq=False)
+class PoolWorld:
+    """Callers of one pool."""
+
+    most: float = 1
+    plans: tuple[tuple[int | None, tuple[Use, ...]], ...] = ()
+    """For each caller the number of its event loop, None for a thread, and its uses."""
+    kinds: tuple[str, ...] = ()
+    faults: int = 0
+    preemptions: float = math.inf
+    time: float = 1000.0
+    running: Actor | None = None
+    last: Actor | None = None
+
+    def __post_init__(self) -> None:
+        self.begun, self.count, self.over = self.time, 0, False
+        self.hub = getcurrent()
+        self.disturbed = False
+        self.raws = weakref.WeakSet[Raw]()
+        self.hands: dict[int, tuple[PooledConnection, Actor]] = {}
+        self.since: dict[Slots, float] = {}
+        self.keep: list[Any] = []
+        """What is not to be collected."""
+        self.loops = {number: Loop(number) for number, _ in self.plans if number is not None}
+        self.pool = ModelPool(self.most, self)
+        self.actors: list[Actor] = []
+        for number, uses in self.plans:
+            actor = Actor(self, None if number is None else self.loops[number], lambda: None, uses)
+            actor.thread = greenlet(partial(self.life, actor), self.hub)
+            self.actors.append(actor)
+
+    def life(self, actor: Actor) -> None:
+        """What a caller does: as the executor."""
+        for turn, use in enumerate(actor.uses):
+            actor.turn, actor.use = turn, use
+            until = self.time + use.timeout
+            with contextlib.suppress(StoreConflict, Refused, KeyboardInterrupt):
+                connection: PooledConnection | None = self.pool.take(
+                    until, critical=use.critical, priority=use.priority
+                )
+                assert connection is not None
+                self.lent(connection, actor, use)
+                try:
+                    self.stop("use", self.time + use.hold)
+                except BaseException:
+                    _ = self.hands.pop(id(connection), None)
+                    self.pool.drop(connection, others=False)
+                    raise
+                _ = self.hands.pop(id(connection), None)
+                if connection.overdue:
+                    self.pool.drop(connection, others=False)
+                else:
+                    self.pool.give(connection)
+            connection, actor.queued = None, None
+            assert self.over or self.disturbed or self.time <= until + use.hold, "a caller waits for too long"
+            actor.use = None
+
+    def lent(self, connection: PooledConnection, actor: Actor, use: Use) -> None:
+        assert id(connection) not in self.hands, "a connection is lent to two"
+        assert connection.stage is Stage.LENT
+        assert not connection.raw.closed, "a closed connection is lent"
+        assert not connection.raw.dead, "a connection is lent that does not answer"
+        assert not connection.raw.parents, "the parent's connection is lent"
+        assert connection.loop is actor.loop, "a connection of another event loop is lent"
+        self.hands[id(connection)] = connection, actor
+        assert id(connection) in self.pool._slots[use.critical].lent or connection.overdue, "lent without a slot"
+
+    def stop(self, at: str, wakes: float | None = None) -> None:
+        """Let others run, until the world chooses this one again."""
+        running = self.running
+        if running is None or self.over:
+            if at in {"wait", "ask", "open", "use"}:
+                raise GreenletExit
+            return
+        running.at, running.wakes = at, self.time if wakes is None else wakes
+        if at == "open":
+            running.wakes = math.inf
+        self.running = None
+        self.hub.switch()
+
+    def kill(self) -> None:
+        """End all greenlets."""
+        self.over = True
+        for actor in self.actors:
+            with contextlib.suppress(BaseException):
+                actor.thread.throw(GreenletExit)
+
+    def step(self, actor: Actor, error: type[BaseException] | None = None) -> None:
+        self.running = self.last = actor
+        actor.blocked_until = 0.0
+        try:
+            _ = actor.thread.switch() if error is None else actor.thread.throw(error)
+        except AssertionError:
+            raise
+        except Exception as found:
+            raise AssertionError(f"{type(found).__name__}: {found}") from found
+        finally:
+            self.running = None
+            if actor.thread.dead:
+                del actor.work
+                actor.connection = None
+
+    def ahead(self, slots: Slots, waiter: SlotWaiter | None) -> int:
+        """How many others of the line have a better right to a slot."""
+        mine = self.running
+        assert mine is not None
+        assert mine.use is not None
+        if waiter is not None and waiter.priority and slots.line[:1] == [waiter]:  # also instead of a silent one
+            return 0
+        count, place = (
+            0,
+            (not mine.use.priority, mine.joined if waiter is not None and mine.queued is waiter else math.inf),
+        )
+        for other in self.actors:
+            if other is not mine and other.in_line(slots) and other.use is not None and other.queued is not None:
+                count += (not other.use.priority, other.joined) < place and other.queued.polls_by > self.time
+        return count
+
+    def check_opening(self, connection: PooledConnection, slots: Slots) -> None:
+        """No other connection is opened while one is expected that no caller waits for."""
+        late = [each for each in slots.occupants() if each.stage is Stage.LATE and each.loop is connection.loop]
+        assert not late or connection.stage is not Stage.OPENING, "one more is opened while one is expected"
+
+    def choices(self) -> list[Choice]:
+        """All that can happen next."""
+        ready = [n for n, actor in enumerate(self.actors) if actor.ready()]
+        last = self.last
+        found = [
+            Choice("step", n)
+            for n in ready
+            if self.preemptions or last is None or last is self.actors[n] or not last.ready()
+        ]
+        opening = [n for n, actor in enumerate(self.actors) if actor.runs and actor.at == "open"]
+        found += [Choice("opened", n) for n in opening]
+        asleep = any(math.inf > actor.due() > self.time for actor in self.actors)
+        if not ready and asleep:
+            found.append(Choice("time"))
+        if self.faults and found:
+            callers = [n for n, actor in enumerate(self.actors) if actor.uses and actor.runs and actor.at != "start"]
+            for kind in self.kinds:
+                match kind:
+                    case "interrupt" | "block" | "fork":
+                        found += [Choice(kind, n) for n in callers]
+                    case "lost":
+                        found += [Choice(kind, n) for n in callers if (w := self.actors[n].waiter) and w.notified()]
+                    case "cut" | "silent":
+                        found += [Choice(kind, n) for n, _ in enumerate(self.subjects(kind))]
+                    case "fails" | "hangs":
+                        found += [Choice(kind, n) for n in opening]
+                    case "cancel":
+                        begun = enumerate(self.actors)
+                        found += [Choice(kind, n) for n, a in begun if a.connection and a.at == "start" and a.runs]
+                    case "close_loop":
+                        found += [Choice(kind, n) for n, loop in self.loops.items() if not loop.closed]
+                    case _:
+                        found.append(Choice(kind))
+        return found
+
+    def subjects(self, kind: str) -> list[PooledConnection]:
+        if kind == "silent":
+            return [each for each in self.pool._idle if not each.raw.dead]
+        return [each for each, _ in self.hands.values() if not each.overdue]
+
+    def happen(self, choice: Choice) -> None:  # noqa: PLR0912 - one case for each kind of event
+        """Let it."""
+        what, whom = choice
+        if what not in {"step", "opened", "time"}:
+            self.faults -= 1
+            self.disturbed = self.disturbed or what in {"block", "freeze"}
+        actor = self.actors[whom] if whom < len(self.actors) else self.actors[0]
+        match what:
+            case "step":
+                if self.preemptions < math.inf and self.last is not None:
+                    self.preemptions -= self.last is not actor and self.last.ready()
+                self.step(actor)
+            case "opened":
+                self.step(actor)
+            case "fails":
+                self.step(actor, Refused)
+            case "hangs":
+                actor.gone = True
+            case "cancel":
+                assert actor.connection is not None
+                actor.gone, self.running = True, actor
+                self.over = True  # at once, in the event loop
+                self.pool._close(actor.connection, broken=True)
+                self.over, self.running = False, None
+            case "interrupt":
+                self.step(actor, KeyboardInterrupt)
+            case "lost":
+                assert actor.waiter is not None
+                _ = actor.waiter.consume()
+            case "cut":
+                self.subjects("cut")[whom].cut()
+            case "silent":
+                self.subjects("silent")[whom].raw.dead = True
+            case "block":
+                actor.blocked_until = self.time + 1.0
+            case "freeze":
+                self.time += 10.0
+                self.since.clear()
+            case "close_all":
+                for raw in self.raws:
+                    raw.old = True
+                self.over = True  # at once
+                self.pool.close_all()
+                self.over = False
+            case "close_loop":
+                self.loops[whom].closed = True
+                self.leave([each for each in self.actors if each.loop is self.loops[whom]])
+            case "fork":
+                self.fork(actor)
+            case "time":
+                self.time = min(due for each in self.actors if (due := each.due()) > self.time)
+        self.check()
+
+    def leave(self, actors: list[Actor]) -> None:
+        """They do not run any more."""
+        for each in actors:
+            each.gone = True
+        self.hands = {n: (lent, owner) for n, (lent, owner) in self.hands.items() if not owner.gone}
+
+    def fork(self, actor: Actor) -> None:
+        """Go on in the child, where one thread runs."""
+        self.leave([each for each in self.actors if each is not actor])
+        self.hands.clear()
+        self.since.clear()
+        for raw in self.raws:
+            raw.parents = True
+        self.keep += self.pool.leave_to_parent()
+        self.pool._mutex = Mutex(self)
+
+    def check(self) -> None:
+        """What holds at every moment."""
+        pool = self.pool
+        for critical, slots in enumerate(pool._slots):
+            used = [lent for lent, owner in self.hands.values() if owner.use and owner.use.critical == bool(critical)]
+            in_use = [each for each in used if not (each.overdue or pool.is_over(each.loop))]
+            assert len(in_use) <= slots.most, "more are in use than may be"
+            assert len(slots.occupants()) <= slots.most, "more slots than there are"
+            for each in in_use:
+                assert id(each) in slots.lent, "used without a slot"
+            self.check_free(slots)
+        for opening in (actor.connection for actor in self.actors if actor.at == "open" and not actor.gone):
+            if opening is not None and opening.stage is not Stage.CLOSED:
+                expired = opening.expected_until < self.time or pool.is_over(opening.loop)
+                assert opening.slots is not None or expired, "a connection is opened without a slot"
+        for each in pool._idle:
+            assert each.stage is Stage.IDLE, "not idle in the stack"
+            assert not each.raw.closed, "a closed connection is idle"
+            assert not each.raw.parents, "a parent's connection is idle in its child"
+            assert not each.raw.old, "an idle connection is older than the last closing"
+            assert id(each) not in self.hands, "an idle connection is used"
+
+    def check_free(self, slots: Slots) -> None:
+        """No slot is free for long while somebody waits who could have it; a lost one becomes free at the next poll."""
+        waiting = [each for each in self.actors if each.in_line(slots)]
+        now, pool = self.time, self.pool
+        held = slots.occupants()
+        lost = [each for each in held if each.overdue or pool.is_over(each.loop) or each.expected_until < now]
+        late = [each.loop for each in held if each.stage is Stage.LATE]
+        idle = [each.loop for each in pool._idle]
+        able = [each for each in waiting if each.loop in idle or each.loop not in late]
+        free = len(slots.lent) < slots.most and able
+        if not (free or (lost and waiting)):
+            _ = self.since.pop(slots, None)
+            return
+        waited = now - self.since.setdefault(slots, now)
+        calm = not lost and (self.faults or not self.kinds)  # no fault has happened yet
+        assert waited <= (0.0 if calm else 3 * timing.DEFAULT.slot_poll) + 1e-6, "a free slot is not taken"
+
+    def check_end(self) -> None:
+        """When all have ended each slot is free in time, and each connection is closed or idle."""
+        self.time += 10.0
+        self.over = True
+        idle = {id(each.raw) for each in self.pool._idle}
+        left = [raw for raw in self.raws if not (raw.closed or raw.parents or id(raw) in idle)]
+        assert not left or any(loop.closed for loop in self.loops.values()), "a connection is neither closed nor idle"
+        for slots in self.pool._slots:
+            waiting = [each for each in self.actors if each.runs and each.waiter in slots.line]
+            assert not waiting, "somebody is still in the line"
+            for _ in range(int(slots.most)):
+                self.running, waiter = Actor(self, None, lambda: None, use=Use()), SlotWaiter(math.inf)
+                slots.join(waiter)
+                assert self.pool._claim(None, slots, waiter) is not None, "a slot is lost"
+                slots.leave(waiter)
+                self.keep = [*self.keep, *slots.occupants()]
+
+    def state(self) -> Any:
+        return _Canon(self).of_world()
+
+
+class _Canon:
+    """A world as a flat tuple, in which only what matters differs."""
+
+    def __init__(self, world: PoolWorld) -> None:
+        self._world, self._now = world, world.time
+        self._known = dict[int, int]()
+
+    def of_world(self) -> Any:
+        world, flat = self._world, list[Any]()
+        pool = world.pool
+        for actor in world.actors:
+            if not actor.runs:
+                flat.append(actor.gone and actor.connection is not None)
+                continue
+            flat += [actor.at, actor is world.last, actor.loop and actor.loop.number]
+            self._add((actor.wakes, actor.blocked_until, actor.waiter, actor.connection), flat)
+            flat.append((sum(each.joined < actor.joined for each in world.actors), actor.turn, actor.use is None))
+            frame: FrameType | None = actor.thread.gr_frame
+            while frame is not None:
+                if frame.f_code.co_filename.endswith(("pool.py", "slots.py", "pool_model.py")):
+                    flat.append((frame.f_code.co_name, frame.f_lasti))
+                    for name, value in sorted(frame.f_locals.items()):
+                        if name not in {"self", "world", "actor"}:
+                            self._add(value, flat)
+                frame = frame.f_back
+        for slots in pool._slots:
+            self._add((slots.occupants(), slots.line, world.since.get(slots, 0.0)), flat)
+        self._add((pool._idle, pool._closed, pool._epoch, world.faults, world.preemptions), flat)
+        flat += [world.disturbed, *(loop.closed for loop in world.loops.values())]
+        self._add([each for each, _ in world.hands.values()], flat)
+        flat.append(round(world.time - world.begun, 2))
+        return tuple(flat)
+
+    def _add(self, it: Any, flat: list[Any]) -> None:
+        kind = type(it)
+        if it is None or kind in {bool, int, str}:
+            flat.append(it)
+        elif kind is float:
+            flat.append(("at", round(it - self._now, 2)) if 500 < it < math.inf else round(it, 2))
+        elif kind in {list, tuple, Use}:
+            flat.append(len(it))
+            for each in it:
+                self._add(each, flat)
+        elif kind is PooledConnection or isinstance(it, Wakeup):
+            if id(it) in self._known:
+                flat.append(("again", self._known[id(it)]))
+                return
+            self._known[id(it)] = len(self._known)
+            if isinstance(it, SlotWaiter):
+                flat.append((it.notified(), it.priority, round(it.polls_by - self._now, 2)))
+            elif isinstance(it, Wakeup):
+                flat.append(it.notified())
+            else:
+                raw = it.raw
+                flat += [it.stage.name, it.overdue, it.epoch, it.slots and it.slots is self._world.pool._slots[1]]
+                flat += [type(it.error).__name__, raw and (raw.closed, raw.dead, raw.parents, raw.old)]
+                self._add((it.expected_until, it.idle_since, it.caller), flat)
+                flat.append(it.loop and it.loop.number)
