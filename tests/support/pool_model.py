@@ -515,7 +515,7 @@ class _Canon:
             if not actor.runs:
                 flat.append(actor.gone and actor.connection is not None)
                 continue
-            flat += [actor.at, actor is world.last, actor.loop and actor.loop.number]
+            flat += [actor.at, actor is world.last, actor.ready(), actor.loop and actor.loop.number]
             self._add((actor.wakes, actor.blocked_until, actor.waiter, actor.connection), flat)
             flat.append((sum(each.joined < actor.joined for each in world.actors), actor.turn, actor.use is None))
             frame: FrameType | None = actor.thread.gr_frame
