@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         LockUpgradeRefused,
         PermitNotHeld,
         PoolExhausted,
+        QuorumUnavailable,
         Reason,
         StaleSnapshot,
         StoreBusy,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from dblock.fences import FencedModel, afenced_update, fenced_update
     from dblock.leaders import Leader, db_leader
     from dblock.locks import Lock, acheck_sequencer, areap, arelease_all, check_sequencer, db_lock, reap, release_all
+    from dblock.quorum import QuorumLock, db_quorum_lock
     from dblock.rwlocks import ReadLock, ReadWriteLock, WriteLock, db_rwlock
     from dblock.semaphores import Permit, Semaphore, db_semaphore
     from dblock.several import Locks, db_locks
@@ -82,6 +84,8 @@ __all__ = [
     "Permit",
     "PermitNotHeld",
     "PoolExhausted",
+    "QuorumLock",
+    "QuorumUnavailable",
     "ReadLock",
     "ReadWriteLock",
     "Reason",
@@ -106,6 +110,7 @@ __all__ = [
     "db_leader",
     "db_lock",
     "db_locks",
+    "db_quorum_lock",
     "db_rwlock",
     "db_semaphore",
     "fenced_update",
@@ -127,6 +132,7 @@ _HOMES = {
     **dict.fromkeys(("db_lock", "reap", "release_all"), "dblock.locks"),
     **dict.fromkeys(("Leader", "db_leader"), "dblock.leaders"),
     **dict.fromkeys(("Locks", "db_locks"), "dblock.several"),
+    **dict.fromkeys(("QuorumLock", "db_quorum_lock"), "dblock.quorum"),
     **dict.fromkeys(("ReadLock", "ReadWriteLock", "WriteLock", "db_rwlock"), "dblock.rwlocks"),
     **dict.fromkeys(("Permit", "Semaphore", "db_semaphore"), "dblock.semaphores"),
     "Term": "dblock.core.lock.leading",
@@ -138,7 +144,8 @@ _HOMES = {
     "Sequencer": "dblock.core.tokens",
 }
 _DJANGO = {
-    *("dblock.leaders", "dblock.locks", "dblock.rwlocks", "dblock.semaphores", "dblock.several", "dblock.signals"),
+    *("dblock.leaders", "dblock.locks", "dblock.quorum", "dblock.rwlocks", "dblock.semaphores", "dblock.several"),
+    "dblock.signals",
 }
 """Modules that need Django."""
 

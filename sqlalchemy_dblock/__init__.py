@@ -22,6 +22,7 @@ from dblock.core.errors import (
     LockUpgradeRefused,
     PermitNotHeld,
     PoolExhausted,
+    QuorumUnavailable,
     Reason,
     StaleSnapshot,
     StoreBusy,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
     from sqlalchemy_dblock.leaders import AsyncLeader, Leader, db_leader
+    from sqlalchemy_dblock.quorum import AsyncQuorumLock, QuorumLock, db_quorum_lock
     from sqlalchemy_dblock.rwlocks import (
         AsyncReadLock,
         AsyncWriteLock,
@@ -61,6 +63,7 @@ __all__ = [
     "AsyncLock",
     "AsyncLocks",
     "AsyncPermit",
+    "AsyncQuorumLock",
     "AsyncReadLock",
     "AsyncSemaphore",
     "AsyncWriteLock",
@@ -85,6 +88,8 @@ __all__ = [
     "Permit",
     "PermitNotHeld",
     "PoolExhausted",
+    "QuorumLock",
+    "QuorumUnavailable",
     "ReadLock",
     "ReadWriteLock",
     "Reason",
@@ -107,6 +112,7 @@ __all__ = [
     "db_leader",
     "db_lock",
     "db_locks",
+    "db_quorum_lock",
     "db_rwlock",
     "db_semaphore",
     "fenced_update",
@@ -125,6 +131,7 @@ _HOMES = {
     **dict.fromkeys(("lock_events", "lock_waiters", "locks", "metadata", "metadata_for"), "sqlalchemy_dblock.table"),
     **dict.fromkeys(("AsyncLeader", "Leader", "db_leader"), "sqlalchemy_dblock.leaders"),
     **dict.fromkeys(("AsyncLocks", "Locks", "db_locks"), "sqlalchemy_dblock.several"),
+    **dict.fromkeys(("AsyncQuorumLock", "QuorumLock", "db_quorum_lock"), "sqlalchemy_dblock.quorum"),
     **dict.fromkeys(("AsyncReadLock", "AsyncWriteLock", "ReadLock"), "sqlalchemy_dblock.rwlocks"),
     **dict.fromkeys(("ReadWriteLock", "WriteLock", "db_rwlock"), "sqlalchemy_dblock.rwlocks"),
     **dict.fromkeys(("AsyncPermit", "AsyncSemaphore", "Permit"), "sqlalchemy_dblock.semaphores"),
