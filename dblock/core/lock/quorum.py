@@ -344,6 +344,11 @@ def _verify(part: Part) -> Steps[bool]:
         return False
 
 
+def _look(lock: BaseLock, limit: float) -> Steps[LockInfo | None]:
+    database = lock._store().database
+    return tenures.look(database, lock.key, database.now() + limit)
+
+
 def _nothing(_: object) -> Steps[None]:
     yield from ()
 
@@ -464,25 +469,34 @@ class _Attempts:
         for number in (each for each in asked.whom if each not in silent):
             if (yield from self._wait_in_queue(number)):
                 return dict(self.granted)
-            if number not in self.cannot:
+            if self._left() == 0 and number not in self.cannot:
                 return {}
         return (yield from self._take(Round(What.TAKE, silent)))
 
     def _wait_in_queue(self, number: int) -> Steps[bool]:
-        """Take the key in one database, through its queue; as long as it answers."""
-        lock = self.locks[number]
+        """Take the key in one database, through its queue.
+
+        Not any more when it does not answer, or when nobody has the key in a majority of the databases.
+        """
         [ask] = asks = [self._ask_to_take(number, self._left())]
         yield from self.asks.gather(asks, min(self.limit, PROBE), self._wakeup, waits=True)
         while ask.pending:
-            probe = self._ask(lock, tenures.look(lock._store().database, lock.key, clock.now() + self.limit))
-            found = yield from self._answers([probe])
-            if not found and ask.pending:
+            looks = [self._ask(each, _look(each, self.limit)) for each in self.locks]
+            found = yield from self._answers(looks)
+            if ask.pending and number not in found:
                 self.asks.not_answered(ask)
                 break
-            self.holder = next(iter(found.values()), None) or self.holder
+            self.holder = found.get(number) or self.holder
+            if ask.pending and self._are_free(found):
+                break
             yield from self.asks.gather(asks, PROBE, self._wakeup, waits=True)
         self._use({number: ask})
         return number in self.granted
+
+    def _are_free(self, found: Mapping[int, LockInfo | None]) -> bool:
+        """Whether nobody has the key in a majority of the databases."""
+        free = [info is None or info.state != "held" for info in found.values()]
+        return sum(free) >= quorum.majority(len(self.locks))
 
     def _take(self, asked: Round) -> Steps[dict[int, Grant]]:
         needed, before = quorum.majority(len(self.locks)), set(self.granted)

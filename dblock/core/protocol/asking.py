@@ -179,6 +179,8 @@ class Asks:
         self._jobs: SimpleQueue[tuple[Store, Steps[None]]] = SimpleQueue()
         self._free = 0
         """Number of threads that wait for a job, less the jobs that wait for them."""
+        self._working = 0
+        """Number of jobs that have not ended."""
         self._tasks = set[Any]()
         self._health: MutableMapping[Store, _Health] = WeakKeyDictionary()
         self._alarms: list[tuple[float, int, Callable[[], None]]] = []
@@ -256,6 +258,11 @@ class Asks:
 
     # -- threads and tasks
 
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._tasks) or self._working > 0
+
     def begin(self, store: Store, steps: Steps[None]) -> None:
         """Run the steps in a thread, or in a task of the running event loop."""
         if store.asynchronous:
@@ -265,6 +272,7 @@ class Asks:
             return
         with self._mutex:
             self._jobs.put((store, steps))
+            self._working += 1
             self._free -= 1
             if self._free >= 0:
                 return
@@ -295,6 +303,7 @@ class Asks:
                 warn("asking %s failed: %r", store.name, error)
             del store, steps
             with self._mutex:
+                self._working -= 1
                 self._free += 1
 
     # -- the clock
