@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         LockUpgradeRefused,
         PermitNotHeld,
         PoolExhausted,
-        QuorumUnavailable,
         Reason,
         StaleSnapshot,
         StoreBusy,
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from dblock.core.events import Event, Kind
     from dblock.core.lock.leading import Term
     from dblock.core.lock.observing import observe
+    from dblock.core.protocol.quorum import QuorumUnavailable
     from dblock.core.tokens import Sequencer
     from dblock.core.values import LockInfo
     from dblock.fences import FencedModel, afenced_update, fenced_update
@@ -141,6 +141,7 @@ _HOMES = {
     **dict.fromkeys(("Event", "Kind"), "dblock.core.events"),
     "observe": "dblock.core.lock.observing",
     "LockInfo": "dblock.core.values",
+    "QuorumUnavailable": "dblock.core.protocol.quorum",
     "Sequencer": "dblock.core.tokens",
 }
 _DJANGO = {

@@ -22,7 +22,6 @@ from dblock.core.errors import (
     LockUpgradeRefused,
     PermitNotHeld,
     PoolExhausted,
-    QuorumUnavailable,
     Reason,
     StaleSnapshot,
     StoreBusy,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from dblock.core.events import Event, Kind
     from dblock.core.lock.leading import Term
     from dblock.core.lock.observing import observe
+    from dblock.core.protocol.quorum import QuorumUnavailable
     from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
     from sqlalchemy_dblock.leaders import AsyncLeader, Leader, db_leader
@@ -139,6 +139,7 @@ _HOMES = {
     **dict.fromkeys(("FencedMixin", "fenced_update"), "sqlalchemy_dblock.fences"),
     **dict.fromkeys(("Event", "Kind"), "dblock.core.events"),
     "create_tables": "sqlalchemy_dblock.creating",
+    "QuorumUnavailable": "dblock.core.protocol.quorum",
     "observe": "dblock.core.lock.observing",
     "Term": "dblock.core.lock.leading",
 }

@@ -20,7 +20,7 @@
        |     |- StoreLocked                    or, in SQLite, the whole database
        |     '- PoolExhausted                  or because all connections of the lock are in use
        |- StoreUnanswered                      the connection broke: the statement may or may not have happened
-       '- QuorumUnavailable                    fewer than a majority of the databases could be asked
+       '- QuorumUnavailable                    too few databases answer (`protocol.quorum`)
 
 Rule: every error keeps its facts as attributes and survives pickling, because Celery and multiprocessing carry
 exceptions between processes. Its message is one line that may be shown anywhere, whatever text of others is in it; the
@@ -35,8 +35,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self
 from dblock.core.text import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from dblock.core.pinned import Pinned
     from dblock.core.values import LockInfo
 
@@ -255,16 +253,3 @@ class PoolExhausted(StoreBusy):
 
 class StoreUnanswered(LockStoreError):
     """The connection broke before the answer: the statement may have been committed, or not."""
-
-
-class QuorumUnavailable(LockStoreError):
-    """Fewer than a majority of the databases of a majority lock could be asked in time; `answers` has what each said.
-
-    (Where a majority answers, and others hold the key, it is a LockTimeout.)
-    """
-
-    answers: Mapping[str, str]
-
-    def __init__(self, message: str = "", *, key: str | None = None, answers: Mapping[str, str] | None = None) -> None:
-        super().__init__(message, key=key)
-        self.answers = dict(answers or {})

@@ -14,7 +14,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, MutableMapping, MutableSet, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -57,8 +56,8 @@ class Runtime:
         self._lock = threading.RLock()  # a signal handler may take a lock
         self._sockets: LocalSockets | None = None
         self._sites: MutableMapping[Store, Site] = WeakKeyDictionary()
-        self.majorities: MutableMapping[Flow, dict[object, Any]] = WeakKeyDictionary()
-        """The majority locks that each flow holds, by databases and key."""
+        self.asks: Asks | None = None
+        """Made for the first majority lock."""
 
     def site(self, store: Store) -> Site:
         """What the flows of this process share of the store's database."""
@@ -77,13 +76,6 @@ class Runtime:
             with self._lock:
                 sockets = self._sockets = self._sockets or LocalSockets(self.wakeups.on_message)
         return sockets
-
-    @cached_property
-    def asks(self) -> Asks:
-        """The asks of several databases at once; made for the first majority lock."""
-        from dblock.core.protocol.asking import Asks  # noqa: PLC0415 - few need it
-
-        return Asks()
 
     def waiter_services(self, store: Store) -> WaiterServices:
         """The services of this process for waiters of a database, in threads or on the running event loop."""

@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dblock.core import runtime
-from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockTimeout, QuorumUnavailable, Reason
+import dblock
+import sqlalchemy_dblock
+from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockTimeout, Reason
+from dblock.core.lock.quorum import the_asks
+from dblock.core.protocol.quorum import QuorumUnavailable
 from dblock.core.statements.quorum import SERVER
 from tests.conftest import ready, run
 from tests.support.lab import close_django, until
-from tests.support.majorities import THREE, close, count, fences, holders, majority
+from tests.support.majorities import THREE, close, count, engine, fences, holders, majority
 from tests.support.subjects import Actor, Subject
 
 FACES = [("django", "sync"), ("django", "async"), ("sqlalchemy", "sync"), ("sqlalchemy", "async")]
@@ -45,7 +48,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
         Actor(Subject(variant, face, "postgresql", "asyncpg" if (variant, face) == FACES[3] else "")) for _ in "ab"
     ]
     yield Place(variant, face, actors)
-    assert until(lambda: not runtime.current.asks.busy)
+    assert until(lambda: not the_asks().busy)
     close(actors[0])
     for actor in actors:
         actor.close()
@@ -282,6 +285,12 @@ def test_what_is_refused(place: Place) -> None:
         place.lock("")
     with pytest.raises(ValueError, match="answer"):
         place.lock(answer=-1)
+    for name in ("db_semaphore", "db_rwlock"):
+        with pytest.raises(TypeError, match="majority"):
+            if place.variant == "django":
+                getattr(dblock, name)("k", using=["default", "postgresql", "mariadb"])
+            else:
+                getattr(sqlalchemy_dblock, name)([engine(place.face, each) for each in THREE], "k")
     with pytest.warns(RuntimeWarning, match="db_lock"):
         one = majority(place.variant, place.face, "k", ("postgresql",))
     [actor, _] = place.actors

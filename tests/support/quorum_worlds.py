@@ -191,7 +191,7 @@ def _with(now: World, fault: str) -> World:
     return now._replace(faults=(*now.faults, fault))
 
 
-def _put(values: tuple, number: int, value: object) -> tuple:  # type: ignore[type-arg]
+def _put(values: tuple, number: int, value: object) -> tuple:
     return (*values[:number], value, *values[number + 1 :])
 
 

@@ -33,7 +33,6 @@ from dblock.core.errors import (
     LockRevoked,
     LockStoreError,
     LockTimeout,
-    QuorumUnavailable,
     Reason,
     UnsupportedDatabase,
 )
@@ -47,8 +46,8 @@ from dblock.core.lock.key_template import Template
 from dblock.core.lock.locks import Timeout, gives_way
 from dblock.core.log import deliver, inform, warn
 from dblock.core.protocol import quorum, tenures
-from dblock.core.protocol.asking import Ask
-from dblock.core.protocol.quorum import Answer, Majority, Round, What
+from dblock.core.protocol.asking import Ask, Asks
+from dblock.core.protocol.quorum import Answer, Majority, QuorumUnavailable, Round, What
 from dblock.core.protocol.steps import Steps, sleep
 from dblock.core.runtime import current_flow
 from dblock.core.validation import acquire_timeout, valid_ttl
@@ -56,7 +55,6 @@ from dblock.core.values import Grant, LockInfo, Seconds, State
 from dblock.core.wakeup.registry import Wakeup
 
 if TYPE_CHECKING:
-    from dblock.core.protocol.asking import Asks
     from dblock.core.protocol.store import Store
 
 T = TypeVar("T")
@@ -209,7 +207,7 @@ class Held:
             return
         self._growing = True
         wait = self.ttl / 3 if seconds is None else seconds
-        runtime.current.asks.later(clock.now() + wait, self._grow)
+        the_asks().later(clock.now() + wait, self._grow)
 
     def _grow(self) -> None:
         self._growing = False
@@ -223,7 +221,7 @@ class Held:
         self.grow_later()
 
     def _ask_missing(self) -> None:
-        asks = runtime.current.asks
+        asks = the_asks()
         for number in self.missing():
             steps = self._take_again(number)
             _ = asks.ask(Ask(self.locks[number]._store(), steps, _nothing, Wakeup()))
@@ -248,6 +246,14 @@ class Held:
                 self.said[name] = "granted"
                 return
         yield from give_back(lock, found.tenure.owner)
+
+
+def the_asks() -> Asks:
+    """The asks of this process."""
+    found = runtime.current.asks
+    if found is None:
+        found = runtime.current.asks = vars(runtime.current).get("asks") or Asks()
+    return found
 
 
 # -- steps on one database
@@ -369,7 +375,7 @@ class _Attempts:
         self.locks = lock._for_flow(flow)
         self.limit, self.ttl = lock._limit, lock._ttl
         self.deadline = None if timeout is None else clock.now() + timeout
-        self.asks: Asks = runtime.current.asks
+        self.asks: Asks = the_asks()
         self.granted: dict[int, Grant] = {}
         self.confirmed: dict[int, Grant] = {}
         self.said: dict[str, str] = {}
@@ -480,14 +486,14 @@ class _Attempts:
         """
         [ask] = asks = [self._ask_to_take(number, self._left())]
         yield from self.asks.gather(asks, min(self.limit, PROBE), self._wakeup, waits=True)
-        while ask.pending:
+        while ask.pending():
             looks = [self._ask(each, _look(each, self.limit)) for each in self.locks]
             found = yield from self._answers(looks)
-            if ask.pending and number not in found:
+            if ask.pending() and number not in found:
                 self.asks.not_answered(ask)
                 break
             self.holder = found.get(number) or self.holder
-            if ask.pending and self._are_free(found):
+            if ask.pending() and self._are_free(found):
                 break
             yield from self.asks.gather(asks, PROBE, self._wakeup, waits=True)
         self._use({number: ask})
@@ -521,7 +527,7 @@ class _Attempts:
         }
         yield from self.asks.gather(list(asks.values()), self.limit, self._wakeup)
         for number, ask in asks.items():
-            if ask.pending:
+            if ask.pending():
                 ask.leave(self.asks)
                 self._cannot(number, self._no_answer)
             elif isinstance(grant := ask.use(), Grant):
@@ -534,7 +540,7 @@ class _Attempts:
     def _use(self, asks: Mapping[int, Ask[Any]]) -> None:
         """Use the answers to takes, and leave the asks that are not answered."""
         for number, ask in asks.items():
-            if ask.pending:
+            if ask.pending():
                 ask.leave(self.asks)
                 self._cannot(number, self._no_answer)
                 continue
@@ -552,7 +558,7 @@ class _Attempts:
                 if error is not None and not isinstance(error, (LockStoreError, LockTimeout)):
                     raise error
                 self._cannot(number, _short(error) if error else self._no_answer)
-        self._open = [ask for ask in self._open if ask.pending]
+        self._open = [ask for ask in self._open if ask.pending()]
 
     def _cannot(self, number: int, why: str) -> None:
         self.cannot.add(number)
@@ -578,7 +584,7 @@ class _Attempts:
     def _answers(self, asks: Sequence[Ask[T]]) -> Steps[dict[int, T | None]]:
         """What asks whose results nobody has to undo have answered in time."""
         yield from self.asks.gather(asks, self.limit, self._wakeup, lambda: True)
-        found = {place: ask.use() for place, ask in enumerate(asks) if not ask.pending and ask.error is None}
+        found = {place: ask.use() for place, ask in enumerate(asks) if not ask.pending() and ask.error is None}
         for ask in asks:
             ask.leave(self.asks)
         self._open = [ask for ask in self._open if ask not in asks]
@@ -770,7 +776,7 @@ class BaseQuorumLock:
 
     def _held(self) -> Held | None:
         """What this flow holds, else what the only open `with` of this object does."""
-        held = runtime.current.majorities.get(current_flow(), {}).get(self._place())
+        held = the_asks().held.get(current_flow(), {}).get(self._place())
         if held is None and len(self._withs) == 1:
             held = self._withs[0][1]
         return held if held is not None and held.process == os.getpid() else None
@@ -781,7 +787,7 @@ class BaseQuorumLock:
         if not block:
             flow.ends_with_its_call()
         place = self._place()
-        held: Held | None = runtime.current.majorities.get(flow, {}).get(place)
+        held: Held | None = the_asks().held.get(flow, {}).get(place)
         if held is not None and held.remaining() > 0:
             held.entries += 1
             return held
@@ -793,7 +799,7 @@ class BaseQuorumLock:
         if held is None:
             return _Refused(attempts)
         held.entries = 1
-        runtime.current.majorities.setdefault(flow, {})[place] = held
+        the_asks().held.setdefault(flow, {})[place] = held
         held.grow_later()
         return held
 
@@ -826,7 +832,7 @@ class BaseQuorumLock:
             return
         lost = held.remaining() <= 0
         held.over = True
-        for holds in list(runtime.current.majorities.values()):
+        for holds in list(the_asks().held.values()):
             for place in [each for each, known in holds.items() if known is held]:
                 del holds[place]
         good = yield from self._leave_all(held)
@@ -838,13 +844,13 @@ class BaseQuorumLock:
     def _leave_all(self, held: Held) -> Steps[int]:
         """Leave what is held of each database; of how many it was not lost, as far as is known.
 
-        The database in whose queue others wait comes last, so that whoever is granted the key there finds the others
-        free.
+        The database in whose queue others wait comes last, so that the waiter that is granted the key there finds the
+        others free.
         """
         parts = [held.parts[number] for number in sorted(held.parts)]
         for part in parts:
             part.hold.lease.renewing = False
-        asks, wakeup, left = runtime.current.asks, Wakeup(), list(parts)
+        asks, wakeup, left = the_asks(), Wakeup(), list(parts)
         lost = 0
         try:
             for some in (parts[1:], parts[:1]):
@@ -854,7 +860,7 @@ class BaseQuorumLock:
                     left.remove(part)
                     asks.begin_ask(asked[-1])
                 yield from asks.gather(asked, self._limit, wakeup, lambda: True)
-                lost += sum(ask.use() is False for ask in asked if not ask.pending)
+                lost += sum(ask.use() is False for ask in asked if not ask.pending())
         except GeneratorExit:
             raise
         except BaseException:
@@ -865,11 +871,11 @@ class BaseQuorumLock:
     def _leave_in_background(self, parts: Iterable[Part]) -> None:
         for part in parts:
             part.hold.lease.renewing = False
-            runtime.current.asks.begin(part.hold.store, _leave_quietly(part))
+            the_asks().begin(part.hold.store, _leave_quietly(part))
 
     def _each(self, held: Held, steps: Callable[[Part], Steps[bool]]) -> Steps[bool]:
         """Whether a majority of the databases answers True; raises LockLost, or QuorumUnavailable."""
-        asks, wakeup = runtime.current.asks, Wakeup()
+        asks, wakeup = the_asks(), Wakeup()
         asked = {
             number: asks.ask(Ask(part.hold.store, steps(part), _nothing, wakeup))
             for number, part in sorted(held.parts.items())
@@ -879,7 +885,7 @@ class BaseQuorumLock:
         said = dict(held.said)
         good = 0
         for number, ask in asked.items():
-            answer = None if ask.pending else ask.use()
+            answer = None if ask.pending() else ask.use()
             good += answer is True
             if answer is None:
                 said[self.names[number]] = _short(ask.error) if ask.error else f"no answer in {self._limit:.2g} s"

@@ -34,6 +34,9 @@ T = TypeVar("T")
 IDLE: Final = 5.0
 """Seconds after which a thread without work ends."""
 
+PATIENCE: Final = 10.0
+"""Longest time in seconds for which a database that does not answer is not asked again; a statement takes less."""
+
 
 class Stage(Enum):
     """How far an ask has come."""
@@ -76,8 +79,8 @@ class Ask(Generic[T]):
         """That of the pause in which its steps are."""
         self._mutex = threading.RLock()  # a signal handler may leave
 
-    @property
     def pending(self) -> bool:
+        """Whether it has not been answered, nor left."""
         return self.stage is Stage.ASKED
 
     @property
@@ -167,8 +170,8 @@ class _Health:
 
     silent = False
     """Whether it did not answer the last time within the limit, or failed."""
-    late = 0
-    """Number of asks under way that are beyond their limit."""
+    asked_until = 0.0
+    """The local time until which no other ask is begun, as one is under way that is beyond its limit."""
 
 
 class Asks:
@@ -182,6 +185,8 @@ class Asks:
         self._working = 0
         """Number of jobs that have not ended."""
         self._tasks = set[Any]()
+        self.held: MutableMapping[Any, dict[object, Any]] = WeakKeyDictionary()
+        """What each flow holds in majorities, by databases and key."""
         self._health: MutableMapping[Store, _Health] = WeakKeyDictionary()
         self._alarms: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -192,7 +197,7 @@ class Asks:
 
     def ask(self, ask: Ask[Any]) -> Ask[Any]:
         """Begin an ask, unless its database is silent and is being asked already."""
-        if self._of(ask.store).late:
+        if clock.now() < self._of(ask.store).asked_until:
             error = LockStoreError(f"{ask.store.name} has not answered for a while, and is being asked")
             with ask._mutex:
                 ask.error, ask.stage = error, Stage.ANSWERED
@@ -210,9 +215,8 @@ class Asks:
         try:
             yield from ask.work()
         finally:
-            with self._mutex:
-                health.late -= ask.late
-                ask.late = False
+            if ask.late:
+                health.asked_until = 0.0
             if ask.heard:
                 health.silent = isinstance(ask.error, LockStoreError) and not isinstance(ask.error, StoreBusy)
 
@@ -236,7 +240,7 @@ class Asks:
         until = clock.now() + limit
         while True:
             _ = wakeup.consume()
-            pending = [ask for ask in asks if ask.pending]
+            pending = [ask for ask in asks if ask.pending()]
             left = until - clock.now()
             if not pending or left <= 0 or (not any(ask.prompt for ask in pending) and enough()):
                 break
@@ -246,11 +250,10 @@ class Asks:
 
     def not_answered(self, ask: Ask[Any]) -> None:
         """Note that an ask is beyond its limit."""
-        with self._mutex:
-            if ask.pending and not ask.late:
+        with ask._mutex:
+            if ask.pending() and not ask.late:
                 ask.late, health = True, self._of(ask.store)
-                health.late += 1
-                health.silent = True
+                health.silent, health.asked_until = True, clock.now() + PATIENCE
 
     def _of(self, store: Store) -> _Health:
         with self._mutex:

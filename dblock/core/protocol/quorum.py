@@ -1,4 +1,4 @@
-"""The majority lock: one key of several independent databases, held by whoever has tenures of it in most of them.
+"""The majority lock: one key of several independent databases, held by the flow that has tenures of it in most of them.
 
 Theory
 ------
@@ -45,10 +45,25 @@ from collections.abc import Collection, Generator, Iterable, Mapping
 from enum import Enum
 from typing import Final, NamedTuple
 
+from dblock.core.errors import LockStoreError
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Parameters, Steps
 from dblock.core.statements.quorum import QUORUM, SERVER
 from dblock.core.values import Grant
+
+
+class QuorumUnavailable(LockStoreError):
+    """Fewer than a majority of the databases of a majority lock could be asked in time; `answers` has what each said.
+
+    (Where a majority answers, and others hold the key, it is a LockTimeout.)
+    """
+
+    answers: Mapping[str, str]
+
+    def __init__(self, message: str = "", *, key: str | None = None, answers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message, key=key)
+        self.answers = dict(answers or {})
+
 
 STARTED: Final = 1.5
 """Seconds by which two readings of the same start may differ: MySQL and MariaDB tell it in whole seconds."""
