@@ -128,21 +128,33 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("Lock", "acheck_sequencer", "areap", "arelease_all", "check_sequencer"), "dblock.locks"),
-    **dict.fromkeys(("db_lock", "reap", "release_all"), "dblock.locks"),
-    **dict.fromkeys(("Leader", "db_leader"), "dblock.leaders"),
-    **dict.fromkeys(("Locks", "db_locks"), "dblock.several"),
-    **dict.fromkeys(("QuorumLock", "db_quorum_lock"), "dblock.quorum"),
-    **dict.fromkeys(("ReadLock", "ReadWriteLock", "WriteLock", "db_rwlock"), "dblock.rwlocks"),
-    **dict.fromkeys(("Permit", "Semaphore", "db_semaphore"), "dblock.semaphores"),
-    "Term": "dblock.core.lock.leading",
-    **dict.fromkeys(("FencedModel", "afenced_update", "fenced_update"), "dblock.fences"),
-    **dict.fromkeys((name for name in __all__ if name.startswith("lock_")), "dblock.signals"),
-    **dict.fromkeys(("Event", "Kind"), "dblock.core.events"),
-    "observe": "dblock.core.lock.observing",
-    "LockInfo": "dblock.core.values",
-    "QuorumUnavailable": "dblock.core.protocol.quorum",
-    "Sequencer": "dblock.core.tokens",
+    name: home
+    for home, names in {
+        "dblock.locks": (
+            "Lock",
+            "acheck_sequencer",
+            "areap",
+            "arelease_all",
+            "check_sequencer",
+            "db_lock",
+            "reap",
+            "release_all",
+        ),
+        "dblock.leaders": ("Leader", "db_leader"),
+        "dblock.several": ("Locks", "db_locks"),
+        "dblock.quorum": ("QuorumLock", "db_quorum_lock"),
+        "dblock.rwlocks": ("ReadLock", "ReadWriteLock", "WriteLock", "db_rwlock"),
+        "dblock.semaphores": ("Permit", "Semaphore", "db_semaphore"),
+        "dblock.fences": ("FencedModel", "afenced_update", "fenced_update"),
+        "dblock.core.events": ("Event", "Kind"),
+        "dblock.core.lock.leading": ("Term",),
+        "dblock.core.lock.observing": ("observe",),
+        "dblock.core.values": ("LockInfo",),
+        "dblock.core.protocol.quorum": ("QuorumUnavailable",),
+        "dblock.core.tokens": ("Sequencer",),
+        "dblock.signals": [name for name in __all__ if name.startswith("lock_")],
+    }.items()
+    for name in names
 }
 _DJANGO = {
     *("dblock.leaders", "dblock.locks", "dblock.quorum", "dblock.rwlocks", "dblock.semaphores", "dblock.several"),
