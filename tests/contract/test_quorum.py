@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 
 import dblock
 import sqlalchemy_dblock
+from dblock.core import runtime
 from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockTimeout, Reason
 from dblock.core.lock.quorum import the_asks
 from dblock.core.protocol.quorum import QuorumUnavailable
@@ -43,6 +45,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     for database in THREE:
         ready(request, database)
     count(*THREE)
+    runtime.current.asks = None  # what another test has seen of the databases
     variant, face = request.param
     actors = [
         Actor(Subject(variant, face, "postgresql", "asyncpg" if (variant, face) == FACES[3] else "")) for _ in "ab"
@@ -312,6 +315,59 @@ def longest(database: str) -> float:
     """The longest life that a database has recorded."""
     [(ttl,)] = run(database, "SELECT ttl FROM locks WHERE lock_key = :key", key=SERVER)
     return float(str(ttl))
+
+
+def test_release_all_gives_it_up(place: Place) -> None:
+    """In one database, and so in all: nothing is taken again."""
+    [actor, _] = place.actors
+    told: list[Any] = []
+    lock = place.lock(ttl=1.5, on_lost=lambda *given: told.append(given))
+    assert actor.call(lock, "acquire") is True
+    if place.variant == "django":
+        assert actor.do(lambda: getattr(dblock, actor.subject.method("release_all"))(using="postgresql")) == 1
+    else:
+        assert actor.do(lambda: sqlalchemy_dblock.release_all(engine(place.face, "postgresql"))) == 1
+    assert until(lambda: told, 3)
+    assert told == [(lock, Reason.RELEASED)]
+    with pytest.raises(LockLost):
+        actor.call(lock, "release")
+    assert until(lambda: not holders(), 3)
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.002, 0.005, 0.02, 0.1, 0.4])
+def test_an_attempt_that_is_interrupted_leaves_nothing(place: Place, wait: float) -> None:
+    """Whatever it has asked for so far; also in the queue."""
+    if place.face == "async":
+        pytest.skip("tasks are cancelled instead")
+    [_, other] = place.actors
+    busy, lock = place.lock(), place.lock()
+    if wait > 0.05:
+        assert other.call(busy, "acquire") is True
+
+    def interrupted() -> None:
+        timer = threading.Timer(wait, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
+        timer.start()
+        try:
+            with contextlib.suppress(KeyboardInterrupt), lock:
+                pass
+            time.sleep(0.01)
+        except KeyboardInterrupt:
+            pass
+        timer.join()
+
+    def raises(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, raises)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupted()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    if wait > 0.05:
+        other.call(busy, "release")
+    assert until(lambda: not holders(), 3)
+    assert other.within(busy, holders) == list(THREE)
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.002, 0.005, 0.02, 0.1, 0.4])

@@ -110,7 +110,7 @@ class Held:
         self.key, self.quorum = lock.key, lock._quorum
         self.ttl = lock._ttl
         self.parts: dict[int, Part] = {}
-        self.entries = 0
+        self.entries = 1
         self.loss: Reason | None = None
         self.over = False
         """Whether it was left."""
@@ -175,7 +175,11 @@ class Held:
     def on_lost(self, number: int, _lock: object, reason: Reason) -> None:
         """A database is lost: perhaps all is; else it is taken again."""
         self.said[self.lock.names[number]] = f"lost, {reason}"
-        if self.remaining() > 0:
+        if reason is Reason.RELEASED:  # by release_all()
+            with self._mutex:
+                if self.loss is None:
+                    self._lose()
+        elif self.remaining() > 0:
             self.grow_later(0.0)
 
     def on_at_risk(self, _lock: object) -> None:
@@ -382,6 +386,7 @@ class _Attempts:
         self.cannot = set[int]()
         """The databases that could not be asked."""
         self.holder: LockInfo | None = None
+        self.held: Held | None = None
         self._open: list[Ask[Any]] = []
         """Those whose result nobody has used yet."""
 
@@ -406,19 +411,17 @@ class _Attempts:
         try:
             got = yield from self._rounds()
             if got is not None:
-                held = Held(self.lock, self.flow, self.locks, got.fence)
+                held = self.held = Held(self.lock, self.flow, self.locks, got.fence)
                 yield from self._begin(held)
                 if held.remaining() > 0:
                     return held
-                held.over = True
+                held.over, self.held = True, None
         except GeneratorExit:
             raise
         except BaseException:
             for ask in self._open:
                 ask.leave(self.asks)
-            if held is not None:
-                held.over = True
-                self.lock._leave_in_background(held.parts.values())
+            self.lock._abandon(held)
             self._give_back_in_background(held)
             raise
         parts = [] if held is None else list(held.parts.values())
@@ -779,7 +782,7 @@ class BaseQuorumLock:
         held = the_asks().held.get(current_flow(), {}).get(self._place())
         if held is None and len(self._withs) == 1:
             held = self._withs[0][1]
-        return held if held is not None and held.process == os.getpid() else None
+        return held if held is not None and not held.over and held.process == os.getpid() else None
 
     def _acquire(self, timeout: float | None, *, block: bool = False) -> Steps[Held | _Refused]:
         """A majority for this flow, or the refusal."""
@@ -794,21 +797,30 @@ class BaseQuorumLock:
         attempts = _Attempts(self, flow, timeout)
         try:
             held = yield from attempts.run()
+            if held is None:
+                return _Refused(attempts)
+            held.grow_later()
+            the_asks().held.setdefault(flow, {})[place] = held
+        except BaseException:
+            self._abandon(attempts.held)
+            raise
         finally:
             self._last = dict(attempts.said)
-        if held is None:
-            return _Refused(attempts)
-        held.entries = 1
-        the_asks().held.setdefault(flow, {})[place] = held
-        held.grow_later()
         return held
 
     def _enter(self, timeout: float | None) -> Steps[None]:
         """Begin a `with`; raises LockTimeout or QuorumUnavailable."""
-        found = yield from self._acquire(timeout, block=True)
-        if isinstance(found, _Refused):
-            raise found.attempts.error()
-        self._withs = [*self._withs, (current_flow(), found)]
+        found: Held | _Refused | None = None
+        try:
+            found = yield from self._acquire(timeout, block=True)
+            if isinstance(found, _Refused):
+                raise found.attempts.error()  # noqa: TRY301 - nothing is held then
+            self._withs = [*self._withs, (current_flow(), found)]
+        except BaseException:
+            if isinstance(found, Held) and all(held is not found for _, held in self._withs):
+                found.entries -= 1
+                self._abandon(None if found.entries else found)
+            raise
 
     def _got(self, found: Held | _Refused) -> bool:
         """The result of acquire()."""
@@ -832,9 +844,7 @@ class BaseQuorumLock:
             return
         lost = held.remaining() <= 0
         held.over = True
-        for holds in list(the_asks().held.values()):
-            for place in [each for each, known in holds.items() if known is held]:
-                del holds[place]
+        self._forget(held)
         good = yield from self._leave_all(held)
         if lost or good < held.quorum:
             with held._mutex:
@@ -867,6 +877,18 @@ class BaseQuorumLock:
             self._leave_in_background(left)
             raise
         return len(parts) - lost
+
+    def _abandon(self, held: Held | None) -> None:
+        """Give back, in the background, what an interrupted acquire has got."""
+        if held is not None and not held.over:
+            held.over = True
+            self._forget(held)
+            self._leave_in_background(held.parts.values())
+
+    def _forget(self, held: Held) -> None:
+        for holds in list(the_asks().held.values()):
+            for place in [each for each, known in holds.items() if known is held]:
+                del holds[place]
 
     def _leave_in_background(self, parts: Iterable[Part]) -> None:
         for part in parts:
@@ -960,11 +982,18 @@ class SyncQuorumLock(BaseQuorumLock):
         result: T = driver._drive(steps)
         return result
 
+    def _refuse_event_loop(self) -> None:
+        """Raise SynchronousOnlyOperation where waiting for other threads would block an event loop."""
+        for lock in self._members:
+            with contextlib.suppress(LockTimeout):  # of a SQLite database: its transaction is this flow's
+                lock._store().database.before_waiting()
+
     def acquire(self, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take the lock in a majority of the databases, or re-enter it; False if others held it all the time.
 
         As `Lock.acquire`. Raises QuorumUnavailable if fewer than a majority could be asked.
         """
+        self._refuse_event_loop()
         found = self._got(self._drive(self._acquire(acquire_timeout(blocking, timeout, self._timeout))))
         if not found:
             warn_if_ignored()
@@ -984,6 +1013,7 @@ class SyncQuorumLock(BaseQuorumLock):
 
     def __enter__(self) -> Self:
         self._refuse_to_skip()
+        self._refuse_event_loop()
         self._drive(self._enter(self._timeout))
         return self
 
