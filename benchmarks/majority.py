@@ -1,4 +1,4 @@
-"""What a lock in a majority of five servers costs: with all well, with one stopped, handed over; beside pottery on Redis.
+"""What a lock in a majority of five servers costs: with all well, with one stopped, handed over; beside pottery.
 
 Five PostgreSQL servers against five Redis servers, in memory and with every command on disk (`appendfsync always`), in
 interleaved rounds of one run. pottery is measured if it is installed. Run as part of `make bench`, or
@@ -8,6 +8,8 @@ interleaved rounds of one run. pottery is measured if it is installed. Run as pa
 from __future__ import annotations
 
 import contextlib
+import importlib
+import itertools
 import os
 import shutil
 import signal
@@ -92,7 +94,7 @@ def hand_overs(make: Make) -> float:
         thread.start()
     for thread in threads:
         thread.join()
-    return sum(one != other for one, other in zip(holders, holders[1:], strict=False)) / SECONDS
+    return sum(one != other for one, other in itertools.pairwise(holders)) / SECONDS
 
 
 def _ours(opened: ExitStack) -> tuple[Make, list[Any]]:
@@ -122,7 +124,7 @@ def _stop_ours(server: PostgreSQL) -> Iterator[None]:
 
 def _pottery(opened: ExitStack) -> dict[str, Any] | None:
     try:
-        from pottery import Redlock
+        redlock: Any = importlib.import_module("pottery").Redlock
         from redis import Redis
     except ImportError:
         return None
@@ -145,7 +147,7 @@ def _pottery(opened: ExitStack) -> dict[str, Any] | None:
         time.sleep(1)
 
         def make(clients: set[Any] = clients) -> Any:
-            return Redlock(key="k", masters=clients, auto_release_time=30)
+            return redlock(key="k", masters=clients, auto_release_time=30)
 
         found[name] = ((make, processes), _stop_redis)
     return found

@@ -64,7 +64,7 @@ def test_a_majority_is_taken_and_given_back(place: Place) -> None:
     """In all databases, with one fence, which the rows show."""
     lock, [actor, other] = place.lock(), place.actors
     assert actor.call(lock, "acquire") is True
-    assert holders() == list(THREE)
+    assert holders() == list(THREE), actor.get(lock, "answers")
     assert fences() == {actor.get(lock, "fence")}
     assert set(actor.get(lock, "answers").values()) == {"granted"}
     assert actor.get(lock, "state") == "held"
@@ -130,7 +130,8 @@ def test_a_minority_that_others_hold_does_not_matter(place: Place) -> None:
         with stranger:
             lock = place.lock(ttl=30)
             assert actor.call(lock, "acquire", timeout=2) is True
-            assert sum("held by" in answer for answer in actor.get(lock, "answers").values()) == 1
+            said = actor.get(lock, "answers")
+            assert sum("held by" in answer for answer in said.values()) == 1, said
             actor.call(lock, "release")
         stranger._engine.dispose()
     assert holders() == []
@@ -239,7 +240,7 @@ def test_a_longer_lease_makes_the_quarantine_longer(place: Place) -> None:
     [actor, _] = place.actors
     lock = place.lock(ttl=7)
     assert actor.call(lock, "acquire") is True
-    assert {longest(database) for database in THREE} == {7}
+    assert {longest(database) for database in THREE} == {7}, actor.get(lock, "answers")
     actor.call(lock, "extend", 11)
     assert {longest(database) for database in THREE} == {11}
     actor.call(lock, "release")

@@ -106,6 +106,8 @@ class Rules:
     confirms: bool = True
     """Whether fences are written back."""
     quarantine: int = TTL
+    proposes: bool = False
+    """Whether the takes propose a number, so that all databases answer the same one."""
     undoes: bool = True
     """Whether what was not answered is given back as well."""
 
@@ -285,7 +287,8 @@ def _perform(now: World, message: Message, database: Database, rules: Rules) -> 
         return (row._replace(owner=-1, expires=now.time) if mine else row), None
     if message.what in {"QUEUE", "TAKE", "AGAIN"}:
         good = not (row.owner >= 0 and alive) and database.since + rules.quarantine <= now.time
-        fence = max(row.fence + 1, clock, message.fence if message.what == "AGAIN" else 0)
+        proposed = message.sent * TICKS + 30 if rules.proposes else 0
+        fence = max(row.fence + 1, clock, message.fence if message.what == "AGAIN" else proposed)
     else:
         lowest = message.fence if message.what == "RENEW" else 0
         good, fence = mine and alive and lowest <= row.fence <= message.fence, message.fence

@@ -34,6 +34,8 @@ from dblock.core.errors import (
     LockStoreError,
     LockTimeout,
     Reason,
+    StoreConflict,
+    StoreUnanswered,
     UnsupportedDatabase,
 )
 from dblock.core.holding.flow import Block, Flow, Hold
@@ -48,7 +50,7 @@ from dblock.core.log import deliver, inform, warn
 from dblock.core.protocol import quorum, tenures
 from dblock.core.protocol.asking import Ask, Asks
 from dblock.core.protocol.quorum import Answer, Majority, QuorumUnavailable, Round, What
-from dblock.core.protocol.steps import Steps, sleep
+from dblock.core.protocol.steps import Rows, Steps, sleep
 from dblock.core.runtime import current_flow
 from dblock.core.validation import acquire_timeout, valid_ttl
 from dblock.core.values import Grant, LockInfo, Seconds, State
@@ -263,11 +265,56 @@ def the_asks() -> Asks:
 # -- steps on one database
 
 
-def take(lock: BaseLock, timeout: float | None) -> Steps[Grant | No]:
-    """Take the key in one database, if that counts (`quorum.standing`)."""
-    store, flow = lock._store(), cast("Flow", lock._flow)
+def take(lock: BaseLock, timeout: float | None, proposed: int = 0) -> Steps[Grant | No]:
+    """Take the key in one database, if that counts (`quorum.standing`); with the proposed fence if it is free."""
+    store = lock._store()
     database = store.database
-    found = yield from lock._take(
+    said: Rows = ()
+    found: Grant | Refused | None = None
+    likely = runtime.current.site(store).local_queues.expects_contention(lock.key)
+    if proposed and not likely and runtime.current.watchdog.hold_of(store, lock.key) is None and database.answers():
+        found, said = yield from _take_at_once(lock, proposed)
+    if found is None:
+        found = yield from _take_or_wait(lock, timeout)
+    if isinstance(found, Refused):
+        return _refused(found)
+    try:
+        left = yield from quorum.standing(database, lock._ttl, database.now() + database.timing.single_try, said)
+    except GeneratorExit:
+        raise
+    except BaseException:
+        yield from give_back(lock, found.tenure.owner)
+        raise
+    if not left:
+        return found
+    yield from give_back(lock, found.tenure.owner)
+    return No(f"new, or restarted: counts in {left:.1f} s")
+
+
+def _take_at_once(lock: BaseLock, proposed: int) -> Steps[tuple[Grant | None, Rows]]:
+    """Take a key that is free, with what its database says of itself."""
+    store, flow = lock._store(), cast("Flow", lock._flow)
+    database, request = store.database, entering.request_of(lock, store, flow, lock._ttl)
+    owner = request.new_owner()
+    try:
+        until = database.now() + database.timing.single_try
+        found = yield from quorum.take(database, request.parameters(owner), proposed, until)
+    except StoreConflict:
+        return None, ()
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        if isinstance(error, StoreUnanswered):
+            _ = runtime.current.waiter_services(store).withdraw(lock.key, owner)
+        elif not isinstance(error, LockStoreError):
+            yield from give_back(lock, owner)
+        raise
+    return found or (None, ())
+
+
+def _take_or_wait(lock: BaseLock, timeout: float | None) -> Steps[Grant | Refused]:
+    store, flow = lock._store(), cast("Flow", lock._flow)
+    return lock._take(
         Taking(
             runtime.current.site(store),
             entering.request_of(lock, store, flow, lock._ttl),
@@ -279,19 +326,6 @@ def take(lock: BaseLock, timeout: float | None) -> Steps[Grant | No]:
             slow_wait=lock._slow_wait,
         )
     )
-    if isinstance(found, Refused):
-        return _refused(found)
-    try:
-        left = yield from quorum.standing(database, lock._ttl, database.now() + database.timing.single_try)
-    except GeneratorExit:
-        raise
-    except BaseException:
-        yield from give_back(lock, found.tenure.owner)
-        raise
-    if not left:
-        return found
-    yield from give_back(lock, found.tenure.owner)
-    return No(f"new, or restarted: counts in {left:.1f} s")
 
 
 def _refused(refused: Refused) -> No:
@@ -383,6 +417,7 @@ class _Attempts:
         self.granted: dict[int, Grant] = {}
         self.confirmed: dict[int, Grant] = {}
         self.said: dict[str, str] = {}
+        self.proposed = 0
         self.cannot = set[int]()
         """The databases that could not be asked."""
         self.holder: LockInfo | None = None
@@ -407,12 +442,13 @@ class _Attempts:
 
     def _once(self) -> Steps[Held | None]:
         self.granted, self.confirmed, self.said, self.cannot = {}, {}, {}, set()
+        self.proposed = quorum.propose()
         held: Held | None = None
         try:
             got = yield from self._rounds()
             if got is not None:
                 held = self.held = Held(self.lock, self.flow, self.locks, got.fence)
-                yield from self._begin(held)
+                yield from self._begin(held, got)
                 if held.remaining() > 0:
                     return held
                 held.over, self.held = True, None
@@ -441,21 +477,24 @@ class _Attempts:
                     granted = yield from self._take(asked)
                 case What.CONFIRM:
                     granted = yield from self._confirm(asked)
-            answers = {number: Answer(each.tenure.fence, each.trusted_until) for number, each in granted.items()}
+            answers = {
+                number: Answer(each.tenure.fence, each.trusted_until, _is_firm(each))
+                for number, each in granted.items()
+            }
             try:
                 asked = attempt.send((answers, clock.now()))
             except StopIteration as done:
                 majority: Majority | None = done.value
                 return majority
 
-    def _begin(self, held: Held) -> Steps[None]:
+    def _begin(self, held: Held, got: Majority) -> Steps[None]:
         """Hold what has been confirmed."""
         for number, lock in enumerate(self.locks):
             told: Any = lock
             told._who_hears_of_loss = functools.partial(_calls, functools.partial(held.on_lost, number, lock))
             told._who_hears_of_risk = functools.partial(_calls, functools.partial(held.on_at_risk, lock))
-        for number, grant in self.confirmed.items():
-            lock = self.locks[number]
+        for number in got.confirmed:
+            lock, grant = self.locks[number], self.confirmed.get(number) or self.granted[number]
             held.parts[number] = Part(lock, (yield from _hold(lock, self.flow, grant)))
         held.said = dict(self.said)
         self._give_back_in_background(held)
@@ -582,7 +621,7 @@ class _Attempts:
 
     def _ask_to_take(self, number: int, timeout: float | None) -> Ask[Grant | No]:
         lock = self.locks[number]
-        return self._ask(lock, take(lock, timeout), functools.partial(_undo, lock))
+        return self._ask(lock, take(lock, timeout, self.proposed), functools.partial(_undo, lock))
 
     def _answers(self, asks: Sequence[Ask[T]]) -> Steps[dict[int, T | None]]:
         """What asks whose results nobody has to undo have answered in time."""
@@ -603,6 +642,11 @@ class _Attempts:
             return QuorumUnavailable(f"{message}: {_listed(self.said)}", key=key, answers=self.said)
         message = f"could not acquire {key!r} in {needed} of {len(names)} databases {waited}: {_listed(self.said)}"
         return LockTimeout(f"{message}; wait longer with timeout=, or see to the holder", key=key, holder=self.holder)
+
+
+def _is_firm(grant: Grant) -> bool:
+    """Whether a take has begun it, durably and for a whole lease."""
+    return not (grant.ticket or grant.local_handovers or grant.term)
 
 
 def _undo(lock: BaseLock, found: Grant | No | None) -> Steps[None]:

@@ -9,8 +9,10 @@ An attempt asks in rounds (`attempt`):
     TAKE        take it in the others, all at once, without waiting
     CONFIRM     raise the fence of each of these tenures to the highest one, F, and make its lease whole, durably
 
-It succeeds with F once q databases have confirmed. Whatever else was asked for is given back, also where no answer
-came. Contenders meet in the queue of the first database, so that they do not split the votes; no safety rests on that.
+A take that has answered F already is its own confirmation; all takes propose one number, so that mostly all answer it.
+The attempt succeeds with F once q databases have confirmed. All else that was asked for is given back, also where no
+answer came. Contenders meet in the queue of the first database, so that they do not split the votes; no safety rests on
+that.
 
 **Exclusion.** A confirmation that was sent at s is trusted until s + ttl - margin by the local clock, and its database
 refuses others until the lease ends, which is later. The lock is trusted until the q-th latest of these moments: until
@@ -41,13 +43,15 @@ rounds, and answers with what it got until it gave up waiting.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Generator, Iterable, Mapping
 from enum import Enum
 from typing import Final, NamedTuple
 
 from dblock.core.errors import LockStoreError
 from dblock.core.protocol.sending import Database, send
-from dblock.core.protocol.steps import Parameters, Steps
+from dblock.core.protocol.steps import Parameters, Rows, Steps
+from dblock.core.protocol.tenures import tenure_of
 from dblock.core.statements.quorum import QUORUM, SERVER
 from dblock.core.values import Grant
 
@@ -67,6 +71,8 @@ class QuorumUnavailable(LockStoreError):
 
 STARTED: Final = 1.5
 """Seconds by which two readings of the same start may differ: MySQL and MariaDB tell it in whole seconds."""
+AHEAD: Final = 0.25
+"""Seconds by which a proposed fence is ahead of the client's clock: longer than an attempt takes as a rule."""
 LEAST: Final = 2.0
 """Shortest quarantine in seconds, longer than `STARTED`: a server that starts twice within that counts in between to
 nobody."""
@@ -107,6 +113,8 @@ class Answer(NamedTuple):
     fence: int
     until: float
     """The local time until which that is trusted."""
+    firm: bool = True
+    """Whether it was written durably, for a whole lease; not if it was granted through the queue."""
 
 
 class Majority(NamedTuple):
@@ -127,12 +135,15 @@ def attempt(databases: int, ttl: float) -> Attempt:
     granted, _ = yield Round(What.QUEUE, everybody)
     if not granted:
         return None
-    more, _ = yield Round(What.TAKE, [each for each in everybody if each not in granted])
+    more, now = yield Round(What.TAKE, [each for each in everybody if each not in granted])
     granted = {**granted, **more}
     if len(granted) < quorum:
         return None
     fence = highest(granted)
-    confirmed, now = yield Round(What.CONFIRM, list(granted), fence)
+    confirmed = {each: answer for each, answer in granted.items() if answer.firm and answer.fence == fence}
+    if rest := [each for each in granted if each not in confirmed]:
+        more, now = yield Round(What.CONFIRM, rest, fence)
+        confirmed = {**confirmed, **more}
     return Majority(fence, confirmed) if is_good(confirmed, quorum, now, ttl) else None
 
 
@@ -179,15 +190,38 @@ class Server(NamedTuple):
         return bool(started) and identity == self.identity and abs(float(started) - self.started) <= STARTED
 
 
-def standing(database: Database, life: float, until: float) -> Steps[float]:
+def propose() -> int:
+    """A number for the takes of one attempt, which is a little ahead of the clocks of the databases."""
+    return int((time.time() + AHEAD) * 1e6)
+
+
+def take(database: Database, request: Parameters, proposed: int, until: float) -> Steps[tuple[Grant, Rows] | None]:
+    """Take a key that is free, with the proposed fence if it can be; None if it is not free, or has no row.
+
+    With the grant what the database says of its server, if it has; for `standing`. Raises StoreUnanswered where the
+    take may have been executed, or may be yet.
+    """
+    statement = QUORUM[database.dialect.name].take.over(database.dialect.tables, database.dialect.quote)
+    parameters: Parameters = {**request, "proposed": proposed, "server": SERVER}
+    sent, rows = yield from send(database, statement, parameters, until)
+    if not rows:
+        return None
+    said = [row[1:] for row in rows if len(row) > 1]
+    return Grant(tenure_of(request, rows), sent, float(request["ttl"])), said
+
+
+def standing(database: Database, life: float, until: float, said: Rows = ()) -> Steps[float]:
     """Seconds until the database counts; 0.0 if it counts, as it was there before the longest lease in use began.
 
-    Records a server that is not known yet, and the length of a lease that is longer than those before.
+    `said`: what the take has answered of the server. Records a server that is not known yet, and the length of a lease
+    that is longer than those before.
     """
     statements = QUORUM[database.dialect.name]
     tables, quote = database.dialect.tables, database.dialect.quote
     known: Parameters = {"key": SERVER, "life": life}
-    _, [row] = yield from send(database, statements.server.over(tables, quote), known, until, resend=True)
+    if not said:
+        _, said = yield from send(database, statements.server.over(tables, quote), known, until, resend=True)
+    [row] = said
     server = Server(str(row[0] or ""), float(row[1] or 0), str(row[2] or ""), float(row[3] or 0), float(row[4] or 0))
     if not server.is_known:
         recorded: Parameters = {**known, "label": f"{server.identity} {server.started:.6f}", "far": FAR}

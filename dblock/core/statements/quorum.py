@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from dblock.core.statements import mysql, postgresql, sqlite
-from dblock.core.statements.base import Reply, Statement
-from dblock.core.statements.common import TENURE
+from dblock.core.statements.base import Reply, Statement, WhenLocked
+from dblock.core.statements.common import STEP, TENURE, take_if
 from dblock.core.statements.vocabulary import Vocabulary
 from dblock.core.values import SHARE
 
@@ -17,6 +17,9 @@ SERVER: Final = f"{SHARE}server"
 class Quorum(NamedTuple):
     """The statements on one database."""
 
+    take: Statement
+    """As `take` of a lock, with a fence that is `proposed`, if it can be -> fence; and what `server` answers, if the
+    database can answer more than a number."""
     confirm: Statement
     """Raise the fence of a live tenure to `raised`, and set its lease to end one life from now."""
     server: Statement
@@ -29,6 +32,16 @@ class Quorum(NamedTuple):
 
 
 def _quorum(words: Vocabulary, *, identity: str, started: str, parameter: str, otherwise: str) -> Quorum:
+    # Safe: as the take of a lock. The proposed number comes from a client's clock: it is used if it is higher than the
+    # database's, by a second at most.
+    proposed = f"{words.least}({words.bigint(':proposed')}, {words.micros} + 1000000)"
+    fence = f"{words.greatest}(fence + {STEP}, {words.micros}, {proposed})"
+    before_waiters = f"(last_ticket = served_ticket OR {words.integer(':fair')} = 0)"
+    known = f"FROM locks AS known WHERE known.lock_key = {parameter.format(':server')}"
+    row = (
+        f"(SELECT known.label {known}), (SELECT {words.since('known.acquired_at')} {known}), (SELECT known.ttl {known})"
+    )
+    take = take_if(words, before_waiters, fence=fence, answer=f"fence, {identity}, {started}, {row}")
     # Safe: names the tenure, and the fence only grows, so it may arrive late and twice. Durable: both are relied on.
     confirm = f"""
 {words.change()}
@@ -55,6 +68,7 @@ VALUES ({parameter.format(":key")}, NULL, 1, 0, :life, {words.now}, {words.after
 {words.change()} ttl = {words.greatest}(ttl, :life) WHERE lock_key = :key {words.durable}
 """
     return Quorum(
+        Statement("take_proposed", take, words.numbers, row_locked=WhenLocked.SKIP, database_locked=WhenLocked.RAISE),
         Statement("confirm", confirm, Reply.COUNT, critical=True, priority=True),
         Statement("server", server, Reply.ROWS, critical=True, priority=True),
         Statement("record_server", record, Reply.COUNT, critical=True, priority=True),
