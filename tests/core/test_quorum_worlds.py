@@ -28,6 +28,12 @@ def test_two_clients_that_propose_a_fence(fault: str) -> None:
     assert explore((fault,), 1, Rules(proposes=True)).both > 50
 
 
+@pytest.mark.parametrize("fault", FAULTS if LONG else ["lost", "wipe", "pause"])
+def test_two_clients_that_ask_all_at_once(fault: str) -> None:
+    """As they do if nobody is known to want the key."""
+    assert explore((fault,), 1, Rules(proposes=True, at_once=True)).both > 50
+
+
 @pytest.mark.skipif(not LONG, reason="minutes of work: part of `make faults`")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("first", FAULTS)

@@ -108,6 +108,8 @@ class Rules:
     quarantine: int = TTL
     proposes: bool = False
     """Whether the takes propose a number, so that all databases answer the same one."""
+    at_once: bool = False
+    """Whether all databases are asked in the first round."""
     undoes: bool = True
     """Whether what was not answered is given back as well."""
 
@@ -218,8 +220,9 @@ def _begin(now: World, number: int, client: Client, rules: Rules) -> World:
         confirmed = tuple(sorted((place, answer) for place, answer in granted.items()))
         return _begin(now, number, client._replace(replies=(*client.replies, (confirmed, now.time))), rules)
     if asked is not None:
-        whom = [min(asked.whom)] if asked.what is What.QUEUE else list(asked.whom)
-        if asked.what is What.QUEUE and client.asked:  # the first did not answer
+        first = asked.what is What.QUEUE and not rules.at_once
+        whom = [min(asked.whom)] if first else list(asked.whom)
+        if first and client.asked:  # the first did not answer
             whom = [each for each in asked.whom if each not in client.asked][:1]
         client = client._replace(asked=client.asked | set(whom), got=())
         return _send(now, number, client, whom, (asked.what.name, asked.fence))
@@ -298,7 +301,8 @@ def _perform(now: World, message: Message, database: Database, rules: Rules) -> 
 def _close(now: World, number: int, rules: Rules) -> World:
     """End a round with the answers that there are."""
     client = now.clients[number]
-    client = client._replace(replies=(*client.replies, (client.got, now.time)))
+    got = () if rules.at_once and not client.replies and len(client.got) < 2 else client.got  # the others go back
+    client = client._replace(replies=(*client.replies, (got, now.time)))
     if client.stage == "trying":
         if len(client.replies) == 1 and not client.got and len(client.asked) < 2:
             client = client._replace(replies=())  # the next one is the first

@@ -457,13 +457,17 @@ class _Attempts:
         except BaseException:
             for ask in self._open:
                 ask.leave(self.asks)
+            for number, lock in enumerate(self.locks) if held is not None else ():
+                hold = self.flow.holds.get((lock._store(), lock.key))
+                if held is not None and hold is not None and hold.entered_by(lock):  # interrupted before it was noted
+                    held.parts[number] = Part(lock, hold)
             self.lock._abandon(held)
             self._give_back_in_background(held)
             raise
         parts = [] if held is None else list(held.parts.values())
         back = [(part.lock, _leave_quietly(part)) for part in parts]
         back += [(self.locks[number], self._give_back(number)) for number in self._not_held(held)]
-        _ = yield from self._answers([self._ask(lock, steps) for lock, steps in back])
+        _ = yield from self._answers([self._ask(lock, steps) for lock, steps in back], leave=False)
         return None
 
     def _rounds(self) -> Steps[Majority | None]:
@@ -512,7 +516,20 @@ class _Attempts:
     # -- rounds
 
     def _queue(self, asked: Round) -> Steps[dict[int, Grant]]:
-        """The first database that answers; those that were silent before come last."""
+        """The first database that answers; those that were silent before come last.
+
+        Or all of them at once, if nobody is known to want the key.
+        """
+        queues = runtime.current.site(self.locks[0]._store()).local_queues
+        if not queues.expects_contention(self.lock.key) and not self._is_held_here():
+            granted = yield from self._take(Round(What.TAKE, asked.whom))
+            if len(granted) >= quorum.majority(len(self.locks)):
+                return granted
+            queues.note_contention(self.lock.key)
+            yield from self._give_all_back()
+            if self._left() == 0:
+                return {}
+            self.cannot.clear()
         silent = [number for number in asked.whom if self.asks.is_silent(self.locks[number]._store())]
         for number in (each for each in asked.whom if each not in silent):
             if (yield from self._wait_in_queue(number)):
@@ -520,6 +537,16 @@ class _Attempts:
             if self._left() == 0 and number not in self.cannot:
                 return {}
         return (yield from self._take(Round(What.TAKE, silent)))
+
+    def _is_held_here(self) -> bool:
+        """Whether a flow of this process has the key in a database."""
+        return any(runtime.current.watchdog.holds(lock._store(), self.lock.key) for lock in self.locks)
+
+    def _give_all_back(self) -> Steps[None]:
+        """Give back what was granted, so that it is not in the way of others while the flow waits."""
+        asks = [self._ask(self.locks[number], self._give_back(number)) for number in self.granted]
+        _ = yield from self._answers(asks, leave=False)
+        self.granted = {}
 
     def _wait_in_queue(self, number: int) -> Steps[bool]:
         """Take the key in one database, through its queue.
@@ -623,11 +650,11 @@ class _Attempts:
         lock = self.locks[number]
         return self._ask(lock, take(lock, timeout, self.proposed), functools.partial(_undo, lock))
 
-    def _answers(self, asks: Sequence[Ask[T]]) -> Steps[dict[int, T | None]]:
-        """What asks whose results nobody has to undo have answered in time."""
+    def _answers(self, asks: Sequence[Ask[T]], *, leave: bool = True) -> Steps[dict[int, T | None]]:
+        """What asks whose results nobody has to undo have answered in time. The others are left, or go on."""
         yield from self.asks.gather(asks, self.limit, self._wakeup, lambda: True)
         found = {place: ask.use() for place, ask in enumerate(asks) if not ask.pending() and ask.error is None}
-        for ask in asks:
+        for ask in asks if leave else ():
             ask.leave(self.asks)
         self._open = [ask for ask in self._open if ask not in asks]
         return found

@@ -5,7 +5,8 @@ Theory
 There are n databases, and a majority is q = n // 2 + 1 of them, so that any two majorities have a database in common.
 An attempt asks in rounds (`attempt`):
 
-    QUEUE       take the key in the first database that answers, through its queue
+    QUEUE       take the key in the first database that answers, through its queue; or in all at once, without waiting,
+                if nobody is known to want it
     TAKE        take it in the others, all at once, without waiting
     CONFIRM     raise the fence of each of these tenures to the highest one, F, and make its lease whole, durably
 
@@ -92,7 +93,7 @@ def trusted_until(moments: Iterable[float], quorum: int) -> float:
 class What(Enum):
     """What a round asks databases for."""
 
-    QUEUE = "the key, in the first database that answers, through its queue"
+    QUEUE = "the key, in the first database that answers, through its queue; or in all, without waiting"
     TAKE = "the key, without waiting"
     CONFIRM = "to raise the fence of the tenure, and to make its lease whole"
 
@@ -132,11 +133,12 @@ Attempt = Generator[Round, Answers, Majority | None]
 def attempt(databases: int, ttl: float) -> Attempt:
     """One attempt to get a majority; None if there was none, or too little of its time is left."""
     quorum, everybody = majority(databases), range(databases)
-    granted, _ = yield Round(What.QUEUE, everybody)
+    granted, now = yield Round(What.QUEUE, everybody)
     if not granted:
         return None
-    more, now = yield Round(What.TAKE, [each for each in everybody if each not in granted])
-    granted = {**granted, **more}
+    if missing := [each for each in everybody if each not in granted]:
+        more, now = yield Round(What.TAKE, missing)
+        granted = {**granted, **more}
     if len(granted) < quorum:
         return None
     fence = highest(granted)
