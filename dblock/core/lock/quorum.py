@@ -12,6 +12,7 @@ what it took, and what it may have taken, is given back.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import os
@@ -258,7 +259,7 @@ def the_asks() -> Asks:
     """The asks of this process."""
     found = runtime.current.asks
     if found is None:
-        found = runtime.current.asks = vars(runtime.current).get("asks") or Asks()
+        found = runtime.current.asks = Asks()
     return found
 
 
@@ -686,7 +687,7 @@ def _calls(call: Callable[..., object], *given: object) -> list[Callable[[], obj
 
 
 class _Refused(NamedTuple):
-    """An acquire without success, and how often it was tried."""
+    """An acquire without success."""
 
     attempts: _Attempts
 
@@ -838,8 +839,6 @@ class BaseQuorumLock:
 
     def _for_flow(self, flow: Flow) -> list[BaseLock]:
         """Lock objects for one majority of the flow."""
-        import copy  # noqa: PLC0415
-
         locks = [copy.copy(lock) for lock in self._members]
         for lock in locks:
             lock._flow = flow
@@ -1028,8 +1027,6 @@ class BaseQuorumLock:
 
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A separate lock for one call of a decorated function."""
-        import copy  # noqa: PLC0415
-
         lock = copy.copy(self)
         lock._members = [member._for_call(template, args, kwargs) for member in self._members]
         lock._withs = []
