@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -108,14 +109,14 @@ def lock(five: list[Engine], **options: Any) -> Any:
 def stop(each: Member) -> Callable[[], None]:
     assert each.server.process is not None
     pids = _tree(each.server.process.pid)
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
 
-    def go_on() -> None:
+    def send(signal_: signal.Signals) -> None:
         for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # a session that has ended
+                os.kill(pid, signal_)
 
-    return go_on
+    send(signal.SIGSTOP)
+    return lambda: send(signal.SIGCONT)
 
 
 def _tree(pid: int) -> list[int]:
