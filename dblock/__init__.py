@@ -39,11 +39,13 @@ if TYPE_CHECKING:
     from dblock.core.events import Event, Kind
     from dblock.core.lock.leading import Term
     from dblock.core.lock.observing import observe
+    from dblock.core.protocol.quorum import QuorumUnavailable
     from dblock.core.tokens import Sequencer
     from dblock.core.values import LockInfo
     from dblock.fences import FencedModel, afenced_update, fenced_update
     from dblock.leaders import Leader, db_leader
     from dblock.locks import Lock, acheck_sequencer, areap, arelease_all, check_sequencer, db_lock, reap, release_all
+    from dblock.quorum import QuorumLock, db_quorum_lock
     from dblock.rwlocks import ReadLock, ReadWriteLock, WriteLock, db_rwlock
     from dblock.semaphores import Permit, Semaphore, db_semaphore
     from dblock.several import Locks, db_locks
@@ -82,6 +84,8 @@ __all__ = [
     "Permit",
     "PermitNotHeld",
     "PoolExhausted",
+    "QuorumLock",
+    "QuorumUnavailable",
     "ReadLock",
     "ReadWriteLock",
     "Reason",
@@ -106,6 +110,7 @@ __all__ = [
     "db_leader",
     "db_lock",
     "db_locks",
+    "db_quorum_lock",
     "db_rwlock",
     "db_semaphore",
     "fenced_update",
@@ -123,22 +128,37 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("Lock", "acheck_sequencer", "areap", "arelease_all", "check_sequencer"), "dblock.locks"),
-    **dict.fromkeys(("db_lock", "reap", "release_all"), "dblock.locks"),
-    **dict.fromkeys(("Leader", "db_leader"), "dblock.leaders"),
-    **dict.fromkeys(("Locks", "db_locks"), "dblock.several"),
-    **dict.fromkeys(("ReadLock", "ReadWriteLock", "WriteLock", "db_rwlock"), "dblock.rwlocks"),
-    **dict.fromkeys(("Permit", "Semaphore", "db_semaphore"), "dblock.semaphores"),
-    "Term": "dblock.core.lock.leading",
-    **dict.fromkeys(("FencedModel", "afenced_update", "fenced_update"), "dblock.fences"),
-    **dict.fromkeys((name for name in __all__ if name.startswith("lock_")), "dblock.signals"),
-    **dict.fromkeys(("Event", "Kind"), "dblock.core.events"),
-    "observe": "dblock.core.lock.observing",
-    "LockInfo": "dblock.core.values",
-    "Sequencer": "dblock.core.tokens",
+    name: home
+    for home, names in {
+        "dblock.locks": (
+            "Lock",
+            "acheck_sequencer",
+            "areap",
+            "arelease_all",
+            "check_sequencer",
+            "db_lock",
+            "reap",
+            "release_all",
+        ),
+        "dblock.leaders": ("Leader", "db_leader"),
+        "dblock.several": ("Locks", "db_locks"),
+        "dblock.quorum": ("QuorumLock", "db_quorum_lock"),
+        "dblock.rwlocks": ("ReadLock", "ReadWriteLock", "WriteLock", "db_rwlock"),
+        "dblock.semaphores": ("Permit", "Semaphore", "db_semaphore"),
+        "dblock.fences": ("FencedModel", "afenced_update", "fenced_update"),
+        "dblock.core.events": ("Event", "Kind"),
+        "dblock.core.lock.leading": ("Term",),
+        "dblock.core.lock.observing": ("observe",),
+        "dblock.core.values": ("LockInfo",),
+        "dblock.core.protocol.quorum": ("QuorumUnavailable",),
+        "dblock.core.tokens": ("Sequencer",),
+        "dblock.signals": [name for name in __all__ if name.startswith("lock_")],
+    }.items()
+    for name in names
 }
 _DJANGO = {
-    *("dblock.leaders", "dblock.locks", "dblock.rwlocks", "dblock.semaphores", "dblock.several", "dblock.signals"),
+    *("dblock.leaders", "dblock.locks", "dblock.quorum", "dblock.rwlocks", "dblock.semaphores", "dblock.several"),
+    "dblock.signals",
 }
 """Modules that need Django."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from dblock.core.lock.rwlock import NoLock, Reads, Writes, downgrade
+from dblock.core.share_keys import refuse_several
 from dblock.locks import Lock, Options
 
 
@@ -63,4 +64,5 @@ def db_rwlock(key: str, **options: Unpack[Options]) -> ReadWriteLock:
     Raises:
         As `db_lock`; WrongKind where the key is that of a plain lock or of a semaphore.
     """
+    refuse_several(options.get("using"), "db_rwlock")
     return ReadWriteLock(key, {**options})

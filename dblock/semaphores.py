@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, Unpack
 
 from dblock.core.lock.permits import AsyncSemaphore, IsPermit, SyncSemaphore, aenter
+from dblock.core.share_keys import refuse_several
 from dblock.locks import Lock, Options
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,4 +57,5 @@ def db_semaphore(key: str, permits: int = 1, **options: Unpack[Options]) -> Sema
     Raises:
         As `db_lock`; WrongKind where the key is that of a plain lock or of a read-write lock.
     """
+    refuse_several(options.get("using"), "db_semaphore")
     return Semaphore(Permit, key, permits, **options)

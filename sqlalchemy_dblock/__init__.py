@@ -41,9 +41,11 @@ if TYPE_CHECKING:
     from dblock.core.events import Event, Kind
     from dblock.core.lock.leading import Term
     from dblock.core.lock.observing import observe
+    from dblock.core.protocol.quorum import QuorumUnavailable
     from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
     from sqlalchemy_dblock.leaders import AsyncLeader, Leader, db_leader
+    from sqlalchemy_dblock.quorum import AsyncQuorumLock, QuorumLock, db_quorum_lock
     from sqlalchemy_dblock.rwlocks import (
         AsyncReadLock,
         AsyncWriteLock,
@@ -61,6 +63,7 @@ __all__ = [
     "AsyncLock",
     "AsyncLocks",
     "AsyncPermit",
+    "AsyncQuorumLock",
     "AsyncReadLock",
     "AsyncSemaphore",
     "AsyncWriteLock",
@@ -85,6 +88,8 @@ __all__ = [
     "Permit",
     "PermitNotHeld",
     "PoolExhausted",
+    "QuorumLock",
+    "QuorumUnavailable",
     "ReadLock",
     "ReadWriteLock",
     "Reason",
@@ -107,6 +112,7 @@ __all__ = [
     "db_leader",
     "db_lock",
     "db_locks",
+    "db_quorum_lock",
     "db_rwlock",
     "db_semaphore",
     "fenced_update",
@@ -122,18 +128,29 @@ __all__ = [
 
 
 _HOMES = {
-    **dict.fromkeys(("lock_events", "lock_waiters", "locks", "metadata", "metadata_for"), "sqlalchemy_dblock.table"),
-    **dict.fromkeys(("AsyncLeader", "Leader", "db_leader"), "sqlalchemy_dblock.leaders"),
-    **dict.fromkeys(("AsyncLocks", "Locks", "db_locks"), "sqlalchemy_dblock.several"),
-    **dict.fromkeys(("AsyncReadLock", "AsyncWriteLock", "ReadLock"), "sqlalchemy_dblock.rwlocks"),
-    **dict.fromkeys(("ReadWriteLock", "WriteLock", "db_rwlock"), "sqlalchemy_dblock.rwlocks"),
-    **dict.fromkeys(("AsyncPermit", "AsyncSemaphore", "Permit"), "sqlalchemy_dblock.semaphores"),
-    **dict.fromkeys(("Semaphore", "db_semaphore"), "sqlalchemy_dblock.semaphores"),
-    **dict.fromkeys(("FencedMixin", "fenced_update"), "sqlalchemy_dblock.fences"),
-    **dict.fromkeys(("Event", "Kind"), "dblock.core.events"),
-    "create_tables": "sqlalchemy_dblock.creating",
-    "observe": "dblock.core.lock.observing",
-    "Term": "dblock.core.lock.leading",
+    name: home
+    for home, names in {
+        "sqlalchemy_dblock.table": ("lock_events", "lock_waiters", "locks", "metadata", "metadata_for"),
+        "sqlalchemy_dblock.leaders": ("AsyncLeader", "Leader", "db_leader"),
+        "sqlalchemy_dblock.several": ("AsyncLocks", "Locks", "db_locks"),
+        "sqlalchemy_dblock.quorum": ("AsyncQuorumLock", "QuorumLock", "db_quorum_lock"),
+        "sqlalchemy_dblock.rwlocks": (
+            "AsyncReadLock",
+            "AsyncWriteLock",
+            "ReadLock",
+            "ReadWriteLock",
+            "WriteLock",
+            "db_rwlock",
+        ),
+        "sqlalchemy_dblock.semaphores": ("AsyncPermit", "AsyncSemaphore", "Permit", "Semaphore", "db_semaphore"),
+        "sqlalchemy_dblock.fences": ("FencedMixin", "fenced_update"),
+        "dblock.core.events": ("Event", "Kind"),
+        "sqlalchemy_dblock.creating": ("create_tables",),
+        "dblock.core.protocol.quorum": ("QuorumUnavailable",),
+        "dblock.core.lock.observing": ("observe",),
+        "dblock.core.lock.leading": ("Term",),
+    }.items()
+    for name in names
 }
 """Modules that load much of SQLAlchemy (the dialects, the ORM), or that few applications need."""
 

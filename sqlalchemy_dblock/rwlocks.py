@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, overload
 from sqlalchemy import Engine
 
 from dblock.core.lock.rwlock import NoLock, Reads, Writes, downgrade
+from dblock.core.share_keys import refuse_several
 from sqlalchemy_dblock.face import AsyncLock, Lock, Options, _sync_engine
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def db_rwlock(engine: Any = None, key: Any = None, **options: Any) -> Any:  # no
     Raises:
         As `db_lock`; WrongKind where the key is that of a plain lock or of a semaphore.
     """
+    refuse_several(engine, "db_rwlock")
     inner = _sync_engine(engine)
     if inner is engine:
         return ReadWriteLock(inner, key, ReadLock, WriteLock, options)

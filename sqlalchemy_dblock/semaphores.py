@@ -9,6 +9,7 @@ from sqlalchemy import Engine
 
 from dblock.core.lock import permits as core
 from dblock.core.lock.permits import IsPermit, SyncSemaphore
+from dblock.core.share_keys import refuse_several
 from sqlalchemy_dblock.face import AsyncLock, Lock, Options, _sync_engine
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def db_semaphore(engine: Any = None, key: Any = None, permits: int = 1, **option
     Raises:
         As `db_lock`; WrongKind where the key is that of a plain lock or of a read-write lock.
     """
+    refuse_several(engine, "db_semaphore")
     inner = _sync_engine(engine)
     if inner is engine:
         return Semaphore(functools.partial(Permit, inner), key, permits, **options)

@@ -19,7 +19,8 @@
        |  '- StoreBusy                         the same, because another transaction has locked the row
        |     |- StoreLocked                    or, in SQLite, the whole database
        |     '- PoolExhausted                  or because all connections of the lock are in use
-       '- StoreUnanswered                      the connection broke: the statement may or may not have happened
+       |- StoreUnanswered                      the connection broke: the statement may or may not have happened
+       '- QuorumUnavailable                    too few databases answer (`protocol.quorum`)
 
 Rule: every error keeps its facts as attributes and survives pickling, because Celery and multiprocessing carry
 exceptions between processes. Its message is one line that may be shown anywhere, whatever text of others is in it; the

@@ -35,6 +35,7 @@ from dblock.core.watchdog.watchdog import Watchdog, run_apart
 
 if TYPE_CHECKING:
     from dblock.core.acquire.listener import Listener
+    from dblock.core.protocol.asking import Asks
     from dblock.core.wakeup.local_socket import LocalSockets
 
 
@@ -56,6 +57,8 @@ class Runtime:
         self._lock = threading.RLock()  # a signal handler may take a lock
         self._sockets: LocalSockets | None = None
         self._sites: MutableMapping[Store, Site] = WeakKeyDictionary()
+        self.asks: Asks | None = None
+        """Made for the first majority lock."""
 
     def site(self, store: Store) -> Site:
         """What the flows of this process share of the store's database."""

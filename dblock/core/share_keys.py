@@ -31,6 +31,17 @@ def end_key(key: str) -> str:
     return f"{key}{SHARE}s"
 
 
+def refuse_several(databases: object, what: str) -> None:
+    """Raise TypeError for a list of databases: semaphores and read-write locks are in one."""
+    if isinstance(databases, list | tuple):
+        why = {
+            "db_semaphore": "of the clients A and B, B and C, A and C on three databases with room for two each has a "
+            "majority, so that all three would be in",
+            "db_rwlock": "a reader and a writer that have the doors of different databases would wait for each other",
+        }[what]
+        raise TypeError(f"{what}() takes one database, and no majority of several: {why}. See db_quorum_lock()")
+
+
 def new_name() -> str:
     """A name for a reader's row, which sorts behind those of earlier readers."""
     return f"{time.time_ns() // 1000:013x}{os.urandom(2).hex()[1:]}"

@@ -163,6 +163,7 @@ ELSEWHERE = SERVED | {
     "health",
     "health-django",
     "leader-asyncio",
+    "majority",
     "opentelemetry",
     "prometheus",
     "settings",
@@ -222,6 +223,31 @@ asyncio.run(main())
 def test_a_leader_on_asyncio(tmp_path: Path) -> None:
     """Its body is cancelled at `stop()`."""
     run(LEADER.format(example=block("docs/family.md", "leader-asyncio")), tmp_path)
+
+
+MAJORITY = """
+from sqlalchemy import create_engine, text
+from dblock.core.protocol import quorum
+from dblock.core.protocol.drive import drive
+from sqlalchemy_dblock import create_tables, db_lock
+one, two, three = engines = [create_engine(f"sqlite:///{{number}}.sqlite3") for number in range(3)]
+for engine in engines:  # which have been there for long
+    create_tables(engine)
+    store = db_lock(engine, "any")._store()
+    drive(quorum.standing(store.database, 30, store.database.now() + 5), store)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE locks SET acquired_at = '2000-01-01 00:00:00'"))
+written = []
+def write(*line):
+    written.append(line)
+{example}
+assert written[0][0] > 0 and lock.fence is None and set(lock.answers.values()) == {{"granted"}}
+"""
+
+
+def test_a_majority(tmp_path: Path) -> None:
+    """Of three files."""
+    run(MAJORITY.format(example=block("docs/majority.md", "majority")), tmp_path)
 
 
 BEAT = """

@@ -181,16 +181,19 @@ def take(words: Vocabulary) -> Statement:
     )
 
 
-def take_if(words: Vocabulary, condition: str) -> str:
-    """Take a row if it is free, of the right kind and unpinned, and the condition holds."""
+def take_if(words: Vocabulary, condition: str, *, fence: str = "", answer: str = "fence") -> str:
+    """Take a row if it is free, of the right kind and unpinned, and the condition holds.
+
+    `fence` is the new one; `answer` has it first.
+    """
     free = words.unpinned(f"owner IS NULL OR expires_at <= {words.now}")
     return f"""
 {words.change_at_once(words.by_pin)}
-    owner = :owner,{begun(words, count=" count = 1,")}
+    owner = :owner,{begun(words, count=" count = 1,", fence=fence)}
 WHERE lock_key = :key AND kind = {words.integer(":kind")} AND {free}
   AND {condition}
   {words.durable}
-{words.returning("fence")}
+{words.returning(answer)}
 """
 
 

@@ -1,0 +1,349 @@
+"""Asking several databases side by side, each in a thread or a task of its own.
+
+A caller starts asks, waits until it knows enough, and leaves the others. An ask that was left goes on: what it gets
+later is given back by its own thread or task (`undo`). So a database that is slow or dead delays no caller beyond the
+limit that the caller sets. One that has not answered within a limit is *silent* until it answers again: callers do not
+wait for it, and while an ask of it is under way no other one is begun, so threads do not pile up.
+
+Rule: each result of an ask is used by its caller, or undone; never both, never neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import math
+import threading
+from collections.abc import Callable, Collection, Generator, MutableMapping
+from enum import Enum
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+from dblock.core import clock
+from dblock.core.errors import LockError, LockStoreError, StoreBusy
+from dblock.core.log import warn
+from dblock.core.protocol.drive import adrive, drive, plain_task
+from dblock.core.protocol.steps import Sleep, Step, Steps, Wait, wait
+from dblock.core.protocol.store import Store
+from dblock.core.wakeup.registry import Wakeup
+
+T = TypeVar("T")
+
+IDLE: Final = 5.0
+"""Seconds after which a thread without work ends."""
+
+PATIENCE: Final = 10.0
+"""Longest time in seconds for which a database that does not answer is not asked again; a statement takes less."""
+
+
+class Stage(Enum):
+    """How far an ask has come."""
+
+    ASKED = "its steps run, or will run"
+    ANSWERED = "they have ended, and the caller has not looked"
+    USED = "the caller has the result, or the error"
+    LEFT = "the caller has gone: the result is undone"
+
+
+MOVES: Final = {
+    Stage.ASKED: {Stage.ANSWERED, Stage.LEFT},
+    Stage.ANSWERED: {Stage.USED, Stage.LEFT},
+    Stage.USED: set[Stage](),
+    Stage.LEFT: set[Stage](),
+}
+"""The legal moves."""
+
+
+class Left(BaseException):
+    """Thrown into the steps of an ask that was left; they clean up as after any interrupt."""
+
+
+class Ask(Generic[T]):
+    """Steps on one database, as their caller sees them."""
+
+    def __init__(self, store: Store, steps: Steps[T], undo: Callable[[T], Steps[None]], wakeup: Wakeup) -> None:
+        self.store = store
+        self.error: LockError | None = None
+        self.stage = Stage.ASKED
+        self.prompt = True
+        """Whether its caller waits for it: its database was not silent when it was begun."""
+        self.late = False
+        """Whether it is under way beyond its limit."""
+        self.heard = False
+        """Whether its steps have ended with a result, or with an error of the lock."""
+        self._steps, self._undo, self._caller = steps, undo, wakeup
+        self._result: T | None = None
+        self._wakeup: Wakeup | None = None
+        """That of the pause in which its steps are."""
+        self._mutex = threading.RLock()  # a signal handler may leave
+
+    def pending(self) -> bool:
+        """Whether it has not been answered, nor left."""
+        return self.stage is Stage.ASKED
+
+    @property
+    def result(self) -> T | None:
+        """What it has answered so far, without using it."""
+        return self._result
+
+    def use(self) -> T | None:
+        """The result, for the caller to use; None without one. Raises nothing: see `error`."""
+        return self._result if self._move(Stage.USED) and self.error is None else None
+
+    def leave(self, asks: Asks) -> None:
+        """Let it go: what it got, or gets later, is undone in the background."""
+        with self._mutex:
+            answered = self.stage is Stage.ANSWERED
+            left = self._move(Stage.LEFT)
+        if left and answered and self.error is None:
+            asks.begin(self.store, self._undone())
+        elif left and (wakeup := self._wakeup) is not None:
+            wakeup.notify()
+
+    def work(self) -> Steps[None]:
+        """Run the steps to their end."""
+        error: LockError | None = None
+        result: Any = None
+        try:
+            result = yield from self._until_left()
+        except Left:
+            return
+        except LockError as raised:
+            error = raised
+        except Exception as raised:  # noqa: BLE001 - no caller waits for it here
+            error = LockStoreError(f"{self.store.name} could not be asked: {raised!r}")
+            error.__cause__ = raised
+        with self._mutex:
+            self._result, self.error, self.heard = result, error, True
+            answered = self._move(Stage.ANSWERED)
+        if answered:
+            self._caller.notify()
+        elif error is None:
+            yield from self._undone()
+
+    def _undone(self) -> Steps[None]:
+        try:
+            yield from self._undo(self._result)  # type: ignore[arg-type]
+        except LockError as error:
+            warn("could not give back what %s has granted, which expires: %s", self.store.name, error)
+
+    def _move(self, stage: Stage) -> bool:
+        with self._mutex:
+            if stage not in MOVES[self.stage]:
+                return False
+            self.stage = stage
+            return True
+
+    def _until_left(self) -> Generator[Step, Any, T]:
+        """The steps; once the ask was left, their next pause is interrupted.
+
+        A bare `yield`, against the rule of `protocol.steps`: it stands between the steps and whatever drives them.
+        """
+        reply: Any = None
+        error: BaseException | None = None
+        interrupted = False
+        while True:
+            try:
+                step = self._steps.send(reply) if error is None else self._steps.throw(error)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            reply = error = None
+            pauses = isinstance(step, (Wait, Sleep)) and not interrupted
+            self._wakeup = step.wakeup if isinstance(step, Wait) else None  # before the stage is read
+            try:
+                if not (pauses and self.stage is Stage.LEFT):
+                    reply = yield step
+            except GeneratorExit:
+                self._steps.close()
+                raise
+            except BaseException as raised:  # noqa: BLE001 - it is for the steps
+                error = raised
+            if error is None and pauses and self.stage is Stage.LEFT:
+                interrupted, error = True, Left()
+
+
+class _Health:
+    """What is known of a database."""
+
+    silent = False
+    """Whether it did not answer the last time within the limit, or failed."""
+    asked_until = 0.0
+    """The local time until which no other ask is begun, as one is under way that is beyond its limit."""
+
+
+class Asks:
+    """The asks of this process."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.RLock()
+        self._jobs: SimpleQueue[tuple[Store, Steps[None]]] = SimpleQueue()
+        self._free = 0
+        """Number of threads that wait for a job, less the jobs that wait for them."""
+        self._working = 0
+        """Number of jobs that have not ended."""
+        self._tasks = set[Any]()
+        self.held: MutableMapping[Any, dict[object, Any]] = WeakKeyDictionary()
+        """What each flow holds in majorities, by databases and key."""
+        self._health: MutableMapping[Store, _Health] = WeakKeyDictionary()
+        self._alarms: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._ticking = False
+        self._earlier = threading.Event()
+
+    # -- asking
+
+    def ask(self, ask: Ask[Any]) -> Ask[Any]:
+        """Begin an ask, unless its database is silent and is being asked already."""
+        if clock.now() < self._of(ask.store).asked_until:
+            error = LockStoreError(f"{ask.store.name} has not answered for a while, and is being asked")
+            with ask._mutex:
+                ask.error, ask.stage = error, Stage.ANSWERED
+            return ask
+        self.begin_ask(ask)
+        return ask
+
+    def begin_ask(self, ask: Ask[Any]) -> None:
+        """Begin an ask, also of a silent database."""
+        health = self._of(ask.store)
+        ask.prompt = not health.silent
+        self.begin(ask.store, self._watched(ask, health))
+
+    def _watched(self, ask: Ask[Any], health: _Health) -> Steps[None]:
+        try:
+            yield from ask.work()
+        finally:
+            if ask.late:
+                health.asked_until = 0.0
+            if ask.heard:
+                health.silent = isinstance(ask.error, LockStoreError) and not isinstance(ask.error, StoreBusy)
+
+    def is_silent(self, store: Store) -> bool:
+        """Whether callers should not wait for a database."""
+        return self._of(store).silent
+
+    def gather(
+        self,
+        asks: Collection[Ask[Any]],
+        limit: float,
+        wakeup: Wakeup,
+        enough: Callable[[], bool] = lambda: False,
+        *,
+        waits: bool = False,
+    ) -> Steps[None]:
+        """Wait for the answers, at most `limit` seconds; for those of silent databases only until there is `enough`.
+
+        A database that has not answered then is silent from now on; not if the steps themselves wait for something.
+        """
+        until = clock.now() + limit
+        while True:
+            _ = wakeup.consume()
+            pending = [ask for ask in asks if ask.pending()]
+            left = until - clock.now()
+            if not pending or left <= 0 or (not any(ask.prompt for ask in pending) and enough()):
+                break
+            yield from wait(left, wakeup)
+        for ask in pending if not waits else ():
+            self.not_answered(ask)
+
+    def not_answered(self, ask: Ask[Any]) -> None:
+        """Note that an ask is beyond its limit."""
+        with ask._mutex:
+            if ask.pending() and not ask.late:
+                ask.late, health = True, self._of(ask.store)
+                health.silent, health.asked_until = True, clock.now() + PATIENCE
+
+    def _of(self, store: Store) -> _Health:
+        with self._mutex:
+            return self._health.setdefault(store, _Health())
+
+    # -- threads and tasks
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._tasks) or self._working > 0
+
+    def begin(self, store: Store, steps: Steps[None]) -> None:
+        """Run the steps in a thread, or in a task of the running event loop."""
+        if store.asynchronous:
+            task = plain_task(_logged(adrive(steps, store)))
+            self._tasks = {each for each in self._tasks if not each.get_loop().is_closed()} | {task}
+            task.add_done_callback(self._forget)
+            return
+        with self._mutex:
+            self._jobs.put((store, steps))
+            self._working += 1
+            self._free -= 1
+            if self._free >= 0:
+                return
+            thread = threading.Thread(target=self._serve, name="dblock quorum", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # out of threads: another one may do it yet
+                warn("cannot start a thread to ask %s: %s", store.name, error)
+            else:
+                self._free += 1
+
+    def _forget(self, task: Any) -> None:
+        self._tasks = self._tasks - {task}
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                store, steps = self._jobs.get(timeout=IDLE)
+            except Empty:
+                with self._mutex:
+                    if self._free > 0:
+                        self._free -= 1
+                        return
+                continue
+            try:
+                drive(steps, store)
+            except BaseException as error:  # noqa: BLE001 - other asks depend on this thread
+                warn("asking %s failed: %r", store.name, error)
+            del store, steps
+            with self._mutex:
+                self._working -= 1
+                self._free += 1
+
+    # -- the clock
+
+    def later(self, moment: float, call: Callable[[], None]) -> None:
+        """Make a short call at that local time, in a thread that waits for no database."""
+        with self._mutex:
+            heapq.heappush(self._alarms, (moment, next(self._numbers), call))
+            self._earlier.set()
+            if self._ticking:
+                return
+            try:
+                threading.Thread(target=self._tick, name="dblock quorum clock", daemon=True).start()
+            except RuntimeError as error:
+                warn("cannot start a thread to renew majorities: %s", error)
+            else:
+                self._ticking = True
+
+    def _tick(self) -> None:
+        while True:
+            self._earlier.clear()
+            with self._mutex:
+                now = clock.now()
+                due = [heapq.heappop(self._alarms)[2] for _ in range(len(self._alarms)) if self._alarms[0][0] <= now]
+                if not due and not self._alarms:
+                    self._ticking = False
+                    return
+                next_one = self._alarms[0][0] if self._alarms else math.inf
+            for call in due:
+                try:
+                    call()
+                except Exception as error:  # noqa: BLE001 - others depend on this thread
+                    warn("renewing a majority failed: %r", error)
+            if not due:
+                _ = self._earlier.wait(min(next_one - now, 60.0))
+
+
+async def _logged(work: Any) -> None:
+    with contextlib.suppress(Exception):
+        await work

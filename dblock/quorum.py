@@ -1,0 +1,74 @@
+"""The Django face of majority locks: `db_quorum_lock` and its `QuorumLock`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar, Unpack
+
+from dblock import signals
+from dblock.core.errors import Reason
+from dblock.core.lock.quorum import AsyncQuorumLock, Options, SyncQuorumLock, enter
+from dblock.locks import Lock
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class QuorumLock(SyncQuorumLock):
+    """A lock that is held in a majority of several databases; made by `db_quorum_lock`.
+
+    Use it as `with`, as `async with`, as a decorator of `def` and `async def`, or through the methods, each of which
+    has an asynchronous twin that begins with an `a`.
+    """
+
+    aacquire = AsyncQuorumLock.acquire
+    arelease = AsyncQuorumLock.release
+    aextend = AsyncQuorumLock.extend
+    averify = AsyncQuorumLock.verify
+    __aexit__ = AsyncQuorumLock.__aexit__
+
+    async def __aenter__(self) -> Self:
+        self._refuse_to_skip()
+        await enter(self)
+        return self
+
+    def __call__(self, function: F) -> F:
+        """Decorate a `def` or an `async def`: each call holds the lock; the key is formatted with its arguments."""
+        if inspect.iscoroutinefunction(function):
+            return AsyncQuorumLock.__call__(self, function)
+        return super().__call__(function)
+
+    def _who_hears_of_loss(self, reason: Reason) -> list[Callable[[], object]]:
+        calls = super()._who_hears_of_loss(reason)
+        if signals.lock_lost.has_listeners(type(self)):
+            calls.append(functools.partial(signals.lock_lost.send_robust, type(self), lock=self, reason=reason))
+        return calls
+
+    def _who_hears_of_risk(self) -> list[Callable[[], object]]:
+        calls = super()._who_hears_of_risk()
+        if signals.lock_at_risk.has_listeners(type(self)):
+            calls.append(functools.partial(signals.lock_at_risk.send_robust, type(self), lock=self))
+        return calls
+
+
+def db_quorum_lock(key: str, *, using: Sequence[str], **options: Unpack[Options]) -> QuorumLock:
+    """A lock on `key` in a majority of several independent databases, not yet taken.
+
+    Args:
+        key: 1 to 255 characters. As a decorator's, a format string over the arguments of the call.
+        using: the aliases of the databases, in the same order wherever the key is used: those who wait do so in the
+            queue of the first.
+
+    Keyword Args:
+        ttl, timeout, label, on_lost, on_at_risk, max_hold, slow_wait, on_busy, otherwise: as of `db_lock`; callbacks
+            are called with this lock.
+        answer: longest wait for the answer of one database, in seconds; by default a tenth of the ttl, at most 0.5.
+
+    Raises:
+        As `db_lock`; QuorumUnavailable where fewer than a majority of the databases could be asked; ValueError for a
+        database that is given twice.
+    """
+    if isinstance(using, str):
+        raise TypeError(f"using is a list of aliases, not {using!r}")
+    return QuorumLock([functools.partial(Lock, using=alias) for alias in using], key, **options)

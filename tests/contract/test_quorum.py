@@ -1,0 +1,433 @@
+"""Majority locks over databases of several kinds, on both faces."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+import dblock
+import sqlalchemy_dblock
+from dblock.core import runtime
+from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockTimeout, Reason
+from dblock.core.lock.quorum import the_asks
+from dblock.core.protocol.quorum import QuorumUnavailable
+from dblock.core.statements.quorum import SERVER
+from tests.conftest import ready, run
+from tests.support.lab import close_django, until
+from tests.support.majorities import THREE, close, count, engine, fences, holders, majority
+from tests.support.subjects import Actor, Subject
+
+FACES = [("django", "sync"), ("django", "async"), ("sqlalchemy", "sync"), ("sqlalchemy", "async")]
+
+
+class Place(NamedTuple):
+    """A face, and flows."""
+
+    variant: str
+    face: str
+    actors: list[Actor]
+
+    def lock(self, key: str = "k", **options: Any) -> Any:
+        return majority(self.variant, self.face, key, **{"ttl": 10, "answer": 2, **options})
+
+
+@pytest.fixture(params=FACES, ids="-".join)
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    for database in THREE:
+        ready(request, database)
+    count(*THREE)
+    runtime.current.asks = None  # what another test has seen of the databases
+    variant, face = request.param
+    actors = [
+        Actor(Subject(variant, face, "postgresql", "asyncpg" if (variant, face) == FACES[3] else "")) for _ in "ab"
+    ]
+    yield Place(variant, face, actors)
+    assert until(lambda: not the_asks().busy)
+    close(actors[0])
+    for actor in actors:
+        actor.close()
+    if variant == "django":
+        for database in THREE:
+            close_django(database)
+
+
+def test_a_majority_is_taken_and_given_back(place: Place) -> None:
+    """In all databases, with one fence, which the rows show."""
+    lock, [actor, other] = place.lock(), place.actors
+    assert actor.call(lock, "acquire") is True
+    assert holders() == list(THREE), actor.get(lock, "answers")
+    assert fences() == {actor.get(lock, "fence")}
+    assert set(actor.get(lock, "answers").values()) == {"granted"}
+    assert actor.get(lock, "state") == "held"
+    assert 8 < actor.get(lock, "valid_for") <= 10
+    actor.do(lock.check)
+    assert actor.call(lock, "verify") is True
+    actor.call(lock, "extend", 60)
+    assert actor.get(lock, "valid_for") > 50
+    rival = place.lock()
+    assert other.call(rival, "acquire", blocking=False) is False
+    assert other.get(lock, "fence") is None
+    with pytest.raises(LockTimeout, match="held by"):
+        other.within(place.lock(timeout=0.2))
+    before = actor.get(lock, "fence")
+    actor.call(lock, "release")
+    assert holders() == []
+    assert actor.get(lock, "state") is None
+    with pytest.raises(LockLost, match="not held"):
+        actor.do(lock.check)
+    with pytest.raises(LockNotHeld):
+        actor.call(lock, "release")
+    assert other.within(rival, lambda: rival.fence) > before
+
+
+def test_the_flow_enters_again(place: Place) -> None:
+    """Through another object too; the last to leave gives it back."""
+    lock, again, [actor, other] = place.lock(), place.lock(), place.actors
+    actor.within(lock, lambda: None)
+    assert actor.call(lock, "acquire") is True
+    fence = actor.get(lock, "fence")
+    assert actor.within(again, lambda: (again.fence, again.count)) == (fence, 2)
+    assert actor.get(lock, "count") == 1
+    assert other.call(place.lock(), "acquire", blocking=False) is False
+    actor.call(lock, "release")
+    assert holders() == []
+
+
+def test_a_decorated_function_holds_the_lock_of_its_key(place: Place) -> None:
+    """And is left out while others hold it, if that is asked for."""
+    [actor, other] = place.actors
+
+    def sell(sku: str) -> list[str]:
+        return holders(f"stock:{sku}")
+
+    sold = actor.decorate(place.lock("stock:{sku}"), sell)
+    assert sold("42") == list(THREE)
+    assert holders("stock:42") == []
+    skipped = actor.decorate(place.lock("stock:{sku}", on_busy="skip", otherwise="left out", timeout=0), sell)
+    held = place.lock("stock:42")
+    assert other.call(held, "acquire") is True
+    assert skipped("42") == "left out"
+    other.call(held, "release")
+    assert skipped("42") == list(THREE)
+    with pytest.raises(TypeError, match="cannot be skipped"):
+        actor.within(place.lock(on_busy="skip"))
+
+
+def test_a_minority_that_others_hold_does_not_matter(place: Place) -> None:
+    """Whichever it is, the first one too: the lock waits there, and then it is taken in the others."""
+    [actor, _] = place.actors
+    for database in ("mariadb", "postgresql"):
+        stranger = Subject("sqlalchemy", "sync", database).lock("k")
+        with stranger:
+            lock = place.lock(ttl=30)
+            assert actor.call(lock, "acquire", timeout=2) is True
+            said = actor.get(lock, "answers")
+            assert sum("held by" in answer for answer in said.values()) == 1, said
+            actor.call(lock, "release")
+        stranger._engine.dispose()
+    assert holders() == []
+
+
+def test_a_majority_that_others_hold_is_waited_for(place: Place) -> None:
+    """In the queue of the first database."""
+    [actor, other] = place.actors
+    lock, next_one = place.lock(), place.lock()
+    assert actor.call(lock, "acquire") is True
+    waiting = other.start(lambda: getattr(next_one, place.actors[0].subject.method("acquire"))(timeout=20))
+    time.sleep(0.3)
+    assert not waiting.done()
+    before = actor.get(lock, "fence")
+    actor.call(lock, "release")
+    assert waiting.result(10) is True
+    assert other.get(next_one, "fence") > before
+    other.call(next_one, "release")
+    assert holders() == []
+
+
+def test_a_database_that_was_lost_is_taken_again(place: Place) -> None:
+    """While the others keep the lock: a majority that has worn down grows again."""
+    [actor, _] = place.actors
+    lost: list[Any] = []
+    lock = place.lock(ttl=1.5, on_lost=lambda *told: lost.append(told))
+    assert actor.call(lock, "acquire") is True
+    fence = actor.get(lock, "fence")
+    run("postgresql", "UPDATE locks SET owner = NULL, expires_at = acquired_at WHERE lock_key = 'k'")
+    assert holders() == ["sqlite", "mariadb"]
+    assert until(lambda: holders() == list(THREE), 5)
+    assert actor.get(lock, "state") == "held"
+    assert min(fences()) >= fence
+    run("mariadb", "UPDATE locks SET owner = NULL, expires_at = acquired_at WHERE lock_key = 'k'")
+    assert until(lambda: holders() == list(THREE), 5)
+    actor.do(lock.check)
+    assert not lost
+    actor.call(lock, "release")
+    assert holders() == []
+
+
+def test_a_lost_majority_stays_lost(place: Place) -> None:
+    """Its holder is told once, and the rest is given back."""
+    [actor, other] = place.actors
+    told: list[Any] = []
+    lock = place.lock(ttl=1.5, on_lost=lambda *given: told.append(given))
+    assert actor.call(lock, "acquire") is True
+    for database in ("postgresql", "mariadb"):
+        run(database, "UPDATE locks SET owner = 'another', fence = fence + 1 WHERE lock_key = 'k'")
+    assert until(lambda: told, 5)
+    assert told == [(lock, Reason.TAKEN_OVER)]
+    with pytest.raises(LockLost, match="fewer than 2 of 3 databases") as lost:
+        actor.do(lock.check)
+    assert lost.value.reason is Reason.TAKEN_OVER
+    assert actor.get(lock, "state") == "lost"
+    assert actor.get(lock, "valid_for") == 0.0
+    for database in ("postgresql", "mariadb"):
+        run(database, "UPDATE locks SET owner = NULL WHERE lock_key = 'k'")
+    time.sleep(1)
+    assert actor.get(lock, "state") == "lost"
+    with pytest.raises(LockLost):
+        actor.call(lock, "verify")
+    with pytest.raises(LockLost):
+        actor.call(lock, "release")
+    assert other.within(place.lock(timeout=3), lambda: "in") == "in"
+    assert len(told) == 1
+
+
+def test_a_with_whose_majority_was_lost_raises_at_its_end(place: Place) -> None:
+    [actor, _] = place.actors
+    lock = place.lock(ttl=1.5)
+
+    def body() -> None:
+        for database in ("postgresql", "mariadb"):
+            run(database, "DELETE FROM locks WHERE lock_key = 'k'")
+
+    with pytest.raises(LockLost):
+        actor.within(lock, body)
+    assert holders() == []
+
+
+def test_a_new_database_does_not_count_at_once(place: Place) -> None:
+    """Nor one that came back empty: its locks may be relied on for as long as the longest lease lasts."""
+    [actor, _] = place.actors
+    run("postgresql", "DELETE FROM locks")
+    lock = place.lock(ttl=2)
+    assert actor.call(lock, "acquire") is True
+    assert holders() == ["sqlite", "mariadb"]
+    answers = actor.get(lock, "answers")
+    assert sum("new, or restarted: counts in" in answer for answer in answers.values()) == 1
+    assert until(lambda: holders() == list(THREE), 5), "it counts in the end"
+    actor.call(lock, "release")
+    run("sqlite", "DELETE FROM locks")
+    run("mariadb", "DELETE FROM locks")
+    lock = place.lock("other", ttl=2)
+    with pytest.raises(QuorumUnavailable, match="counts in") as few:
+        actor.call(lock, "acquire", timeout=0)
+    assert len(few.value.answers) == 2 or len(few.value.answers) == 3
+    assert holders("other") == []
+    assert actor.call(lock, "acquire", timeout=5) is True
+    actor.call(lock, "release")
+
+
+def test_a_longer_lease_makes_the_quarantine_longer(place: Place) -> None:
+    """Also one that was extended."""
+    [actor, _] = place.actors
+    lock = place.lock(ttl=7)
+    assert actor.call(lock, "acquire") is True
+    assert {longest(database) for database in THREE} == {7}, actor.get(lock, "answers")
+    actor.call(lock, "extend", 11)
+    assert {longest(database) for database in THREE} == {11}
+    actor.call(lock, "release")
+
+
+def test_a_server_that_has_started_again_does_not_count_at_once(place: Place) -> None:
+    """What a row says that an earlier server wrote is not believed."""
+    [actor, _] = place.actors
+    run("postgresql", "UPDATE locks SET label = '1 2 3.5' WHERE lock_key = :key", key=SERVER)
+    run("mariadb", "UPDATE locks SET label = replace(label, ' ', ' x') WHERE lock_key = :key", key=SERVER)
+    with pytest.raises(QuorumUnavailable, match="restarted"):
+        actor.call(place.lock(), "acquire", timeout=0)
+    assert holders() == []
+
+
+def test_fewer_than_a_majority_that_can_be_asked(place: Place) -> None:
+    """Say so in time, with what each has said; and it is no LockTimeout."""
+    [actor, _] = place.actors
+    for database in ("postgresql", "mariadb"):
+        run(database, "ALTER TABLE locks RENAME TO hidden")
+    try:
+        lock = place.lock()
+        began = time.monotonic()
+        with pytest.raises(QuorumUnavailable, match="fewer than 2 of 3 databases can be asked") as few:
+            actor.call(lock, "acquire", timeout=0.3)
+        assert time.monotonic() - began < 3
+        assert sum("no table" in answer for answer in few.value.answers.values()) == 2
+        assert not isinstance(few.value, LockTimeout)
+    finally:
+        for database in ("postgresql", "mariadb"):
+            run(database, "ALTER TABLE hidden RENAME TO locks")
+    assert until(lambda: not holders(), 3)
+
+
+def test_what_is_refused(place: Place) -> None:
+    lock = place.lock()
+    with pytest.raises(TypeError, match=r"lock\.fence"):
+        lock.guard()
+    with pytest.raises(ValueError, match="given twice"):
+        majority(place.variant, place.face, "k", ("postgresql", "sqlite", "postgresql"))
+    with pytest.raises(TypeError, match="databases|engines"):
+        majority(place.variant, place.face, "k", ())
+    with pytest.raises(TypeError, match="grace"):
+        place.lock(grace=3)
+    with pytest.raises(InvalidKey):
+        place.lock("")
+    with pytest.raises(ValueError, match="answer"):
+        place.lock(answer=-1)
+    for name in ("db_semaphore", "db_rwlock"):
+        with pytest.raises(TypeError, match="majority"):
+            if place.variant == "django":
+                getattr(dblock, name)("k", using=["default", "postgresql", "mariadb"])
+            else:
+                getattr(sqlalchemy_dblock, name)([engine(place.face, each) for each in THREE], "k")
+    with pytest.warns(RuntimeWarning, match="db_lock"):
+        one = majority(place.variant, place.face, "k", ("postgresql",))
+    [actor, _] = place.actors
+    assert actor.within(one, lambda: one.fence) > 0
+
+
+def test_of_two_databases_both_are_needed(place: Place) -> None:
+    [actor, _] = place.actors
+    two = majority(place.variant, place.face, "k", ("postgresql", "mariadb"), ttl=10, answer=2)
+    stranger = Subject("sqlalchemy", "sync", "mariadb").lock("k")
+    with stranger:
+        assert actor.call(two, "acquire", blocking=False) is False
+        assert holders() == ["mariadb"]
+    stranger._engine.dispose()
+    assert actor.within(two, holders) == ["postgresql", "mariadb"]
+
+
+def longest(database: str) -> float:
+    """The longest life that a database has recorded."""
+    [(ttl,)] = run(database, "SELECT ttl FROM locks WHERE lock_key = :key", key=SERVER)
+    return float(str(ttl))
+
+
+def test_release_all_gives_it_up(place: Place) -> None:
+    """In one database, and so in all: nothing is taken again."""
+    [actor, _] = place.actors
+    told: list[Any] = []
+    lock = place.lock(ttl=1.5, on_lost=lambda *given: told.append(given))
+    assert actor.call(lock, "acquire") is True
+    if place.variant == "django":
+        assert actor.do(lambda: getattr(dblock, actor.subject.method("release_all"))(using="postgresql")) == 1
+    else:
+        assert actor.do(lambda: sqlalchemy_dblock.release_all(engine(place.face, "postgresql"))) == 1
+    assert until(lambda: told, 3)
+    assert told == [(lock, Reason.RELEASED)]
+    with pytest.raises(LockLost):
+        actor.call(lock, "release")
+    assert until(lambda: not holders(), 3)
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.002, 0.005, 0.02, 0.1, 0.4])
+def test_an_attempt_that_is_interrupted_leaves_nothing(place: Place, wait: float) -> None:
+    """Whatever it has asked for so far; also in the queue."""
+    if place.face == "async":
+        pytest.skip("tasks are cancelled instead")
+    [_, other] = place.actors
+    busy, lock = place.lock(), place.lock()
+    if wait > 0.05:
+        assert other.call(busy, "acquire") is True
+
+    def interrupted() -> None:
+        timer = threading.Timer(wait, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
+        timer.start()
+        try:
+            with contextlib.suppress(KeyboardInterrupt), lock:
+                pass
+            time.sleep(0.01)
+        except KeyboardInterrupt:
+            pass
+        timer.join()
+
+    def raises(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, raises)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupted()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    if wait > 0.05:
+        other.call(busy, "release")
+    assert until(lambda: not holders(), 3)
+    assert other.within(busy, holders) == list(THREE)
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.002, 0.005, 0.02, 0.1, 0.4])
+def test_an_attempt_that_is_cancelled_leaves_nothing(place: Place, wait: float) -> None:
+    """Whatever it has asked for so far; also in the queue."""
+    if place.face == "sync":
+        pytest.skip("tasks are cancelled")
+    [actor, other] = place.actors
+    busy, lock = place.lock(), place.lock()
+    if wait > 0.05:
+        assert other.call(busy, "acquire") is True
+
+    async def block() -> None:
+        async with lock:
+            pass
+
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(block())
+        await asyncio.sleep(wait)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    actor.do(cancelled)
+    if wait > 0.05:
+        other.call(busy, "release")
+    assert until(lambda: not holders(), 3)
+    if wait > 0.05:
+        assert not run("sqlite", "SELECT 1 FROM lock_waiters")
+    assert other.within(busy, holders) == list(THREE)
+
+
+@pytest.mark.parametrize("flows", [4])
+def test_flows_take_turns(place: Place, flows: int) -> None:
+    """Never two at a time, and the fences grow."""
+    actors = [*place.actors, *(Actor(place.actors[0].subject) for _ in range(flows - 2))]
+    tenures: list[tuple[float, float, int]] = []
+
+    def work(lock: Any) -> None:
+        began = time.monotonic()
+        assert lock.state == "held"
+        time.sleep(0.001)
+        tenures.append((began, time.monotonic(), lock.fence))
+
+    def again(actor: Actor) -> None:
+        for _ in range(8):
+            lock = place.lock(timeout=60)
+            actor.within(lock, functools.partial(work, lock))
+
+    threads = [threading.Thread(target=again, args=(actor,)) for actor in actors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for actor in actors[2:]:
+        actor.close()
+    assert len(tenures) == 8 * flows
+    tenures.sort()
+    for (_, ended, fence), (began, _, next_fence) in itertools.pairwise(tenures):
+        assert ended <= began
+        assert fence < next_fence
+    assert until(lambda: not holders(), 3)

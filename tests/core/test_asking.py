@@ -1,0 +1,150 @@
+"""Asks of databases: each result is used or undone, never both, in every order of the answer and the caller."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dblock.core.errors import LockStoreError, StoreUnanswered
+from dblock.core.protocol.asking import MOVES, Ask, Asks, Left, Stage
+from dblock.core.protocol.steps import Sleep, Steps, Wait, sleep, wait
+from dblock.core.wakeup.registry import Wakeup
+from tests.support.lab import until
+
+
+class Store:
+    """A database whose statements are pauses."""
+
+    asynchronous = False
+    name = "a store"
+
+    def execute(self, step: Any) -> Any:
+        raise NotImplementedError
+
+    def pause(self, step: Sleep | Wait) -> None:
+        if isinstance(step, Wait):
+            step.wakeup.wait(step.seconds)
+        else:
+            time.sleep(step.seconds)
+
+
+def test_each_result_is_used_or_undone() -> None:
+    """The steps, the caller's use and its leaving in all orders, each at any time, or not at all."""
+    statement: Any = object()
+    for number in range(1, 4):
+        for order in itertools.permutations(["step", "use", "leave"], number):
+            undone: list[str] = []
+
+            def undo(result: str, undone: list[str] = undone) -> Steps[None]:
+                undone.append(result)
+                yield from ()
+
+            def steps() -> Steps[str]:
+                yield statement  # no pause, so it is not interrupted
+                return "granted"
+
+            begun: list[Steps[None]] = []
+            asks: Any = SimpleNamespace(begin=lambda _, steps, begun=begun: begun.append(steps))
+            store: Any = Store()
+            ask = Ask(store, steps(), undo, Wakeup())
+            work, used = ask.work(), []
+            _ = next(work)
+            for what in [*order, *({"step"} - set(order))]:
+                if what == "step":
+                    assert list(work) == []
+                elif what == "leave":
+                    ask.leave(asks)
+                elif ask.stage is Stage.ANSWERED:
+                    used.append(ask.use())
+            for each in begun:
+                assert list(each) == []
+            assert len(used) + len(undone) == int(ask.stage is not Stage.ANSWERED), order
+            assert MOVES[ask.stage] <= {Stage.USED, Stage.LEFT}
+
+
+@pytest.fixture
+def asks() -> Asks:
+    return Asks()
+
+
+def ask(store: Any, steps: Steps[Any], undone: list[Any], wakeup: Wakeup) -> Ask[Any]:
+    def undo(result: Any) -> Steps[None]:
+        undone.append(result)
+        yield from ()
+
+    return Ask(store, steps, undo, wakeup)
+
+
+def test_an_ask_that_waits_is_woken_when_it_is_left(asks: Asks) -> None:
+    """And cleans up as after an interrupt."""
+    said: list[str] = []
+
+    def steps() -> Steps[None]:
+        try:
+            yield from wait(60, Wakeup())
+        except Left:
+            said.append("interrupted")
+            raise
+
+    found = asks.ask(ask(Store(), steps(), said, Wakeup()))
+    assert until(lambda: found._wakeup)
+    found.leave(asks)
+    assert until(lambda: said == ["interrupted"])
+    assert until(lambda: not asks.busy)
+
+
+def drive(steps: Steps[Any]) -> None:
+    for step in steps:
+        assert isinstance(step, Sleep | Wait)
+        Store().pause(step)
+
+
+def test_a_database_that_does_not_answer_is_not_waited_for_again(asks: Asks) -> None:
+    """Until it answers; and meanwhile no more than one thread asks it."""
+    store, wakeup, undone, open_again = Store(), Wakeup(), list[Any](), threading.Event()
+
+    def slow() -> Steps[str]:
+        while not open_again.is_set():
+            yield from sleep(0.001)
+        return "late"
+
+    def quick() -> Steps[str]:
+        yield from ()
+        return "at once"
+
+    first = asks.ask(ask(store, slow(), undone, wakeup))
+    drive(asks.gather([first], 0.05, wakeup))
+    assert asks.is_silent(store)  # type: ignore[arg-type]
+    second = asks.ask(ask(store, quick(), undone, wakeup))
+    assert isinstance(second.error, LockStoreError)
+    assert not second.pending()
+    open_again.set()
+    assert until(lambda: not first.pending())
+    assert until(lambda: not asks.is_silent(store))  # type: ignore[arg-type]
+    third = asks.ask(ask(store, quick(), undone, wakeup))
+    drive(asks.gather([third], 5, wakeup))
+    assert (first.use(), third.use(), undone) == ("late", "at once", [])
+
+
+def test_a_failure_makes_a_database_silent(asks: Asks) -> None:
+    store, wakeup = Store(), Wakeup()
+
+    def fails() -> Steps[str]:
+        yield from ()
+        raise StoreUnanswered("it is down")
+
+    found = asks.ask(ask(store, fails(), [], wakeup))
+    drive(asks.gather([found], 5, wakeup))
+    assert isinstance(found.error, StoreUnanswered)
+    assert until(lambda: asks.is_silent(store))  # type: ignore[arg-type]
+    began = time.monotonic()
+    waiting = ask(store, (sleep(30)), [], wakeup)
+    asks.begin_ask(waiting)
+    drive(asks.gather([waiting], 5, wakeup, enough=lambda: True))
+    assert time.monotonic() - began < 4
+    waiting.leave(asks)

@@ -1,0 +1,304 @@
+"""Majority locks over five servers of several kinds, of which a minority fails in all ways."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, create_engine, text
+
+from dblock.core.errors import LockLost
+from dblock.core.lock.quorum import the_asks
+from dblock.core.protocol import quorum
+from dblock.core.protocol.drive import drive
+from dblock.core.protocol.quorum import QuorumUnavailable
+from dblock.core.statements.quorum import SERVER
+from sqlalchemy_dblock import create_tables, db_lock, db_quorum_lock
+from tests.conftest import INNODB
+from tests.support.lab import LONG, ROOT, until
+from tests.support.proxy import Proxy
+from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, free_port
+
+TTL = 2.0
+pytestmark = pytest.mark.timeout(900)
+
+
+@dataclass
+class Member:
+    """A server, and the way to it through a proxy."""
+
+    server: Server
+    proxy: Proxy
+    engine: Engine
+    direct: Engine
+
+    @property
+    def url(self) -> str:
+        return self.engine.url.render_as_string(hide_password=False)
+
+    def run(self, sql: str) -> None:
+        with self.direct.connect() as connection:
+            connection.execute(text(sql))
+            connection.commit()
+
+
+def member(make: Callable[[], Server]) -> Member:
+    server = make()
+    server.prepare()
+    server.start()
+    proxy = Proxy(free_port(), server.port)
+
+    def at(port: int) -> str:
+        if isinstance(server, PostgreSQL):
+            return f"postgresql+psycopg://dblock@127.0.0.1:{port}/postgres"
+        return f"mysql+pymysql://root@127.0.0.1:{port}/quorum?ssl_disabled=true"
+
+    if isinstance(server, MariaDB):
+        server.create_database("quorum")
+    found = Member(server, proxy, create_engine(at(proxy.port)), create_engine(at(server.port)))
+    create_tables(found.direct)
+    return found
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[Member]]:
+    kinds = [PostgreSQL, MariaDB, MySQL if "mysql" in INNODB and MySQL.installed() else MariaDB, PostgreSQL, MariaDB]
+    made = [member(kind) for kind in kinds]
+    yield made
+    for each in made:
+        each.engine.dispose()
+        each.direct.dispose()
+        each.proxy.close()
+        each.server.close()
+
+
+@pytest.fixture
+def five(servers: list[Member]) -> Iterator[list[Engine]]:
+    """Five databases that count."""
+    for each in servers:
+        each.run("DELETE FROM locks")
+        each.run("DELETE FROM lock_waiters")
+        store = db_lock(each.direct, "any")._store()
+        _ = drive(quorum.standing(store.database, TTL, store.database.now() + 5), store)
+        each.run(f"UPDATE locks SET acquired_at = '2000-01-01 00:00:00' WHERE lock_key = '{SERVER}'")
+    yield [each.engine for each in servers]
+    assert until(lambda: not the_asks().busy, 20)
+    for each in servers:
+        each.engine.dispose()
+        each.direct.dispose()
+        each.proxy.black_hole = each.proxy.refusing = False
+
+
+def lock(five: list[Engine], **options: Any) -> Any:
+    return db_quorum_lock(five, "k", **{"ttl": TTL, "timeout": 10, **options})
+
+
+def stop(each: Member) -> Callable[[], None]:
+    assert each.server.process is not None
+    pids = _tree(each.server.process.pid)
+
+    def send(signal_: signal.Signals) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # a session that has ended
+                os.kill(pid, signal_)
+
+    send(signal.SIGSTOP)
+    return lambda: send(signal.SIGCONT)
+
+
+def _tree(pid: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout.split()
+    return [pid, *(each for child in found for each in _tree(int(child)))]
+
+
+def kill(each: Member) -> Callable[[], None]:
+    each.proxy.refusing = True  # it ends when its target refuses
+    each.server.stop(signal.SIGKILL)
+    each.proxy.cut()
+    each.direct.dispose()
+
+    def start() -> None:
+        each.server.start()
+        each.proxy.refusing = False
+
+    return start
+
+
+def cut_off(each: Member) -> Callable[[], None]:
+    each.proxy.black_hole = True
+
+    def again() -> None:
+        each.proxy.black_hole = False
+        each.proxy.cut()
+
+    return again
+
+
+def refuse(each: Member) -> Callable[[], None]:
+    each.proxy.refusing = True
+    each.proxy.cut()
+    return lambda: setattr(each.proxy, "refusing", False)
+
+
+def wipe(each: Member) -> Callable[[], None]:
+    each.run("DELETE FROM locks")
+    return lambda: None
+
+
+def read_only(each: Member) -> Callable[[], None]:
+    if not isinstance(each.server, PostgreSQL):  # the tests are root there, who may write all the same
+        return cut_off(each)
+
+    def set_to(value: str) -> None:
+        with each.direct.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.execute(text("SET default_transaction_read_only = off"))
+            connection.execute(text(f"ALTER SYSTEM SET default_transaction_read_only = {value}"))
+            connection.execute(text("SELECT pg_reload_conf()"))
+
+    set_to("on")
+    return lambda: set_to("off")
+
+
+FAULTS = {
+    "stopped": stop,
+    "killed": kill,
+    "cut off": cut_off,
+    "refusing": refuse,
+    "wiped": wipe,
+    "read-only": read_only,
+}
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_minority_that_fails_delays_nobody_after_its_first_failure(
+    what: str, five: list[Engine], servers: list[Member]
+) -> None:
+    """A holder keeps the lock, gives it back, and the next one gets it; the first failure costs a limit a round."""
+
+    def cycle() -> float:
+        began = time.monotonic()
+        with lock(five):
+            pass
+        return time.monotonic() - began
+
+    for _ in range(5):
+        _ = cycle()
+    held = lock(five)
+    assert held.acquire()
+    minority = servers[0], servers[3]  # the first, in whose queue they wait
+    heal = [FAULTS[what](each) for each in minority]
+    try:
+        ended = time.monotonic() + 1.5 * TTL
+        while time.monotonic() < ended:
+            held.check()
+            time.sleep(0.01)
+        assert held.state == "held"
+        assert held.verify() is True
+        before = held.fence
+        began = time.monotonic()
+        held.release()
+        assert time.monotonic() - began < 1.5
+        with lock(five) as next_one:
+            assert next_one.fence > before
+        took = sorted(cycle() for _ in range(20))
+        assert statistics.median(took) < TTL / 10, "no round waits for the minority"
+    finally:
+        for each in heal:
+            each()
+    assert until(lambda: whole(five), 30), "they count again in the end"
+
+
+def whole(five: list[Engine]) -> bool:
+    try:
+        with lock(five) as found:
+            return set(found.answers.values()) == {"granted"}
+    except LockLost:
+        return False
+
+
+@pytest.mark.exact
+def test_two_of_three_that_do_not_answer(five: list[Engine], servers: list[Member]) -> None:
+    """A holder hears of it before its leases end, and others in their time."""
+    told: list[Any] = []
+    held = lock(five[:3], on_lost=lambda *given: told.append(given))
+    assert held.acquire()
+    heal = [cut_off(each) for each in servers[1:3]]
+    try:
+        assert until(lambda: told, 2 * TTL)
+        assert held.state == "lost"
+        with pytest.raises(LockLost, match="fewer than 2 of 3"):
+            held.release()
+        began = time.monotonic()
+        with pytest.raises(QuorumUnavailable, match="no answer|being asked") as few:
+            lock(five[:3]).acquire(timeout=1)
+        assert time.monotonic() - began < 2.5
+        assert len(few.value.answers) == 3
+    finally:
+        for each in heal:
+            each()
+    assert until(lambda: whole(five[:3]), 30)
+
+
+def test_tenures_beside_failing_minorities(five: list[Engine], servers: list[Member]) -> None:
+    """Of several processes: none overlaps another one, and the fences grow."""
+    wanted, choose = (5000, random.Random()) if LONG else (150, random.Random(7))
+    urls = [each.url for each in servers]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.quorum_worker", str(TTL), "k", *urls],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    told: list[dict[str, Any]] = []
+    readers = [threading.Thread(target=_read, args=(worker, told)) for worker in workers]
+    for reader in readers:
+        reader.start()
+    try:
+        faults = itertools.cycle(sorted(FAULTS))
+        ended, rounds = time.monotonic() + (3600 if LONG else 120), 0
+        while sum("fence" in each for each in told) < wanted or rounds < len(FAULTS):
+            assert time.monotonic() < ended, f"too few tenures: {told[-20:]}"
+            rounds += 1
+            one, other = choose.sample(servers, 2)
+            heal = [FAULTS[next(faults)](one), choose.choice(list(FAULTS.values()))(other)]
+            time.sleep(choose.uniform(0.2, 1.5))
+            for each in heal:
+                each()
+            time.sleep(TTL + 0.5)  # what has forgotten its locks counts again
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+        for reader in readers:
+            reader.join()
+        for worker in workers:
+            for pipe in (worker.stdin, worker.stdout):
+                if pipe is not None:
+                    pipe.close()
+    tenures = sorted((each["first"], each["last"], each["fence"]) for each in told if "fence" in each)
+    for (_, last, fence), (first, _, next_fence) in itertools.pairwise(tenures):
+        assert last < first, "two at a time"
+        assert fence < next_fence, "the fence did not grow"
+
+
+def _read(worker: subprocess.Popen[str], told: list[dict[str, Any]]) -> None:
+    assert worker.stdout is not None
+    told.extend(json.loads(line) for line in worker.stdout if line.endswith("\n"))  # else it was killed meanwhile

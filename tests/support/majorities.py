@@ -1,0 +1,77 @@
+"""What the tests of majority locks share."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+from dblock.core.protocol import quorum
+from dblock.core.protocol.drive import drive
+from dblock.core.statements.quorum import SERVER
+from tests.conftest import ALIASES, DATABASES, INNODB, run
+from tests.support.subjects import Actor, Subject
+
+THREE = ("sqlite", "postgresql", "mariadb")
+MIXED = DATABASES
+"""As many kinds as there are."""
+DRIVERS = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "mariadb": "aiomysql", "mysql": "asyncmy"}
+LAST = INNODB[-1]
+
+
+def count(*databases: str) -> None:
+    """Let databases count at once, as if they had been there for long."""
+    for database in databases:
+        store = _subject("sync", database).lock("any")._store()
+        _ = drive(quorum.standing(store.database, 1.0, store.database.now() + 5), store)
+        run(database, "UPDATE locks SET acquired_at = '2000-01-01 00:00:00' WHERE lock_key = :key", key=SERVER)
+
+
+def majority(variant: str, face: str, key: str, databases: Sequence[str] = THREE, **options: Any) -> Any:
+    """A majority lock on those databases."""
+    if variant == "django":
+        from dblock import db_quorum_lock as django_lock
+
+        return django_lock(key, using=[ALIASES[each] for each in databases], **options)
+    from sqlalchemy_dblock import db_quorum_lock
+
+    return db_quorum_lock([engine(face, each) for each in databases], key, **options)
+
+
+def engine(face: str, database: str) -> Any:
+    """The engine of a database."""
+    return _subject(face, database).engine
+
+
+_subjects: dict[tuple[str, str], Subject] = {}
+
+
+def _subject(face: str, database: str) -> Subject:
+    driver = DRIVERS[database] if face == "async" else ""
+    return _subjects.setdefault((face, database), Subject("sqlalchemy", face, database, driver))
+
+
+def close(actor: Actor) -> None:
+    """Close the engines; `actor` is of the event loop that the asynchronous ones ran on, if there are any."""
+    for (face, _), subject in _subjects.items():
+        if face == "sync":
+            subject.engine.dispose()
+        else:
+            actor.do(subject.engine.dispose)
+    _subjects.clear()
+    gc.collect()
+
+
+def holders(key: str = "k", databases: Sequence[str] = THREE) -> list[str]:
+    """The databases whose row says that somebody holds the key."""
+    sql = "SELECT owner FROM locks WHERE lock_key = :key AND owner IS NOT NULL"
+    return [each for each in databases if run(each, sql, key=key)]
+
+
+def fences(key: str = "k", databases: Sequence[str] = THREE) -> set[int]:
+    """The fences that the databases show."""
+    return {
+        int(str(row[0]))
+        for each in databases
+        for row in run(each, "SELECT fence FROM locks WHERE lock_key = :k", k=key)
+    }
