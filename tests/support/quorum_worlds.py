@@ -15,10 +15,12 @@ from typing import NamedTuple
 from dblock.core.protocol import quorum
 from dblock.core.protocol.quorum import Answer, Majority, Round, What
 
-TTL = 4
+TTL = 8
 MARGIN = 1
 TICKS = 10
 """What a clock counts in one unit of time."""
+AHEAD = 60
+"""By how much a proposed fence is ahead of the client's clock: an attempt may take that long."""
 DATABASES = 3
 FAULTS = {
     "lost": "a statement is executed, and its answer is lost",
@@ -27,10 +29,11 @@ FAULTS = {
     "wipe": "a database comes back empty",
     "promote": "a database comes back without its last change",
     "clock": "the clock of a database jumps ahead by a ttl",
-    "pause": "nothing happens for as long as a lease is trusted",
+    "wait": "nothing happens for as long as an attempt may take",
+    "pause": "nothing happens for almost as long as a lease lasts",
     "freeze": "nothing happens for longer than a lease lasts",
 }
-PASSES = {"pause": TTL - MARGIN, "freeze": TTL + 1}
+PASSES = {"wait": TTL // 2 - MARGIN, "pause": TTL - 2 * MARGIN, "freeze": TTL + 1}
 
 
 class Row(NamedTuple):
@@ -80,6 +83,7 @@ class Client(NamedTuple):
     fence: int = 0
     floor: int = 0
     """The highest fence that had been returned when it began."""
+    began: int = 0
 
 
 class World(NamedTuple):
@@ -123,10 +127,23 @@ class Explored:
     _seen: set[World] = field(default_factory=set)
 
 
-def explore(kinds: tuple[str, ...], faults: int, rules: Rules | None = None) -> Explored:
+def held_unevenly() -> World:
+    """A client has two databases since different moments, because the answer of the third was lost."""
+    begun, now = 0, TTL // 2 - MARGIN
+    rows = [Row(0, 60, begun + TTL), Row(0, 60, now + TTL), Row()]
+    client = Client(
+        "held", trust=((0, begun + TTL - MARGIN), (1, now + TTL - MARGIN)), fence=60, asked=frozenset({0, 1, 2})
+    )
+    body = Message(0, -3, 0, "BODY", 0, now)
+    return World(
+        tuple(Database(row, row, 0) for row in rows), (client, Client()), frozenset({body}), now, returned=(60,)
+    )
+
+
+def explore(kinds: tuple[str, ...], faults: int, rules: Rules | None = None, start: World | None = None) -> Explored:
     """All worlds that can be reached with at most so many faults of these kinds; AssertionError for a bad one."""
     rules, seen = rules or Rules(), Explored()
-    stack = [world()]
+    stack = [start or world()]
     while stack:
         now = stack.pop()
         if now in seen._seen:
@@ -165,7 +182,7 @@ def successors(now: World, kinds: tuple[str, ...], rules: Rules) -> Iterator[Wor
     for number, client in enumerate(now.clients):
         if client.stage == "new":
             floor = max(now.returned, default=0)
-            yield _begin(now, number, client._replace(stage="trying", floor=floor), rules)
+            yield _begin(now, number, client._replace(stage="trying", floor=floor, began=now.time), rules)
     for message in now.messages:
         yield _execute(now, message, rules)
         for kind in ("lost", "read-only"):
@@ -283,14 +300,14 @@ def _close_if_over(now: World, message: Message, rules: Rules) -> World:
 
 def _perform(now: World, message: Message, database: Database, rules: Rules) -> tuple[Row, Answer | None]:
     """What the statements do; the row after it, and the answer."""
-    row, clock = database.row, now.time * TICKS + database.ahead
+    row, clock, client = database.row, now.time * TICKS + database.ahead, now.clients[message.client]
     mine, alive = row.owner == message.client, row.expires > now.time
     until = message.sent + TTL - MARGIN
     if message.what == "RELEASE":
         return (row._replace(owner=-1, expires=now.time) if mine else row), None
     if message.what in {"QUEUE", "TAKE", "AGAIN"}:
         good = not (row.owner >= 0 and alive) and database.since + rules.quarantine <= now.time
-        proposed = message.sent * TICKS + 30 if rules.proposes else 0
+        proposed = client.began * TICKS + AHEAD if rules.proposes else 0
         fence = max(row.fence + 1, clock, message.fence if message.what == "AGAIN" else proposed)
     else:
         lowest = message.fence if message.what == "RENEW" else 0
