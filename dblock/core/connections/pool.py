@@ -42,6 +42,7 @@ from dblock.core.connections.connection import CLOSED, IDLE, LATE, LENT, OPENING
 from dblock.core.connections.slots import Slots, SlotWaiter
 from dblock.core.errors import PoolExhausted, StoreConflict
 from dblock.core.wakeup.registry import Wakeup
+from dblock.core.worker import start
 
 KEPT: Final = 5
 """Most idle connections of a pool, as by default in SQLAlchemy's pools."""
@@ -112,7 +113,7 @@ class AutocommitPool:
         if self._local:
             return run()
         try:
-            threading.Thread(target=run, name="dblock connect", daemon=True).start()
+            _ = start(run, "connect")
         except RuntimeError:  # out of threads, or the interpreter is ending
             for each in connections:
                 if each.raw is not None:
