@@ -18,7 +18,7 @@ import dblock
 import sqlalchemy_dblock
 from dblock.core import runtime
 from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockTimeout, Reason
-from dblock.core.lock.quorum import the_asks
+from dblock.core.lock.quorum import BaseQuorumLock, the_asks
 from dblock.core.protocol.quorum import QuorumUnavailable
 from dblock.core.statements.quorum import SERVER
 from tests.conftest import ready, run
@@ -332,6 +332,31 @@ def test_release_all_gives_it_up(place: Place) -> None:
     assert told == [(lock, Reason.RELEASED)]
     with pytest.raises(LockLost):
         actor.call(lock, "release")
+    assert until(lambda: not holders(), 3)
+
+
+@pytest.mark.parametrize("where", ["_innermost", "_leave_block", "_release", "_forget", "_leave_all"])
+def test_a_block_whose_leaving_is_interrupted_is_given_back(
+    place: Place, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever that happens; and the same flow may take it again."""
+    actor, lock, struck = place.actors[0], place.lock(), list[str]()
+    plain = getattr(BaseQuorumLock, where)
+
+    def strikes(*given: Any) -> Any:
+        if not struck:
+            struck.append(where)
+            raise KeyboardInterrupt
+        return plain(*given)
+
+    def body() -> None:
+        monkeypatch.setattr(BaseQuorumLock, where, strikes)
+
+    with pytest.raises(KeyboardInterrupt):
+        actor.within(lock, body)
+    assert struck
+    assert until(lambda: not holders(), 3)
+    actor.within(lock, lock.check)
     assert until(lambda: not holders(), 3)
 
 

@@ -105,6 +105,10 @@ class Part(NamedTuple):
     hold: Hold
 
 
+Open = tuple["Flow", "Held"]
+"""An open `with`: its flow, and what it has entered."""
+
+
 class Held:
     """A majority that a flow holds, and all that its threads and callbacks need of it."""
 
@@ -708,7 +712,7 @@ class BaseQuorumLock:
         self._options = make[0](key, **options).options
         rows = {name: given for name, given in options.items() if name in OF_ROWS}
         self._members = [each(key, release="now", **rows) for each in make]
-        self._withs: list[tuple[Flow, Held]] = []
+        self._withs: list[Open] = []
         """The open `with`s of this object."""
         self._last: Mapping[str, str] = MappingProxyType({})
         self._refuse_doubles()
@@ -861,7 +865,7 @@ class BaseQuorumLock:
             flow.ends_with_its_call()
         place = self._place()
         held: Held | None = the_asks().held.get(flow, {}).get(place)
-        if held is not None and held.remaining() > 0:
+        if held is not None and not held.over and held.remaining() > 0:
             held.entries += 1
             return held
         attempts = _Attempts(self, flow, timeout)
@@ -909,12 +913,10 @@ class BaseQuorumLock:
                 f"cannot release {self.key!r}: this thread or task does not hold it, or has released it already",
                 key=self.key,
             )
-        held.entries -= 1
-        if held.entries > 0:
+        if held.entries > 1:
+            held.entries -= 1
             return
         lost = held.remaining() <= 0
-        held.over = True
-        self._forget(held)
         good = yield from self._leave_all(held)
         if lost or good < held.quorum:
             with held._mutex:
@@ -928,11 +930,13 @@ class BaseQuorumLock:
         others free.
         """
         parts = [held.parts[number] for number in sorted(held.parts)]
-        for part in parts:
-            part.hold.lease.renewing = False
         asks, wakeup, left = the_asks(), Wakeup(), list(parts)
         lost = 0
         try:
+            held.over = True
+            self._forget(held)
+            for part in parts:
+                part.hold.lease.renewing = False
             for some in (parts[1:], parts[:1]):
                 asked = []
                 for part in some:
@@ -1010,16 +1014,36 @@ class BaseQuorumLock:
             self.check()
         return (yield from self._each(cast("Held", held), _verify))
 
-    def _ended(self) -> Held:
-        """The majority of the `with` that ends: the innermost of this flow, else the only one."""
+    def _leave_block(self, block: Open) -> Steps[None]:
+        """Leave the `with` that ends."""
+        last = block[1].entries == 1
+        self._withs = [each for each in self._withs if each is not block]
+        try:
+            yield from self._release(block[1])
+        except (GeneratorExit, LockError):
+            raise
+        except BaseException:  # interrupted
+            self._abandon(block[1] if last else None)
+            raise
+
+    def _interrupted(self, block: Open | None) -> None:
+        """Give back, in the background, what a `with` holds whose leaving was interrupted before it began."""
+        with contextlib.suppress(LockNotHeld):
+            block = block or self._innermost()
+            if block in self._withs:
+                self._withs = [each for each in self._withs if each is not block]
+                block[1].entries -= 1
+                self._abandon(None if block[1].entries else block[1])
+
+    def _innermost(self) -> Open:
+        """The innermost open `with` of this flow, else the only one."""
         flow = current_flow()
         mine = [each for each in self._withs if each[0] is flow] or self._withs
         if not mine:
             raise LockNotHeld(f"cannot leave {self.key!r}: no block of this lock is open", key=self.key)
         if mine[0][0] is not flow and len(mine) > 1:
             raise LockNotHeld("blocks of this lock are open in other threads or tasks: make one for each", key=self.key)
-        self._withs = [each for each in self._withs if each is not mine[-1]]
-        return mine[-1][1]
+        return mine[-1]
 
     def _refuse_to_skip(self) -> None:
         if self._options.on_busy == "skip":
@@ -1088,12 +1112,16 @@ class SyncQuorumLock(BaseQuorumLock):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        held = self._ended()
+        block = None
         try:
-            self._drive(self._release(held))
+            block = self._innermost()
+            self._drive(self._leave_block(block))
         except LockError as late:
             if not gives_way(late, error):
                 raise
+        except BaseException:
+            self._interrupted(block)
+            raise
 
     if not TYPE_CHECKING:  # hidden from type checkers
 
@@ -1162,12 +1190,16 @@ class AsyncQuorumLock(BaseQuorumLock):
     async def __aexit__(
         self: BaseQuorumLock, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        held = self._ended()
+        block = None
         try:
-            await self._members[0]._adrive(self._release(held), undisturbed=True)
+            block = self._innermost()
+            await self._members[0]._adrive(self._leave_block(block), undisturbed=True)
         except LockError as late:
             if not gives_way(late, error):
                 raise
+        except BaseException:
+            self._interrupted(block)
+            raise
 
     if not TYPE_CHECKING:  # hidden from type checkers
 
