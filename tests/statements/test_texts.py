@@ -24,6 +24,7 @@ from dblock.core.protocol.steps import Execute
 from dblock.core.share_keys import bounds_of_shares, reader_key, slot_key
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement, on_server, rendered
+from dblock.core.statements.quorum import QUORUM
 from dblock.core.statements.states import STATES
 from tests.conftest import ALIASES, INNODB, ready, run, url
 from tests.statements.laboratory import named, statements
@@ -160,7 +161,8 @@ def actor(subject: Strange) -> Iterator[Actor]:
 def _rendered() -> Iterator[Any]:
     for database, dialect in DIALECTS.items():
         states = {each.name: each for each in STATES[dialect.name]}
-        for name, statement in (statements(dialect) | states).items():
+        majority = {each.name: each for each in QUORUM[dialect.name]}
+        for name, statement in (statements(dialect) | states | majority).items():
             sent = (
                 on_server(statement, mariadb=database == "mariadb") if database in {"mysql", "mariadb"} else statement
             )
