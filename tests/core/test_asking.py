@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dblock.core.errors import LockStoreError, StoreUnanswered
+from dblock.core.protocol import asking
 from dblock.core.protocol.asking import MOVES, Ask, Asks, Left, Stage
 from dblock.core.protocol.steps import Sleep, Steps, Wait, sleep, wait
 from dblock.core.wakeup.registry import Wakeup
+from dblock.core.worker import start
 from tests.support.lab import until
 
 
@@ -148,3 +151,28 @@ def test_a_failure_makes_a_database_silent(asks: Asks) -> None:
     drive(asks.gather([waiting], 5, wakeup, enough=lambda: True))
     assert time.monotonic() - began < 4
     waiting.leave(asks)
+
+
+def test_a_thread_whose_start_was_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the asks that come after it are made."""
+    monkeypatch.setattr(asking, "IDLE", 0.3)
+    store: Any = Store()
+    asks, threads, made = Asks(), list[Callable[[], bool]](), list[str]()
+
+    def starts(*given: Any) -> Any:
+        threads.append(start(*given))
+        if len(threads) == 1:
+            raise KeyboardInterrupt
+        return threads[-1]
+
+    def steps() -> Steps[None]:
+        made.append("made")
+        yield from ()
+
+    monkeypatch.setattr(asking, "start", starts)
+    with pytest.raises(KeyboardInterrupt):
+        asks.begin(store, steps())
+    for _ in range(3):
+        asks.begin(store, steps())
+    assert until(lambda: len(made) == 3 and not asks.busy)
+    assert until(lambda: not any(is_alive() for is_alive in threads), 3)

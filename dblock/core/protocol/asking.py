@@ -13,11 +13,10 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-import math
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Generator, MutableMapping
 from enum import Enum
-from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,6 +27,7 @@ from dblock.core.protocol.drive import adrive, drive, plain_task
 from dblock.core.protocol.steps import Sleep, Step, Steps, Wait, wait
 from dblock.core.protocol.store import Store
 from dblock.core.wakeup.registry import Wakeup
+from dblock.core.worker import Worker, start
 
 T = TypeVar("T")
 
@@ -178,20 +178,17 @@ class Asks:
     """The asks of this process."""
 
     def __init__(self) -> None:
-        self._mutex = threading.RLock()
-        self._jobs: SimpleQueue[tuple[Store, Steps[None]]] = SimpleQueue()
-        self._free = 0
-        """Number of threads that wait for a job, less the jobs that wait for them."""
+        self.scheduler = Scheduler()
+        self._changed = threading.Condition(threading.RLock())  # a signal handler may begin an ask
+        self._jobs: deque[tuple[Store, Steps[None]]] = deque()
+        self._idle = 0
+        """Number of threads that wait for a job; they alone change it, as no signal handler interrupts them."""
         self._working = 0
-        """Number of jobs that have not ended."""
+        """Number of threads that have one."""
         self._tasks = set[Any]()
         self.held: MutableMapping[Any, dict[object, Any]] = WeakKeyDictionary()
         """What each flow holds in majorities, by databases and key."""
         self._health: MutableMapping[Store, _Health] = WeakKeyDictionary()
-        self._alarms: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-        self._ticking = False
-        self._earlier = threading.Event()
 
     # -- asking
 
@@ -256,7 +253,7 @@ class Asks:
                 health.silent, health.asked_until = True, clock.now() + PATIENCE
 
     def _of(self, store: Store) -> _Health:
-        with self._mutex:
+        with self._changed:
             return self._health.setdefault(store, _Health())
 
     # -- threads and tasks
@@ -264,7 +261,7 @@ class Asks:
     @property
     def busy(self) -> bool:
         """Whether anything is under way."""
-        return bool(self._tasks) or self._working > 0
+        return bool(self._tasks or self._jobs or self._working)
 
     def begin(self, store: Store, steps: Steps[None]) -> None:
         """Run the steps in a thread, or in a task of the running event loop."""
@@ -273,75 +270,70 @@ class Asks:
             self._tasks = {each for each in self._tasks if not each.get_loop().is_closed()} | {task}
             task.add_done_callback(self._forget)
             return
-        with self._mutex:
-            self._jobs.put((store, steps))
-            self._working += 1
-            self._free -= 1
-            if self._free >= 0:
-                return
-            thread = threading.Thread(target=self._serve, name="dblock quorum", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # out of threads: another one may do it yet
-                warn("cannot start a thread to ask %s: %s", store.name, error)
-            else:
-                self._free += 1
+        with self._changed:
+            if len(self._jobs) >= self._idle:
+                try:
+                    _ = start(self._serve, "quorum")
+                except RuntimeError as error:  # out of threads: another one may do it yet
+                    warn("cannot start a thread to ask %s: %s", store.name, error)
+            self._jobs.append((store, steps))
+            self._changed.notify()
 
     def _forget(self, task: Any) -> None:
         self._tasks = self._tasks - {task}
 
     def _serve(self) -> None:
-        while True:
-            try:
-                store, steps = self._jobs.get(timeout=IDLE)
-            except Empty:
-                with self._mutex:
-                    if self._free > 0:
-                        self._free -= 1
-                        return
-                continue
+        while (job := self._next()) is not None:
+            store, steps = job
             try:
                 drive(steps, store)
             except BaseException as error:  # noqa: BLE001 - other asks depend on this thread
                 warn("asking %s failed: %r", store.name, error)
-            del store, steps
-            with self._mutex:
+            del job, store, steps
+            with self._changed:
                 self._working -= 1
-                self._free += 1
 
-    # -- the clock
+    def _next(self) -> tuple[Store, Steps[None]] | None:
+        """The next job for a thread; None if there is none for a while."""
+        with self._changed:
+            self._idle += 1
+            found = self._changed.wait_for(lambda: self._jobs, IDLE)
+            self._idle -= 1
+            if not found:
+                return None
+            self._working += 1
+            return self._jobs.popleft()
+
+
+class Scheduler(Worker):
+    """Short calls at given times, in a thread that waits for no database."""
+
+    def __init__(self) -> None:
+        super().__init__("quorum clock", "renew majorities")
+        self._mutex = threading.RLock()  # a signal handler may add one
+        self._calls: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
 
     def later(self, moment: float, call: Callable[[], None]) -> None:
-        """Make a short call at that local time, in a thread that waits for no database."""
+        """Make the call at that local time."""
         with self._mutex:
-            heapq.heappush(self._alarms, (moment, next(self._numbers), call))
-            self._earlier.set()
-            if self._ticking:
-                return
-            try:
-                threading.Thread(target=self._tick, name="dblock quorum clock", daemon=True).start()
-            except RuntimeError as error:
-                warn("cannot start a thread to renew majorities: %s", error)
-            else:
-                self._ticking = True
+            heapq.heappush(self._calls, (moment, next(self._numbers), call))
+        self.wake_by(moment)
 
-    def _tick(self) -> None:
-        while True:
-            self._earlier.clear()
-            with self._mutex:
-                now = clock.now()
-                due = [heapq.heappop(self._alarms)[2] for _ in range(len(self._alarms)) if self._alarms[0][0] <= now]
-                if not due and not self._alarms:
-                    self._ticking = False
-                    return
-                next_one = self._alarms[0][0] if self._alarms else math.inf
-            for call in due:
-                try:
-                    call()
-                except Exception as error:  # noqa: BLE001 - others depend on this thread
-                    warn("renewing a majority failed: %r", error)
-            if not due:
-                _ = self._earlier.wait(min(next_one - now, 60.0))
+    def round(self) -> float:
+        now = clock.now()
+        with self._mutex:
+            due = [heapq.heappop(self._calls)[2] for _ in range(len(self._calls)) if self._calls[0][0] <= now]
+        for call in due:
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - others depend on this thread
+                warn("renewing a majority failed: %r", error)
+        with self._mutex:
+            return self._calls[0][0] if self._calls else now + IDLE
+
+    def busy(self) -> bool:
+        return bool(self._calls)
 
 
 async def _logged(work: Any) -> None:
