@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from sqlalchemy import Dialect, Engine, NullPool, QueuePool, StaticPool, event
-from sqlalchemy.pool import PoolProxiedConnection
+from sqlalchemy.pool import ConnectionPoolEntry, PoolProxiedConnection
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from dblock.core import clock, runtime
@@ -35,8 +35,8 @@ from dblock.core.protocol.drive import plain_task
 from dblock.core.statements import DIALECTS
 from dblock.core.wakeup.registry import Wakeup
 
-_purpose = ContextVar("_purpose", default="")
-"""Purpose of the connection that is being opened; empty if it is not the lock's."""
+_opening: ContextVar[PooledConnection | None] = ContextVar("_opening", default=None)
+"""The connection of the lock that is being opened."""
 
 T = TypeVar("T")
 
@@ -88,21 +88,21 @@ class EnginePool(AutocommitPool):
         engine = self._engine()
         if engine is not None:  # the application may have registered event handlers meanwhile
             self._source = _source(engine)
-        purpose = _purpose.set(connection.purpose)
+        opening = _opening.set(connection)
         try:
             fairy = self._source.connect()
-        finally:
-            _purpose.reset(purpose)
-        driver: Any = fairy.driver_connection
-        connection.raw = fairy.dbapi_connection
-        fairy.detach()
-        try:
+            driver: Any = fairy.driver_connection
+            fairy.detach()
             connection.raw.rollback()  # a transaction that a listener of the application may have begun
             self._dialect.set_isolation_level(connection.raw, "AUTOCOMMIT")
             self._set_up(connection, driver)
         except BaseException:
-            self.terminate(connection)
+            if connection.raw is not None:  # also where SQLAlchemy drops it: after an error of a listener of `connect`
+                with contextlib.suppress(Exception):
+                    self.terminate(connection)
             raise
+        finally:
+            _opening.reset(opening)
 
     def _set_up(self, connection: PooledConnection, driver: Any) -> None:
         kind = self._dialect.driver
@@ -236,7 +236,15 @@ def _sessions() -> ModuleType:
 
 def _source(engine: Engine) -> NullPool:
     """A pool that opens connections as the engine's does. It has no limits: an opening that hangs delays no other."""
-    return NullPool(engine.pool._creator, dialect=engine.dialect, _dispatch=engine.pool.dispatch)
+    create = engine.pool._invoke_creator
+
+    def creator(rec: ConnectionPoolEntry) -> Any:
+        raw = create(rec)
+        if (connection := _opening.get()) is not None:
+            connection.raw = raw
+        return raw
+
+    return NullPool(creator, dialect=engine.dialect, _dispatch=engine.pool.dispatch)
 
 
 def _closer(driver: Any) -> Callable[[], object]:
@@ -252,7 +260,8 @@ def _name(dialect: Dialect, record: object, positional: object, options: dict[st
     own = options.get("program_name") or ""
     if own.startswith(_sessions().PREFIX):
         own = options["program_name"] = own.partition(" of ")[2]
-    if purpose := _purpose.get():
+    opening = _opening.get()
+    if opening is not None and (purpose := opening.purpose):
         options["program_name"] = _sessions().name_of(purpose, own)
 
 

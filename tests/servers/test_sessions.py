@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 from django.db import connections
-from sqlalchemy import create_engine, make_url
+from sqlalchemy import create_engine, event, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.util import greenlet_spawn
 
 from dblock.core import clock
+from dblock.core.errors import LockStoreError
 from dblock.core.wakeup.registry import Wakeups
 from dblock.drivers import sessions
 from sqlalchemy_dblock import db_lock
@@ -245,3 +246,29 @@ def test_a_message_that_comes_with_an_answer_is_heard(request: pytest.FixtureReq
         await engine.dispose()
 
     asyncio.run(alisten())
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("subject", [each for each in SERVED if each.variant == "sqlalchemy"], ids=str)
+def test_a_session_is_closed_whose_opening_an_event_handler_has_failed(
+    request: pytest.FixtureRequest, subject: Subject
+) -> None:
+    """SQLAlchemy drops such a connection without closing it."""
+    ready(request, subject.database)
+    make = create_engine if subject.face == "sync" else create_async_engine
+    engine: Any = make(url(subject.database, subject.driver))
+    kept: list[Any] = []
+
+    def fails(connection: Any, _: Any) -> None:
+        kept.append(connection)
+        raise ValueError("no")
+
+    event.listen(engine if subject.face == "sync" else engine.sync_engine, "connect", fails)
+    before = set(run(subject.database, SESSIONS[subject.database]))
+    actor = Actor(subject)
+    with pytest.raises((ValueError, LockStoreError), match="no"):
+        actor.call(db_lock(engine, "k"), "acquire", timeout=0)
+    assert kept
+    assert until(lambda: set(run(subject.database, SESSIONS[subject.database])) <= before, 5)
+    actor.do(engine.dispose)
+    actor.close()
