@@ -1,9 +1,10 @@
 """Read-write locks, semaphores, several keys in small worlds: all orders of steps of a few flows, with faults anywhere.
 
 `tests.support.explore` goes through them, and `tests.support.family` says what they consist of. A flow is a letter: `r`
-reads, `w` writes, `d` writes and then reads, `R` and `W` renew; a number acquires so many permits; `j` and `k` take a
-plain lock, and `b` those two together. After every step no writer is in beside others, and each key and slot has one
-tenure; at the end nothing is left, and nobody has slept until a poll.
+reads, `w` writes, `d` writes and then reads, `R` and `W` renew; `g` reads and `G` writes in a guarded transaction; a
+number acquires so many permits; `j` and `k` take a plain lock, and `b` those two together. After every step no writer
+is in beside others, and each key and slot has one tenure; at the end nothing is left, and nobody has slept until a
+poll.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.sharing import Sharing
 from dblock.core.acquire.waiting import Waiter
 from dblock.core.holding.handover_record import HandoverRecord
+from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Rows, Steps
 from dblock.core.statements.sqlite import SQL
-from dblock.core.values import Tenure
+from dblock.core.values import SHARE, Tenure
 from tests.conftest import timed
 from tests.support import family as family_module
 from tests.support.explore import TTL, Explored, explore
@@ -222,6 +224,21 @@ def test_a_lease_ends_while_a_statement_decides(does: str, capsys: pytest.Captur
     seen = explored(does, "age", "tick", tables="model", preemptions=2 if LONG else int(does != "dw"))
     say(capsys, does, seen)
     assert seen.states > 400
+
+
+GUARDED = {"tables": "model", "holds": (TTL + 5.0, 0.0)}
+"""The first flow's transaction is open for longer than its lease lasts."""
+
+
+@pytest.mark.timeout(7200 if LONG else 300)
+@pytest.mark.parametrize("does", ["gw", "Gr", "Gw"])
+@pytest.mark.parametrize("fault", ["", *(FAULTS if LONG else ("interrupt", "death"))])
+def test_a_guard_outlasts_its_lease(does: str, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a guarded transaction writes can only be committed before the next one that it excludes is in."""
+    preemptions = math.inf if not fault else int(LONG)
+    seen = explored(does, *filter(None, [fault]), preemptions=preemptions, **GUARDED)
+    say(capsys, f"{does}, {fault}", seen)
+    assert seen.states > 50
 
 
 # -- what the worlds notice
@@ -464,6 +481,24 @@ def readers_stay_in_the_table(patch: Patch) -> None:
     rewritten(patch, "leave_read", "DELETE FROM locks", "UPDATE locks SET owner = NULL")
 
 
+def takes_a_pinned_door(patch: Patch) -> None:
+    """Neither a take nor `read` asks whether a transaction guards the door."""
+    patch(OnModel, "_is_pinned", lambda self, key: SHARE in key and key in self.pins.values())
+
+
+def ends_a_pinned_share(patch: Patch) -> None:
+    """A writer deletes the row of a reader whose lease is over, though its transaction is open."""
+    patch(OnModel, "_is_pinned", lambda self, key: SHARE not in key and key in self.pins.values())
+
+
+def does_not_verify_what_it_pins(patch: Patch) -> None:
+    def held(*_: Any) -> Steps[bool]:
+        yield from ()
+        return True
+
+    patch(tenures, "verify", held)
+
+
 MUTANTS: list[tuple[Callable[[Patch], None], str, tuple[str, ...], dict[str, Any]]] = [
     (reads_beside_a_writer, "wr", (), {}),
     (reads_by_an_old_row, "wr", (), {"tables": "model"}),
@@ -491,6 +526,10 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, tuple[str, ...], dict[str, Any
     (undoes_nothing, "r", ("slow", "interrupt"), {}),
     (writers_shut_nothing, "wrwr", (), {}),
     (readers_stay_in_the_table, "r", (), {}),
+    (takes_a_pinned_door, "Gr", (), GUARDED),
+    (takes_a_pinned_door, "Gw", (), GUARDED),
+    (ends_a_pinned_share, "gw", (), GUARDED),
+    (does_not_verify_what_it_pins, "gw", ("freeze",), {"tables": "model", "holds": (1.0, 0.0)}),
 ]
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from dblock.core.acquire import acquiring, handover, together
 from dblock.core.acquire.request import Refused, Request
@@ -75,7 +75,8 @@ class Member(Flow):
     """A flow that enters once, and leaves.
 
     What it does is one letter: `r` reads, `w` writes, `d` writes and then reads; `R` and `W` renew their lease once.
-    A number acquires so many permits. `j` and `k` take the plain lock on that key, and `b` those on both together.
+    `g` reads and `G` writes in a guarded transaction, during which the lease is not renewed. A number acquires so many
+    permits. `j` and `k` take the plain lock on that key, and `b` those on both together.
     """
 
     does: str = "r"
@@ -86,6 +87,8 @@ class Member(Flow):
     """What it believes to have, as long as it trusts that."""
     entered: list[Grant] = field(default_factory=list)
     """What it has to leave."""
+    guards: bool = False
+    """Whether its transaction is open, and keeps what it has."""
     at_door: int = 0
     """The fence of the door, from when it has that until it has entered."""
 
@@ -93,7 +96,7 @@ class Member(Flow):
         site, house = self.house.site, self.house
         permit = self.does.isdigit()
         kind = kind_of(self.does)
-        reading = int(self.does in "rR")
+        reading = int(self.does in "rRg")
         request = wish(ttl=TTL, flow=f"{self.name}.")._replace(kind=int(kind), reading=reading)
         sharing = Sharing(site, request, lambda: house, self.timeout, door=self._door)
         self.breakable = True
@@ -110,31 +113,49 @@ class Member(Flow):
             self.at_door = 0
             return
         self._believe(found if isinstance(found, list) else [found])
-        yield Sleep(self.holds)
+        if self.does not in "gG" or (yield from self._guard()):
+            yield Sleep(self.holds)
+        self._end_transaction()
         if self.does in "RW":
             yield from self._renew()
         if self.does == "d":
             yield from self._downgrade(request)
         self.breakable = True
         mine, self.grants = self.entered, []
+        guarded = self.does in "gG"
         if len({grant.tenure.owner for grant in mine}) < len(mine):  # they were taken together
             _ = yield from together.release(site, [HandoverRecord.of(grant) for grant in mine])
             return
-        yield from self._leave_all(mine)
+        yield from self._leave_all(mine, guarded=guarded)
 
-    def _leave_all(self, mine: list[Grant]) -> Steps[None]:
+    def _guard(self) -> Steps[bool]:
+        """Pin what it has, and look whether it still has that, as `dblock.core.lock.operations.guarded` does."""
+        [tenure] = [grant.tenure for grant in self.grants]
+        _ = yield Execute(POSTGRESQL.pin, {"key": tenure.key, "fence": tenure.fence, "flow": self.name}, math.inf)
+        self.breakable = True
+        with contextlib.suppress(LockStoreError, Interrupted):  # the transaction is rolled back
+            self.guards = yield from tenures.verify(self.house.site.database, tenure)
+        self.breakable = False
+        return self.guards
+
+    def _end_transaction(self) -> None:
+        self.guards = False
+        _ = cast("Family", self.house.world).pins.pop(self.name, None)
+
+    def _leave_all(self, mine: list[Grant], *, guarded: bool = False) -> Steps[None]:
         interrupt: BaseException | None = None
         for grant in mine:
             try:
-                yield from self._leave(grant)
+                yield from self._leave(grant, guarded=guarded)
             except Interrupted as error:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
 
-    def _leave(self, grant: Grant) -> Steps[None]:
+    def _leave(self, grant: Grant, *, guarded: bool = False) -> Steps[None]:
         """As `dblock.core.lock.leaving`: after an interrupt again."""
         held = HandoverRecord.of(grant)
+        held.guarded = guarded
         try:
             _ = yield from handover.pass_on(self.house.site, held)
         except Interrupted:
@@ -244,13 +265,20 @@ class Member(Flow):
         super().step(reply, error)
         if self.done:
             self.grants, self.at_door = [], 0
+            self._end_transaction()
 
     def known(self) -> Any:
-        return (self.does, self.name % self.permits if self.does.isdigit() else 0, self.grants, self.at_door)
+        return (
+            self.does,
+            self.guards,
+            self.name % self.permits if self.does.isdigit() else 0,
+            self.grants,
+            self.at_door,
+        )
 
     def trusted(self, time: float) -> list[Grant]:
         """What it believes to have."""
-        return [grant for grant in self.grants if time < grant.trusted_until and self.house.alive]
+        return [grant for grant in self.grants if (self.guards or time < grant.trusted_until) and self.house.alive]
 
 
 def kind_of(does: str) -> KeyKind:
@@ -275,6 +303,8 @@ class Family(Small):
     names: int = 0
     stepping: int = 0
     """Whose turn it is."""
+    pins: dict[int, str] = field(default_factory=dict)
+    """The key that the open transaction of a flow has pinned."""
     guesses: str = "own"
     """Which slot a flow tries first: its own number, or always the first."""
 
@@ -299,15 +329,17 @@ class Family(Small):
         return [flow for flow in self.flows if isinstance(flow, Member)]
 
     def left(self) -> list[str]:
-        """The tenures that the tables show, and readers' rows, which are deleted."""
+        """The tenures that the tables show, and readers' rows, which are deleted unless their tenure was guarded."""
+        kept = any(flow.does == "g" for flow in self.members)
         return [
             key
             for key, row in self.rows.items()
-            if (row["owner"] is not None and row["expires_at"] > self.time) or key.startswith(f"k{SHARE}r")
+            if (row["owner"] is not None and row["expires_at"] > self.time)
+            or (key.startswith(f"k{SHARE}r") and not kept)
         ]
 
     def known(self) -> Any:
-        return self.fences
+        return self.fences, self.pins
 
     def choices(self) -> list[Choice]:
         found = super().choices()
@@ -318,6 +350,9 @@ class Family(Small):
         self.stepping = choice.whom
         self.time += JUMPS.get(choice.what, 0.0)
         super().happen(choice)
+        for flow in self.members:
+            if not flow.house.alive:
+                flow._end_transaction()
 
     def urandom(self, number: int) -> bytes:
         """The next name of a reader's row."""
@@ -357,6 +392,21 @@ class OnModel(Family):
         finally:
             self.time = time
 
+    def _pin(self, p: dict[str, Any]) -> Rows:
+        """It waits for no statement: each is over in one step."""
+        self.pins[p["flow"]] = p["key"]
+        return [(p["key"] in self.seen_rows,)]
+
+    def _is_pinned(self, key: str) -> bool:
+        """Whether a guarded transaction keeps others from the key."""
+        return key in self.pins.values()
+
+    def _grant(self, p: dict[str, Any]) -> Rows:
+        return [] if self._is_pinned(p["key"]) else super()._grant(p)
+
+    def _create(self, p: dict[str, Any]) -> Rows:
+        return [] if self._is_pinned(p["key"]) else super()._create(p)
+
     def _take_several(self, p: dict[str, Any]) -> Rows:
         """Takes those that are free, as MySQL's statement does; those of the others take all or none."""
         rows = {key: self.rows.get(key) for key in json.loads(p["keys"])}
@@ -387,7 +437,7 @@ class OnModel(Family):
 
     def _take(self, p: dict[str, Any]) -> Rows:
         with self._as_of(p["key"]):
-            return super()._take(p)
+            return [] if self._is_pinned(p["key"]) else super()._take(p)
 
     def _renew(self, p: dict[str, Any]) -> Rows:
         renewed: list[Any] = []
@@ -406,7 +456,7 @@ class OnModel(Family):
             return True
         if (door["owner"], door["fence"]) == (p["holder"], p["holders_fence"]):
             return bool(door["expires_at"] > self.time)
-        return door["owner"] is None
+        return door["owner"] is None and not self._is_pinned(p["door"])
 
     def _read(self, p: dict[str, Any]) -> Rows:
         door = self.rows.get(p["door"])
@@ -447,7 +497,7 @@ class OnModel(Family):
         gone = []
         for key in json.loads(p["names"]):
             with self._as_of(key):
-                if key in self.rows and self.rows[key]["expires_at"] <= self.time:
+                if key in self.rows and self.rows[key]["expires_at"] <= self.time and not self._is_pinned(key):
                     gone.append(())
                     del self.rows[key]
         return gone
@@ -487,7 +537,7 @@ class OnModel(Family):
             return []
         row = self.rows.get(p["key"])
         with self._as_of(p["key"]):
-            if row is None or (row["owner"] is not None and row["expires_at"] > self.time):
+            if row is None or (row["owner"] is not None and row["expires_at"] > self.time) or self._is_pinned(p["key"]):
                 return []
             return self._begin(row, p)
 
