@@ -180,7 +180,6 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch,
         local_handover_wait=HOUR,
         poll_notified=HOUR,
-        unresponsive_after=3 * HOUR,
         waiter_ttl=10 * HOUR,
     )
     monkeypatch.setattr(Waiter, "_until_next_poll", lambda *_, **__: HOUR)
@@ -190,7 +189,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_in_a_local_queue_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes with several flows each: all are served, most by a hand-over inside the process."""
     turns, overtaken = 0, list[int]()
-    timed(monkeypatch, max_local_handovers=3)
+    monkeypatch.setattr(handover, "MOST_LOCAL", 3)
     for seed in range(300):
         world, log = schedule(seed)
         assert len(log) == 25

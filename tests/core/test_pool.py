@@ -216,7 +216,7 @@ def test_each_event_loop_has_its_own() -> None:
 
 def test_first_come_first_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody who comes later is faster, not even a flow that gives a connection back and wants one again at once."""
-    timed(monkeypatch, slot_poll=10.0, critical_timeout=30.0, statement_timeout=60.0)
+    timed(monkeypatch, local_poll=10.0, statement_timeout=60.0)
     pool, order = Pool(most=1), list[int]()
     pool.may.set()
     mine = pool.take(soon(), critical=False)
@@ -242,7 +242,7 @@ def test_first_come_first_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_is_in_the_midst_of_something_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before all who begin, however long they have waited; among themselves as they came."""
-    timed(monkeypatch, slot_poll=10.0, critical_timeout=30.0, statement_timeout=60.0)
+    timed(monkeypatch, local_poll=10.0, statement_timeout=60.0)
     pool, order = Pool(most=1), list[tuple[bool, int]]()
     pool.may.set()
     mine = pool.take(soon(), critical=False)
@@ -300,10 +300,10 @@ def test_a_slot_is_reserved_for_a_moment_for_the_flow_that_was_notified(monkeypa
     assert first.consume()
     assert not slots.has_room(None)
     assert not slots.has_room(second)
-    now[0] += 1.1 * timing.DEFAULT.slot_poll
+    now[0] += 1.1 * timing.DEFAULT.local_poll
     second.attend()
     assert not slots.has_room(second)
-    now[0] += 1.1 * timing.DEFAULT.slot_poll
+    now[0] += 1.1 * timing.DEFAULT.local_poll
     assert slots.has_room(second)
     slots.lend(other)
     slots.leave(second)

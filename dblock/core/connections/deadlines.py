@@ -10,13 +10,10 @@ never used again.
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Protocol
 
-from dblock.core import clock
+from dblock.core import clock, timing
 from dblock.core.worker import Worker
-
-LINGER: Final = 1.0
-"""Seconds for which the thread lives on without a deadline."""
 
 
 class Cuttable(Protocol):
@@ -52,7 +49,7 @@ class Deadlines(Worker):
 
     def round(self) -> float:
         now = clock.now()
-        soonest = now + LINGER
+        soonest = now + timing.DEFAULT.linger
         for connection, moment in list(self._due.items()):
             if moment > now:
                 soonest = min(soonest, moment)

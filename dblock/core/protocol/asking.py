@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from dblock.core import clock
+from dblock.core import clock, timing
 from dblock.core.errors import LockError, LockStoreError, StoreBusy
 from dblock.core.log import warn
 from dblock.core.protocol.drive import adrive, drive, plain_task
@@ -30,12 +30,6 @@ from dblock.core.protocol.store import Store
 from dblock.core.wakeup.registry import Wakeup
 
 T = TypeVar("T")
-
-IDLE: Final = 5.0
-"""Seconds after which a thread without work ends."""
-
-PATIENCE: Final = 10.0
-"""Longest time in seconds for which a database that does not answer is not asked again; a statement takes less."""
 
 
 class Stage(Enum):
@@ -253,7 +247,7 @@ class Asks:
         with ask._mutex:
             if ask.pending() and not ask.late:
                 ask.late, health = True, self._of(ask.store)
-                health.silent, health.asked_until = True, clock.now() + PATIENCE
+                health.silent, health.asked_until = True, clock.now() + timing.DEFAULT.surely_answered
 
     def _of(self, store: Store) -> _Health:
         with self._mutex:
@@ -293,7 +287,7 @@ class Asks:
     def _serve(self) -> None:
         while True:
             try:
-                store, steps = self._jobs.get(timeout=IDLE)
+                store, steps = self._jobs.get(timeout=timing.DEFAULT.linger)
             except Empty:
                 with self._mutex:
                     if self._free > 0:

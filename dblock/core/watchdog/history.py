@@ -32,8 +32,6 @@ OF_KEY: Final = 20
 """Most events of one key in one write."""
 OF_ALL: Final = 500
 """Most events of all keys in one write."""
-RIPE: Final = 0.5
-"""Seconds for which an event waits for more; so an event loop that ends within them is not in the midst of a write."""
 TRIM: Final = 100
 """Most events that a process writes between two deletions of up to a thousand; or a tenth of those kept, if fewer."""
 OMITTED: Final = "omitted"

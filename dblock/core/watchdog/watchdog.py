@@ -27,10 +27,10 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, MutableMapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from dblock.core import clock
+from dblock.core import clock, timing
 from dblock.core.connections.pool import background
 from dblock.core.errors import Reason, StoreBusy
 from dblock.core.holding.flow import Flows, Hold, HoldObserver
@@ -47,11 +47,6 @@ if TYPE_CHECKING:
     from dblock.core.holding.observers import Observers
     from dblock.core.watchdog.history import Histories
     from dblock.core.watchdog.renewals import Renewal, Renewer
-
-LOOK: Final = 1.0
-"""Longest pause between two rounds of the watching thread."""
-PATIENCE: Final = 2.0
-"""Seconds for which the end of a process waits for the release of its locks."""
 
 
 def _in_background(steps: Steps[None]) -> Steps[None]:
@@ -281,7 +276,7 @@ class Watchdog(Worker):
             self._tidy_up()
             self._ending = None
             self._ended.set()
-        wait, self._pruned_by = LOOK, math.inf
+        wait, self._pruned_by = timing.DEFAULT.attention, math.inf
         try:
             self._pruned_by = self._prune()
             wait = self._look_at_all()
@@ -305,7 +300,7 @@ class Watchdog(Worker):
     def _look_at_all(self) -> float:
         """Do what is due; returns the seconds until the next."""
         due: dict[tuple[Store, Any], list[Hold]] = {}
-        soonest = LOOK
+        soonest = timing.DEFAULT.attention
         stores = set()
         for hold in list(self._holds):
             stores.add(hold.store)
@@ -366,7 +361,7 @@ class Watchdog(Worker):
                 self._send(heartbeat, loop)
         for place in self._heartbeats.keys() - {(kept.store, kept.loop) for kept in places}:
             del self._heartbeats[place]
-        return min((kept.due - now for kept in places), default=LOOK)
+        return min((kept.due - now for kept in places), default=timing.DEFAULT.attention)
 
     def _gather(self, store: Store, loop: Any, holds: list[Hold]) -> None:
         """Add the leases that will be due soon, so that leases that began one by one are renewed together."""
@@ -430,9 +425,7 @@ class Watchdog(Worker):
         """Begin to write the history."""
         if self.histories is None:
             return
-        from dblock.core.watchdog.history import RIPE  # noqa: PLC0415 - off by default
-
-        for store, loop, steps in self.histories.begin(ripe=RIPE):
+        for store, loop, steps in self.histories.begin(ripe=timing.DEFAULT.attention / 2):
             _ = self._run(steps, store, loop, "history")
 
     @property
@@ -478,7 +471,7 @@ class Watchdog(Worker):
         self._ended.clear()
         self._ending = ending
         self.wake()
-        _ = self._ended.wait(PATIENCE)
+        _ = self._ended.wait(timing.DEFAULT.patience)
 
     def _give_all_back(self, holds: list[Hold]) -> None:
         """Release the holds one by one; after a failure the rest of that database are skipped."""
