@@ -253,7 +253,7 @@ def test_what_could_not_be_begun(request: pytest.FixtureRequest, monkeypatch: py
         start, refused = threading.Thread.start, list[str]()
 
         def refuse(self: threading.Thread) -> None:
-            if self.name == "dblock history" and not refused:
+            if self.name == "dblock housekeeping" and not refused:
                 refused.append(self.name)
                 raise RuntimeError("can't start new thread")
             start(self)

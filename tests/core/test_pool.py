@@ -399,6 +399,23 @@ def test_a_descriptor_that_somebody_has_closed() -> None:
     broken.shutdown_fd = -1
 
 
+def test_other_calls_are_made_at_their_time(caplog: pytest.LogCaptureFixture) -> None:
+    """In their order, not early, each once; one that fails ends nothing."""
+    deadlines, made = Deadlines(), list[tuple[int, bool]]()
+    begun = clock.now()
+
+    def make(number: int, moment: float) -> None:
+        made.append((number, clock.now() >= moment))
+        if number == 1:
+            raise ValueError("the first")
+
+    for number, seconds in ((2, 0.06), (1, 0.02), (3, 0.1)):
+        deadlines.later(begun + seconds, partial(make, number, begun + seconds))
+    assert until(lambda: len(made) == 3)
+    assert made == [(1, True), (2, True), (3, True)]
+    assert "the first" in caplog.text
+
+
 class Strike:
     """Traces a thread in its pool, and interrupts it before the given instruction of those that a signal may interrupt.
 

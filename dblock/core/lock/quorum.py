@@ -214,7 +214,7 @@ class Held:
             return
         self._growing = True
         wait = self.ttl / 3 if seconds is None else seconds
-        the_asks().later(clock.now() + wait, self._grow)
+        runtime.current.deadlines.later(clock.now() + wait, self._grow)
 
     def _grow(self) -> None:
         self._growing = False

@@ -11,9 +11,6 @@ Rule: each result of an ask is used by its caller, or undone; never both, never 
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
-import math
 import threading
 from collections.abc import Callable, Collection, Generator, MutableMapping
 from enum import Enum
@@ -28,6 +25,7 @@ from dblock.core.protocol.drive import adrive, drive, plain_task
 from dblock.core.protocol.steps import Sleep, Step, Steps, Wait, wait
 from dblock.core.protocol.store import Store
 from dblock.core.wakeup.registry import Wakeup
+from dblock.core.worker import start
 
 T = TypeVar("T")
 
@@ -182,10 +180,6 @@ class Asks:
         self.held: MutableMapping[Any, dict[object, Any]] = WeakKeyDictionary()
         """What each flow holds in majorities, by databases and key."""
         self._health: MutableMapping[Store, _Health] = WeakKeyDictionary()
-        self._alarms: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-        self._ticking = False
-        self._earlier = threading.Event()
 
     # -- asking
 
@@ -273,9 +267,8 @@ class Asks:
             self._free -= 1
             if self._free >= 0:
                 return
-            thread = threading.Thread(target=self._serve, name="dblock quorum", daemon=True)
             try:
-                thread.start()
+                _ = start(self._serve, "quorum")
             except RuntimeError as error:  # out of threads: another one may do it yet
                 warn("cannot start a thread to ask %s: %s", store.name, error)
             else:
@@ -302,40 +295,6 @@ class Asks:
             with self._mutex:
                 self._working -= 1
                 self._free += 1
-
-    # -- the clock
-
-    def later(self, moment: float, call: Callable[[], None]) -> None:
-        """Make a short call at that local time, in a thread that waits for no database."""
-        with self._mutex:
-            heapq.heappush(self._alarms, (moment, next(self._numbers), call))
-            self._earlier.set()
-            if self._ticking:
-                return
-            try:
-                threading.Thread(target=self._tick, name="dblock quorum clock", daemon=True).start()
-            except RuntimeError as error:
-                warn("cannot start a thread to renew majorities: %s", error)
-            else:
-                self._ticking = True
-
-    def _tick(self) -> None:
-        while True:
-            self._earlier.clear()
-            with self._mutex:
-                now = clock.now()
-                due = [heapq.heappop(self._alarms)[2] for _ in range(len(self._alarms)) if self._alarms[0][0] <= now]
-                if not due and not self._alarms:
-                    self._ticking = False
-                    return
-                next_one = self._alarms[0][0] if self._alarms else math.inf
-            for call in due:
-                try:
-                    call()
-                except Exception as error:  # noqa: BLE001 - others depend on this thread
-                    warn("renewing a majority failed: %r", error)
-            if not due:
-                _ = self._earlier.wait(min(next_one - now, 60.0))
 
 
 async def _logged(work: Any) -> None:

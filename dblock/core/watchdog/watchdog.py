@@ -21,6 +21,7 @@ Rule: nothing here decides who holds a key. The watchdog moves the moment until 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
@@ -179,7 +180,7 @@ class Watchdog(Worker):
             self._withdrawals[place] = lambda: not task.done()
             return
         try:
-            self._withdrawals[place] = start(partial(run_apart, steps, store), "withdrawal")
+            self._withdrawals[place] = start(partial(run_apart, steps, store), "housekeeping")
         except RuntimeError:  # out of threads, or the interpreter is ending: the places expire
             _ = self._withdrawn.pop(place, None)
 
@@ -383,9 +384,7 @@ class Watchdog(Worker):
                 renewer.batches.put(None)
             from dblock.core.watchdog.renewals import Renewer  # noqa: PLC0415 - only for long holds
 
-            renewer = Renewer(store)
-            renewer.start()
-            self._renewers[store] = renewer
+            renewer = self._renewers[store] = Renewer(store)
         renewer.given += 1
         renewer.batches.put(batch)
 
@@ -419,14 +418,14 @@ class Watchdog(Worker):
 
             steps = reaping.begin(store, self._reap_at)
             if steps is not None:
-                _ = self._run(steps, store, loop, "reaper")
+                self._run(steps, store, loop)
 
     def _write_down(self) -> None:
         """Begin to write the history."""
         if self.histories is None:
             return
         for store, loop, steps in self.histories.begin(ripe=timing.DEFAULT.attention / 2):
-            _ = self._run(steps, store, loop, "history")
+            self._run(steps, store, loop)
 
     @property
     def _withdraws(self) -> bool:
@@ -436,17 +435,17 @@ class Watchdog(Worker):
     def _to_write(self) -> bool:
         return self.histories is not None and self.histories.pending
 
-    def _run(self, steps: Steps[None], store: Store, loop: Any, name: str) -> bool:
-        """Run steps in the background, in a thread of that name or in a task; False if that cannot be done."""
+    def _run(self, steps: Steps[None], store: Store, loop: Any) -> None:
+        """Run steps that delete or write rows in the background, in a thread of their own or in a task.
+
+        Nothing is done without threads, after the end of the loop, or when the interpreter is ending.
+        """
         steps = _in_background(steps)
-        try:
+        with contextlib.suppress(RuntimeError):
             if loop is None:
-                _ = start(partial(run_apart, steps, store), name)
+                _ = start(partial(run_apart, steps, store), "housekeeping")
             else:
                 self._run_on_loop(steps, store, loop)
-        except RuntimeError:  # out of threads, a closed loop, or the interpreter is ending
-            return False
-        return True
 
     # -- the end
 
