@@ -124,7 +124,7 @@ def test_what_is_known_of_it_is_bounded(caplog: pytest.LogCaptureFixture) -> Non
         slow_waits: dict[str, float] = {}  # noqa: RUF012
 
         class database:  # noqa: N801
-            now = staticmethod(lambda: 1.0)
+            now, timing = staticmethod(lambda: 1.0), timing.DEFAULT
 
         mutex = threading.RLock()
 

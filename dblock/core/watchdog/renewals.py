@@ -22,7 +22,7 @@ from dblock.core.watchdog.heartbeats import Heartbeat
 from dblock.core.worker import start
 
 if TYPE_CHECKING:
-    from dblock.core.holding.observers import Observers
+    from dblock.core.observing.observers import Observers
 
 BATCH: Final = 10_000
 """Leases in one statement, at most."""

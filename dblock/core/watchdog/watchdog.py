@@ -45,8 +45,8 @@ from dblock.core.worker import Worker, start
 if TYPE_CHECKING:
     import asyncio
 
-    from dblock.core.holding.observers import Observers
-    from dblock.core.watchdog.history import Histories
+    from dblock.core.observing.history import Histories
+    from dblock.core.observing.observers import Observers
     from dblock.core.watchdog.renewals import Renewal, Renewer
 
 

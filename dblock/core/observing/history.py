@@ -21,9 +21,9 @@ from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
 
-from dblock.core.events import Event, Kind
 from dblock.core.identity import celery_task_id, storable
 from dblock.core.log import warn
+from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol.administering import ask
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
