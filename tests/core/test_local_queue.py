@@ -493,6 +493,19 @@ def test_the_next_of_a_process_inherits_the_place(how: str) -> None:
     rival.close()
 
 
+def test_who_adopts_a_place_waits_for_no_offer() -> None:
+    """It goes on at once, since no holder of its process offers it the key, whatever the local queue expects."""
+    world, process, _, first, second = two_that_ask(1.0)
+    world.time += 1
+    process.site.local_queues["k"].expect_handover()
+    assert not isinstance(play(world, first, {}), Grant)
+    given_up = world.time
+    assert process.site.local_queues["k"].handover_expected_until > given_up
+    _ = begun(world, second, "adopt_place")
+    assert world.time == given_up
+    second.close()
+
+
 def test_nor_does_a_hand_over_that_is_executed_after_both_have_looked() -> None:
     """The release, which waits for it on the server, finds it executed: the holder gives that tenure back."""
     world, process, tenure, heir = holder_and_heir()
