@@ -36,9 +36,9 @@ if TYPE_CHECKING:
         UnsupportedDatabase,
         WrongKind,
     )
-    from dblock.core.events import Event, Kind
     from dblock.core.lock.leading import Term
-    from dblock.core.lock.observing import observe
+    from dblock.core.observing.events import Event, Kind
+    from dblock.core.observing.observers import observe
     from dblock.core.protocol.quorum import QuorumUnavailable
     from dblock.core.tokens import Sequencer
     from dblock.core.values import LockInfo
@@ -146,9 +146,9 @@ _HOMES = {
         "dblock.rwlocks": ("ReadLock", "ReadWriteLock", "WriteLock", "db_rwlock"),
         "dblock.semaphores": ("Permit", "Semaphore", "db_semaphore"),
         "dblock.fences": ("FencedModel", "afenced_update", "fenced_update"),
-        "dblock.core.events": ("Event", "Kind"),
+        "dblock.core.observing.events": ("Event", "Kind"),
         "dblock.core.lock.leading": ("Term",),
-        "dblock.core.lock.observing": ("observe",),
+        "dblock.core.observing.observers": ("observe",),
         "dblock.core.values": ("LockInfo",),
         "dblock.core.protocol.quorum": ("QuorumUnavailable",),
         "dblock.core.tokens": ("Sequencer",),

@@ -115,9 +115,9 @@ def tables() -> Tables:
 def follow_history() -> None:
     """Have what happens noted, if a history is to be kept."""
     if django_settings.configured and settings().HISTORY:
-        from dblock.core.lock import observing  # noqa: PLC0415 - off by default
+        from dblock.core.observing import observers  # noqa: PLC0415 - off by default
 
-        observing.record()
+        observers.record()
 
 
 def _changed(*, setting: str, **_: object) -> None:

@@ -19,9 +19,10 @@ from dblock import conf, signals
 from dblock.core import errors
 from dblock.core.errors import Reason
 from dblock.core.holding.flow import Hold, current_task
-from dblock.core.lock import entering, leaving, observing, operations
+from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.key_template import NoKey
 from dblock.core.lock.locks import AsyncLock, Attaching, SyncLock, enter
+from dblock.core.observing.observers import reap_and_report
 from dblock.core.options import Given
 from dblock.core.protocol import reaping
 from dblock.core.protocol.drive import adrive, drive
@@ -341,7 +342,7 @@ def reaped(retention: Seconds | None, using: str | None) -> reaping.Reaped:
 def _reaping(retention: Seconds | None, using: str | None) -> tuple[Steps[reaping.Reaped], DjangoStore]:
     store = store_for(using or default_alias())
     seconds = valid_retention(conf.settings().RETENTION if retention is None else retention)
-    return observing.reap(store, seconds, Lock), store
+    return reap_and_report(store, seconds, Lock), store
 
 
 def default_alias() -> str:

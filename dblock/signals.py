@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from django.dispatch import Signal
 
-from dblock.core.events import Event, Kind
-from dblock.core.lock.observing import observe
+from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.observers import observe
 
 lock_lost = Signal()
 """Arguments: `lock`, and `reason`, a `Reason`."""

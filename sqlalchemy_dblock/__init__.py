@@ -38,9 +38,9 @@ from dblock.core.values import LockInfo
 from sqlalchemy_dblock.face import AsyncLock, Lock, attach, check_sequencer, db_lock, reap, release_all
 
 if TYPE_CHECKING:
-    from dblock.core.events import Event, Kind
     from dblock.core.lock.leading import Term
-    from dblock.core.lock.observing import observe
+    from dblock.core.observing.events import Event, Kind
+    from dblock.core.observing.observers import observe
     from dblock.core.protocol.quorum import QuorumUnavailable
     from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
@@ -144,10 +144,10 @@ _HOMES = {
         ),
         "sqlalchemy_dblock.semaphores": ("AsyncPermit", "AsyncSemaphore", "Permit", "Semaphore", "db_semaphore"),
         "sqlalchemy_dblock.fences": ("FencedMixin", "fenced_update"),
-        "dblock.core.events": ("Event", "Kind"),
+        "dblock.core.observing.events": ("Event", "Kind"),
         "sqlalchemy_dblock.creating": ("create_tables",),
         "dblock.core.protocol.quorum": ("QuorumUnavailable",),
-        "dblock.core.lock.observing": ("observe",),
+        "dblock.core.observing.observers": ("observe",),
         "dblock.core.lock.leading": ("Term",),
     }.items()
     for name in names

@@ -261,10 +261,11 @@ def reaped(engine: Engine, retention: Seconds | None) -> Reaped:
 
 
 def _reaping(engine: Engine | AsyncEngine, retention: Seconds | None) -> tuple[Steps[Reaped], EngineStore]:
-    from dblock.core.lock import observing  # noqa: PLC0415 - only for observing and reaping
+    from dblock.core.observing import observers  # noqa: PLC0415 - only for observing and reaping
 
     store = store_for(_sync_engine(engine))
-    return observing.reap(store, valid_retention(store.retention if retention is None else retention), Lock), store
+    seconds = valid_retention(store.retention if retention is None else retention)
+    return observers.reap_and_report(store, seconds, Lock), store
 
 
 @overload

@@ -95,9 +95,9 @@ class EngineStore(BaseStore):
         self._listens, self.retention, self.reaping = options.listens, options.retention, options.reaping
         self.history = options.history if self.renewable else 0
         if self.history:
-            from dblock.core.lock import observing  # noqa: PLC0415 - off by default
+            from dblock.core.observing import observers  # noqa: PLC0415 - off by default
 
-            observing.record()
+            observers.record()
         self._tasks: set[asyncio.Task[None]] = set()
         self._paramstyle = "named" if name == "sqlite" else _paramstyle(engine.dialect.paramstyle)
         self._errors = (engine.dialect.loaded_dbapi.Error, OSError, *_untranslated(engine.dialect.driver))

@@ -112,9 +112,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, **seconds: Any) -> None:
 
 SELDOM: dict[str, Any] = {
     "poll_min": 3600.0,
-    "poll_max": 36000.0,
     "poll_notified": 36000.0,
-    "unresponsive_after": 90000.0,
     "listen_after": 0.0,
 }
 """No waiter polls, unless a lease ends; the process listens at once."""

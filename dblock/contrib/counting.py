@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from dblock.core.events import Event
+from dblock.core.observing.events import Event
 
 OTHER = "other"
 """The group of keys that have none, or come when there are as many groups as may be."""

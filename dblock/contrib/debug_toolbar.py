@@ -22,8 +22,8 @@ from django.utils.formats import number_format
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
-from dblock.core.events import Event, Kind
-from dblock.core.lock.observing import observe
+from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.observers import observe
 from dblock.core.text import printable
 from dblock.operating.wording import said
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from typing import Any, Final, overload
 
-from dblock.core.events import HEALTH
 from dblock.core.identity import process_identity
+from dblock.core.observing.events import HEALTH
 
 TTL: Final = 5.0
 """Seconds for which a probe that was killed keeps those of its machine from taking their key, at most."""

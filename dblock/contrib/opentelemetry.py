@@ -16,8 +16,8 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider, ge
 
 from dblock import __version__
 from dblock.contrib.counting import Groups, Tenures, prefix
-from dblock.core.events import Event, Kind
-from dblock.core.lock.observing import observe
+from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.observers import observe
 
 NAME = "dblock"
 TIMEOUT = "timeout"

@@ -18,8 +18,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from dblock.contrib.counting import Groups, Tenures, prefix
 from dblock.core.errors import Reason
-from dblock.core.events import Event, Kind
-from dblock.core.lock.observing import observe
+from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.observers import observe
 
 BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Seconds: from a take that nobody contends to a long job."""

@@ -2,9 +2,9 @@
 
 Such code may block, so the threads that keep leases alive and the event loops that renewals run on only enqueue each
 call here. One thread makes the calls in the order in which they were enqueued, and ends when the queue is empty. While
-a call takes longer than `PATIENCE`, another thread makes the calls behind it.
+a call takes longer than `Timing.patience`, another thread makes the calls behind it.
 
-When the process ends, the calls that are left are made first, unless they take longer than `PATIENCE`.
+When the process ends, the calls that are left are made first, unless they take longer than `Timing.patience`.
 
 Rule: `put` never waits, and never runs code of the application.
 """
@@ -21,10 +21,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from dblock.core import timing
+
 PENDING: Final = 100_000
 """Longest queue of calls; beyond it the oldest are dropped."""
-PATIENCE: Final = 2.0
-"""Seconds after which a call no longer delays those behind it; also how long the end of a process waits for calls."""
 NAME: Final = "dblock deliveries"
 """Name of the threads."""
 MOST: Final = 8
@@ -71,7 +71,7 @@ class Deliveries:
     def look(self) -> None:
         """Start a thread if calls are left and no thread takes them."""
         with self._mutex:
-            delayed = time.monotonic() > self._begun + PATIENCE and len(self._threads) < MOST
+            delayed = time.monotonic() > self._begun + timing.DEFAULT.patience and len(self._threads) < MOST
             if not self._calls or not (self._thread is None or delayed):
                 return
             util = sys.modules.get("multiprocessing.util")
@@ -110,7 +110,7 @@ class Deliveries:
         self.look()
         if self._thread is None:
             self._call_all_here()
-        _ = self.flush(PATIENCE)
+        _ = self.flush(timing.DEFAULT.patience)
 
     def _call_all(self) -> None:
         me = threading.current_thread()

@@ -9,10 +9,8 @@ Rule: it only decides whether to send a statement, and how long that may take. T
 from __future__ import annotations
 
 import math
-from typing import Final
 
-WINDOW: Final = 10.0
-"""Seconds for which the shortest time counts, at least; at most twice that."""
+from dblock.core import timing
 
 
 class Latency:
@@ -42,7 +40,7 @@ class Latency:
         """Record that a statement was answered after `seconds`, at the local time `now`."""
         self.answered = now
         if now >= self._until:
-            self._before, self._least, self._until = self._least, seconds, now + WINDOW
+            self._before, self._least, self._until = self._least, seconds, now + timing.DEFAULT.surely_answered
         elif seconds < self._least:
             self._least = seconds
 

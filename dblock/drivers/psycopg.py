@@ -21,6 +21,7 @@ from psycopg import errors, generators, postgres, pq, waiting
 from psycopg.adapt import AdaptersMap, Transformer
 from psycopg.types import numeric, string
 
+from dblock.core import timing
 from dblock.core.protocol.steps import Execute, Parameters, Rows
 from dblock.core.statements.base import Reply, Statement, rendered
 
@@ -28,8 +29,6 @@ _ADAPTERS = AdaptersMap(types=postgres.types)
 """Adapters for numbers and texts, whatever the application has registered with psycopg or its connections."""
 numeric.register_default_adapters(_ADAPTERS)
 string.register_default_adapters(_ADAPTERS)
-CANCEL = 2.0
-"""Time-out of a request to the server to cancel a statement."""
 _OK = {pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK}
 
 
@@ -66,7 +65,7 @@ class Prepared:
         except KeyboardInterrupt:
             if pgconn.transaction_status == pq.TransactionStatus.ACTIVE:
                 with contextlib.suppress(Exception):  # the caller drops the connection
-                    connection.cancel_safe(timeout=CANCEL)
+                    connection.cancel_safe(timeout=timing.DEFAULT.patience)
                     _ = _answer(pgconn, self._readable)
             raise
 

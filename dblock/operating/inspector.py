@@ -258,7 +258,7 @@ class Reaping(threading.Thread):
     """Tidying up, which takes minutes where there is much to do."""
 
     def __init__(self) -> None:
-        super().__init__(name="dblock reaper", daemon=True)
+        super().__init__(name="dblock housekeeping", daemon=True)
         self.count: int | None = None
         """Of the rows that were deleted, once it is done."""
         self.error: LockError | None = None

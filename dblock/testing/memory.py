@@ -65,9 +65,7 @@ LONGEST: Final = 86_400.0
 """Seconds for which one wait moves the clock on, at most: then it is one that never ends."""
 SLICE: Final = 0.005
 """Seconds of a real wait, after which it is seen whether it has become one in vain."""
-TIMING: Final = Timing(
-    waiter_ttl=3600.0, heartbeat_interval=1200.0, poll_notified=600.0, unresponsive_after=2000.0, deadlock_check=5.0
-).checked()
+TIMING: Final = Timing(waiter_ttl=3600.0, poll_notified=600.0, deadlock_check=5.0).checked()
 """No place in the queue ends, and waiters are always notified."""
 
 

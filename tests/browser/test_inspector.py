@@ -34,7 +34,7 @@ def said(page: Page) -> Locator:
 
 def test_force_release_while_a_holder_works(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next waiter is served, the holder told why, it is on record; a page that is out of date does nothing."""
-    timed(monkeypatch, **SELDOM, waiter_ttl=300.0, heartbeat_interval=100.0)  # nobody finds out for himself
+    timed(monkeypatch, **SELDOM, waiter_ttl=300.0)  # nobody finds out for himself
     subject = Subject("django", "sync", "sqlite")
     with Remote(subject) as holder:
         waiter, lock = Actor(subject), subject.lock("stock:42", timeout=60)

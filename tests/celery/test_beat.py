@@ -27,7 +27,7 @@ from dblock.celery import PersistentScheduler
 from dblock.celery import beat as beat_module
 from dblock.celery.beat import PAUSE
 from dblock.core.errors import StoreUnanswered
-from dblock.core.events import Event, Kind
+from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol import states
 from dblock.core.protocol.drive import drive
 from sqlalchemy_dblock import db_lock

@@ -16,8 +16,8 @@ from dblock import Event, Kind, LockLost, LockTimeout, Reason, observe
 from dblock.core import runtime
 from dblock.core.deliveries import deliveries
 from dblock.core.errors import StoreConflict
-from dblock.core.holding.observers import Observers
 from dblock.core.lock.executor import BaseStore
+from dblock.core.observing.observers import Observers
 from dblock.core.protocol.steps import Execute
 from tests.conftest import ALIASES, ready
 from tests.support.lab import SOME, both, until

@@ -18,9 +18,9 @@ from dblock.core import runtime
 from dblock.core.errors import LockStoreError
 from dblock.core.lock import administration
 from dblock.core.lock.administration import EventInfo
+from dblock.core.observing import history
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Sleep
-from dblock.core.watchdog import history
 from sqlalchemy_dblock import db_lock
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import observer, ready, run, url
@@ -253,7 +253,7 @@ def test_what_could_not_be_begun(request: pytest.FixtureRequest, monkeypatch: py
         start, refused = threading.Thread.start, list[str]()
 
         def refuse(self: threading.Thread) -> None:
-            if self.name == "dblock history" and not refused:
+            if self.name == "dblock housekeeping" and not refused:
                 refused.append(self.name)
                 raise RuntimeError("can't start new thread")
             start(self)

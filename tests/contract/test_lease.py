@@ -22,6 +22,7 @@ from dblock.core.log import log, warn
 from dblock.core.protocol.steps import Execute, Rows, execute
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Token, token_text, valid_token
+from tests.conftest import timed
 from tests.support.lab import LOOPED, both, driven, once, some
 from tests.support.subjects import Actor, Subject, Twin, twin
 
@@ -335,7 +336,7 @@ def test_application_code_that_blocks_costs_no_lease(
     subject: Subject, actor: Actor, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A log handler that blocks delays callbacks and observers of locks, but neither renewals nor their signals."""
-    monkeypatch.setattr(deliveries_module, "PATIENCE", 60.0)
+    timed(monkeypatch, patience=60.0)
     go, ran = threading.Event(), list[str]()
 
     def run(name: str, *_: object) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dblock.core import runtime
+from dblock.core.acquire import handover
 from dblock.core.acquire.local_queue import LocalQueue
 from dblock.core.errors import LockTimeout
 from dblock.core.lock.executor import BaseStore
@@ -100,7 +101,7 @@ def test_others_have_their_turn(
     subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While somebody of another process waits, the key stays in this one for a bounded number of tenures only."""
-    timed(monkeypatch, max_local_handovers=2)
+    monkeypatch.setattr(handover, "MOST_LOCAL", 2)
     holder = subject.lock("k")
     actor.call(holder, "acquire")
     stranger(subject, 7, 600)
@@ -151,7 +152,8 @@ def test_a_waiter_that_gives_up_names_the_holder_of_that_moment(
     subject: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever way the key went on inside the process, and not whom the first of them saw."""
-    timed(monkeypatch, local_handover_wait=0.01, holder_cache=60.0)  # the first is granted the key by the database
+    # The first is granted the key by the database.
+    timed(monkeypatch, local_handover_wait=0.01, attention=60.0, linger=60.0)
     holder, next_, late = (subject.lock("k", label=label, timeout=2.0) for label in ("first", "second", "third"))
     actor.call(holder, "acquire")
     second = other.start(getattr(next_, subject.method("acquire")))

@@ -13,6 +13,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.engine import URL
 from sqlalchemy.pool import NullPool
 
+from dblock.core import timing
 from dblock.core.errors import LockTimeout
 from dblock.core.lock import administration, pins
 from dblock.core.lock.pins import pinned
@@ -59,7 +60,7 @@ FACES = [each for each in SOME if each.database in SERVERS]
 @pytest.mark.parametrize("subject", FACES, indirect=True, ids=str)
 def test_lock_timeout_names_the_session(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its number, since when, and the SQL that ends it; after which the key is to be had."""
-    timed(monkeypatch, pinned_answer=3.0)
+    timed(monkeypatch, question=1.5)
     with hung(subject.database, "k") as (_, session):
         with pytest.raises(LockTimeout, match="guards it or has locked its row") as caught:
             actor.within(subject.lock("k", timeout=0.1))
@@ -177,7 +178,7 @@ RIGHTS = {
 @pytest.mark.parametrize("database", SERVERS)
 def test_few_rights(lowly: Callable[..., URL], database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """That the key is pinned is known to any user that may lock; what cannot be seen is named, and who sees it."""
-    timed(monkeypatch, pinned_answer=3.0)
+    timed(monkeypatch, question=1.5)
     user = lowly(database, "SELECT", "INSERT", "UPDATE", "DELETE")
     with hung(database, "k") as (_, session):
         grant, hidden = RIGHTS[database]
@@ -219,4 +220,4 @@ def test_a_key_in_passing(database: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
         monkeypatch.setattr(pins, "sleep", settle)
         assert look(database, "k") == {}
-        assert seen == [pins.SETTLE]
+        assert seen == [timing.DEFAULT.settle]

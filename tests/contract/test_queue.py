@@ -123,8 +123,7 @@ def test_a_queue_of_the_dead_is_no_obstacle(subject: Subject, actor: Actor) -> N
 @some
 def test_a_crowd_is_forgotten(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flow that stood in a queue pays two statements again when nobody else comes, however often it takes the key."""
-    recent = "dblock.core.acquire.site.RECENT"
-    monkeypatch.setattr(recent, 60.0)
+    timed(monkeypatch, attention=60.0, linger=60.0)
     lock, sent = subject.lock("k"), list[str]()
     actor.call(lock, "acquire")
     stranger(subject, 1, 600)
@@ -142,7 +141,7 @@ def test_a_crowd_is_forgotten(subject: Subject, actor: Actor, monkeypatch: pytes
     monkeypatch.setattr(BaseStore, "execute", noted)
     actor.within(lock)
     assert "join" in sent, "it does not believe in a crowd"
-    monkeypatch.setattr(recent, 0.3)
+    timed(monkeypatch, attention=0.3)
     end = time.monotonic() + 0.8
     while time.monotonic() < end:
         sent.clear()
@@ -185,7 +184,7 @@ def test_who_gives_up_leaves_nothing(subject: Subject, actor: Actor, other: Acto
 @once
 def test_a_place_is_kept(subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: the watchdog sees to it, and nobody who comes later is served before."""
-    timed(monkeypatch, waiter_ttl=0.6, heartbeat_interval=0.2)
+    timed(monkeypatch, waiter_ttl=0.6)
     holder = subject.lock("k")
     actor.call(holder, "acquire")
     lock, waiting = wait_for(subject, other)
@@ -219,7 +218,7 @@ def test_an_heir_begins_on_the_lease_of_its_place(
     """Without a statement of its own; the first renewal makes the lease whole. Where none will come, it asks first."""
     if not subject.lock("k")._store().renewable:
         pytest.skip("nobody keeps its place")
-    timed(monkeypatch, waiter_ttl=1.2, heartbeat_interval=0.4)
+    timed(monkeypatch, waiter_ttl=1.2)
     holder = subject.lock("k")
     actor.call(holder, "acquire")
     lock, waiting = wait_for(subject, other, ttl=20, **options)
@@ -287,7 +286,7 @@ def test_no_herd_when_a_lease_ends(
 ) -> None:
     """The first waiter polls and is granted the key; the others poll later, each after those before it; that is all."""
     short_waits(monkeypatch)
-    timed(monkeypatch, look_stagger=0.3)
+    timed(monkeypatch, settle=0.3)
     holder = subject.lock("k", ttl=60, renew=False)
     actor.call(holder, "acquire")
     waits = [(other, *wait_for(subject, other, fair=False)) for other in actors(7)]  # each as if in another process

@@ -78,7 +78,7 @@ def actor(reaping: Making, actors: Callable[[int], list[Actor]]) -> Actor:
 
 
 def reapers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "dblock reaper"]
+    return [thread for thread in threading.enumerate() if thread.name == "dblock housekeeping"]
 
 
 def taking(actor: Actor, subject: Subject, condition: Callable[[], object]) -> bool:
@@ -121,7 +121,7 @@ def test_a_process_that_takes_locks_reaps_now_and_then(
     assert subject.run("SELECT lock_key FROM locks ORDER BY lock_key") == [("k",), ("of late",)]
     on_loop = own.lock("k")._store().asynchronous
     assert tasks == {on_loop}
-    assert on_loop or {(thread.name, thread.daemon) for thread in threads} == {("dblock reaper", True)}
+    assert on_loop or {(thread.name, thread.daemon) for thread in threads} == {("dblock housekeeping", True)}
 
 
 @both

@@ -564,7 +564,7 @@ def column(subject: Configured, name: str, table: str = "locks") -> Any:
 @one_of_each("database")
 def test_a_lock_lives(subject: Configured, actors: Callable[[], Actor], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is taken, entered again, renewed, extended, guarded, waited for, handed over, asked back, freed and reaped."""
-    timed(monkeypatch, waiter_ttl=2.0, heartbeat_interval=0.15)
+    timed(monkeypatch, waiter_ttl=0.6)
     holder, waiter = actors(), actors()
     lock = subject.lock("k", ttl=2.4, timeout=10)
     holder.call(lock, "acquire")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from django.test import override_settings
 
-from dblock.core import runtime
+from dblock.core import runtime, timing
 from dblock.core.acquire import slow
 from dblock.core.lock.base import BaseLock
 from dblock.core.protocol.steps import Execute
@@ -57,7 +57,7 @@ def test_who_waits_long_is_named_and_for_whom(
     assert not lines(caplog)
     for site in runtime.current._sites.values():
         for key in site.slow_waits:
-            site.slow_waits[key] -= slow.INTERVAL
+            site.slow_waits[key] -= timing.DEFAULT.slow_interval
     assert not other.call(waiter, "acquire")
     assert len(lines(caplog)) == 1
     actor.call(holder, "release")
@@ -124,7 +124,7 @@ def test_what_is_known_of_it_is_bounded(caplog: pytest.LogCaptureFixture) -> Non
         slow_waits: dict[str, float] = {}  # noqa: RUF012
 
         class database:  # noqa: N801
-            now = staticmethod(lambda: 1.0)
+            now, timing = staticmethod(lambda: 1.0), timing.DEFAULT
 
         mutex = threading.RLock()
 

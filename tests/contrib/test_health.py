@@ -23,7 +23,7 @@ from dblock import LockStoreError, LockTimeout, observe
 from dblock.contrib.health import acheck, check
 from dblock.contrib.health_check import Locks
 from dblock.core import runtime
-from dblock.core.events import DOCTOR, HEALTH, Event, Kind
+from dblock.core.observing.events import DOCTOR, HEALTH, Event, Kind
 from sqlalchemy_dblock import db_lock, metadata
 from tests.conftest import ALIASES, ready, run, timed, url
 from tests.support.lab import until

@@ -30,8 +30,8 @@ from dblock.contrib import opentelemetry, prometheus
 from dblock.contrib.counting import OTHER, Groups
 from dblock.core import runtime
 from dblock.core.errors import Reason, StoreConflict, StoreUnanswered
-from dblock.core.events import Kind
 from dblock.core.lock.executor import BaseStore
+from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol.steps import Execute
 from sqlalchemy_dblock import db_lock, metadata, reap
 from tests.support.lab import until
@@ -115,7 +115,8 @@ def everything(engine: Engine, monkeypatch: pytest.MonkeyPatch, told: Callable[[
         assert until(lambda: db_lock(engine, "report:1").state == "lost", 10)
     reap(engine, retention=0)
     observers: Any = runtime.current.watchdog.observers
-    observers.tell(Kind.FORCED, db_lock(engine, "stock:1")._store(), key="stock:1")
+    store = db_lock(engine, "stock:1")._store()
+    observers.tell(store, Event(Kind.FORCED, store.name, key="stock:1"))
 
 
 def reneweds() -> int:

@@ -17,6 +17,7 @@ from dblock.core.protocol.asking import MOVES, Ask, Asks, Left, Stage
 from dblock.core.protocol.steps import Sleep, Steps, Wait, sleep, wait
 from dblock.core.wakeup.registry import Wakeup
 from dblock.core.worker import start
+from tests.conftest import timed
 from tests.support.lab import until
 
 
@@ -155,7 +156,7 @@ def test_a_failure_makes_a_database_silent(asks: Asks) -> None:
 
 def test_a_thread_whose_start_was_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the asks that come after it are made."""
-    monkeypatch.setattr(asking, "IDLE", 0.3)
+    timed(monkeypatch, linger=0.3)
     store: Any = Store()
     asks, threads, made = Asks(), list[Callable[[], bool]](), list[str]()
 

@@ -19,6 +19,7 @@ import pytest
 from dblock.core import deliveries as module
 from dblock.core.deliveries import Deliveries, deliveries
 from dblock.core.log import log, warn
+from tests.conftest import timed
 
 REQUEST: ContextVar[str] = ContextVar("REQUEST", default="none")
 
@@ -94,7 +95,7 @@ def test_calls_come_in_order_and_are_bounded(handled: Callable[..., None], monke
 
 def test_a_call_that_does_not_end_delays_the_others_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then another thread goes on, and the first one ends with its call; but there are not ever more threads."""
-    monkeypatch.setattr(module, "PATIENCE", 0.02)
+    timed(monkeypatch, patience=0.02)
     monkeypatch.setattr(module, "MOST", 3)
     own, go, made = Deliveries(), threading.Event(), list[str]()
 
@@ -132,7 +133,7 @@ def test_what_is_said_last_is_heard_before_the_process_ends() -> None:
 
 
 def test_a_callback_that_never_returns_does_not_keep_the_process() -> None:
-    """Its end waits for `PATIENCE` alone. (The end of `logging` waits for a log handler, in any thread.)"""
+    """Its end waits for `Timing.patience` alone. (The end of `logging` waits for a log handler, in any thread.)"""
     command = [sys.executable, "-c", AT_EXIT.format(seconds=600)]
     ended = subprocess.run(command, check=True, capture_output=True, timeout=60)
     assert ended.stdout == b""

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from dblock.core import clock, runtime
-from dblock.core import deliveries as deliveries_module
 from dblock.core.acquire import handover
 from dblock.core.errors import (
     LockError,
@@ -242,7 +241,7 @@ def test_a_take_without_an_answer(store: FakeStore, monkeypatch: pytest.MonkeyPa
     def cut(step: Execute) -> Rows:
         raise StoreUnanswered("cut")
 
-    timed(monkeypatch, single_try=0.02, sqlite_busy=0.02)
+    timed(monkeypatch, single_try=0.02)
     store.answers |= {"take": cut, "accept": lambda _: []}
     with pytest.raises(StoreUnanswered, match="cut") as caught:
         FakeLock(store).acquire(blocking=False)
@@ -370,7 +369,7 @@ def test_callbacks_may_fail_and_hang(
     store: FakeStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the watchdog nor other locks' callbacks notice."""
-    monkeypatch.setattr(deliveries_module, "PATIENCE", 0.5)
+    timed(monkeypatch, patience=0.5)
     store.answers["renew"] = lambda _: []  # all leases are over
     store.answers["alive"] = lambda _: []
     go, told = threading.Event(), threading.Event()

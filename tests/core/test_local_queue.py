@@ -180,7 +180,6 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch,
         local_handover_wait=HOUR,
         poll_notified=HOUR,
-        unresponsive_after=3 * HOUR,
         waiter_ttl=10 * HOUR,
     )
     monkeypatch.setattr(Waiter, "_until_next_poll", lambda *_, **__: HOUR)
@@ -190,7 +189,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_in_a_local_queue_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes with several flows each: all are served, most by a hand-over inside the process."""
     turns, overtaken = 0, list[int]()
-    timed(monkeypatch, max_local_handovers=3)
+    monkeypatch.setattr(handover, "MOST_LOCAL", 3)
     for seed in range(300):
         world, log = schedule(seed)
         assert len(log) == 25
@@ -492,6 +491,19 @@ def test_the_next_of_a_process_inherits_the_place(how: str) -> None:
     assert isinstance(grant, Grant)
     assert (grant.ticket, world.rows["k"]["owner"][:6]) == (ticket, "second")
     rival.close()
+
+
+def test_who_adopts_a_place_waits_for_no_offer() -> None:
+    """It goes on at once, since no holder of its process offers it the key, whatever the local queue expects."""
+    world, process, _, first, second = two_that_ask(1.0)
+    world.time += 1
+    process.site.local_queues["k"].expect_handover()
+    assert not isinstance(play(world, first, {}), Grant)
+    given_up = world.time
+    assert process.site.local_queues["k"].handover_expected_until > given_up
+    _ = begun(world, second, "adopt_place")
+    assert world.time == given_up
+    second.close()
 
 
 def test_nor_does_a_hand_over_that_is_executed_after_both_have_looked() -> None:

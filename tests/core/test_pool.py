@@ -216,7 +216,7 @@ def test_each_event_loop_has_its_own() -> None:
 
 def test_first_come_first_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody who comes later is faster, not even a flow that gives a connection back and wants one again at once."""
-    timed(monkeypatch, slot_poll=10.0, critical_timeout=30.0, statement_timeout=60.0)
+    timed(monkeypatch, local_poll=10.0, statement_timeout=60.0)
     pool, order = Pool(most=1), list[int]()
     pool.may.set()
     mine = pool.take(soon(), critical=False)
@@ -242,7 +242,7 @@ def test_first_come_first_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_is_in_the_midst_of_something_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before all who begin, however long they have waited; among themselves as they came."""
-    timed(monkeypatch, slot_poll=10.0, critical_timeout=30.0, statement_timeout=60.0)
+    timed(monkeypatch, local_poll=10.0, statement_timeout=60.0)
     pool, order = Pool(most=1), list[tuple[bool, int]]()
     pool.may.set()
     mine = pool.take(soon(), critical=False)
@@ -300,10 +300,10 @@ def test_a_slot_is_reserved_for_a_moment_for_the_flow_that_was_notified(monkeypa
     assert first.consume()
     assert not slots.has_room(None)
     assert not slots.has_room(second)
-    now[0] += 1.1 * timing.DEFAULT.slot_poll
+    now[0] += 1.1 * timing.DEFAULT.local_poll
     second.attend()
     assert not slots.has_room(second)
-    now[0] += 1.1 * timing.DEFAULT.slot_poll
+    now[0] += 1.1 * timing.DEFAULT.local_poll
     assert slots.has_room(second)
     slots.lend(other)
     slots.leave(second)
@@ -397,6 +397,23 @@ def test_a_descriptor_that_somebody_has_closed() -> None:
         assert until(partial(getattr, connection, "overdue"))
         assert not deadlines.disarm(connection)
     broken.shutdown_fd = -1
+
+
+def test_other_calls_are_made_at_their_time(caplog: pytest.LogCaptureFixture) -> None:
+    """In their order, not early, each once; one that fails ends nothing."""
+    deadlines, made = Deadlines(), list[tuple[int, bool]]()
+    begun = clock.now()
+
+    def make(number: int, moment: float) -> None:
+        made.append((number, clock.now() >= moment))
+        if number == 1:
+            raise ValueError("the first")
+
+    for number, seconds in ((2, 0.06), (1, 0.02), (3, 0.1)):
+        deadlines.later(begun + seconds, partial(make, number, begun + seconds))
+    assert until(lambda: len(made) == 3)
+    assert made == [(1, True), (2, True), (3, True)]
+    assert "the first" in caplog.text
 
 
 class Strike:

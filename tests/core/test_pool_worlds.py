@@ -60,7 +60,7 @@ class Worlds:
 @pytest.fixture
 def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worlds]:
     """Their times are short, and each idle connection is probed."""
-    timed(monkeypatch, statement_timeout=1.0, critical_timeout=0.5, trusted_idle=0.0)
+    timed(monkeypatch, statement_timeout=1.0, trusted_idle=0.0)
     made = Worlds()
     monkeypatch.setattr(clock, "now", made.now)
     yield made

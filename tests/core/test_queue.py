@@ -16,7 +16,6 @@ from typing import Any, cast
 import pytest
 
 from dblock.core.acquire import acquiring, handover
-from dblock.core.acquire import listener as listener_module
 from dblock.core.acquire.listener import Listener
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.waiting import Waiter
@@ -535,7 +534,7 @@ class _Away:
 
 def test_a_listener_is_of_one_database(monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on for those who wait there, and wakes nobody else."""
-    monkeypatch.setattr(listener_module, "LINGER", 0.1)
+    timed(monkeypatch, attention=0.1, linger=0.1)
     wakeups, elsewhere, there, away = Wakeups(), Wakeup("elsewhere"), Wakeup("away"), _Away()
     listener = Listener(cast("Any", away), wakeups, "channel")
     wakeups.register("k", 1, elsewhere)

@@ -115,7 +115,7 @@ def over_tables(*worlds: str) -> pytest.MarkDecorator:
 @pytest.fixture(autouse=True)
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Family]]:
     """No jitter, names and tokens in order, and nobody polls before an hour has passed. The list has the last world."""
-    times = {"poll_notified": HOUR, "poll_max": HOUR, "unresponsive_after": 9 * HOUR, "listen_after": HOUR}
+    times = {"poll_notified": HOUR, "listen_after": HOUR}
     timed(monkeypatch, answer_grace=0.03, **times)
     monkeypatch.setattr(random, "uniform", lambda low, high: (low + high) / 2)
     monkeypatch.setattr(Waiter, "_until_next_poll", lambda *_, **__: HOUR)

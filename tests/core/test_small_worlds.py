@@ -54,8 +54,6 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     timed(
         monkeypatch,
         poll_notified=HOUR,
-        poll_max=HOUR,
-        unresponsive_after=9 * HOUR,
         answer_grace=0.03,
         listen_after=HOUR,
     )

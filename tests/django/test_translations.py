@@ -24,8 +24,8 @@ from django.utils.translation import deactivate, override
 from django.utils.translation.template import templatize
 
 from dblock.core.errors import Reason
-from dblock.core.events import How
 from dblock.core.lock.administration import Blocking, Wanted
+from dblock.core.observing.events import How
 from dblock.core.values import Identity
 from dblock.operating.inspector import chains
 from dblock.operating.wording import said, span

@@ -256,7 +256,7 @@ def test_a_server_that_never_answered(request: pytest.FixtureRequest, monkeypatc
     Nor does a connection that hangs for ever keep others from being opened, when the server answers again.
     """
     ready(request, "postgresql")
-    timed(monkeypatch, statement_timeout=1.0, critical_timeout=0.5)
+    timed(monkeypatch, statement_timeout=1.0)
     with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
         proxy.black_hole = True
         port = os.environ["DBLOCK_TEST_POSTGRESQL_PORT"]
@@ -285,7 +285,7 @@ def test_a_first_connection_that_hangs(
 ) -> None:
     """An AsyncEngine that meets the server alone at first: it does not keep everybody out for as long as it hangs."""
     ready(request, "postgresql")
-    timed(monkeypatch, statement_timeout=1.0, critical_timeout=0.5)
+    timed(monkeypatch, statement_timeout=1.0)
     with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
         proxy.black_hole = True
         engine = create_async_engine(make_url(url("postgresql", driver)).set(port=proxy.port))
@@ -338,7 +338,7 @@ def test_a_first_connection_that_nobody_answers(
 ) -> None:
     """Whatever becomes of the flow that waits for it, the engine's locks work soon after the server answers again."""
     ready(request, "postgresql")
-    timed(monkeypatch, statement_timeout=1.0, critical_timeout=0.5)
+    timed(monkeypatch, statement_timeout=1.0)
     with Proxy(free_port(), int(os.environ["DBLOCK_TEST_POSTGRESQL_PORT"])) as proxy:
         engine = create_async_engine(make_url(url("postgresql", driver)).set(port=proxy.port))
 
@@ -377,7 +377,7 @@ def test_a_session_that_cannot_be_set_up(
 ) -> None:
     """A server that lets us in and then is silent keeps no thread."""
     ready(request, database)
-    timed(monkeypatch, statement_timeout=1.0, critical_timeout=0.5)
+    timed(monkeypatch, statement_timeout=1.0)
     with Proxy(free_port(), make_url(url(database)).port or 0) as proxy:
         engine = create_engine(make_url(url(database)).set(port=proxy.port))
         module, name = (psycopg, "ask") if database == "postgresql" else (sessions, "_ask")

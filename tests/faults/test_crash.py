@@ -329,7 +329,7 @@ def test_crashes_amid_a_queue_that_moves_on() -> None:
 
 def _member(url: str, stay: Any, stop: Any, told: Any) -> None:
     """Takes the key again and again, and stays if told to; says when it was sure to have it, and by which fence."""
-    timing.DEFAULT = timing.DEFAULT._replace(poll_notified=0.05, poll_max=0.05)  # to be there when the key is free
+    timing.DEFAULT = timing.DEFAULT._replace(poll_notified=0.05)  # to be there when the key is free
     engine, stays = create_engine(url), list[tuple[float, float, int]]()
     while not stop.is_set():
         lock = db_lock(engine, "k", ttl=4, timeout=5)

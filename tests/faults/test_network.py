@@ -311,7 +311,7 @@ def test_a_shared_tenure_cut_off_as_it_is_handed_over(
 @pytest.mark.exact
 def test_a_take_that_cannot_be_resolved_leaves_nothing(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer of a take is lost, and so is the network: a typed error, no handle, and free after one ttl."""
-    timed(monkeypatch, single_try=0.2, sqlite_busy=0.2)
+    timed(monkeypatch, single_try=0.2)
     ttl = 1.5
     lock = wire.subject.lock("k", ttl=ttl)
     for _ in range(3):  # prepared
@@ -339,7 +339,7 @@ LISTENERS = {
 @pytest.mark.parametrize("wire", EACH_WIRE, indirect=True, ids=name_of)
 def test_a_listener_that_the_network_has_forgotten(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is not believed for ever: it is asked, and another connection listens in its place."""
-    timed(monkeypatch, trusted_idle=0.3, critical_timeout=0.5, statement_timeout=1.0)
+    timed(monkeypatch, trusted_idle=0.3, statement_timeout=1.0)
     lock, holder = wire.subject.lock("k"), wire.direct.lock("k", ttl=60)
     assert holder.acquire()
 

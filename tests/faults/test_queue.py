@@ -62,11 +62,11 @@ def test_dead_waiters_are_passed_over_together(
 
     Also if their holder dies with them, whose lease ends before their places do.
     """
-    timed(monkeypatch, waiter_ttl=2.0, heartbeat_interval=0.65)
+    timed(monkeypatch, waiter_ttl=2.0)
     k = times(5, 19)
     holder = subject.lock("k", ttl=60)
     with Remote(subject) as remote:  # an unfair flow stands alone, as if it were a process of its own
-        remote.do("setattr(timing, 'DEFAULT', timing.DEFAULT._replace(waiter_ttl=2.0, heartbeat_interval=0.65))")
+        remote.do("setattr(timing, 'DEFAULT', timing.DEFAULT._replace(waiter_ttl=2.0))")
         if with_holder:
             remote.do("(lock := subject.lock('k', ttl=1.2)).acquire()")
         else:

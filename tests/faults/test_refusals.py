@@ -110,7 +110,7 @@ class Refusals:
         self.sent.clear()
         with pytest.MonkeyPatch.context() as patch:
             patience = 0.15 if count > 100 else 3.0  # for refusals that last; a machine may stall for that long
-            timed(patch, retry_budget=patience, single_try=patience, sqlite_busy=0.15)
+            timed(patch, retry_budget=patience, single_try=patience)
             yield
         self.left = 0
 
@@ -119,7 +119,6 @@ class Refusals:
 def refusals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refusals]:
     refusals = Refusals()
     monkeypatch.setattr(BaseStore, "_perform", refusals.perform(BaseStore._perform))
-    timed(monkeypatch, sqlite_busy=0.15)
     yield refusals
 
 

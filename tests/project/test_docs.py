@@ -367,6 +367,17 @@ def test_the_words_are_few_and_true() -> None:
     assert names <= named, names - named
 
 
+def test_the_threads_are_few_and_listed() -> None:
+    """At most 8 kinds, by their names; those of the core and of both faces, and no other."""
+    table = re.split(r"^## ", text("docs/architecture.md").partition("\n## Threads\n")[2], flags=re.MULTILINE)[0]
+    listed = re.findall(r"^\| dblock (\w+)", table, re.MULTILINE)
+    assert len(set(listed)) == len(listed) <= 8
+    code = "".join(path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    begun = r'\bstart\(.+, "(\w+)"\)|super\(\).__init__\("(\w+)", "|(?:name=|NAME: Final = )"dblock (\w+)"'
+    found = re.findall(begun, code)
+    assert {name for names in found for name in names if name} == set(listed)
+
+
 def test_every_public_name_is_explained() -> None:
     """Names, options, settings and reasons: in the reference, or on the page that they belong to."""
     everything = "\n".join(text(page) for page in PAGES)

@@ -177,7 +177,7 @@ def test_a_listener_takes_no_place_in_a_pool(request: pytest.FixtureRequest, mon
 @pytest.mark.parametrize("driver", ["psycopg", "pymysql"])
 def test_a_listener_that_is_not_let_in(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that accepts and never answers: it gives up in time, and tries again later."""
-    timed(monkeypatch, statement_timeout=0.5, critical_timeout=0.25)
+    timed(monkeypatch, statement_timeout=0.6)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         kind = {"psycopg": "postgresql", "pymysql": "mysql"}[driver]
         engine = create_engine(f"{kind}+{driver}://root@127.0.0.1:{silent.getsockname()[1]}/x")

@@ -478,7 +478,7 @@ class PoolWorld:
             return
         waited = now - self.since.setdefault(slots, now)
         calm = not lost and (self.faults or not self.kinds)  # no fault has happened yet
-        assert waited <= (0.0 if calm else 3 * timing.DEFAULT.slot_poll) + 1e-6, "a free slot is not taken"
+        assert waited <= (0.0 if calm else 3 * timing.DEFAULT.local_poll) + 1e-6, "a free slot is not taken"
 
     def check_end(self) -> None:
         """When all have ended each slot is free in time, and each connection is closed or idle."""

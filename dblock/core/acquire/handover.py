@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from enum import Enum
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreUnanswered
@@ -29,6 +29,9 @@ from dblock.core.wakeup.registry import Message
 if TYPE_CHECKING:
     from dblock.core.acquire.waiting import Waiter
     from dblock.core.holding.flow import Hold
+
+MOST_LOCAL: Final = 8
+"""Most hand-overs in a row inside a process while other processes wait."""
 
 
 class Passed(Enum):
@@ -223,7 +226,7 @@ def undo_take(site: Site, key: str, owner: str, seconds: float | None = None, *,
     now = site.database.now
     until = now() + (site.database.timing.undo_timeout if seconds is None else seconds)
     try:
-        for pause in (0.0, 0.05) if again else (0.0,):
+        for pause in (0.0, 3 * site.database.timing.settle) if again else (0.0,):
             if pause and now() + pause > until:
                 return
             if pause:
@@ -244,11 +247,12 @@ def withdraw(site: Site, places: Sequence[tuple[str, str]]) -> Steps[None]:
     and the leases expire.
     """
     database = site.database
-    until = database.now() + database.timing.withdrawal
-    deleted = yield from queue.leave_queue(database, [owner for owner, _ in places], database.timing.withdrawal)
+    until = database.now() + database.timing.retry_budget
+    deleted = yield from queue.leave_queue(database, [owner for owner, _ in places], database.timing.retry_budget)
     if deleted == len(places) and database.dialect.queue.grant_leaves:
         return
-    for pause in (0.0, 0.05) if deleted < len(places) else (0.0,):  # the server may still be executing a grant at first
+    # The server may still be executing a grant at first.
+    for pause in (0.0, 3 * database.timing.settle) if deleted < len(places) else (0.0,):
         if pause:
             yield from sleep(pause)
         for owner, key in places:
@@ -279,7 +283,7 @@ def _hand_over_local(site: Site, heir: Waiter, held: HandoverRecord) -> Steps[Pa
         **request.parameters(tenure.owner),
         **tenure._asdict(),
         "heir": owner,
-        "handovers_left": max(database.timing.max_local_handovers - held.local_handovers, 0),
+        "handovers_left": max(MOST_LOCAL - held.local_handovers, 0),
         "covers": int(request.starts_on_place_lease),
     }
     statement, sent = database.dialect.queue.hand_over_local, database.now()

@@ -13,17 +13,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Final
 
 from dblock.core import clock, timing
 from dblock.core.log import warn
 from dblock.core.protocol.store import Store
 from dblock.core.wakeup.registry import Wakeups
-
-LINGER: Final = 2.0
-"""Seconds for which it goes on listening without waiters."""
-ATTENTION: Final = 1.0
-"""Seconds of silence after which it checks whether it still has waiters."""
 
 
 class Listener:
@@ -54,7 +48,9 @@ class Listener:
             self._lock.release()
 
     def _wanted(self) -> bool:
-        return clock.now() < self._wanted_at + LINGER or self._wakeups.anybody_waits(self._store.database)
+        return clock.now() < self._wanted_at + timing.DEFAULT.linger or self._wakeups.anybody_waits(
+            self._store.database
+        )
 
     def _run(self) -> None:
         try:
@@ -64,7 +60,7 @@ class Listener:
                 except Exception as error:  # noqa: BLE001 - waiters work without it
                     warn("cannot listen at the database, trying again: %s", error)
                     self._tell_all(ready=False)
-                    self._store.rest(ATTENTION)
+                    self._store.rest(timing.DEFAULT.attention)
         finally:
             self._tell_all(ready=False)
 
@@ -79,7 +75,7 @@ class Listener:
             self._tell_all(ready=True)  # for notifications that were sent before
             heard_at = clock.now()
             while self._wanted():
-                messages = subscription.listen(ATTENTION)
+                messages = subscription.listen(timing.DEFAULT.attention)
                 for message in messages:
                     self._wakeups.on_message(message)
                 if messages:

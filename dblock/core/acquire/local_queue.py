@@ -4,7 +4,7 @@ Only the first of a local queue joins the key's queue in the database, for all o
 and one waiter that polls. If a flow of this process holds the key, the first waits for a moment before it joins: the
 critical section may be short, and then the holder hands the key to it with one statement (`hand_over_local`), which
 ends one tenure and begins another. Such hand-overs overtake the database's queue at most
-`Timing.max_local_handovers` times in a row; then the key goes to that queue, and the first of the local queue joins it.
+`handover.MOST_LOCAL` times in a row; then the key goes to that queue, and the first of the local queue joins it.
 
 Theory
 ------
@@ -31,7 +31,7 @@ offered it next. What the database may have under its token, the stage says, and
   adopts the place by a statement (`queue.adopt_place`), which finds the place gone if the key was granted to it in the
   meantime. Then the adopter releases that tenure; the flow that left does not, and has nothing under that token.
 
-Every entry ends by time: a flow without activity for `Timing.unresponsive_after`, or for `RECENT` while it tries to
+Every entry ends by time: a flow without activity for `Timing.unresponsive_after`, or for `attention` while it tries to
 take the key, is passed over with its place, and may enter again. `handover_expected_until`, the local time until which
 the first waits for an offer, is at most `Timing.local_handover_wait` ahead.
 
@@ -75,9 +75,6 @@ MOVES: Final = {
     Stage.HANDED_OVER: {Stage.WAITING, Stage.OUTSIDE},
 }
 
-RECENT: Final = 1.0
-"""Seconds after which a take in progress, or a sign of contention, no longer counts."""
-
 
 class LocalQueue:
     """The flows of this process that wait for one key of one database."""
@@ -104,7 +101,7 @@ class LocalQueue:
         """The holder of the key, if it was read lately."""
         info, seen = self._holder
         ago = self._now() - seen
-        return replace(info, age=info.age + ago) if info is not None and ago < self._timing.holder_cache else None
+        return replace(info, age=info.age + ago) if info is not None and ago < self._timing.attention else None
 
     @holder.setter
     def holder(self, info: LockInfo | None) -> None:
@@ -115,7 +112,7 @@ class LocalQueue:
         while self._waiters:
             first = self._waiters[0]
             taking = first.stage is Stage.TAKING
-            since = self._now() - (RECENT if taking else self._timing.unresponsive_after)
+            since = self._now() - (self._timing.attention if taking else self._timing.unresponsive_after)
             if since < first.seen and (taking or first.wakeup.responsive()):
                 return first
             self._remove(first)

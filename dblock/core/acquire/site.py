@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from dblock.core.acquire.local_queue import RECENT, LocalQueue, Stage
+from dblock.core.acquire.local_queue import LocalQueue, Stage
 from dblock.core.protocol.sending import Database
 from dblock.core.wakeup.registry import Wakeups
 
@@ -95,4 +95,7 @@ class Site:
         """
         if key in self.local_queues:
             return True
-        return bool(self._contended) and self.database.now() < self._contended.get(key, -math.inf) + RECENT
+        return (
+            bool(self._contended)
+            and self.database.now() < self._contended.get(key, -math.inf) + self.database.timing.attention
+        )

@@ -5,6 +5,7 @@ Rule: it says what the waiter has read already. The holder may have changed sinc
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from dblock.core.acquire.local_queue import LocalQueue
@@ -15,8 +16,6 @@ from dblock.core.log import warn
 from dblock.core.text import printable
 from dblock.core.values import Identity, LockInfo
 
-INTERVAL: Final = 60.0
-"""Seconds between two lines about a key."""
 KEYS: Final = 1000
 """Most keys whose last line is remembered; then the oldest are forgotten."""
 
@@ -33,7 +32,7 @@ def say(
     """Log a wait, unless this process logged one for the same key within a minute. `share`: one that is in the way."""
     key, now, said = request.key, site.database.now(), site.slow_waits
     with site.mutex:
-        if now < said.get(key, -INTERVAL) + INTERVAL:
+        if now < said.get(key, -math.inf) + site.database.timing.slow_interval:
             return
         _ = said.pop(key, None)
         said[key] = now

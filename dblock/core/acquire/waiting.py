@@ -201,7 +201,7 @@ class Waiter:
             return
         from dblock.core.acquire import slow  # noqa: PLC0415 - for those who wait for long
 
-        self.slow_from = now + slow.INTERVAL
+        self.slow_from = now + self.timing.slow_interval
         slow.say(self.site, self.request, now - self.waiting_since, self.local_queue, self.services)
 
     def _begin_again(self, over: Grant | None = None) -> Steps[None]:
@@ -256,7 +256,7 @@ class Waiter:
         """Seconds until the holder should be read once more; until the deadline if it has been."""
         if self.has_read_holder:
             return left
-        until_reading = left - 2 * self._round_trip() - self.timing.last_read
+        until_reading = left - 2 * self._round_trip() - self.timing.near
         return until_reading if until_reading > 0.001 else 0.0  # a clock may not resolve a shorter pause
 
     def _pause_to_the_end(self, place: Place) -> Steps[bool]:
@@ -475,4 +475,4 @@ class Waiter:
 
     def _due(self, view: QueueStatus) -> float:
         """Seconds until this waiter should have a key without a holder granted; those before it do so earlier."""
-        return view.remaining + view.ahead * self.timing.look_stagger
+        return view.remaining + view.ahead * self.timing.settle

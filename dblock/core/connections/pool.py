@@ -44,6 +44,8 @@ from dblock.core.errors import PoolExhausted, StoreConflict
 from dblock.core.wakeup.registry import Wakeup
 from dblock.core.worker import start
 
+PROBE_SHARE: Final = 0.1
+"""The probe's share of the time of the caller's statement, if that is more than `Timing.question`."""
 KEPT: Final = 5
 """Most idle connections of a pool, as by default in SQLAlchemy's pools."""
 RESTING: Final = 1
@@ -264,7 +266,7 @@ class AutocommitPool:
                 left = waiter.until - times.min_retry_time - clock.now()
                 if left <= 0:
                     break
-                self.wait(waiter, min(left, times.slot_poll))
+                self.wait(waiter, min(left, times.local_poll))
                 waiter.attend()
         finally:
             with self._mutex:
@@ -352,7 +354,7 @@ class AutocommitPool:
         ):
             return True
         left = until - now
-        answer = max(times.question, 2 * connection.round_trip, left * times.question_share)
+        answer = max(times.question, 2 * connection.round_trip, left * PROBE_SHARE)
         try:
             self.ask(connection, now + min(answer, left / 2))
         except Exception:  # noqa: BLE001, S110 - any error of a driver

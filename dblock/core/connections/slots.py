@@ -30,7 +30,7 @@ class SlotWaiter(Wakeup):
     def attend(self) -> None:
         """Clear its notification, and say by which local time it polls again, unless it cannot."""
         _ = self.consume()
-        self.polls_by = clock.now() + 2 * timing.DEFAULT.slot_poll
+        self.polls_by = clock.now() + 2 * timing.DEFAULT.local_poll
 
 
 class Slots:

@@ -29,6 +29,7 @@ from contextvars import ContextVar, Token
 from operator import call
 from typing import Any, Final, NamedTuple, Protocol
 
+from dblock.core import timing
 from dblock.core.errors import Reason
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.holding.lease import Lease
@@ -37,9 +38,6 @@ from dblock.core.options import Options
 from dblock.core.protocol.store import Store
 from dblock.core.text import printable
 from dblock.core.values import MACHINE, SHARE, Grant, Tenure, key_of_share
-
-LISTENING_PACE: Final = 1.0
-"""Seconds between two renewals of a lock with `on_revoke`, since renewals bring that news."""
 
 _CALL: Final[Callable[..., Any]] = call
 
@@ -317,7 +315,7 @@ class Hold:
             store.database.now,
             grace=options.grace,
             renewing=options.renew and store.renewable,
-            pace=LISTENING_PACE if options.on_revoke else math.inf,
+            pace=timing.DEFAULT.attention if options.on_revoke else math.inf,
         )
         self.record = HandoverRecord.of(grant)
         self.min_hold = options.min_hold

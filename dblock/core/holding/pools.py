@@ -19,8 +19,8 @@ from types import FrameType
 from typing import Any, Final
 from weakref import ref
 
-_PAUSES: Final = (0.0005, 0.002, 0.008)
-"""Seconds between searches for the task, which may not await the call yet when that begins."""
+from dblock.core import timing
+
 _ITEMS: Final = {"concurrent.futures.thread", "asgiref.current_thread_executor"}
 """Modules whose work items refer to the future of their call."""
 
@@ -71,7 +71,8 @@ def _awaiting(handler: FrameType) -> Any:
     known, loop = handler.f_locals.get("task_context"), handler.f_locals.get("loop")
     if known is None:
         return None
-    for pause in (0.0, *_PAUSES):
+    near = timing.DEFAULT.near
+    for pause in (0.0, near / 10, near / 2, 2 * near):  # the task may not await the call yet when that begins
         if pause:
             time.sleep(pause)
         for task in sys.modules["asyncio"].all_tasks(loop):

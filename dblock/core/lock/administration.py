@@ -279,9 +279,9 @@ def force_release(store: Store, key: str, fence: int, words: str) -> Steps[bool]
     if ended:
         observers = runtime.current.watchdog.observers
         if observers is not None:
-            from dblock.core.events import Kind  # noqa: PLC0415 - where nobody observes, it is not loaded
+            from dblock.core.observing.events import Event, Kind  # noqa: PLC0415 - where nobody observes, it is not loaded
 
-            observers.tell(Kind.FORCED, store, key=key, fence=fence, reason=words)
+            observers.tell(store, Event(Kind.FORCED, store.name, key=key, fence=fence, reason=words))
         site = runtime.current.site(store)
         if SHARE in key:
             yield from notify_door(site, key)

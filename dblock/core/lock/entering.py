@@ -20,7 +20,7 @@ from dblock.core.holding.handover_record import Bundle
 from dblock.core.identity import celery_task_id
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.bookkeeping import begin_hold, forget, site_of, who_we_are
-from dblock.core.lock.leaving import leave
+from dblock.core.lock.leaving import _release, leave
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps
@@ -52,7 +52,7 @@ def acquire(
     if observers is None:
         steps = begin(lock, timeout, entry, flow)
     else:
-        steps = observers.acquire(lock, entry, functools.partial(begin, lock, timeout, entry, flow))
+        steps = observers.acquire(lock, entry, functools.partial(begin, lock, timeout, entry, flow), _release)
     for hook in runtime.current.acquire_hooks:
         steps = hook(lock, timeout, steps)
     return steps
@@ -190,7 +190,7 @@ def attach(lock: L, token: Token) -> Steps[L]:
     if lock.options.on_busy != "raise":
         raise TypeError("on_busy is for decorators: attach() enters a tenure that exists")
     steps, observers = _attach(lock, token), runtime.current.watchdog.observers
-    return steps if observers is None else observers.attach(lock, steps)
+    return steps if observers is None else observers.attach(lock, steps, _release)
 
 
 def _attach(lock: L, token: Token) -> Steps[L]:
@@ -227,7 +227,7 @@ def adopt(lock: BaseLock, token: Token) -> Steps[bool]:
     Raises LockLost if the tenure is over.
     """
     steps, observers = _adopt(lock, token), runtime.current.watchdog.observers
-    return steps if observers is None else observers.attach(lock, steps)
+    return steps if observers is None else observers.attach(lock, steps, _release)
 
 
 def _adopt(lock: BaseLock, token: Token) -> Steps[bool]:

@@ -162,7 +162,7 @@ class BaseStore:
         """The deadline for the answer to a step."""
         timing = self.database.timing
         longest = timing.critical_timeout if step.statement.critical else timing.statement_timeout
-        return now + max(timing.least_answer, min(step.until - now, longest))
+        return now + max(timing.near, min(step.until - now, longest))
 
     def _give_back(self, connection: PooledConnection, failure: Failure) -> None:
         if failure in _SPENT:

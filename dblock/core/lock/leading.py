@@ -21,7 +21,7 @@ from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypedDict, TypeVar, cast
 
-from dblock.core import clock, runtime
+from dblock.core import clock, runtime, timing
 from dblock.core.acquire.request import Refused
 from dblock.core.errors import (
     LockError,
@@ -53,8 +53,6 @@ Deposed = Callable[[Any, Reason], object]
 
 TTL: Final = 15.0
 """Seconds after which another candidate is elected, by default, if the leader has died."""
-PAUSE: Final = 1.0
-"""Longest pause in seconds before `run` campaigns again after a failure of the database."""
 
 
 class Stage(Enum):
@@ -126,7 +124,7 @@ class _Running:
     def wait(self) -> None:
         """Return when it is over; the gate opens for one waiter, the others poll."""
         while not self.over:
-            _ = self._gate.acquire(timeout=0.1)
+            _ = self._gate.acquire(timeout=timing.DEFAULT.local_poll)
 
 
 class BaseLeader:
@@ -516,7 +514,7 @@ class SyncLeader(BaseLeader):
 
         @functools.wraps(body)
         def lead() -> None:
-            growing = pauses(0.05, PAUSE)
+            growing = pauses(timing.DEFAULT.attention)
             while not self._has_stopped():
                 running = _Running()
                 try:
@@ -530,7 +528,7 @@ class SyncLeader(BaseLeader):
                         return
                     raise
                 if elected:
-                    growing = pauses(0.05, PAUSE)
+                    growing = pauses(timing.DEFAULT.attention)
                     self._lead(body, running)
 
         return lead
@@ -538,7 +536,7 @@ class SyncLeader(BaseLeader):
     def _pause(self, seconds: float) -> None:
         until = clock.now() + seconds
         while not self._stopped and (left := until - clock.now()) > 0:
-            time.sleep(min(left, 0.05))
+            time.sleep(min(left, timing.DEFAULT.local_poll))
 
     def _lead(self, body: Body, running: _Running) -> None:
         failed: BaseException | None = None
@@ -646,7 +644,7 @@ class AsyncLeader(BaseLeader):
         running = self._begin_to_resign()
         if running is not None:
             while not running.over:  # in another task, loop or thread
-                await _sleep(0.01)
+                await _sleep(2 * timing.DEFAULT.near)
         with contextlib.suppress(LockLost):
             await self._lock._adrive(self._release(), undisturbed=True)
 
@@ -677,7 +675,7 @@ class AsyncLeader(BaseLeader):
 
         @functools.wraps(body)
         async def lead() -> None:
-            growing = pauses(0.05, PAUSE)
+            growing = pauses(timing.DEFAULT.attention)
             while not self._has_stopped():
                 running = _Running()
                 try:
@@ -691,7 +689,7 @@ class AsyncLeader(BaseLeader):
                         return
                     raise
                 if elected:
-                    growing = pauses(0.05, PAUSE)
+                    growing = pauses(timing.DEFAULT.attention)
                     await _alead(self, body, running)
 
         return lead

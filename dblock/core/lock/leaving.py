@@ -21,7 +21,7 @@ from dblock.core.protocol.store import Store
 from dblock.core.tokens import Token, token_text
 
 if TYPE_CHECKING:
-    from dblock.core.events import How
+    from dblock.core.observing.events import How
 
 T = TypeVar("T")
 

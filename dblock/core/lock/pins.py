@@ -19,8 +19,6 @@ from dblock.core.protocol.steps import Rows, Steps, sleep
 from dblock.core.statements import pins as statements
 from dblock.core.statements.base import Statement
 
-SETTLE: Final = 0.02
-"""Seconds between two reads, after which no statement of the lock itself still has a row locked."""
 AGES: Final = "members of pg_monitor are shown since when, and what it does"
 PROCESS: Final = (
     "which session that is, the server shows to users with the right PROCESS (on MySQL also with SELECT on "
@@ -34,16 +32,18 @@ MARIADB: Final = "MariaDB does not say which of the transactions that have locke
 
 
 def pinned(
-    database: Database, keys: Collection[str], until: float | None = None, *, settle: float = SETTLE
+    database: Database, keys: Collection[str], until: float | None = None, *, settle: float | None = None
 ) -> Steps[dict[str, Pinned]]:
     """The pinned ones of these keys, and the transactions that pin them, as far as rights allow.
 
     It ends at the local time `until`, if one is given. On MySQL and MariaDB only keys that have a row can be pinned,
-    and locked rows are read again after `settle` seconds (0: not at all), since takes lock rows for a moment.
+    and locked rows are read again after `settle` seconds (0: not at all; by default `Timing.settle`), since takes lock
+    rows for a moment.
     """
     if not keys or database.dialect.single_writer:
         return {}
     until = database.now() + database.timing.retry_budget if until is None else until
+    settle = database.timing.settle if settle is None else settle
     find = _on_postgresql if database.dialect.name == "postgresql" else _on_mysql
     return (yield from find(database, sorted(keys), until, settle))
 

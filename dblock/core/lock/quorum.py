@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import EllipsisType, MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, NoReturn, Self, TypedDict, TypeVar, cast
 
-from dblock.core import clock, runtime
+from dblock.core import clock, runtime, timing
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
 from dblock.core.errors import (
@@ -65,10 +65,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 ANSWER: Final = 0.5
 """Longest limit in seconds for the answer of one database, by default."""
-PROBE: Final = 1.0
-"""Seconds between two questions whether a database is alive in whose queue the flow waits."""
-PAUSES: Final = (0.01, 0.3)
-"""First and longest mean pause in seconds between two attempts."""
 OF_ROWS: Final = frozenset({"ttl", "timeout", "label", "max_hold", "slow_wait"})
 """The options that each database's lock has; the others are the majority's."""
 
@@ -218,7 +214,7 @@ class Held:
             return
         self._growing = True
         wait = self.ttl / 3 if seconds is None else seconds
-        the_asks().scheduler.later(clock.now() + wait, self._grow)
+        runtime.current.deadlines.later(clock.now() + wait, self._grow)
 
     def _grow(self) -> None:
         self._growing = False
@@ -432,7 +428,7 @@ class _Attempts:
 
     def run(self) -> Steps[Held | None]:
         """Try until there is a majority, or the time is up."""
-        mean = PAUSES[0]
+        mean = 2 * timing.DEFAULT.near
         while True:
             got = yield from self._once()
             left = self._left()
@@ -440,7 +436,7 @@ class _Attempts:
                 return got
             pause = random.uniform(0.5, 1.5) * mean  # noqa: S311 - to part contenders, not a secret
             yield from sleep(pause if left is None else min(pause, left))
-            mean = min(mean * 2, PAUSES[1])
+            mean = min(mean * 2, 3 * timing.DEFAULT.farthest)
 
     def _left(self) -> float | None:
         return None if self.deadline is None else max(self.deadline - clock.now(), 0.0)
@@ -559,7 +555,7 @@ class _Attempts:
         Not any more when it does not answer, or when nobody has the key in a majority of the databases.
         """
         [ask] = asks = [self._ask_to_take(number, self._left())]
-        yield from self.asks.gather(asks, min(self.limit, PROBE), self._wakeup, waits=True)
+        yield from self.asks.gather(asks, min(self.limit, timing.DEFAULT.attention), self._wakeup, waits=True)
         while ask.pending():
             looks = [self._ask(each, _look(each, self.limit)) for each in self.locks]
             found = yield from self._answers(looks)
@@ -569,7 +565,7 @@ class _Attempts:
             self.holder = found.get(number) or self.holder
             if ask.pending() and self._are_free(found):
                 break
-            yield from self.asks.gather(asks, PROBE, self._wakeup, waits=True)
+            yield from self.asks.gather(asks, timing.DEFAULT.attention, self._wakeup, waits=True)
         self._use({number: ask})
         return number in self.granted
 

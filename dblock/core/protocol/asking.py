@@ -11,8 +11,6 @@ Rule: each result of an ask is used by its caller, or undone; never both, never 
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, MutableMapping
@@ -20,22 +18,16 @@ from enum import Enum
 from typing import Any, Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from dblock.core import clock
+from dblock.core import clock, timing
 from dblock.core.errors import LockError, LockStoreError, StoreBusy
 from dblock.core.log import warn
 from dblock.core.protocol.drive import adrive, drive, plain_task
 from dblock.core.protocol.steps import Sleep, Step, Steps, Wait, wait
 from dblock.core.protocol.store import Store
 from dblock.core.wakeup.registry import Wakeup
-from dblock.core.worker import Worker, start
+from dblock.core.worker import start
 
 T = TypeVar("T")
-
-IDLE: Final = 5.0
-"""Seconds after which a thread without work ends."""
-
-PATIENCE: Final = 10.0
-"""Longest time in seconds for which a database that does not answer is not asked again; a statement takes less."""
 
 
 class Stage(Enum):
@@ -178,7 +170,6 @@ class Asks:
     """The asks of this process."""
 
     def __init__(self) -> None:
-        self.scheduler = Scheduler()
         self._changed = threading.Condition(threading.RLock())  # a signal handler may begin an ask
         self._jobs: deque[tuple[Store, Steps[None]]] = deque()
         self._idle = 0
@@ -250,7 +241,7 @@ class Asks:
         with ask._mutex:
             if ask.pending() and not ask.late:
                 ask.late, health = True, self._of(ask.store)
-                health.silent, health.asked_until = True, clock.now() + PATIENCE
+                health.silent, health.asked_until = True, clock.now() + timing.DEFAULT.surely_answered
 
     def _of(self, store: Store) -> _Health:
         with self._changed:
@@ -297,43 +288,12 @@ class Asks:
         """The next job for a thread; None if there is none for a while."""
         with self._changed:
             self._idle += 1
-            found = self._changed.wait_for(lambda: self._jobs, IDLE)
+            found = self._changed.wait_for(lambda: self._jobs, timing.DEFAULT.linger)
             self._idle -= 1
             if not found:
                 return None
             self._working += 1
             return self._jobs.popleft()
-
-
-class Scheduler(Worker):
-    """Short calls at given times, in a thread that waits for no database."""
-
-    def __init__(self) -> None:
-        super().__init__("quorum clock", "renew majorities")
-        self._mutex = threading.RLock()  # a signal handler may add one
-        self._calls: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-
-    def later(self, moment: float, call: Callable[[], None]) -> None:
-        """Make the call at that local time."""
-        with self._mutex:
-            heapq.heappush(self._calls, (moment, next(self._numbers), call))
-        self.wake_by(moment)
-
-    def round(self) -> float:
-        now = clock.now()
-        with self._mutex:
-            due = [heapq.heappop(self._calls)[2] for _ in range(len(self._calls)) if self._calls[0][0] <= now]
-        for call in due:
-            try:
-                call()
-            except Exception as error:  # noqa: BLE001 - others depend on this thread
-                warn("renewing a majority failed: %r", error)
-        with self._mutex:
-            return self._calls[0][0] if self._calls else now + IDLE
-
-    def busy(self) -> bool:
-        return bool(self._calls)
 
 
 async def _logged(work: Any) -> None:

@@ -49,6 +49,7 @@ from collections.abc import Collection, Generator, Iterable, Mapping
 from enum import Enum
 from typing import Final, NamedTuple
 
+from dblock.core import timing
 from dblock.core.errors import LockStoreError
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps
@@ -68,15 +69,6 @@ class QuorumUnavailable(LockStoreError):
     def __init__(self, message: str = "", *, key: str | None = None, answers: Mapping[str, str] | None = None) -> None:
         super().__init__(message, key=key)
         self.answers = dict(answers or {})
-
-
-STARTED: Final = 1.5
-"""Seconds by which two readings of the same start may differ: MySQL and MariaDB tell it in whole seconds."""
-AHEAD: Final = 0.25
-"""Seconds by which a proposed fence is ahead of the client's clock: longer than an attempt takes as a rule."""
-LEAST: Final = 2.0
-"""Shortest quarantine in seconds, longer than `STARTED`: a server that starts twice within that counts in between to
-nobody."""
 
 
 def majority(databases: int) -> int:
@@ -189,12 +181,16 @@ class Server(NamedTuple):
     def is_known(self) -> bool:
         """Whether it is the server that was recorded, and has not started again."""
         identity, _, started = self.known.rpartition(" ")
-        return bool(started) and identity == self.identity and abs(float(started) - self.started) <= STARTED
+        return (
+            bool(started)
+            and identity == self.identity
+            and abs(float(started) - self.started) <= timing.DEFAULT.start_tolerance
+        )
 
 
 def propose() -> int:
     """A number for the takes of one attempt, which is a little ahead of the clocks of the databases."""
-    return int((time.time() + AHEAD) * 1e6)
+    return int((time.time() + timing.DEFAULT.fence_lead) * 1e6)
 
 
 def take(database: Database, request: Parameters, proposed: int, until: float) -> Steps[tuple[Grant, Rows] | None]:
@@ -228,10 +224,10 @@ def standing(database: Database, life: float, until: float, said: Rows = ()) -> 
     if not server.is_known:
         recorded: Parameters = {**known, "label": f"{server.identity} {server.started:.6f}", "far": FAR}
         _ = yield from send(database, statements.record.over(tables, quote), recorded, until, resend=True)
-        return max(life, LEAST)
+        return max(life, timing.DEFAULT.shortest_quarantine)
     if server.longest < life:
         _ = yield from send(database, statements.lengthen.over(tables, quote), known, until, resend=True)
-    return max(max(server.longest, life, LEAST) - server.age, 0.0)
+    return max(max(server.longest, life, timing.DEFAULT.shortest_quarantine) - server.age, 0.0)
 
 
 FAR: Final = 3e9

@@ -35,12 +35,8 @@ def reap(database: Database, retention: float) -> Steps[Reaped]:
     return Reaped(locks, places)
 
 
-_BRIEF: Final = 0.04
-"""Time for a deletion on SQLite, half of which it may wait for another writer; then it tries again."""
 _REST: Final = 9
 """Each statement is followed by a pause of so many times its duration."""
-_LONGEST_REST: Final = 1.0
-"""Longest such pause in seconds: a statement that takes long has mostly waited."""
 
 
 def _tidy(database: Database, find: Statement, delete: Statement, retention: float) -> Steps[int]:
@@ -67,7 +63,9 @@ def _delete(database: Database, delete: Statement, names: list[str], retention: 
     if not names:
         return 0
     given: Parameters = {"names": Masked(json.dumps(names, ensure_ascii=False)), "retention": retention}
-    brief = _BRIEF if database.dialect.single_writer else database.timing.statement_timeout
+    brief = database.timing.statement_timeout
+    if database.dialect.single_writer:  # it may wait for another writer for half of that; then it tries again
+        brief = 2 * database.timing.settle
     return len((yield from _send(database, delete, given, brief)))
 
 
@@ -79,5 +77,5 @@ def _send(database: Database, statement: Statement, parameters: Parameters, brie
 
 
 def _rest(database: Database, began: float) -> Steps[None]:
-    """Pause after statements that began at that local time."""
-    yield from sleep(min((database.now() - began) * _REST, _LONGEST_REST))
+    """Pause after statements that began at that local time; one that took long has mostly waited."""
+    yield from sleep(min((database.now() - began) * _REST, database.timing.attention))

@@ -144,9 +144,9 @@ def _explained(failure: LockStoreError, told: LockStoreError | None) -> LockStor
     return explained
 
 
-def pauses(first: float = 0.005, longest: float = 0.25) -> Iterator[float]:
+def pauses(longest: float | None = None) -> Iterator[float]:
     """Growing pauses in seconds, with jitter so that flows that failed together do not retry together."""
-    pause = first
+    pause, longest = timing.DEFAULT.near, timing.DEFAULT.retry_max if longest is None else longest
     while True:
         yield random.uniform(pause / 2, pause)  # noqa: S311 - jitter, not a secret
         pause = min(pause * 1.6, longest)

@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import MutableMapping
-from typing import Final
 
 from dblock.core import clock
 from dblock.core.log import warn
 from dblock.core.protocol import reaping
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
-
-LONGEST: Final = 3600.0
-"""Seconds after which a pass that has not ended counts as dropped with its event loop; two at once do no harm."""
 
 
 def begin(store: Store, due: MutableMapping[Store, float]) -> Steps[None] | None:
@@ -36,12 +32,13 @@ def begin(store: Store, due: MutableMapping[Store, float]) -> Steps[None] | None
     if due.setdefault(store, upcoming) > clock.now():
         return None
     due[store] = upcoming
-    return _reap(store, retention, due)
+    return _reap(store, retention, due, max(every, retention))
 
 
-def _reap(store: Store, retention: float, due: MutableMapping[Store, float]) -> Steps[None]:
+def _reap(store: Store, retention: float, due: MutableMapping[Store, float], longest: float) -> Steps[None]:
+    """After `longest` seconds a pass counts as dropped with its event loop; two at once do no harm."""
     upcoming = due[store]
-    due[store] = upcoming + LONGEST  # one at a time
+    due[store] = upcoming + longest  # one at a time
     try:
         _ = yield from reaping.reap(store.database, retention)
     except Exception as error:  # noqa: BLE001 - it has no caller

@@ -5,7 +5,6 @@ Rule: it fails softly. After a failure the watchdog tries again.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -20,9 +19,10 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.values import Grant, Tenure
 from dblock.core.watchdog.heartbeats import Heartbeat
+from dblock.core.worker import start
 
 if TYPE_CHECKING:
-    from dblock.core.holding.observers import Observers
+    from dblock.core.observing.observers import Observers
 
 BATCH: Final = 10_000
 """Leases in one statement, at most."""
@@ -73,8 +73,8 @@ class Renewal:
         """Renew the leases, and record the result in each hold."""
         self.set_reason_if_lost(Reason.UNREACHABLE)  # until it has succeeded: it may never be answered
         budget = min(due.hold.lease.term for due in self.leases) / 20
-        for start in range(0, len(self.leases), BATCH):
-            yield from self._renew(self.leases[start : start + BATCH], budget)
+        for first in range(0, len(self.leases), BATCH):
+            yield from self._renew(self.leases[first : first + BATCH], budget)
         self._keeper.wake()
 
     def give_up(self) -> None:
@@ -134,21 +134,21 @@ class Renewal:
                     _ = hold.lease.lose(loss)
 
 
-class Renewer(threading.Thread):
-    """Sends the renewals and heartbeats of one database."""
+class Renewer:
+    """Sends the renewals and heartbeats of one database, in a thread that ends with the batch None."""
 
     def __init__(self, store: Store) -> None:
-        super().__init__(name="dblock renewal", daemon=True)
         self.store = store
         self.batches: SimpleQueue[Renewal | Heartbeat | None] = SimpleQueue()
         self.given = self.done = 0
+        self._is_alive = start(self._run, "renewal")
 
     @property
     def ready(self) -> bool:
         """Whether the thread runs and has nothing under way."""
-        return self.given == self.done and self.is_alive()
+        return self.given == self.done and self._is_alive()
 
-    def run(self) -> None:
+    def _run(self) -> None:
         while (batch := self.batches.get()) is not None:
             _ = background.set(not batch.leases)
             try:

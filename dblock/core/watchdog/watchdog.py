@@ -21,16 +21,17 @@ Rule: nothing here decides who holds a key. The watchdog moves the moment until 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, MutableMapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from dblock.core import clock
+from dblock.core import clock, timing
 from dblock.core.connections.pool import background
 from dblock.core.errors import Reason, StoreBusy
 from dblock.core.holding.flow import Flows, Hold, HoldObserver
@@ -44,14 +45,9 @@ from dblock.core.worker import Worker, start
 if TYPE_CHECKING:
     import asyncio
 
-    from dblock.core.holding.observers import Observers
-    from dblock.core.watchdog.history import Histories
+    from dblock.core.observing.history import Histories
+    from dblock.core.observing.observers import Observers
     from dblock.core.watchdog.renewals import Renewal, Renewer
-
-LOOK: Final = 1.0
-"""Longest pause between two rounds of the watching thread."""
-PATIENCE: Final = 2.0
-"""Seconds for which the end of a process waits for the release of its locks."""
 
 
 def _in_background(steps: Steps[None]) -> Steps[None]:
@@ -184,7 +180,7 @@ class Watchdog(Worker):
             self._withdrawals[place] = lambda: not task.done()
             return
         try:
-            self._withdrawals[place] = start(partial(run_apart, steps, store), "withdrawal")
+            self._withdrawals[place] = start(partial(run_apart, steps, store), "housekeeping")
         except RuntimeError:  # out of threads, or the interpreter is ending: the places expire
             _ = self._withdrawn.pop(place, None)
 
@@ -281,7 +277,7 @@ class Watchdog(Worker):
             self._tidy_up()
             self._ending = None
             self._ended.set()
-        wait, self._pruned_by = LOOK, math.inf
+        wait, self._pruned_by = timing.DEFAULT.attention, math.inf
         try:
             self._pruned_by = self._prune()
             wait = self._look_at_all()
@@ -305,7 +301,7 @@ class Watchdog(Worker):
     def _look_at_all(self) -> float:
         """Do what is due; returns the seconds until the next."""
         due: dict[tuple[Store, Any], list[Hold]] = {}
-        soonest = LOOK
+        soonest = timing.DEFAULT.attention
         stores = set()
         for hold in list(self._holds):
             stores.add(hold.store)
@@ -366,7 +362,7 @@ class Watchdog(Worker):
                 self._send(heartbeat, loop)
         for place in self._heartbeats.keys() - {(kept.store, kept.loop) for kept in places}:
             del self._heartbeats[place]
-        return min((kept.due - now for kept in places), default=LOOK)
+        return min((kept.due - now for kept in places), default=timing.DEFAULT.attention)
 
     def _gather(self, store: Store, loop: Any, holds: list[Hold]) -> None:
         """Add the leases that will be due soon, so that leases that began one by one are renewed together."""
@@ -388,9 +384,7 @@ class Watchdog(Worker):
                 renewer.batches.put(None)
             from dblock.core.watchdog.renewals import Renewer  # noqa: PLC0415 - only for long holds
 
-            renewer = Renewer(store)
-            renewer.start()
-            self._renewers[store] = renewer
+            renewer = self._renewers[store] = Renewer(store)
         renewer.given += 1
         renewer.batches.put(batch)
 
@@ -424,16 +418,14 @@ class Watchdog(Worker):
 
             steps = reaping.begin(store, self._reap_at)
             if steps is not None:
-                _ = self._run(steps, store, loop, "reaper")
+                self._run(steps, store, loop)
 
     def _write_down(self) -> None:
         """Begin to write the history."""
         if self.histories is None:
             return
-        from dblock.core.watchdog.history import RIPE  # noqa: PLC0415 - off by default
-
-        for store, loop, steps in self.histories.begin(ripe=RIPE):
-            _ = self._run(steps, store, loop, "history")
+        for store, loop, steps in self.histories.begin(ripe=timing.DEFAULT.attention / 2):
+            self._run(steps, store, loop)
 
     @property
     def _withdraws(self) -> bool:
@@ -443,17 +435,17 @@ class Watchdog(Worker):
     def _to_write(self) -> bool:
         return self.histories is not None and self.histories.pending
 
-    def _run(self, steps: Steps[None], store: Store, loop: Any, name: str) -> bool:
-        """Run steps in the background, in a thread of that name or in a task; False if that cannot be done."""
+    def _run(self, steps: Steps[None], store: Store, loop: Any) -> None:
+        """Run steps that delete or write rows in the background, in a thread of their own or in a task.
+
+        Nothing is done without threads, after the end of the loop, or when the interpreter is ending.
+        """
         steps = _in_background(steps)
-        try:
+        with contextlib.suppress(RuntimeError):
             if loop is None:
-                _ = start(partial(run_apart, steps, store), name)
+                _ = start(partial(run_apart, steps, store), "housekeeping")
             else:
                 self._run_on_loop(steps, store, loop)
-        except RuntimeError:  # out of threads, a closed loop, or the interpreter is ending
-            return False
-        return True
 
     # -- the end
 
@@ -478,7 +470,7 @@ class Watchdog(Worker):
         self._ended.clear()
         self._ending = ending
         self.wake()
-        _ = self._ended.wait(PATIENCE)
+        _ = self._ended.wait(timing.DEFAULT.patience)
 
     def _give_all_back(self, holds: list[Hold]) -> None:
         """Release the holds one by one; after a failure the rest of that database are skipped."""

@@ -16,8 +16,8 @@ from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
 from dblock.core.errors import LockError, LockTimeout, StoreBusy, StoreConflict, StoreUnanswered
-from dblock.core.events import DOCTOR
 from dblock.core.lock import administration
+from dblock.core.observing.events import DOCTOR
 from dblock.core.statements.administration import WORDS
 from dblock.core.statements.base import Tables
 from dblock.core.text import printable

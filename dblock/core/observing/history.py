@@ -21,9 +21,9 @@ from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
 
-from dblock.core.events import Event, Kind
 from dblock.core.identity import celery_task_id, storable
 from dblock.core.log import warn
+from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol.administering import ask
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -32,8 +32,6 @@ OF_KEY: Final = 20
 """Most events of one key in one write."""
 OF_ALL: Final = 500
 """Most events of all keys in one write."""
-RIPE: Final = 0.5
-"""Seconds for which an event waits for more; so an event loop that ends within them is not in the midst of a write."""
 TRIM: Final = 100
 """Most events that a process writes between two deletions of up to a thousand; or a tenth of those kept, if fewer."""
 OMITTED: Final = "omitted"

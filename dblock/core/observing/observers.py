@@ -1,31 +1,36 @@
-"""Observing locks: `observe()`, and the events that flows report.
+"""Observing locks: `observe()`, the observers of this process, and the events that they are told of.
 
-Rule: only a process with observers runs this code. A flow reports its own events, when the lock is as the event says;
-an interrupt of a callback leaves no flow with a lock that it does not know of.
+Flows report their own events, and the watchdog those of leases. The history is one more that hears of all events, for
+the stores that keep one.
+
+Rule: only a process with observers, or with a history, runs this code. An observer delays only the flow that the event
+is about, and cannot break it: an exception of a callback is logged, and an interrupt of one leaves no flow with a lock
+that it does not know of. Events of the watchdog are delivered in another thread (`dblock.core.deliveries`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire.request import Refused
 from dblock.core.errors import LockError, LockLost
-from dblock.core.events import Event, How, Kind
 from dblock.core.holding.flow import Entry, Hold, HoldObserver
-from dblock.core.holding.observers import Observer, Observers, about, held, lock_of, masked
-from dblock.core.lock import leaving
-from dblock.core.lock.base import BaseLock
+from dblock.core.log import deliver, warn
+from dblock.core.observing.events import PROBES, Event, How, Kind
+from dblock.core.observing.history import Histories
 from dblock.core.protocol import reaping
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.runtime import current_flow
 from dblock.core.values import LockInfo
-from dblock.core.watchdog.history import Histories
 
 T = TypeVar("T")
+Undo = Callable[[Any, Hold, Entry], Steps[None]]
+"""Leaves an entry of a lock object's hold again."""
 
 
 def observe(callback: Callable[[Event], object], *kinds: Kind) -> Callable[[], None]:
@@ -57,13 +62,73 @@ def _change(changed: Callable[[tuple[Observer, ...]], tuple[Observer, ...]], *, 
         before = watchdog.observers
         all_ = changed(() if before is None else before.all)
         records = records or (before is not None and before.records)
-        watchdog.observers = FlowObservers(all_, records=records) if all_ or records else None
+        watchdog.observers = Observers(all_, records=records) if all_ or records else None
 
 
-class FlowObservers(Observers):
-    """Observers that also get the events of flows."""
+class Observer(NamedTuple):
+    """A callback, and the kinds of events that it receives."""
 
-    def acquire(self, lock: BaseLock, entry: Entry, begin: Callable[..., Steps[T]]) -> Steps[T]:
+    callback: Callable[[Event], object]
+    kinds: frozenset[Kind]
+
+
+class Observers:
+    """An immutable set of observers: adding or removing one makes another object."""
+
+    def __init__(self, all_: Sequence[Observer], *, records: bool = False) -> None:
+        self.all = tuple(all_)
+        self.records = records
+        """Whether events are recorded for stores that keep a history."""
+        self._kinds = frozenset[Kind]().union(*(each.kinds for each in self.all))
+
+    def forked(self) -> Observers:
+        """The observers of a forked child. Callbacks with a method `forked` are reset by it."""
+        for callback, _ in self.all:
+            try:
+                _ = getattr(callback, "forked", int)()
+            except Exception as error:  # noqa: BLE001 - a user's
+                warn("an observer of locks failed after a fork: %r", error, exc_info=True)
+        return Observers(self.all, records=self.records)
+
+    def tell(self, store: Store, event: Event) -> None:
+        """Deliver an event now, in this flow, which it is about."""
+        if event.key.startswith(PROBES):
+            return
+        if store.history:
+            self._note(store, event, current_flow().who)
+        self._call(event)
+
+    def tell_later(self, kind: Kind, store: Store, who: Mapping[str, Any], **known: Any) -> None:
+        """Deliver an event soon, in another thread. `who`: the flow it is about, as parameters of the statements."""
+        noted = kind is not Kind.RENEWED and bool(store.history)
+        if not noted and kind not in self._kinds:
+            return
+        event = Event(kind, store.name, **known)
+        if event.key.startswith(PROBES):
+            return
+        if noted:
+            self._note(store, event, who)
+        if kind in self._kinds:
+            deliver(partial(self._call, event))
+
+    def _call(self, event: Event) -> None:
+        for callback, kinds in self.all:
+            if event.kind in kinds:
+                try:
+                    _ = callback(event)
+                except Exception as error:  # noqa: BLE001 - a user's
+                    warn("an observer of locks failed: %r", error, exc_info=True)
+
+    def _note(self, store: Store, event: Event, who: Mapping[str, Any]) -> None:
+        watchdog = runtime.current.watchdog
+        if watchdog.histories is None:
+            watchdog.histories = Histories()
+        watchdog.histories.note(store, event, who)
+        watchdog.wake_some_time()
+
+    # -- events of flows
+
+    def acquire(self, lock: Any, entry: Entry, begin: Callable[..., Steps[T]], undo: Undo) -> Steps[T]:
         """Acquire by the steps that `begin` makes, given a callback for the beginning of a wait; report it."""
         attempt = _Attempt(self, lock)
         try:
@@ -78,28 +143,28 @@ class FlowObservers(Observers):
             hold = lock._hold_here()
             if hold is not None and entry in hold.entries:  # interrupted when the flow had entered
                 with contextlib.suppress(LockError):
-                    yield from leaving._release(lock, hold, entry)
+                    yield from undo(lock, hold, entry)
             attempt.fail(type(error).__name__)
             raise
         return found
 
-    def attach(self, lock: BaseLock, steps: Steps[T]) -> Steps[T]:
+    def attach(self, lock: Any, steps: Steps[T], undo: Undo) -> Steps[T]:
         """Run the steps that enter a tenure, and report it unless they return False."""
         found = yield from steps
         hold = lock._hold_here()
         if not found or hold is None:
             return found
         try:
-            self.tell(Kind.ACQUIRED, hold.store, **about(hold), how="attached")
+            self.tell(hold.store, Event(Kind.ACQUIRED, hold.store.name, **_about(hold), how="attached"))
         except BaseException:  # interrupted
             with contextlib.suppress(LockError):
-                yield from leaving._release(lock, hold, hold.entries[-1])
+                yield from undo(lock, hold, hold.entries[-1])
             raise
         return found
 
     def leave(self, hold: Hold, steps: Steps[T], how: How) -> Steps[T]:
         """Run the steps that leave a hold, and report it, unless its loss has been reported."""
-        before, lock = _entered(hold), lock_of(hold)
+        before, lock = _entered(hold), _lock_of(hold)
         try:
             result = yield from steps
         except (GeneratorExit, LockLost):
@@ -110,19 +175,11 @@ class FlowObservers(Observers):
         self._tell_left(hold, lock, before, how)
         return result
 
-    def note(self, store: Store, event: Event, who: Mapping[str, Any] | None) -> None:
-        """Record an event, of the running flow by default."""
-        watchdog = runtime.current.watchdog
-        if watchdog.histories is None:
-            watchdog.histories = Histories()
-        watchdog.histories.note(store, event, current_flow().who if who is None else who)
-        watchdog.wake_some_time()
-
     def _tell_left(self, hold: Hold, lock: HoldObserver | None, before: int, how: How, reason: str = "") -> None:
         depth = _entered(hold)
         if depth < before and (depth or runtime.current.watchdog.claim_loss_report(hold)):
             sender, label = (None, "") if lock is None else (type(lock), lock.options.label)
-            self.tell_now(
+            self.tell(
                 hold.store,
                 Event(
                     Kind.RELEASED,
@@ -133,10 +190,55 @@ class FlowObservers(Observers):
                     label,
                     how,
                     depth,
-                    held=held(hold),
+                    held=_held(hold),
                     reason=reason,
                 ),
             )
+
+    # -- events of the watchdog
+
+    def lost(self, hold: Hold) -> None:
+        """Report that the lease of a hold is lost."""
+        loss = hold.lease.loss
+        if loss is not None:
+            known = {"held": _held(hold), "holder": _masked(loss.holder), "reason": loss.reason}
+            self.tell_later(Kind.LOST, hold.store, hold.who, **_about(hold), **known)
+
+    def at_risk(self, hold: Hold) -> None:
+        """Report that a renewal is late."""
+        self.tell_later(Kind.AT_RISK, hold.store, hold.who, **_about(hold), lateness=_lateness(hold, hold.lease.now()))
+
+    def renewed(self, store: Store, sent: float, holds: Sequence[Hold]) -> None:
+        """Report that a statement sent at that local time has renewed leases; called before they are lengthened."""
+        late = max((_lateness(hold, sent) for hold in holds), default=0.0)
+        self.tell_later(Kind.RENEWED, store, {}, amount=len(holds), lateness=late)
+
+
+def _about(hold: Hold) -> dict[str, Any]:
+    """The fields of an event that identify the tenure."""
+    lock = _lock_of(hold)
+    known = {"sender": type(lock), "label": lock.options.label} if lock is not None else {}
+    return {"key": hold.key, "fence": hold.tenure.fence, "depth": len(hold.open_entries()), **known}
+
+
+def _lock_of(hold: Hold) -> HoldObserver | None:
+    """A lock object through which the hold was entered, or is being left."""
+    return next((entry.lock for entry in hold.entries if entry.lock is not None), hold.leaving)
+
+
+def _held(hold: Hold) -> float:
+    """Seconds for which the flow has held it."""
+    return hold.lease.now() - hold.lease.acquired
+
+
+def _masked(info: LockInfo | None) -> LockInfo | None:
+    """A copy without the owner's token."""
+    return None if info is None else info.masked()
+
+
+def _lateness(hold: Hold, now: float) -> float:
+    lease = hold.lease
+    return max(now - lease.renewed - lease.term / 3, 0.0)
 
 
 def _entered(hold: Hold) -> int:
@@ -152,7 +254,7 @@ class _Attempt:
 
     __slots__ = ("began", "contended", "ended", "lock", "observers", "store")
 
-    def __init__(self, observers: Observers, lock: BaseLock) -> None:
+    def __init__(self, observers: Observers, lock: Any) -> None:
         self.observers, self.lock, self.store = observers, lock, lock._store()
         self.began = self.store.database.now()
         self.contended = self.ended = False
@@ -175,7 +277,7 @@ class _Attempt:
     def contend(self, holder: LockInfo | None) -> None:
         """Report CONTENDED."""
         self.contended = True
-        self.observers.tell_now(self.store, self._event(Kind.CONTENDED)._replace(holder=masked(holder)))
+        self.observers.tell(self.store, self._event(Kind.CONTENDED)._replace(holder=_masked(holder)))
 
     def succeed(self, hold: Hold) -> None:
         """Report ACQUIRED."""
@@ -184,7 +286,7 @@ class _Attempt:
         event = self._event(
             Kind.ACQUIRED, hold.tenure.fence, _how(hold, contended=self.contended), _entered(hold), wait
         )
-        self.observers.tell_now(self.store, event)
+        self.observers.tell(self.store, event)
 
     def fail(self, reason: str, refused: Refused | None = None) -> None:
         """Report GAVE_UP, once."""
@@ -194,8 +296,8 @@ class _Attempt:
         if refused is not None and not self.contended and refused.busy is None:
             self.contend(refused.holder)
         event = self._event(Kind.GAVE_UP, wait=self.store.database.now() - self.began)
-        holder = masked(refused.holder) if refused else None
-        self.observers.tell_now(self.store, event._replace(reason=reason, holder=holder))
+        holder = _masked(refused.holder) if refused else None
+        self.observers.tell(self.store, event._replace(reason=reason, holder=holder))
 
 
 def _how(hold: Hold, *, contended: bool) -> How:
@@ -206,10 +308,11 @@ def _how(hold: Hold, *, contended: bool) -> How:
     return "waited" if contended else "at_once"
 
 
-def reap(store: Store, retention: float, sender: type) -> Steps[reaping.Reaped]:
+def reap_and_report(store: Store, retention: float, sender: type) -> Steps[reaping.Reaped]:
     """Reap, and report it."""
     reaped = yield from reaping.reap(store.database, retention)
     observers = runtime.current.watchdog.observers
     if observers is not None:
-        observers.tell(Kind.REAPED, store, sender=sender, amount=reaped.locks, places=reaped.lock_waiters)
+        event = Event(Kind.REAPED, store.name, sender, amount=reaped.locks, places=reaped.lock_waiters)
+        observers.tell(store, event)
     return reaped

@@ -1,0 +1,98 @@
+"""The named times: all in one place, few, and in relation to each other."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dblock.core import timing
+from dblock.core.timing import Timing
+
+CORE = Path(timing.__file__).parent
+OF_OPTIONS = {
+    ("values.py", "TTL_MIN"),
+    ("validation.py", "TTL_MAX"),
+    ("lock/leading.py", "TTL"),
+    ("lock/quorum.py", "ANSWER"),
+    ("protocol/quorum.py", "FAR"),
+}
+"""Defaults and bounds of options, which the reference has; and a number that is beyond all times."""
+
+
+def named(source: str) -> Iterator[str]:
+    """The names of a module whose docstring says that they are a number of seconds."""
+    body = ast.parse(source).body
+    for first, second in itertools.pairwise(body):
+        text = ast.unparse(second) if isinstance(second, ast.Expr) else ""
+        if isinstance(first, ast.AnnAssign | ast.Assign) and re.search(
+            r"\bseconds\b|\btime-out of", text, re.IGNORECASE
+        ):
+            target = first.target if isinstance(first, ast.AnnAssign) else first.targets[0]
+            if isinstance(getattr(first.value, "value", None), int | float) or isinstance(first.value, ast.Tuple):
+                yield ast.unparse(target)
+
+
+def test_few_times() -> None:
+    """`distance` is measured; all other fields are times."""
+    assert len(set(Timing._fields) - {"distance"}) <= 25
+
+
+def test_times_are_named_in_one_place() -> None:
+    """Elsewhere the core names only defaults and bounds of options."""
+    found = {
+        (str(path.relative_to(CORE)), name) for path in CORE.rglob("*.py") for name in named(path.read_text("utf-8"))
+    }
+    assert found <= OF_OPTIONS
+    assert set(named('A = 1.0\n"""Seconds until B."""\nC = 2\n"""Most rows."""\n')) == {"A"}
+
+
+@pytest.mark.parametrize(
+    ("times", "what"),
+    [
+        ({"poll_min": 1.1}, "polling grows"),
+        ({"near": 0.1}, "far is farther than near"),
+        ({"local_poll": 1.0}, "a caller polls twice for a connection to release on"),
+        ({"trusted_idle": 61.0}, "a connection is trusted for less time than it is kept"),
+        ({"local_handover_wait": 5.0}, "a waiter joins the database's queue before its place could expire"),
+        ({"farthest": 2.0}, "a waiter joins the database's queue before its place could expire"),
+        ({"attention": 2.1}, "a thread without work looks for some before it ends"),
+        ({"retry_max": 0.004}, "the pauses before resending grow"),
+    ],
+)
+def test_times_that_do_not_fit_together_are_refused(times: dict[str, Any], what: str) -> None:
+    """The error says which relation does not hold."""
+    with pytest.raises(ValueError, match=what):
+        Timing(**times).checked()
+
+
+def test_times_that_follow_from_others() -> None:
+    """A place survives a failed heartbeat, a renewal has time for a second connection, and so on, whatever is set."""
+    for times in (Timing(), Timing(waiter_ttl=0.6, statement_timeout=1.0, poll_notified=7.0, start_tolerance=3.0)):
+        assert 2 * times.heartbeat_interval <= times.waiter_ttl
+        assert 2 * times.critical_timeout <= times.statement_timeout < times.surely_answered
+        assert 2 * times.poll_notified < times.unresponsive_after
+        assert times.poll_max <= times.poll_notified
+        assert times.start_tolerance < times.shortest_quarantine
+        assert times.sqlite_busy <= times.single_try
+        assert times.near < times.min_retry_time
+
+
+@pytest.mark.parametrize("distance", [0.02, 0.08, 0.1])
+def test_far_away_there_is_time_for_each_step(distance: float) -> None:
+    """A round trip is shorter than what a statement needs, a try has six, a hand-over five; undoing has eight."""
+    far = Timing().at(distance)
+    assert far.min_retry_time > distance
+    assert far.single_try >= 6 * distance
+    assert far.handover_retry >= 5 * distance
+    assert far.undo_timeout >= 8 * distance
+    assert far.pinned_answer >= 4 * distance
+    assert far.local_handover_wait >= 3 * distance
+    assert far.checked() == far
+    assert Timing().at(9.0) == Timing().at(0.1)
+    assert Timing().at(0.005) == Timing()
