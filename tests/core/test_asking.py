@@ -156,7 +156,7 @@ def test_a_failure_makes_a_database_silent(asks: Asks) -> None:
 
 def test_a_thread_whose_start_was_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the asks that come after it are made."""
-    timed(monkeypatch, linger=0.3)
+    timed(monkeypatch, linger=1.0)
     store: Any = Store()
     asks, threads, made = Asks(), list[Callable[[], bool]](), list[str]()
 
@@ -176,4 +176,4 @@ def test_a_thread_whose_start_was_interrupted_ends(monkeypatch: pytest.MonkeyPat
     for _ in range(3):
         asks.begin(store, steps())
     assert until(lambda: len(made) == 3 and not asks.busy)
-    assert until(lambda: not any(is_alive() for is_alive in threads), 3)
+    assert until(lambda: not any(is_alive() for is_alive in threads), 5)
