@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import textwrap
 from collections.abc import Callable
 from types import EllipsisType
 from typing import Any, Literal, NamedTuple, TypedDict
@@ -20,7 +21,29 @@ Callback = Callable[[Any, Reason], object]
 
 
 class Given(TypedDict, total=False):
-    """The options of all faces, as given to `db_lock`, whose docstring explains them."""
+    """The options of all faces, as given to `db_lock`.
+
+    ttl: life of the lease in seconds or as a timedelta; 30 by default. Never the wait.
+    timeout: longest wait in seconds, 0 to try once, -1 or None for ever; 10 by default. Never the life.
+    renew: renew the lease from a third of the ttl on, until release (the default); False: the lease simply ends.
+    label: free text of up to 255 characters for people who inspect the lock.
+    on_lost: called once, in another thread, with the lock and a `Reason` when the lock is lost.
+    on_at_risk: called likewise, with the lock, when a renewal is late.
+    on_revoke: called likewise, with the lock and a text (by whom and why), when somebody asks for it back. With it the
+        lease is renewed once a second, as renewals bring that news.
+    grace: seconds for which the key stays closed after a lease that expired (not after a release), for work that talks
+        to systems without fences (the lock-delay of Chubby and Consul). The row's `expires_at` is that much later than
+        the lease.
+    min_hold: seconds for which the key stays taken at least, counted from the take, however early it is released.
+    max_hold: seconds after the take at which renewal stops.
+    interrupt: cancel the body of an `async with`, or an `async def`, when the lock is lost; it ends with LockLost.
+    fair: first come, first served. False: take the key before its waiters, if it happens to be free.
+    reentrant: False: a second take by the thread or task that holds the key waits like any other; if nothing can end
+        that wait, it raises LockDeadlock at once. It is enough that one of the two takes has the option.
+    slow_wait: seconds after which a wait is logged, once per key and minute; 5 by default. None: never.
+    on_busy: "skip": a decorated call that does not get the lock in time is left out. It is logged at INFO, and returns
+        `otherwise` (None by default). "raise": LockTimeout, the default.
+    """
 
     ttl: Seconds | None
     timeout: Seconds | EllipsisType | None
@@ -39,6 +62,14 @@ class Given(TypedDict, total=False):
     slow_wait: Seconds | None
     on_busy: Literal["raise", "skip"]
     otherwise: Any
+
+
+def explained(docstring: str | None) -> str | None:
+    """A face's docstring, with the options of all faces in the place of its line "See `Given` for all others."."""
+    if docstring is None or Given.__doc__ is None:  # python -OO
+        return None
+    options = inspect.cleandoc(Given.__doc__).partition("\n\n")[2]
+    return inspect.cleandoc(docstring).replace("    See `Given` for all others.", textwrap.indent(options, "    "))
 
 
 class Options(NamedTuple):
