@@ -10,7 +10,7 @@ import math
 import textwrap
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Final, Literal, NamedTuple, TypedDict
 
 from dblock.core.errors import Reason
 from dblock.core.validation import valid_slow_wait, valid_span, valid_text, valid_ttl
@@ -92,59 +92,39 @@ class Options(NamedTuple):
     otherwise: Any = None
 
 
-def valid_options(
-    *,
-    renew: bool = True,
-    label: str = "",
-    on_lost: Callback | None = None,
-    on_at_risk: Callable[[Any], object] | None = None,
-    on_revoke: Callable[[Any, str], object] | None = None,
-    release: str = "auto",
-    grace: Seconds = 0.0,
-    min_hold: Seconds = 0.0,
-    max_hold: Seconds | None = None,
-    interrupt: bool = False,
-    fair: bool = True,
-    reentrant: bool = True,
-    slow_wait: Seconds | EllipsisType | None = ...,
-    on_busy: str = "raise",
-    otherwise: Any = None,
-) -> Options:
+_VALID: Final[dict[str, Callable[[Any], Any]]] = {
+    "label": lambda given: valid_text(given, "label"),
+    "grace": lambda given: valid_span(given, "grace", "how long an expired lease keeps the key closed"),
+    "min_hold": lambda given: valid_span(given, "min_hold", "how long a tenure keeps the key at least"),
+    "max_hold": lambda given: (
+        math.inf if given is None else valid_ttl(given, "max_hold", "how long a tenure is renewed at most,")
+    ),
+    "slow_wait": lambda given: given if isinstance(given, EllipsisType) else valid_slow_wait(given),
+}
+"""What is made of an option that is given, if it is not kept as it is."""
+
+
+def valid_options(**given: Any) -> Options:
     """The checked options; raises TypeError or ValueError for an invalid one."""
-    for name, flag in (("renew", renew), ("interrupt", interrupt), ("fair", fair), ("reentrant", reentrant)):
-        if flag is not True and flag is not False:
+    options = Options(**{name: _VALID[name](value) if name in _VALID else value for name, value in given.items()})
+    for name in ("renew", "interrupt", "fair", "reentrant"):
+        if (flag := getattr(options, name)) is not True and flag is not False:
             raise TypeError(f"{name} is True or False, not {flag!r}")
-    told: dict[str, object] = {"on_lost": on_lost, "on_at_risk": on_at_risk, "on_revoke": on_revoke}
-    for name, function in told.items():
+    for name in ("on_lost", "on_at_risk", "on_revoke"):
+        function = getattr(options, name)
         if function is not None and not (callable(function) and not inspect.iscoroutinefunction(function)):
             raise TypeError(f"{name} is a plain function or None, run in a thread of its own, not {function!r}")
-    if release not in {"auto", "now"}:
-        raise ValueError(f'release is "auto" or "now", not {release!r}')
-    if on_busy not in {"raise", "skip"}:
-        raise ValueError(f'on_busy is "raise" or "skip", not {on_busy!r}')
-    if otherwise is not None and on_busy != "skip":
+    if options.release not in {"auto", "now"}:
+        raise ValueError(f'release is "auto" or "now", not {options.release!r}')
+    if options.on_busy not in {"raise", "skip"}:
+        raise ValueError(f'on_busy is "raise" or "skip", not {options.on_busy!r}')
+    if options.otherwise is not None and options.on_busy != "skip":
         raise ValueError('otherwise is what a skipped call returns: say on_busy="skip" as well')
-    if max_hold is not None and not renew:
+    if options.max_hold < math.inf and not options.renew:
         raise ValueError("max_hold says when renewal ends, and with renew=False there is none: leave one of them out")
-    if on_revoke is not None and not renew:
+    if options.on_revoke is not None and not options.renew:
         raise ValueError("on_revoke is called by a renewal, and with renew=False there is none: leave one of them out")
-    return Options(
-        renew,
-        valid_text(label, "label"),
-        on_lost,
-        on_at_risk,
-        on_revoke,
-        release,
-        valid_span(grace, "grace", "how long an expired lease keeps the key closed"),
-        valid_span(min_hold, "min_hold", "how long a tenure keeps the key at least"),
-        math.inf if max_hold is None else valid_ttl(max_hold, "max_hold", "how long a tenure is renewed at most,"),
-        interrupt,
-        fair,
-        reentrant,
-        slow_wait if isinstance(slow_wait, EllipsisType) else valid_slow_wait(slow_wait),
-        on_busy,
-        otherwise,
-    )
+    return options
 
 
 PLAIN = Options()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -365,6 +367,15 @@ def test_the_words_are_few_and_true() -> None:
         named |= {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, defined)}
     names = {name for row in rows for cell in row for name in re.findall(r"`([^`]+)`", cell)}
     assert names <= named, names - named
+
+
+def test_the_core_says_where_to_look() -> None:
+    """Each name there leads somewhere."""
+    told = str(importlib.import_module("dblock.core").__doc__)
+    names = re.findall(r"`([\w.]+\.\w+)`", told)
+    assert len(names) > 8
+    for name in names:
+        assert pkgutil.resolve_name(f"dblock.core.{name}"), name
 
 
 def test_the_threads_are_few_and_listed() -> None:
