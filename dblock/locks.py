@@ -23,7 +23,7 @@ from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.key_template import NoKey
 from dblock.core.lock.locks import AsyncLock, Attaching, SyncLock, enter
 from dblock.core.observing.observers import reap_and_report
-from dblock.core.options import Given
+from dblock.core.options import Given, explained
 from dblock.core.protocol import reaping
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
@@ -169,7 +169,7 @@ def _in_async_code() -> bool:
 
 
 class Options(Given, total=False):
-    """The keyword arguments of `db_lock`, which says what they mean."""
+    """The keyword arguments of `db_lock`, whose docstring explains them."""
 
     using: str | None
 
@@ -178,7 +178,7 @@ class DbLock:
     """The type of `db_lock`."""
 
     def __init__(self) -> None:
-        self.__doc__ = type(self).__call__.__doc__  # what help(db_lock) shows
+        self.__doc__ = explained(type(self).__call__.__doc__)  # what help(db_lock) shows
 
     def __repr__(self) -> str:
         return "dblock.db_lock"
@@ -198,35 +198,12 @@ class DbLock:
                 qualified name of the function.
 
         Keyword Args:
-            ttl: life of the lease in seconds or as a timedelta; DBLOCK["TTL"] (30) by default. Never the wait.
-            timeout: longest wait in seconds, 0 to try once, -1 or None for ever; DBLOCK["TIMEOUT"] (10) by default.
-                Never the life.
-            renew: renew the lease from a third of the ttl on, until release (the default); False: the lease simply
-                ends.
             using: database alias; by default DBLOCK["USING"], else where the database routers write `dblock.Lock`.
-            label: free text of up to 255 characters for people who inspect the lock.
-            on_lost: called once, in another thread, with the lock and a `Reason` when the lock is lost.
-            on_at_risk: called likewise, with the lock, when a renewal is late.
-            on_revoke: called likewise, with the lock and by whom and why, when somebody asks for it back; the lease is
-                then renewed once a second, which is how that is heard.
             release: "auto": left inside an atomic() that was open when the lock was taken, the lock is kept until that
                 transaction has ended, by commit or rollback (kept, not guarded); "now".
-            grace: seconds for which the key stays closed after a lease that expired (not after a release), for work
-                that talks to systems without fences (the lock-delay of Chubby and Consul). The row's `expires_at` is
-                that much later than the lease.
-            min_hold: seconds for which the key stays taken at least, counted from the take, however early it is given
-                back.
-            max_hold: seconds after the take at which renewal stops.
-            interrupt: cancel the body of an `async with`, or an `async def`, when the lock is lost; it ends with
-                LockLost.
-            fair: first come, first served. False: take a key that happens to be free before those who wait for it.
-            reentrant: False: a second take by the thread or task that holds the key is treated as anybody else's, and
-                waits; with nothing to end that wait, it raises LockDeadlock at once. One of the two takes has to say
-                so.
-            slow_wait: seconds from which a wait is logged, once per key and minute; None: never.
-                DBLOCK["SLOW_WAIT"] (5) by default.
-            on_busy: "skip": a decorated call that does not get the lock in time is left out. It is logged at INFO, and
-                returns `otherwise` (None by default). "raise": LockTimeout, the default.
+            See `Given` for all others.
+
+        DBLOCK["TTL"], DBLOCK["TIMEOUT"] and DBLOCK["SLOW_WAIT"] set the defaults of `ttl`, `timeout` and `slow_wait`.
 
         Raises:
             InvalidKey: the key cannot be stored exactly on every database.

@@ -15,7 +15,7 @@ from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.locks import AsyncLock as CoreAsyncLock
 from dblock.core.lock.locks import Attaching, SyncLock
-from dblock.core.options import Given
+from dblock.core.options import Given, explained
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
 from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
@@ -148,29 +148,10 @@ def db_lock(  # noqa: D417 - they are
             function.
 
     Keyword Args:
-        ttl: life of the lease in seconds or as a timedelta; 30 by default. Never the wait.
-        timeout: longest wait in seconds, 0 to try once, -1 or None for ever; 10 by default. Never the life.
-        renew: renew the lease from a third of the ttl on, until release (the default); False: the lease simply ends.
-        label: free text of up to 255 characters, shown to people who inspect the lock.
-        on_lost: called once, in another thread, with the lock and a `Reason` when the lock is lost.
-        on_at_risk: called likewise, with the lock, when a renewal is late.
-        on_revoke: called likewise, with the lock and a text (by whom and why), when somebody asks for it back. With it
-            the lease is renewed once a second, as renewals bring that news.
         session: a Session (AsyncSession for an AsyncEngine). If the lock is left while the session's transaction is
             open, it is kept until that has ended, by commit or rollback.
         release: "auto"; "now" releases the lock without regard to `session`.
-        grace: seconds for which the key stays closed after a lease that expired (not after a release), for work that
-            talks to systems without fences (the lock-delay of Chubby and Consul). The row's `expires_at` is that much
-            later than the lease.
-        min_hold: seconds for which the key stays taken at least, counted from the take, however early it is released.
-        max_hold: seconds after the take at which renewal stops.
-        interrupt: cancel the body of an `async with`, or an `async def`, when the lock is lost; it ends with LockLost.
-        fair: first come, first served. False: take the key before its waiters, if it happens to be free.
-        reentrant: False: a second take by the thread or task that holds the key waits like any other; if nothing can
-            end that wait, it raises LockDeadlock at once. It is enough that one of the two takes has the option.
-        slow_wait: seconds after which a wait is logged, once per key and minute; 5 by default. None: never.
-        on_busy: "skip": a decorated call that does not get the lock in time is left out. It is logged at INFO, and
-            returns `otherwise` (None by default). "raise": LockTimeout, the default.
+        See `Given` for all others.
 
     Raises:
         InvalidKey: the key cannot be stored exactly on every database.
@@ -184,6 +165,9 @@ def db_lock(  # noqa: D417 - they are
     from dblock.core.lock.key_template import NoKey  # noqa: PLC0415 - only for decorators
 
     return NoKey(lambda name: kind(inner, name, **options))
+
+
+db_lock.__doc__ = explained(db_lock.__doc__)
 
 
 @overload

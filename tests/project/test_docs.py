@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import dblock
 import sqlalchemy_dblock
 from dblock import Reason
 from dblock.conf import Settings
-from dblock.core.options import Options
+from dblock.core.options import Given, Options
 from dblock.core.validation import valid_tables
 from tests import conftest
 from tests.support.lab import FEW
@@ -367,6 +369,15 @@ def test_the_words_are_few_and_true() -> None:
     assert names <= named, names - named
 
 
+def test_the_core_says_where_to_look() -> None:
+    """Each name there leads somewhere."""
+    told = str(importlib.import_module("dblock.core").__doc__)
+    names = re.findall(r"`([\w.]+\.\w+)`", told)
+    assert len(names) > 8
+    for name in names:
+        assert pkgutil.resolve_name(f"dblock.core.{name}"), name
+
+
 def test_the_threads_are_few_and_listed() -> None:
     """At most 8 kinds, by their names; those of the core and of both faces, and no other."""
     table = re.split(r"^## ", text("docs/architecture.md").partition("\n## Threads\n")[2], flags=re.MULTILINE)[0]
@@ -376,6 +387,15 @@ def test_the_threads_are_few_and_listed() -> None:
     begun = r'\bstart\(.+, "(\w+)"\)|super\(\).__init__\("(\w+)", "|(?:name=|NAME: Final = )"dblock (\w+)"'
     found = re.findall(begun, code)
     assert {name for names in found for name in names if name} == set(listed)
+
+
+def test_help_explains_every_option() -> None:
+    """The options of all faces are told once, and shown by both `db_lock`s beside those of their own."""
+    for face, own in ((dblock, {"using"}), (sqlalchemy_dblock, {"session"})):
+        shown = re.findall(r"^    (\w+): .", str(face.db_lock.__doc__).partition("Keyword Args:")[2], re.MULTILINE)
+        assert {*Given.__annotations__, *own} - {"otherwise"} <= set(shown)
+        assert len(shown) == len(set(shown))
+        assert "`otherwise`" in str(face.db_lock.__doc__)
 
 
 def test_every_public_name_is_explained() -> None:

@@ -6,6 +6,7 @@ call is refused before any I/O.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect as python
 import string
@@ -134,6 +135,57 @@ def adecorated(lock: BaseLock, function: AF) -> AF:
             return await function(*args, **kwargs)
 
     return cast("AF", locked)
+
+
+def with_each_call(held: Any, function: F, templates: Any, asked: str, freed: str) -> F:
+    """`function`, each call of which holds what `held` makes for it: permits, or several locks.
+
+    For messages `asked` names what `held` is, and `freed` says what is released.
+    """
+    if python.iscoroutinefunction(function):
+        raise TypeError(f"{function!r} is a coroutine function: decorate it with the {asked} of an async engine")
+
+    @functools.wraps(function)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        own = held._for_call(templates, args, kwargs)
+        try:
+            own._begin_call()
+        except LockTimeout as busy:
+            if held._may_skip(templates, busy):
+                return held._otherwise
+            raise
+        with contextlib.ExitStack() as ending:
+            _ = ending.push(own.__exit__)
+            result = function(*args, **kwargs)
+            if python.iscoroutine(result):
+                result.close()
+                raise TypeError(f"{function!r} returned a coroutine, which would run after the {freed} released")
+            return result
+
+    return cast("F", locked)
+
+
+def awith_each_call(
+    held: Any, function: F, templates: Any, asked: str, *, begin: Callable[[Any], Any], leave: Callable[..., Any]
+) -> F:
+    """The same of a coroutine function; `begin` enters what one call holds, and `leave` is its `__aexit__`."""
+    if not python.iscoroutinefunction(function):
+        raise TypeError(f"{function!r} is not a coroutine function: decorate it with the {asked} of a sync engine")
+
+    @functools.wraps(function)
+    async def locked(*args: Any, **kwargs: Any) -> Any:
+        own = held._for_call(templates, args, kwargs)
+        try:
+            await begin(own)
+        except LockTimeout as busy:
+            if held._may_skip(templates, busy):
+                return held._otherwise
+            raise
+        async with contextlib.AsyncExitStack() as ending:
+            _ = ending.push_async_exit(functools.partial(leave, own))
+            return await function(*args, **kwargs)
+
+    return cast("F", locked)
 
 
 def or_skip(lock: BaseLock, entering: Steps[None]) -> Steps[None]:

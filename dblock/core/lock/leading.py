@@ -37,7 +37,7 @@ from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import forget
 from dblock.core.lock.failures import timed_out
-from dblock.core.lock.locks import gives_way, was_ours
+from dblock.core.lock.locks import gives_way, refuses, was_ours
 from dblock.core.log import warn
 from dblock.core.protocol.sending import pauses
 from dblock.core.protocol.steps import Sleep, Step, Steps, Wait
@@ -615,11 +615,7 @@ class SyncLeader(BaseLeader):
             raise
 
     if not TYPE_CHECKING:  # hidden from type checkers
-
-        def __aenter__(self) -> None:
-            raise TypeError("this leader blocks its thread: use `with`, or the leader of an AsyncEngine")
-
-        __aexit__ = __aenter__
+        __aenter__ = __aexit__ = refuses("this leader blocks its thread: use `with`, or the leader of an AsyncEngine")
 
 
 class AsyncLeader(BaseLeader):
@@ -714,11 +710,7 @@ class AsyncLeader(BaseLeader):
             raise late
 
     if not TYPE_CHECKING:  # hidden from type checkers
-
-        def __enter__(self) -> None:
-            raise TypeError("this is the leader of an event loop: use `async with`")
-
-        __exit__ = __enter__
+        __enter__ = __exit__ = refuses("this is the leader of an event loop: use `async with`")
 
 
 L = TypeVar("L", bound=BaseLeader)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator
 from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 from dblock.core.errors import LockError, LockLost, LockTimeout
 from dblock.core.holding.flow import Hold, current_task
@@ -67,6 +67,15 @@ async def leave(lock: BaseLock, error: BaseException | None) -> None:
             raise late from error
         if not gives_way(late, error):
             raise
+
+
+def refuses(message: str) -> Callable[..., NoReturn]:
+    """A method that refuses a kind of `with` with a TypeError."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise TypeError(message)
+
+    return refuse
 
 
 class Attaching(Generic[L]):
@@ -161,11 +170,7 @@ class SyncLock(BaseLock):
                 raise
 
     if not TYPE_CHECKING:  # hidden from type checkers
-
-        def __aenter__(self) -> None:
-            raise TypeError("this lock blocks its thread: use `with`, or the lock of an AsyncEngine")
-
-        __aexit__ = __aenter__
+        __aenter__ = __aexit__ = refuses("this lock blocks its thread: use `with`, or the lock of an AsyncEngine")
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
@@ -227,11 +232,7 @@ class AsyncLock(BaseLock):
         await leave(self, error)
 
     if not TYPE_CHECKING:  # hidden from type checkers
-
-        def __enter__(self) -> None:
-            raise TypeError("this is the lock of an event loop: use `async with`")
-
-        __exit__ = __enter__
+        __enter__ = __exit__ = refuses("this is the lock of an event loop: use `async with`")
 
     def __call__(self: BaseLock, function: AF) -> AF:
         """Decorate a coroutine function: each call holds the lock; the key is formatted with the call's arguments."""

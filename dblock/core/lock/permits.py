@@ -11,13 +11,11 @@ Rule: a permit is in the list of its object while nobody releases it; who does t
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect as python
 import threading
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire.request import Refused
@@ -30,8 +28,8 @@ from dblock.core.lock import entering, leaving
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.failures import timed_out
 from dblock.core.lock.ignored import warn_if_ignored
-from dblock.core.lock.key_template import Template
-from dblock.core.lock.locks import Timeout, gives_way
+from dblock.core.lock.key_template import Template, awith_each_call, with_each_call
+from dblock.core.lock.locks import Timeout, gives_way, refuses
 from dblock.core.log import warn
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
@@ -317,6 +315,10 @@ class BaseSemaphore:
         on_busy: str = self._plain.options.on_busy
         return on_busy == "skip"
 
+    @property
+    def _otherwise(self) -> Any:
+        return self._plain.options.otherwise
+
     def _refuse_to_skip(self) -> None:
         if self._skips:
             raise TypeError('the body of a `with` cannot be skipped: on_busy="skip" is for decorators')
@@ -373,6 +375,9 @@ class SyncSemaphore(BaseSemaphore):
 
     def __enter__(self) -> Any:
         self._refuse_to_skip()
+        return self._begin_call()
+
+    def _begin_call(self) -> Any:
         return self._plain._drive(self._enter(self._plain._timeout))
 
     def __exit__(
@@ -386,36 +391,13 @@ class SyncSemaphore(BaseSemaphore):
                 raise
 
     if not TYPE_CHECKING:  # hidden from type checkers
-
-        def __aenter__(self) -> None:
-            raise TypeError("this semaphore blocks its thread: use `with`, or the semaphore of an AsyncEngine")
-
-        __aexit__ = __aenter__
+        __aenter__ = __aexit__ = refuses(
+            "this semaphore blocks its thread: use `with`, or the semaphore of an AsyncEngine"
+        )
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds a permit; the key is formatted with the call's arguments."""
-        if python.iscoroutinefunction(function):
-            raise TypeError(f"{function!r} is a coroutine function: decorate it with the semaphore of an async engine")
-        template = Template(self.key, function)
-
-        @functools.wraps(function)
-        def locked(*args: Any, **kwargs: Any) -> Any:
-            semaphore = self._for_call(template, args, kwargs)
-            try:
-                _ = semaphore._plain._drive(semaphore._enter(semaphore._plain._timeout))
-            except LockTimeout as busy:
-                if self._may_skip(template, busy):
-                    return self._plain.options.otherwise
-                raise
-            with contextlib.ExitStack() as ending:
-                _ = ending.push(semaphore.__exit__)
-                result = function(*args, **kwargs)
-                if python.iscoroutine(result):
-                    result.close()
-                    raise TypeError(f"{function!r} returned a coroutine, which would run after the permit is released")
-                return result
-
-        return cast("F", locked)
+        return with_each_call(self, function, Template(self.key, function), "semaphore", "permit is")
 
 
 class AsyncSemaphore(BaseSemaphore):
@@ -463,37 +445,20 @@ class AsyncSemaphore(BaseSemaphore):
                 raise
 
     if not TYPE_CHECKING:  # hidden from type checkers
-
-        def __enter__(self) -> None:
-            raise TypeError("this is the semaphore of an event loop: use `async with`")
-
-        __exit__ = __enter__
+        __enter__ = __exit__ = refuses("this is the semaphore of an event loop: use `async with`")
 
     def __call__(self: BaseSemaphore, function: F) -> F:
         """Decorate a coroutine function: each call holds a permit; the key is formatted with the call's arguments."""
-        if not python.iscoroutinefunction(function):
-            raise TypeError(
-                f"{function!r} is not a coroutine function: decorate it with the semaphore of a sync engine"
-            )
         template = Template(self.key, function)
-
-        @functools.wraps(function)
-        async def locked(*args: Any, **kwargs: Any) -> Any:
-            semaphore = self._for_call(template, args, kwargs)
-            try:
-                _ = await semaphore._plain._adrive(semaphore._enter(semaphore._plain._timeout))
-            except LockTimeout as busy:
-                if self._may_skip(template, busy):
-                    return self._plain.options.otherwise
-                raise
-            async with contextlib.AsyncExitStack() as ending:
-                _ = ending.push_async_exit(partial(AsyncSemaphore.__aexit__, semaphore))
-                return await function(*args, **kwargs)
-
-        return cast("F", locked)
+        return awith_each_call(self, function, template, "semaphore", begin=aenter_call, leave=AsyncSemaphore.__aexit__)
 
 
 async def aenter(semaphore: BaseSemaphore) -> Any:
     """Begin an `async with`: its permit."""
     semaphore._refuse_to_skip()
+    return await aenter_call(semaphore)
+
+
+async def aenter_call(semaphore: BaseSemaphore) -> Any:
+    """Begin a call of a decorated function."""
     return await semaphore._plain._adrive(semaphore._enter(semaphore._plain._timeout))

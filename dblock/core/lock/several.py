@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dblock.core import clock, runtime
 from dblock.core.acquire import together
@@ -25,16 +23,14 @@ from dblock.core.holding.handover_record import Bundle, HandoverRecord
 from dblock.core.lock import entering, leaving
 from dblock.core.lock.entering import Granted
 from dblock.core.lock.ignored import warn_if_ignored
-from dblock.core.lock.locks import AsyncLock, Timeout, gives_way, was_ours
+from dblock.core.lock.key_template import Template, awith_each_call, with_each_call
+from dblock.core.lock.locks import AsyncLock, Timeout, gives_way, refuses, was_ours
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.runtime import current_flow
 from dblock.core.validation import acquire_timeout
 from dblock.core.values import KeyKind, Seconds, State
-
-if TYPE_CHECKING:
-    from dblock.core.lock.key_template import Template
 
 F = TypeVar("F", bound=Callable[..., Any])
 Entered = list[tuple[Any, Block]]
@@ -238,8 +234,6 @@ class BaseLocks:
 
     def _templates(self, function: Callable[..., Any]) -> list[Template]:
         """The keys of a decorator."""
-        from dblock.core.lock.key_template import Template  # noqa: PLC0415 - only for decorators
-
         return [Template(lock.key, function) for lock in self._members]
 
     def _for_call(self, templates: list[Template], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
@@ -250,9 +244,9 @@ class BaseLocks:
         }
         return type(self)(list(once.values())[::-1], self._timeout, on_busy=self._on_busy, otherwise=self._otherwise)
 
-    def _may_skip(self, template: Template, busy: LockTimeout) -> bool:
+    def _may_skip(self, templates: list[Template], busy: LockTimeout) -> bool:
         if self._on_busy == "skip":
-            template.tell_of_skipped(busy)
+            templates[0].tell_of_skipped(busy)
         return self._on_busy == "skip"
 
 
@@ -317,7 +311,7 @@ class SyncLocks(BaseLocks):
         for lock in self._in_order():
             lock.guard(*given)
 
-    def _enter(self) -> None:
+    def _begin_call(self) -> None:
         before, granted = self._entered(), dict[Any, Granted]()
         try:
             granted = self._first._drive(self._together())
@@ -333,7 +327,7 @@ class SyncLocks(BaseLocks):
 
     def __enter__(self) -> Self:
         self._refuse_to_skip()
-        self._enter()
+        self._begin_call()
         return self
 
     def __exit__(
@@ -348,36 +342,11 @@ class SyncLocks(BaseLocks):
             raise late
 
     if not TYPE_CHECKING:  # hidden from type checkers
-
-        def __aenter__(self) -> None:
-            raise TypeError("these locks block their thread: use `with`, or the locks of an AsyncEngine")
-
-        __aexit__ = __aenter__
+        __aenter__ = __aexit__ = refuses("these locks block their thread: use `with`, or the locks of an AsyncEngine")
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds the locks; the keys are formatted with the call's arguments."""
-        if inspect.iscoroutinefunction(function):
-            raise TypeError(f"{function!r} is a coroutine function: decorate it with the locks of an async engine")
-        templates = self._templates(function)
-
-        @functools.wraps(function)
-        def locked(*args: Any, **kwargs: Any) -> Any:
-            held = self._for_call(templates, args, kwargs)
-            try:
-                held._enter()
-            except LockTimeout as busy:
-                if self._may_skip(templates[0], busy):
-                    return self._otherwise
-                raise
-            with ExitStack() as ending:
-                _ = ending.push(held.__exit__)
-                result = function(*args, **kwargs)
-                if inspect.iscoroutine(result):
-                    result.close()
-                    raise TypeError(f"{function!r} returned a coroutine, which would run after the locks are released")
-                return result
-
-        return cast("F", locked)
+        return with_each_call(self, function, self._templates(function), "locks", "locks are")
 
 
 class AsyncLocks(BaseLocks):
@@ -443,32 +412,13 @@ class AsyncLocks(BaseLocks):
             raise late from error
 
     if not TYPE_CHECKING:  # hidden from type checkers
-
-        def __enter__(self) -> None:
-            raise TypeError("these are the locks of an event loop: use `async with`")
-
-        __exit__ = __enter__
+        __enter__ = __exit__ = refuses("these are the locks of an event loop: use `async with`")
 
     def __call__(self: BaseLocks, function: F) -> F:
         """Decorate a coroutine function: each call holds the locks; the keys are formatted with its arguments."""
-        if not inspect.iscoroutinefunction(function):
-            raise TypeError(f"{function!r} is not a coroutine function: decorate it with the locks of a sync engine")
-        templates = self._templates(function)
-
-        @functools.wraps(function)
-        async def locked(*args: Any, **kwargs: Any) -> Any:
-            held = self._for_call(templates, args, kwargs)
-            try:
-                await enter(held)
-            except LockTimeout as busy:
-                if self._may_skip(templates[0], busy):
-                    return self._otherwise
-                raise
-            async with AsyncExitStack() as ending:
-                _ = ending.push_async_exit(functools.partial(AsyncLocks.__aexit__, held))
-                return await function(*args, **kwargs)
-
-        return cast("F", locked)
+        return awith_each_call(
+            self, function, self._templates(function), "locks", begin=enter, leave=AsyncLocks.__aexit__
+        )
 
 
 async def enter(several: BaseLocks) -> None:
