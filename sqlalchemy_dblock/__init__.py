@@ -33,6 +33,7 @@ from dblock.core.errors import (
     UnsupportedDatabase,
     WrongKind,
 )
+from dblock.core.rendezvous import Rendezvous, rendezvous
 from dblock.core.tokens import Sequencer
 from dblock.core.values import LockInfo
 from sqlalchemy_dblock.face import AsyncLock, Lock, attach, check_sequencer, db_lock, reap, release_all
@@ -93,6 +94,7 @@ __all__ = [
     "ReadLock",
     "ReadWriteLock",
     "Reason",
+    "Rendezvous",
     "Semaphore",
     "Sequencer",
     "StaleSnapshot",
@@ -124,6 +126,7 @@ __all__ = [
     "observe",
     "reap",
     "release_all",
+    "rendezvous",
 ]
 
 

@@ -6,10 +6,11 @@ Rule: a function here acts for the flow that runs it, on that flow's hold and on
 from __future__ import annotations
 
 from dblock.core import runtime
+from dblock.core.acquire import handover
 from dblock.core.errors import LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Hold
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.bookkeeping import find_out
+from dblock.core.lock.bookkeeping import find_out, forget, site_of
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements.base import Values
@@ -47,6 +48,38 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
     runtime.current.watchdog.add(hold)  # its renewal may be due earlier now
 
 
+def raise_fence(lock: BaseLock, fence: int) -> Steps[None]:
+    """Let this flow's tenure have `fence`, which is higher than its own; raises LockLost.
+
+    The watchdog does not look at the hold meanwhile: a renewal by the old fence would find no tenure.
+    """
+    from dblock.core.protocol import quorum  # noqa: PLC0415 - only for keys that move
+
+    hold, watchdog = lock._own_hold("raise the fence of"), runtime.current.watchdog
+    _ = lock._surely_held()
+    if not watchdog.discard(hold):  # release_all() was faster
+        raise lock._lost(hold)
+    database, lease = hold.store.database, hold.lease
+    until = min(database.now() + database.timing.retry_budget, lease.trusted_until)
+    known = Grant(hold.tenure, lease.renewed, lease.ttl)
+    try:
+        grant = yield from quorum.confirm(database, known, fence, lease.life, until)
+    except GeneratorExit:
+        raise
+    except BaseException:  # the row has the one fence or the other
+        forget(hold)
+        hold.entries = []
+        yield from handover.undo_take(site_of(hold), hold.tenure.key, hold.tenure.owner)
+        raise
+    if grant is not None:
+        hold.tenure = hold.record.tenure = grant.tenure
+    watchdog.add(hold)
+    if grant is None:
+        yield from find_out(hold)
+    if grant is None or not lease.lengthen(grant):
+        raise lock._lost(hold)
+
+
 def verify(lock: BaseLock) -> Steps[bool]:
     """True if the row still shows this flow's tenure; else raises LockLost."""
     hold = lock._surely_held()
@@ -81,6 +114,7 @@ def guarded(lock: BaseLock, hold: Hold, pinned: Rows) -> Steps[None]:
 
 def check_sequencer(lock: BaseLock, sequencer: Sequencer) -> Steps[Sequencer]:
     """The sequencer, if the tenure that it names is alive; else raises LockLost."""
+    lock._accept_token()
     fence = sequencer.fence
     info = yield from tenures.inspect(lock._store().database, sequencer.key)
     if info is None or info.fence != fence or info.state != "held" or not info.owner:  # no owner during `min_hold`

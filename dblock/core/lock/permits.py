@@ -394,17 +394,21 @@ class SyncSemaphore(BaseSemaphore):
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds a permit; the key is formatted with the call's arguments."""
+        return self._decorate(function)
+
+    def _decorate(self, function: F, template: Template | None = None) -> F:
+        """Decorate `function`; `template`: by default the key of the semaphore."""
         if python.iscoroutinefunction(function):
             raise TypeError(f"{function!r} is a coroutine function: decorate it with the semaphore of an async engine")
-        template = Template(self.key, function)
+        formed = template or Template(self.key, function)
 
         @functools.wraps(function)
         def locked(*args: Any, **kwargs: Any) -> Any:
-            semaphore = self._for_call(template, args, kwargs)
+            semaphore = self._for_call(formed, args, kwargs)
             try:
                 _ = semaphore._plain._drive(semaphore._enter(semaphore._plain._timeout))
             except LockTimeout as busy:
-                if self._may_skip(template, busy):
+                if self._may_skip(formed, busy):
                     return self._plain.options.otherwise
                 raise
             with contextlib.ExitStack() as ending:
@@ -471,19 +475,23 @@ class AsyncSemaphore(BaseSemaphore):
 
     def __call__(self: BaseSemaphore, function: F) -> F:
         """Decorate a coroutine function: each call holds a permit; the key is formatted with the call's arguments."""
+        return AsyncSemaphore._decorate(self, function)
+
+    def _decorate(self: BaseSemaphore, function: F, template: Template | None = None) -> F:
+        """Decorate a coroutine function; `template`: by default the key of the semaphore."""
         if not python.iscoroutinefunction(function):
             raise TypeError(
                 f"{function!r} is not a coroutine function: decorate it with the semaphore of a sync engine"
             )
-        template = Template(self.key, function)
+        formed = template or Template(self.key, function)
 
         @functools.wraps(function)
         async def locked(*args: Any, **kwargs: Any) -> Any:
-            semaphore = self._for_call(template, args, kwargs)
+            semaphore = self._for_call(formed, args, kwargs)
             try:
                 _ = await semaphore._plain._adrive(semaphore._enter(semaphore._plain._timeout))
             except LockTimeout as busy:
-                if self._may_skip(template, busy):
+                if self._may_skip(formed, busy):
                     return self._plain.options.otherwise
                 raise
             async with contextlib.AsyncExitStack() as ending:
