@@ -33,7 +33,6 @@ from dblock.core.errors import (
     UnsupportedDatabase,
     WrongKind,
 )
-from dblock.core.rendezvous import Rendezvous, rendezvous
 from dblock.core.tokens import Sequencer
 from dblock.core.values import LockInfo
 from sqlalchemy_dblock.face import AsyncLock, Lock, attach, check_sequencer, db_lock, reap, release_all
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from dblock.core.lock.leading import Term
     from dblock.core.lock.observing import observe
     from dblock.core.protocol.quorum import QuorumUnavailable
+    from dblock.core.rendezvous import Rendezvous, rendezvous
     from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
     from sqlalchemy_dblock.leaders import AsyncLeader, Leader, db_leader
@@ -150,6 +150,7 @@ _HOMES = {
         "dblock.core.events": ("Event", "Kind"),
         "sqlalchemy_dblock.creating": ("create_tables",),
         "dblock.core.protocol.quorum": ("QuorumUnavailable",),
+        "dblock.core.rendezvous": ("Rendezvous", "rendezvous"),
         "dblock.core.lock.observing": ("observe",),
         "dblock.core.lock.leading": ("Term",),
     }.items()

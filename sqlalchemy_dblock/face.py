@@ -19,7 +19,6 @@ from dblock.core.lock.locks import Attaching, SyncLock, settled
 from dblock.core.options import Given
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
-from dblock.core.rendezvous import Place, Rendezvous, is_place
 from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention
 from dblock.core.values import SHARE, Seconds, key_of_share, slot_of
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
     from dblock.core.lock.key_template import NoKey
     from dblock.core.protocol.reaping import Reaped
+    from dblock.core.rendezvous import Place, Rendezvous
 
 T = TypeVar("T")
 
@@ -183,12 +183,12 @@ def db_lock(  # noqa: D417 - they are
         TypeError, ValueError: another argument is invalid.
     """
     if key is ...:
-        if not isinstance(engine, Rendezvous):
+        if not hasattr(engine, "moves"):  # a Rendezvous; any other function may be one that was to be decorated
             _ = _sync_engine(engine)
         from dblock.core.lock.key_template import NoKey  # noqa: PLC0415 - only for decorators
 
         return NoKey(lambda name: db_lock(engine, name, **options))
-    if is_place(engine):
+    if callable(engine):
         lock: Lock | AsyncLock = lock_by_key((Lock, AsyncLock), engine, key, *unnamed, **options)
         return lock
     inner = _sync_engine(engine)
@@ -200,6 +200,10 @@ def lock_by_key(
 ) -> Any:
     """A lock in the database that `place` says for its key, of the first kind or, for an AsyncEngine, of the second."""
     from dblock.core.lock.by_key import READERS, located  # noqa: PLC0415 - for those who have several databases
+    from dblock.core.rendezvous import is_place  # noqa: PLC0415 - likewise
+
+    if not is_place(place):  # a class, or a factory of sessions
+        _ = _sync_engine(cast("Engine", place))
 
     def make(engine: Any, key: str) -> Lock | AsyncLock:
         inner = _sync_engine(engine)

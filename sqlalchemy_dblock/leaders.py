@@ -9,13 +9,14 @@ from sqlalchemy import Engine
 
 from dblock.core.lock import leading
 from dblock.core.lock.leading import Options, SyncLeader
-from dblock.core.rendezvous import Place, is_place
 from sqlalchemy_dblock.face import db_lock
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
     from sqlalchemy.orm import Session
+
+    from dblock.core.rendezvous import Place
 
 
 class Leader(SyncLeader):
@@ -61,7 +62,7 @@ def db_leader(engine: Any = None, name: Any = None, **options: Unpack[Options]) 
     Raises:
         InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`.
     """
-    if is_place(engine):
+    if callable(engine):
         from dblock.core.lock.by_key import LEADERS, found  # noqa: PLC0415 - for those who have several databases
 
         leader: Leader | AsyncLeader = found(

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, overload
 from sqlalchemy import Engine
 
 from dblock.core.lock.rwlock import NoLock, Reads, Writes, downgrade
-from dblock.core.rendezvous import Place, is_place
 from dblock.core.share_keys import refuse_several
 from sqlalchemy_dblock.face import AsyncLock, Lock, Options, _sync_engine, lock_by_key
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from dblock.core.rendezvous import Place
 
 
 class ReadLock(Reads, Lock):
@@ -96,7 +97,7 @@ def db_rwlock(engine: Any = None, key: Any = None, **options: Any) -> Any:  # no
     """
     refuse_several(engine, "db_rwlock")
     readers, writers = (ReadLock, AsyncReadLock), (WriteLock, AsyncWriteLock)
-    if is_place(engine):
+    if callable(engine):
         return ReadWriteLock(key, partial(lock_by_key, readers, engine), partial(lock_by_key, writers, engine), options)
     inner = _sync_engine(engine)
     which = int(inner is not engine)

@@ -10,12 +10,13 @@ from sqlalchemy import Engine
 from dblock.core.lock import permits as core
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.permits import IsPermit, SyncSemaphore
-from dblock.core.rendezvous import Place, is_place
 from dblock.core.share_keys import refuse_several
 from sqlalchemy_dblock.face import AsyncLock, Lock, Options, _sync_engine
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from dblock.core.rendezvous import Place
 
 
 class Permit(IsPermit, Lock):
@@ -61,7 +62,7 @@ def db_semaphore(engine: Any = None, key: Any = None, permits: int = 1, **option
         As `db_lock`; WrongKind where the key is that of a plain lock or of a read-write lock.
     """
     refuse_several(engine, "db_semaphore")
-    if is_place(engine):
+    if callable(engine):
         from dblock.core.lock.by_key import PERMITS, located  # noqa: PLC0415 - for those who have several databases
 
         def make(engine: Any, key: str) -> Any:

@@ -10,12 +10,13 @@ from sqlalchemy import Engine
 from dblock.core.lock import several
 from dblock.core.lock.locks import settled
 from dblock.core.lock.several import SyncLocks
-from dblock.core.rendezvous import Place, is_place
 from dblock.core.validation import valid_key, valid_timeout
 from sqlalchemy_dblock.face import AsyncLock, Lock, Options, _sync_engine, db_lock
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from dblock.core.rendezvous import Place
 
 
 class Locks(SyncLocks):
@@ -69,7 +70,7 @@ def db_locks(first: Any = None, /, *keys: Any, **options: Any) -> Locks | AsyncL
             made.append(make(first, valid_key(each), timeout=timeout, **options))
     if made and made[0] is first and options:
         raise TypeError(f"{min(options)} is for keys: give it to each db_lock()")
-    if not (made and made[0] is first) and not is_place(first):
+    if not (made and made[0] is first) and not callable(first):
         engine: Any = first
         _ = _sync_engine(engine)
     kinds = {isinstance(settled(each), AsyncLock) for each in made}

@@ -118,6 +118,8 @@ def places(place: Place[D], key: str) -> list[tuple[str, D]]:
     """The databases of a key, each with the name by which all flows order them; "" if it has none."""
     if isinstance(place, Rendezvous):
         return [(name, place.databases[name]) for name in place.names(key)]
+    if not is_place(place):
+        raise TypeError(f"a function from a key to its database is needed, not {place!r}")
     found = place(key)
     several = dict.fromkeys(found if isinstance(found, tuple) else (found,))
     if not several:

@@ -3,7 +3,7 @@
 Mostly that is one database, and the lock is an ordinary one. A key that moves from one database to another is held in
 both: `Moved` is one lock object over two, its halves, which are taken together as by db_locks().
 
-Rule: `acquire` of a moved key returns once both rows show the higher of the two fences (`operations.raise_fence`).
+Rule: `acquire` of a moved key returns once both rows show the higher of the two fences (`raise_fence`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self, TypeVar
 
+from dblock.core import runtime
+from dblock.core.acquire import handover
 from dblock.core.errors import LockTimeout, Reason
 from dblock.core.holding.flow import Flow, Hold
 from dblock.core.lock.base import BaseLock
+from dblock.core.lock.bookkeeping import find_out, forget, site_of
 from dblock.core.lock.ignored import warn_if_ignored
 from dblock.core.lock.key_template import NOT_SKIPPED, Template
 from dblock.core.lock.locks import AsyncLock, Timeout
 from dblock.core.lock.several import AsyncLocks, SyncLocks, enter
+from dblock.core.protocol import quorum
+from dblock.core.protocol.steps import Steps
 from dblock.core.rendezvous import Place, places
 from dblock.core.validation import acquire_timeout, valid_key
-from dblock.core.values import LockInfo, Seconds
+from dblock.core.values import Grant, LockInfo, Seconds
 
 F = TypeVar("F", bound=Callable[..., Any])
 _REFUSED: Final = {
@@ -341,6 +346,36 @@ async def aenter(lock: Moved) -> None:
     except LockTimeout as busy:
         if not lock._skip(busy):
             raise
+
+
+def raise_fence(lock: BaseLock, fence: int) -> Steps[None]:
+    """Let this flow's tenure have `fence`, which is higher than its own; raises LockLost.
+
+    The watchdog does not look at the hold meanwhile: a renewal by the old fence would find no tenure.
+    """
+    hold, watchdog = lock._own_hold("raise the fence of"), runtime.current.watchdog
+    _ = lock._surely_held()
+    if not watchdog.discard(hold):  # release_all() was faster
+        raise lock._lost(hold)
+    database, lease = hold.store.database, hold.lease
+    until = min(database.now() + database.timing.retry_budget, lease.trusted_until)
+    known = Grant(hold.tenure, lease.renewed, lease.ttl)
+    try:
+        grant = yield from quorum.confirm(database, known, fence, lease.life, until)
+    except GeneratorExit:
+        raise
+    except BaseException:  # the row has the one fence or the other
+        forget(hold)
+        hold.entries = []
+        yield from handover.undo_take(site_of(hold), hold.tenure.key, hold.tenure.owner)
+        raise
+    if grant is not None:
+        hold.tenure = hold.record.tenure = grant.tenure
+    watchdog.add(hold)
+    if grant is None:
+        yield from find_out(hold)
+    if grant is None or not lease.lengthen(grant):
+        raise lock._lost(hold)
 
 
 def _shown(found: list[LockInfo | None]) -> LockInfo | None:

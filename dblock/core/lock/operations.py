@@ -6,11 +6,10 @@ Rule: a function here acts for the flow that runs it, on that flow's hold and on
 from __future__ import annotations
 
 from dblock.core import runtime
-from dblock.core.acquire import handover
 from dblock.core.errors import LockStoreError, Loss, Reason
 from dblock.core.holding.flow import Hold
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.bookkeeping import find_out, forget, site_of
+from dblock.core.lock.bookkeeping import find_out
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements.base import Values
@@ -46,38 +45,6 @@ def extend(lock: BaseLock, ttl: float) -> Steps[None]:
     if grant is None or not hold.lease.lengthen(grant):
         raise lock._lost(hold)
     runtime.current.watchdog.add(hold)  # its renewal may be due earlier now
-
-
-def raise_fence(lock: BaseLock, fence: int) -> Steps[None]:
-    """Let this flow's tenure have `fence`, which is higher than its own; raises LockLost.
-
-    The watchdog does not look at the hold meanwhile: a renewal by the old fence would find no tenure.
-    """
-    from dblock.core.protocol import quorum  # noqa: PLC0415 - only for keys that move
-
-    hold, watchdog = lock._own_hold("raise the fence of"), runtime.current.watchdog
-    _ = lock._surely_held()
-    if not watchdog.discard(hold):  # release_all() was faster
-        raise lock._lost(hold)
-    database, lease = hold.store.database, hold.lease
-    until = min(database.now() + database.timing.retry_budget, lease.trusted_until)
-    known = Grant(hold.tenure, lease.renewed, lease.ttl)
-    try:
-        grant = yield from quorum.confirm(database, known, fence, lease.life, until)
-    except GeneratorExit:
-        raise
-    except BaseException:  # the row has the one fence or the other
-        forget(hold)
-        hold.entries = []
-        yield from handover.undo_take(site_of(hold), hold.tenure.key, hold.tenure.owner)
-        raise
-    if grant is not None:
-        hold.tenure = hold.record.tenure = grant.tenure
-    watchdog.add(hold)
-    if grant is None:
-        yield from find_out(hold)
-    if grant is None or not lease.lengthen(grant):
-        raise lock._lost(hold)
 
 
 def verify(lock: BaseLock) -> Steps[bool]:

@@ -22,7 +22,7 @@ from dblock.core.acquire import together
 from dblock.core.errors import LockError, LockNotHeld, LockTimeout
 from dblock.core.holding.flow import Block, Flow, Hold, current_task
 from dblock.core.holding.handover_record import Bundle, HandoverRecord
-from dblock.core.lock import entering, leaving, operations
+from dblock.core.lock import entering, leaving
 from dblock.core.lock.entering import Granted
 from dblock.core.lock.ignored import warn_if_ignored
 from dblock.core.lock.locks import AsyncLock, Timeout, gives_way, was_ours
@@ -204,15 +204,20 @@ class BaseLocks:
             loss = yield from tenures.why_lost(first._store().database, tenure)
             raise locks[tenure.key]._lost_tenure(tenure.fence, loss)
 
-    def _open(self) -> list[tuple[Any, int]]:
+    def _open(self) -> list[tuple[Any, Steps[None]]]:
         """Called once all are taken: raises LockLost if one was lost meanwhile.
 
-        Returns the halves of moving keys whose fence is lower than that of their twin, with the higher one.
+        Returns the halves of moving keys whose fence is lower than that of their twin, with the steps that raise it.
         """
         held = [(lock, lock._surely_held().tenure.fence) for lock in self._in_order()]
         halves = [(lock, fence) for lock, fence in held if lock._whole is not None]
+        if not halves:
+            return []
+        from dblock.core.lock.by_key import raise_fence  # noqa: PLC0415 - only for keys that move
+
         highest = {lock.key: fence for lock, fence in sorted(halves, key=lambda half: half[1])}
-        return [(lock, highest[lock.key]) for lock, fence in halves if fence < highest[lock.key]]
+        lower = [(lock, highest[lock.key]) for lock, fence in halves if fence < highest[lock.key]]
+        return [(lock, raise_fence(lock, fence)) for lock, fence in lower]
 
     def _refuse_to_skip(self) -> None:
         if self._on_busy == "skip":
@@ -279,8 +284,8 @@ class SyncLocks(BaseLocks):
                 if not isinstance(lock._drive(entering.acquire(lock, left, granted=granted.get(lock))), Hold):
                     raise _Busy  # noqa: TRY301 - what was taken is released below
                 _ = granted.pop(lock, None)
-            for lock, fence in self._open():
-                lock._drive(operations.raise_fence(lock, fence))
+            for lock, steps in self._open():
+                lock._drive(steps)
         except BaseException as error:
             self._first._drive(self._give_back(granted))
             self._leave(self._since(before), leaving.leave_entry, error)
@@ -335,8 +340,8 @@ class SyncLocks(BaseLocks):
             for lock, left in self._in_turn(self._timeout):
                 lock._drive(entering.enter_block(lock, left, granted.get(lock)))
                 _ = granted.pop(lock, None)
-            for lock, fence in self._open():
-                lock._drive(operations.raise_fence(lock, fence))
+            for lock, steps in self._open():
+                lock._drive(steps)
             self._begun(before)
         except BaseException as error:
             self._first._drive(self._give_back(granted))
@@ -408,8 +413,8 @@ class AsyncLocks(BaseLocks):
                 if not isinstance(await lock._adrive(entering.acquire(lock, left, granted=granted.get(lock))), Hold):
                     raise _Busy  # noqa: TRY301 - what was taken is released below
                 _ = granted.pop(lock, None)
-            for lock, fence in self._open():
-                await lock._adrive(operations.raise_fence(lock, fence))
+            for lock, steps in self._open():
+                await lock._adrive(steps)
         except BaseException as error:
             await self._first._adrive(self._give_back(granted), undisturbed=True)
             await _aleave(self, self._since(before), leaving.leave_entry, error)
@@ -494,8 +499,8 @@ async def enter(several: BaseLocks) -> None:
             _ = granted.pop(lock, None)
             if lock.options.interrupt:
                 lock._surely_held().cancelling = current_task().cancelling()
-        for lock, fence in several._open():
-            await lock._adrive(operations.raise_fence(lock, fence))
+        for lock, steps in several._open():
+            await lock._adrive(steps)
         several._begun(before)
     except BaseException as error:
         await several._first._adrive(several._give_back(granted), undisturbed=True)
