@@ -41,7 +41,7 @@ mutants: ## Every statement with one condition less, on every database: a test h
 
 bench: ## Rates as ratios to bare SQL in the same run, and what the server counts: make bench [ROUNDS=15]
 	@sh scripts/setup test
-	@missed=0; for part in uncontended leases family majority handoff contended stampede distance peers tasks reaping observing; do \
+	@missed=0; for part in uncontended leases family majority growth handoff contended stampede distance peers tasks reaping observing; do \
 	    ROUNDS=$(or $(ROUNDS),15) $(PYTHON) -m benchmarks.$$part || missed=1; done; exit $$missed
 
 celery: ## Locked tasks on RabbitMQ and Redis in full numbers, with kills and restarts: `make test` has a short form

@@ -69,6 +69,6 @@ def db_quorum_lock(key: str, *, using: Sequence[str], **options: Unpack[Options]
         As `db_lock`; QuorumUnavailable where fewer than a majority of the databases could be asked; ValueError for a
         database that is given twice.
     """
-    if isinstance(using, str):
-        raise TypeError(f"using is a list of aliases, not {using!r}")
+    if isinstance(using, str) or callable(using):
+        raise TypeError(f"using is a list of aliases, the same for every key, not {using!r}")
     return QuorumLock([functools.partial(Lock, using=alias) for alias in using], key, **options)

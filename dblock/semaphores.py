@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, Unpack
 
+from dblock.core.lock.key_template import Template
 from dblock.core.lock.permits import AsyncSemaphore, IsPermit, SyncSemaphore, aenter
 from dblock.core.share_keys import refuse_several
 from dblock.locks import Lock, Options
@@ -35,9 +36,12 @@ class Semaphore(SyncSemaphore):
 
     def __call__(self, function: F) -> F:
         """Decorate a `def` or an `async def`: each call holds a permit; the key is formatted with its arguments."""
+        return self._decorate(function)
+
+    def _decorate(self, function: F, template: Template | None = None) -> F:
         if inspect.iscoroutinefunction(function):
-            return AsyncSemaphore.__call__(self, function)
-        return super().__call__(function)
+            return AsyncSemaphore._decorate(self, function, template)
+        return super()._decorate(function, template)
 
 
 def db_semaphore(key: str, permits: int = 1, **options: Unpack[Options]) -> Semaphore:
@@ -58,4 +62,16 @@ def db_semaphore(key: str, permits: int = 1, **options: Unpack[Options]) -> Sema
         As `db_lock`; WrongKind where the key is that of a plain lock or of a read-write lock.
     """
     refuse_several(options.get("using"), "db_semaphore")
+    if callable(using := options.get("using")):
+        from dblock.core.lock.by_key import PERMITS, located  # noqa: PLC0415 - for those who have several databases
+
+        plain: dict[str, Any] = {**options, "using": None}
+        semaphore: Semaphore = located(
+            using,
+            key,
+            lambda alias, key: Semaphore(Permit, key, permits, **{**plain, "using": alias}),
+            check=lambda key: Semaphore(Permit, key, permits, **plain),
+            moved=PERMITS,
+        )
+        return semaphore
     return Semaphore(Permit, key, permits, **options)

@@ -49,7 +49,7 @@ def problems(app: Any) -> list[Problem]:
 def _of_task(app: Any, task: Any, spec: Spec) -> list[Problem]:
     found = []
     limit, renew = _limit(app, task), spec.options.get("renew", True)
-    life = spec.options.get("max_hold") if renew else spec.lock(task, "any").ttl
+    life = spec.options.get("max_hold") if renew else spec.options.get("ttl") or spec.lock(task, "any").ttl
     if life is not None and limit is not None and valid_ttl(life) < limit:
         name = "max_hold" if renew else "ttl, which nobody renews (renew=False)"
         text = (

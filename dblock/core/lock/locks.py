@@ -18,6 +18,9 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.validation import acquire_timeout, valid_ttl
 from dblock.core.values import LockInfo, Seconds
 
+if TYPE_CHECKING:
+    from dblock.core.lock.key_template import Template
+
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
@@ -94,6 +97,11 @@ class Attaching(Generic[L]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await leave(self._lock, error)
+
+
+def settled(lock: Any) -> Any:
+    """The lock on the text of its key, which is no decorator's (see `dblock.core.lock.by_key.ByKey`)."""
+    return getattr(lock, "_literal", lock)
 
 
 class SyncLock(BaseLock):
@@ -174,9 +182,13 @@ class SyncLock(BaseLock):
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
+        return self._decorate(function)
+
+    def _decorate(self, function: F, template: Template | None = None) -> F:
+        """Decorate `function`; `template`: by default the key of the lock."""
         from dblock.core.lock.key_template import decorated  # noqa: PLC0415 - only for decorators
 
-        return decorated(self, function)
+        return decorated(self, function, template)
 
 
 class AsyncLock(BaseLock):
@@ -236,6 +248,10 @@ class AsyncLock(BaseLock):
 
     def __call__(self: BaseLock, function: AF) -> AF:
         """Decorate a coroutine function: each call holds the lock; the key is formatted with the call's arguments."""
+        return AsyncLock._decorate(self, function)
+
+    def _decorate(self: BaseLock, function: AF, template: Template | None = None) -> AF:
+        """Decorate a coroutine function; `template`: by default the key of the lock."""
         from dblock.core.lock.key_template import adecorated  # noqa: PLC0415 - only for decorators
 
-        return adecorated(self, function)
+        return adecorated(self, function, template)

@@ -397,7 +397,11 @@ class SyncSemaphore(BaseSemaphore):
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds a permit; the key is formatted with the call's arguments."""
-        return with_each_call(self, function, Template(self.key, function), "semaphore", "permit is")
+        return self._decorate(function)
+
+    def _decorate(self, function: F, template: Template | None = None) -> F:
+        """Decorate `function`; `template`: by default the key of the semaphore."""
+        return with_each_call(self, function, template or Template(self.key, function), "semaphore", "permit is")
 
 
 class AsyncSemaphore(BaseSemaphore):
@@ -449,8 +453,12 @@ class AsyncSemaphore(BaseSemaphore):
 
     def __call__(self: BaseSemaphore, function: F) -> F:
         """Decorate a coroutine function: each call holds a permit; the key is formatted with the call's arguments."""
-        template = Template(self.key, function)
-        return awith_each_call(self, function, template, "semaphore", begin=aenter_call, leave=AsyncSemaphore.__aexit__)
+        return AsyncSemaphore._decorate(self, function)
+
+    def _decorate(self: BaseSemaphore, function: F, template: Template | None = None) -> F:
+        """Decorate a coroutine function; `template`: by default the key of the semaphore."""
+        formed = template or Template(self.key, function)
+        return awith_each_call(self, function, formed, "semaphore", begin=aenter_call, leave=AsyncSemaphore.__aexit__)
 
 
 async def aenter(semaphore: BaseSemaphore) -> Any:

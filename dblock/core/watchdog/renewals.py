@@ -35,6 +35,13 @@ class Due(NamedTuple):
     ttl: float
     life: float
     epoch: int
+    tenure: Tenure
+    """By another one, if the hold has that meanwhile, the answer says nothing."""
+
+    @property
+    def applies(self) -> bool:
+        """Whether the hold still has the tenure."""
+        return self.hold.tenure == self.tenure
 
 
 class Keeper(Protocol):
@@ -61,7 +68,7 @@ class Renewal:
 
     def __init__(self, store: Store, holds: Sequence[Hold], keeper: Keeper) -> None:
         self.store = store
-        self.leases = [Due(hold, *hold.lease.renewal()) for hold in holds]
+        self.leases = [Due(hold, *hold.lease.renewal(), hold.tenure) for hold in holds]
         self._keeper = keeper
 
     def set_reason_if_lost(self, reason: Reason) -> None:
@@ -85,9 +92,9 @@ class Renewal:
     def _renew(self, leases: Sequence[Due], budget: float) -> Steps[None]:
         database = self.store.database
         lives: dict[Tenure, float] = {}  # two flows may hold one tenure: the longer life counts
-        for hold, _, life, _ in leases:
-            lives[hold.tenure] = max(life, lives.get(hold.tenure, 0.0))
-        not_notified = {due.hold.tenure for due in leases if due.hold.revoked is None}
+        for due in leases:
+            lives[due.tenure] = max(due.life, lives.get(due.tenure, 0.0))
+        not_notified = {due.tenure for due in leases if due.hold.revoked is None}
         try:
             sent, alive = yield from tenures.renew(database, list(lives.items()), database.now() + budget, not_notified)
         except LockError as error:
@@ -100,38 +107,38 @@ class Renewal:
             # On MySQL a take of the key locks its row for a moment: not logged until the renewal is late.
             if type(error) is not StoreBusy or any(hold.lease.state != "held" for hold, *_ in leases):
                 warn("could not renew %d leases, trying again: %s", len(leases), error)
-            for hold, _, _, _ in leases:
+            for hold in (due.hold for due in leases):
                 hold.lease.due = min(hold.lease.due, database.now() + min(1.0, hold.lease.term / 20))
             return
         not_renewed: list[Due] = []
         renewed: list[Due] = []
         for due in leases:
-            tenure = due.hold.tenure
+            tenure = due.tenure
             kept = alive is None or (tenure in alive and (alive[tenure] is None or tenure not in not_notified))
             (renewed if kept else not_renewed).append(due)
         if self._keeper.observers is not None:
             self._keeper.observers.renewed(self.store, sent, [due.hold for due in renewed])
-        for hold, ttl, _, epoch in renewed:
-            _ = hold.lease.lengthen(Grant(hold.tenure, sent, ttl), epoch)
+        for hold, ttl, _, epoch, tenure in renewed:
+            _ = hold.lease.lengthen(Grant(tenure, sent, ttl), epoch)
         yield from self._handle_not_renewed(not_renewed, alive or {}, budget)
 
     def _handle_not_renewed(
         self, not_renewed: Sequence[Due], alive: Mapping[Tenure, str | None], budget: float
     ) -> Steps[None]:
         """Handle tenures that were not renewed: inform the holders of those asked back, then renew; end the others."""
-        revoked = [due for due in not_renewed if due.hold.tenure in alive]
+        revoked = [due for due in not_renewed if due.tenure in alive]
         for due in revoked:
-            self._keeper.revoke(due.hold, alive[due.hold.tenure] or "")
+            self._keeper.revoke(due.hold, alive[due.tenure] or "")
         if revoked:
             yield from self._renew(revoked, budget)
-        for hold in (due.hold for due in not_renewed if due.hold.tenure not in alive):
-            if self._keeper.is_watching(hold):
+        for due in (each for each in not_renewed if each.tenure not in alive):
+            if self._keeper.is_watching(due.hold) and due.applies:
                 try:
-                    loss = yield from tenures.why_lost(self.store.database, hold.tenure)
+                    loss = yield from tenures.why_lost(self.store.database, due.tenure)
                 except LockError:
                     loss = Loss(Reason.EXPIRED)
-                if self._keeper.is_watching(hold):  # not released meanwhile
-                    _ = hold.lease.lose(loss)
+                if self._keeper.is_watching(due.hold) and due.applies:  # not released meanwhile
+                    _ = due.hold.lease.lose(loss)
 
 
 class Renewer:
