@@ -53,6 +53,8 @@ class Timing(NamedTuple):
     """Before its deadline, by this and a few round trips, a waiter reads the holder."""
     withdrawal: float = 3.0
     """Time for the process to delete the places of waiters whose deadline is over."""
+    epoch_cache: float = 0.25
+    """What was read of the epoch is asked for again after so long, if a key is free and cannot be taken."""
     deadlock_check: float = 0.5
     """Between two checks for a deadlock, by a waiter that holds other keys."""
 
