@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import GaugeMetricFamily
 
 from dblock.contrib.counting import Groups, Tenures, prefix
+from dblock.core import runtime
 from dblock.core.errors import Reason
 from dblock.core.events import Event, Kind
 from dblock.core.lock.observing import observe
@@ -26,6 +28,7 @@ BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 PENDING: Final = 256
 """Events that are put aside, at most."""
+QUARANTINE: Final = "Until keys open that are closed since a failover, as this process last read it."
 SCRAPE: Final = 1.0
 """Seconds for which a scrape waits for a flow that is counting."""
 
@@ -113,10 +116,13 @@ class Metrics:
             self._settle()
 
     def collect(self) -> list[Metric]:
-        """Count what has not been counted yet, before a scrape reads the others."""
+        """Count what has not been counted yet, before a scrape reads the others; and the quarantines."""
         if self._settling.acquire(timeout=SCRAPE):
             self._settle()
-        return []
+        closed = GaugeMetricFamily("dblock_quarantine_seconds", QUARANTINE, labels=["database"])
+        for database, seconds in runtime.current.quarantines():
+            closed.add_metric([database], seconds)
+        return [closed]
 
     def describe(self) -> list[Metric]:
         """None of its own."""

@@ -131,6 +131,8 @@ def _take(waiter: Waiter) -> Steps[Grant | Refused | None]:
             if tries > 2 and now() >= deadline:
                 return Refused()
         closed = 0.0 if held else (yield from epoch.closed_for(database, holder, until))
+        if closed and now() >= deadline:
+            return Refused(holder)
         # A key that is free but cannot be taken has waiters, or a transaction pins it, or the server was promoted.
         waits = holder is not None and (held or (yield from handover.grant_next(site, key, until=until)) or tries > 2)
         if waits and now() < deadline:

@@ -46,8 +46,11 @@ def closed_for(database: Database, info: LockInfo | None, until: float) -> Steps
     return max(opens - now(), 0.0)
 
 
-def read(database: Database, until: float) -> Steps[Quarantine | None]:
-    """The epoch, which is begun if the server is another one than the last; None on a database without replicas."""
+def read(database: Database, until: float, *, begins: bool = True) -> Steps[Quarantine | None]:
+    """The epoch, which is begun if the server is another one than the last; None on a database without replicas.
+
+    Without `begins` nothing is written, and the answer is None on a server that is not known yet.
+    """
     statements, epoch = database.dialect.epoch, database.epoch
     if statements is None:
         return None
@@ -55,6 +58,8 @@ def read(database: Database, until: float) -> Steps[Quarantine | None]:
         sent, rows = yield from send(database, statements.status, {}, until, resend=True)
         if rows and rows[0][0]:
             break
+        if not begins:
+            return None
         if not tried:
             parameters = {"seconds": database.quarantine()}
             _ = yield from send(database, statements.begin, parameters, until, resend=True)
