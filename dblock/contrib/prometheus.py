@@ -78,7 +78,11 @@ class Metrics:
         where = ("database", "group")
         bounds: dict[str, Any] = {"buckets": buckets, "registry": registry}
         live: dict[str, Any] = {"multiprocess_mode": "livesum", "registry": registry}
-        self.wait = Histogram("dblock_wait_seconds", "How long attempts took.", (*where, "outcome"), **bounds)
+        try:
+            self.wait = Histogram("dblock_wait_seconds", "How long attempts took.", (*where, "outcome"), **bounds)
+        except ValueError:  # others are registered there
+            registry.unregister(self)
+            raise
         self.hold = Histogram("dblock_hold_seconds", "How long locks were held.", where, **bounds)
         self.held = Gauge("dblock_held", "Locks that are held.", where, **live)
         self.waiting = Gauge("dblock_waiting", "Attempts that wait for a key.", where, **live)

@@ -65,6 +65,8 @@ def schema_error(failure: Failure, error: BaseException, step: Execute, store: D
     dialect, database = store.database.dialect, store._described
     names = [f"`{dialect.tables.name(each, '')}`" for each in _TABLES if each in step.statement.sql]
     if failure is Failure.NO_TABLE:
+        if "lock_epoch" in _first_line(error):  # the others are probably there
+            names = [f"`{dialect.tables.name('lock_epoch', '')}`"]
         text = f"{database} has no table {' or no table '.join(names)}: {store._create_table}"
         return LockStoreError(text, key=key_of(step))
     detail = _first_line(error)
