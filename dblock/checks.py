@@ -24,6 +24,7 @@ from dblock import conf
 from dblock.core.statements import DIALECTS
 from dblock.core.validation import (
     valid_history,
+    valid_quarantine,
     valid_reaping,
     valid_retention,
     valid_slow_wait,
@@ -71,6 +72,11 @@ def check_settings(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Ch
         valid_history(given.get("HISTORY", 0), "DBLOCK['HISTORY']")
     except (TypeError, ValueError) as error:
         hint = "For example 10000; 0 for none. See docs/operating.md."
+        found.append(Error(f"{error}.", hint=hint, id="dblock.E002"))
+    try:
+        valid_quarantine(given.get("FAILOVER_QUARANTINE", "auto"), "DBLOCK['FAILOVER_QUARANTINE']")
+    except (TypeError, ValueError) as error:
+        hint = 'Seconds or a timedelta, "auto" or None. See docs/clusters.md.'
         found.append(Error(f"{error}.", hint=hint, id="dblock.E002"))
     if not isinstance(given.get("LISTEN", True), bool):
         hint = "A bool. See docs/reference.md."
@@ -182,6 +188,23 @@ def _locks_connection() -> BaseDatabaseWrapper | None:
         return None
     connection = connections[default_alias()]
     return connection if connection.vendor in DIALECTS else None
+
+
+@register("dblock")
+def check_quarantine(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
+    """W011: leases that outlast the quarantine after a failover."""
+    connection = _locks_connection()
+    if connection is None or DIALECTS[connection.vendor].epoch is None:
+        return []
+    try:
+        ttl, quarantine = conf.ttl(), conf.quarantine()
+    except (TypeError, ValueError):  # told elsewhere
+        return []
+    if ttl <= quarantine or not quarantine:
+        return []
+    hint = "Make DBLOCK['FAILOVER_QUARANTINE'] as long as the longest ttl and grace in use. See docs/clusters.md."
+    text = f"DBLOCK['TTL'] ({ttl:g} s) is longer than keys are closed after a failover ({quarantine:g} s)."
+    return [Warning(text, hint=hint, id="dblock.W011")]
 
 
 @register("dblock")

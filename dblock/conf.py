@@ -17,6 +17,7 @@ from django.core.signals import setting_changed
 from dblock.core.statements.base import Tables
 from dblock.core.validation import (
     valid_history,
+    valid_quarantine,
     valid_reaping,
     valid_slow_wait,
     valid_tables,
@@ -46,6 +47,8 @@ class Settings:
     """About how many events of keys are kept in `lock_events`; 0: this process writes none."""
     LISTEN: bool = True
     """Whether PostgreSQL notifies waiters with NOTIFY. It takes one connection for each process that waits."""
+    FAILOVER_QUARANTINE: Seconds | str | None = "auto"
+    """Seconds for which keys are closed after a failover; "auto": 60, None: none, for synchronous standbys only."""
     TABLE_PREFIX: str = ""
     """Stands before the tables' names, `locks` and `lock_waiters`. Read when Django starts, as models are."""
     SCHEMA: str | None = None
@@ -99,6 +102,12 @@ def reaping() -> tuple[float, float] | None:
     return valid_reaping(settings().REAP_EVERY, settings().RETENTION, "DBLOCK['REAP_EVERY']")
 
 
+@cache
+def quarantine() -> float:
+    """Seconds for which keys are closed after a failover. Raises TypeError or ValueError for a bad value."""
+    return valid_quarantine(settings().FAILOVER_QUARANTINE, "DBLOCK['FAILOVER_QUARANTINE']")
+
+
 def history() -> int:
     """How many events are kept. Raises TypeError or ValueError for a bad value."""
     return valid_history(settings().HISTORY, "DBLOCK['HISTORY']")
@@ -122,7 +131,7 @@ def follow_history() -> None:
 
 def _changed(*, setting: str, **_: object) -> None:
     if setting == "DBLOCK":
-        for reading in (settings, ttl, timeout, slow_wait, reaping):
+        for reading in (settings, ttl, timeout, slow_wait, reaping, quarantine):
             reading.cache_clear()
         follow_history()
 

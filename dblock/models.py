@@ -1,4 +1,4 @@
-"""The tables `locks`, `lock_waiters` and `lock_events` as Django models, for reading.
+"""The tables `locks`, `lock_waiters`, `lock_events` and `lock_epoch` as Django models, for reading.
 
 Only the protocol's statements write them.
 """
@@ -214,3 +214,22 @@ class LockEvent(_Row):
 
     def __str__(self) -> str:
         return printable(f"{self.lock_key} {self.kind} ({self.fence})")
+
+
+class LockEpoch(_Row):
+    """The one row that says which server answers for the locks; see `dblock.core.statements.epoch`."""
+
+    id = models.IntegerField(primary_key=True)
+    server = ExactCharField(_("server"), max_length=255)
+    history = ExactCharField(_("history of that server"), max_length=255)
+    since = MomentField(_("first found at"))
+    opens_at = MomentField(_("keys open at"))
+    floor = models.BigIntegerField(_("fence above all of earlier servers"))
+
+    class Meta:
+        db_table = table("lock_epoch")
+        verbose_name = _("lock epoch")
+        verbose_name_plural = _("lock epochs")
+
+    def __str__(self) -> str:
+        return printable(self.server)

@@ -56,12 +56,18 @@ class DjangoStore(BaseStore):
             )
         refuse_untried(vendor, connection.Database.__name__.removesuffix(".dbapi2"), f"database {alias!r}")  # type: ignore[attr-defined]
         tables = conf.tables()
-        _ = conf.reaping(), conf.history()  # what is wrong with them is said here, not in the background
+        _ = (
+            conf.reaping(),
+            conf.history(),
+            conf.quarantine(),
+        )  # what is wrong with them is said here, not in the background
         if tables.schema and vendor != "postgresql":
             raise UnsupportedDatabase(
                 f"DBLOCK['SCHEMA'] is for PostgreSQL, and database {alias!r} is {connection.display_name}"
             )
-        self.database = Database(dialect_for(vendor, tables), refuse_waiting=self._refuse_waiting)
+        self.database = Database(
+            dialect_for(vendor, tables), refuse_waiting=self._refuse_waiting, quarantine=conf.quarantine
+        )
         self._alias = self.name = alias
         self._described = f"database {alias!r}"
         self._create_table = f"run `manage.py migrate dblock --database {alias}`"

@@ -23,7 +23,7 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.protocol.store import Subscription
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Tables
-from dblock.core.validation import valid_history, valid_reaping, valid_tables
+from dblock.core.validation import valid_history, valid_quarantine, valid_reaping, valid_tables
 from dblock.core.values import Seconds
 from dblock.core.wakeup.registry import Wakeups
 from dblock.core.worker import start
@@ -44,6 +44,7 @@ class Options(NamedTuple):
     retention: Seconds
     reaping: tuple[float, float] | None
     history: int
+    quarantine: float
 
 
 def _options(engine: Engine) -> Options:
@@ -59,6 +60,7 @@ def _options(engine: Engine) -> Options:
         retention,
         valid_reaping(get("dblock_reap_every"), retention, "dblock_reap_every"),
         valid_history(get("dblock_history", 0), "the execution option dblock_history"),
+        valid_quarantine(get("dblock_failover_quarantine", "auto"), "the execution option dblock_failover_quarantine"),
     )
 
 
@@ -80,7 +82,9 @@ class EngineStore(BaseStore):
         refuse_untried(name, engine.dialect.driver, "the engine")
         self.asynchronous: bool = engine.dialect.is_async
         refuse_waiting = None if self.asynchronous else _not_on_an_event_loop
-        self.database = Database(dialect_for(name, tables), refuse_waiting=refuse_waiting)
+        self.database = Database(
+            dialect_for(name, tables), refuse_waiting=refuse_waiting, quarantine=lambda: options.quarantine
+        )
         self._source = source_for(engine)
         if isinstance(engine.pool, SingletonThreadPool):
             self._create_table += (

@@ -1,4 +1,4 @@
-"""The tables `locks`, `lock_waiters` and `lock_events` for SQLAlchemy and Alembic: the same as the Django migration's.
+"""The lock's tables for SQLAlchemy and Alembic: the same as the Django migration makes.
 
 Rule: only the protocol's statements write them. Only SQLAlchemy's own types and options describe them, since Alembic
 can write only these into a migration.
@@ -6,12 +6,14 @@ can write only these into a migration.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from sqlalchemy import (
     DDL,
     BigInteger,
     Column,
+    Connection,
     DateTime,
     Double,
     Identity,
@@ -27,6 +29,8 @@ from sqlalchemy.dialects import mysql, sqlite
 from sqlalchemy.dialects.postgresql.base import PGDialect
 from sqlalchemy.types import TypeEngine
 
+from dblock.core.statements import DIALECTS
+from dblock.core.statements.base import Tables
 from dblock.core.statements.mysql import COLLATIONS
 from dblock.core.validation import valid_tables
 
@@ -72,6 +76,7 @@ def metadata_for(prefix: str = "", schema: str | None = None) -> MetaData:
             make_room = DDL("ALTER TABLE %(fullname)s SET (fillfactor = 50)").execute_if(dialect="postgresql")  # type: ignore[no-untyped-call]
             event.listen(table, "after_create", make_room)
     _add_lock_events(made, prefix)
+    _add_lock_epoch(made, prefix)
     return made
 
 
@@ -156,6 +161,30 @@ def _add_lock_events(made: MetaData, prefix: str) -> None:
         sqlite_autoincrement=True,
         **_INNODB,
     )
+
+
+def _add_lock_epoch(made: MetaData, prefix: str) -> None:
+    table = Table(
+        f"{prefix}lock_epoch",
+        made,
+        Column("id", Integer, primary_key=True, autoincrement=False),
+        Column("server", _exact(255), nullable=False),
+        Column("history", _exact(255), nullable=False),
+        Column("since", _moment, nullable=False),
+        Column("opens_at", _moment, nullable=False),
+        Column("floor", BigInteger, nullable=False),
+        **_INNODB,
+    )
+    # An Alembic migration without this row closes the keys for FAILOVER_QUARANTINE at the first use, on MySQL, MariaDB,
+    # and a PostgreSQL server that was promoted before.
+    event.listen(table, "after_create", partial(_first_epoch, prefix=prefix))
+
+
+def _first_epoch(table: Table, connection: Connection, *, prefix: str, **_: object) -> None:
+    """Write the row of a table that nobody has used."""
+    name, schema = connection.dialect.name, connection.schema_for_object(table)
+    if name in DIALECTS and (epoch := DIALECTS[name].over(Tables(prefix, schema or "")).epoch) is not None:
+        connection.execute(DDL(epoch.first.sql))  # type: ignore[no-untyped-call]
 
 
 metadata = metadata_for()

@@ -325,7 +325,7 @@ def lowly(request: pytest.FixtureRequest) -> Iterator[Callable[..., URL]]:
         name = "lowly" if database == "postgresql" else "lowly@'%'"
         run(database, f"CREATE USER {name}")
         made.append((database, name))
-        for table in ("locks", "lock_waiters"):
+        for table in ("locks", "lock_waiters", "lock_epoch"):
             run(database, f"GRANT {', '.join(rights)} ON {table} TO {name}")
         return make_url(url(database)).set(username="lowly", password=None)
 

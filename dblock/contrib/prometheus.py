@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import GaugeMetricFamily
 
 from dblock.contrib.counting import Groups, Tenures, prefix
+from dblock.core import runtime
 from dblock.core.errors import Reason
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe
@@ -26,6 +28,7 @@ BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 PENDING: Final = 256
 """Events that are put aside, at most."""
+QUARANTINE: Final = "Until keys open that are closed since a failover, as this process last read it."
 SCRAPE: Final = 1.0
 """Seconds for which a scrape waits for a flow that is counting."""
 
@@ -75,7 +78,11 @@ class Metrics:
         where = ("database", "group")
         bounds: dict[str, Any] = {"buckets": buckets, "registry": registry}
         live: dict[str, Any] = {"multiprocess_mode": "livesum", "registry": registry}
-        self.wait = Histogram("dblock_wait_seconds", "How long attempts took.", (*where, "outcome"), **bounds)
+        try:
+            self.wait = Histogram("dblock_wait_seconds", "How long attempts took.", (*where, "outcome"), **bounds)
+        except ValueError:  # others are registered there
+            registry.unregister(self)
+            raise
         self.hold = Histogram("dblock_hold_seconds", "How long locks were held.", where, **bounds)
         self.held = Gauge("dblock_held", "Locks that are held.", where, **live)
         self.waiting = Gauge("dblock_waiting", "Attempts that wait for a key.", where, **live)
@@ -113,10 +120,13 @@ class Metrics:
             self._settle()
 
     def collect(self) -> list[Metric]:
-        """Count what has not been counted yet, before a scrape reads the others."""
+        """Count what has not been counted yet, before a scrape reads the others; and the quarantines."""
         if self._settling.acquire(timeout=SCRAPE):
             self._settle()
-        return []
+        closed = GaugeMetricFamily("dblock_quarantine_seconds", QUARANTINE, labels=["database"])
+        for database, seconds in runtime.current.quarantines():
+            closed.add_metric([database], seconds)
+        return [closed]
 
     def describe(self) -> list[Metric]:
         """None of its own."""

@@ -60,6 +60,14 @@ class Runtime:
         self.asks: Asks | None = None
         """Made for the first majority lock."""
 
+    def quarantines(self) -> list[tuple[str, float]]:
+        """The databases that this process uses, and for how many seconds their keys are closed, as last read."""
+        return [
+            (store.name, max(store.database.epoch.opens - store.database.now(), 0.0))
+            for store in list(self._sites)
+            if store.database.dialect.epoch is not None
+        ]
+
     def site(self, store: Store) -> Site:
         """What the flows of this process share of the store's database."""
         found = self._sites.get(store)

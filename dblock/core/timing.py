@@ -117,6 +117,11 @@ class Timing(NamedTuple):
         return self.single_try
 
     @property
+    def epoch_cache(self) -> float:
+        """What was read of the epoch is believed for as long as a try: then a key that cannot be taken asks again."""
+        return self.single_try
+
+    @property
     def pinned_answer(self) -> float:
         """Time after the caller's deadline to find out which transaction pins a key without a holder: two questions."""
         return max(2 * self.question, 4 * self.distance)

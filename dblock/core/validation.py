@@ -13,7 +13,7 @@ from typing import Final
 
 from dblock.core.errors import InvalidKey
 from dblock.core.statements.base import Tables
-from dblock.core.values import SHARE, TTL_MIN
+from dblock.core.values import QUARANTINE, SHARE, TTL_MIN
 
 KEY_LENGTH: Final = 255
 TEXT_LENGTH: Final = 255
@@ -102,6 +102,13 @@ def valid_reaping(every: object, retention: object, what: str) -> tuple[float, f
     if every is None:
         return None
     return valid_ttl(every, what, "the time between two reapings,"), valid_retention(retention)
+
+
+def valid_quarantine(seconds: object, what: str) -> float:
+    """Seconds for which keys are closed after a failover, 0.0 for None; TypeError or ValueError otherwise."""
+    if seconds == "auto":
+        return QUARANTINE
+    return 0.0 if seconds is None else valid_ttl(seconds, what, '"auto", None or')
 
 
 def valid_history(most: object, what: str) -> int:

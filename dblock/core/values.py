@@ -16,6 +16,9 @@ TTL_MIN: Final = 0.02
 """Seconds: SQLite cuts the present to a millisecond and rounds the ttl to one, so that a lease may end 1.5 ms early,
 which the margin of a tenth of the ttl must cover."""
 
+QUARANTINE: Final = 60.0
+"""Seconds for which keys are closed after a failover, unless a setting says otherwise."""
+
 MACHINE: Final = 8
 """Number of leading hexadecimal digits of an owner token that name a machine (`dblock.core.machine`)."""
 

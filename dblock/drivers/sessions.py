@@ -66,9 +66,11 @@ _MYSQL = """
 SET NAMES utf8mb4, SESSION sql_mode = 'TRADITIONAL', innodb_lock_wait_timeout = 1,
     lock_wait_timeout = /*M! 0 */ /*!80017 1 */, sql_safe_updates = 0
 """
-# Returns `version` on MariaDB, whatever version a proxy or a setting reports, and `wsrep_on` on a Galera node.
+# Returns `version` on MariaDB, whatever version a proxy or a setting reports, `wsrep_on` on a Galera node, and the name
+# of its group on a server of group replication.
 _SERVER = """
 SHOW SESSION VARIABLES WHERE variable_name = 'wsrep_on' AND value = 'ON' /*M! OR variable_name = 'version' */
+    /*!80017 OR variable_name = 'group_replication_group_name' AND value <> '' */
 """
 
 
@@ -159,6 +161,7 @@ def _set_up(connection: PooledConnection, vendor: str, driver: Any, ask: Callabl
     connection.round_trip = clock.now() - begun
     server = [str(name) for name, *_ in _rows(connection.raw, _SERVER)]
     connection.mariadb, connection.galera = "version" in server, "wsrep_on" in server
+    connection.certified = connection.galera or "group_replication_group_name" in server
     if connection.galera:
         _ = ask("SET SESSION wsrep_sync_wait = 7")  # reads, updates, inserts
 

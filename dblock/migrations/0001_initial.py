@@ -8,6 +8,7 @@ from django.db.backends.base.schema import BaseDatabaseSchemaEditor
 import dblock.models
 from dblock import conf
 from dblock.core.errors import UnsupportedDatabase
+from dblock.core.statements import DIALECTS
 
 
 def suit_the_database(apps: Any, schema_editor: BaseDatabaseSchemaEditor) -> None:
@@ -15,7 +16,7 @@ def suit_the_database(apps: Any, schema_editor: BaseDatabaseSchemaEditor) -> Non
 
     In PostgreSQL half of each page stays free for new versions of its rows, so that updates stay heap-only. In MySQL
     `lock.guard()` locks the entries of a second index; the others have it too, so that there is one table for all. And an
-    index, where Django would make a constraint.
+    index, where Django would make a constraint. And the first row of `lock_epoch`.
     """
     quote: str = schema_editor.connection.ops.quote_name("name")[0]
     statements = [
@@ -25,6 +26,9 @@ def suit_the_database(apps: Any, schema_editor: BaseDatabaseSchemaEditor) -> Non
     ]
     if schema_editor.connection.vendor == "postgresql":
         statements += [f"ALTER TABLE {table} SET (fillfactor = 50)" for table in ("locks", "lock_waiters")]
+    epoch = DIALECTS[schema_editor.connection.vendor].epoch
+    if epoch is not None:
+        statements.append(epoch.first.sql)
     for statement in statements:
         schema_editor.execute(conf.tables().named(statement, quote))
 
@@ -169,6 +173,22 @@ class Migration(migrations.Migration):
                 "verbose_name": "lock event",
                 "verbose_name_plural": "lock events",
                 "db_table": dblock.models.table("lock_events"),
+            },
+        ),
+        migrations.CreateModel(
+            name="LockEpoch",
+            fields=[
+                ("id", models.IntegerField(primary_key=True, serialize=False)),
+                ("server", dblock.models.ExactCharField(max_length=255, verbose_name="server")),
+                ("history", dblock.models.ExactCharField(max_length=255, verbose_name="history of that server")),
+                ("since", dblock.models.MomentField(verbose_name="first found at")),
+                ("opens_at", dblock.models.MomentField(verbose_name="keys open at")),
+                ("floor", models.BigIntegerField(verbose_name="fence above all of earlier servers")),
+            ],
+            options={
+                "verbose_name": "lock epoch",
+                "verbose_name_plural": "lock epochs",
+                "db_table": dblock.models.table("lock_epoch"),
             },
         ),
         RunThroughTheEditor(suit_the_database, migrations.RunPython.noop, atomic=False),

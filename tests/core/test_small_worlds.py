@@ -17,7 +17,7 @@ from dblock.core.acquire.waiting import Waiter
 from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.protocol import queue, tenures
 from dblock.core.protocol.queue import Place
-from dblock.core.values import Grant
+from dblock.core.values import QUARANTINE, Grant
 from tests.conftest import timed
 from tests.support import explore as explore_module
 from tests.support.explore import FAULTS, TTL, Explored, Small, explore, small
@@ -39,8 +39,9 @@ SLOWLY = {
     "stall": LOOK,
     "freeze": TTL + 1.2,
     "crash": TTL + 0.5,  # what covered a grant keeps the key closed
+    "promotion": QUARANTINE + TTL + 0.5,  # a tenure that was given back, and comes back, ends after the quarantine
 }
-LEFT = {"late": TTL, "death": TTL, "crash": TTL}
+LEFT = {"late": TTL, "death": TTL, "crash": TTL, "promotion": QUARANTINE}
 """For how long a tenure may be left that nobody has."""
 Sizes = tuple[int, ...]
 Timeouts = tuple[float | None, ...]
@@ -91,7 +92,7 @@ def explored(
         alive = [house for house in world.houses if house.alive]
         for house in alive:
             assert not house.site.local_queues, "somebody is still in a local queue"
-        if fault not in {"late", "death", "crash"}:
+        if fault not in {"late", "death", "crash", "promotion"}:
             assert not world.standing(), "somebody is still in the queue"
 
     kinds = () if fault is None else (fault,)
@@ -112,7 +113,7 @@ def test_two_flows(fault: str | None, dialect: str, capsys: pytest.CaptureFixtur
     every = LONG or fault in {None, "death"}
     worlds = WORLDS if every else WORLDS[::2] if dialect == "postgresql" else WORLDS[-1:]
     # The other orders take minutes.
-    preemptions = math.inf if every or fault == "interrupt" else 1 if fault == "crash" else 2
+    preemptions = math.inf if every or fault == "interrupt" else 1 if fault in {"crash", "promotion"} else 2
     states = [explored(sizes, timeouts, fault, dialect, preemptions).states for sizes, timeouts in worlds]
     say(capsys, f"{dialect}, {fault or 'no fault'}", sum(states))
     assert min(states) > 50
@@ -342,6 +343,48 @@ def takes_lightly(patch: Callable[..., None]) -> None:
     patch(explore_module, "ASYNCHRONOUS", {*explore_module.ASYNCHRONOUS, "take", "create"})
 
 
+def opens_at_once(patch: Callable[..., None]) -> None:
+    """Keys are not closed after a promotion."""
+    begin = World._begin_epoch
+
+    def open_(self: World, p: dict[str, Any]) -> Any:
+        rows = begin(self, p)
+        self.epoch = {**self.epoch, "opens_at": self.time, "floor": 0}
+        return rows
+
+    patch(World, "_begin_epoch", open_)
+
+
+def any_server_will_do(patch: Callable[..., None]) -> None:
+    """A statement does not ask which server wrote the row."""
+    asked = World._in_epoch
+
+    def anywhere(self: World, row: Any) -> bool:
+        server, self.server = self.server, self.epoch["server"]
+        found = asked(self, row)
+        self.server = server
+        return found
+
+    patch(World, "_in_epoch", anywhere)
+
+
+def _does_not_ask(name: str) -> Callable[[Callable[..., None]], None]:
+    def mutant(patch: Callable[..., None]) -> None:
+        asking, asked = getattr(World, name), World._in_epoch
+
+        def unasked(self: World, p: dict[str, Any]) -> Any:
+            self._in_epoch = lambda _: True  # type: ignore[method-assign,assignment]
+            try:
+                return asking(self, p)
+            finally:
+                self._in_epoch = asked.__get__(self)  # type: ignore[method-assign]
+
+        patch(World, name, unasked)
+
+    mutant.__name__ = f"{name[1:]}_does_not_ask"
+    return mutant
+
+
 MUTANTS: list[tuple[Callable[[Callable[..., None]], None], Sizes, Timeouts, str | None]] = [
     (given_back_twice, (2, 1), (None,) * 3, "slow"),
     (next_sleeps_on, (2,), (0.05, None), "late"),
@@ -362,6 +405,9 @@ MUTANTS: list[tuple[Callable[[Callable[..., None]], None], Sizes, Timeouts, str 
     (frees_what_it_handed_over, (2, 1), (None,) * 3, "crash"),
     (covered_by_nothing, (1, 1, 1), (None,) * 3, "crash"),
     (takes_lightly, (1, 1), (None, None), "crash"),
+    (opens_at_once, (1, 1), (None, None), "promotion"),
+    (any_server_will_do, (1, 1), (None, None), "promotion"),
+    *((_does_not_ask(name), (1, 1), (None, None), "promotion") for name in ("_take", "_create", "_grant", "_accept")),
 ]
 
 

@@ -91,6 +91,8 @@ class Case:
     """The rows of `lock_waiters` before."""
     events: Sequence[Record] = ()
     """The rows of `lock_events` before."""
+    epoch: Record = field(default_factory=dict)
+    """What is otherwise in the row of `lock_epoch`, which this server wrote, and by which keys are open."""
     given: Record = field(default_factory=dict)
     """Parameters, where they are not the `REQUEST`."""
     reply: Reply | None = ()

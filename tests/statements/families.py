@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from tests.conftest import DATABASES
 from tests.statements import administrators, keys, several, sharing, waiters
-from tests.statements.cases import BUSY, MYSQL, SERVERS, Case, Do, held, waiter
+from tests.statements.cases import AHEAD, BUSY, MYSQL, REFUSED, SERVERS, At, Case, Do, held, waiter
 
 _OF_EACH: Final = (*keys.CASES, *several.CASES, *waiters.CASES, *sharing.CASES, *administrators.CASES)
 
@@ -169,7 +169,28 @@ def _families() -> Iterator[Case]:
                 yield replace(case, beside=[lock], reply=BUSY, after={})
 
 
-CASES: Final = (*_OF_EACH, *_families())
+ASKING: Final = (
+    *("take", "take_several", "create", "grant", "accept", "hand_over_local", "attach", "adopt"),
+    *("read", "take_slot", "end_expired", "reap"),
+)
+"""The statements that begin a tenure, let somebody enter one, or delete a row that keeps others out."""
+
+
+def _of_epochs() -> Iterator[Case]:
+    of_old = {"floor": AHEAD, "since": At(-1)}
+    for database in SERVERS:
+        for statement in ASKING:
+            case = replace(_plain(statement, database), on=(database,))
+            refused = replace(case, reply=REFUSED if case.reply else (), after={})
+            yield replace(refused, behaviour="not while keys are closed", epoch={"opens_at": At(5)})
+            yield replace(refused, behaviour="not on a server that did not write the row", epoch={"server": "other"})
+            if statement != "create":
+                yield replace(refused, behaviour="not a key whose old tenure may have been followed", epoch=of_old)
+                behaviour = "an old tenure's key, once its ttl has passed since"
+                yield replace(case, behaviour=behaviour, epoch={**of_old, "since": At(-100)})
+
+
+CASES: Final = (*_OF_EACH, *_families(), *_of_epochs())
 
 
 def cases_of(statement: str, database: str) -> list[Case]:

@@ -131,6 +131,7 @@ class Laboratory:
 
     def __init__(self, database: str, address: str) -> None:
         self.database, self.dialect = database, DIALECTS[database]
+        self._epoch_changed = False
         self._ours, self._theirs, self._table = (Session(database, address) for _ in range(3))
 
     def close(self) -> None:
@@ -292,6 +293,8 @@ class Laboratory:
         """Let the case's rows be in the tables, and no others; the database's clock at that moment."""
         for table in ("locks", "lock_waiters", "lock_events"):
             self._table.run(f"DELETE FROM {table}")
+        if self._epoch_changed or case.epoch:
+            self._fill_epoch(case.epoch)
         made = self._clock()
         self._table.run("BEGIN")
         for table, records in (("locks", case.keys), ("lock_waiters", case.places), ("lock_events", case.events)):
@@ -302,6 +305,14 @@ class Laboratory:
                 self._table.run(f"INSERT INTO {table} ({columns}) VALUES ({marks})", **values)
         self._table.run("COMMIT")
         return made
+
+    def _fill_epoch(self, record: Record) -> None:
+        assert self.dialect.epoch is not None
+        self._table.run("DELETE FROM lock_epoch")
+        self._table.perform(self.dialect.epoch.first, {})
+        self._epoch_changed, now = bool(record), self._clock()
+        for name, value in record.items():
+            self._table.run(f"UPDATE lock_epoch SET {name} = :value", value=self._stored(value, now))
 
     def _stored(self, value: Any, made: datetime) -> Any:
         if not isinstance(value, At):

@@ -40,7 +40,7 @@ from dblock.core.timing import Timing
 from dblock.core.values import SHARE, Grant
 from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Message, Wakeup, Wakeups
-from tests.support.model import Interrupted, Post, World, wish
+from tests.support.model import UNREPLICATED, Interrupted, Post, World, wish
 
 SNAPSHOTS = frozenset({"grant", "clear"})
 """The statements that see waiters as of when they began."""
@@ -58,6 +58,7 @@ FAULTS = {
     "freeze": "nothing happens for longer than a lease lasts",
     "stranger": "somebody says that a waiter has been granted the key",
     "mislay": "a message to another process is lost",
+    "promotion": "a standby is promoted that lacks some of the latest commits",
     "crash": "the database crashes, and forgets some of the latest commits that did not wait for the disk",
 }
 READER = f"k{SHARE}r "
@@ -219,12 +220,12 @@ class Small(World):
         return self._database
 
     def execute(self, step: Execute, seen: set[str] | None = None) -> Rows:
-        if "crash" not in self.kinds or not self.faults:
+        if not {"crash", "promotion"} & {*self.kinds} or not self.faults:
             return super().execute(step, seen)
         before = copy.deepcopy(self.rows), copy.deepcopy(self.waiters), len(self.served.get("k", ()))
         rows = super().execute(step, seen)
         if (self.rows, self.waiters) != before[:2]:
-            light = step.statement.name in ASYNCHRONOUS or self.covered
+            light = step.statement.name in ASYNCHRONOUS or self.covered or "promotion" in self.kinds
             self.undone = [*self.undone, before] if light and self.dialect.name == "postgresql" else []
         return rows
 
@@ -269,8 +270,9 @@ class Small(World):
                     found.append(Choice("stranger", n))
             if "death" in self.kinds:
                 found += [Choice("death", n) for n, house in enumerate(self.houses) if house.alive]
-            if "crash" in self.kinds:
-                found += [Choice("crash", n) for n in range(len(self.undone) + 1)]
+            for kind in ("crash", "promotion"):
+                if kind in self.kinds:
+                    found += [Choice(kind, n) for n in range(len(self.undone) + 1)]
             found += [Choice(kind) for kind in ("stall", "freeze") if kind in self.kinds]
             if "mislay" in self.kinds:
                 found += [Choice("mislay", n) for n in range(len(self.mail))]
@@ -322,6 +324,9 @@ class Small(World):
                         each.grant = None
             case "crash":
                 self.crash(whom)
+            case "promotion":
+                self.server += 1
+                self.crash(whom)
             case "stall":
                 self.time += self.database().timing.waiter_ttl + 1.0
             case "freeze":
@@ -364,13 +369,14 @@ def small(
     preemptions: float = math.inf,
 ) -> Small:
     """A world with so many flows in each process, of which each waits for so long."""
-    world = Small(dialect=DIALECTS[dialect], faults=faults, kinds=kinds, preemptions=preemptions)
+    dialects = DIALECTS if "promotion" in kinds else UNREPLICATED
+    world = Small(dialect=dialects[dialect], faults=faults, kinds=kinds, preemptions=preemptions)
     world.houses = [House(world, number) for number, _ in enumerate(sizes)]
     owners = [house for house, size in zip(world.houses, sizes, strict=True) for _ in range(size)]
     world.flows = [Flow(house, n, timeouts[n]) for n, house in enumerate(owners)]
     for flow in world.flows:
         flow.wakes = world.time
-    for house in world.houses if "crash" in kinds else ():
+    for house in world.houses if {"crash", "promotion"} & {*kinds} else ():
         house.site.note_contention("k")  # so that the first, too, stands in the queue, and hands over
     return world
 
@@ -408,6 +414,9 @@ class _Canon:
         self._add([(w["ticket"], w["owner"], w["expires_at"], w["joined_at"], w["channel"]) for w in waiters], flat)
         hanging = [(step.statement.name, *step.parameters.values(), seen) for step, seen in world.hanging]
         self._add((world.mail, hanging, world.faults, world.preemptions, world.known()), flat)
+        if "promotion" in world.kinds:
+            read = world.database().epoch
+            self._add((world.server, world.epoch, read.asked, read.since, read.opens, read.floor), flat)
         for rows, waiting, _ in world.undone if world.faults else ():
             self._add(([list(row.values()) for row in rows.values()], list(waiting)), flat)
         flat.append(round(world.time - world.begun, 1))  # or how long it took would depend on the way here

@@ -34,12 +34,12 @@ from dblock.core.statements.base import Dialect, Reply, Statement, rendered
 from dblock.core.statements.sqlite import SQL
 from dblock.core.values import SHARE, Grant, KeyKind
 from tests.support.explore import _CONSTANT, SNAPSHOTS, TTL, Choice, Flow, House, Small
-from tests.support.model import Interrupted, wish
+from tests.support.model import UNREPLICATED, Interrupted, wish
 
 FIRST = datetime(2000, 1, 1)
 """Where the clock of a world begins, for SQLite."""
 SQLITE: Dialect = replace(DIALECTS["sqlite"], tick=0.0, single_writer=False)
-POSTGRESQL: Dialect = DIALECTS["postgresql"]
+POSTGRESQL: Dialect = UNREPLICATED["postgresql"]
 TWO_STEPS = frozenset({*SNAPSHOTS, "take", "renew", "read", "alone", "await_leaving", "end_expired", "take_slot"})
 """The statements of `OnModel` that see the rows as of when they began."""
 

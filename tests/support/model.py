@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from dblock.core.acquire.request import Request
@@ -19,6 +19,7 @@ from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Dialect
+from dblock.core.statements.epoch import MARGIN
 from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Wakeups
 
@@ -52,12 +53,16 @@ def wish(
     return Request(key, ttl, ttl, "", fair, flow, "h", 1, "t", "p", "", starts_on_place_lease)
 
 
+UNREPLICATED = {name: replace(dialect, epoch=None) for name, dialect in DIALECTS.items()}
+"""The dialects in a world in which no server is ever promoted, so that nobody asks."""
+
+
 @dataclass
 class World:
     """A table, its clock, and the local clock of everybody."""
 
     time: float = 1000.0
-    dialect: Dialect = DIALECTS["postgresql"]
+    dialect: Dialect = UNREPLICATED["postgresql"]
     waiters: dict[str, dict[str, Any]] = field(default_factory=dict)
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     granted: dict[str, list[int]] = field(default_factory=lambda: {"a": [0], "b": [0], "k": [0]})
@@ -76,6 +81,10 @@ class World:
     """How often a newcomer took a key for which others may have been waiting."""
     covered: bool = False
     """Whether the last grant, or hand-over in a process, was covered by the tenure that it ended."""
+    server: int = 1
+    """Number of the server that answers."""
+    epoch: dict[str, Any] = field(default_factory=lambda: {"server": 1, "since": 0.0, "opens_at": 0.0, "floor": 0})
+    """The row of `lock_epoch`."""
     _seen: set[str] = field(default_factory=set)
     """The waiters that the statement under way sees."""
 
@@ -168,7 +177,7 @@ class World:
         if not self.dialect.queue.grant_answers:
             queue = [each for each in self._queue(p["key"], 0) if each["owner"] == p["heir"]]
         queue = [each for each in queue if self.waiters.get(each["owner"]) is each]  # its row is locked, as it is now
-        if row is None or not queue or row["served"] >= queue[0]["ticket"]:
+        if row is None or not queue or row["served"] >= queue[0]["ticket"] or not self._in_epoch(row):
             return []
         heir = queue[0]
         life, handed = min(heir["expires_at"] - self.time, heir["ttl"]), row["expires_at"] - self.time
@@ -205,19 +214,38 @@ class World:
         self.waiters[p["heir"]] = {**p, **kept, "owner": p["heir"]}
         return [()]
 
+    def _epoch_status(self, p: dict[str, Any]) -> Rows:
+        epoch = self.epoch
+        since, opens_in = self.time - epoch["since"], epoch["opens_at"] - self.time
+        return [(int(epoch["server"] == self.server), since, opens_in, epoch["floor"])]
+
+    def _begin_epoch(self, p: dict[str, Any]) -> Rows:
+        if self.epoch["server"] == self.server:
+            return []
+        opens_at = self.time + max(p["seconds"], MARGIN)
+        floor = self.micros + int(MARGIN * 1e6) if p["seconds"] else 0
+        self.epoch = {"server": self.server, "since": self.time, "opens_at": opens_at, "floor": floor}
+        return [()]
+
+    def _in_epoch(self, row: dict[str, Any] | None) -> bool:
+        epoch = self.epoch
+        if epoch["server"] != self.server or epoch["opens_at"] > self.time:
+            return False
+        return row is None or epoch["floor"] < row["fence"] or bool(epoch["since"] + row["ttl"] <= self.time)
+
     def _call(self, p: dict[str, Any]) -> Rows:
         return []
 
     def _accept(self, p: dict[str, Any]) -> Rows:
         row = self.rows.get(p["key"])
-        if row is None or row["owner"] != p["owner"] or row["expires_at"] <= self.time:
+        if row is None or row["owner"] != p["owner"] or row["expires_at"] <= self.time or not self._in_epoch(row):
             return []
         row["expires_at"] = max(row["expires_at"], self.time + p["life"])
         return [(row["fence"],)]
 
     def _hand_over_local(self, p: dict[str, Any]) -> Rows:
         row = self._tenure(p)
-        if row is None or row["count"] != 1 or row["expires_at"] <= self.time:
+        if row is None or row["count"] != 1 or row["expires_at"] <= self.time or not self._in_epoch(row):
             return []
         streak = row.get("streak", 0) + (row["last"] != row["served"])
         if row["last"] != row["served"] and p["handovers_left"] <= 0:
@@ -276,7 +304,7 @@ class World:
 
     def _take(self, p: dict[str, Any]) -> Rows:
         row = self.rows.get(p["key"])
-        if row is None or (row["owner"] is not None and row["expires_at"] > self.time):
+        if row is None or (row["owner"] is not None and row["expires_at"] > self.time) or not self._in_epoch(row):
             return []
         if row["last"] == row["served"]:
             return self._begin(row, p)
@@ -286,7 +314,7 @@ class World:
         return self._begin(row, p)
 
     def _create(self, p: dict[str, Any]) -> Rows:
-        return [] if p["key"] in self.rows else self._begin(None, p)
+        return [] if p["key"] in self.rows or not self._in_epoch(None) else self._begin(None, p)
 
     def _inspect(self, p: dict[str, Any]) -> Rows:
         row = self.rows.get(p["key"])

@@ -23,6 +23,7 @@ from dblock.core.errors import (
     StoreUnanswered,
 )
 from dblock.core.holding.handover_record import HandoverRecord
+from dblock.core.protocol import epoch
 from dblock.core.protocol.sending import Database, pauses, send
 from dblock.core.protocol.steps import Steps, sleep
 from dblock.core.protocol.tenures import Unresolved, begin, look
@@ -105,7 +106,7 @@ def _take(waiter: Waiter) -> Steps[Grant | Refused | None]:
     """Take the key; None if the flow has to wait, in which case it has entered a local queue."""
     site, request, deadline, until = waiter.site, waiter.request, waiter.deadline, waiter.until
     database, key = site.database, request.key
-    now, dialect = database.now, database.dialect
+    now, dialect, timing = database.now, database.dialect, database.timing
     statement = dialect.take
     growing = pauses()
     tries = 0
@@ -129,13 +130,16 @@ def _take(waiter: Waiter) -> Steps[Grant | Refused | None]:
             tries += 1
             if tries > 2 and now() >= deadline:
                 return Refused()
-        # A key that is free but cannot be taken has waiters, or a transaction pins it.
+        closed = 0.0 if held else (yield from epoch.closed_for(database, holder, until))
+        if closed and now() >= deadline:
+            return Refused(holder)
+        # A key that is free but cannot be taken has waiters, or a transaction pins it, or the server was promoted.
         waits = holder is not None and (held or (yield from handover.grant_next(site, key, until=until)) or tries > 2)
         if waits and now() < deadline:
             waiter.enter(holder)
             return None
         if tries > 1 or not answered:
-            yield from sleep(min(next(growing), max(until - now(), 0.0)))
+            yield from sleep(min(max(next(growing), min(closed, timing.poll_max)), max(until - now(), 0.0)))
 
 
 def _try(waiter: Waiter, statement: Statement) -> Steps[tuple[Grant | None, bool]]:

@@ -20,7 +20,7 @@ from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockTimeout, StoreBusy, StoreConflict, StoreUnanswered
 from dblock.core.holding.handover_record import HandoverRecord
-from dblock.core.protocol import queue
+from dblock.core.protocol import epoch, queue
 from dblock.core.protocol.queue import Place, QueueStatus
 from dblock.core.protocol.sending import pauses
 from dblock.core.protocol.steps import Steps, sleep, wait
@@ -392,9 +392,10 @@ class Waiter:
             if self._due(view) > 0:
                 growing = pauses(longest=self.timing.grant_retry)
                 self._report_wait()
-            else:  # if it is granted to no waiter, a transaction pins it, which may last
-                _ = yield from handover.grant(self.site, key, view.first, until=self.until)
-                pause = next(growing)
+            else:  # if it is granted to no waiter, a transaction pins it, or the server was promoted, which may last
+                granted = yield from handover.grant(self.site, key, view.first, until=self.until)
+                closed = 0.0 if granted else (yield from epoch.closed_for(database, self.holder, self.until))
+                pause = max(next(growing), min(closed, self.timing.poll_max))
             soonest = yield from self._periodic_work(place, alone=alone)
             until_reading = self._until_reading(self.deadline - now())
             yield from wait(max(min(pause, soonest, until_reading), 0.0), self.wakeup)  # 0: granted to this flow

@@ -80,6 +80,8 @@ class PooledConnection:
     mariadb: bool | None = None
     """True on MariaDB, False on MySQL, as the server's own parser tells; None on other databases."""
     galera: bool = False
+    certified: bool = False
+    """Whether the server is a node of a Galera cluster, or of a replication group of MySQL."""
     """Whether its server is a node of a Galera cluster."""
     idle_since: float = 0.0
     opened: float = -math.inf

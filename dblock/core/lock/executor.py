@@ -200,7 +200,9 @@ class BaseStore:
 
     def _perform(self, connection: PooledConnection, step: Execute) -> Rows:
         if connection.mariadb is not None:
-            step = step._replace(statement=on_server(step.statement, mariadb=connection.mariadb))
+            step = step._replace(
+                statement=on_server(step.statement, mariadb=connection.mariadb, certified=connection.certified)
+            )
         if connection.prepared is not None:
             return connection.prepared(step)
         cursor = connection.raw.cursor()

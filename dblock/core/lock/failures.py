@@ -52,7 +52,7 @@ class Described(Protocol):
 _INDEXES: Final = ("locks_pin ON locks (lock_key)", "lock_waiters_queue ON lock_waiters (lock_key, ticket)")
 """The indexes that statements name."""
 
-_TABLES: Final = ("locks", "lock_waiters", "lock_events", "lock_states")
+_TABLES: Final = ("locks", "lock_waiters", "lock_events", "lock_states", "lock_epoch")
 
 WAIT_LONGER: Final = "wait longer with timeout=, or see to the holder"
 
@@ -65,6 +65,8 @@ def schema_error(failure: Failure, error: BaseException, step: Execute, store: D
     dialect, database = store.database.dialect, store._described
     names = [f"`{dialect.tables.name(each, '')}`" for each in _TABLES if each in step.statement.sql]
     if failure is Failure.NO_TABLE:
+        if "lock_epoch" in _first_line(error):  # the others are probably there
+            names = [f"`{dialect.tables.name('lock_epoch', '')}`"]
         text = f"{database} has no table {' or no table '.join(names)}: {store._create_table}"
         return LockStoreError(text, key=key_of(step))
     detail = _first_line(error)
@@ -189,14 +191,19 @@ def must_not_enter(lock: BaseLock, hold: Hold) -> WrongKind | LockUpgradeRefused
 
 def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
     """The error for a key that could not be acquired in time, with its holder or the transaction that pins it."""
-    key, timeout, pinned = lock.key, lock._timeout, (yield from _who_pins(lock, refused))
+    key, timeout = lock.key, lock._timeout
+    closed = yield from _quarantine(lock, refused)
+    pinned = None if closed else (yield from _who_pins(lock, refused))
     waited = f"within {timeout:g} s" if timeout else "at one try"
     found, busy = refused
     if busy is not None:
         return LockTimeout(f"could not acquire {key!r} {waited}: {busy}", key=key)
     holder = found if found is not None and found.state == "held" else None
     advice = WAIT_LONGER
-    if pinned is not None:
+    if closed:
+        who = f"the database server was {closed}, since it may lack the latest tenures"
+        advice = "wait longer with timeout="
+    elif pinned is not None:
         who = f"nobody holds it, but a transaction guards it or has locked its row: {'; '.join(pinned.told())}"
         advice = "the lease is over, and no timeout= outlasts that"
     elif found is None:
@@ -218,6 +225,20 @@ def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
         holder=None if holder is None else holder.masked(),
         pinned=pinned,
     )
+
+
+def _quarantine(lock: BaseLock, refused: Refused) -> Steps[str]:
+    """What is to be said of a key that is closed since a failover; empty for any other key."""
+    found, busy = refused
+    if busy is not None or (found is not None and found.state == "held"):
+        return ""
+    from dblock.core.protocol import epoch  # noqa: PLC0415 - rarely needed
+
+    database = lock._store().database
+    seconds = yield from epoch.closed_for(database, found, database.now() + database.timing.pinned_answer)
+    if not seconds:
+        return ""
+    return str(epoch.Quarantine(database.now() - database.epoch.since, seconds))
 
 
 def _who_pins(lock: BaseLock, refused: Refused) -> Steps[Pinned | None]:

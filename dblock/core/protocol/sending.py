@@ -26,6 +26,17 @@ from dblock.core.log import warn
 from dblock.core.protocol.steps import Parameters, Rows, Steps, execute, sleep
 from dblock.core.statements.base import Dialect, Statement, WhenLocked
 from dblock.core.timing import Timing
+from dblock.core.values import QUARANTINE
+
+
+class Epoch:
+    """What this process last read of the database's epoch (`dblock.core.protocol.epoch`), as local times."""
+
+    __slots__ = ("asked", "floor", "opens", "since")
+
+    def __init__(self) -> None:
+        self.asked = self.since = self.opens = -math.inf
+        self.floor = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +49,9 @@ class Database:
     refuse_waiting: Callable[[], None] | None = None
     """Raises if a wait could not end, because this flow would keep the holder from continuing."""
     latency: Latency = field(default_factory=Latency)
+    epoch: Epoch = field(default_factory=Epoch)
+    quarantine: Callable[[], float] = lambda: QUARANTINE
+    """Seconds for which keys are closed after a failover."""
 
     @property
     def timing(self) -> Timing:

@@ -69,7 +69,7 @@ class Tables:
         return ".".join(quoted(part, quote) for part in parts)
 
     def named(self, sql: str, quote: str) -> str:
-        """`sql` over these tables instead of `locks`, `lock_waiters`, `lock_events` and `lock_states`."""
+        """`sql` over these tables instead of `locks`, `lock_waiters`, `lock_events`, `lock_states`, `lock_epoch`."""
 
         def name(found: re.Match[str]) -> str:
             made, table, index = found.groups()
@@ -79,7 +79,7 @@ class Tables:
 
 
 _TABLE: Final = re.compile(
-    r"\b(sqlite_autoindex_|)(locks|lock_waiters|lock_events|lock_states)(_pin|_queue|_of_key|_1|)\b"
+    r"\b(sqlite_autoindex_|)(locks|lock_waiters|lock_events|lock_states|lock_epoch)(_pin|_queue|_of_key|_1|)\b"
 )
 
 
@@ -176,6 +176,8 @@ class Dialect:
     """The statements of waiters."""
     shares: Shares
     """The statements of readers, writers and permits."""
+    epoch: Epochs | None = None
+    """The statements on the epoch; None if databases of this kind have no replicas."""
     partly: bool = False
     """Whether `take_several` takes the keys that are free although others are not."""
     pins_prepared: bool = True
@@ -192,7 +194,8 @@ class Dialect:
         shares = replace(self.shares, **_over(self.shares, tables, self.quote))
         ddl = tables.named(self.ddl, self.quote)
         statements = _over(self, tables, self.quote) | {"pin": self.pin}
-        return replace(self, **statements, tables=tables, queue=queue, shares=shares, ddl=ddl)
+        epoch = self.epoch and replace(self.epoch, **_over(self.epoch, tables, self.quote))
+        return replace(self, **statements, tables=tables, queue=queue, shares=shares, epoch=epoch, ddl=ddl)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -293,7 +296,22 @@ class Shares:
     """Whether the pin of a row may keep others from inserting the row before it."""
 
 
-def _over(statements: Dialect | Queue | Shares, tables: Tables, quote: str) -> dict[str, Any]:
+@dataclass(frozen=True, eq=False, repr=False)
+class Epochs:
+    """The statements on the row of `lock_epoch` (see `dblock.core.statements.epoch`)."""
+
+    first: Statement
+    """Write the row of tables that were made a moment ago."""
+    status: Statement
+    """Read the row -> whether this server wrote it, seconds since it was first found, seconds until keys open (0 or
+    less if they are open), floor; nothing if there is no row."""
+    begin: Statement
+    """Write the row, unless this server wrote it: keys are closed for `seconds`."""
+    end: Statement
+    """Open the keys now, if this server wrote the row -> one row."""
+
+
+def _over(statements: Dialect | Queue | Shares | Epochs, tables: Tables, quote: str) -> dict[str, Any]:
     """Each of the statements over these tables, by the name of its field."""
     each = {field.name: getattr(statements, field.name) for field in fields(statements)}
     return {name: it.over(tables, quote) for name, it in each.items() if isinstance(it, Statement)}
@@ -314,16 +332,26 @@ _NAME: Final = re.compile(r"(?<!\w):([a-z_]+)")
 _COMMENT: Final = re.compile(r"/\*(M!|!80017)?(.*?)\*/", re.DOTALL)
 
 
-def for_server(sql: str, *, mariadb: bool) -> str:
-    """The text as MariaDB, or MySQL, reads it: its own conditional text uncommented, the other's left out."""
+NAMES_OF_SERVERS: Final = {True: "CONCAT_WS(' ', @@server_id, @@hostname, @@port)", False: "@@server_uuid"}
+"""What names a server of MariaDB, and of MySQL."""
+CLUSTER: Final = "'cluster'"
+"""What names every node of a cluster whose commits are certified, so that no node lacks one."""
+
+
+def for_server(sql: str, *, mariadb: bool, certified: bool = False) -> str:
+    """The text as MariaDB, or MySQL, reads it: its own conditional text uncommented, the other's left out.
+
+    `certified`: the server is a node of a Galera cluster, or of a replication group.
+    """
     ours = "M!" if mariadb else "!80017"
-    return _COMMENT.sub(lambda found: found[2] if found[1] == ours else "" if found[1] else found[0], sql)
+    sql = _COMMENT.sub(lambda found: found[2] if found[1] == ours else "" if found[1] else found[0], sql)
+    return sql.replace(NAMES_OF_SERVERS[mariadb], CLUSTER) if certified else sql
 
 
 @lru_cache(maxsize=256)
-def on_server(statement: Statement, *, mariadb: bool) -> Statement:
+def on_server(statement: Statement, *, mariadb: bool, certified: bool = False) -> Statement:
     """The statement for MariaDB, or for MySQL."""
-    return replace(statement, sql=for_server(statement.sql, mariadb=mariadb))
+    return replace(statement, sql=for_server(statement.sql, mariadb=mariadb, certified=certified))
 
 
 class Values(dict[str, Any]):

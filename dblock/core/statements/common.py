@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from dblock.core.statements.base import Dialect, Failure, Queue, Reply, Shares, Statement, WhenLocked
+from dblock.core.statements.epoch import epochs
 from dblock.core.statements.vocabulary import Vocabulary
 from dblock.core.values import MACHINE
 
@@ -119,6 +120,7 @@ def dialect(
         ddl=tables(words),
         queue=queue,
         shares=shares,
+        epoch=epochs(words) if words.server else None,
         partly=several.partly,
         pins_prepared=pins_prepared,
         quote=quote,
@@ -192,6 +194,7 @@ def take_if(words: Vocabulary, condition: str, *, fence: str = "", answer: str =
     owner = :owner,{begun(words, count=" count = 1,", fence=fence)}
 WHERE lock_key = :key AND kind = {words.integer(":kind")} AND {free}
   AND {condition}
+  {words.is_open()}
   {words.durable}
 {words.returning(answer)}
 """
@@ -252,7 +255,7 @@ def attach(words: Vocabulary) -> Statement:
     thread = :thread,
     program = :program,
     celery_task_id = :task
-WHERE {_alive(words)} {words.durable}
+WHERE {_alive(words)} {words.is_open()} {words.durable}
 {words.returning("count")}
 """
     return Statement("attach", sql, words.numbers)
@@ -276,7 +279,7 @@ def adopt(words: Vocabulary) -> Statement:
     thread = :thread,
     program = :program,
     celery_task_id = :task
-WHERE {_alive(words)} AND count = 0 {words.durable}
+WHERE {_alive(words)} AND count = 0 {words.is_open()} {words.durable}
 {words.returning("bearers")}
 """
     return Statement("adopt", sql, words.numbers)
@@ -417,7 +420,7 @@ def reap(words: Vocabulary) -> Statement:
     the meantime, but not the places in its queue.
     """
     old = f"""expires_at < {words.before(":retention")} AND fence < {words.micros}
-  AND (last_ticket <= served_ticket OR last_ticket < {words.micros} - {_JOINING})
+  AND (last_ticket <= served_ticket OR last_ticket < {words.micros} - {_JOINING}) {words.is_open()}
   {words.asynchronous}
   AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter{words.by_ticket}
                   WHERE {words.looked_up("waiter.lock_key", "locks.lock_key")}
@@ -488,7 +491,7 @@ def accept(words: Vocabulary) -> Statement:
     sql = f"""
 {words.change_at_once(words.by_key)}
     {words.unchanged("fence")}{_longer(words)}
-WHERE lock_key = :key AND owner = :owner AND expires_at > {words.now} {words.durable}
+WHERE lock_key = :key AND owner = :owner AND expires_at > {words.now} {words.is_open()} {words.durable}
 {words.returning("fence")}
 """
     return Statement("accept", sql, words.numbers, critical=True, priority=True)
@@ -516,7 +519,7 @@ def ours_to_hand_over(words: Vocabulary) -> str:
         f"owner = :owner AND fence = {words.bigint(':fence')} AND count = 1 AND expires_at > {words.now}"
     )
     return f"""lock_key = :key AND kind = {words.integer(":kind")} AND {ours}
-  AND (last_ticket = served_ticket OR {words.integer(":handovers_left")} > 0)"""
+  AND (last_ticket = served_ticket OR {words.integer(":handovers_left")} > 0) {words.is_open()}"""
 
 
 def adopt_place(words: Vocabulary) -> Statement:
@@ -675,4 +678,12 @@ CREATE TABLE lock_events (
     happened_at {words.time} NOT NULL
 ){words.table_options};
 CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
-"""
+CREATE TABLE lock_epoch (
+    id integer NOT NULL PRIMARY KEY,
+    server {long} NOT NULL,
+    history {long} NOT NULL,
+    since {words.time} NOT NULL,
+    opens_at {words.time} NOT NULL,
+    floor bigint NOT NULL
+){words.table_options};
+{f"{epochs(words).first.sql.strip()};{chr(10)}" if words.server else ""}"""

@@ -39,7 +39,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from dblock.core.statements.base import Failure, Reply, Statement, WhenLocked
+from dblock.core.statements.base import NAMES_OF_SERVERS, Failure, Reply, Statement, WhenLocked
 from dblock.core.statements.common import (
     REVOKED,
     STEP,
@@ -80,6 +80,7 @@ class MySQL(Vocabulary):
     time = "datetime(6)"
     serial = "bigint NOT NULL AUTO_INCREMENT PRIMARY KEY"
     table_options = " ENGINE = InnoDB"
+    server = f"/*M! {NAMES_OF_SERVERS[True]} */ /*!80017 {NAMES_OF_SERVERS[False]} */"
 
     def __init__(self, collation: str) -> None:
         self.text = f"varchar({{}}) CHARACTER SET utf8mb4 COLLATE {collation}"
@@ -165,8 +166,10 @@ CREATE: Final = Statement(
     "create",
     f"""
 {SQL.at_once}INSERT INTO locks ({TENURE})
-VALUES (:key, :owner, {SQL.remember(SQL.micros)}, 1, :ttl, {SQL.now}, {SQL.after(":life")},
-        :label, :host, :pid, :thread, :program, :task, :kind, :reading)
+SELECT :key, :owner, {SQL.remember(SQL.micros)}, 1, :ttl, {SQL.now}, {SQL.after(":life")},
+       :label, :host, :pid, :thread, :program, :task, :kind, :reading
+FROM (SELECT 1 AS one) AS this
+WHERE one = 1 {SQL.is_open("")}
 """,
     Reply.NUMBER,
     priority=True,
@@ -186,7 +189,7 @@ TAKE_SEVERAL: Final = Statement(
 STRAIGHT_JOIN locks FORCE INDEX (locks_pin) ON lock_key = due.name
 SET owner = :owner,{begun(SQL, count=" count = 1,", fence=SQL.micros)}
 WHERE kind = 0 AND (owner IS NULL OR expires_at <= {SQL.now}) AND (last_ticket = served_ticket OR :fair = 0)
-  AND fence < {SQL.micros}
+  AND fence < {SQL.micros} {SQL.is_open()}
 """,
     Reply.NUMBERS,
     row_locked=WhenLocked.SKIP,
@@ -336,6 +339,7 @@ SET place.expires_at = place.joined_at,
 WHERE locks.lock_key = :key AND locks.served_ticket < next.ticket
   AND (locks.owner IS NULL OR locks.expires_at <= {SQL.now}
        OR (locks.owner = :owner AND locks.fence = :fence))
+  {SQL.is_open()}
 """,
     Reply.NUMBER,
     critical=True,
@@ -411,6 +415,7 @@ WHERE door.lock_key = :door AND door.kind = :kind
   AND ((:holder = '' AND door.reading = 1)
        OR (door.owner = :holder AND door.fence = :holders_fence AND door.expires_at > {SQL.now}))
   AND {no_writer_waits(SQL, "door")}
+  {SQL.is_open("door")}
 /*!80017 FOR SHARE OF door NOWAIT */ /*M! LOCK IN SHARE MODE */
 """,
     Reply.NUMBER,

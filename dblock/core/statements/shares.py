@@ -138,7 +138,7 @@ def end_expired(words: Vocabulary) -> Statement:
     A renewal that was faster is seen. Asynchronous: a row that a crash brings back is as expired as before.
     """
     over = f"owner IS NULL OR expires_at <= {words.now}"
-    over = words.unpinned(words.of_listed("lock_key", ":names", over))
+    over = f"{words.unpinned(words.of_listed('lock_key', ':names', over))} {words.is_open()}"
     sql = words.delete_listed("locks", "lock_key", f"{over} {words.asynchronous}")
     return Statement("end_expired", sql, Reply.COUNT, row_locked=WhenLocked.SKIP, priority=True)
 

@@ -47,6 +47,10 @@ class Vocabulary:
     """The character between a key and the name of one of its shares."""
     room = ""
     """A table option that leaves room for new versions of rows in each page."""
+    server = ""
+    """Text that a server and its replicas never share; empty if databases of this kind have no replicas."""
+    timeline = ""
+    """Text that a promotion changes and a restart does not; empty if the database has none."""
 
     def after(self, seconds: str, start: str = "") -> str:
         """The time so many seconds after `start`, by default after now."""
@@ -122,6 +126,18 @@ class Vocabulary:
     def unpinned(self, condition: str) -> str:
         """The condition, and that no transaction pins the key, without waiting for that."""
         return f"({condition})"
+
+    def is_open(self, row: str = "locks") -> str:
+        """The end of a condition: a tenure may begin in this epoch (see `dblock.core.statements.epoch`).
+
+        `row` has the key's last tenure; empty if the key has no row.
+        """
+        if not self.server:
+            return ""
+        kept = f" AND (epoch.floor < {row}.fence OR {self.after(f'{row}.ttl', 'epoch.since')} <= {self.now})"
+        return f"""AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+              WHERE epoch.id = 1 AND epoch.server = {self.server}
+                AND epoch.opens_at <= {self.now}{kept if row else ""})"""
 
     def change(self) -> str:
         """The beginning of an UPDATE of the key's row that may wait for it for a short time."""

@@ -226,14 +226,14 @@ def rights(checkup: Checkup) -> Checked:
     """Rows may be inserted, updated and deleted: a statement for no row is refused like any other."""
     statements = {
         "INSERT": "INSERT INTO {0} SELECT * FROM {0} WHERE 1 = 0",
-        "UPDATE": "UPDATE {0} SET lock_key = lock_key WHERE 1 = 0",
+        "UPDATE": "UPDATE {0} SET {1} = {1} WHERE 1 = 0",
         "DELETE": "DELETE FROM {0} WHERE 1 = 0",
     }
-    for table in ("locks", "lock_waiters"):
+    for table in ("locks", "lock_waiters", *(["lock_epoch"] if checkup.dialect.epoch else ())):
         refused: dict[str, LockError] = {}
         for verb, sql in statements.items():
             try:
-                checkup.context.run(sql.format(table))
+                checkup.context.run(sql.format(table, "server" if table == "lock_epoch" else "lock_key"))
             except (StoreConflict, StoreUnanswered):
                 raise
             except LockError as error:
@@ -408,6 +408,7 @@ def replication(checkup: Checkup) -> Checked:
             return
         names, commit = checkup.variable("synchronous_standby_names"), checkup.variable("synchronous_commit")
         standbys = int(checkup.value("SELECT count(*) FROM pg_stat_replication") or 0)
+        closed = span(checkup.context.store.database.quarantine())
         if names and commit != "local" and not standbys:
             yield Finding(
                 Level.ERROR,
@@ -419,16 +420,18 @@ def replication(checkup: Checkup) -> Checked:
             yield Finding(
                 Level.OK,
                 "replication",
-                f"synchronous ({names}): a standby of these that is promoted has every tenure",
+                f"synchronous ({names}): a standby of these that is promoted has every tenure; keys are closed for "
+                f"{closed} even so, as no server knows that it was one of these",
+                "If nothing else can be promoted: FAILOVER_QUARANTINE = None.",
             )
         elif standbys:
             setting = "synchronous_commit = on" if names else "synchronous_standby_names"
             yield Finding(
                 Level.NOTE,
                 "replication",
-                f"asynchronous, {standbys} standbys: one that is promoted may lack "
-                "the last tenures, and two may hold a key until the earlier holder's next renewal",
-                f"Fences still increase: check them where you write; or set {setting}.",
+                f"asynchronous, {standbys} standbys: one that is promoted may lack the last tenures, so "
+                f"that keys are then closed for {closed} (FAILOVER_QUARANTINE)",
+                f"That has to be longer than the longest ttl and grace in use; or set {setting}.",
             )
     elif checkup.kind == "mysql":
         if checkup.variable("read_only") == "ON" or checkup.variable("super_read_only") == "ON":
@@ -440,6 +443,18 @@ def replication(checkup: Checkup) -> Checked:
                 "this is a Galera cluster: locks exclude across its nodes, guard() on one node only",
                 "Let one node take all guarded writes.",
             )
+
+
+def failover(checkup: Checkup) -> Checked:
+    """Whether keys are closed after a failover."""
+    found = checkup.context.quarantine()
+    if found is not None and found.opens_in > 0:
+        yield Finding(
+            Level.WARNING,
+            "failover",
+            f"the server was {found}",
+            f"Wait. If the old primary is dead and had sent everything: {checkup.context.command} quarantine --end.",
+        )
 
 
 def pooler(checkup: Checkup) -> Checked:
@@ -700,6 +715,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     replication,
     rights,
     row_security,
+    failover,
     probe,
     collation,
     engine,

@@ -15,8 +15,9 @@ from dblock.core.lock.administration import PAGE, Surveyed
 from dblock.core.lock.locks import SyncLock
 from dblock.core.lock.pins import pinned
 from dblock.core.pinned import Pinned
-from dblock.core.protocol import tenures
+from dblock.core.protocol import epoch, tenures
 from dblock.core.protocol.drive import drive
+from dblock.core.protocol.epoch import Quarantine
 from dblock.core.protocol.sending import send
 from dblock.core.protocol.steps import Rows, Steps
 from dblock.core.protocol.store import Store
@@ -76,6 +77,14 @@ class Context:
             except self.errors as error:
                 failure = error
                 time.sleep(random.uniform(0.05, 0.5))  # noqa: S311 - jitter, not a secret
+
+    def quarantine(self, *, begins: bool = False) -> Quarantine | None:
+        """Whether keys are closed after a failover; None on a database that does not fail over.
+
+        With `begins` the quarantine of a server that was just promoted begins; else the answer is None there.
+        """
+        database = self.store.database
+        return self.do(epoch.read(database, database.now() + database.timing.retry_budget, begins=begins))
 
     def query(self, sql: str) -> Rows:
         """The rows of a statement of our own, without parameters, over these tables."""

@@ -1,4 +1,4 @@
-"""`release` and `reap`: what changes something."""
+"""`release`, `quarantine` and `reap`: what changes something."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import getpass
 import os
 import socket
 from argparse import Namespace
+from typing import Final
 
 from dblock.core.lock import administration
 from dblock.core.lock.administration import Surveyed
 from dblock.core.pinned import Pinned
-from dblock.core.protocol import reaping
+from dblock.core.protocol import epoch, reaping
 from dblock.core.text import printable
 from dblock.core.validation import TEXT_LENGTH, valid_retention
 from dblock.core.values import LockInfo
@@ -71,6 +72,35 @@ def reap(context: Context, options: Namespace) -> int:
     else:
         say(f"{reaped.locks} rows of locks and {reaped.lock_waiters} of lock_waiters were deleted")
     return DONE
+
+
+def quarantine(context: Context, options: Namespace) -> int:
+    """Say whether keys are closed after a failover, or open them; 1 if they are closed, 2 if that was not agreed to."""
+    found = context.quarantine(begins=True)
+    if options.end and found is not None and found.opens_in > 0:
+        if not (options.yes or can_ask()):
+            complain("nobody can be asked here (standard input is no terminal): say --yes")
+            return NOT_AGREED
+        if not (options.yes or agreed(f"{context.where} was {found}.\n{_END}")):
+            complain("nothing was done")
+            return NOT_AGREED
+        database = context.store.database
+        _ = context.do(epoch.end(database, database.now() + database.timing.retry_budget))
+        found = context.quarantine()
+    if options.json:
+        say_json(None if found is None else found._asdict())
+    elif found is None:
+        say(f"{context.where} has no replicas: there is no quarantine")
+    else:
+        since = f"it was found to be another server {span(found.since)} ago"
+        say(f"{context.where}: {found if found.opens_in > 0 else f'keys are open; {since}'}")
+    return NOT_HELD if found is not None and found.opens_in > 0 else DONE
+
+
+_END: Final = (
+    "A key may then have two holders, if the old primary has granted it and this server does not know. Go on only if "
+    "the old primary is dead, and had sent everything, or no client of before is left. Open the keys?"
+)
 
 
 def _story(info: LockInfo) -> str:

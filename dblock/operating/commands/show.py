@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import re
 import shlex
@@ -42,6 +43,7 @@ def ls(context: Context, options: Namespace) -> int:
     """List the keys that somebody holds; 0."""
     pattern: str = options.pattern
     fits = re.compile(fnmatch.translate(pattern)).match
+    closed = None
     prefix = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
     rows = (row for row in context.survey(prefix, free=options.all) if fits(row.info.key))
     found = list(islice(rows, options.limit + 1))
@@ -55,6 +57,10 @@ def ls(context: Context, options: Namespace) -> int:
                 say(printable(f"{row.info.key!r} is pinned: {pin}"))
     else:
         say("no lock is held" if pattern == "*" else f"no lock that fits {printable(pattern)!r} is held")
+    with contextlib.suppress(LockStoreError):
+        closed = context.quarantine()
+    if closed is not None and closed.opens_in > 0:
+        complain(f"{context.where} was {closed}")
     if more:
         complain(f"there are more: the first {options.limit} are shown (--limit)")
     return 0

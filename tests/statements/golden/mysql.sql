@@ -59,6 +59,16 @@ CREATE TABLE lock_events (
     happened_at datetime(6) NOT NULL
 ) ENGINE = InnoDB;
 CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
+CREATE TABLE lock_epoch (
+    id integer NOT NULL PRIMARY KEY,
+    server varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
+    history varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
+    since datetime(6) NOT NULL,
+    opens_at datetime(6) NOT NULL,
+    floor bigint NOT NULL
+) ENGINE = InnoDB;
+INSERT INTO lock_epoch (id, server, history, since, opens_at, floor)
+SELECT 1, /*M! CONCAT_WS(' ', @@server_id, @@hostname, @@port) */ /*!80017 @@server_uuid */, '', UTC_TIMESTAMP(6), UTC_TIMESTAMP(6), 0;
 
 -- take: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (SELECT lock_key AS name
@@ -69,7 +79,12 @@ SET owner = :owner, fence = LAST_INSERT_ID(GREATEST(fence + CASE kind WHEN 1 THE
 WHERE lock_key = :key
 AND kind = :kind
 AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
-AND (last_ticket = served_ticket OR :fair = 0);
+AND (last_ticket = served_ticket OR :fair = 0)
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = @@server_uuid
+AND epoch.opens_at <= UTC_TIMESTAMP(6)
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- take_several: the number left by LAST_INSERT_ID(expr), in one row for each row that it changed
 UPDATE (SELECT due.name FROM JSON_TABLE(:keys, '$[*]' COLUMNS (name varchar(255) CHARACTER
@@ -80,11 +95,21 @@ SET owner = :owner, fence = LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-0
 WHERE kind = 0
 AND (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
 AND (last_ticket = served_ticket OR :fair = 0)
-AND fence < TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6));
+AND fence < TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = @@server_uuid
+AND epoch.opens_at <= UTC_TIMESTAMP(6)
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- create: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
-VALUES (:key, :owner, LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), 1, :ttl, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, :label, :host, :pid, :thread, :program, :task, :kind, :reading);
+SELECT :key, :owner, LAST_INSERT_ID(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))), 1, :ttl, UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND, :label, :host, :pid, :thread, :program, :task, :kind, :reading FROM (SELECT 1 AS one) AS this
+WHERE one = 1
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = @@server_uuid
+AND epoch.opens_at <= UTC_TIMESTAMP(6));
 
 -- inspect: the rows it returns
 SELECT owner, fence, count, ttl, TIMESTAMPDIFF(MICROSECOND, acquired_at, UTC_TIMESTAMP(6)) / 1e6, TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6, label, host, pid, thread, program, celery_task_id, revoked_fence, freed_fence, revocation, bearers, kind, reading, CASE WHEN locks.awaiting_fence = locks.fence THEN 1 ELSE 0 END
@@ -134,7 +159,12 @@ SET count = LAST_INSERT_ID(count + 1), tokens = GREATEST(tokens - :counted, 0), 
 WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
-AND expires_at > UTC_TIMESTAMP(6);
+AND expires_at > UTC_TIMESTAMP(6)
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = @@server_uuid
+AND epoch.opens_at <= UTC_TIMESTAMP(6)
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- adopt: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE locks FORCE INDEX (PRIMARY)
@@ -143,7 +173,12 @@ WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
 AND expires_at > UTC_TIMESTAMP(6)
-AND count = 0;
+AND count = 0
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = @@server_uuid
+AND epoch.opens_at <= UTC_TIMESTAMP(6)
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- detach: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
@@ -227,6 +262,11 @@ ON locks.lock_key = due.name
 WHERE expires_at < UTC_TIMESTAMP(6) - INTERVAL ROUND(:retention * 1000000) MICROSECOND
 AND fence < TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))
 AND (last_ticket <= served_ticket OR last_ticket < TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) - 10000000)
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = @@server_uuid
+AND epoch.opens_at <= UTC_TIMESTAMP(6)
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)))
 AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter FORCE INDEX (lock_waiters_queue)
 WHERE waiter.lock_key = locks.lock_key
 AND waiter.ticket > served_ticket
@@ -276,7 +316,12 @@ SET place.expires_at = place.joined_at, locks.owner = next.owner, locks.fence = 
 WHERE locks.lock_key = :key
 AND locks.served_ticket < next.ticket
 AND (locks.owner IS NULL OR locks.expires_at <= UTC_TIMESTAMP(6) OR (locks.owner = :owner
-AND locks.fence = :fence));
+AND locks.fence = :fence))
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = @@server_uuid
+AND epoch.opens_at <= UTC_TIMESTAMP(6)
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- accept: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (SELECT lock_key AS name
@@ -286,7 +331,12 @@ ON locks.lock_key = mine.name
 SET fence = LAST_INSERT_ID(fence), expires_at = GREATEST(expires_at, UTC_TIMESTAMP(6) + INTERVAL ROUND(:life * 1000000) MICROSECOND)
 WHERE lock_key = :key
 AND owner = :owner
-AND expires_at > UTC_TIMESTAMP(6);
+AND expires_at > UTC_TIMESTAMP(6)
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = @@server_uuid
+AND epoch.opens_at <= UTC_TIMESTAMP(6)
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- adopt_place: one empty row for each row that it changed
 UPDATE lock_waiters
@@ -306,7 +356,12 @@ AND (owner = :owner
 AND fence = :fence
 AND count = 1
 AND expires_at > UTC_TIMESTAMP(6))
-AND (last_ticket = served_ticket OR :handovers_left > 0);
+AND (last_ticket = served_ticket OR :handovers_left > 0)
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = @@server_uuid
+AND epoch.opens_at <= UTC_TIMESTAMP(6)
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- leave_queue: one empty row for each row that it changed
 DELETE lock_waiters FROM JSON_TABLE(:owners, '$[*]' COLUMNS (holder varchar(64) CHARACTER
@@ -418,7 +473,12 @@ AND (:admitted = 1 OR door.last_ticket = door.served_ticket OR NOT EXISTS (SELEC
 WHERE waiter.lock_key = :door
 AND waiter.ticket > door.served_ticket
 AND waiter.expires_at > UTC_TIMESTAMP(6)
-AND waiter.reading = 0)) FOR SHARE OF door NOWAIT;
+AND waiter.reading = 0))
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = @@server_uuid
+AND epoch.opens_at <= UTC_TIMESTAMP(6)
+AND (epoch.floor < door.fence OR epoch.since + INTERVAL ROUND(door.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))) FOR SHARE OF door NOWAIT;
 
 -- take_slot: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (SELECT lock_key AS name
@@ -435,7 +495,12 @@ FROM locks AS door FORCE INDEX (PRIMARY)
 WHERE door.lock_key = :door
 AND door.kind = :kind
 AND (door.last_ticket = door.served_ticket OR :fair = 0)
-AND (door.owner IS NULL OR door.expires_at <= UTC_TIMESTAMP(6)) LIMIT 1 FOR SHARE NOWAIT ) AS seen);
+AND (door.owner IS NULL OR door.expires_at <= UTC_TIMESTAMP(6)) LIMIT 1 FOR SHARE NOWAIT ) AS seen)
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = @@server_uuid
+AND epoch.opens_at <= UTC_TIMESTAMP(6)
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- alone: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
@@ -469,7 +534,12 @@ DELETE locks FROM (SELECT due.name FROM JSON_TABLE(:names, '$[*]' COLUMNS (name 
 SET utf8mb4 COLLATE utf8mb4_0900_bin PATH '$')) AS due STRAIGHT_JOIN locks AS mine FORCE INDEX (locks_pin)
 ON mine.lock_key = due.name FOR UPDATE OF mine NOWAIT) AS due STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
 ON locks.lock_key = due.name
-WHERE (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6));
+WHERE (owner IS NULL OR expires_at <= UTC_TIMESTAMP(6))
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = @@server_uuid
+AND epoch.opens_at <= UTC_TIMESTAMP(6)
+AND (epoch.floor < locks.fence OR epoch.since + INTERVAL ROUND(locks.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6)));
 
 -- leave_read: one empty row for each row that it changed
 DELETE

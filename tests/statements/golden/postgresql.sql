@@ -59,6 +59,16 @@ CREATE TABLE lock_events (
     happened_at timestamp with time zone NOT NULL
 );
 CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
+CREATE TABLE lock_epoch (
+    id integer NOT NULL PRIMARY KEY,
+    server varchar(255) COLLATE "C" NOT NULL,
+    history varchar(255) COLLATE "C" NOT NULL,
+    since timestamp with time zone NOT NULL,
+    opens_at timestamp with time zone NOT NULL,
+    floor bigint NOT NULL
+);
+INSERT INTO lock_epoch (id, server, history, since, opens_at, floor)
+SELECT 1, CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text), concat_ws(' ', substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8), CAST(CAST('lock_epoch' AS regclass) AS oid)), clock_timestamp(), clock_timestamp(), 0;
 
 -- take: the rows it returns
 UPDATE locks
@@ -67,6 +77,11 @@ WHERE lock_key = :key
 AND kind = CAST(:kind AS integer)
 AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
 AND (last_ticket = served_ticket OR CAST(:fair AS integer) = 0)
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.opens_at <= clock_timestamp()
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING fence;
@@ -80,6 +95,11 @@ AND kind = 0
 AND (last_ticket = served_ticket OR CAST(:fair AS integer) = 0)
 AND CASE WHEN lock_key = ANY (ARRAY(SELECT json_array_elements_text(CAST(:keys AS json))))
 AND (owner IS NULL OR expires_at <= clock_timestamp()) THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.opens_at <= clock_timestamp()
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) ORDER BY lock_key FOR UPDATE ), all_of_them AS MATERIALIZED (
 SELECT count(*) AS number, greatest(max(fence) + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)) AS next FROM mine )
@@ -93,6 +113,10 @@ RETURNING locks.fence;
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
 SELECT CAST(:key AS text), :owner, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint), 1, :ttl, clock_timestamp(), clock_timestamp() + make_interval(secs => :life), :label, :host, CAST(:pid AS integer), :thread, :program, :task, CAST(:kind AS integer), CAST(:reading AS integer)
 WHERE pg_try_advisory_xact_lock(hashtextextended(CAST(:key AS text) COLLATE "C", CAST(CAST('locks' AS regclass) AS bigint)))
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.opens_at <= clock_timestamp())
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 ON CONFLICT (lock_key) DO NOTHING
@@ -148,6 +172,11 @@ WHERE lock_key = :key
 AND owner = :owner
 AND fence = :fence
 AND expires_at > clock_timestamp()
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.opens_at <= clock_timestamp()
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING count;
@@ -160,6 +189,11 @@ AND owner = :owner
 AND fence = :fence
 AND expires_at > clock_timestamp()
 AND count = 0
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.opens_at <= clock_timestamp()
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING bearers;
@@ -240,6 +274,11 @@ WHERE lock_key = ANY (ARRAY[due.name])
 AND expires_at < clock_timestamp() - make_interval(secs => :retention)
 AND fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)
 AND (last_ticket <= served_ticket OR last_ticket < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint) - 10000000)
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.opens_at <= clock_timestamp()
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL
 AND NOT EXISTS (SELECT 1 FROM lock_waiters AS waiter
@@ -298,6 +337,11 @@ WHERE locks.lock_key = :key
 AND served_ticket < next.ticket
 AND CASE WHEN locks.owner IS NULL OR locks.expires_at <= clock_timestamp() OR (locks.owner = :owner
 AND locks.fence = CAST(:fence AS bigint)) THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.opens_at <= clock_timestamp()
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND CASE WHEN locks.owner IS NOT NULL
 AND (channel = '' OR left(channel, length(:here)) = :here)
 AND locks.fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)
@@ -316,6 +360,11 @@ SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => 
 WHERE lock_key = :key
 AND owner = :owner
 AND expires_at > clock_timestamp()
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.opens_at <= clock_timestamp()
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING fence;
@@ -338,6 +387,11 @@ AND fence = CAST(:fence AS bigint)
 AND count = 1
 AND expires_at > clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
 AND (last_ticket = served_ticket OR CAST(:handovers_left AS integer) > 0)
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.opens_at <= clock_timestamp()
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND CASE WHEN CAST(:covers AS integer) = 1
 AND fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)
 AND current_setting('synchronous_standby_names') = ''
@@ -441,6 +495,11 @@ WHERE waiter.lock_key = :door
 AND waiter.ticket > locks.served_ticket
 AND waiter.expires_at > clock_timestamp()
 AND waiter.reading = 0))
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.opens_at <= clock_timestamp()
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) FOR SHARE )
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
@@ -461,6 +520,11 @@ WHERE door.lock_key = :door
 AND door.kind = CAST(:kind AS integer)
 AND (door.last_ticket = door.served_ticket OR CAST(:fair AS integer) = 0)
 AND (door.owner IS NULL OR door.expires_at <= clock_timestamp()) LIMIT 1 ) AS seen)
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.opens_at <= clock_timestamp()
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING fence;
@@ -502,6 +566,11 @@ FROM locks USING json_array_elements_text(CAST(:names AS json)) AS due (name)
 WHERE lock_key = ANY (ARRAY[due.name])
 AND CASE WHEN lock_key = ANY (ARRAY(SELECT json_array_elements_text(CAST(:names AS json))))
 AND (owner IS NULL OR expires_at <= clock_timestamp()) THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
+AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
+WHERE epoch.id = 1
+AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.opens_at <= clock_timestamp()
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 

@@ -59,6 +59,14 @@ CREATE TABLE lock_events (
     happened_at datetime NOT NULL
 );
 CREATE INDEX lock_events_of_key ON lock_events (lock_key, id);
+CREATE TABLE lock_epoch (
+    id integer NOT NULL PRIMARY KEY,
+    server varchar(255) NOT NULL,
+    history varchar(255) NOT NULL,
+    since datetime NOT NULL,
+    opens_at datetime NOT NULL,
+    floor bigint NOT NULL
+);
 
 -- take: the rows it returns
 UPDATE locks INDEXED BY locks_pin

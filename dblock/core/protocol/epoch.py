@@ -1,0 +1,81 @@
+"""Finding out why a free key cannot be taken: the server may have been promoted a moment ago.
+
+A statement that begins a tenure and was refused does not say why. The row of `lock_epoch` does
+(`dblock.core.statements.epoch`): another server has written it, and a client has to begin the epoch of this one; or the
+keys are closed for a while.
+
+Rule: nothing is decided here. The statements ask the row themselves; this only says how long it is worth waiting.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dblock.core.errors import LockStoreError
+from dblock.core.protocol.sending import Database, send
+from dblock.core.protocol.steps import Steps
+from dblock.core.values import LockInfo
+
+
+class Quarantine(NamedTuple):
+    """The keys are closed, since a server was found that may lack what an earlier one has answered."""
+
+    since: float
+    """Seconds since it was found."""
+    opens_in: float
+    """Seconds until keys open; 0.0 if they are open."""
+
+    def __str__(self) -> str:
+        return f"promoted {self.since:.0f} s ago: keys open in {max(self.opens_in, 1):.0f} s"
+
+
+def closed_for(database: Database, info: LockInfo | None, until: float) -> Steps[float]:
+    """Seconds for which a key is closed, by its row; 0.0 if it is not, or nobody can say until that local time."""
+    epoch, now = database.epoch, database.now
+    if database.dialect.epoch is None:
+        return 0.0
+    if now() >= epoch.asked + database.timing.epoch_cache:
+        epoch.asked = now()
+        try:
+            _ = yield from read(database, until)
+        except LockStoreError:  # the caller asks again
+            return 0.0
+    opens = epoch.opens
+    if info is not None and info.fence <= epoch.floor:
+        opens = max(opens, epoch.since + info.ttl)
+    return max(opens - now(), 0.0)
+
+
+def read(database: Database, until: float, *, begins: bool = True) -> Steps[Quarantine | None]:
+    """The epoch, which is begun if the server is another one than the last; None on a database without replicas.
+
+    Without `begins` nothing is written, and the answer is None on a server that is not known yet.
+    """
+    statements, epoch = database.dialect.epoch, database.epoch
+    if statements is None:
+        return None
+    for tried in range(2):
+        sent, rows = yield from send(database, statements.status, {}, until, resend=True)
+        if rows and rows[0][0]:
+            break
+        if not begins:
+            return None
+        if not tried:
+            parameters = {"seconds": database.quarantine()}
+            _ = yield from send(database, statements.begin, parameters, until, resend=True)
+    else:  # others have begun one on yet another server
+        return None
+    _, since, opens_in, floor = rows[0]
+    epoch.since, epoch.opens, epoch.floor = sent - float(since), sent + float(opens_in), int(floor)
+    return Quarantine(float(since), max(float(opens_in), 0.0))
+
+
+def end(database: Database, until: float) -> Steps[bool]:
+    """Open the keys, on an administrator's word; False if no server is known."""
+    statements = database.dialect.epoch
+    if statements is None:
+        return False
+    _ = yield from read(database, until)
+    _, rows = yield from send(database, statements.end, {}, until, resend=True)
+    database.epoch.asked = float("-inf")
+    return bool(rows)

@@ -1,0 +1,111 @@
+"""The epoch: since when this server answers for the locks, and from when on it lets tenures begin.
+
+A standby that is promoted, or a backup that is restored, may lack what the old primary has answered last: a client may
+trust a tenure of which this server has no row. So the statements that begin a tenure, or let somebody enter one, ask
+the one row of `lock_epoch` (`Vocabulary.is_open`). It names the `server` that wrote it. On any other server the
+condition is false, until a client that was refused writes the row anew (`begin`): from then on all keys are closed
+until `opens_at`.
+
+    server      PostgreSQL: the start of the server process, which is read without a lock. MySQL: server_uuid.
+                MariaDB: server_id, host and port; two servers of a replication never share a server_id.
+                Galera and group replication: one name for all nodes, as no commit is answered that a majority lacks
+    history     PostgreSQL: the timeline, which each promotion and each recovery from an archive changes, and the number
+                of the table, which a restored dump changes. If the server process has started anew on the same
+                timeline, it was stopped, or crashed, and has lost nothing that was answered: the rest of the row stays
+    since       when the server was first found
+    opens_at    when keys open
+    floor       a number above all fences that the old primary can have given, whose clock may be ahead by `MARGIN`. A
+                row with a lower fence shows a tenure of the old primary's time. Its key may since have had a tenure as
+                long as that one, and is closed until `since` + ttl as well
+
+Keys are closed for `MARGIN` at least, so that the clock has passed the floor when a tenure begins: fences, which come
+from the clock, stay above all earlier ones.
+
+Renewals do not ask. A tenure in the table is the key's last one; or its holder has given it back since, or has let its
+lease end, and no longer trusts it; or an administrator has ended it, as always at the risk of two holders.
+
+SQLite has no replicas, and its statements ask nothing.
+
+Rule: a server names itself; no client says which server it believes to be on.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dblock.core.statements.base import CLUSTER, Epochs, Reply, Statement
+from dblock.core.statements.vocabulary import Vocabulary
+
+MARGIN: Final = 2.5
+"""Seconds by which the clocks of a primary and of its standby may differ."""
+_COLUMNS: Final = "id, server, history, since, opens_at, floor"
+
+
+def _history(words: Vocabulary) -> str:
+    return f"concat_ws(' ', {words.timeline}, CAST(CAST('lock_epoch' AS regclass) AS oid))" if words.timeline else "''"
+
+
+def epochs(words: Vocabulary) -> Epochs:
+    """The statements in the vocabulary of PostgreSQL, MySQL or MariaDB. `Epochs` describes each."""
+    # Sent with the tables, which nobody has used: keys are open.
+    first = f"""
+INSERT INTO lock_epoch ({_COLUMNS})
+SELECT 1, {words.server}, {_history(words)}, {words.now}, {words.now}, 0
+"""
+    # Safe: reads only.
+    status = f"""
+SELECT CASE WHEN server = {words.server} THEN 1 ELSE 0 END, {words.since("since")}, {words.until("opens_at")}, floor
+FROM lock_epoch WHERE id = 1
+"""
+    # Safe: an administrator's word. The clock has passed the floor, also if an old row no longer counts as one.
+    end = f"""
+{words.at_once}UPDATE lock_epoch SET
+    opens_at = {words.greatest}({words.least}(opens_at, {words.now}), {words.after(str(MARGIN), "since")}),
+    floor = 0
+WHERE id = 1 AND server = {words.server} {words.durable}
+"""
+    return Epochs(
+        Statement("first_epoch", first, Reply.COUNT),
+        Statement("epoch_status", status, Reply.ROWS, priority=True),
+        Statement("begin_epoch", _begin(words), Reply.COUNT, priority=True),
+        Statement("end_quarantine", end, Reply.COUNT),
+    )
+
+
+def _begin(words: Vocabulary) -> str:
+    """Safe: of two that find another server's row one writes it, and the other finds it written.
+
+    If it arrives twice the second one changes nothing. Durable, as are the takes that rely on it.
+    """
+    seconds = words.greatest + f"(:seconds, {MARGIN})"
+    floor = f"{words.micros} + {int(MARGIN * 1_000_000)}"
+    if not words.timeline:  # MySQL: a table without the row is taken for another server's
+        return f"""
+INSERT INTO lock_epoch ({_COLUMNS})
+SELECT 1, {words.server}, '', {words.now},
+       {words.after(f"CASE WHEN {words.server} = {CLUSTER} THEN 0 ELSE {seconds} END")},
+       CASE WHEN {words.server} = {CLUSTER} OR :seconds = 0 THEN 0 ELSE {floor} END
+FROM (SELECT 1 AS one) AS this
+ON DUPLICATE KEY UPDATE
+    since = IF(lock_epoch.server = VALUES(server), lock_epoch.since, VALUES(since)),
+    opens_at = IF(lock_epoch.server = VALUES(server), lock_epoch.opens_at, VALUES(opens_at)),
+    floor = IF(lock_epoch.server = VALUES(server), lock_epoch.floor, VALUES(floor)),
+    server = VALUES(server)
+"""
+    # A server on its first timeline was never promoted: if there is no row, nobody has used the table.
+    span = f"CAST({seconds.replace(':seconds', 'CAST(:seconds AS double precision)')} AS double precision)"
+    kept = ",\n    ".join(
+        f"{name} = CASE WHEN lock_epoch.history = excluded.history THEN lock_epoch.{name} ELSE excluded.{name} END"
+        for name in ("since", "opens_at", "floor")
+    )
+    return f"""
+INSERT INTO lock_epoch ({_COLUMNS})
+SELECT 1, {words.server}, {_history(words)}, {words.now},
+       CASE WHEN fresh THEN {words.now} ELSE {words.after(span)} END,
+       CASE WHEN fresh OR CAST(:seconds AS double precision) = 0 THEN 0 ELSE {floor} END
+FROM (SELECT {words.timeline} = '00000001' AND NOT EXISTS (SELECT 1 FROM lock_epoch) AS fresh) AS this
+WHERE true {words.durable}
+ON CONFLICT (id) DO UPDATE SET server = excluded.server, history = excluded.history,
+    {kept}
+WHERE lock_epoch.server <> excluded.server
+"""

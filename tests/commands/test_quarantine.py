@@ -1,0 +1,90 @@
+"""`dblock quarantine`, and where else a quarantine shows: `ls`, the doctor, the error, the metric."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from django.test import override_settings
+from prometheus_client import CollectorRegistry, generate_latest
+from sqlalchemy import Engine, create_engine
+
+from dblock.checks import check_quarantine, check_settings
+from dblock.contrib import prometheus
+from dblock.operating.commands import checkup
+from sqlalchemy_dblock import LockTimeout, db_lock
+from tests.commands.conftest import Shell
+from tests.commands.test_doctor import findings
+from tests.conftest import SERVERS, ready, run, url
+
+SOON = {
+    "postgresql": "clock_timestamp() + make_interval(secs => {})",
+    "mysql": "UTC_TIMESTAMP(6) + INTERVAL {} SECOND",
+    "mariadb": "UTC_TIMESTAMP(6) + INTERVAL {} SECOND",
+}
+
+
+@pytest.fixture(params=SERVERS)
+def closed(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A database whose server was promoted 34 seconds ago; its keys open in 26."""
+    database = ready(request, request.param)
+    soon = SOON[database]
+    run(database, f"UPDATE lock_epoch SET since = {soon.format(-34)}, opens_at = {soon.format(26)}")
+    yield database
+    run(database, "UPDATE lock_epoch SET opens_at = since, floor = 0")
+
+
+@pytest.fixture
+def engine(closed: str) -> Iterator[Engine]:
+    engine = create_engine(url(closed))
+    yield engine
+    engine.dispose()
+
+
+def test_it_is_shown_and_ended(closed: str, engine: Engine) -> None:
+    """By the command, which asks first, by `ls`, the doctor and the metric; then keys are open."""
+    shell = Shell("sqlalchemy", closed)
+    shown = shell("quarantine")
+    assert shown.returncode == 1
+    assert "promoted 34 s ago: keys open in 2" in shown.stdout
+    assert json.loads(shell("quarantine", "--json").stdout)["opens_in"] == pytest.approx(26, abs=5)
+    assert "promoted 3" in shell("ls").stderr
+    [found] = findings(closed, checkup.failover)["failover"]
+    assert (found.level, "quarantine --end" in found.hint) == (checkup.Level.WARNING, True)
+    with pytest.raises(LockTimeout, match=r"promoted 3\d s ago: keys open in 2\d s"), db_lock(engine, "k", timeout=0):
+        pass
+    registry = CollectorRegistry()
+    end = prometheus.instrument(registry=registry)
+    shows = [line for line in generate_latest(registry).decode().splitlines() if "quarantine_seconds{" in line]
+    end()
+    assert any(20 < float(line.rsplit(" ", 1)[1]) < 26 for line in shows if str(engine.url.port) in line)
+    assert shell("quarantine", "--end").returncode == 2, "nobody could be asked"
+    ended = shell("quarantine", "--end", "--yes")
+    assert (ended.returncode, "keys are open" in ended.stdout) == (0, True)
+    with db_lock(engine, "k", timeout=1):
+        pass
+
+
+def test_sqlite_has_none(request: pytest.FixtureRequest) -> None:
+    """It has no replicas."""
+    ready(request, "sqlite")
+    shown = Shell("sqlalchemy", "sqlite")("quarantine", "--end", "--yes")
+    assert (shown.returncode, "no replicas" in shown.stdout) == (0, True)
+
+
+def test_a_lease_that_outlasts_it() -> None:
+    """Is told by a system check; not where there is no quarantine, nor on SQLite."""
+
+    def ids(**settings: object) -> list[str | None]:
+        with override_settings(DBLOCK=settings):
+            return [each.id for each in (*check_settings(None), *check_quarantine(None))]
+
+    assert ids(USING="postgresql", TTL=60) == []
+    assert ids(USING="postgresql", TTL=61) == ["dblock.W011"]
+    assert ids(USING="postgresql", TTL=61, FAILOVER_QUARANTINE=timedelta(minutes=2)) == []
+    assert ids(USING="postgresql", TTL=61, FAILOVER_QUARANTINE=None) == []
+    assert ids(USING="default", TTL=61) == []
+    for bad in ("sometimes", 0, -1, True):
+        assert ids(USING="postgresql", FAILOVER_QUARANTINE=bad) == ["dblock.E002"]

@@ -1,0 +1,119 @@
+"""A primary and an asynchronous replica that can be made to lag and promoted, of each kind of server."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.exc import DBAPIError
+
+from sqlalchemy_dblock import create_tables
+from tests.conftest import INNODB
+from tests.support.lab import until
+from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, Standby, running
+
+KINDS = ("postgresql", *(name for name in INNODB if name == "mariadb" or MySQL.installed()))
+URLS = {
+    "postgresql": "postgresql+psycopg://dblock@127.0.0.1:{}/postgres",
+    "mariadb": "mysql+pymysql://root@127.0.0.1:{}/mysql?ssl_disabled=true",
+    "mysql": "mysql+pymysql://root@127.0.0.1:{}/mysql?ssl_disabled=true",
+}
+
+
+def logged(kind: type[MariaDB], number: int) -> type[MariaDB]:
+    """A server that writes a binary log, as a replication needs it."""
+
+    class Logged(kind):  # type: ignore[valid-type,misc]
+        def command(self) -> list[str]:
+            plain = [flag for flag in super().command() if flag != "--skip-log-bin"]
+            return [*plain, f"--server-id={number}", "--log-bin=bin"]
+
+    return Logged
+
+
+class Pair:
+    """A primary with tables, and a replica that follows it at once."""
+
+    def __init__(self, kind: str, primary: Server, replica: Server) -> None:
+        self.kind, self.primary, self.replica = kind, primary, replica
+
+    def engine(self, server: Server, **options: Any) -> Engine:
+        """An engine for one of the two; `options` are those of the lock, without `dblock_`."""
+        named = {f"dblock_{name}": value for name, value in options.items()}
+        return create_engine(URLS[self.kind].format(server.port), execution_options=named)
+
+    def has(self, key: str) -> bool:
+        """Whether the replica has the latest row of that key."""
+        sql = "SELECT fence, count FROM locks WHERE lock_key = :key"
+        with contextlib.suppress(DBAPIError):  # the table has not come yet
+            return self.ask(self.replica, sql, key=key) == self.ask(self.primary, sql, key=key) != []
+        return False
+
+    @property
+    def both(self) -> tuple[Server, Server]:
+        return self.primary, self.replica
+
+    def ask(self, server: Server, sql: str, **parameters: Any) -> list[Any]:
+        """The rows that a server answers with, over a connection of its own; none without a table, as yet."""
+        engine = self.engine(server)
+        try:
+            with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+                found = connection.execute(text(sql), parameters)
+                return list(found.all()) if found.returns_rows else []
+        finally:
+            engine.dispose()
+
+    def cut(self) -> None:
+        """From now on nothing comes to the replica."""
+        if self.kind == "postgresql":
+            self.ask(self.replica, "ALTER SYSTEM SET primary_conninfo = ''")
+            self.ask(self.replica, "SELECT pg_reload_conf()")
+            assert until(lambda: not self.ask(self.replica, "SELECT 1 FROM pg_stat_wal_receiver"))
+        else:
+            self.ask(self.replica, "STOP SLAVE" if self.kind == "mariadb" else "STOP REPLICA")
+
+    def promote(self) -> None:
+        """The primary dies, and the replica takes its place."""
+        self.primary.stop(signal.SIGKILL)
+        if self.kind == "postgresql":
+            assert self.ask(self.replica, "SELECT pg_promote(true, 30)") == [(True,)]
+        else:
+            self.cut()
+            self.ask(self.replica, "RESET SLAVE ALL" if self.kind == "mariadb" else "RESET REPLICA ALL")
+
+
+def _follow(pair: Pair) -> None:
+    host, port = "127.0.0.1", pair.primary.port
+    if pair.kind == "mariadb":
+        source = f"MASTER_HOST='{host}', MASTER_PORT={port}, MASTER_USER='root', MASTER_USE_GTID=slave_pos"
+        pair.ask(pair.replica, f"CHANGE MASTER TO {source}, MASTER_CONNECT_RETRY=1")
+        pair.ask(pair.replica, "START SLAVE")
+    elif pair.kind == "mysql":
+        [(log, position, *_)] = pair.ask(pair.primary, "SHOW BINARY LOG STATUS")
+        source = f"SOURCE_HOST='{host}', SOURCE_PORT={port}, SOURCE_USER='root', SOURCE_SSL=0, GET_SOURCE_PUBLIC_KEY=1"
+        where = f"SOURCE_LOG_FILE='{log}', SOURCE_LOG_POS={position}"
+        pair.ask(pair.replica, f"CHANGE REPLICATION SOURCE TO {source}, {where}, SOURCE_CONNECT_RETRY=1")
+        pair.ask(pair.replica, "START REPLICA")
+
+
+@contextlib.contextmanager
+def pair_of(kind: str) -> Iterator[Pair]:
+    """A running pair."""
+    primary: Server
+    replica: Server
+    with contextlib.ExitStack() as stack:
+        if kind == "postgresql":
+            first = stack.enter_context(running(PostgreSQL))
+            primary, replica = first, stack.enter_context(running(lambda: Standby(first)))
+        else:
+            make = {"mariadb": MariaDB, "mysql": MySQL}[kind]
+            primary, replica = (stack.enter_context(running(logged(make, number))) for number in (1, 2))
+        pair = Pair(kind, primary, replica)
+        _follow(pair)
+        engine = pair.engine(primary)
+        create_tables(engine)
+        engine.dispose()
+        yield pair
