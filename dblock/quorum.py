@@ -9,7 +9,8 @@ from typing import Any, Self, TypeVar, Unpack
 
 from dblock import signals
 from dblock.core.errors import Reason
-from dblock.core.lock.quorum import AsyncQuorumLock, Options, SyncQuorumLock, enter
+from dblock.core.lock.quorum.base import Options
+from dblock.core.lock.quorum.locks import AsyncQuorumLock, SyncQuorumLock, enter
 from dblock.locks import Lock
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,12 +27,13 @@ class QuorumLock(SyncQuorumLock):
     arelease = AsyncQuorumLock.release
     aextend = AsyncQuorumLock.extend
     averify = AsyncQuorumLock.verify
+    aowned = AsyncQuorumLock.owned
+    alocked = AsyncQuorumLock.locked
+    ainspect = AsyncQuorumLock.inspect
     __aexit__ = AsyncQuorumLock.__aexit__
 
     async def __aenter__(self) -> Self:
-        self._refuse_to_skip()
-        await enter(self)
-        return self
+        return await enter(self)
 
     def __call__(self, function: F) -> F:
         """Decorate a `def` or an `async def`: each call holds the lock; the key is formatted with its arguments."""

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from sqlalchemy import Engine
 
-from dblock.core.lock import quorum as core
-from dblock.core.lock.quorum import Options, SyncQuorumLock
+from dblock.core.lock.quorum import locks as core
+from dblock.core.lock.quorum.base import Options
+from dblock.core.lock.quorum.locks import SyncQuorumLock
 from sqlalchemy_dblock.face import AsyncLock, Lock, _sync_engine
 
 if TYPE_CHECKING:

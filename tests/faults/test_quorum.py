@@ -21,7 +21,7 @@ import pytest
 from sqlalchemy import Engine, create_engine, text
 
 from dblock.core.errors import LockLost
-from dblock.core.lock.quorum import the_asks
+from dblock.core.lock.quorum.held import the_asks
 from dblock.core.protocol import quorum
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.quorum import QuorumUnavailable

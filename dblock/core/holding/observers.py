@@ -60,7 +60,7 @@ class Observers:
         if noted:
             self.note(store, event, who)
         if kind in self._kinds:
-            deliver(partial(self._call, event))
+            deliver(partial(self.call, event))
 
     def tell_now(self, store: Store, event: Event) -> None:
         """Deliver an event in this flow, which it is about."""
@@ -68,9 +68,10 @@ class Observers:
             return
         if store.history:
             self.note(store, event, None)
-        self._call(event)
+        self.call(event)
 
-    def _call(self, event: Event) -> None:
+    def call(self, event: Event) -> None:
+        """Call the observers of this kind of event."""
         for callback, kinds in self.all:
             if event.kind in kinds:
                 try:

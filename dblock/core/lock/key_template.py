@@ -18,10 +18,6 @@ from dblock.core.log import inform
 from dblock.core.protocol.steps import Steps
 from dblock.core.validation import valid_key
 
-if TYPE_CHECKING:
-    from dblock.core.lock.base import BaseLock
-    from dblock.core.lock.locks import AsyncLock, SyncLock
-
 _NO_KEY = "without a key db_lock makes a decorator and no lock: give it one"
 F = TypeVar("F", bound=Callable[..., Any])
 AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
@@ -100,7 +96,7 @@ def _name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
-def decorated(lock: SyncLock, function: F) -> F:
+def decorated(lock: Any, function: F) -> F:
     """`function`, each call of which holds a lock of its own."""
     if python.iscoroutinefunction(function):
         raise TypeError(f"{function!r} is a coroutine function: decorate it with the lock of an async engine")
@@ -120,7 +116,7 @@ def decorated(lock: SyncLock, function: F) -> F:
     return cast("F", locked)
 
 
-def adecorated(lock: BaseLock, function: AF) -> AF:
+def adecorated(lock: Any, function: AF) -> AF:
     """The same of a coroutine function."""
     if not python.iscoroutinefunction(function):
         raise TypeError(f"{function!r} is not a coroutine function: decorate it with the lock of a sync engine")
@@ -128,7 +124,7 @@ def adecorated(lock: BaseLock, function: AF) -> AF:
 
     @functools.wraps(function)
     async def locked(*args: Any, **kwargs: Any) -> Any:
-        async with cast("AsyncLock", lock._for_call(template, args, kwargs)) as held:
+        async with lock._for_call(template, args, kwargs) as held:
             if held._skipped:
                 return lock.options.otherwise
             return await function(*args, **kwargs)
@@ -136,7 +132,7 @@ def adecorated(lock: BaseLock, function: AF) -> AF:
     return cast("AF", locked)
 
 
-def or_skip(lock: BaseLock, entering: Steps[None]) -> Steps[None]:
+def or_skip(lock: Any, entering: Steps[None]) -> Steps[None]:
     """Enter the lock of one call of a decorated function; if its key is busy, the call is marked as skipped."""
     if lock._skipped is None:
         raise TypeError('the body of a `with` cannot be skipped: on_busy="skip" is for decorators; here use acquire()')

@@ -231,18 +231,21 @@ class Asks:
         wakeup: Wakeup,
         enough: Callable[[], bool] = lambda: False,
         *,
+        silent_until: float = math.inf,
         waits: bool = False,
     ) -> Steps[None]:
         """Wait for the answers, at most `limit` seconds; for those of silent databases only until there is `enough`.
 
-        A database that has not answered then is silent from now on; not if the steps themselves wait for something.
+        Nor for these beyond the local time `silent_until`. A database that has not answered then is silent from now on;
+        not if the steps themselves wait for something.
         """
         until = clock.now() + limit
         while True:
             _ = wakeup.consume()
             pending = [ask for ask in asks if ask.pending()]
-            left = until - clock.now()
-            if not pending or left <= 0 or (not any(ask.prompt for ask in pending) and enough()):
+            prompt = any(ask.prompt for ask in pending)
+            left = (until if prompt else min(until, silent_until)) - clock.now()
+            if not pending or left <= 0 or (not prompt and enough()):
                 break
             yield from wait(left, wakeup)
         for ask in pending if not waits else ():
