@@ -11,13 +11,11 @@ Rule: a permit is in the list of its object while nobody releases it; who does t
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect as python
 import threading
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire.request import Refused
@@ -30,9 +28,10 @@ from dblock.core.lock import entering, leaving
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.failures import timed_out
 from dblock.core.lock.ignored import warn_if_ignored
-from dblock.core.lock.key_template import Template
+from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
 from dblock.core.lock.locks import Timeout, gives_way
 from dblock.core.log import warn
+from dblock.core.options import Options
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps
@@ -141,6 +140,12 @@ class BaseSemaphore:
         """The key of the semaphore."""
         key: str = self._plain.key
         return key
+
+    @property
+    def options(self) -> Options:
+        """The options of each permit."""
+        found: Options = self._plain.options
+        return found
 
     @property
     def permits(self) -> int:
@@ -279,7 +284,8 @@ class BaseSemaphore:
             raise
 
     def _enter(self, timeout: float | None) -> Steps[Any]:
-        """Begin a `with`: its permit."""
+        """Begin a `with`: its permit, or a mark that the call of a decorated function is skipped."""
+        refuse_to_skip(self._plain)
         permits = self._ordered(1)
         try:
             found = yield from entering.acquire(permits[0], timeout, "with", permits[0]._flow)
@@ -288,9 +294,14 @@ class BaseSemaphore:
         except BaseException as error:
             if not isinstance(error, GeneratorExit):
                 yield from self._leave_nothing(permits)
+            if isinstance(error, LockTimeout) and skips(self._plain, error):
+                return self._plain
             raise
         if isinstance(found, Refused):
-            raise (yield from timed_out(permits[0], found)) from found.busy
+            late = yield from timed_out(permits[0], found)
+            if skips(self._plain, late):
+                return self._plain
+            raise late from found.busy
         return permits[0]
 
     def _in_use(self) -> Steps[list[str]]:
@@ -312,25 +323,12 @@ class BaseSemaphore:
         slots = [slot_of(key) for key in (yield from self._in_use())]
         return self._permits - sum(slot is not None and slot < self._permits for slot in slots)
 
-    @property
-    def _skips(self) -> bool:
-        on_busy: str = self._plain.options.on_busy
-        return on_busy == "skip"
-
-    def _refuse_to_skip(self) -> None:
-        if self._skips:
-            raise TypeError('the body of a `with` cannot be skipped: on_busy="skip" is for decorators')
-
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A separate semaphore for one call of a decorated function."""
         made = type(self)(self._make, template.key(args, kwargs), self._permits, **self._options)
         made._met = self._met
+        made._plain._skipped, made._plain._template = False, template
         return made
-
-    def _may_skip(self, template: Template, busy: LockTimeout) -> bool:
-        if self._skips:
-            template.tell_of_skipped(busy)
-        return self._skips
 
 
 def _is_idle(thread: threading.Thread) -> bool:
@@ -372,12 +370,13 @@ class SyncSemaphore(BaseSemaphore):
         return self._plain._drive(self._holders())  # type: ignore[no-any-return]
 
     def __enter__(self) -> Any:
-        self._refuse_to_skip()
         return self._plain._drive(self._enter(self._plain._timeout))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._plain._skipped:
+            return
         (permit,) = self._claim(1, block=True)
         try:
             self._plain._drive(self._leave(permit, block=True))
@@ -394,28 +393,7 @@ class SyncSemaphore(BaseSemaphore):
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds a permit; the key is formatted with the call's arguments."""
-        if python.iscoroutinefunction(function):
-            raise TypeError(f"{function!r} is a coroutine function: decorate it with the semaphore of an async engine")
-        template = Template(self.key, function)
-
-        @functools.wraps(function)
-        def locked(*args: Any, **kwargs: Any) -> Any:
-            semaphore = self._for_call(template, args, kwargs)
-            try:
-                _ = semaphore._plain._drive(semaphore._enter(semaphore._plain._timeout))
-            except LockTimeout as busy:
-                if self._may_skip(template, busy):
-                    return self._plain.options.otherwise
-                raise
-            with contextlib.ExitStack() as ending:
-                _ = ending.push(semaphore.__exit__)
-                result = function(*args, **kwargs)
-                if python.iscoroutine(result):
-                    result.close()
-                    raise TypeError(f"{function!r} returned a coroutine, which would run after the permit is released")
-                return result
-
-        return cast("F", locked)
+        return decorated(self, function)
 
 
 class AsyncSemaphore(BaseSemaphore):
@@ -455,6 +433,8 @@ class AsyncSemaphore(BaseSemaphore):
     async def __aexit__(
         self: BaseSemaphore, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._plain._skipped:
+            return
         (permit,) = self._claim(1, block=True)
         try:
             await self._plain._adrive(self._leave(permit, block=True), undisturbed=True)
@@ -470,30 +450,10 @@ class AsyncSemaphore(BaseSemaphore):
         __exit__ = __enter__
 
     def __call__(self: BaseSemaphore, function: F) -> F:
-        """Decorate a coroutine function: each call holds a permit; the key is formatted with the call's arguments."""
-        if not python.iscoroutinefunction(function):
-            raise TypeError(
-                f"{function!r} is not a coroutine function: decorate it with the semaphore of a sync engine"
-            )
-        template = Template(self.key, function)
-
-        @functools.wraps(function)
-        async def locked(*args: Any, **kwargs: Any) -> Any:
-            semaphore = self._for_call(template, args, kwargs)
-            try:
-                _ = await semaphore._plain._adrive(semaphore._enter(semaphore._plain._timeout))
-            except LockTimeout as busy:
-                if self._may_skip(template, busy):
-                    return self._plain.options.otherwise
-                raise
-            async with contextlib.AsyncExitStack() as ending:
-                _ = ending.push_async_exit(partial(AsyncSemaphore.__aexit__, semaphore))
-                return await function(*args, **kwargs)
-
-        return cast("F", locked)
+        """Decorate a coroutine function: each call holds a permit; the key is formatted with its arguments."""
+        return adecorated(self, function)
 
 
 async def aenter(semaphore: BaseSemaphore) -> Any:
     """Begin an `async with`: its permit."""
-    semaphore._refuse_to_skip()
     return await semaphore._plain._adrive(semaphore._enter(semaphore._plain._timeout))

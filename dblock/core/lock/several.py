@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dblock.core import clock, runtime
 from dblock.core.acquire import together
@@ -25,16 +23,15 @@ from dblock.core.holding.handover_record import Bundle, HandoverRecord
 from dblock.core.lock import entering, leaving
 from dblock.core.lock.entering import Granted
 from dblock.core.lock.ignored import warn_if_ignored
-from dblock.core.lock.locks import AsyncLock, Timeout, gives_way, was_ours
+from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
+from dblock.core.lock.locks import AsyncLock, Timeout, gives_way, innermost, was_ours
+from dblock.core.options import valid_options
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
 from dblock.core.runtime import current_flow
 from dblock.core.validation import acquire_timeout
 from dblock.core.values import KeyKind, Seconds, State
-
-if TYPE_CHECKING:
-    from dblock.core.lock.key_template import Template
 
 F = TypeVar("F", bound=Callable[..., Any])
 Entered = list[tuple[Any, Block]]
@@ -58,6 +55,10 @@ class _Busy(Exception):
 class BaseLocks:
     """Several locks, apart from how their statements are run; iterates over them in the order of the keys given."""
 
+    _skipped: bool | None = None
+    """As of a lock."""
+    _template: Template
+
     def __init__(
         self,
         members: Sequence[Any],
@@ -68,14 +69,10 @@ class BaseLocks:
     ) -> None:
         if not members:
             raise TypeError("db_locks() takes one key or lock at least")
-        if on_busy not in {"raise", "skip"}:
-            raise ValueError(f'on_busy is "raise" or "skip", not {on_busy!r}')
-        if otherwise is not None and on_busy != "skip":
-            raise ValueError('otherwise is what a skipped call returns: say on_busy="skip" as well')
+        self.options = valid_options(on_busy=on_busy, otherwise=otherwise)
         self._members = list(members)
         """In the order given; one that comes twice once, as far as that is known before the keys are formatted."""
         self._timeout = timeout
-        self._on_busy, self._otherwise = on_busy, otherwise
         self._withs: list[tuple[Flow, Entered]] = []
         """The open `with`s, and what each of them has entered."""
         for lock in members:
@@ -204,10 +201,6 @@ class BaseLocks:
         for lock in self._in_order():
             _ = lock._surely_held()
 
-    def _refuse_to_skip(self) -> None:
-        if self._on_busy == "skip":
-            raise TypeError('the body of a `with` cannot be skipped: on_busy="skip" is for decorators')
-
     def _entered(self) -> Entered:
         """What this flow has entered through these locks."""
         found = Entered()
@@ -223,23 +216,16 @@ class BaseLocks:
 
     def _begun(self, before: Entered) -> None:
         """Remember the blocks of a `with`."""
-        self._withs = [*self._withs, (current_flow(), self._since(before))]
+        self._withs.append((current_flow(), self._since(before)))
 
     def _ended(self) -> Entered:
-        """The blocks of the `with` that ends: the innermost of this flow, else the only one."""
-        flow = current_flow()
-        mine = [each for each in self._withs if each[0] is flow] or self._withs
-        if not mine:
-            raise LockNotHeld(f"cannot leave {', '.join(map(repr, self.keys))}: no block of these locks is open")
-        if mine[0][0] is not flow and len(mine) > 1:
-            raise LockNotHeld("blocks of these locks are open in other threads or tasks: make db_locks() for each")
-        self._withs = [each for each in self._withs if each is not mine[-1]]
-        return mine[-1][1]
+        """The blocks of the `with` that ends."""
+        block = innermost(self._withs, ", ".join(map(repr, self.keys)))
+        self._withs.remove(block)
+        return block[1]
 
     def _templates(self, function: Callable[..., Any]) -> list[Template]:
         """The keys of a decorator."""
-        from dblock.core.lock.key_template import Template  # noqa: PLC0415 - only for decorators
-
         return [Template(lock.key, function) for lock in self._members]
 
     def _for_call(self, templates: list[Template], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
@@ -248,12 +234,9 @@ class BaseLocks:
         once: dict[object, Any] = {  # two may have the same key in this call
             lock if lock._flow else (lock._store(), lock.key, lock._kind, lock._reading): lock for lock in members[::-1]
         }
-        return type(self)(list(once.values())[::-1], self._timeout, on_busy=self._on_busy, otherwise=self._otherwise)
-
-    def _may_skip(self, template: Template, busy: LockTimeout) -> bool:
-        if self._on_busy == "skip":
-            template.tell_of_skipped(busy)
-        return self._on_busy == "skip"
+        made = type(self)(list(once.values())[::-1], self._timeout)
+        made.options, made._skipped, made._template = self.options, False, templates[0]
+        return made
 
 
 class SyncLocks(BaseLocks):
@@ -332,14 +315,18 @@ class SyncLocks(BaseLocks):
             raise
 
     def __enter__(self) -> Self:
-        self._refuse_to_skip()
-        self._enter()
+        refuse_to_skip(self)
+        try:
+            self._enter()
+        except LockTimeout as busy:
+            if not skips(self, busy):
+                raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        entered, late = self._ended(), None
+        entered, late = Entered() if self._skipped else self._ended(), None
         try:
             self._leave(entered, leaving.leave_block)
         except LockError as raised:
@@ -356,28 +343,7 @@ class SyncLocks(BaseLocks):
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds the locks; the keys are formatted with the call's arguments."""
-        if inspect.iscoroutinefunction(function):
-            raise TypeError(f"{function!r} is a coroutine function: decorate it with the locks of an async engine")
-        templates = self._templates(function)
-
-        @functools.wraps(function)
-        def locked(*args: Any, **kwargs: Any) -> Any:
-            held = self._for_call(templates, args, kwargs)
-            try:
-                held._enter()
-            except LockTimeout as busy:
-                if self._may_skip(templates[0], busy):
-                    return self._otherwise
-                raise
-            with ExitStack() as ending:
-                _ = ending.push(held.__exit__)
-                result = function(*args, **kwargs)
-                if inspect.iscoroutine(result):
-                    result.close()
-                    raise TypeError(f"{function!r} returned a coroutine, which would run after the locks are released")
-                return result
-
-        return cast("F", locked)
+        return decorated(self, function, self._templates(function))
 
 
 class AsyncLocks(BaseLocks):
@@ -426,14 +392,13 @@ class AsyncLocks(BaseLocks):
             await getattr(lock, "aguard", lock.guard)(*given)
 
     async def __aenter__(self) -> Self:
-        self._refuse_to_skip()
         await enter(self)
         return self
 
     async def __aexit__(
         self: BaseLocks, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        entered, late = self._ended(), None
+        entered, late = Entered() if self._skipped else self._ended(), None
         try:
             await _aleave(self, entered, leaving.leave_block)
         except LockError as raised:
@@ -451,28 +416,12 @@ class AsyncLocks(BaseLocks):
 
     def __call__(self: BaseLocks, function: F) -> F:
         """Decorate a coroutine function: each call holds the locks; the keys are formatted with its arguments."""
-        if not inspect.iscoroutinefunction(function):
-            raise TypeError(f"{function!r} is not a coroutine function: decorate it with the locks of a sync engine")
-        templates = self._templates(function)
-
-        @functools.wraps(function)
-        async def locked(*args: Any, **kwargs: Any) -> Any:
-            held = self._for_call(templates, args, kwargs)
-            try:
-                await enter(held)
-            except LockTimeout as busy:
-                if self._may_skip(templates[0], busy):
-                    return self._otherwise
-                raise
-            async with AsyncExitStack() as ending:
-                _ = ending.push_async_exit(functools.partial(AsyncLocks.__aexit__, held))
-                return await function(*args, **kwargs)
-
-        return cast("F", locked)
+        return adecorated(self, function, self._templates(function))
 
 
 async def enter(several: BaseLocks) -> None:
     """Begin an `async with`."""
+    refuse_to_skip(several)
     before, granted = several._entered(), dict[Any, Granted]()
     try:
         granted = await several._first._adrive(several._together())
@@ -490,7 +439,8 @@ async def enter(several: BaseLocks) -> None:
         for lock, block in entered:
             if was_ours(block.hold, error):  # only the loss of a lock cancelled this
                 raise lock._lost(block.hold) from error
-        raise
+        if not (isinstance(error, LockTimeout) and skips(several, error)):
+            raise
 
 
 async def _aleave(
