@@ -9,8 +9,8 @@ from typing import Any, Self, TypeVar, Unpack
 
 from dblock import signals
 from dblock.core.errors import Reason
-from dblock.core.lock.quorum.base import Options
 from dblock.core.lock.quorum.locks import AsyncQuorumLock, SyncQuorumLock, enter
+from dblock.core.lock.quorum.options import Options
 from dblock.locks import Lock
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -63,8 +63,9 @@ def db_quorum_lock(key: str, *, using: Sequence[str], **options: Unpack[Options]
             queue of the first.
 
     Keyword Args:
-        ttl, timeout, label, on_lost, on_at_risk, max_hold, slow_wait, on_busy, otherwise: as of `db_lock`; callbacks
-            are called with this lock.
+        ttl, timeout, label, on_lost, on_at_risk, on_revoke, max_hold, interrupt, slow_wait, on_busy, otherwise: as of
+            `db_lock`; callbacks are called with this lock.
+        min_hold: as of `db_lock`, in each database.
         answer: longest wait for the answer of one database, in seconds; by default a tenth of the ttl, at most 0.5.
 
     Raises:
