@@ -71,6 +71,8 @@ class Ask(Generic[T]):
         """Whether its caller waits for it: its database was not silent when it was begun."""
         self.late = False
         """Whether it is under way beyond its limit."""
+        self.among: Collection[Ask[Any]] = ()
+        """Those for whose answers its caller waits together: the last prompt one wakes it."""
         self.heard = False
         """Whether its steps have ended with a result, or with an error of the lock."""
         self._steps, self._undo, self._caller = steps, undo, wakeup
@@ -119,7 +121,8 @@ class Ask(Generic[T]):
             self._result, self.error, self.heard = result, error, True
             answered = self._move(Stage.ANSWERED)
         if answered:
-            self._caller.notify()
+            if not any(each.prompt and each.pending() for each in self.among):
+                self._caller.notify()
         elif error is None:
             yield from self._undone()
 
@@ -240,6 +243,8 @@ class Asks:
         not if the steps themselves wait for something.
         """
         until = clock.now() + limit
+        for ask in asks:
+            ask.among = asks
         while True:
             _ = wakeup.consume()
             pending = [ask for ask in asks if ask.pending()]

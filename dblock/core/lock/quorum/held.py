@@ -267,14 +267,15 @@ class Held:
     def leave(self) -> Steps[int]:
         """Leave what is held of each database; of how many it was not lost, as far as is known.
 
-        The database in whose queue others wait comes last, so that the waiter that is granted the key there finds the
-        others free.
+        Where others probably wait, the database in whose queue they do comes last, so that the waiter that is granted
+        the key there finds the others free.
         """
         asks, wakeup, begun, lost = the_asks(), Wakeup(), set[int](), 0
         try:
             self._end()
             order = sorted(self.parts)
-            for some in (order[1:], order[:1]):
+            likely = runtime.current.site(self.locks[0]._store()).expects_contention(self.key)
+            for some in (order[1:], order[:1]) if likely else (order,):
                 asked = []
                 for number in some:
                     part = self.parts[number]
