@@ -146,8 +146,8 @@ class Held:
 
     def _on_lost(self, number: int, hold: Hold) -> None:
         """A database is lost: perhaps all is; else it is taken again."""
-        loss = hold.lease.loss
-        if self.over or loss is None:
+        loss, part = hold.lease.loss, self.parts.get(number)
+        if self.over or loss is None or part is None or part.hold is not hold:
             return
         self.said[self.lock.names[number]] = f"lost, {loss.reason}"
         if loss.reason is Reason.RELEASED:  # by release_all()
