@@ -20,7 +20,7 @@ from dblock.core import errors
 from dblock.core.errors import Reason
 from dblock.core.holding.flow import Hold, current_task
 from dblock.core.lock import entering, leaving, operations
-from dblock.core.lock.key_template import NoKey, Template
+from dblock.core.lock.key_template import NoKey
 from dblock.core.lock.locks import AsyncLock, Attaching, SyncLock, enter, settled
 from dblock.core.observing.observers import reap_and_report
 from dblock.core.options import Given, explained
@@ -155,12 +155,9 @@ class Lock(SyncLock):
 
     def __call__(self, function: F) -> F:
         """Decorate a `def` or an `async def`: each call holds the lock; the key is formatted with its arguments."""
-        return self._decorate(function)
-
-    def _decorate(self, function: F, template: Template | None = None) -> F:
         if inspect.iscoroutinefunction(function):
-            return AsyncLock._decorate(self, function, template)
-        return super()._decorate(function, template)
+            return AsyncLock.__call__(self, function)
+        return super().__call__(function)
 
 
 def _in_async_code() -> bool:

@@ -9,7 +9,8 @@ from typing import Any, Self, TypeVar, Unpack
 
 from dblock import signals
 from dblock.core.errors import Reason
-from dblock.core.lock.quorum import AsyncQuorumLock, Options, SyncQuorumLock, enter
+from dblock.core.lock.quorum.locks import AsyncQuorumLock, SyncQuorumLock, enter
+from dblock.core.lock.quorum.options import Options
 from dblock.locks import Lock
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,12 +27,13 @@ class QuorumLock(SyncQuorumLock):
     arelease = AsyncQuorumLock.release
     aextend = AsyncQuorumLock.extend
     averify = AsyncQuorumLock.verify
+    aowned = AsyncQuorumLock.owned
+    alocked = AsyncQuorumLock.locked
+    ainspect = AsyncQuorumLock.inspect
     __aexit__ = AsyncQuorumLock.__aexit__
 
     async def __aenter__(self) -> Self:
-        self._refuse_to_skip()
-        await enter(self)
-        return self
+        return await enter(self)
 
     def __call__(self, function: F) -> F:
         """Decorate a `def` or an `async def`: each call holds the lock; the key is formatted with its arguments."""
@@ -61,8 +63,9 @@ def db_quorum_lock(key: str, *, using: Sequence[str], **options: Unpack[Options]
             queue of the first.
 
     Keyword Args:
-        ttl, timeout, label, on_lost, on_at_risk, max_hold, slow_wait, on_busy, otherwise: as of `db_lock`; callbacks
-            are called with this lock.
+        ttl, timeout, label, on_lost, on_at_risk, on_revoke, max_hold, interrupt, slow_wait, on_busy, otherwise: as of
+            `db_lock`; callbacks are called with this lock.
+        min_hold: as of `db_lock`, in each database.
         answer: longest wait for the answer of one database, in seconds; by default a tenth of the ttl, at most 0.5.
 
     Raises:

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, Unpack
 
-from dblock.core.lock.key_template import Template
 from dblock.core.lock.permits import AsyncSemaphore, IsPermit, SyncSemaphore, aenter
 from dblock.core.share_keys import refuse_several
 from dblock.locks import Lock, Options
@@ -36,12 +35,9 @@ class Semaphore(SyncSemaphore):
 
     def __call__(self, function: F) -> F:
         """Decorate a `def` or an `async def`: each call holds a permit; the key is formatted with its arguments."""
-        return self._decorate(function)
-
-    def _decorate(self, function: F, template: Template | None = None) -> F:
         if inspect.iscoroutinefunction(function):
-            return AsyncSemaphore._decorate(self, function, template)
-        return super()._decorate(function, template)
+            return AsyncSemaphore.__call__(self, function)
+        return super().__call__(function)
 
 
 def db_semaphore(key: str, permits: int = 1, **options: Unpack[Options]) -> Semaphore:

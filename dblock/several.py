@@ -30,7 +30,6 @@ class Locks(SyncLocks):
     __aexit__ = AsyncLocks.__aexit__
 
     async def __aenter__(self) -> Self:
-        self._refuse_to_skip()
         await enter(self)
         return self
 

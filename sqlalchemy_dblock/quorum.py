@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from sqlalchemy import Engine
 
-from dblock.core.lock import quorum as core
-from dblock.core.lock.quorum import Options, SyncQuorumLock
+from dblock.core.lock.quorum import locks as core
+from dblock.core.lock.quorum.locks import SyncQuorumLock
+from dblock.core.lock.quorum.options import Options
 from sqlalchemy_dblock.face import AsyncLock, Lock, _sync_engine
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ def db_quorum_lock(engines: Any, key: str, **options: Any) -> Any:  # noqa: D417
         key: 1 to 255 characters. As a decorator's, a format string over the arguments of the call.
 
     Keyword Args:
-        ttl, timeout, label, on_lost, on_at_risk, max_hold, slow_wait, on_busy, otherwise: as of `db_lock`; callbacks
-            are called with this lock.
+        ttl, timeout, label, on_lost, on_at_risk, on_revoke, max_hold, interrupt, slow_wait, on_busy, otherwise: as of
+            `db_lock`; callbacks are called with this lock.
+        min_hold: as of `db_lock`, in each database.
         answer: longest wait for the answer of one database, in seconds; by default a tenth of the ttl, at most 0.5.
 
     Raises:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import os
+import re
 import signal
 import threading
 import time
@@ -17,8 +19,14 @@ import pytest
 import dblock
 import sqlalchemy_dblock
 from dblock.core import runtime
-from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockTimeout, Reason
-from dblock.core.lock.quorum import BaseQuorumLock, the_asks
+from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockRevoked, LockTimeout, Reason
+from dblock.core.lock import administration
+from dblock.core.lock.quorum.base import BaseQuorumLock
+from dblock.core.lock.quorum.held import Held, the_asks
+from dblock.core.lock.quorum.options import REFUSED
+from dblock.core.observing.events import Event, Kind
+from dblock.core.observing.observers import observe
+from dblock.core.protocol.drive import drive
 from dblock.core.protocol.quorum import QuorumUnavailable
 from dblock.core.statements.quorum import SERVER
 from tests.conftest import ready, run
@@ -269,6 +277,18 @@ def test_fewer_than_a_majority_that_can_be_asked(place: Place) -> None:
         assert time.monotonic() - began < 3
         assert sum("no table" in answer for answer in few.value.answers.values()) == 2
         assert not isinstance(few.value, LockTimeout)
+        stranger = Subject("sqlalchemy", "sync", "sqlite").lock("k")
+        with stranger:  # the time passes in the queue of the one that can be asked
+            for _ in range(2):
+                with pytest.raises(QuorumUnavailable, match="held by") as few:
+                    actor.call(place.lock(), "acquire", timeout=0.1)
+                assert sum("no table" in answer for answer in few.value.answers.values()) == 2
+            run("postgresql", "ALTER TABLE hidden RENAME TO locks")
+            with Subject("sqlalchemy", "sync", "postgresql").lock("k") as another:
+                assert actor.call(place.lock(), "acquire", timeout=0.1) is False, "others have most of them"
+        for each in (stranger, another):
+            each._engine.dispose()
+        run("postgresql", "ALTER TABLE locks RENAME TO hidden")
     finally:
         for database in ("postgresql", "mariadb"):
             run(database, "ALTER TABLE hidden RENAME TO locks")
@@ -283,8 +303,15 @@ def test_what_is_refused(place: Place) -> None:
         majority(place.variant, place.face, "k", ("postgresql", "sqlite", "postgresql"))
     with pytest.raises(TypeError, match="databases|engines"):
         majority(place.variant, place.face, "k", ())
-    with pytest.raises(TypeError, match="grace"):
-        place.lock(grace=3)
+    for name, why in REFUSED.items():
+        refused: dict[str, Any] = {name: True}
+        with pytest.raises(TypeError, match=re.escape(f"{name} is not for majority locks: {why}")):
+            place.lock(**refused)
+    for name in ("detach", "sequencer", "owner"):
+        with pytest.raises(AttributeError, match=re.escape(REFUSED[name])):
+            getattr(lock, name)
+    with pytest.raises(TypeError, match="unexpected|colour"):
+        place.lock(colour="red")
     with pytest.raises(InvalidKey):
         place.lock("")
     with pytest.raises(ValueError, match="answer"):
@@ -312,6 +339,150 @@ def test_of_two_databases_both_are_needed(place: Place) -> None:
     assert actor.within(two, holders) == ["postgresql", "mariadb"]
 
 
+def test_what_the_databases_show(place: Place) -> None:
+    """The row of each of them, and whether most of them show a holder."""
+    [actor, other] = place.actors
+    lock, rival = place.lock(label="books"), place.lock()
+    assert other.call(rival, "locked") is False
+    assert actor.call(lock, "acquire") is True
+    assert other.call(rival, "locked") is True
+    assert (actor.call(lock, "owned"), other.call(rival, "owned")) == (True, False)
+    shown = other.call(rival, "inspect")
+    assert list(shown) == lock.names
+    assert {(info.state, info.label, info.owner) for info in shown.values()} == {("held", "books", "***")}
+    run("postgresql", "UPDATE locks SET owner = NULL WHERE lock_key = 'k'")
+    assert other.call(rival, "locked") is True, "two of three"
+    run("mariadb", "UPDATE locks SET owner = NULL WHERE lock_key = 'k'")
+    assert other.call(rival, "locked") is False
+    for database in ("postgresql", "mariadb"):
+        run(database, "UPDATE locks SET owner = 'another', fence = fence + 1 WHERE lock_key = 'k'")
+    assert actor.call(lock, "owned") is False
+    for database in ("postgresql", "mariadb"):
+        run(database, "ALTER TABLE locks RENAME TO hidden")
+    try:
+        with pytest.raises(QuorumUnavailable, match="no answer"):
+            other.call(rival, "locked")
+        assert len(other.call(rival, "inspect")) == 1
+    finally:
+        for database in ("postgresql", "mariadb"):
+            run(database, "ALTER TABLE hidden RENAME TO locks")
+    with pytest.raises(LockLost):
+        actor.call(lock, "release")
+
+
+def test_it_is_asked_back_in_one_of_the_databases(place: Place) -> None:
+    """The holder hears of it once."""
+    [actor, _] = place.actors
+    told: list[Any] = []
+    lock = place.lock(ttl=1.5, on_revoke=lambda *given: told.append(given))
+    assert actor.call(lock, "acquire") is True
+    for database in ("postgresql", "mariadb"):
+        store = sqlalchemy_dblock.db_lock(engine("sync", database), "k")._store()
+        assert drive(administration.revoke(store, "k", actor.get(lock, "fence"), "root: deploying"), store)
+    assert until(lambda: told, 3)
+    assert actor.get(lock, "revoked") == "root: deploying"
+    with pytest.raises(LockRevoked, match="deploying"):
+        actor.do(lock.check)
+    time.sleep(0.6)
+    assert told == [(lock, "root: deploying")]
+    actor.call(lock, "release")
+
+
+def test_it_is_kept_for_a_while(place: Place) -> None:
+    """As each of its databases keeps it."""
+    [actor, other] = place.actors
+    actor.within(place.lock(min_hold=0.7))
+    began = time.monotonic()
+    assert other.call(place.lock(), "acquire", blocking=False) is False
+    assert other.call(place.lock(), "acquire", timeout=5) is True
+    assert 0.3 < time.monotonic() - began < 3
+    other.call(place.lock(), "release")
+
+
+def test_the_body_is_interrupted_when_it_is_lost(place: Place) -> None:
+    """With `interrupt=True`, a task; and its cancellation goes no further."""
+    if place.face == "sync":
+        pytest.skip("a thread is not cancelled")
+    [actor, _] = place.actors
+    lock = place.lock(ttl=1.5, interrupt=True)
+
+    async def body() -> None:
+        for database in ("postgresql", "mariadb"):
+            await asyncio.to_thread(run, database, "UPDATE locks SET owner = 'another' WHERE lock_key = 'k'")
+        await asyncio.sleep(30)
+
+    async def block() -> str:
+        try:
+            async with lock:
+                await body()
+        except LockLost:
+            await asyncio.sleep(0)
+            return "lost"
+        return "ended"
+
+    began = time.monotonic()
+    assert actor.do(block) == "lost"
+    assert time.monotonic() - began < 10
+    assert actor.do(lambda: asyncio.current_task().cancelling()) == 0  # type: ignore[union-attr]
+
+
+def test_what_observers_hear(place: Place) -> None:
+    """Of the majority, beside what they hear of each database."""
+    [actor, other] = place.actors
+    events: list[Event] = []
+    stop = observe(events.append)
+
+    def heard() -> list[tuple[str, str, int]]:
+        ours = [each for each in events if "Quorum" in str(each.sender)]
+        assert {each.database for each in ours} <= {", ".join(lock.names)}
+        return [(each.kind, each.how or each.reason, each.depth) for each in ours]
+
+    try:
+        lock, rival = place.lock(ttl=1.5), place.lock()
+        assert actor.call(lock, "acquire") is True
+        fence = actor.get(lock, "fence")
+        actor.within(lock)
+        assert other.call(rival, "acquire", blocking=False) is False
+        actor.call(lock, "release")
+        first = [("acquired", "at_once", 1), ("acquired", "reentered", 2), ("released", "released", 1)]
+        assert heard() == [*first, ("contended", "", 0), ("gave_up", "timeout", 0), ("released", "released", 0)]
+        assert {each.fence for each in events if each.kind in {Kind.ACQUIRED, Kind.RELEASED}} == {fence}
+        events.clear()
+        assert actor.call(lock, "acquire") is True
+        for database in ("postgresql", "mariadb"):
+            run(database, "DELETE FROM locks WHERE lock_key = 'k'")
+        with pytest.raises(LockLost):
+            actor.call(lock, "release")
+        assert until(lambda: len(heard()) == 2)
+        assert heard() == [("acquired", "at_once", 1), ("lost", "freed", 0)]
+    finally:
+        stop()
+
+
+def test_a_forked_child_leaves_the_lock_to_its_parent(place: Place) -> None:
+    """Also at the end of a block that was open."""
+    if place.face == "async":
+        pytest.skip("event loops are not forked")
+    lock = place.lock()
+
+    def body() -> int:
+        if child := os.fork():
+            _, status = os.waitpid(child, 0)
+            lock.check()
+            assert holders() == list(THREE)
+            return os.waitstatus_to_exitcode(status)
+        code = 1
+        try:
+            lock.__exit__(None, None, None)
+        except LockNotHeld:
+            code = 7
+        finally:
+            os._exit(code)
+
+    assert place.actors[0].within(lock, body) == 7
+    assert until(lambda: not holders(), 3)
+
+
 def longest(database: str) -> float:
     """The longest life that a database has recorded."""
     [(ttl,)] = run(database, "SELECT ttl FROM locks WHERE lock_key = :key", key=SERVER)
@@ -335,22 +506,23 @@ def test_release_all_gives_it_up(place: Place) -> None:
     assert until(lambda: not holders(), 3)
 
 
-@pytest.mark.parametrize("where", ["_innermost", "_leave_block", "_release", "_forget", "_leave_all"])
+@pytest.mark.parametrize("where", ["_leave_block", "_release", "leave", "_end", "tell"])
 def test_a_block_whose_leaving_is_interrupted_is_given_back(
     place: Place, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever that happens; and the same flow may take it again."""
     actor, lock, struck = place.actors[0], place.lock(), list[str]()
-    plain = getattr(BaseQuorumLock, where)
+    of: Any = BaseQuorumLock if hasattr(BaseQuorumLock, where) else Held
+    plain = getattr(of, where)
 
-    def strikes(*given: Any) -> Any:
+    def strikes(*given: Any, **named: Any) -> Any:
         if not struck:
             struck.append(where)
             raise KeyboardInterrupt
-        return plain(*given)
+        return plain(*given, **named)
 
     def body() -> None:
-        monkeypatch.setattr(BaseQuorumLock, where, strikes)
+        monkeypatch.setattr(of, where, strikes)
 
     with pytest.raises(KeyboardInterrupt):
         actor.within(lock, body)
@@ -392,7 +564,7 @@ def test_an_attempt_that_is_interrupted_leaves_nothing(place: Place, wait: float
         signal.signal(signal.SIGUSR1, before)
     if wait > 0.05:
         other.call(busy, "release")
-    assert until(lambda: not holders(), 3)
+    assert until(lambda: not the_asks().busy and not holders(), 3)
     assert other.within(busy, holders) == list(THREE)
 
 
@@ -420,7 +592,7 @@ def test_an_attempt_that_is_cancelled_leaves_nothing(place: Place, wait: float) 
     actor.do(cancelled)
     if wait > 0.05:
         other.call(busy, "release")
-    assert until(lambda: not holders(), 3)
+    assert until(lambda: not the_asks().busy and not holders(), 3)
     if wait > 0.05:
         assert not run("sqlite", "SELECT 1 FROM lock_waiters")
     assert other.within(busy, holders) == list(THREE)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dblock.core import clock
 from dblock.core.errors import LockStoreError, StoreUnanswered
 from dblock.core.protocol import asking
 from dblock.core.protocol.asking import MOVES, Ask, Asks, Left, Stage
@@ -177,3 +178,35 @@ def test_a_thread_whose_start_was_interrupted_ends(monkeypatch: pytest.MonkeyPat
         asks.begin(store, steps())
     assert until(lambda: len(made) == 3 and not asks.busy)
     assert until(lambda: not any(is_alive() for is_alive in threads), 5)
+
+
+def at_once() -> Steps[str]:
+    yield from ()
+    return "at once"
+
+
+def test_a_caller_is_woken_by_the_last_answer_that_it_waits_for(asks: Asks) -> None:
+    """Not by each of them; an answer that comes when no prompt one is missing wakes it too."""
+    wakeup = Wakeup()
+    several = [ask(Store(), at_once(), [], wakeup) for _ in range(4)]
+    several[3].prompt = False
+    steps = asks.gather(several, 5, wakeup)
+    _ = next(steps)
+    woken = []
+    for each in (several[0], several[1], several[2], several[3]):
+        assert list(each.work()) == []
+        woken.append(wakeup.consume())
+    assert woken == [False, False, True, True]
+    assert list(steps) == []
+
+
+def test_a_silent_database_is_waited_for_until_the_time_is_up(asks: Asks) -> None:
+    """However long the limit of one answer is; one that has answered before has its limit."""
+    wakeup, store = Wakeup(), Store()
+    for prompt in (False, True):
+        waiting = ask(store, sleep(30), [], wakeup)
+        waiting.prompt = prompt
+        began = time.monotonic()
+        drive(asks.gather([waiting], 0.4, wakeup, silent_until=clock.now() + 0.05))
+        assert (time.monotonic() - began >= 0.4) is prompt
+        assert time.monotonic() - began >= 0.05

@@ -14,14 +14,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import psycopg
 import pytest
 from sqlalchemy import Engine, create_engine, text
 
 from dblock.core.errors import LockLost
-from dblock.core.lock.quorum import the_asks
+from dblock.core.lock.quorum.held import the_asks
 from dblock.core.protocol import quorum
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.quorum import QuorumUnavailable
@@ -30,7 +32,7 @@ from sqlalchemy_dblock import create_tables, db_lock, db_quorum_lock
 from tests.conftest import INNODB
 from tests.support.lab import LONG, ROOT, until
 from tests.support.proxy import Proxy
-from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, free_port
+from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, Standby, free_port
 
 TTL = 2.0
 pytestmark = pytest.mark.timeout(900)
@@ -61,15 +63,18 @@ def member(make: Callable[[], Server]) -> Member:
     server.start()
     proxy = Proxy(free_port(), server.port)
 
-    def at(port: int) -> str:
+    def at(port: int, user: str) -> str:
         if isinstance(server, PostgreSQL):
             return f"postgresql+psycopg://dblock@127.0.0.1:{port}/postgres"
-        return f"mysql+pymysql://root@127.0.0.1:{port}/quorum?ssl_disabled=true"
+        return f"mysql+pymysql://{user}@127.0.0.1:{port}/quorum?ssl_disabled=true"
 
     if isinstance(server, MariaDB):
         server.create_database("quorum")
-    found = Member(server, proxy, create_engine(at(proxy.port)), create_engine(at(server.port)))
+    found = Member(server, proxy, create_engine(at(proxy.port, "application")), create_engine(at(server.port, "root")))
     create_tables(found.direct)
+    if isinstance(server, MariaDB):  # root may write where others may only read
+        found.run("CREATE USER application@'%'")
+        found.run("GRANT ALL ON quorum.* TO application@'%'")
     return found
 
 
@@ -154,13 +159,14 @@ def refuse(each: Member) -> Callable[[], None]:
 
 
 def wipe(each: Member) -> Callable[[], None]:
-    each.run("DELETE FROM locks")
+    each.run("TRUNCATE TABLE locks")
     return lambda: None
 
 
 def read_only(each: Member) -> Callable[[], None]:
-    if not isinstance(each.server, PostgreSQL):  # the tests are root there, who may write all the same
-        return cut_off(each)
+    if not isinstance(each.server, PostgreSQL):
+        each.run("SET GLOBAL read_only = 1")
+        return lambda: each.run("SET GLOBAL read_only = 0")
 
     def set_to(value: str) -> None:
         with each.direct.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
@@ -199,7 +205,7 @@ def test_a_minority_that_fails_delays_nobody_after_its_first_failure(
         _ = cycle()
     held = lock(five)
     assert held.acquire()
-    minority = servers[0], servers[3]  # the first, in whose queue they wait
+    minority = servers[0], servers[4]  # the first, in whose queue they wait
     heal = [FAULTS[what](each) for each in minority]
     try:
         ended = time.monotonic() + 1.5 * TTL
@@ -251,6 +257,45 @@ def test_two_of_three_that_do_not_answer(five: list[Engine], servers: list[Membe
         for each in heal:
             each()
     assert until(lambda: whole(five[:3]), 30)
+
+
+def test_a_standby_that_is_promoted_counts_when_nobody_relies_on_its_primary_any_more(
+    five: list[Engine], servers: list[Member]
+) -> None:
+    """It lacks the tenures that its primary has granted since it lagged."""
+    ttl, three = 3.0, [five[0], five[1], five[4]]
+    standby, healing = Standby(cast("PostgreSQL", servers[0].server)), contextlib.ExitStack()
+    try:
+        standby.prepare()
+        standby.start()
+        where = f"postgresql://dblock@127.0.0.1:{standby.port}/postgres"
+        with psycopg.connect(where, autocommit=True) as session:
+            session.execute("ALTER SYSTEM SET primary_conninfo = ''")
+            session.execute("SELECT pg_reload_conf()")
+            assert until(lambda: not session.execute("SELECT 1 FROM pg_stat_wal_receiver").fetchall())
+            heal = refuse(servers[4])
+            held, rival = (db_quorum_lock(three, "k", ttl=ttl, answer=1) for _ in "ab")
+            assert held.acquire(timeout=5)
+            assert [answer == "granted" for answer in held.answers.values()] == [True, True, False]
+            _ = healing.callback(kill(servers[0]))
+            session.execute("SELECT pg_promote()")
+            promoted = time.monotonic()
+            servers[0].proxy._target = ("127.0.0.1", standby.port)
+            servers[0].proxy.refusing = False
+            heal()
+            # The primary's tenure is still relied on: without it the promoted one and the last one would be a majority.
+            with ThreadPoolExecutor(1) as another, contextlib.suppress(QuorumUnavailable):
+                assert another.submit(rival.acquire, timeout=1).result() is False
+            assert next(iter(rival.answers.values())).startswith("new, or restarted"), rival.answers
+            with contextlib.suppress(LockLost):
+                held.release()
+            assert until(lambda: whole(three), 10)
+            assert time.monotonic() - promoted > ttl
+    finally:
+        servers[0].proxy._target = ("127.0.0.1", servers[0].server.port)
+        servers[0].proxy.cut()
+        healing.close()
+        standby.close()
 
 
 def test_tenures_beside_failing_minorities(five: list[Engine], servers: list[Member]) -> None:

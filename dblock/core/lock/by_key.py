@@ -23,7 +23,7 @@ from dblock.core.holding.flow import Flow, Hold
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out, forget, site_of
 from dblock.core.lock.ignored import warn_if_ignored
-from dblock.core.lock.key_template import NOT_SKIPPED, Template
+from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
 from dblock.core.lock.locks import AsyncLock, Timeout
 from dblock.core.lock.several import AsyncLocks, SyncLocks, enter
 from dblock.core.protocol import quorum
@@ -108,13 +108,13 @@ class ByKey:
 
             @functools.wraps(function)
             async def alocated(*args: Any, **kwargs: Any) -> Any:
-                return await find(template.key(args, kwargs))._decorate(function, template)(*args, **kwargs)
+                return await adecorated(find(template.key(args, kwargs)), function, template)(*args, **kwargs)
 
             return alocated  # type: ignore[return-value]
 
         @functools.wraps(function)
         def located(*args: Any, **kwargs: Any) -> Any:
-            return find(template.key(args, kwargs))._decorate(function, template)(*args, **kwargs)
+            return decorated(find(template.key(args, kwargs)), function, template)(*args, **kwargs)
 
         return located  # type: ignore[return-value]
 
@@ -231,15 +231,7 @@ class Moved(BaseLock):
 
     def _prepare(self) -> None:
         self._both._timeout = self._timeout
-        if self.options.on_busy == "skip" and self._skipped is None:
-            raise TypeError(NOT_SKIPPED)
-
-    def _skip(self, busy: LockTimeout) -> bool:
-        """Whether the decorated call is left out."""
-        if self.options.on_busy == "skip":
-            self._template.tell_of_skipped(busy)
-            self._skipped = True
-        return bool(self._skipped)
+        refuse_to_skip(self)
 
 
 class SyncMoved(Moved):
@@ -279,9 +271,9 @@ class SyncMoved(Moved):
     def __enter__(self) -> Self:
         self._prepare()
         try:
-            self._both._begin_call()
+            self._both._enter()
         except LockTimeout as busy:
-            if not self._skip(busy):
+            if not skips(self, busy):
                 raise
         return self
 
@@ -344,7 +336,7 @@ async def aenter(lock: Moved) -> None:
     try:
         await enter(lock._both)
     except LockTimeout as busy:
-        if not lock._skip(busy):
+        if not skips(lock, busy):
             raise
 
 

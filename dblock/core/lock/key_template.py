@@ -6,12 +6,11 @@ call is refused before any I/O.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect as python
 import string
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dblock.core.errors import InvalidKey, LockTimeout
 from dblock.core.lock.failures import WAIT_LONGER
@@ -19,12 +18,7 @@ from dblock.core.log import inform
 from dblock.core.protocol.steps import Steps
 from dblock.core.validation import valid_key
 
-if TYPE_CHECKING:
-    from dblock.core.lock.base import BaseLock
-    from dblock.core.lock.locks import AsyncLock, SyncLock
-
 _NO_KEY = "without a key db_lock makes a decorator and no lock: give it one"
-NOT_SKIPPED: Final = 'the body of a `with` cannot be skipped: on_busy="skip" is for decorators; here use acquire()'
 F = TypeVar("F", bound=Callable[..., Any])
 AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
 
@@ -102,15 +96,18 @@ def _name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
-def decorated(lock: SyncLock, function: F, template: Template | None = None) -> F:
-    """`function`, each call of which holds a lock of its own. `template`: by default the key of the lock."""
+def decorated(lock: Any, function: F, template: Any = None) -> F:
+    """`function`, each call of which holds a lock of its own, made with `template`, that of the key by default.
+
+    `lock`: one, several, a semaphore, or a majority.
+    """
     if python.iscoroutinefunction(function):
         raise TypeError(f"{function!r} is a coroutine function: decorate it with the lock of an async engine")
-    formed = template or Template(lock.key, function)
+    template = template or Template(lock.key, function)
 
     @functools.wraps(function)
     def locked(*args: Any, **kwargs: Any) -> Any:
-        with lock._for_call(formed, args, kwargs) as held:
+        with lock._for_call(template, args, kwargs) as held:
             if held._skipped:
                 return lock.options.otherwise
             result = function(*args, **kwargs)
@@ -122,15 +119,15 @@ def decorated(lock: SyncLock, function: F, template: Template | None = None) -> 
     return cast("F", locked)
 
 
-def adecorated(lock: BaseLock, function: AF, template: Template | None = None) -> AF:
+def adecorated(lock: Any, function: AF, template: Any = None) -> AF:
     """The same of a coroutine function."""
     if not python.iscoroutinefunction(function):
         raise TypeError(f"{function!r} is not a coroutine function: decorate it with the lock of a sync engine")
-    formed = template or Template(lock.key, function)
+    template = template or Template(lock.key, function)
 
     @functools.wraps(function)
     async def locked(*args: Any, **kwargs: Any) -> Any:
-        async with cast("AsyncLock", lock._for_call(formed, args, kwargs)) as held:
+        async with lock._for_call(template, args, kwargs) as held:
             if held._skipped:
                 return lock.options.otherwise
             return await function(*args, **kwargs)
@@ -138,66 +135,28 @@ def adecorated(lock: BaseLock, function: AF, template: Template | None = None) -
     return cast("AF", locked)
 
 
-def with_each_call(held: Any, function: F, templates: Any, asked: str, freed: str) -> F:
-    """`function`, each call of which holds what `held` makes for it: permits, or several locks.
-
-    For messages `asked` names what `held` is, and `freed` says what is released.
-    """
-    if python.iscoroutinefunction(function):
-        raise TypeError(f"{function!r} is a coroutine function: decorate it with the {asked} of an async engine")
-
-    @functools.wraps(function)
-    def locked(*args: Any, **kwargs: Any) -> Any:
-        own = held._for_call(templates, args, kwargs)
-        try:
-            own._begin_call()
-        except LockTimeout as busy:
-            if held._may_skip(templates, busy):
-                return held._otherwise
-            raise
-        with contextlib.ExitStack() as ending:
-            _ = ending.push(own.__exit__)
-            result = function(*args, **kwargs)
-            if python.iscoroutine(result):
-                result.close()
-                raise TypeError(f"{function!r} returned a coroutine, which would run after the {freed} released")
-            return result
-
-    return cast("F", locked)
+def refuse_to_skip(lock: Any) -> None:
+    """Raise TypeError for `on_busy="skip"` unless `lock` was made for a call of a decorated function."""
+    if lock.options.on_busy == "skip" and lock._skipped is None:
+        raise TypeError('the body of a `with` cannot be skipped: on_busy="skip" is for decorators; here use acquire()')
 
 
-def awith_each_call(
-    held: Any, function: F, templates: Any, asked: str, *, begin: Callable[[Any], Any], leave: Callable[..., Any]
-) -> F:
-    """The same of a coroutine function; `begin` enters what one call holds, and `leave` is its `__aexit__`."""
-    if not python.iscoroutinefunction(function):
-        raise TypeError(f"{function!r} is not a coroutine function: decorate it with the {asked} of a sync engine")
-
-    @functools.wraps(function)
-    async def locked(*args: Any, **kwargs: Any) -> Any:
-        own = held._for_call(templates, args, kwargs)
-        try:
-            await begin(own)
-        except LockTimeout as busy:
-            if held._may_skip(templates, busy):
-                return held._otherwise
-            raise
-        async with contextlib.AsyncExitStack() as ending:
-            _ = ending.push_async_exit(functools.partial(leave, own))
-            return await function(*args, **kwargs)
-
-    return cast("F", locked)
+def skips(lock: Any, busy: LockTimeout) -> bool:
+    """Whether the call that the lock was made for is skipped, which is then marked on the lock."""
+    if lock.options.on_busy == "skip":
+        lock._template.tell_of_skipped(busy)
+        lock._skipped = True
+    return bool(lock._skipped)
 
 
-def or_skip(lock: BaseLock, entering: Steps[None]) -> Steps[None]:
+def or_skip(lock: Any, entering: Steps[None]) -> Steps[None]:
     """Enter the lock of one call of a decorated function; if its key is busy, the call is marked as skipped."""
-    if lock._skipped is None:
-        raise TypeError(NOT_SKIPPED)
+    refuse_to_skip(lock)
     try:
         yield from entering
     except LockTimeout as busy:
-        lock._template.tell_of_skipped(busy)
-        lock._skipped = True
+        if not skips(lock, busy):
+            raise
 
 
 class NoKey:

@@ -5,23 +5,25 @@ Rule: a method only drives the steps of `entering`, `leaving` and `operations`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
-from dblock.core.errors import LockError, LockLost, LockTimeout
+from dblock.core.errors import LockError, LockLost, LockNotHeld, LockTimeout
 from dblock.core.holding.flow import Hold, current_task
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Steps
+from dblock.core.runtime import current_flow
 from dblock.core.validation import acquire_timeout, valid_ttl
 from dblock.core.values import LockInfo, Seconds
 
 if TYPE_CHECKING:
-    from dblock.core.lock.key_template import Template
+    from dblock.core.lock.quorum.held import Held
 
 T = TypeVar("T")
+B = TypeVar("B", bound=tuple[Any, ...])
 F = TypeVar("F", bound=Callable[..., Any])
 AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
 Timeout = Seconds | EllipsisType | None
@@ -40,13 +42,24 @@ def gives_way(late: LockError, error: BaseException | None) -> bool:
     return True
 
 
-def was_ours(hold: Hold, error: BaseException | None) -> bool:
+def was_ours(hold: Hold | Held, error: BaseException | None) -> bool:
     """Whether only the loss of the lock cancelled the body; withdraws that request, as asyncio.timeout does."""
     if not hold.interrupted:
         return False
     task, hold.interrupted = current_task(), False
     others = task.uncancel() > hold.cancelling
     return not others and type(error).__name__ == "CancelledError"
+
+
+def innermost(blocks: Sequence[B], what: str) -> B:
+    """Of the open `with`s of an object the innermost of this flow, else the only one; each begins with its flow."""
+    flow = current_flow()
+    mine = [each for each in blocks if each[0] is flow] or blocks
+    if not mine:
+        raise LockNotHeld(f"cannot leave {what}: no block of it is open")
+    if mine[0][0] is not flow and len(mine) > 1:
+        raise LockNotHeld(f"blocks of {what} are open in other threads or tasks: make an object for each of them")
+    return mine[-1]
 
 
 L = TypeVar("L", bound=BaseLock)
@@ -182,13 +195,9 @@ class SyncLock(BaseLock):
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
-        return self._decorate(function)
-
-    def _decorate(self, function: F, template: Template | None = None) -> F:
-        """Decorate `function`; `template`: by default the key of the lock."""
         from dblock.core.lock.key_template import decorated  # noqa: PLC0415 - only for decorators
 
-        return decorated(self, function, template)
+        return decorated(self, function)
 
 
 class AsyncLock(BaseLock):
@@ -248,10 +257,6 @@ class AsyncLock(BaseLock):
 
     def __call__(self: BaseLock, function: AF) -> AF:
         """Decorate a coroutine function: each call holds the lock; the key is formatted with the call's arguments."""
-        return AsyncLock._decorate(self, function)
-
-    def _decorate(self: BaseLock, function: AF, template: Template | None = None) -> AF:
-        """Decorate a coroutine function; `template`: by default the key of the lock."""
         from dblock.core.lock.key_template import adecorated  # noqa: PLC0415 - only for decorators
 
-        return adecorated(self, function, template)
+        return adecorated(self, function)

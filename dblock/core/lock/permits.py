@@ -28,9 +28,10 @@ from dblock.core.lock import entering, leaving
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.failures import timed_out
 from dblock.core.lock.ignored import warn_if_ignored
-from dblock.core.lock.key_template import Template, awith_each_call, with_each_call
+from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
 from dblock.core.lock.locks import Timeout, gives_way, refuses
 from dblock.core.log import warn
+from dblock.core.options import Options
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Steps
@@ -139,6 +140,12 @@ class BaseSemaphore:
         """The key of the semaphore."""
         key: str = self._plain.key
         return key
+
+    @property
+    def options(self) -> Options:
+        """The options of each permit."""
+        found: Options = self._plain.options
+        return found
 
     @property
     def permits(self) -> int:
@@ -277,7 +284,8 @@ class BaseSemaphore:
             raise
 
     def _enter(self, timeout: float | None) -> Steps[Any]:
-        """Begin a `with`: its permit."""
+        """Begin a `with`: its permit, or a mark that the call of a decorated function is skipped."""
+        refuse_to_skip(self._plain)
         permits = self._ordered(1)
         try:
             found = yield from entering.acquire(permits[0], timeout, "with", permits[0]._flow)
@@ -286,9 +294,14 @@ class BaseSemaphore:
         except BaseException as error:
             if not isinstance(error, GeneratorExit):
                 yield from self._leave_nothing(permits)
+            if isinstance(error, LockTimeout) and skips(self._plain, error):
+                return self._plain
             raise
         if isinstance(found, Refused):
-            raise (yield from timed_out(permits[0], found)) from found.busy
+            late = yield from timed_out(permits[0], found)
+            if skips(self._plain, late):
+                return self._plain
+            raise late from found.busy
         return permits[0]
 
     def _in_use(self) -> Steps[list[str]]:
@@ -310,29 +323,12 @@ class BaseSemaphore:
         slots = [slot_of(key) for key in (yield from self._in_use())]
         return self._permits - sum(slot is not None and slot < self._permits for slot in slots)
 
-    @property
-    def _skips(self) -> bool:
-        on_busy: str = self._plain.options.on_busy
-        return on_busy == "skip"
-
-    @property
-    def _otherwise(self) -> Any:
-        return self._plain.options.otherwise
-
-    def _refuse_to_skip(self) -> None:
-        if self._skips:
-            raise TypeError('the body of a `with` cannot be skipped: on_busy="skip" is for decorators')
-
     def _for_call(self, template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Self:
         """A separate semaphore for one call of a decorated function."""
         made = type(self)(self._make, template.key(args, kwargs), self._permits, **self._options)
         made._met = self._met
+        made._plain._skipped, made._plain._template = False, template
         return made
-
-    def _may_skip(self, template: Template, busy: LockTimeout) -> bool:
-        if self._skips:
-            template.tell_of_skipped(busy)
-        return self._skips
 
 
 def _is_idle(thread: threading.Thread) -> bool:
@@ -374,15 +370,13 @@ class SyncSemaphore(BaseSemaphore):
         return self._plain._drive(self._holders())  # type: ignore[no-any-return]
 
     def __enter__(self) -> Any:
-        self._refuse_to_skip()
-        return self._begin_call()
-
-    def _begin_call(self) -> Any:
         return self._plain._drive(self._enter(self._plain._timeout))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._plain._skipped:
+            return
         (permit,) = self._claim(1, block=True)
         try:
             self._plain._drive(self._leave(permit, block=True))
@@ -397,11 +391,7 @@ class SyncSemaphore(BaseSemaphore):
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds a permit; the key is formatted with the call's arguments."""
-        return self._decorate(function)
-
-    def _decorate(self, function: F, template: Template | None = None) -> F:
-        """Decorate `function`; `template`: by default the key of the semaphore."""
-        return with_each_call(self, function, template or Template(self.key, function), "semaphore", "permit is")
+        return decorated(self, function)
 
 
 class AsyncSemaphore(BaseSemaphore):
@@ -441,6 +431,8 @@ class AsyncSemaphore(BaseSemaphore):
     async def __aexit__(
         self: BaseSemaphore, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._plain._skipped:
+            return
         (permit,) = self._claim(1, block=True)
         try:
             await self._plain._adrive(self._leave(permit, block=True), undisturbed=True)
@@ -452,21 +444,10 @@ class AsyncSemaphore(BaseSemaphore):
         __enter__ = __exit__ = refuses("this is the semaphore of an event loop: use `async with`")
 
     def __call__(self: BaseSemaphore, function: F) -> F:
-        """Decorate a coroutine function: each call holds a permit; the key is formatted with the call's arguments."""
-        return AsyncSemaphore._decorate(self, function)
-
-    def _decorate(self: BaseSemaphore, function: F, template: Template | None = None) -> F:
-        """Decorate a coroutine function; `template`: by default the key of the semaphore."""
-        formed = template or Template(self.key, function)
-        return awith_each_call(self, function, formed, "semaphore", begin=aenter_call, leave=AsyncSemaphore.__aexit__)
+        """Decorate a coroutine function: each call holds a permit; the key is formatted with its arguments."""
+        return adecorated(self, function)
 
 
 async def aenter(semaphore: BaseSemaphore) -> Any:
     """Begin an `async with`: its permit."""
-    semaphore._refuse_to_skip()
-    return await aenter_call(semaphore)
-
-
-async def aenter_call(semaphore: BaseSemaphore) -> Any:
-    """Begin a call of a decorated function."""
     return await semaphore._plain._adrive(semaphore._enter(semaphore._plain._timeout))

@@ -23,8 +23,9 @@ from dblock.core.holding.handover_record import Bundle, HandoverRecord
 from dblock.core.lock import entering, leaving
 from dblock.core.lock.entering import Granted
 from dblock.core.lock.ignored import warn_if_ignored
-from dblock.core.lock.key_template import Template, awith_each_call, with_each_call
-from dblock.core.lock.locks import AsyncLock, Timeout, gives_way, refuses, was_ours
+from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
+from dblock.core.lock.locks import AsyncLock, Timeout, gives_way, innermost, refuses, was_ours
+from dblock.core.options import valid_options
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -59,6 +60,10 @@ class _Busy(Exception):
 class BaseLocks:
     """Several locks, apart from how their statements are run; iterates over them in the order of the keys given."""
 
+    _skipped: bool | None = None
+    """As of a lock."""
+    _template: Template
+
     def __init__(
         self,
         members: Sequence[Any],
@@ -69,14 +74,10 @@ class BaseLocks:
     ) -> None:
         if not members:
             raise TypeError("db_locks() takes one key or lock at least")
-        if on_busy not in {"raise", "skip"}:
-            raise ValueError(f'on_busy is "raise" or "skip", not {on_busy!r}')
-        if otherwise is not None and on_busy != "skip":
-            raise ValueError('otherwise is what a skipped call returns: say on_busy="skip" as well')
+        self.options = valid_options(on_busy=on_busy, otherwise=otherwise)
         self._members = list(members)
         """In the order given; one that comes twice once, as far as that is known before the keys are formatted."""
         self._timeout = timeout
-        self._on_busy, self._otherwise = on_busy, otherwise
         self._withs: list[tuple[Flow, Entered]] = []
         """The open `with`s, and what each of them has entered."""
         for lock in members:
@@ -215,10 +216,6 @@ class BaseLocks:
         lower = [(lock, highest[lock.key]) for lock, fence in halves if fence < highest[lock.key]]
         return [(lock, raise_fence(lock, fence)) for lock, fence in lower]
 
-    def _refuse_to_skip(self) -> None:
-        if self._on_busy == "skip":
-            raise TypeError('the body of a `with` cannot be skipped: on_busy="skip" is for decorators')
-
     def _entered(self) -> Entered:
         """What this flow has entered through these locks."""
         found = Entered()
@@ -234,18 +231,13 @@ class BaseLocks:
 
     def _begun(self, before: Entered) -> None:
         """Remember the blocks of a `with`."""
-        self._withs = [*self._withs, (current_flow(), self._since(before))]
+        self._withs.append((current_flow(), self._since(before)))
 
     def _ended(self) -> Entered:
-        """The blocks of the `with` that ends: the innermost of this flow, else the only one."""
-        flow = current_flow()
-        mine = [each for each in self._withs if each[0] is flow] or self._withs
-        if not mine:
-            raise LockNotHeld(f"cannot leave {', '.join(map(repr, self.keys))}: no block of these locks is open")
-        if mine[0][0] is not flow and len(mine) > 1:
-            raise LockNotHeld("blocks of these locks are open in other threads or tasks: make db_locks() for each")
-        self._withs = [each for each in self._withs if each is not mine[-1]]
-        return mine[-1][1]
+        """The blocks of the `with` that ends."""
+        block = innermost(self._withs, ", ".join(map(repr, self.keys)))
+        self._withs.remove(block)
+        return block[1]
 
     def _templates(self, function: Callable[..., Any]) -> list[Template]:
         """The keys of a decorator."""
@@ -257,12 +249,9 @@ class BaseLocks:
         once: dict[object, Any] = {  # two may have the same key in this call
             lock if lock._flow else (lock._store(), lock.key, lock._kind, lock._reading): lock for lock in members[::-1]
         }
-        return type(self)(list(once.values())[::-1], self._timeout, on_busy=self._on_busy, otherwise=self._otherwise)
-
-    def _may_skip(self, templates: list[Template], busy: LockTimeout) -> bool:
-        if self._on_busy == "skip":
-            templates[0].tell_of_skipped(busy)
-        return self._on_busy == "skip"
+        made = type(self)(list(once.values())[::-1], self._timeout)
+        made.options, made._skipped, made._template = self.options, False, templates[0]
+        return made
 
 
 class SyncLocks(BaseLocks):
@@ -327,7 +316,7 @@ class SyncLocks(BaseLocks):
         for lock in self._in_order():
             lock.guard(*given)
 
-    def _begin_call(self) -> None:
+    def _enter(self) -> None:
         before, granted = self._entered(), dict[Any, Granted]()
         try:
             granted = self._first._drive(self._together())
@@ -343,14 +332,18 @@ class SyncLocks(BaseLocks):
             raise
 
     def __enter__(self) -> Self:
-        self._refuse_to_skip()
-        self._begin_call()
+        refuse_to_skip(self)
+        try:
+            self._enter()
+        except LockTimeout as busy:
+            if not skips(self, busy):
+                raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        entered, late = self._ended(), None
+        entered, late = Entered() if self._skipped else self._ended(), None
         try:
             self._leave(entered, leaving.leave_block)
         except LockError as raised:
@@ -363,7 +356,7 @@ class SyncLocks(BaseLocks):
 
     def __call__(self, function: F) -> F:
         """Decorate `function`: each call holds the locks; the keys are formatted with the call's arguments."""
-        return with_each_call(self, function, self._templates(function), "locks", "locks are")
+        return decorated(self, function, self._templates(function))
 
 
 class AsyncLocks(BaseLocks):
@@ -413,14 +406,13 @@ class AsyncLocks(BaseLocks):
             await getattr(lock, "aguard", lock.guard)(*given)
 
     async def __aenter__(self) -> Self:
-        self._refuse_to_skip()
         await enter(self)
         return self
 
     async def __aexit__(
         self: BaseLocks, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        entered, late = self._ended(), None
+        entered, late = Entered() if self._skipped else self._ended(), None
         try:
             await _aleave(self, entered, leaving.leave_block)
         except LockError as raised:
@@ -434,13 +426,12 @@ class AsyncLocks(BaseLocks):
 
     def __call__(self: BaseLocks, function: F) -> F:
         """Decorate a coroutine function: each call holds the locks; the keys are formatted with its arguments."""
-        return awith_each_call(
-            self, function, self._templates(function), "locks", begin=enter, leave=AsyncLocks.__aexit__
-        )
+        return adecorated(self, function, self._templates(function))
 
 
 async def enter(several: BaseLocks) -> None:
     """Begin an `async with`."""
+    refuse_to_skip(several)
     before, granted = several._entered(), dict[Any, Granted]()
     try:
         granted = await several._first._adrive(several._together())
@@ -459,7 +450,8 @@ async def enter(several: BaseLocks) -> None:
         for lock, block in entered:
             if was_ours(block.hold, error):  # only the loss of a lock cancelled this
                 raise lock._lost(block.hold) from error
-        raise
+        if not (isinstance(error, LockTimeout) and skips(several, error)):
+            raise
 
 
 async def _aleave(

@@ -96,7 +96,7 @@ class Observers:
             return
         if store.history:
             self._note(store, event, current_flow().who)
-        self._call(event)
+        self.call(event)
 
     def tell_later(self, kind: Kind, store: Store, who: Mapping[str, Any], **known: Any) -> None:
         """Deliver an event soon, in another thread. `who`: the flow it is about, as parameters of the statements."""
@@ -109,9 +109,10 @@ class Observers:
         if noted:
             self._note(store, event, who)
         if kind in self._kinds:
-            deliver(partial(self._call, event))
+            deliver(partial(self.call, event))
 
-    def _call(self, event: Event) -> None:
+    def call(self, event: Event) -> None:
+        """Call the observers of this kind of event."""
         for callback, kinds in self.all:
             if event.kind in kinds:
                 try:

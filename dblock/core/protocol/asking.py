@@ -11,6 +11,7 @@ Rule: each result of an ask is used by its caller, or undone; never both, never 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, MutableMapping
@@ -63,6 +64,8 @@ class Ask(Generic[T]):
         """Whether its caller waits for it: its database was not silent when it was begun."""
         self.late = False
         """Whether it is under way beyond its limit."""
+        self.among: Collection[Ask[Any]] = ()
+        """Those for whose answers its caller waits together: the last prompt one wakes it."""
         self.heard = False
         """Whether its steps have ended with a result, or with an error of the lock."""
         self._steps, self._undo, self._caller = steps, undo, wakeup
@@ -111,7 +114,8 @@ class Ask(Generic[T]):
             self._result, self.error, self.heard = result, error, True
             answered = self._move(Stage.ANSWERED)
         if answered:
-            self._caller.notify()
+            if not any(each.prompt and each.pending() for each in self.among):
+                self._caller.notify()
         elif error is None:
             yield from self._undone()
 
@@ -219,18 +223,23 @@ class Asks:
         wakeup: Wakeup,
         enough: Callable[[], bool] = lambda: False,
         *,
+        silent_until: float = math.inf,
         waits: bool = False,
     ) -> Steps[None]:
         """Wait for the answers, at most `limit` seconds; for those of silent databases only until there is `enough`.
 
-        A database that has not answered then is silent from now on; not if the steps themselves wait for something.
+        Nor for these beyond the local time `silent_until`. A database that has not answered then is silent from now on;
+        not if the steps themselves wait for something.
         """
         until = clock.now() + limit
+        for ask in asks:
+            ask.among = asks
         while True:
             _ = wakeup.consume()
             pending = [ask for ask in asks if ask.pending()]
-            left = until - clock.now()
-            if not pending or left <= 0 or (not any(ask.prompt for ask in pending) and enough()):
+            prompt = any(ask.prompt for ask in pending)
+            left = (until if prompt else min(until, silent_until)) - clock.now()
+            if not pending or left <= 0 or (not prompt and enough()):
                 break
             yield from wait(left, wakeup)
         for ask in pending if not waits else ():

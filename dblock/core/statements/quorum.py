@@ -81,17 +81,19 @@ _UPTIME: Final = """(SELECT CAST(variable_value AS signed)
     FROM /*M! information_schema.global_status */ /*!80017 performance_schema.global_status */
     WHERE variable_name = 'Uptime')"""
 QUORUM: Final = {
-    # A table that was made anew, or emptied and filled from a dump, has another file.
+    # A table that was made anew, or emptied and filled from a dump, has another file. A standby has the files of its
+    # primary, and may have started in the same second: the moment of the start is told exactly, so it has to be equal.
     "postgresql": _quorum(
         postgresql.SQL,
-        identity="concat_ws(' ', CAST(CAST('locks' AS regclass) AS oid), pg_relation_filenode('locks'))",
-        started="CAST(extract(epoch FROM pg_postmaster_start_time()) AS double precision)",
+        identity="""concat_ws(' ', CAST(CAST('locks' AS regclass) AS oid), pg_relation_filenode('locks'),
+            extract(epoch FROM pg_postmaster_start_time()))""",
+        started="0",
         parameter="CAST({} AS text)",
         otherwise=_CONFLICT,
     ),
     "mysql": _quorum(
         mysql.SQL,
-        identity="""CONCAT(/*M! @@hostname */ /*!80017 @@server_uuid */, ' ',
+        identity="""CONCAT(/*M! CONCAT(@@hostname, ' ', @@server_id) */ /*!80017 @@server_uuid */, ' ',
             (SELECT CAST(UNIX_TIMESTAMP(create_time) AS signed) FROM information_schema.tables
              WHERE table_schema = DATABASE() AND table_name = 'locks'))""",
         started=f"UNIX_TIMESTAMP(SYSDATE(6)) - {_UPTIME}",

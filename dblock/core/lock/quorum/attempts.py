@@ -1,0 +1,324 @@
+"""Acquiring a majority: the rounds of each attempt, and the error if there was none.
+
+An attempt runs as steps of the calling flow; the databases are asked by threads or tasks (`protocol.asking`), so that a
+slow one delays nobody.
+
+Rule: whatever ends an attempt early, what it took, and what it may have taken, is given back.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from dblock.core import clock, runtime, timing
+from dblock.core.errors import LockError, LockStoreError, LockTimeout, StoreBusy
+from dblock.core.holding.flow import Flow
+from dblock.core.lock.quorum import member
+from dblock.core.lock.quorum.held import Held, the_asks
+from dblock.core.lock.quorum.member import No, Part, listed, nothing, short
+from dblock.core.observing.events import Kind
+from dblock.core.protocol import quorum
+from dblock.core.protocol.asking import Ask
+from dblock.core.protocol.quorum import Answer, Majority, QuorumUnavailable, Round, What
+from dblock.core.protocol.steps import Steps, sleep
+from dblock.core.values import Grant, LockInfo
+from dblock.core.wakeup.registry import Wakeup
+
+if TYPE_CHECKING:
+    from dblock.core.lock.quorum.base import BaseQuorumLock
+
+T = TypeVar("T")
+
+
+class Attempts:
+    """The attempts of one acquire."""
+
+    def __init__(self, lock: BaseQuorumLock, flow: Flow, timeout: float | None, kind: str) -> None:
+        self.lock, self.flow, self.timeout, self.kind = lock, flow, timeout, kind
+        self.locks = lock._for_flow(flow)
+        self.limit, self.asks, self.needed = lock._limit, the_asks(), lock._quorum
+        self.began = clock.now()
+        self.deadline = None if timeout is None else self.began + timeout
+        self.silent_until = math.inf if timeout is None else self.began + max(timeout, self.limit)
+        """The local time until which databases are waited for that did not answer before."""
+        self.granted: dict[int, Grant] = {}
+        self.confirmed: dict[int, Grant] = {}
+        self.said: dict[str, str] = {}
+        """The last answer of each database, in whichever attempt."""
+        self.cannot = set[int]()
+        """The databases that could not be asked the last time."""
+        self.busy = False
+        """Whether others had the key in a database, in the present attempt."""
+        self.contended = False
+        """The same of all attempts."""
+        self.holder: LockInfo | None = None
+        self.held: Held | None = None
+        self._open: list[Ask[Any]] = []
+        """Those whose result nobody has used yet."""
+        self._wakeup = Wakeup()
+
+    def run(self) -> Steps[Held | None]:
+        """Try until there is a majority, or the time is up."""
+        mean = 2 * timing.DEFAULT.near
+        while True:
+            got = yield from self._once()
+            left = self._left()
+            if got is not None:
+                return got
+            if left == 0:
+                break
+            pause = random.uniform(0.5, 1.5) * mean  # noqa: S311 - to part contenders, not a secret
+            yield from sleep(pause if left is None else min(pause, left))
+            mean = min(mean * 2, 3 * timing.DEFAULT.farthest)
+        # The time may have passed in the queue of one database: whether the others can be asked is still to be heard.
+        names = self.lock.names
+        _ = yield from self._look([number for number, name in enumerate(names) if name not in self.said])
+        return None
+
+    def error(self) -> LockError:
+        """Why there is no majority: others have the key, or too few databases could be asked."""
+        key, names, needed = self.lock.key, self.lock.names, self.needed
+        waited = f"within {self.timeout:g} s" if self.timeout else "at one try"
+        if len(names) - len(self.cannot) < needed:
+            message = f"could not acquire {key!r} {waited}: fewer than {needed} of {len(names)} databases can be asked"
+            return QuorumUnavailable(f"{message}: {listed(self.said)}", key=key, answers=self.said)
+        message = f"could not acquire {key!r} in {needed} of {len(names)} databases {waited}: {listed(self.said)}"
+        return LockTimeout(f"{message}; wait longer with timeout=, or see to the holder", key=key, holder=self.holder)
+
+    def _left(self) -> float | None:
+        return None if self.deadline is None else max(self.deadline - clock.now(), 0.0)
+
+    def _once(self) -> Steps[Held | None]:
+        self.granted, self.confirmed, self.busy = {}, {}, False
+        held: Held | None = None
+        try:
+            got = yield from self._rounds(quorum.propose())
+            if got is None:
+                yield from self._give_all_back()
+                return None
+            held = self.held = Held(self.lock, self.flow, self.locks, got.fence, self.kind)
+            for number in got.confirmed:
+                grant = self.confirmed.get(number) or self.granted[number]
+                held.add(number, (yield from member.hold(self.locks[number], self.flow, grant, self.kind)))
+            held.said = dict(self.said)
+            self._give_back_in_background(held)
+            if held.remaining() > 0:
+                return held
+            _ = yield from held.leave()
+        except GeneratorExit:
+            raise
+        except BaseException:
+            self._interrupted(held)
+            raise
+        return None
+
+    def _interrupted(self, held: Held | None) -> None:
+        """Give back, in the background, what the attempt has got, or gets later."""
+        for ask in self._open:
+            ask.leave(self.asks)
+        if held is not None:
+            for number, lock in enumerate(self.locks):
+                hold = self.flow.holds.get((lock._store(), lock.key))
+                if hold is not None and hold.entered_by(lock):  # interrupted before it was noted
+                    held.add(number, Part(lock, hold))
+            held.abandon()
+        self._give_back_in_background(held)
+
+    def _rounds(self, proposed: int) -> Steps[Majority | None]:
+        attempt = quorum.attempt(len(self.locks), self.lock._ttl)
+        asked = next(attempt)
+        while True:
+            match asked.what:
+                case What.QUEUE:
+                    granted = yield from self._queue(asked.whom, proposed)
+                case What.TAKE:
+                    granted = yield from self._take(asked.whom, proposed)
+                case What.CONFIRM:
+                    granted = yield from self._confirm(asked)
+            answers = {
+                number: Answer(each.tenure.fence, each.trusted_until, _is_firm(each))
+                for number, each in granted.items()
+            }
+            try:
+                asked = attempt.send((answers, clock.now()))
+            except StopIteration as done:
+                majority: Majority | None = done.value
+                return majority
+
+    # -- giving back
+
+    def _give_back(self, number: int) -> Steps[None]:
+        return member.give_back(self.locks[number], self.granted[number].tenure.owner)
+
+    def _give_all_back(self) -> Steps[None]:
+        """Give back what was granted; what is not answered in time goes on."""
+        asks = [
+            Ask(self.locks[number]._store(), self._give_back(number), nothing, self._wakeup) for number in self.granted
+        ]
+        for ask in asks:
+            self.asks.begin_ask(ask)
+        yield from self._gather(asks, lambda: True)
+        self.granted = {}
+
+    def _give_back_in_background(self, held: Held | None) -> None:
+        for number in self.granted:
+            if held is None or number not in held.parts:
+                self.asks.begin(self.locks[number]._store(), self._give_back(number))
+
+    # -- rounds
+
+    def _queue(self, whom: Collection[int], proposed: int) -> Steps[Mapping[int, Grant]]:
+        """The first database that answers; those that were silent before come last.
+
+        Or all of them at once, if nobody is known to want the key.
+        """
+        site = runtime.current.site(self.locks[0]._store())
+        held_here = any(runtime.current.watchdog.holds(lock._store(), self.lock.key) for lock in self.locks)
+        if not site.expects_contention(self.lock.key) and not held_here:
+            granted = yield from self._take(whom, proposed)
+            if len(granted) >= self.needed:
+                return granted
+            if not self.busy:  # too few can be asked
+                return {}
+            site.note_contention(self.lock.key)
+            yield from self._give_all_back()
+            if self._left() == 0:
+                return {}
+        silent = [number for number in whom if self.asks.is_silent(self.locks[number]._store())]
+        for number in (each for each in whom if each not in silent):
+            if (yield from self._wait_in_queue(number)):
+                return self.granted
+            if self._left() == 0 and number not in self.cannot:
+                return {}
+        return (yield from self._take(silent, proposed))
+
+    def _wait_in_queue(self, number: int) -> Steps[bool]:
+        """Take the key in one database, through its queue.
+
+        Not any more when it does not answer, or when nobody has the key in a majority of the databases.
+        """
+        ask = self._ask_to_take(number, self._left())
+        yield from self.asks.gather([ask], min(self.limit, timing.DEFAULT.attention), self._wakeup, waits=True)
+        while ask.pending():
+            self._note_busy()
+            found = yield from self._look(range(len(self.locks)), lambda: not ask.pending())
+            if ask.pending() and number not in found:
+                self.asks.not_answered(ask)
+                break
+            self.holder = found.get(number) or self.holder
+            free = [info is None or info.state != "held" for info in found.values()]
+            if ask.pending() and sum(free) >= self.needed:
+                ask.leave(self.asks)
+                return False
+            yield from self.asks.gather([ask], timing.DEFAULT.attention, self._wakeup, waits=True)
+        self._use({number: ask})
+        return number in self.granted
+
+    def _look(
+        self, whom: Collection[int], enough: Callable[[], bool] = lambda: False
+    ) -> Steps[dict[int, LockInfo | None]]:
+        """The rows of databases. Where somebody has the key it can be asked for; else the row says nothing of that."""
+        asks = {number: self._ask(number, member.look(self.locks[number], self.limit)) for number in whom}
+        yield from self._gather(asks.values(), enough)
+        found = dict[int, LockInfo | None]()
+        for number, info in self._heard(asks):
+            found[number] = info
+            if info is not None and info.state == "held":
+                self._note(number, f"held by {info}")
+        return found
+
+    def _take(self, whom: Collection[int], proposed: int) -> Steps[dict[int, Grant]]:
+        before = set(self.granted)
+        asks = {number: self._ask_to_take(number, 0.0, proposed) for number in whom}
+
+        def enough() -> bool:
+            return len(before) + sum(isinstance(ask.result, Grant) for ask in asks.values()) >= self.needed
+
+        yield from self._gather(asks.values(), enough)
+        self._use(asks)
+        return {number: grant for number, grant in self.granted.items() if number not in before}
+
+    def _confirm(self, asked: Round) -> Steps[dict[int, Grant]]:
+        until = clock.now() + self.limit
+        asks = {
+            number: self._ask(number, member.confirm(self.locks[number], self.granted[number], asked.fence, until))
+            for number in asked.whom
+        }
+        yield from self._gather(asks.values())
+        for number, grant in self._heard(asks):
+            if isinstance(grant, Grant):
+                self.confirmed[number] = grant
+            else:
+                self._note(number, "lost before it was confirmed")
+        return self.confirmed
+
+    # -- asks, and what was heard
+
+    def _ask(self, number: int, steps: Steps[T]) -> Ask[T]:
+        lock = self.locks[number]
+        ask = Ask(lock._store(), steps, functools.partial(member.undo, lock), self._wakeup)
+        self._open = [*self._open, ask]
+        return cast("Ask[T]", self.asks.ask(ask))
+
+    def _ask_to_take(self, number: int, timeout: float | None, proposed: int = 0) -> Ask[Grant | No]:
+        return self._ask(number, member.take(self.locks[number], timeout, proposed))
+
+    def _gather(self, asks: Collection[Ask[Any]], enough: Callable[[], bool] = lambda: False) -> Steps[None]:
+        return self.asks.gather(asks, self.limit, self._wakeup, enough, silent_until=self.silent_until)
+
+    def _heard(self, asks: Mapping[int, Ask[T]]) -> Iterator[tuple[int, T | None]]:
+        """The results, each to be noted before the next; the asks that are not answered are left."""
+        for number, ask in asks.items():
+            if ask.pending():
+                ask.leave(self.asks)
+                if ask.prompt:
+                    self._note(number, f"no answer in {self.limit:.2g} s", cannot=True)
+                elif self.lock.names[number] not in self.said:
+                    self._note(number, "no answer for a while", cannot=True)
+                continue
+            result, error = ask.use(), ask.error
+            if error is None:
+                yield number, result
+            elif isinstance(error, (LockStoreError, LockTimeout)):
+                busy = isinstance(error, (StoreBusy, LockTimeout))
+                self._note(number, short(error), cannot=not busy)
+            else:
+                raise error
+        self._open = [ask for ask in self._open if ask.pending()]
+
+    def _use(self, asks: Mapping[int, Ask[Grant | No]]) -> None:
+        """Use the answers to takes."""
+        for number, found in self._heard(asks):
+            if isinstance(found, Grant):
+                self.granted[number] = found
+                self._note(number, "granted")
+                if found.ticket:
+                    self._note_busy()
+            elif found is not None:
+                self.holder = found.held or self.holder
+                self._note(number, found.why, cannot=not found.busy)
+                if found.busy:
+                    self._note_busy()
+
+    def _note(self, number: int, said: str, *, cannot: bool = False) -> None:
+        self.said[self.lock.names[number]] = said
+        if cannot:
+            self.cannot.add(number)
+        else:
+            self.cannot.discard(number)
+
+    def _note_busy(self) -> None:
+        """Others have the key; reported once."""
+        self.busy = True
+        if not self.contended:
+            self.contended = True
+            self.lock._tell(Kind.CONTENDED, holder=self.holder)
+
+
+def _is_firm(grant: Grant) -> bool:
+    """Whether a take has begun it, durably and for a whole lease."""
+    return not (grant.ticket or grant.local_handovers or grant.term)

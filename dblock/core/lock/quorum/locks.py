@@ -1,0 +1,182 @@
+"""The methods of a majority lock, synchronous and asynchronous."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from dblock.core.errors import LockError, LockTimeout
+from dblock.core.holding.flow import current_task
+from dblock.core.lock.ignored import warn_if_ignored
+from dblock.core.lock.key_template import adecorated, decorated
+from dblock.core.lock.locks import Timeout, gives_way, innermost, was_ours
+from dblock.core.lock.quorum.base import BaseQuorumLock
+from dblock.core.protocol.steps import Steps
+from dblock.core.validation import acquire_timeout
+from dblock.core.values import LockInfo, Seconds
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class SyncQuorumLock(BaseQuorumLock):
+    """A majority lock whose methods block the calling thread."""
+
+    def _drive(self, steps: Steps[T]) -> T:
+        driver: Any = self._members[0]
+        result: T = driver._drive(steps)
+        return result
+
+    def _refuse_event_loop(self) -> None:
+        """Raise SynchronousOnlyOperation where waiting for other threads would block an event loop."""
+        for lock in self._members:
+            with contextlib.suppress(LockTimeout):  # of a SQLite database: its transaction is this flow's
+                lock._store().database.before_waiting()
+
+    def acquire(self, blocking: bool = True, timeout: Timeout = ...) -> bool:
+        """Take the lock in a majority of the databases, or re-enter it; False if others held it all the time.
+
+        As `Lock.acquire`. Raises QuorumUnavailable if fewer than a majority could be asked.
+        """
+        self._refuse_event_loop()
+        found = self._drive(self._try(acquire_timeout(blocking, timeout, self._timeout)))
+        if not found:
+            warn_if_ignored()
+        return found
+
+    def release(self) -> None:
+        """Leave the lock once; the last time gives it back in all databases. Raises LockNotHeld, or LockLost."""
+        self._drive(self._release())
+
+    def extend(self, ttl: Seconds | None = None) -> None:
+        """Let the leases end `ttl` seconds from now: sets, never adds. Raises LockLost, or QuorumUnavailable."""
+        self._drive(self._extend(ttl))
+
+    def verify(self) -> bool:
+        """True if a majority of the databases still shows this flow's tenures; raises LockLost or QuorumUnavailable."""
+        return self._drive(self._verify())
+
+    def owned(self) -> bool:
+        """The same without LockLost: False then."""
+        return self._drive(self._owned())
+
+    def locked(self) -> bool:
+        """Whether a majority of the databases shows a holder; raises QuorumUnavailable if too few answer."""
+        return self._drive(self._locked())
+
+    def inspect(self) -> dict[str, LockInfo | None]:
+        """The key's row in each database that answers, by its name."""
+        return self._drive(self._inspect())
+
+    def __enter__(self) -> Self:
+        self._refuse_event_loop()
+        self._drive(self._enter())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        block = None
+        try:
+            if not self._skipped:
+                block = innermost(self._withs, repr(self.key))
+                self._drive(self._leave_block(block))
+        except LockError as late:
+            if not gives_way(late, error):
+                raise
+        except BaseException:
+            self._interrupted(block)
+            raise
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+
+        def __aenter__(self) -> None:
+            raise TypeError("this lock blocks its thread: use `with`, or AsyncEngines")
+
+        __aexit__ = __aenter__
+
+    def __call__(self, function: F) -> F:
+        """Decorate `function`: each call holds the lock; the key is formatted with the call's arguments."""
+        return decorated(self, function)
+
+
+class AsyncQuorumLock(BaseQuorumLock):
+    """A majority lock whose methods are coroutines; see SyncQuorumLock for what each does.
+
+    `self` may be any majority lock, so that a synchronous one can use these methods as its asynchronous twins.
+    """
+
+    async def acquire(self: BaseQuorumLock, blocking: bool = True, timeout: Timeout = ...) -> bool:
+        """Take the lock in a majority of the databases, or re-enter it; False if others held it all the time."""
+        found = await self._adrive(self._try(acquire_timeout(blocking, timeout, self._timeout)))
+        if not found:
+            warn_if_ignored()
+        return found
+
+    async def release(self: BaseQuorumLock) -> None:
+        """Leave the lock once; the last time gives it back in all databases."""
+        await self._adrive(self._release(), undisturbed=True)
+
+    async def extend(self: BaseQuorumLock, ttl: Seconds | None = None) -> None:
+        """Let the leases end `ttl` seconds from now."""
+        await self._adrive(self._extend(ttl))
+
+    async def verify(self: BaseQuorumLock) -> bool:
+        """True if a majority of the databases still shows this flow's tenures."""
+        return await self._adrive(self._verify())
+
+    async def owned(self: BaseQuorumLock) -> bool:
+        """The same without LockLost: False then."""
+        return await self._adrive(self._owned())
+
+    async def locked(self: BaseQuorumLock) -> bool:
+        """Whether a majority of the databases shows a holder."""
+        return await self._adrive(self._locked())
+
+    async def inspect(self: BaseQuorumLock) -> dict[str, LockInfo | None]:
+        """The key's row in each database that answers, by its name."""
+        return await self._adrive(self._inspect())
+
+    async def __aenter__(self) -> Self:
+        return await enter(self)
+
+    async def __aexit__(
+        self: BaseQuorumLock, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        block = None
+        try:
+            if not self._skipped:
+                block = innermost(self._withs, repr(self.key))
+                await self._adrive(self._leave_block(block), undisturbed=True)
+        except LockError as late:
+            if block is not None and was_ours(block[1], error):
+                raise late from error
+            if not gives_way(late, error):
+                raise
+        except BaseException:
+            self._interrupted(block)
+            raise
+
+    if not TYPE_CHECKING:  # hidden from type checkers
+
+        def __enter__(self) -> None:
+            raise TypeError("this is the lock of an event loop: use `async with`")
+
+        __exit__ = __enter__
+
+    def __call__(self: BaseQuorumLock, function: F) -> F:
+        """Decorate a coroutine function: each call holds the lock; the key is formatted with its arguments."""
+        return adecorated(self, function)
+
+
+L = TypeVar("L", bound=BaseQuorumLock)
+
+
+async def enter(lock: L) -> L:
+    """Begin an `async with`."""
+    await lock._adrive(lock._enter())
+    if lock.options.interrupt and (held := lock._held()) is not None:
+        held.cancelling = current_task().cancelling()
+    return lock

@@ -1,0 +1,218 @@
+"""Steps of a majority lock on one of its databases.
+
+What is held there is an ordinary hold of the calling flow, which the watchdog renews.
+
+Rule: a tenure that was begun is returned, held or given back, whatever interrupts the steps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from dblock.core import runtime
+from dblock.core.acquire import handover
+from dblock.core.acquire.request import Refused
+from dblock.core.errors import (
+    LockError,
+    LockLost,
+    LockNotHeld,
+    LockStoreError,
+    StoreBusy,
+    StoreConflict,
+    StoreUnanswered,
+)
+from dblock.core.holding.flow import Block, Flow, Hold
+from dblock.core.holding.handover_record import Bundle
+from dblock.core.lock import entering, leaving, operations
+from dblock.core.lock.base import BaseLock, Taking
+from dblock.core.lock.entering import Granted
+from dblock.core.protocol import quorum, tenures
+from dblock.core.protocol.asking import Asks
+from dblock.core.protocol.steps import Rows, Steps
+from dblock.core.values import Grant, LockInfo
+
+if TYPE_CHECKING:
+    from dblock.core.protocol.sending import Database
+
+
+class No(NamedTuple):
+    """A database has not granted."""
+
+    why: str
+    held: LockInfo | None = None
+    """The holder, if somebody else has it."""
+    busy: bool = False
+    """Whether it can be asked: others have the key."""
+
+
+class Part(NamedTuple):
+    """What is held of one database."""
+
+    lock: BaseLock
+    hold: Hold
+
+
+def take(lock: BaseLock, timeout: float | None, proposed: int = 0) -> Steps[Grant | No]:
+    """Take the key in one database, if that counts (`quorum.standing`); with the proposed fence if it is free."""
+    store = lock._store()
+    database = store.database
+    said: Rows = ()
+    found: Grant | Refused | None = None
+    likely = runtime.current.site(store).expects_contention(lock.key)
+    if proposed and not likely and runtime.current.watchdog.hold_of(store, lock.key) is None and database.answers():
+        found, said = yield from _take_at_once(lock, proposed)
+    if found is None:
+        found = yield from _take_or_wait(lock, timeout)
+    if isinstance(found, Refused):
+        return _refused(found)
+    try:
+        left = yield from quorum.standing(database, lock._ttl, _soon(database), said)
+    except GeneratorExit:
+        raise
+    except BaseException:
+        yield from give_back(lock, found.tenure.owner)
+        raise
+    if not left:
+        return found
+    yield from give_back(lock, found.tenure.owner)
+    return No(f"new, or restarted: counts in {left:.1f} s")
+
+
+def _take_at_once(lock: BaseLock, proposed: int) -> Steps[tuple[Grant | None, Rows]]:
+    """Take a key that is free, with what its database says of itself."""
+    store, flow = lock._store(), cast("Flow", lock._flow)
+    request = entering.request_of(lock, store, flow, lock._ttl)
+    owner = request.new_owner()
+    try:
+        found = yield from quorum.take(store.database, request.parameters(owner), proposed, _soon(store.database))
+    except StoreConflict:
+        return None, ()
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        if isinstance(error, StoreUnanswered):
+            _ = runtime.current.waiter_services(store).withdraw(lock.key, owner)
+        elif not isinstance(error, LockStoreError):
+            yield from give_back(lock, owner)
+        raise
+    return found or (None, ())
+
+
+def _take_or_wait(lock: BaseLock, timeout: float | None) -> Steps[Grant | Refused]:
+    store, flow = lock._store(), cast("Flow", lock._flow)
+    return lock._take(
+        Taking(
+            runtime.current.site(store),
+            entering.request_of(lock, store, flow, lock._ttl),
+            timeout,
+            functools.partial(runtime.current.waiter_services, store),
+            held_in_process=runtime.current.watchdog.hold_of(store, lock.key) is not None,
+            held=lambda: [each.tenure.owner for each in flow.holds.values() if not each.lease.loss],
+            contended=None,
+            slow_wait=lock._slow_wait,
+        )
+    )
+
+
+def _refused(refused: Refused) -> No:
+    holder, busy = refused
+    if busy is not None:
+        return No(short(busy), busy=isinstance(busy, StoreBusy))
+    if holder is not None and holder.state == "held":
+        return No(f"held by {holder}", holder.masked(), busy=True)
+    return No("others were faster, or a transaction guards it", busy=True)
+
+
+def confirm(lock: BaseLock, grant: Grant, fence: int, until: float) -> Steps[Grant | None]:
+    """Confirm a tenure; one that is not known to be confirmed is given back."""
+    try:
+        return (yield from quorum.confirm(lock._store().database, grant, fence, lock._ttl, until))
+    except GeneratorExit:
+        raise
+    except BaseException:
+        yield from give_back(lock, grant.tenure.owner)
+        raise
+
+
+def give_back(lock: BaseLock, owner: str) -> Steps[None]:
+    """Free the tenure of an attempt, whichever fence it has; raises nothing."""
+    return handover.undo_take(runtime.current.site(lock._store()), lock.key, owner, again=False)
+
+
+def undo(lock: BaseLock, found: object) -> Steps[None]:
+    """Give back what a database has granted too late."""
+    if isinstance(found, Grant):
+        yield from give_back(lock, found.tenure.owner)
+
+
+def hold(lock: BaseLock, flow: Flow, grant: Grant, kind: str) -> Steps[Part]:
+    """Hold what has been confirmed, for the flow; no I/O."""
+    found = yield from entering.acquire(lock, None, kind, flow, granted=Granted(grant, Bundle()))
+    return Part(lock, cast("Hold", found))
+
+
+def leave(part: Part) -> Steps[bool]:
+    """Leave what is held of one database; False if it was lost."""
+    try:
+        for entry in part.hold.entries:
+            yield from leaving.leave_entry(part.lock, Block(entry, part.hold))
+    except LockLost:
+        return False
+    return True
+
+
+def leave_in_background(asks: Asks, part: Part) -> None:
+    """Leave it without waiting for the answer."""
+    part.hold.lease.renewing = False
+    asks.begin(part.hold.store, _leave_quietly(part))
+
+
+def _leave_quietly(part: Part) -> Steps[None]:
+    _ = yield from leave(part)
+
+
+def extend(part: Part, ttl: float) -> Steps[bool]:
+    """Let the lease in one database end `ttl` seconds from now; False if it was lost."""
+    database = part.hold.store.database
+    _ = yield from quorum.standing(database, ttl, _soon(database))  # the longest in use
+    try:
+        yield from operations.extend(part.lock, ttl)
+    except (LockLost, LockNotHeld):
+        return False
+    return True
+
+
+def verify(part: Part) -> Steps[bool]:
+    """Whether the row of one database still shows the tenure."""
+    try:
+        return (yield from operations.verify(part.lock))
+    except LockLost:
+        return False
+
+
+def look(lock: BaseLock, limit: float) -> Steps[LockInfo | None]:
+    """The row of one database."""
+    database = lock._store().database
+    return tenures.look(database, lock.key, database.now() + limit)
+
+
+def nothing(_: object) -> Steps[None]:
+    """For an ask whose result need not be undone."""
+    yield from ()
+
+
+def short(error: LockError) -> str:
+    """An error without its advice."""
+    return str(error).partition(";")[0]
+
+
+def listed(answers: Mapping[str, str]) -> str:
+    """What each database has said, in one line."""
+    return "; ".join(f"{name}: {answer}" for name, answer in answers.items())
+
+
+def _soon(database: Database) -> float:
+    """The local time until which a statement without waiting is tried."""
+    return database.now() + database.timing.single_try
