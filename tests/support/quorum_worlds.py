@@ -278,14 +278,15 @@ def _execute(now: World, message: Message, rules: Rules, fault: str = "") -> Wor
     if row != database.row:
         changed = database._replace(row=row, before=database.row)
         now = now._replace(databases=_put(now.databases, message.database, changed))
-    if fault == "lost" or message.what == "RELEASE":
-        return now if message.what == "RELEASE" else _close_if_over(now, message, rules)
+    if message.what == "RELEASE":
+        return now
     if message.round != len(client.replies) or client.stage == "leaving":  # its client has gone
-        if answer is not None and rules.undoes and message.what != "RENEW":
+        # Whatever has sent it undoes what it got, or may have got.
+        if (answer is not None or fault == "lost") and rules.undoes and message.what != "RENEW":
             undoing = Message(message.client, -1, message.database, "RELEASE", 0, now.time)
             return now._replace(messages=now.messages | {undoing})
         return now
-    if answer is not None:
+    if answer is not None and fault != "lost":
         granted = client.granted | {message.database}
         client = client._replace(got=tuple(sorted((*client.got, (message.database, answer)))), granted=granted)
         now = now._replace(clients=_put(now.clients, message.client, client))
