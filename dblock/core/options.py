@@ -28,9 +28,9 @@ class Given(TypedDict, total=False):
     renew: renew the lease from a third of the ttl on, until release (the default); False: the lease simply ends.
     label: free text of up to 255 characters for people who inspect the lock.
     on_lost: called once, in another thread, with the lock and a `Reason` when the lock is lost.
-    on_at_risk: called likewise, with the lock, when a renewal is late.
-    on_revoke: called likewise, with the lock and a text (by whom and why), when somebody asks for it back. With it the
-        lease is renewed once a second, as renewals bring that news.
+    on_at_risk: called in another thread, with the lock, when a renewal is late.
+    on_revoke: called once, in another thread, with the lock and a text (by whom and why) when somebody asks for the
+        lock back. With it the lease is renewed once a second, as renewals bring that news.
     grace: seconds for which the key stays closed after a lease that expired (not after a release), for work that talks
         to systems without fences (the lock-delay of Chubby and Consul). The row's `expires_at` is that much later than
         the lease.

@@ -6,24 +6,20 @@ Rule: the error for a mistyped option, or for another library's name of it, name
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Final
 
+from dblock.core.options import Given
+
 _MEANINGS: Final = {
     "key": "the name of the lock, which comes first",
-    "ttl": "the life of the lease in seconds",
-    "timeout": "the longest wait in seconds, 0 to try once",
-    "renew": "False for a lease that simply ends",
-    "label": "free text shown by the lock inspector",
-    "on_lost": "called when the lock is lost",
-    "on_revoke": "called when somebody asks for the lock back",
-    "min_hold": "seconds for which the key stays taken at least",
-    "max_hold": "seconds after which renewal ends",
     "engine": "which comes first, before the key",
     "using": "the database alias",
     "session": "the Session whose transaction the lock is kept for",
     "release": "whether an open transaction keeps the lock",
 }
+"""Of what only one face has, or tells in its own words; `Given` tells the others."""
 _WAIT = ("timeout",)
 _LIFE = ("ttl",)
 _WHERE = ("using", "engine")
@@ -69,5 +65,10 @@ def _nearest(name: str, known: set[str]) -> str:
         known = {*known, "engine"}
     near = [each for each in _ELSEWHERE.get(name.lower(), ()) if each in known]
     near = near or difflib.get_close_matches(name.lower(), known, 1)
-    said = [f"{each} ({_MEANINGS[each]})" if each in _MEANINGS else each for each in near]
+    said = [f"{each} ({means})" if (means := _meaning(each)) else each for each in near]
     return f" (did you mean {' or '.join(said)}?)" if said else ""
+
+
+def _meaning(option: str) -> str:
+    told = re.search(rf"^    {option}: (.+?)[;.]", Given.__doc__ or "", re.MULTILINE | re.DOTALL)
+    return _MEANINGS.get(option, "") if told is None else " ".join(told[1].split())
