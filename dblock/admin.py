@@ -8,6 +8,7 @@ owner token is never shown and cannot be filtered by, since the answer to a look
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from datetime import datetime
 from typing import Any
@@ -39,8 +40,11 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext, pgettext_lazy
 from django.utils.translation import gettext_lazy as _
 
+from dblock.core.errors import LockError
 from dblock.core.lock import administration
+from dblock.core.protocol import epoch
 from dblock.core.protocol.drive import drive
+from dblock.core.protocol.epoch import Quarantine
 from dblock.core.statements.administration import WORDS
 from dblock.core.text import printable
 from dblock.core.values import SHARE, Identity, KeyKind
@@ -277,7 +281,8 @@ class LockAdmin(Inspector):
         return False
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        return super().changelist_view(request, {**(extra_context or {}), "may_reap": self.may(request, "reap")})
+        context = {"may_reap": self.may(request, "reap"), "quarantine": _quarantine()}
+        return super().changelist_view(request, {**(extra_context or {}), **context})
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
@@ -381,6 +386,16 @@ _COLUMNS = {
     *("acquired_at", "expires_at", "state", "waiters"),
 }
 _WAYS = {"", "exact", "contains", "icontains", "startswith", "istartswith", "gt", "gte", "lt", "lte"}
+
+
+def _quarantine() -> Quarantine | None:
+    """That of the locks' database, while keys are closed."""
+    store = store_for(default_alias())
+    database = store.database
+    with contextlib.suppress(LockError):
+        found = drive(epoch.read(database, database.now() + database.timing.single_try, begins=False), store)
+        return found if found is not None and found.opens_in > 0 else None
+    return None
 
 
 def _holding(row: Lock) -> tuple[Identity, int, float, float] | None:

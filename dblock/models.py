@@ -220,16 +220,16 @@ class LockEpoch(_Row):
     """The one row that says which server answers for the locks; see `dblock.core.statements.epoch`."""
 
     id = models.IntegerField(primary_key=True)
-    server = ExactCharField(_("server"), max_length=255)
-    history = ExactCharField(_("history of that server"), max_length=255)
-    since = MomentField(_("first found at"))
-    opens_at = MomentField(_("keys open at"))
-    floor = models.BigIntegerField(_("fence above all of earlier servers"))
+    server = ExactCharField("server", max_length=255)
+    history = ExactCharField("history of that server", max_length=255)
+    since = MomentField("first found at")
+    opens_at = MomentField("keys open at")
+    floor = models.BigIntegerField("fence above all of earlier servers")
 
     class Meta:
         db_table = table("lock_epoch")
-        verbose_name = _("lock epoch")
-        verbose_name_plural = _("lock epochs")
+        verbose_name = "lock epoch"
+        verbose_name_plural = "lock epochs"
 
     def __str__(self) -> str:
         return printable(self.server)

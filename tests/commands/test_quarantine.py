@@ -18,12 +18,7 @@ from sqlalchemy_dblock import LockTimeout, db_lock
 from tests.commands.conftest import Shell
 from tests.commands.test_doctor import findings
 from tests.conftest import SERVERS, ready, run, url
-
-SOON = {
-    "postgresql": "clock_timestamp() + make_interval(secs => {})",
-    "mysql": "UTC_TIMESTAMP(6) + INTERVAL {} SECOND",
-    "mariadb": "UTC_TIMESTAMP(6) + INTERVAL {} SECOND",
-}
+from tests.support.failover import SOON
 
 
 @pytest.fixture(params=SERVERS)

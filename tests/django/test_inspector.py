@@ -29,6 +29,7 @@ from dblock.operating.inspector import QUEUED
 from dblock.operating.timeline import timeline, told
 from tests.conftest import ALIASES, INNODB, SERVERS, run
 from tests.django.test_app import Everything
+from tests.support.failover import SOON
 from tests.support.hung import hung
 from tests.support.lab import LONG, until
 from tests.support.texts import FRIENDLY, HOSTILE, STEERING, TEXT
@@ -123,6 +124,20 @@ def test_the_list_and_the_details_of_any_key(site: Site) -> None:
     for absent in ("Force release", "Ask for it back", "Tidy up", 'name="action"', "deletelink"):
         assert absent not in free
         assert absent not in page(client, change("stock:42"))
+
+
+def test_keys_that_are_closed_after_a_failover(site: Site) -> None:
+    """It is said above the list, for how long they are."""
+    database = next(name for name, alias in ALIASES.items() if alias == site.alias)
+    if database == "sqlite":
+        pytest.skip("has no replicas")
+    client = site.user("view_lock")
+    assert "promoted" not in page(client, LIST)
+    run(database, f"UPDATE lock_epoch SET since = {SOON[database].format(-4)}, opens_at = {SOON[database].format(26)}")
+    try:
+        assert re.search(r"was promoted \d+ s ago, .* keys open in 2\d s", page(client, LIST))
+    finally:
+        run(database, "UPDATE lock_epoch SET opens_at = since")
 
 
 def test_what_others_wrote_is_escaped(site: Site) -> None:

@@ -22,6 +22,13 @@ URLS = {
     "mysql": "mysql+pymysql://root@127.0.0.1:{}/mysql?ssl_disabled=true",
 }
 
+SOON = {
+    "postgresql": "clock_timestamp() + make_interval(secs => {})",
+    "mysql": "UTC_TIMESTAMP(6) + INTERVAL {} SECOND",
+    "mariadb": "UTC_TIMESTAMP(6) + INTERVAL {} SECOND",
+}
+"""So many seconds from now, in SQL."""
+
 
 def logged(kind: type[MariaDB], number: int) -> type[MariaDB]:
     """A server that writes a binary log, as a replication needs it."""
