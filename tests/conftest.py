@@ -24,7 +24,16 @@ from dblock.core import runtime, timing
 from dblock.core.deliveries import deliveries
 from dblock.core.runtime import current_flow
 from tests.support.proxy import Proxy
-from tests.support.servers import MariaDB, MissingServer, MySQL, PgBouncer, PostgreSQL, Server, free_port, remove_leftovers
+from tests.support.servers import (
+    MariaDB,
+    MissingServer,
+    MySQL,
+    PgBouncer,
+    PostgreSQL,
+    Server,
+    free_port,
+    remove_leftovers,
+)
 
 MYSQL_URL = os.environ.get("MYSQL_URL", "")
 """A throw-away server of MySQL itself, `mysql://user:password@host:port`, where there is no tree to start one from."""
