@@ -2,7 +2,7 @@
 
 PYTHON := .venv/bin/python
 
-.PHONY: demo test mysql mysqlclient celery lint mypy pyright imports mutants bench faults pooler matrix messages screenshots clean
+.PHONY: demo test mysql mysqlclient celery lint mypy pyright imports mutants bench faults pooler matrix versions messages screenshots clean
 
 demo: ## Sell the last items without and with the lock: make demo [DB=sqlite|postgresql|mysql] [PROCS=8] [STOCK=200] [APP=celery]
 	@sh scripts/setup demo $(DB)
@@ -62,6 +62,11 @@ pooler: ## The suite through PgBouncer in transaction mode, as far as it is abou
 matrix: ## The suite over Python 3.11 to 3.13, oldest and newest Django and SQLAlchemy (interpreters from PATH or pyenv)
 	@sh scripts/setup test
 	@PATH="$$PATH$$(printf ':%s' $(HOME)/.pyenv/versions/3.1[123].*/bin)" .venv/bin/tox $(ARGS)
+
+versions: ## Statements, contract and short faults on each version of a server that can be had: make versions [NAME=postgresql-14]
+	@sh scripts/setup test
+	@sh scripts/setup versions
+	@$(PYTHON) -m tests.versions $(NAME) $(if $(ARGS),-- $(ARGS))
 
 messages: ## The catalogues of translations, made from the sources again, and compiled (Debian: apt-get install gettext)
 	@sh scripts/setup test

@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Generator, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup() -> Iterator[None]:
+def pytest_runtest_setup() -> Generator[None, None, None]:
     """Leave out what needs a server that is not installed, where nobody could install it."""
     try:
         return (yield)
