@@ -1,0 +1,237 @@
+"""The whole shop on this machine: `make serve [DB=sqlite|postgresql|mysql] [BROKER=files|redis] [PORT=8000]`.
+
+One process each for the shop, the market stall (at the next port), the worker of tasks and every clerk of the back room. All that they write lies in
+a directory of their own, which is deleted at the end; servers are private ones, started from the installed programs.
+Without a broker messages are files. Nothing listens to other machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.support.servers import MissingServer, Redis, _end_with_parent, free_port
+
+USAGE = "usage: make serve [DB=sqlite|postgresql|mysql] [BROKER=files|redis] [PORT=8000]"
+PRODUCTS = [
+    ("mug", "Hand-thrown mug", 2400, 12, "Speckled stoneware, thrown in Leipzig. Holds a long morning."),
+    ("lamp", "Paper lamp", 5900, 4, "Folded washi over a bamboo frame. Light like late afternoon."),
+    ("plant", "Rubber plant", 3200, 7, "Ficus elastica in a clay pot. Forgives a holiday."),
+    ("print", "Riso print", 1800, 9, "Two colours, 80 numbered copies. These are the ones left."),
+    ("stool", "Oak stool", 11900, 2, "Three legs, one plank, no screws. Never wobbles."),
+    ("clock", "Desk clock", 7400, 1, "The very last one. Open this page in two windows and buy it twice."),
+]
+
+
+def main() -> int:
+    kind, broker = os.environ.get("DB") or "sqlite", os.environ.get("BROKER") or "files"
+    try:
+        port = int(os.environ.get("PORT") or 8000)
+    except ValueError:
+        port = -1
+    if kind not in {"sqlite", "postgresql", "mysql"} or broker not in {"files", "redis"} or port < 0:
+        print(USAGE, file=sys.stderr)
+        return 2
+    port, market = (port, port + 1) if port else (free_port(), free_port())
+    try:
+        with _directory() as directory, _database(kind), _broker(broker, directory):
+            os.environ |= {
+                "DJANGO_SETTINGS_MODULE": "example_project.settings",
+                "SHOP_URL": f"http://127.0.0.1:{port}",
+                "MARKET_URL": f"http://127.0.0.1:{market}",
+                "SUPERVISED": str(directory),
+            }
+            _set_up()
+            Crew(directory, port, market).work()
+    except MissingServer as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+@contextlib.contextmanager
+def _directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="dblock-shop-", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
+
+
+@contextlib.contextmanager
+def _database(kind: str) -> Iterator[None]:
+    from example_project.demo import _database as database
+
+    with database(kind):
+        yield
+
+
+@contextlib.contextmanager
+def _broker(kind: str, directory: Path) -> Iterator[None]:
+    """A private Redis; or folders, in which messages and results are files."""
+    if kind == "files":
+        for name in ("messages", "control", "results"):
+            (directory / name).mkdir()
+        os.environ |= {"CELERY_BROKER_URL": "filesystem://", "CELERY_DIRECTORY": str(directory)}
+        yield
+        return
+    server = Redis()
+    try:
+        server.prepare()
+        server.start()
+        os.environ |= {"CELERY_BROKER_URL": server.url, "CELERY_RESULT_BACKEND": server.url}
+        yield
+    finally:
+        server.close()
+
+
+def _set_up() -> None:
+    """The tables, the goods, and a login for the admin."""
+    import django
+
+    django.setup()
+    from django.contrib.auth.models import User
+    from django.core.management import call_command
+    from django.db import connections
+
+    call_command("migrate", verbosity=0)
+    stock_up()
+    User.objects.create_superuser("admin", password="admin")
+    connections.close_all()  # processes are forked from here
+
+
+def stock_up() -> None:
+    """Put the goods on the shelves, as many as at the beginning."""
+    from example_project.shop.models import Item
+
+    for sku, name, price, stock, blurb in PRODUCTS:
+        Item.objects.update_or_create(
+            sku=sku, defaults={"name": name, "price": price, "stock": stock, "blurb": blurb, "shown": True}
+        )
+
+
+class Crew:
+    """The processes; those of the back room are started again when they die."""
+
+    def __init__(self, directory: Path, port: int, market: int) -> None:
+        self.directory = directory
+        self.port, self.market = port, market
+        self.running: dict[int, tuple[Callable[..., None], tuple[object, ...]]] = {}
+        self.again: list[tuple[float, Callable[..., None], tuple[object, ...]]] = []
+        self.stopping = False
+
+    def work(self) -> None:
+        """Run them all until SIGINT or SIGTERM, or until one has ended that must not."""
+        from example_project import backroom
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        try:
+            self._start(_web, "example_project.asgi:application", self.port)
+            self._start(_web, "example_project.market:app", self.market)
+            for role, name in backroom.CLERKS:
+                self._start(_clerk, role, name)
+            self._wait_for_ports()
+            self._start(_worker)
+            print(
+                f"The shop is open: http://127.0.0.1:{self.port}/ (back office: /admin/, login admin, password admin; "
+                f"market stall: port {self.market}). Ctrl-C closes it.",
+                flush=True,
+            )
+            while not self.stopping:
+                self._look_after()
+                time.sleep(0.1)
+        finally:
+            self._end()
+
+    def _wait_for_ports(self) -> None:
+        """Until both sites answer."""
+        for port in (self.port, self.market):
+            while not self.stopping:
+                self._look_after()
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                    break
+                time.sleep(0.05)
+
+    def _stop(self, *_: object) -> None:
+        self.stopping = True
+
+    def _start(self, target: Callable[..., None], *arguments: object) -> None:
+        pid = os.fork()
+        if pid:
+            self.running[pid] = target, arguments
+            return
+        status = 1
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            os.setpgid(0, 0)  # Ctrl-C is for the parent, which ends them in order
+            if sys.platform == "linux":
+                _end_with_parent()
+            target(*arguments)
+            status = 0
+        except SystemExit as left:
+            status = left.code if isinstance(left.code, int) else 1
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+
+    def _look_after(self) -> None:
+        """Kill whom the page asked for; take note of who has died, and start that one again after two seconds."""
+        for order in self.directory.glob("kill-*"):
+            pid = int(order.name.removeprefix("kill-"))
+            order.unlink()
+            if self.running.get(pid, (None,))[0] is _clerk:
+                os.kill(pid, signal.SIGKILL)
+        for pid in [*self.running]:
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                target, arguments = self.running.pop(pid)
+                if target is _web:
+                    raise SystemExit(f"{arguments[0]} has ended; is its port {arguments[1]} in use? {USAGE}")
+                self.again.append((time.monotonic() + 2, target, arguments))
+        for entry in [each for each in self.again if each[0] <= time.monotonic()]:
+            self.again.remove(entry)
+            self._start(entry[1], *entry[2])
+
+    def _end(self) -> None:
+        for pid in self.running:
+            os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 8
+        while self.running:
+            for pid in [*self.running]:
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    del self.running[pid]
+                elif time.monotonic() > deadline:
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+
+def _web(application: str, port: int) -> None:
+    import uvicorn
+
+    uvicorn.run(application, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=1)
+
+
+def _clerk(role: str, name: str) -> None:
+    from example_project import backroom
+
+    backroom.main(role, name)
+
+
+def _worker() -> None:
+    """Threads: as many as there are things to wait for, and no more memory than one process has."""
+    from example_project.celery import app
+
+    app.worker_main(["--quiet", "worker", "--pool=threads", "--concurrency=4", "--loglevel=ERROR", "--without-mingle"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
