@@ -1,12 +1,16 @@
-# Both main commands set up all that they need: `make demo` and `make test`.
+# The main commands set up all that they need: `make demo`, `make serve` and `make test`.
 
 PYTHON := .venv/bin/python
 
-.PHONY: demo test mysql mysqlclient celery lint mypy pyright imports mutants bench faults pooler matrix messages screenshots clean
+.PHONY: demo serve test mysql mysqlclient celery lint mypy pyright imports mutants bench faults pooler matrix messages screenshots clean
 
 demo: ## Sell the last items without and with the lock: make demo [DB=sqlite|postgresql|mysql] [PROCS=8] [STOCK=200] [APP=celery]
 	@sh scripts/setup demo $(DB)
 	@DB=$(DB) PROCS=$(PROCS) STOCK=$(STOCK) $(PYTHON) -m example_project.$(if $(APP),$(APP)_)demo
+
+serve: ## The example shop, with all of its processes: make serve [DB=sqlite|postgresql|mysql] [BROKER=files|redis] [PORT=8000]
+	@sh scripts/setup serve $(or $(DB),sqlite) $(BROKER)
+	@DB=$(DB) BROKER=$(BROKER) PORT=$(PORT) exec $(PYTHON) -m example_project.serve
 
 test: ## The whole suite, on servers that it starts itself; workers and brokers after the rest, which they would slow down
 	@sh scripts/setup test

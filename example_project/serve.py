@@ -1,8 +1,8 @@
 """The whole shop on this machine: `make serve [DB=sqlite|postgresql|mysql] [BROKER=files|redis] [PORT=8000]`.
 
-One process each for the shop, the market stall (at the next port), the worker of tasks and every clerk of the back room. All that they write lies in
-a directory of their own, which is deleted at the end; servers are private ones, started from the installed programs.
-Without a broker messages are files. Nothing listens to other machines.
+One process each for the shop, the market stall (at the next port), the worker of tasks and every clerk of the back
+room. What they write is in a directory of its own, which is deleted at the end. Servers are private ones, started from
+the installed programs. Without a broker messages are files. Nothing listens to other machines.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Crew:
         status = 1
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_DFL)
+                _ = signal.signal(number, signal.SIG_DFL)
             os.setpgid(0, 0)  # Ctrl-C is for the parent, which ends them in order
             if sys.platform == "linux":
                 _end_with_parent()
@@ -202,8 +202,8 @@ class Crew:
             self._start(entry[1], *entry[2])
 
     def _end(self) -> None:
-        for pid in self.running:
-            os.kill(pid, signal.SIGTERM)
+        for pid, (target, _) in self.running.items():
+            os.kill(pid, signal.SIGQUIT if target is _worker else signal.SIGTERM)  # its messages are deleted anyway
         deadline = time.monotonic() + 8
         while self.running:
             for pid in [*self.running]:

@@ -8,7 +8,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sqlalchemy import DateTime, Engine
+from sqlalchemy import BigInteger, DateTime, Engine
 from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
@@ -31,7 +31,7 @@ class Sale(Base):
     item_id: Mapped[str]
     seller: Mapped[str]
     sold_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
-    fence: Mapped[int | None]
+    fence: Mapped[int | None] = mapped_column(BigInteger)
 
 
 class Buyer(Base):
@@ -41,7 +41,7 @@ class Buyer(Base):
     entered: Mapped[float | None]
     left: Mapped[float | None]
     sold: Mapped[bool | None]
-    fence: Mapped[int | None]
+    fence: Mapped[int | None] = mapped_column(BigInteger)
 
 
 def async_url() -> URL:

@@ -146,6 +146,7 @@ class Panel:
     stock: int = STOCK
     at_once: int = 0
     seconds: float = 0.0
+    width: float = ARRIVAL
 
     @property
     def state(self) -> str:
@@ -161,18 +162,24 @@ class Panel:
         return sorted((bar for bar in self.bars if bar.buyer.fence), key=lambda bar: bar.buyer.fence or 0)
 
 
-def panel(half: Half) -> Panel:
-    """What is known of a half at this moment."""
-    buyers = list(half.buyers.order_by("number"))
-    shown = Panel(half)
+def panels(race: Race) -> list[Panel]:
+    """Both halves at this moment, on one scale of time."""
+    found = [(half, list(half.buyers.order_by("number"))) for half in race.halves.order_by("locked")]
+    width = max([ARRIVAL, *(_now(half, buyers) for half, buyers in found)])
+    return [_panel(half, buyers, width) for half, buyers in found]
+
+
+def _now(half: Half, buyers: list[Buyer]) -> float:
+    """Seconds since it has begun, or for which it lasted."""
     if half.begun is None:
-        now = 0.0
-    elif half.left is not None:
-        now = max((buyer.left or 0.0) for buyer in buyers)
-    else:
-        now = time.time() - half.begun
-    shown.seconds = now
-    scale = 100 / max(now, ARRIVAL)
+        return 0.0
+    return max(each.left or 0.0 for each in buyers) if half.left is not None else time.time() - half.begun
+
+
+def _panel(half: Half, buyers: list[Buyer], width: float) -> Panel:
+    now = _now(half, buyers)
+    shown = Panel(half, seconds=now, width=width)
+    scale = 100 / width
     sales = sorted((buyer for buyer in buyers if buyer.sold), key=lambda buyer: buyer.left or 0.0)
     too_many = {buyer.pk for buyer in sales[STOCK:]}
     shown.sold = len(sales)

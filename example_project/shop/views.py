@@ -16,6 +16,7 @@ from celery.result import AsyncResult
 from django.conf import settings
 from django.contrib import messages
 from django.db import transaction
+from django.db.models import OuterRef, Subquery
 from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
 from django.shortcuts import get_object_or_404, redirect, render
@@ -23,18 +24,18 @@ from django.template.loader import render_to_string
 from django.utils import timezone
 from django.views.decorators.http import require_POST
 
-from dblock import LockTimeout, db_leader, db_lock, db_semaphore
+from dblock import LockLost, LockTimeout, db_leader, db_lock, db_semaphore
 from dblock.celery import skipped
 from dblock.models import Lock, LockEvent, Waiter
 from example_project import backroom
 from example_project.shop import rivals, tasks
 from example_project.shop.live import stream
-from example_project.shop.models import Deal, Errand, Item, Race, Sale, sell
+from example_project.shop.models import Deal, Errand, Item, Race, Sale
 
 MARKET = {
     "sold": (messages.SUCCESS, "You bought one {} at the market stall."),
     "out": (messages.ERROR, "{} is sold out, says the market stall."),
-    "busy": (messages.ERROR, "Too many customers want the {} at the moment, please try again."),
+    "busy": (messages.ERROR, "Too many customers want the {}, please try again."),
 }
 """What the market stall has sent a customer back with."""
 
@@ -54,6 +55,7 @@ def item(request: HttpRequest, sku: str) -> HttpResponse:
     if (level_and_words := MARKET.get(request.GET.get("market", ""))) is not None:
         level, words = level_and_words
         messages.add_message(request, level, words.format(found.name))
+        return redirect("item", sku)
     context = {"item": found, "market": settings.MARKET_URL, "source": inspect.getsource(checkout)}
     context["sales"] = Sale.objects.filter(item=found).order_by("-pk")[:5]
     return render(request, "shop/item.html", context)
@@ -66,12 +68,16 @@ def checkout(request: HttpRequest, sku: str) -> HttpResponse:
     item = get_object_or_404(Item, sku=sku)
     try:
         with db_lock(f"stock:{sku}", timeout=5, label="checkout") as lock:
-            with transaction.atomic():
-                lock.guard()
-                sold = sell(sku, "web", settings.PAYMENT, lock.fence)
-    except LockTimeout:
-        text = f"Too many customers want the {item.name} at the moment, please try again."
-        messages.error(request, text)
+            item.refresh_from_db()
+            if sold := item.stock > 0:
+                time.sleep(settings.PAYMENT)  # no transaction is open meanwhile
+                with transaction.atomic():
+                    lock.guard()  # LockLost if somebody else may have sold it
+                    item.stock -= 1
+                    item.save()
+                    Sale.objects.create(item=item, seller="web", fence=lock.fence)
+    except (LockTimeout, LockLost):
+        messages.error(request, f"Too many customers want the {item.name}, please try again.")
         return shelf(request, status=503)
     if sold:
         messages.success(request, f"You bought one {item.name}.")
@@ -107,7 +113,7 @@ def race(request: HttpRequest, number: int | None = None) -> HttpResponse:
 
 def race_now(race: Race) -> dict[str, Any]:
     """Both halves at this moment, and whether that is the end."""
-    panels = [rivals.panel(half) for half in race.halves.order_by("locked")]
+    panels = rivals.panels(race)
     return {"panels": panels, "over": all(panel.half.left is not None for panel in panels)}
 
 
@@ -129,21 +135,24 @@ def back_room(request: HttpRequest) -> HttpResponse:
 def back_room_now() -> dict[str, Any]:
     """As the rows say; the clock is this process's, which only the page depends on."""
     now = timezone.now()
-    waiting = Waiter.objects.filter(expires_at__gt=now).order_by("ticket")
+    served = Lock.objects.filter(lock_key=OuterRef("lock_key")).values("served_ticket")
+    waiting = Waiter.objects.filter(expires_at__gt=now, ticket__gt=Subquery(served)).order_by("ticket")
     slots: list[Any] = [None] * backroom.PERMITS
     for info in db_semaphore(backroom.IMPORTS, backroom.PERMITS).holders():
         if info.slot is not None and not info.waits:
             slots[info.slot] = info
     held = Lock.objects.filter(owner__isnull=False, expires_at__gt=now).exclude(owner="")
-    door = held.filter(lock_key=backroom.CATALOGUE).first()
+    doors = {row.lock_key: row for row in held.filter(lock_key__in=[backroom.IMPORTS, backroom.CATALOGUE])}
+    door = doors.get(backroom.CATALOGUE)
     return {
         "leader": db_leader(backroom.LEADER).leader(),
         "terms": LockEvent.objects.filter(lock_key=backroom.LEADER, kind="acquired").order_by("-fence")[:5],
         "slots": slots,
-        "readers": held.filter(lock_key__startswith=f"{backroom.CATALOGUE}\x1f").order_by("acquired_at"),
+        "readers": held.filter(lock_key__startswith=f"{backroom.CATALOGUE}\x1fr").order_by("acquired_at"),
         "writer": door,
         "writer_waits": door is not None and door.awaiting_fence == door.fence,
         "candidates": waiting.filter(lock_key=backroom.LEADER),
+        "next_importer": doors.get(backroom.IMPORTS),
         "importers": waiting.filter(lock_key=backroom.IMPORTS),
         "callers": waiting.filter(lock_key=backroom.CATALOGUE),
         "deal": Deal.objects.select_related("item").first(),
@@ -166,16 +175,16 @@ def kill_leader(request: HttpRequest) -> HttpResponse:
         messages.error(request, "Nobody leads at the moment.")
     else:
         (Path(settings.SUPERVISED) / f"kill-{leader.identity.pid}").touch()
-        messages.success(request, f"{leader.label} (process {leader.identity.pid}) was killed in the middle of its work.")
+        messages.success(request, f"{leader.label} (process {leader.identity.pid}) was killed. Its lease has to end; then the next one leads.")
     return redirect("backroom")
 
 
 POLICIES: dict[str, tuple[str, str, Callable[[], Any]]] = {
-    "retry": ("restock", "later: the message goes back to the broker", lambda: tasks.restock.delay("mug", 1, 0.8)),
+    "retry": ("restock", "goes back to the broker and comes again later", lambda: tasks.restock.delay("mug", 1, 0.8)),
     "wait": ("return_item", "waits in the worker, in the key's queue", lambda: tasks.return_item.delay("mug", 0.8)),
     "skip": ("audit", "is left out, and says who holds the key", lambda: tasks.audit.delay("mug", 0.8)),
     "raise": ("reprice", "fails with LockTimeout", lambda: tasks.reprice.delay("mug", 5, 0.8)),
-    "join": ("count_all", "is not sent: gets the result of the first", lambda: tasks.count_all.delay(0.8)),
+    "join": ("count_all", "is not sent again: you get the result of the first", lambda: tasks.count_all.delay(0.8)),
 }
 """By what a task does when its key is busy: the task, that in words, and how it is sent."""
 
@@ -207,7 +216,7 @@ def errands_now() -> dict[str, Any]:
         result = AsyncResult(errand.task_id)
         state, value = result.status, result.result
         if skipped(value):
-            state, value = "SKIPPED", f"{value['holder']['label']} had the key"
+            state, value = "SKIPPED", "left out, as another one was at work"
         elif state in {"PENDING", "STARTED", "RETRY"}:
             value = {"PENDING": "", "STARTED": "at work", "RETRY": "the key was busy"}[state]
         shown.append((errand, POLICIES[errand.policy][0], state.lower(), value))

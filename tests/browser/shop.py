@@ -44,4 +44,4 @@ def opened(**environment: str) -> Iterator[Shop]:
         assert process.wait(20) == 0
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
