@@ -1,7 +1,8 @@
-"""The clerks of the back room, each a process: `python -m example_project.backroom leader|importer|reader|writer [NAME]`.
+"""The clerks of the back room, each a process: `python -m example_project.backroom leader [NAME]`.
 
-Three candidates, of which one leads and chooses the deal on the front page; five importers for three permits; three
-readers of the catalogue and one writer. They do this until they are stopped or killed.
+Other roles are `importer`, `reader` and `writer`. In `make serve` three candidates campaign, and the leader chooses the
+deal on the front page; five importers share three permits; three readers and one writer share the catalogue. A clerk
+works until it is stopped or killed.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ def lead(name: str) -> None:
                 if items:
                     Deal.objects.update_or_create(pk=1, defaults={"item": random.choice(items), "term": term})
             stopped.wait(2)
-        if stopped.is_set():
-            leader.stop()
 
-    threading.Thread(target=lambda: (stopped.wait(), leader.stop()), daemon=True).start()
+    def stop() -> None:
+        stopped.wait()
+        leader.stop()
+
+    threading.Thread(target=stop, daemon=True).start()
     choose()
 
 

@@ -14,20 +14,14 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from example_project import backroom, stocked
 from tests.support.servers import MissingServer, Redis, _end_with_parent, free_port
 
 USAGE = "usage: make serve [DB=sqlite|postgresql|mysql] [BROKER=files|redis] [PORT=8000]"
-PRODUCTS = [
-    ("mug", "Hand-thrown mug", 2400, 12, "Speckled stoneware, thrown in Leipzig. Holds a long morning."),
-    ("lamp", "Paper lamp", 5900, 4, "Folded washi over a bamboo frame. Light like late afternoon."),
-    ("plant", "Rubber plant", 3200, 7, "Ficus elastica in a clay pot. Forgives a holiday."),
-    ("print", "Riso print", 1800, 9, "Two colours, 80 numbered copies. These are the ones left."),
-    ("stool", "Oak stool", 11900, 2, "Three legs, one plank, no screws. Never wobbles."),
-    ("clock", "Desk clock", 7400, 1, "The very last one. Open this page in two windows and buy it twice."),
-]
 
 
 def main() -> int:
@@ -48,7 +42,7 @@ def main() -> int:
                 "MARKET_URL": f"http://127.0.0.1:{market}",
                 "SUPERVISED": str(directory),
             }
-            _set_up()
+            stocked.main()
             Crew(directory, port, market).work()
     except MissingServer as error:
         print(error, file=sys.stderr)
@@ -89,31 +83,6 @@ def _broker(kind: str, directory: Path) -> Iterator[None]:
         server.close()
 
 
-def _set_up() -> None:
-    """The tables, the goods, and a login for the admin."""
-    import django
-
-    django.setup()
-    from django.contrib.auth.models import User
-    from django.core.management import call_command
-    from django.db import connections
-
-    call_command("migrate", verbosity=0)
-    stock_up()
-    User.objects.create_superuser("admin", password="admin")
-    connections.close_all()  # processes are forked from here
-
-
-def stock_up() -> None:
-    """Put the goods on the shelves, as many as at the beginning."""
-    from example_project.shop.models import Item
-
-    for sku, name, price, stock, blurb in PRODUCTS:
-        Item.objects.update_or_create(
-            sku=sku, defaults={"name": name, "price": price, "stock": stock, "blurb": blurb, "shown": True}
-        )
-
-
 class Crew:
     """The processes; those of the back room are started again when they die."""
 
@@ -126,8 +95,6 @@ class Crew:
 
     def work(self) -> None:
         """Run them all until SIGINT or SIGTERM, or until one has ended that must not."""
-        from example_project import backroom
-
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         try:
@@ -176,11 +143,9 @@ class Crew:
             status = 0
         except SystemExit as left:
             status = left.code if isinstance(left.code, int) else 1
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
         finally:
+            if (error := sys.exception()) is not None:
+                traceback.print_exception(error)
             sys.stdout.flush()
             os._exit(status)
 
@@ -221,8 +186,6 @@ def _web(application: str, port: int) -> None:
 
 
 def _clerk(role: str, name: str) -> None:
-    from example_project import backroom
-
     backroom.main(role, name)
 
 

@@ -1,7 +1,7 @@
 """An ordinary shop of limited stock; nothing here knows of locks.
 
-`Race`, `Half` and `Buyer` are the record of a race for the last ten items, `Errand` that of a task that was sent, so that
-pages can show what several processes do.
+`Race`, `Half` and `Buyer` are the record of a race for the last ten items, `Errand` that of a task that was sent. Pages
+show from them what several processes do.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Half(models.Model):
     left = models.IntegerField(null=True)
 
     class Meta:
-        constraints = [models.UniqueConstraint(fields=["race", "locked"], name="two_halves")]
+        constraints = (models.UniqueConstraint(fields=["race", "locked"], name="two_halves"),)
 
     def __str__(self) -> str:
         return f"{self.race_id} {'with' if self.locked else 'without'} the lock"

@@ -175,7 +175,8 @@ def kill_leader(request: HttpRequest) -> HttpResponse:
         messages.error(request, "Nobody leads at the moment.")
     else:
         (Path(settings.SUPERVISED) / f"kill-{leader.identity.pid}").touch()
-        messages.success(request, f"{leader.label} (process {leader.identity.pid}) was killed. Its lease has to end; then the next one leads.")
+        who = f"{leader.label} (process {leader.identity.pid})"
+        messages.success(request, f"{who} was killed. Its lease has to end; then the next one leads.")
     return redirect("backroom")
 
 
