@@ -74,9 +74,9 @@ messages: ## The catalogues of translations, made from the sources again, and co
 	@sed -i '/^"\(POT-Creation-Date\|Report-Msgid-Bugs-To\)/d' dblock/locale/*/LC_MESSAGES/django.po
 	@cd dblock && $(abspath $(PYTHON)) -P -m django compilemessages
 
-screenshots: ## The pictures of the docs, of the admin and of a terminal, as they look now
+screenshots: ## The pictures of the docs, of the admin, a terminal and the shop, as they look now: make screenshots [ARGS=admin|shop]
 	@sh scripts/setup test
-	@$(PYTHON) -m tests.browser.screenshots
+	@$(PYTHON) -m tests.browser.screenshots $(ARGS)
 
 clean:
 	rm -rf .venv .tox .build dist

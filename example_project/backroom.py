@@ -14,6 +14,8 @@ import sys
 import threading
 from collections.abc import Callable
 
+from dblock import LockError
+
 LEADER, IMPORTS, PERMITS, CATALOGUE = "leader:deals", "imports", 3, "catalogue"
 LEADER_TTL = 3.0
 """A dead leader is replaced after so many seconds."""
@@ -87,7 +89,12 @@ def main(role: str, name: str) -> None:
     """Work as a clerk until SIGTERM."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    ROLES[role](name)
+    while not stopped.is_set():
+        try:
+            ROLES[role](name)
+        except LockError as error:  # an outage of the database, a lease that has ended: begin anew
+            print(f"{role} {name}: {error}", file=sys.stderr)
+            stopped.wait(1)
 
 
 if __name__ == "__main__":

@@ -70,9 +70,9 @@ def checkout(request: HttpRequest, sku: str) -> HttpResponse:
         with db_lock(f"stock:{sku}", timeout=5, label="checkout") as lock:
             item.refresh_from_db()
             if sold := item.stock > 0:
-                time.sleep(settings.PAYMENT)  # no transaction is open meanwhile
+                time.sleep(settings.PAYMENT)  # in no transaction
                 with transaction.atomic():
-                    lock.guard()  # LockLost if somebody else may have sold it
+                    lock.guard()  # else LockLost
                     item.stock -= 1
                     item.save()
                     Sale.objects.create(item=item, seller="web", fence=lock.fence)
