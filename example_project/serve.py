@@ -160,7 +160,9 @@ class Crew:
             if os.waitpid(pid, os.WNOHANG)[0]:
                 target, arguments = self.running.pop(pid)
                 if target is _web:
-                    raise SystemExit(f"{arguments[0]} has ended; is its port {arguments[1]} in use? {USAGE}")
+                    raise SystemExit(
+                        f"{arguments[0]} has ended. Where port {arguments[1]} is in use: make serve PORT=..."
+                    )
                 self.again.append((time.monotonic() + 2, target, arguments))
         for entry in [each for each in self.again if each[0] <= time.monotonic()]:
             self.again.remove(entry)

@@ -40,8 +40,10 @@ def opened(**environment: str) -> Iterator[Shop]:
         assert found, "it did not open; its error output says why"
         shop, market = (f"http://127.0.0.1:{port}" for port in found.groups())
         yield Shop(shop, market, process)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
     finally:
-        process.kill()
-        process.communicate()
+        process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 0
