@@ -1,12 +1,16 @@
-# Both main commands set up all that they need: `make demo` and `make test`.
+# The main commands set up all that they need: `make demo`, `make serve` and `make test`.
 
 PYTHON := .venv/bin/python
 
-.PHONY: demo test mysql mysqlclient celery lint mypy pyright imports mutants bench faults pooler matrix versions messages screenshots clean
+.PHONY: demo serve test mysql mysqlclient celery lint mypy pyright imports mutants bench faults pooler matrix versions messages screenshots clean
 
 demo: ## Sell the last items without and with the lock: make demo [DB=sqlite|postgresql|mysql] [PROCS=8] [STOCK=200] [APP=celery]
 	@sh scripts/setup demo $(DB)
 	@DB=$(DB) PROCS=$(PROCS) STOCK=$(STOCK) $(PYTHON) -m example_project.$(if $(APP),$(APP)_)demo
+
+serve: ## The example shop, with all of its processes: make serve [DB=sqlite|postgresql|mysql] [BROKER=files|redis] [PORT=8000]
+	@sh scripts/setup serve $(or $(DB),sqlite) $(BROKER)
+	@DB=$(DB) BROKER=$(BROKER) PORT=$(PORT) exec $(PYTHON) -m example_project.serve
 
 test: ## The whole suite, on servers that it starts itself; workers and brokers after the rest, which they would slow down
 	@sh scripts/setup test
@@ -75,9 +79,9 @@ messages: ## The catalogues of translations, made from the sources again, and co
 	@sed -i '/^"\(POT-Creation-Date\|Report-Msgid-Bugs-To\)/d' dblock/locale/*/LC_MESSAGES/django.po
 	@cd dblock && $(abspath $(PYTHON)) -P -m django compilemessages
 
-screenshots: ## The pictures of the docs, of the admin and of a terminal, as they look now
+screenshots: ## The pictures of the docs, of the admin, a terminal and the shop, as they look now: make screenshots [ARGS=admin|shop]
 	@sh scripts/setup test
-	@$(PYTHON) -m tests.browser.screenshots
+	@$(PYTHON) -m tests.browser.screenshots $(ARGS)
 
 clean:
 	rm -rf .venv .tox .build dist

@@ -13,8 +13,10 @@ DEBUG = True
 ALLOWED_HOSTS = ["localhost", "127.0.0.1", "testserver"]
 ROOT_URLCONF = "example_project.urls"
 WSGI_APPLICATION = "example_project.wsgi.application"
+ASGI_APPLICATION = "example_project.asgi.application"
 STATIC_URL = "static/"
 USE_TZ = True
+TIME_ZONE = "UTC"
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 INSTALLED_APPS = [
@@ -58,12 +60,13 @@ SERVER: dict[str, Any] = {
 }
 ENGINES: dict[str, dict[str, Any]] = {
     "sqlite": {
+        "ATOMIC_REQUESTS": True,
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": os.environ.get("DATABASE_NAME", str(Path(__file__).parent / "shop.sqlite3")),
         "OPTIONS": {"init_command": "PRAGMA journal_mode=WAL", "transaction_mode": "IMMEDIATE", "timeout": 20},
     },
-    "postgresql": {"ENGINE": "django.db.backends.postgresql", "CONN_MAX_AGE": 60, **SERVER},
-    "mysql": {"ENGINE": "django.db.backends.mysql", "CONN_MAX_AGE": 60, **SERVER},
+    "postgresql": {"ATOMIC_REQUESTS": True, "ENGINE": "django.db.backends.postgresql", **SERVER},
+    "mysql": {"ATOMIC_REQUESTS": True, "ENGINE": "django.db.backends.mysql", **SERVER},
 }
 DATABASES = {"default": ENGINES[DATABASE]}
 if DATABASE == "mysql":
@@ -71,7 +74,16 @@ if DATABASE == "mysql":
 
     pymysql.install_as_MySQLdb()
 
-DBLOCK = {"TTL": 30, "TIMEOUT": 10}
+DBLOCK = {"TTL": 30, "TIMEOUT": 10, "HISTORY": 10_000}
+
+PAYMENT = float(os.environ.get("PAYMENT", "0.3"))
+"""Seconds between reading the stock and writing it at a checkout: a payment takes that long."""
+MARKET_URL = os.environ.get("MARKET_URL", "")
+"""Where browsers find the market stall, which is FastAPI and SQLAlchemy; empty: there is none."""
+MARKET_API = os.environ.get("MARKET_API", MARKET_URL)
+"""Where this process finds it."""
+SUPERVISED = os.environ.get("SUPERVISED", "")
+"""The directory in which `make serve` is told whom to kill; empty: somebody else looks after the processes."""
 
 CELERY_BROKER_URL = os.environ.get("CELERY_BROKER_URL", "redis://127.0.0.1:6379/0")
 CELERY_BEAT_SCHEDULE = BEAT_SCHEDULE
@@ -83,5 +95,6 @@ if CELERY_BROKER_URL == "filesystem://":  # the demo: messages and results are f
         "data_folder_in": f"{_directory}/messages",
         "data_folder_out": f"{_directory}/messages",
         "control_folder": f"{_directory}/control",
+        "polling_interval": 0.2,
     }
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True

@@ -1,3 +1,5 @@
+"""Tasks on the shelves, one for each thing that a task may do when its key is busy."""
+
 from __future__ import annotations
 
 import time
@@ -34,6 +36,23 @@ def audit(sku: str, pause: float = 0.0) -> int:
     """Look at what is on the shelf. Busy: somebody else does."""
     time.sleep(pause)
     return Item.objects.get(sku=sku).stock
+
+
+@locked_task("price:{sku}", on_busy="raise")
+def reprice(sku: str, percent: int, pause: float = 0.0) -> int:
+    """Change a price; what it is then, in cents. Busy: fails."""
+    item = Item.objects.get(sku=sku)
+    time.sleep(pause)
+    item.price = item.price * (100 + percent) // 100
+    item.save()
+    return item.price
+
+
+@locked_task("count", scope="queue")
+def count_all(pause: float = 0.0) -> int:
+    """Count what is on all shelves. Locked from sending on: a second call returns the result of the first."""
+    time.sleep(pause)
+    return sum(Item.objects.filter(shown=True).values_list("stock", flat=True))
 
 
 @shared_task

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
+from unittest import mock
 
 from django.db import connection, transaction
-from django.test import TestCase, TransactionTestCase
+from django.test import TestCase, TransactionTestCase, override_settings
 
 from dblock import db_lock
 from example_project.shop.models import Item, Sale
 from example_project.shop.tasks import restock
 
 
+@override_settings(PAYMENT=0)
 class CheckoutTest(TestCase):
     """Inside the transaction that TestCase opens."""
 
@@ -44,8 +47,26 @@ class CheckoutTest(TestCase):
         self.assertTrue(db_lock("left over by a test", timeout=0).acquire() or connection.vendor != "sqlite")
 
 
+@override_settings(PAYMENT=0)
 class ContentionTest(TransactionTestCase):
     """With other customers in threads of their own."""
+
+    def test_transactions(self) -> None:
+        """A checkout takes the lock before it begins one; a return is in that of its request (ATOMIC_REQUESTS)."""
+        Item.objects.create(sku="last", name="Last item", stock=1)
+        inside: list[bool] = []
+
+        def watched(*arguments: object, **options: Any) -> Any:
+            inside.append(connection.in_atomic_block)
+            return db_lock(*arguments, **options)
+
+        with mock.patch("example_project.shop.views.db_lock", watched):
+            self.client.post("/checkout/last/")
+            self.client.post("/give-back/last/")
+        self.assertEqual(inside, [False, True])
+        self.assertEqual((Item.objects.get().stock, Sale.objects.count()), (1, 1))
+        self.assertTrue(Sale.objects.get().fence)
+        self.assertFalse(db_lock("stock:last").locked())
 
     def test_busy_stock(self) -> None:
         Item.objects.create(sku="last", name="Last item", stock=1)

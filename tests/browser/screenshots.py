@@ -1,7 +1,7 @@
-"""Remake the pictures of the docs, `docs/pictures/*.png`: `make screenshots`.
+"""Remake the pictures of the docs, `docs/pictures/*.png`: `make screenshots [ARGS=admin|shop]`.
 
 A small world at a moment that does not pass: SQLite's clock and the browser's stand still, so that what has not changed
-gives the same picture again, with the same version of the browser.
+gives the same picture again, with the same version of the browser. The shop is alive: its pictures differ each time.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
 import django
 from django.db.backends.signals import connection_created
 from django.test import override_settings
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, expect
 from rich.console import Console
 
 from dblock.operating.commands import top as watching
 from tests import conftest
+from tests.browser.shop import Shop, opened
 from tests.browser.site import CHROMIUM, LIST, PERMISSIONS, chromium, served, session, world
 from tests.support.lab import ROOT
 
@@ -39,6 +41,24 @@ SHOTS: dict[str, dict[str, Any]] = {
     "release": {"address": f"{STOCK}release/", "size": (1100, 660)},
     "phone": {"address": LIST, "size": (390, 780)},
 }
+
+
+WIDE, NARROW = (1200, 860), (390, 844)
+SHOP: list[tuple[str, str, tuple[int, int], bool]] = [
+    # name, address, size, whether the whole page is shown
+    ("shop", "/", WIDE, False),
+    ("shop-phone", "/", NARROW, False),
+    ("item", "/item/lamp/", WIDE, False),
+    ("item-phone", "/item/lamp/", NARROW, True),
+    ("rivals", "/rivals/", (1200, 980), False),
+    ("rivals-phone", "/rivals/", NARROW, True),
+    ("back-room", "/back-room/", WIDE, False),
+    ("back-room-phone", "/back-room/", NARROW, True),
+    ("tasks", "/tasks/", (1200, 960), False),
+    ("tasks-phone", "/tasks/", (390, 1400), False),
+]
+"""Each in light and in dark, to be looked at in `.build/pictures`; the docs show some."""
+IN_DOCS = ("shop", "shop-phone-dark", "rivals", "back-room-dark")
 
 
 def stand_still(connection: Any, **_: Any) -> None:
@@ -90,23 +110,63 @@ def shoot_terminal(browser: Browser) -> None:
     save(page, "top")
 
 
-def save(page: Page, name: str) -> None:
+def shoot_shop(browser: Browser, shop: Shop) -> None:
+    """The shop, after a race, some tasks, some sales and the death of a leader."""
+    page = browser.new_page(base_url=shop.address)
+    page.goto("/back-room/")
+    leader = page.locator("[data-pid]")
+    first = leader.inner_text()
+    page.get_by_role("button", name="Kill the leader").click()
+    expect(leader).not_to_have_text(first)
+    page.goto("/rivals/")
+    page.get_by_role("button", name="Sell the last 10").click()
+    expect(page.locator("#with .verdict")).to_have_text("Exactly 10 sold", timeout=30_000)
+    for till in ("Buy one", "Buy at the market stall"):
+        page.goto("/item/lamp/")
+        page.get_by_role("button", name=till).click()
+    page.goto("/tasks/")
+    for policy in ("join", "raise", "skip", "retry"):
+        page.get_by_role("button", name=f"Send three with {policy}").click()
+    expect(page.locator("#sent .success")).to_have_count(6, timeout=30_000)
+    for name, address, (width, height), full in SHOP:
+        for scheme in ("light", "dark"):
+            context = browser.new_context(
+                base_url=shop.address, viewport={"width": width, "height": height}, color_scheme=scheme
+            )
+            page = context.new_page()
+            page.goto(address)
+            named = f"{name}-dark" if scheme == "dark" else name
+            save(page, named, PICTURES if named in IN_DOCS else ROOT / ".build/pictures", full_page=full)
+            context.close()
+
+
+def save(page: Page, name: str, folder: Path = PICTURES, *, full_page: bool = False) -> None:
     """What the page shows, as a file that is not too large for docs."""
-    picture = page.screenshot(path=PICTURES / f"{name}.png", animations="disabled", caret="hide")
+    path = folder / f"{name}.png"
+    picture = page.screenshot(path=path, animations="disabled", caret="hide", full_page=full_page)
     assert len(picture) < MOST, f"{name}.png has {len(picture)} bytes"
-    print(f"docs/pictures/{name}.png  {len(picture) / 1000:.0f} kB")  # noqa: T201
+    print(f"{path.relative_to(ROOT)}  {len(picture) / 1000:.0f} kB")  # noqa: T201
 
 
 def main() -> None:
     """All of them."""
     if CHROMIUM is None:
         sys.exit("there is no browser: apt-get install chromium")
+    PICTURES.mkdir(exist_ok=True)
+    if "shop" not in sys.argv:
+        shoot_all_of_admin()
+    if "admin" not in sys.argv:
+        with opened() as shop, chromium() as browser:
+            shoot_shop(browser, shop)
+
+
+def shoot_all_of_admin() -> None:
+    """The inspector, and the terminal."""
     django.setup()
     connection_created.connect(stand_still)
     conftest._migrate("default")
     world(NOW)
     cookie = session("ann", *PERMISSIONS)
-    PICTURES.mkdir(exist_ok=True)
     now = patch("django.template.defaulttags.datetime", Mock(now=lambda **_: NOW))  # {% now %}
     with override_settings(TIME_ZONE="UTC"), now, served() as site, chromium() as browser:
         shoot(browser, site, cookie)

@@ -155,6 +155,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                process_group=0,  # Ctrl-C is for the process that started it, which may still need it
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
                 **self._identity,  # type: ignore[call-overload]
             )

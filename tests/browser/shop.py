@@ -1,0 +1,49 @@
+"""The example shop, run as `make serve` runs it: a process of its own, with all of its processes, at free ports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.support.lab import ROOT
+
+
+@dataclass(frozen=True)
+class Shop:
+    """Where it is open, and its processes' parent."""
+
+    address: str
+    market: str
+    process: subprocess.Popen[str]
+
+
+@contextlib.contextmanager
+def opened(**environment: str) -> Iterator[Shop]:
+    """The shop, open meanwhile; it closes as by Ctrl-C, and must end well."""
+    known = {name: value for name, value in os.environ.items() if not name.startswith(("DATABASE", "CELERY", "DJANGO"))}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "example_project.serve"],
+        cwd=ROOT,
+        env={**known, "PORT": "0", **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/.*market stall: port (\d+)", process.stdout.readline())
+        assert found, "it did not open; its error output says why"
+        shop, market = (f"http://127.0.0.1:{port}" for port in found.groups())
+        yield Shop(shop, market, process)
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 0
