@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.race.clients import Failed
 from benchmarks.race.figures import Figures, Row, medians
-from benchmarks.race.page import missed, page
+from benchmarks.race.page import failures, missed, page
 from benchmarks.race.peers import DJANGO, OURS, PEERS, Peer, installed, set_up_django
 from benchmarks.race.scenarios import Scenario, programme
 from benchmarks.race.servers import Place, started
@@ -69,9 +69,8 @@ def main() -> int:
     _ = (to / "benchmarks.md").write_text(page(results, drawn))
     for what in results["missing"]:
         console.print(f"left out: {what}")
-    for row in results["rows"]:
-        if row["error"]:
-            console.print(f"failed: {row['peer']} in {row['scenario']} {row['setting']}: {row['error']}")
+    for what in failures(results):
+        console.print(f"without figures: {what}")
     found = missed(results)
     console.print(f"[red]missed: {'; '.join(found)}" if found else "all ratios kept")
     console.print(f"{kept}\n{to / 'benchmarks.md'}")

@@ -210,6 +210,15 @@ def _reached(each: Kept, value: float) -> bool:
     return value <= each.target if each.most else value >= each.target
 
 
+def failures(results: Results) -> list[str]:
+    """What was not measured, and why: the peers of one scenario and reason together."""
+    found = dict[tuple[str, str], dict[str, None]]()
+    for row in results["rows"]:
+        if row["error"]:
+            _ = found.setdefault((row["scenario"], row["error"]), {}).setdefault(row["peer"])
+    return [f"{', '.join(names)} ({scenario}: {error})" for (scenario, error), names in found.items()]
+
+
 def missed(results: Results) -> list[str]:
     """The ratios that this run did not keep."""
     return [each.what for each, value in kept(results) if not _reached(each, value)]
@@ -413,10 +422,8 @@ def _participants(results: Results, drawn: dict[str, str]) -> Section:
     )
     if results["missing"]:
         yield "Left out: " + "; ".join(results["missing"]) + ".\n"
-    failed = [row for row in results["rows"] if row["error"]]
-    if failed:
-        told = [f"{row['peer']} ({row['scenario']} {_setting(row['setting'])}: {row['error']})" for row in failed]
-        yield f"Failed, and so without figures: {'; '.join(told)}.\n"
+    if told := failures(results):
+        yield f"Without figures: {'; '.join(told)}.\n"
     yield """CPU is in seconds per thousand locks, of all threads of the clients, and of all processes of the server. A wait is
 the time of the call that takes the lock. Percentiles are by nearest rank. Jain is Jain's index over the locks that each
 client got (R. Jain, D. Chiu, W. Hawe, DEC-TR-301, 1984): 1 if all got as many.
@@ -518,7 +525,3 @@ def _rest(results: Results, drawn: dict[str, str]) -> Section:
 Servers with replicas: etcd and ZooKeeper have one member each here, and would wait for a network with three. Networks:
 all is one machine, but for the distances above. Crashes: which lock survives what is in [guarantees](guarantees.md).
 """
-
-
-def _setting(setting: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in setting.items())

@@ -112,7 +112,7 @@ def test_page_says_first_who_is_ahead() -> None:
     assert "| 32 clients, one key, 5 ms inside: locks/s | 150/s | redis-py 151/s |" in then
     assert "| 32 clients, one key, 5 ms inside: p99 of the wait | 200 ms | redis-py 2.5 s |" in then
     assert "Left out: etcd is not installed." in then
-    assert "etcd (alone clients 1: no answer)" in then
+    assert "Without figures: etcd (alone: no answer)." in then
     assert '<img alt="A title" src="benchmarks/alone-light.svg">' in then
     assert "| **dblock (PostgreSQL)** | 1,000/s |" in then
     assert "Other work shared" not in written
@@ -182,3 +182,10 @@ def test_a_race_of_two(tmp_path: Path) -> None:
 
         with pytest.raises(Failed, match="ValueError: no hot here"):
             _ = together(broken, "", [Told("hot")], 0.0, 0.1)
+
+        def breaking(url: str, key: str) -> Lock:
+            given = iter([True])  # once, before the start
+            return Lock(lambda: None, lambda: next(given))
+
+        with pytest.raises(Failed, match="StopIteration"):
+            _ = together(breaking, "", [Told("hot")], 0.0, 0.1)
