@@ -1,8 +1,9 @@
 """Run the programme, and write what came out: JSON, a page, and plots.
 
-`python -m benchmarks.race [--quick] [--rounds N] [--to DIRECTORY] [--only PEER] [--page]`. In each round every scenario
-goes through its peers in turn, in the other direction every second round, so that what disturbs the machine disturbs
-all; figures are medians over rounds. `--page` writes page and plots again, from the JSON of the last run.
+`python -m benchmarks.race [--quick] [--rounds N] [--to DIRECTORY] [--only PEER] [--scenario NAME] [--page]`.
+In each round every scenario goes through its peers in turn, in the other direction every second round, so that what
+disturbs the machine disturbs all; figures are medians over rounds. `--scenario` measures one again, and leaves the
+figures of the others as they were. `--page` writes page and plots again, from the JSON of the last run.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main() -> int:
     _ = parser.add_argument("--rounds", type=int, default=int(os.environ.get("ROUNDS") or 0))
     _ = parser.add_argument("--to", type=Path, help="the directory of the page")
     _ = parser.add_argument("--only", action="append", default=[], help="peers whose names begin so")
+    _ = parser.add_argument("--scenario", action="append", default=[], help="these alone, into the last run's results")
     _ = parser.add_argument("--page", action="store_true", help="no race: write the page of the last one again")
     given = parser.parse_args()
     console = Console()
@@ -56,7 +58,12 @@ def main() -> int:
     kept = to / "benchmarks" / "race.json"
     if not given.page:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        results = race(console, quick=given.quick, rounds=given.rounds or (1 if given.quick else 3), only=given.only)
+        rounds = given.rounds or (1 if given.quick else 3)
+        results = race(console, quick=given.quick, rounds=rounds, only=given.only, scenarios=given.scenario)
+        if given.scenario and kept.exists():
+            last = json.loads(kept.read_text())
+            others = [row for row in last["rows"] if row["scenario"] not in given.scenario]
+            results = {**last, "rows": others + results["rows"]}
         _ = kept.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     results = json.loads(kept.read_text())
     drawn = dict[str, str]()
@@ -77,7 +84,7 @@ def main() -> int:
     return int(bool(found) and not given.quick)
 
 
-def race(console: Console, *, quick: bool, rounds: int, only: list[str]) -> dict[str, Any]:
+def race(console: Console, *, quick: bool, rounds: int, only: list[str], scenarios: list[str]) -> dict[str, Any]:
     """All scenarios; what there is to know about the run."""
     missing, begun = list[str](), time.monotonic()
     peers = [peer for peer in PEERS if not only or peer.name.startswith(tuple(only))]
@@ -89,7 +96,8 @@ def race(console: Console, *, quick: bool, rounds: int, only: list[str]) -> dict
             set_up_django(places[OURS].url())
         _ = gc.collect()
         gc.freeze()  # what is forked shares it
-        rows = _run(console, programme(quick=quick), peers, places, rounds, loads, QUICK if quick else math.inf)
+        chosen = [each for each in programme(quick=quick) if not scenarios or each.name in scenarios]
+        rows = _run(console, chosen, peers, places, rounds, loads, QUICK if quick else math.inf)
         servers = {place.name: place.version for place in places.values()}
     command = "make race" + " QUICK=1" * quick + f" ROUNDS={rounds}" * (rounds != (1 if quick else 3))
     return {

@@ -488,6 +488,53 @@ nothing, and dies with its connection. Memory is that of the client process for 
         yield _of(results, "leases", LEASES)
 
 
+ROWS = {
+    "take": ("take", "ms"),
+    "release": ("release", "ms"),
+    "renew": ("renew 100 leases", "ms"),
+    "list": ("list 100 keys", "ms"),
+    "reap": ("a pass of the reaper", "ms"),
+}
+HELD = {
+    "take": ("take", "ms"),
+    "release": ("release", "ms"),
+    "renew": ("renew all", "ms"),
+    "bytes": ("memory of a lock", " B"),
+    "threads": ("threads", ""),
+    "sockets": ("sockets", ""),
+}
+
+
+def _growing(results: Results, scenario: str, of: str, heads: dict[str, tuple[str, str]]) -> str:
+    lines = [
+        [
+            f"{row['peer']}: {row['setting'][of]:,}",
+            *(shown(row["figures"].get(name), unit) for name, (_, unit) in heads.items()),
+        ]
+        for row in results["rows"]
+        if row["scenario"] == scenario and row["figures"]
+    ]
+    return table(["", *(head for head, _ in heads.values())], lines) if lines else ""
+
+
+def _scale(results: Results, drawn: dict[str, str]) -> Section:
+    rows, held = _growing(results, "rows", "rows", ROWS), _growing(results, "held", "leases", HELD)
+    if rows:
+        yield "## Scale: rows of the table\n"
+        yield """Take, release, renewal and a page of the list find their rows by the primary key, so that they do not depend on how
+many there are. A pass of the reaper reads the whole table, a page at a time with pauses in between: it grows with it.
+"""
+        yield _picture(drawn, "rows")
+        yield rows
+    if held:
+        yield "## Scale: leases that one process holds\n"
+        yield """Threads and sockets are those of the process, and do not grow. All leases are renewed by one statement, whose time
+grows with their number; it runs thrice a lease, so that 10 s are what there is for it with the default of 30 s.
+"""
+        yield _picture(drawn, "held")
+        yield held
+
+
 def _experiment(results: Results, drawn: dict[str, str]) -> Section:
     yield "## Polling against listening, repeated\n"
     yield """The published experiment compares a lock at Redis that polls with one at etcd that watches: mean time, locks a

@@ -25,6 +25,7 @@ THEMES = {
     },
 }
 MARKS = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
+MORE_MARKS = (*MARKS, ("v", (0, (1, 1))), ("P", (0, (5, 1))))
 
 
 class Look(NamedTuple):
@@ -164,14 +165,13 @@ def tail(results: Results, look: Look) -> tuple[Any, str] | None:
         f"those of redis-py, which polls, {_times(other)}"
     )
     chart, axes = look.plt.subplots(figsize=(8.5, 4.2))
-    marks = (*MARKS, ("v", (0, (1, 1))), ("P", (0, (5, 1))))
-    for number, ((peer, values), (mark, style)) in enumerate(zip(lines.items(), marks, strict=False)):
+    for number, ((peer, values), (mark, style)) in enumerate(zip(lines.items(), MORE_MARKS, strict=False)):
         colour = look.colours[number % len(look.colours)]
         _ = axes.plot(sizes, values, marker=mark, ls=style, color=colour, label=peer, lw=2.4 if peer == MINE else 1.4)
     _axes_of_clients(axes, sizes)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "2357" else "")
     _ = axes.set_ylabel("p99 of the wait / mean wait")
     _ = axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     _ = axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
@@ -254,24 +254,27 @@ def _experiment(
         for n in sizes
         if all(figure(results, "hot", peer, "rate", clients=n, section=section) for peer in systems.values())
     ]
-    if not there:
+    if len(there) < 2:
         return None
     panels = (
-        ("mean", "mean wait, ms", 1e3),
-        ("p99", "P99, ms", 1e3),
-        ("rate", "locks/s", 1.0),
-        ("jain", "Jain's index", 1.0),
+        (("mean",), "mean wait, ms", 1e3),
+        (("p99",), "P99, ms", 1e3),
+        (("client_cpu", "server_cpu"), "CPU, s per 1,000 locks", 1.0),
+        (("rate",), "locks/s", 1.0),
     )
     chart, grid = look.plt.subplots(1, 4, figsize=(11.5, 3.1), layout="constrained")
-    for axes, (name, label, factor) in zip(grid, panels, strict=True):
+    for axes, (names, label, factor) in zip(grid, panels, strict=True):
         for (system, peer), (mark, style), colour in zip(systems.items(), MARKS, look.colours, strict=False):
-            values = [(figure(results, "hot", peer, name, clients=n, section=section) or 0.0) * factor for n in there]
+            values = [
+                sum(figure(results, "hot", peer, name, clients=n, section=section) or 0.0 for name in names) * factor
+                for n in there
+            ]
             _ = axes.plot(there, values, marker=mark, ls=style, color=colour, label=system)
         _axes_of_clients(axes, there)
-        if name in {"mean", "p99"}:
+        if names != ("rate",):
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "2357" else "")
         else:
             axes.set_ylim(bottom=0)
         _ = axes.set_title(label, fontsize=10)
@@ -298,7 +301,57 @@ def many(results: Results, look: Look) -> tuple[Any, str] | None:
     return _experiment(results, look, 0.005, MANY, "Many clients, 5 ms inside")
 
 
+def _growth(look: Look, lines: dict[str, dict[int, float]], title: str, labels: tuple[str, str]) -> tuple[Any, str]:
+    chart, axes = look.plt.subplots(figsize=(8.5, 4.0))
+    for number, ((name, values), (mark, style)) in enumerate(zip(lines.items(), MORE_MARKS, strict=False)):
+        colour = look.colours[number % len(look.colours)]
+        _ = axes.plot(list(values), list(values.values()), marker=mark, ls=style, color=colour, label=name)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.grid(visible=True, lw=0.6)
+    _ = axes.set_xlabel(labels[0])
+    _ = axes.set_ylabel(labels[1])
+    _ = axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    _ = axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    return chart, title.replace("\n", " ")
+
+
+def _by_size(results: Results, scenario: str, peer: str, name: str, of: str) -> dict[int, float]:
+    found = [row for row in results["rows"] if row["scenario"] == scenario and row["peer"] == peer and row["figures"]]
+    return {row["setting"][of]: row["figures"][name] * 1e3 for row in found}
+
+
+def rows(results: Results, look: Look) -> tuple[Any, str] | None:
+    """What each operation takes, over the rows of the table."""
+    names = {"take": "take", "release": "release", "renew 100": "renew", "list 100": "list", "reaper's pass": "reap"}
+    lines = {label: _by_size(results, "rows", MINE, name, "rows") for label, name in names.items()}
+    takes = lines["take"]
+    if len(takes) < 2:
+        return None
+    first, *_, last = takes
+    title = f"From {first:,} to {last:,} rows a take on PostgreSQL goes from {takes[first]:.2g} ms to {takes[last]:.2g} ms;\n"
+    grown = [label for label, values in lines.items() if values[last] > 3 * values[first]]
+    title += f"more than three times as long: {', '.join(grown) or 'nothing'}"
+    return _growth(look, lines, title, ("rows of the table", "milliseconds"))
+
+
+def held(results: Results, look: Look) -> tuple[Any, str] | None:
+    """What a renewal of all takes, over the leases held."""
+    ours = [peer["name"] for peer in results["peers"] if peer["ours"]]
+    lines = {peer: _by_size(results, "held", peer, "renew", "leases") for peer in ours}
+    lines = {peer: values for peer, values in lines.items() if len(values) > 1}
+    if MINE not in lines:
+        return None
+    last = max(lines[MINE])
+    title = f"One statement renews {last:,} leases in {shown(lines[MINE][last] / 1e3, 'ms')} on PostgreSQL"
+    return _growth(look, lines, title, ("leases that the process holds", "milliseconds of a renewal"))
+
+
 PLOTS: dict[str, Plot] = {
+    "rows": rows,
+    "held": held,
     "alone": alone,
     "tail": tail,
     "fairness": fairness,

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from sqlalchemy import create_engine
 
 from benchmarks.handoff import between_processes, tails
-from benchmarks.race import peers
-from benchmarks.race.clients import Failed, Told, together
+from benchmarks.race import peers, scale
+from benchmarks.race.clients import Told, together
 from benchmarks.race.figures import Figures, crowd_figures
 from benchmarks.race.peers import Lock, Peer
+from benchmarks.race.processes import a_process, size, sockets, tell, threads
 from benchmarks.race.servers import Counters, Place, far_away
 from sqlalchemy_dblock import db_lock
 from tests.support.proxy import Proxy
@@ -27,7 +24,10 @@ from tests.support.servers import end_with_parent
 
 Measure = Callable[[Peer, Place], Figures]
 LOSERS = 8
-PATIENCE = 90.0
+
+
+ROWS = (1_000, 10_000, 100_000)
+HELD = (10, 100, 1_000, 10_000)
 
 
 class Scenario(NamedTuple):
@@ -44,45 +44,6 @@ class Scenario(NamedTuple):
 def _key() -> str:
     """Of one measurement: a client that has failed may hold it for a while."""
     return f"race-{secrets.token_hex(4)}"
-
-
-@contextmanager
-def a_process(work: Callable[[Any], object]) -> Iterator[Callable[[], Any]]:
-    """Run `work` in a process of its own, with one end of a pipe; what it sends is read at the other."""
-    here, there = multiprocessing.Pipe()
-
-    def run() -> None:
-        end_with_parent()
-        try:
-            work(there)
-        except Exception as error:  # noqa: BLE001 - that of any library
-            there.send(Failed(f"{type(error).__name__}: {error}"[:200]))
-        finally:
-            os._exit(0)  # what a library's threads still do is of no interest
-
-    def read() -> Any:
-        if not here.poll(PATIENCE):
-            raise Failed("no end within the time")
-        found = here.recv()
-        if isinstance(found, Failed):
-            raise found
-        here.send(None)  # so that it goes on only now
-        return found
-
-    member = multiprocessing.Process(target=run)  # no daemon: a hand-off has a process more
-    member.start()
-    there.close()
-    try:
-        yield read
-    finally:
-        here.close()
-        member.kill()
-        member.join()
-
-
-def _tell(pipe: Any, what: Any) -> None:
-    pipe.send(what)
-    pipe.recv()
 
 
 def cycles(clients: int, seconds: float, *, own: bool, section: float = 0.0, distance: float = 0.0) -> Measure:
@@ -113,7 +74,7 @@ def hand_off(count: int) -> Measure:
             return random.uniform(0.15, 0.25)
 
         def both(pipe: Any) -> None:
-            _tell(pipe, between_processes(make, place.url(), _key(), count=count, pause=pause))
+            tell(pipe, between_processes(make, place.url(), _key(), count=count, pause=pause))
 
         with a_process(both) as read:
             p50, p99 = tails(read())
@@ -157,7 +118,7 @@ def costs(count: int) -> Measure:
                     for _ in range(rounds):
                         lock.take()
                         lock.give()
-                    _tell(pipe, rounds)
+                    tell(pipe, rounds)
 
             return take_and_give
 
@@ -192,23 +153,22 @@ def leases(many: int, ttl: float, seconds: float) -> Measure:
 
     def measure(peer: Peer, place: Place) -> Figures:
         def work(pipe: Any) -> None:
-            before = _size()
+            before = size()
             holder = HOLDERS[peer.name](place.url(), secrets.token_hex(4), ttl)
             begun = time.monotonic()
             for number in range(many):
                 _ = holder.take(number)
-            taken, size = time.monotonic() - begun, _size()
-            _tell(pipe, taken)
+            taken, grown = time.monotonic() - begun, size() - before
+            tell(pipe, taken)
             computed, end = time.process_time(), time.monotonic() + seconds
             while (left := end - time.monotonic()) > 0:
                 time.sleep(min(left, ttl / 3))
                 if holder.keep is not None:
                     holder.keep()
             computed = time.process_time() - computed
-            threads = sum(1 for _ in Path("/proc/self/task").iterdir())
-            _tell(
+            tell(
                 pipe,
-                {"bytes": (size - before) / many, "threads": threads, "sockets": _sockets(), "client_cpu": computed},
+                {"bytes": grown / many, "threads": threads(), "sockets": sockets(), "client_cpu": computed},
             )
 
         with a_process(work) as read:
@@ -221,16 +181,6 @@ def leases(many: int, ttl: float, seconds: float) -> Measure:
         return figures
 
     return measure
-
-
-def _size() -> float:
-    """Of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _sockets() -> int:
-    links = (str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
-    return sum(link.startswith("socket:") for link in links)
 
 
 def _ours(url: str, prefix: str, ttl: float) -> Many:
@@ -316,6 +266,9 @@ def programme(*, quick: bool) -> list[Scenario]:
     def tries(peer: Peer) -> bool:
         return races(peer) and peer.make not in {peers.etcd, peers.bare_queue}
 
+    def grows(peer: Peer) -> bool:
+        return peer.ours and peer.main
+
     crowds = [
         Scenario(
             "hot",
@@ -362,6 +315,8 @@ def programme(*, quick: bool) -> list[Scenario]:
         Scenario("losers", {"clients": LOSERS}, losers(seconds), tries),
         Scenario("leases", {"leases": many}, leases(many, ttl, hold), lambda peer: peer.name in HOLDERS, once=True),
         Scenario("costs", {}, costs(50 if quick else 200), all_of_them, once=True),
+        *(Scenario("rows", {"rows": n}, scale.rows(n), grows, once=True) for n in ([] if quick else ROWS)),
+        *(Scenario("held", {"leases": n}, scale.held(n), grows, once=True) for n in ([] if quick else HELD)),
     ]
 
 
