@@ -2,7 +2,7 @@
 
 PYTHON := .venv/bin/python
 
-.PHONY: demo serve test mysql mysqlclient celery lint mypy pyright imports mutants bench faults pooler matrix versions messages screenshots clean
+.PHONY: demo serve test mysql mysqlclient celery lint mypy pyright imports mutants bench race faults pooler matrix versions messages screenshots clean
 
 demo: ## Sell the last items without and with the lock: make demo [DB=sqlite|postgresql|mysql] [PROCS=8] [STOCK=200] [APP=celery]
 	@sh scripts/setup demo $(DB)
@@ -45,8 +45,13 @@ mutants: ## Every statement with one condition less, on every database: a test h
 
 bench: ## Rates as ratios to bare SQL in the same run, and what the server counts: make bench [ROUNDS=15]
 	@sh scripts/setup test
-	@missed=0; for part in uncontended leases family majority growth handoff contended stampede distance peers tasks reaping observing; do \
+	@missed=0; for part in uncontended leases family majority growth handoff stampede distance tasks reaping observing; do \
 	    ROUNDS=$(or $(ROUNDS),15) $(PYTHON) -m benchmarks.$$part || missed=1; done; exit $$missed
+
+race: ## The peers side by side, and docs/benchmarks.md with its plots: make race [QUICK=1] [ROUNDS=3]; quick: .build/race
+	@sh scripts/setup test
+	@sh scripts/setup race
+	@QUICK=$(QUICK) ROUNDS=$(ROUNDS) $(PYTHON) -m benchmarks.race
 
 celery: ## Locked tasks on RabbitMQ and Redis in full numbers, with kills and restarts: `make test` has a short form
 	@sh scripts/setup test

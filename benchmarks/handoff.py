@@ -17,6 +17,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -24,8 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from sqlalchemy import create_engine
 
-from benchmarks.contended import Lock, Maker, ours, theirs
 from benchmarks.places import places
+from benchmarks.race.clients import Make
+from benchmarks.race.peers import Lock, advisory, get_lock, sqlalchemy_face
 from sqlalchemy_dblock import db_lock
 
 COUNT = int(os.environ.get("HANDOFFS", "100"))
@@ -49,9 +51,9 @@ def main() -> int:
         for name, url in urls.items():
             mine, other, floor = list[float](), list[float](), list[float]()
             for _ in range(ROUNDS):
-                mine += between_processes(ours, url)
+                mine += between_processes(sqlalchemy_face, url)
                 if name != "SQLite":
-                    other += between_processes(theirs, url)
+                    other += between_processes(get_lock if name == "MariaDB" else advisory, url)
                 if name == "PostgreSQL":
                     floor += between_processes(bare, url)
             p50, p99 = tails(mine)
@@ -85,7 +87,7 @@ def main() -> int:
     return 1 if missed else 0
 
 
-def bare(url: str) -> Lock:
+def bare(url: str, key: str) -> Lock:
     """The writes and the notification of a hand-over to another process, and nothing else; the parent hands over."""
     given, parent = "gives", multiprocessing.parent_process() is None
     connection, subscription = (
@@ -111,7 +113,7 @@ def bare(url: str) -> Lock:
             notify = f"SELECT CAST(pg_notify('{given}', '') AS text) FROM changed"
             connection.execute(f"WITH changed AS (UPDATE bare SET n = n + 1 RETURNING n) {notify}")
 
-    return take, give
+    return Lock(take, give)
 
 
 def tails(durations: list[float]) -> tuple[float, float]:
@@ -120,17 +122,19 @@ def tails(durations: list[float]) -> tuple[float, float]:
     return statistics.median(ordered), ordered[int(len(ordered) * 0.99)]
 
 
-def between_processes(make: Maker, url: str) -> list[float]:
+def between_processes(
+    make: Make, url: str, key: str = "hot", *, count: int = COUNT, pause: Callable[[], float] = lambda: PAUSE
+) -> list[float]:
     """Hand-overs from this process to another one, which waits for each."""
     here, there = multiprocessing.Pipe()
-    other = multiprocessing.Process(target=_other, args=(make, url, there))
+    other = multiprocessing.Process(target=_other, args=(make, url, key, there))
     other.start()
-    take, give = make(url)
+    take, give, _ = make(url, key)
     durations = list[float]()
-    for _ in range(COUNT):
+    for _ in range(count):
         take()
         here.send(True)
-        time.sleep(PAUSE)
+        time.sleep(pause())
         begun = time.monotonic()
         give()
         durations.append(here.recv() - begun)
@@ -140,8 +144,8 @@ def between_processes(make: Maker, url: str) -> list[float]:
     return durations[5:]
 
 
-def _other(make: Maker, url: str, pipe: Any) -> None:
-    take, give = make(url)
+def _other(make: Make, url: str, key: str, pipe: Any) -> None:
+    take, give, _ = make(url, key)
     while pipe.recv():
         take()
         pipe.send(time.monotonic())

@@ -11,10 +11,9 @@ import hashlib
 import hmac
 import secrets
 import socket
+from collections.abc import Callable
 
 import psycopg
-
-from benchmarks.contended import Lock
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS trial (key text PRIMARY KEY, owner text, fence bigint, last bigint, served bigint)
@@ -48,7 +47,7 @@ UPDATE trial SET owner = NULL WHERE key = 'hot' AND owner = %s
 """
 
 
-def trial(url: str) -> Lock:
+def trial(url: str) -> tuple[Callable[[], None], Callable[[], None]]:
     """Take and give, for one process."""
     connection = psycopg.connect(url.replace("+psycopg", ""), autocommit=True, prepare_threshold=0)
     with connection.transaction():

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from example_project import backroom, stocked
-from tests.support.servers import MissingServer, Redis, _end_with_parent, free_port
+from tests.support.servers import MissingServer, Redis, end_with_parent, free_port
 
 USAGE = "usage: make serve [DB=sqlite|postgresql|mysql] [BROKER=files|redis] [PORT=8000]"
 
@@ -138,7 +138,7 @@ class Crew:
                 _ = signal.signal(number, signal.SIG_DFL)
             os.setpgid(0, 0)  # Ctrl-C is for the parent, which ends them in order
             if sys.platform == "linux":
-                _end_with_parent()
+                end_with_parent()
             target(*arguments)
             status = 0
         except SystemExit as left:

@@ -156,7 +156,7 @@ class Server:
                 stdout=log,
                 stderr=log,
                 process_group=0,  # Ctrl-C is for the process that started it, which may still need it
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                preexec_fn=end_with_parent,
                 **self._identity,  # type: ignore[call-overload]
             )
         deadline = time.monotonic() + 60
@@ -478,7 +478,7 @@ class RabbitMQ(Server):
             env=self._environment(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent,
             **self._identity,  # type: ignore[call-overload]
         )
 
@@ -560,6 +560,8 @@ def running(make: Callable[[], S]) -> Iterator[S]:
         server.close()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the one that started it ends, where it can (Linux)."""
     pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -1,0 +1,70 @@
+"""A process that measures something, and says so through a pipe; and what a process needs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.race.clients import Failed
+from tests.support.servers import end_with_parent
+
+PATIENCE = 90.0
+
+
+@contextmanager
+def a_process(work: Callable[[Any], object]) -> Iterator[Callable[[], Any]]:
+    """Run `work` in a process of its own, with one end of a pipe; what it sends is read at the other."""
+    here, there = multiprocessing.Pipe()
+
+    def run() -> None:
+        end_with_parent()
+        try:
+            work(there)
+        except Exception as error:  # noqa: BLE001 - that of any library
+            there.send(Failed(f"{type(error).__name__}: {error}"[:200]))
+        finally:
+            os._exit(0)  # what a library's threads still do is of no interest
+
+    def read() -> Any:
+        if not here.poll(PATIENCE):
+            raise Failed("no end within the time")
+        found = here.recv()
+        if isinstance(found, Failed):
+            raise found
+        here.send(None)  # so that it goes on only now
+        return found
+
+    member = multiprocessing.Process(target=run)  # no daemon: a hand-off has a process more
+    member.start()
+    there.close()
+    try:
+        yield read
+    finally:
+        here.close()
+        member.kill()
+        member.join()
+
+
+def tell(pipe: Any, what: Any) -> None:
+    """Send it, and go on when it has been read."""
+    pipe.send(what)
+    pipe.recv()
+
+
+def size() -> float:
+    """Of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def sockets() -> int:
+    links = (str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    return sum(link.startswith("socket:") for link in links)
+
+
+def threads() -> int:
+    """Of this process."""
+    return sum(1 for _ in Path("/proc/self/task").iterdir())

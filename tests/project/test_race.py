@@ -1,0 +1,191 @@
+"""What `make race` computes and writes; the race itself runs by hand."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.race import page, peers
+from benchmarks.race.clients import Failed, Told, together
+from benchmarks.race.figures import Client, crowd_figures, jain, medians, percentile
+from benchmarks.race.peers import MINE, PEERS, Lock
+from benchmarks.race.scenarios import cycles, programme
+from benchmarks.race.servers import started
+
+
+def test_percentiles_are_values_by_nearest_rank() -> None:
+    """As in the textbook's list of five, and as many in a hundred as it says."""
+    assert [percentile([35, 20, 15, 50, 40], each) for each in (5, 30, 40, 50, 100)] == [15, 20, 20, 35, 50]
+    assert [percentile(range(1, 101), each) for each in (1, 50, 70, 90, 99)] == [1, 50, 70, 90, 99]
+    assert percentile([7], 99) == 7
+    assert math.isnan(percentile([], 50))
+
+
+def test_jains_index() -> None:
+    """Of the paper's cases: equal shares, k of n with equal shares, and unequal ones."""
+    assert jain([3, 3, 3, 3]) == 1
+    assert jain([0, 0, 5, 0]) == pytest.approx(1 / 4)
+    assert jain([5, 5, 0, 0, 0]) == pytest.approx(2 / 5)
+    assert jain([1, 2, 3]) == pytest.approx(36 / 42)
+    assert jain([0, 0]) == 0
+
+
+def test_figures_of_a_crowd() -> None:
+    """What was granted within the time counts as a rate; every wait counts as a wait; CPU is for a thousand locks."""
+    clients = [Client([(0.0, 0.1), (0.5, 0.3)], 0.002), Client([(0.1, 0.2), (1.9, 0.4)], 0.004)]
+    found = crowd_figures(clients, 2.0, server=0.01)
+    assert found == pytest.approx(
+        {
+            "rate": 1.5,
+            "mean": 0.25,
+            "p50": 0.2,
+            "p70": 0.3,
+            "p90": 0.4,
+            "p99": 0.4,
+            "tail": 1.6,
+            "jain": 9 / 10,
+            "longest": 0.4,
+            "client_cpu": 1.5,
+            "server_cpu": 2.5,
+        }
+    )
+    assert medians([{"rate": 1.0}, {"rate": 9.0}, {"rate": 2.0}]) == {"rate": 2.0}
+    nobody = crowd_figures([Client([], 0.0)], 1.0, 0.0)
+    assert (nobody["rate"], nobody["jain"]) == (0, 0)
+    assert math.isnan(nobody["mean"])
+
+
+def test_messages_of_etcd() -> None:
+    """As the documentation of protocol buffers writes its examples: 150, and "testing"."""
+    assert peers._encoded(1, 150) == b"\x08\x96\x01"
+    assert peers._encoded(2, b"testing") == b"\x12\x07testing"
+    assert peers._decoded(b"\x08\x96\x01\x12\x07testing") == {1: 150, 2: b"testing"}
+
+
+def row(scenario: str, peer: str, figures: dict[str, float], error: str = "", **setting: float) -> dict[str, Any]:
+    return {"scenario": scenario, "peer": peer, "setting": setting, "figures": figures, "rounds": 1, "error": error}
+
+
+def results(*rows: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "command": "make race",
+        "date": "2026-01-02 03:04 UTC",
+        "minutes": 5.0,
+        "quick": False,
+        "rounds": 3,
+        "load": {"before": 0.1, "median": 2.0},
+        "machine": {"processor": "X", "cores": 2, "memory": "4 GiB", "system": "S", "python": "3", "fdatasync": 1e-4},
+        "servers": {"PostgreSQL": "15"},
+        "packages": {"redis": "8"},
+        "missing": ["etcd is not installed"],
+        "peers": [{name: value for name, value in each._asdict().items() if name != "make"} for each in PEERS],
+        "rows": list(rows),
+    }
+
+
+def hot(peer: str, figures: dict[str, float], clients: int = 32, section: float = 0.005) -> dict[str, Any]:
+    return row("hot", peer, figures, clients=clients, section=section)
+
+
+def test_page_says_first_who_is_ahead() -> None:
+    """The best first, by 5 % at least; no floor, and none of our own rows; then where none is ahead."""
+    written = page.page(
+        results(
+            row("alone", MINE, {"rate": 1000.0}, clients=1),
+            row("alone", "pg_advisory_lock", {"rate": 3000.0}, clients=1),
+            row("alone", "redis-py", {"rate": 5000.0}, clients=1),
+            row("alone", "pottery", {"rate": 1049.0}, clients=1),
+            row("alone", "two SELECTs (PostgreSQL)", {"rate": 9000.0}, clients=1),
+            row("alone", "dblock (SQLite)", {"rate": 8000.0}, clients=1),
+            hot(MINE, {"rate": 150.0, "p99": 0.2, "jain": 1.0}),
+            hot("redis-py", {"rate": 151.0, "p99": 2.5, "jain": 0.3}),
+            row("alone", "etcd", {}, "no answer", clients=1),
+        ),
+        {"alone": "A title"},
+    )
+    first, _, then = written.partition("## Where none is ahead")
+    assert "| one client: locks/s | 1,000/s | redis-py 5,000/s, pg_advisory_lock 3,000/s |" in first
+    assert "| 32 clients, one key, 5 ms inside: locks/s | 150/s | redis-py 151/s |" in then
+    assert "| 32 clients, one key, 5 ms inside: p99 of the wait | 200 ms | redis-py 2.5 s |" in then
+    assert "Left out: etcd is not installed." in then
+    assert "Without figures: etcd (alone: no answer)." in then
+    assert '<img alt="A title" src="benchmarks/alone-light.svg">' in then
+    assert "| **dblock (PostgreSQL)** | 1,000/s |" in then
+    assert "Other work shared" not in written
+
+
+def test_page_says_which_claims_hold() -> None:
+    """Of the experiment, by the figures of this run alone."""
+    few = {"redis-py": (900.0, 0.5), "etcd": (100.0, 0.1), MINE: (400.0, 0.2)}
+    many = {"redis-py": (100.0, 2.0), "etcd": (150.0, 3.0), MINE: (160.0, 0.3)}
+    found = results(
+        *(hot(peer, {"rate": rate, "p99": p99}, 8, 0.0) for peer, (rate, p99) in few.items()),
+        *(hot(peer, {"rate": rate, "p99": p99}) for peer, (rate, p99) in many.items()),
+        *(hot(peer, {"rate": rate, "p99": 5 - p99}, 100) for peer, (rate, p99) in many.items()),
+    )
+    said = {each.claim: (each.holds, each.seen) for each in page.claims(found)}
+    assert said["Few clients that lock often: P99 of polling is longer"] == ("yes", "8: 500 ms / 100 ms / 200 ms")
+    assert said["Few clients that lock often: polling locks more often a second"][0] == "yes"
+    assert said["Many clients, 5 ms inside: P99 of listening is shorter"][0] == "with 100 clients only"
+    assert not [claim for claim in said if "mean" in claim], "there are no figures of it"
+    found["rows"] = [each for each in found["rows"] if each["peer"] != "etcd"]
+    assert page.claims(found) == []
+    assert page.in_words(found) == "One of the three systems is missing in this run.\n"
+
+
+def test_ratios_that_are_kept() -> None:
+    """Each by the figure on either side of its target."""
+    rows = [row("handoff", peer, {"p50": p50}) for peer, p50 in ((MINE, 0.0022), ("pg_advisory_lock", 0.001))]
+    assert page.missed(results(*rows, hot(MINE, {"jain": 0.995, "tail": 1.2}))) == []
+    rows[0]["figures"]["p50"] = 0.0024
+    assert page.missed(results(*rows, hot(MINE, {"jain": 0.98, "tail": 1.2}))) == [
+        "hand-off p50, x session lock",
+        "32 x 5 ms: fairness",
+    ]
+
+
+def test_targets_and_figures_name_what_is_raced() -> None:
+    """A name that no scenario knows would never be compared."""
+    names = {peer.name for peer in PEERS}
+    assert {each.above[1] for each in page.KEPT} | {each.below[1] for each in page.KEPT if each.below} <= names
+    assert {page.POLLING, page.WATCHING, page.SESSION, MINE} <= names
+    settings = [(each.name, each.setting) for each in programme(quick=False)]
+    for kept in page.KEPT:
+        for scenario, _, _, setting in filter(None, (kept.above, kept.below)):
+            assert any(scenario == name and setting.items() <= there.items() for name, there in settings), kept.what
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_race_of_two(tmp_path: Path) -> None:
+    """Clients take turns with one key in a file; what a peer cannot do is said with its name."""
+    [peer] = [each for each in PEERS if each.name == "dblock (SQLite)"]
+    missing = list[str]()
+    with started({"SQLite"}, missing) as places:
+        assert re.fullmatch(r"3\.[\d.]+", places["SQLite"].version)
+        found = cycles(2, 0.2, own=False, section=0.001)(peer, places["SQLite"])
+        assert found["rate"] > 10
+        assert 0.5 <= found["jain"] <= 1
+        assert 0 < found["mean"] <= found["p99"] <= found["longest"]
+        assert found["client_cpu"] > 0
+        assert missing == []
+
+        held = [Told("held", "hold"), Told("held", "try")]
+        clients, _ = together(peer.make, places["SQLite"].url(), held, 0.0, 0.1)
+        assert sorted((bool(each.waits), bool(each.tries)) for each in clients) == [(False, True), (True, False)]
+
+        def broken(url: str, key: str) -> Lock:
+            raise ValueError(f"no {key} here")
+
+        with pytest.raises(Failed, match="ValueError: no hot here"):
+            _ = together(broken, "", [Told("hot")], 0.0, 0.1)
+
+        def breaking(url: str, key: str) -> Lock:
+            given = iter([True])  # once, before the start
+            return Lock(lambda: None, lambda: next(given))
+
+        with pytest.raises(Failed, match="StopIteration"):
+            _ = together(breaking, "", [Told("hot")], 0.0, 0.1)
