@@ -52,7 +52,6 @@ extensions = [
 ]
 exclude_patterns = ["pictures"]
 nitpicky = True
-suppress_warnings = ["toc.empty_glob"]
 
 # -- Markdown
 
@@ -161,9 +160,10 @@ ELSEWHERE: Final = re.compile(
     r"(collections|contextlib|types|typing|datetime|enum|django|sqlalchemy|celery|pathlib|threading|logging)\b|"
     r"(timedelta|datetime|Callable|Coroutine|Sequence|Mapping|Iterator|AsyncIterator|EllipsisType|TracebackType|Self|"
     r"Engine|AsyncEngine|Session|AsyncSession|scoped_session|async_scoped_session|Connection|AsyncConnection|MetaData|"
-    r"Table|QuerySet|Model|Update|ColumnElement)$|.*\b(Attaching|[A-Z])$|models\."
+    r"Table|QuerySet|Model|Update|ColumnElement)$|.*\b(CollectorRegistry|TracerProvider|MeterProvider)$|"
+    r".*\b(Attaching|BaseLock|Store|Identity|Pinned|How|[A-Z])$|models\."
 )
-"""Names of others: the standard library's, Django's, SQLAlchemy's (whose inventories a build does not fetch); and type
+"""Names without a page: those of others (whose inventories a build does not fetch), of internal types, and of type
 variables. Any other name that leads nowhere is an error."""
 
 
@@ -198,6 +198,8 @@ class LightAndDark(SphinxTransform):
 
 
 def setup(app: Sphinx) -> None:
+    # An attribute's docstring is a sentence here. Napoleon would read `A, b: c` as a type and a text.
+    GoogleDocstring._parse_attribute_docstring = lambda self: self._consume_to_end()  # type: ignore[method-assign]
     app.add_directive("factory", FunctionWithOptions)
     app.add_transform(LightAndDark)
     app.connect("missing-reference", find_public)
