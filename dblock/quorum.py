@@ -66,7 +66,8 @@ def db_quorum_lock(key: str, *, using: Sequence[str], **options: Unpack[Options]
         answer: longest wait for the answer of one database, in seconds; by default a tenth of the ttl, at most 0.5.
 
     Raises:
-        InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`; ValueError also for a database given twice.
+        InvalidKey, UnsupportedDatabase, TypeError: as `db_lock`.
+        ValueError: as `db_lock`, and for a database that is given twice.
         QuorumUnavailable: by acquire(): fewer than a majority of the databases could be asked.
     """
     if isinstance(using, str):

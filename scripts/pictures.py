@@ -71,11 +71,11 @@ class Sheet:
 
     def text(
         self, x: float, y: float, words: str, *, colour: str = "ink", anchor: str = "start", bold: bool = False,
-        size: int = 14, mono: bool = False,
+        size: int = 14,
     ) -> None:  # fmt: skip
         """One or more lines; `y` is the base of the first."""
         for number, line in enumerate(words.split("\n")):
-            looks = ' font-weight="600"' * bold + ' font-family="ui-monospace, Menlo, DejaVu Sans Mono, monospace"' * mono
+            looks = ' font-weight="600"' * bold
             self._parts.append(
                 f'<text x="{x:g}" y="{y + number * size * 1.35:g}" fill="{self._colours[colour]}" '
                 f'text-anchor="{anchor}" font-size="{size}"{looks}>{escape(line)}</text>'
@@ -171,8 +171,12 @@ def contended(sheet: Sheet) -> None:
     sheet.text(locks + 12, 375, "owner B, fence 8", size=13, bold=True)
     sheet.arrow(a, 412, b, 412, "one directed wake-up")
     sheet.box(b - 70, 430, 140, 50, "at work", kind="good", size=13)
-    sheet.text(20, 528, "A take that fails changes nothing, so that losers do not slow the holder down. A message that is lost"
-               " costs time:\nB polls now and then, and believes only the row.", size=13, colour="soft")  # fmt: skip
+    sheet.text(
+        20, 528,
+        "A take that fails changes nothing, so that losers do not slow the holder down.\n"
+        "A message that is lost costs time: B polls now and then, and believes only the row.",
+        size=13, colour="soft",
+    )  # fmt: skip
 
 
 def handover(sheet: Sheet) -> None:
@@ -205,8 +209,12 @@ def handover(sheet: Sheet) -> None:
     sheet.box(90, 380, 120, 30, "place: 5 s", kind="waiter", size=13)
     sheet.box(210, 380, 140, 30, "begins at once", kind="good", size=13)
     sheet.box(350, 380, 330, 30, "first renewal: a whole ttl, durably", kind="good", size=13)
-    sheet.text(20, 442, "B starts on what is left of its place, without a round trip. The key is never free in between:\n"
-               "no newcomer can overtake.", size=13, colour="soft")  # fmt: skip
+    sheet.text(
+        20, 442,
+        "B starts on what is left of its place, without a round trip.\n"
+        "The key is never free in between: no newcomer can overtake.",
+        size=13, colour="soft",
+    )  # fmt: skip
 
 
 def guard(sheet: Sheet) -> None:
@@ -253,9 +261,12 @@ def readers(sheet: Sheet) -> None:
     sheet.box(540, 210, 180, 32, "reads", kind="holder", size=13)
     sheet.box(350, 260, 190, 32, "waits", kind="waiter", size=13)
     sheet.box(540, 260, 160, 32, "reads", kind="holder", size=13)
-    sheet.text(20, 338, "First come, first served: while a writer waits, later readers wait behind it. Readers that stand side"
-               " by side\nenter together. Each reader has a row and a lease of its own: one that dies delays a writer"
-               " by one ttl at most.", size=13, colour="soft")  # fmt: skip
+    sheet.text(
+        20, 338,
+        "While a writer waits, later readers wait behind it; those that stand side by side enter together.\n"
+        "Each reader has a row and a lease of its own: one that dies delays a writer by one ttl at most.",
+        size=13, colour="soft",
+    )  # fmt: skip
 
 
 def choosing(sheet: Sheet) -> None:
@@ -263,7 +274,8 @@ def choosing(sheet: Sheet) -> None:
     steps = (
         ("Can one UPDATE do it?\nleft = left - 1 WHERE left > 0", "F() with a condition", "plain"),
         ("Must something exist once?\nan order number, a delivered hook", "unique constraint", "plain"),
-        ("Is it all on rows of one database,\nin one short transaction?", "select_for_update()\nor an optimistic update", "plain"),
+        ("Is it all on rows of one database,\nin one short transaction?", "select_for_update()\nor an optimistic update",
+         "plain"),
         ("Are there many pieces of work,\neach for any one worker?", "a queue of tasks", "plain"),
         ("Does a waste, but no harm,\ncome of two at once?", "db_lock", "holder"),
         ("Is all of it written in\nthe lock's own database?", "db_lock and guard()", "good"),
@@ -280,9 +292,9 @@ def choosing(sheet: Sheet) -> None:
 
 
 PICTURES: Final[dict[str, tuple[int, int, str, Callable[[Sheet], None]]]] = {
-    "lease": (760, 410, "The life of a lease: taken, renewed, ended after its holder was killed, taken by a waiter", lease),
-    "contended": (760, 566, "A contended acquire, as a sequence of statements between two processes and two tables", contended),
-    "handover": (780, 476, "A hand-over: the row before and after, and the ways in which the next holder is woken", handover),
+    "lease": (760, 410, "A lease: taken, renewed, ended after its holder was killed, taken by a waiter", lease),
+    "contended": (760, 566, "A contended acquire: statements between two processes and two tables", contended),
+    "handover": (780, 476, "A hand-over: the row before and after, and how the next holder is woken", handover),
     "guard": (760, 512, "Two time lines: a guarded transaction delays the next holder; a late guard is refused", guard),
     "readers": (760, 372, "Readers beside each other, a writer alone, and later readers behind the writer", readers),
     "choosing": (760, 634, "A flow chart of six questions that ends in a tool for each answer", choosing),

@@ -42,7 +42,8 @@ def db_quorum_lock(engines: Any, key: str, **options: Any) -> Any:  # noqa: D417
         answer: longest wait for the answer of one database, in seconds; by default a tenth of the ttl, at most 0.5.
 
     Raises:
-        InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`; ValueError also for a database given twice.
+        InvalidKey, UnsupportedDatabase, TypeError: as `db_lock`.
+        ValueError: as `db_lock`, and for a database that is given twice.
         QuorumUnavailable: by acquire(): fewer than a majority of the databases could be asked.
     """
     if isinstance(engines, str) or not isinstance(engines, Sequence):

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dblock.cli import parser
-from tests.support.pages import PAGES, ROOT, block, blocks, text
 from scripts.pictures import FOLDER, drawings
+from tests.support.pages import ON_THE_SITE, PAGES, ROOT, block, text
 from tests.support.servers import Redis, running
 
 DJANGO = """
@@ -115,8 +115,10 @@ except LockLost:
 with Session(engine) as session:
     assert sorted(session.scalars(text("SELECT batch FROM items"))) == [1, 2, 3]
 """,
-    "case-rate": 'assert (send_reset_link("a"), send_reset_link("a"), send_reset_link("b")) == ("sent", "already sent", "sent")\n'
-    'assert sent == ["a", "b"]',
+    "case-rate": """
+assert [send_reset_link(to) for to in "aab"] == ["sent", "already sent", "sent"]
+assert sent == ["a", "b"]
+""",
     "case-semaphore": """
 def call_holders():
     return len(db_semaphore("api:acme", 3).holders())
@@ -174,8 +176,9 @@ asyncio.run(sold())
 DJANGOS = ["case-checkout", "case-cron", "case-rate", "case-semaphore", "case-stampede"]
 ENGINES = ["case-webhook", "case-import", "case-leader"]
 ASYNC_ENGINES = ["case-websocket", "start-fastapi"]
-OTHERS = ["case-models", "case-migrations", "start-shell"]
-PAGE = {name: page for page in PAGES for name, _ in blocks(page) if name.startswith(("case-", "start-", "recipe-"))}
+SHELL = ["start-shell", "runbook-look", "runbook-free", "runbook-evidence"]
+OTHERS = ["case-models", "case-migrations", "contributing", *SHELL]
+PAGE = ON_THE_SITE
 
 
 def run(code: str, directory: Path, *, python: str = sys.executable) -> str:
@@ -239,10 +242,20 @@ def test_migrations_in_turn(tmp_path: Path) -> None:
     assert (tmp_path / "done").read_text() == "upgrade\n" * 2
 
 
-def test_in_a_shell() -> None:
-    """The commands of the first page are ones."""
-    lines = [shlex.split(line, comments=True) for line in block(PAGE["start-shell"], "start-shell").splitlines()[1:]]
-    assert [parser().parse_args(line[1:]).command for line in lines] == ["run", "run", "ls"]
+@pytest.mark.parametrize("name", SHELL)
+def test_commands(name: str) -> None:
+    """Each is one, with options that it has."""
+    lines = [shlex.split(line, comments=True) for line in block(PAGE[name], name).splitlines()]
+    verbs = [parser().parse_args(line[1:]).command for line in lines if line[0] != "export"]
+    assert {line[0] for line in lines} <= {"dblock", "export"}
+    assert set(verbs) <= {"ls", "show", "release", "top", "doctor", "run"}
+
+
+def test_commands_of_contributors() -> None:
+    """The Makefile has each target that the page names."""
+    targets = set(re.findall(r"^([\w ]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    known = {name for each in targets for name in each.split()}
+    assert {*re.findall(r"\bmake (\w+)", text("docs/contributing.md"))} <= known
 
 
 RECIPES = {
