@@ -101,20 +101,24 @@ class FunctionWithOptions(SphinxDirective):
         module, name = self.env.ref_context["py:module"], self.arguments[0]
         function = getattr(importlib.import_module(module), name)
         call = function if inspect.isfunction(function) else type(function).__call__
-        signatures = [self._signature(each) for each in typing.get_overloads(call) or [call] if _has_options(each)]
+        overloads = [each for each in typing.get_overloads(call) or [call] if _has_options(each)]
+        signatures = [self._signature(each, whole=each is overloads[0]) for each in overloads]
         google = GoogleDocstring(prepare_docstring(function.__doc__), self.config, what="function")
         lines = [f".. py:function:: {name}{signatures[0]}"]
         lines += [f"                 {name}{each}" for each in signatures[1:]]
         lines += ["", *(f"   {line}" for line in google.lines())]
         return self.parse_text_to_nodes(StringList(lines, source=f"docstring of {module}.{name}"))
 
-    def _signature(self, call: Any) -> str:
+    def _signature(self, call: Any, *, whole: bool) -> str:
         told: list[str] = []
         keyword_only = False
         signature = inspect.signature(call)
         for parameter in signature.parameters.values():
             kind = parameter.kind
             if parameter.name == "self":
+                continue
+            if kind is parameter.VAR_KEYWORD and not whole:
+                told.append("**options")
                 continue
             if kind is parameter.VAR_KEYWORD:
                 told += [] if keyword_only else ["*"]

@@ -274,8 +274,7 @@ def choosing(sheet: Sheet) -> None:
     steps = (
         ("Can one UPDATE do it?\nleft = left - 1 WHERE left > 0", "F() with a condition", "plain"),
         ("Must something exist once?\nan order number, a delivered hook", "unique constraint", "plain"),
-        ("Is it all on rows of one database,\nin one short transaction?", "select_for_update()\nor an optimistic update",
-         "plain"),
+        ("Is it all on rows of one database,\nin a short transaction?", "a row lock or an\noptimistic update", "plain"),
         ("Are there many pieces of work,\neach for any one worker?", "a queue of tasks", "plain"),
         ("Does a waste, but no harm,\ncome of two at once?", "db_lock", "holder"),
         ("Is all of it written in\nthe lock's own database?", "db_lock and guard()", "good"),
