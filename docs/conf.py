@@ -65,6 +65,7 @@ html_theme = "furo"
 html_title = "dblock"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
@@ -200,9 +201,21 @@ class LightAndDark(SphinxTransform):
                 image.parent.insert(image.parent.index(image) + 1, other)
 
 
+class NoEmptyHeads(SphinxTransform):
+    """Markdown has no table without a head: an empty one is left out."""
+
+    default_priority = 200
+
+    def apply(self, **_: Any) -> None:
+        for head in list(self.document.findall(nodes.thead)):
+            if not head.astext().strip():
+                head.parent.remove(head)
+
+
 def setup(app: Sphinx) -> None:
     # An attribute's docstring is a sentence here. Napoleon would read `A, b: c` as a type and a text.
     GoogleDocstring._parse_attribute_docstring = lambda self: self._consume_to_end()  # type: ignore[method-assign]
     app.add_directive("factory", FunctionWithOptions)
     app.add_transform(LightAndDark)
+    app.add_transform(NoEmptyHeads)
     app.connect("missing-reference", find_public)
