@@ -51,6 +51,7 @@ extensions = [
 ]
 exclude_patterns = ["pictures"]
 nitpicky = True
+smartquotes = False  # "auto" is a value
 
 # -- Markdown
 
