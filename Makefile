@@ -2,7 +2,7 @@
 
 PYTHON := .venv/bin/python
 
-.PHONY: demo serve test mysql mysqlclient celery lint mypy pyright imports mutants bench race faults pooler matrix versions messages screenshots clean
+.PHONY: demo serve test mysql mysqlclient celery lint mypy pyright imports mutants bench race faults pooler matrix versions messages screenshots docs pictures clean
 
 demo: ## Sell the last items without and with the lock: make demo [DB=sqlite|postgresql|mysql] [PROCS=8] [STOCK=200] [APP=celery]
 	@sh scripts/setup demo $(DB)
@@ -87,6 +87,15 @@ messages: ## The catalogues of translations, made from the sources again, and co
 screenshots: ## The pictures of the docs, of the admin, a terminal and the shop, as they look now: make screenshots [ARGS=admin|shop]
 	@sh scripts/setup test
 	@$(PYTHON) -m tests.browser.screenshots $(ARGS)
+
+docs: ## The documentation site, into .build/docs/index.html; warnings are errors. EXTERNAL=1 also asks whether links to other sites work
+	@sh scripts/setup docs
+	@$(PYTHON) -m sphinx -M html docs .build/docs -W --keep-going -n -q -j 2 && echo "file://$(CURDIR)/.build/docs/html/index.html"
+	@$(if $(EXTERNAL),$(PYTHON) -m sphinx -M linkcheck docs .build/docs,true)
+
+pictures: ## The drawings of the docs, light and dark
+	@sh scripts/setup test
+	@$(PYTHON) -m scripts.pictures
 
 clean:
 	rm -rf .venv .tox .build dist

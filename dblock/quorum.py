@@ -69,8 +69,9 @@ def db_quorum_lock(key: str, *, using: Sequence[str], **options: Unpack[Options]
         answer: longest wait for the answer of one database, in seconds; by default a tenth of the ttl, at most 0.5.
 
     Raises:
-        As `db_lock`; QuorumUnavailable where fewer than a majority of the databases could be asked; ValueError for a
-        database that is given twice.
+        InvalidKey, UnsupportedDatabase, TypeError: as `db_lock`.
+        ValueError: as `db_lock`, and for a database that is given twice.
+        QuorumUnavailable: by acquire(): fewer than a majority of the databases could be asked.
     """
     if isinstance(using, str) or callable(using):
         raise TypeError(f"using is a list of aliases, the same for every key, not {using!r}")

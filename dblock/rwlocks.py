@@ -70,10 +70,12 @@ def db_rwlock(key: str, **options: Unpack[Options]) -> ReadWriteLock:
         key: 1 to 230 characters. As a decorator's, a format string over the arguments of the call.
 
     Keyword Args:
-        As of `db_lock`. fair=False: a reader enters before writers in the queue, while no writer has the key.
+        fair: False: a reader enters before writers in the queue, while no writer has the key.
+        others: as of `db_lock`.
 
     Raises:
-        As `db_lock`; WrongKind where the key is that of a plain lock or of a semaphore.
+        InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`.
+        WrongKind: by acquire(): the key is that of a plain lock or of a semaphore.
     """
     refuse_several(options.get("using"), "db_rwlock")
     return ReadWriteLock(key, {**options})

@@ -51,11 +51,13 @@ def db_semaphore(key: str, permits: int = 1, **options: Unpack[Options]) -> Sema
         permits: 1 to 10,000.
 
     Keyword Args:
-        As of `db_lock`, but for `interrupt` and `reentrant`: a permit belongs to the semaphore object, and each
-        acquire is a further permit. fair=False: take a free permit before those that wait.
+        fair: False: take a free permit before those that wait.
+        others: as of `db_lock`, without `interrupt` and `reentrant`: a permit belongs to the semaphore object, and
+            each acquire is a further permit.
 
     Raises:
-        As `db_lock`; WrongKind where the key is that of a plain lock or of a read-write lock.
+        InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`.
+        WrongKind: by acquire(): the key is that of a plain lock or of a read-write lock.
     """
     refuse_several(options.get("using"), "db_semaphore")
     if callable(using := options.get("using")):

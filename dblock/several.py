@@ -50,10 +50,10 @@ def db_locks(*keys: str | Lock, **options: Unpack[Options]) -> Locks:
     Keyword Args:
         timeout: longest wait for all of them, in seconds; as of `db_lock`.
         on_busy, otherwise: as of `db_lock`.
-        The other options of `db_lock` are for the locks of the keys; a callback is called with one lock.
+        others: as of `db_lock`, for each of the locks of the keys; a callback is called with one lock.
 
     Raises:
-        As `db_lock`.
+        InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`.
     """
     given: dict[str, Any] = {**options}
     timeout = given.pop("timeout", ...)

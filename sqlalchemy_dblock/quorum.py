@@ -44,8 +44,9 @@ def db_quorum_lock(engines: Any, key: str, **options: Any) -> Any:  # noqa: D417
         answer: longest wait for the answer of one database, in seconds; by default a tenth of the ttl, at most 0.5.
 
     Raises:
-        As `db_lock`; QuorumUnavailable where fewer than a majority of the databases could be asked; ValueError for a
-        database that is given twice.
+        InvalidKey, UnsupportedDatabase, TypeError: as `db_lock`.
+        ValueError: as `db_lock`, and for a database that is given twice.
+        QuorumUnavailable: by acquire(): fewer than a majority of the databases could be asked.
     """
     if isinstance(engines, str) or not isinstance(engines, Sequence):
         raise TypeError(f"db_quorum_lock() takes a list of engines, not {engines!r}")

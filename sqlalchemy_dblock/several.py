@@ -50,10 +50,10 @@ def db_locks(first: Any = None, /, *keys: Any, **options: Any) -> Locks | AsyncL
     Keyword Args:
         timeout: longest wait for all of them, in seconds; as of `db_lock`.
         on_busy, otherwise: as of `db_lock`.
-        The other options of `db_lock` are for the locks of the keys; a callback is called with one lock.
+        others: as of `db_lock`, for each of the locks of the keys; a callback is called with one lock.
 
     Raises:
-        As `db_lock`.
+        InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`.
     """
     timeout = options.pop("timeout", ...)
     bundle = {name: options.pop(name) for name in ("on_busy", "otherwise") if name in options}

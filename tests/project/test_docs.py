@@ -22,7 +22,7 @@ from dblock.core.options import Given, Options
 from dblock.core.validation import valid_tables
 from tests import conftest
 from tests.support.lab import FEW
-from tests.support.pages import PAGES, ROOT, block, blocks, text
+from tests.support.pages import ON_THE_SITE, PAGES, ROOT, block, blocks, text
 from tests.support.subjects import Actor, Subject
 
 DJANGO = """
@@ -68,6 +68,7 @@ app.conf.task_always_eager = True
 """
 PACKAGES = ["dblock", "sqlalchemy_dblock"]
 BEFORE = {
+    "docs/choosing.md django": "charged = []\ndef charge_the_card():\n    charged.append(42)\n",
     "docs/family.md django": """
 import os, signal, threading, time
 left, terms, report, sent, totals = {"42": 1, "43": 2}, [], {"text": "old"}, [], {"monday": 8}
@@ -127,6 +128,16 @@ with db_lock("stock:42"):
 thread.join()
 assert found[0].startswith("3 more of 42, fence 1") and rebuild.delay().get() == "rebuilt"
 """,
+    "docs/choosing.md django": "assert (sold, won, charged, Stock.objects.get().left) == (1, 1, [42], 4)",
+    "docs/start.md django": """
+statuses = [sell(None, "42").status_code for _ in range(9)]
+assert statuses == [200] * 8 + [409], statuses
+""",
+    "docs/start.md sqlalchemy": 'assert sell("42") == "sold 1 of 42" and not lock.locked()',
+    "docs/start.md celery": """
+assert report.delay("acme").get().startswith("report of acme, fence 1")
+assert (rebuild.delay().get(), call_api.delay("acme").get()) == ("rebuilt", "acme as number 0")
+""",
     "docs/fences.md django": "assert not same.locked() and Stock.objects.get().left == 6 and same.state is None",
     "docs/family.md django": """
 assert terms == [terms[0]] * 3 and not leader.is_leader
@@ -175,6 +186,7 @@ ELSEWHERE = SERVED | {
 }
 ELSEWHERE |= {"commands", "testing-pytest", "testing-unittest"}  # in tests/commands and tests/testing
 ELSEWHERE |= {"sessions"}  # in tests/servers
+ELSEWHERE |= set(ON_THE_SITE)  # in test_site
 
 
 def run(code: str, directory: Path) -> None:
@@ -192,7 +204,12 @@ def test_examples(page: str, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("page", "name"),
-    [("README.md", "celery"), ("docs/celery.md", "celery-tasks"), ("docs/celery.md", "celery-permits")],
+    [
+        ("README.md", "celery"),
+        ("docs/start.md", "celery"),
+        ("docs/celery.md", "celery-tasks"),
+        ("docs/celery.md", "celery-permits"),
+    ],
 )
 def test_tasks(page: str, name: str, tmp_path: Path) -> None:
     """They run, and wait for their turns."""
@@ -368,15 +385,13 @@ def test_every_example_is_tried() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    """Each to a page of ours, or to a heading of one; the README knows them all."""
+    """Each to a page of ours, or to a heading of one."""
     links = [link.partition("#") for link in re.findall(r"\]\(([^)]+)\)", text(page))]
     for link, _, anchor in links:
         target = ((ROOT / page).parent / link).resolve()
         assert target.is_file(), link
         headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
         assert anchor in {"", *(re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings)}, anchor
-    if page == "README.md":
-        assert {link for link, *_ in links if link.endswith(".md")} == set(PAGES[1:])
 
 
 def test_the_house_is_drawn_as_it_stands() -> None:

@@ -238,7 +238,7 @@ class BaseLock:
 
     @property
     def ttl(self) -> float:
-        """The life of the lease in seconds: of the held lease, else of the next one."""
+        """Life of the lease, in seconds, if this flow holds one; else that of the next."""
         hold = self._hold()
         return self._ttl if hold is None else hold.lease.ttl
 

@@ -51,7 +51,7 @@ class IsPermit(BaseLock):
 
     @property
     def slot(self) -> int | None:
-        """The number of the permit, from 0: nobody else holds it at the time. None if this permit is not held."""
+        """The number of the permit, from 0, which no other holder has meanwhile; None if this permit is not held."""
         hold = self._hold()
         return None if hold is None else slot_of(hold.tenure.key)
 

@@ -156,7 +156,7 @@ class BaseQuorumLock:
 
     @property
     def answers(self) -> Mapping[str, str]:
-        """What each database has said, by its name: of the lock that this flow holds, else of the last attempt."""
+        """What each database has said, by name, of the lock that this flow holds, else of the last attempt."""
         held = self._held()
         return MappingProxyType(dict(self._last if held is None else held.said))
 

@@ -1,0 +1,443 @@
+"""The documentation site: its examples run, each in a program of its own kind; its pages and drawings are complete."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dblock.cli import parser
+from scripts.pictures import FOLDER, drawings
+from tests.support.pages import ON_THE_SITE, PAGES, ROOT, block, text
+from tests.support.servers import Redis, running
+
+DJANGO = """
+import django
+from django.conf import settings
+settings.configure(
+    INSTALLED_APPS=["dblock", "shop", "django.contrib.contenttypes"],
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "shop.sqlite3"}},
+    DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
+)
+django.setup()
+from django.core.management import call_command
+call_command("migrate", run_syncdb=True, verbosity=0)
+"""
+SQLALCHEMY = """
+from sqlalchemy import create_engine
+from sqlalchemy_dblock import create_tables, db_lock
+engine = create_engine("sqlite:///shop.sqlite3")
+create_tables(engine)
+"""
+ASYNC = """
+import asyncio
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy_dblock import create_tables, db_lock
+engine = async_engine = create_async_engine("sqlite+aiosqlite:///shop.sqlite3")
+asyncio.run(create_tables(engine))
+"""
+ELSEWHERE = """
+import threading
+def elsewhere(key, function, lock):
+    '''What the function returns while another thread holds the lock.'''
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    with lock(key):
+        thread.start()
+        thread.join()
+    return found[0]
+"""
+BEFORE = {
+    "case-semaphore": "def api(account, order):\n    return (account, order, call_holders())",
+    "case-rate": "sent = []\nmail = sent.append",
+    "case-leader": """
+import os, time
+terms = []
+def fetch_mails(term):
+    terms.append(term)
+    time.sleep(0.01)
+    if len(terms) == 3:
+        os.kill(os.getpid(), 15)
+""",
+}
+"""What an example relies on."""
+CHECKS = {
+    "case-checkout": """
+from types import SimpleNamespace
+Product.objects.create(sku="42", left=1)
+request = SimpleNamespace(POST={"card": "visa", "cart": "c1"})
+assert elsewhere("stock:42", lambda: checkout(request, "42").status_code, db_lock) == 503
+assert checkout(request, "42").content.endswith(b"0 left") and Order.objects.get().payment == "visa c1"
+assert checkout(request, "42").status_code == 409 and Order.objects.count() == 1
+""",
+    "case-cron": """
+import io
+def night():
+    from django.core.management import call_command
+    call_command(Command(), stdout=(said := io.StringIO()))
+    return said.getvalue()
+assert (night(), night()) == ("done\\n", "")
+assert 50 < db_lock("nightly").inspect().remaining < 61
+""",
+    "case-webhook": """
+handled = []
+def handle(event):
+    if not handled:
+        assert elsewhere("other", lambda: web_hook(event, handled.append), lambda key: db_lock(engine, key)) == 409
+    handled.append(event)
+assert [web_hook("e1", handle), web_hook("e1", handle), web_hook("e2", handle)] == [200] * 3
+assert handled == ["e1", "e2"]
+""",
+    "case-import": """
+import time
+from sqlalchemy import text
+from dblock import LockLost
+with Session(engine) as session, session.begin():
+    session.execute(text("CREATE TABLE items (batch INTEGER)"))
+def write(session, batch):
+    session.execute(text("INSERT INTO items VALUES (:batch)"), {"batch": batch})
+assert import_from("prices", [1, 2], write) == 2
+def robbed():
+    yield 3
+    with Session(engine) as session, session.begin():
+        session.execute(text("UPDATE locks SET owner = NULL"))
+    yield 4
+try:
+    import_from("prices", robbed(), write)
+except LockLost:
+    pass
+with Session(engine) as session:
+    assert sorted(session.scalars(text("SELECT batch FROM items"))) == [1, 2, 3]
+""",
+    "case-rate": """
+assert [send_reset_link(to) for to in "aab"] == ["sent", "already sent", "sent"]
+assert sent == ["a", "b"]
+""",
+    "case-semaphore": """
+def call_holders():
+    return len(db_semaphore("api:acme", 3).holders())
+assert call_api("acme", 7) == ("acme", 7, 1)
+ports = []
+import_worker(lambda port: ports.append(port) or import_worker(lambda port: ports.append(port)))
+assert ports == [9000, 9001]
+""",
+    "case-leader": "main()\nassert terms == [terms[0]] * 3 and not leader.is_leader",
+    "case-stampede": """
+computed = []
+def compute():
+    computed.append(1)
+    return 42
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(8) as pool:
+    assert list(pool.map(lambda _: cached("page", compute), range(8))) == [42] * 8
+assert computed == [1]
+""",
+    "case-websocket": """
+from starlette.websockets import WebSocketState
+class Socket:
+    def __init__(self, *messages):
+        self.messages, self.said = list(messages), []
+    async def accept(self):
+        pass
+    async def receive_text(self):
+        if not self.messages:
+            raise WebSocketDisconnect()
+        message = self.messages.pop(0)
+        return await message() if callable(message) else message
+    async def send_text(self, text):
+        self.said.append(text)
+    async def close(self, code, reason):
+        self.said.append(code)
+async def both():
+    second, other = Socket("x"), Socket("y")
+    async def meanwhile():
+        await asyncio.gather(asyncio.create_task(live(second, "ann")), asyncio.create_task(live(other, "bob")))
+        return "z"
+    first = Socket(meanwhile)
+    await live(first, "ann")
+    assert (first.said, second.said, other.said) == (["echo: z"], [1008], ["echo: y"])
+    assert not await db_lock(engine, "live:ann").locked()
+    await engine.dispose()
+asyncio.run(both())
+""",
+    "start-fastapi": """
+async def sold():
+    async with lifespan(app):
+        assert await sell("42") == {"left": 0}
+asyncio.run(sold())
+""",
+}
+DJANGOS = ["case-checkout", "case-cron", "case-rate", "case-semaphore", "case-stampede"]
+ENGINES = ["case-webhook", "case-import", "case-leader"]
+ASYNC_ENGINES = ["case-websocket", "start-fastapi"]
+SHELL = ["start-shell", "runbook-look", "runbook-free", "runbook-evidence"]
+OTHERS = ["case-models", "case-migrations", "contributing", *SHELL]
+PAGE = ON_THE_SITE
+
+
+def run(code: str, directory: Path, *, python: str = sys.executable) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(directory), str(ROOT)])}
+    environment.pop("DJANGO_SETTINGS_MODULE", None)
+    command = [python, "-W", "error::RuntimeWarning", "-c", code]
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def example(name: str) -> str:
+    """As on its page, but for the time that a test has to wait for a busy key."""
+    code = block(PAGE[name], name)
+    return re.sub(r"timeout=[25]\b", "timeout=0.3", code) if name in {"case-checkout", "case-websocket"} else code
+
+
+def each(names: list[str]) -> str:
+    """A program that runs these examples, each in a namespace of its own, with its check."""
+    parts = {name: "\n".join([BEFORE.get(name, ""), example(name), CHECKS[name]]) for name in names}
+    return f"""
+{ELSEWHERE}
+shared = dict(globals())
+for name, code in {parts!r}.items():
+    exec(compile(code, name, "exec"), {{**shared, "__name__": "shop.examples"}})
+"""
+
+
+def test_use_cases_of_django(tmp_path: Path) -> None:
+    """In a project with an app `shop` and a bank."""
+    shop = tmp_path / "shop"
+    shop.mkdir()
+    (shop / "__init__.py").touch()
+    (shop / "models.py").write_text(block(PAGE["case-models"], "case-models"))
+    (shop / "bank.py").write_text("def charge(card, idempotency_key):\n    return f'{card} {idempotency_key}'\n")
+    run(DJANGO + each(DJANGOS), tmp_path)
+
+
+def test_use_cases_of_engines(tmp_path: Path) -> None:
+    """With an Engine."""
+    run(SQLALCHEMY + each(ENGINES), tmp_path)
+
+
+def test_use_cases_on_asyncio(tmp_path: Path) -> None:
+    """With an AsyncEngine."""
+    run(ASYNC + each(ASYNC_ENGINES), tmp_path)
+
+
+def test_migrations_in_turn(tmp_path: Path) -> None:
+    """Two at once: one after the other, on a database that is new."""
+    alembic = tmp_path / "alembic"
+    alembic.write_text("#!/bin/sh\nmkdir busy && echo $1 >>done && sleep 0.2 && rmdir busy\n")
+    alembic.chmod(0o755)
+    known = {**os.environ, "DBLOCK_URL": f"sqlite:///{tmp_path}/locks.sqlite3"}
+    known["PATH"] = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), known["PATH"]])
+    command = ["sh", "-ec", block(PAGE["case-migrations"], "case-migrations")]
+    both = [subprocess.Popen(command, cwd=tmp_path, env=known, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for one in both:
+        _, said = one.communicate(timeout=40)
+        assert one.returncode == 0, said
+    assert (tmp_path / "done").read_text() == "upgrade\n" * 2
+
+
+@pytest.mark.parametrize("name", SHELL)
+def test_commands(name: str) -> None:
+    """Each is one, with options that it has."""
+    lines = [shlex.split(line, comments=True) for line in block(PAGE[name], name).splitlines()]
+    verbs = [parser().parse_args(line[1:]).command for line in lines if line[0] != "export"]
+    assert {line[0] for line in lines} <= {"dblock", "export"}
+    assert set(verbs) <= {"ls", "show", "release", "top", "doctor", "run"}
+
+
+def test_commands_of_contributors() -> None:
+    """The Makefile has each target that the page names."""
+    targets = set(re.findall(r"^([\w ]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    known = {name for each in targets for name in each.split()}
+    assert {*re.findall(r"\bmake (\w+)", text("docs/contributing.md"))} <= known
+
+
+RECIPES = {
+    "recipe-dramatiq": (
+        """
+import dramatiq
+from dramatiq.brokers.stub import StubBroker
+broker = StubBroker()
+dramatiq.set_broker(broker)
+built = []
+def build_report(account, fence):
+    built.append((account, fence))
+""",
+        """
+from dramatiq import Worker
+worker = Worker(broker, worker_timeout=20, worker_threads=2)
+worker.start()
+with db_lock(engine, "report:acme"):
+    report.send("acme")
+    time.sleep(0.3)
+    assert not built, "it goes back while the key is busy"
+broker.join("default", timeout=20_000)
+worker.join()
+worker.stop()
+assert len(built) == 1 and built[0][1] > 0
+""",
+    ),
+    "recipe-huey": (
+        """
+from huey import MemoryHuey
+huey = MemoryHuey(results=True)
+""",
+        """
+import datetime
+result = report("acme")
+def work(task):
+    huey.execute(task)
+with db_lock(engine, "report:acme"):
+    thread = threading.Thread(target=work, args=(huey.dequeue(),))
+    thread.start()
+    thread.join()
+assert huey.pending_count() + huey.scheduled_count() == 1, "it comes back later"
+later = []
+while not later:
+    time.sleep(0.02)
+    later = huey.read_schedule(datetime.datetime.now(datetime.UTC).replace(tzinfo=None)) or [huey.dequeue()]
+    later = [task for task in later if task]
+work(*later)
+assert result.get(blocking=True, timeout=5).startswith("acme, fence 1")
+""",
+    ),
+    "recipe-apscheduler": (
+        "ran = []\ndef clean_up():\n    ran.append(1)\n",
+        """
+import datetime
+scheduler.start()
+other = BackgroundScheduler()  # of another host
+other.add_job(nightly, "date")
+other.start()
+scheduler.modify_job("nightly", next_run_time=datetime.datetime.now(datetime.UTC))
+until = time.monotonic() + 20
+while (other.get_jobs() or not ran) and time.monotonic() < until:
+    time.sleep(0.02)
+for each in (scheduler, other):
+    each.shutdown()
+assert ran == [1], ran
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes(name: str, tmp_path: Path) -> None:
+    """A task waits for its turn, or is left out, in the queue's own worker."""
+    before, after = RECIPES[name]
+    code = block(PAGE[name], name).replace("delay=5)", "delay=0.01)")
+    run(SQLALCHEMY + "import threading, time\n" + before + code + after, tmp_path)
+
+
+RQ = """
+import os, sys, threading, time
+from redis import Redis
+from rq import Queue, SimpleWorker, Worker
+from shop_jobs import engine, report
+from sqlalchemy_dblock import db_lock
+connection = Redis.from_url(sys.argv[1])
+queue = Queue(connection=connection)
+job = queue.enqueue(report, "acme")
+with db_lock(engine, "report:acme"):
+    Worker([queue], connection=connection).work(burst=True, logging_level="ERROR")
+assert job.get_status(refresh=True) == "scheduled", job.get_status()
+queue.enqueue_job(job)
+Worker([queue], connection=connection).work(burst=True, logging_level="ERROR")
+assert job.return_value(refresh=True).startswith("acme, fence 1"), "by a forked child"
+"""
+ARQ = """
+import sys
+from arq import create_pool
+from arq.connections import RedisSettings
+from arq.worker import Worker
+async def main():
+    redis = await create_pool(RedisSettings.from_dsn(sys.argv[1]))
+    job = await redis.enqueue_job("report", "acme")
+    worker = Worker(WorkerSettings.functions, redis_pool=redis, burst=True, max_burst_jobs=1, poll_delay=0.01,
+                    max_tries=WorkerSettings.max_tries, handle_signals=False)
+    async with db_lock(async_engine, "report:acme"):
+        await worker.main()
+    assert str(await job.status()) == "JobStatus.deferred", "it goes back while the key is busy"
+    await redis.zadd("arq:queue", {job.job_id: 1})
+    again = Worker(WorkerSettings.functions, redis_pool=redis, burst=True, poll_delay=0.01, handle_signals=False,
+                   max_tries=WorkerSettings.max_tries)
+    await again.main()
+    assert (await job.result(timeout=5)).startswith("acme, fence 1")
+    await redis.aclose()
+    await async_engine.dispose()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.workers
+def test_recipes_with_redis(tmp_path: Path) -> None:
+    """RQ, whose worker forks for each job, and arq: as above."""
+    (tmp_path / "shop_jobs.py").write_text(SQLALCHEMY + block(PAGE["recipe-rq"], "recipe-rq"))
+    with running(Redis) as server:
+        for code in (RQ, ASYNC + block(PAGE["recipe-arq"], "recipe-arq") + ARQ):
+            run(f"import sys; sys.argv.append({server.url!r})\n{code}", tmp_path)
+
+
+DJANGO_TASKS = """
+assert result.is_finished and result.return_value == "report of acme", result
+from dblock.models import Lock
+assert not Lock.objects.filter(owner__isnull=False) and Lock.objects.filter(lock_key="report:acme").exists()
+"""
+
+
+def test_recipe_of_django_tasks(tmp_path: Path) -> None:
+    """With the immediate backend."""
+    if importlib.util.find_spec("django.tasks") is None:
+        pytest.skip("Django 6 has it")
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop/__init__.py").touch()
+    (tmp_path / "shop/tasks.py").write_text(block(PAGE["recipe-django-tasks"], "recipe-django-tasks"))
+    run(DJANGO + "from shop.tasks import result" + DJANGO_TASKS, tmp_path)
+
+
+def test_every_example_is_tried() -> None:
+    """By one of the tests above."""
+    tried = {*DJANGOS, *ENGINES, *ASYNC_ENGINES, *OTHERS, *RECIPES, "recipe-rq", "recipe-arq", "recipe-django-tasks"}
+    assert set(PAGE) == tried
+
+
+def test_the_drawings_are_those_of_the_script() -> None:
+    """`make pictures` would change nothing."""
+    assert {name: (FOLDER / name).read_text() for name in drawings()} == drawings()
+
+
+def test_every_page_is_on_the_site() -> None:
+    """Once, in one of the lists of `docs/index.md`."""
+    lists = re.findall(r"```\{toctree\}\n(?::[^\n]*\n)*\n(.*?)```", text("docs/index.md"), re.DOTALL)
+    entries = [f"docs/{entry}.md" for each in lists for entry in each.split()]
+    assert len(entries) == len(set(entries))
+    assert {*entries, "docs/index.md"} - {"docs/api/index.md"} == {*PAGES} - {"README.md"}
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    """With its signature, in the page of its face or in that of both."""
+    import dblock
+    import sqlalchemy_dblock
+
+    def documented(page: str) -> set[str]:
+        directive = r"^\.\. (?:auto\w+|factory|py:data):: (\w+)$"
+        return set(re.findall(directive, (ROOT / "docs/api" / page).read_text(), re.MULTILINE))
+
+    shared = documented("shared.md") | {name for name in dblock.__all__ if name.startswith("lock_")}
+    assert set(dblock.__all__) - shared == documented("dblock.md")
+    assert set(sqlalchemy_dblock.__all__) - shared - documented("sqlalchemy_dblock.md") == set()
+
+
+def test_the_options_of_locked_task_are_in_one_table() -> None:
+    """Each of them, and each of the lock's."""
+    from dblock.celery.decorator import _OURS
+
+    table = (ROOT / "docs/api/celery.md").read_text().partition("## All options")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", re.sub(r"^(\|[^|]*\|).*$", r"\1", table, flags=re.MULTILINE)))
+    assert {*_OURS, "key", "interrupt"} - {"otherwise"} <= named
