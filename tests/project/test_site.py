@@ -377,10 +377,11 @@ asyncio.run(main())
 
 @pytest.mark.workers
 def test_recipes_with_redis(tmp_path: Path) -> None:
-    """RQ, whose worker forks for each job, and arq: as above."""
+    """RQ, whose worker forks for each job; and arq, if it is installed: it needs an older client of Redis."""
     (tmp_path / "shop_jobs.py").write_text(SQLALCHEMY + block(PAGE["recipe-rq"], "recipe-rq"))
+    arq = [ASYNC + block(PAGE["recipe-arq"], "recipe-arq") + ARQ] if importlib.util.find_spec("arq") else []
     with running(Redis) as server:
-        for code in (RQ, ASYNC + block(PAGE["recipe-arq"], "recipe-arq") + ARQ):
+        for code in (RQ, *arq):
             run(f"import sys; sys.argv.append({server.url!r})\n{code}", tmp_path)
 
 
