@@ -34,6 +34,10 @@ def logged(kind: type[MariaDB], number: int) -> type[MariaDB]:
     """A server that writes a binary log, as a replication needs it."""
 
     class Logged(kind):  # type: ignore[valid-type,misc]
+        def prepare(self) -> None:
+            super().prepare()
+            (self.directory / "data" / "auto.cnf").unlink(missing_ok=True)  # MySQL's own name, if it is a copy's
+
         def command(self) -> list[str]:
             plain = [flag for flag in super().command() if flag != "--skip-log-bin"]
             return [*plain, f"--server-id={number}", "--log-bin=bin"]
