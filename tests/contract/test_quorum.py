@@ -254,6 +254,17 @@ def test_a_longer_lease_makes_the_quarantine_longer(place: Place) -> None:
     actor.call(lock, "release")
 
 
+def test_the_longest_lease_is_known_from_the_first_time_that_a_database_was_asked(place: Place) -> None:
+    """Also to a copy that knew of a shorter one, and lacks the rest."""
+    [actor, _] = place.actors
+    for database in THREE:
+        run(database, "UPDATE locks SET label = 'another', ttl = 3 WHERE lock_key = :key", key=SERVER)
+    for ttl in (7, 5):
+        with pytest.raises(QuorumUnavailable, match="restarted"):
+            actor.call(place.lock(ttl=ttl), "acquire", timeout=0)
+        assert {longest(database) for database in THREE} == {7}
+
+
 def test_a_server_that_has_started_again_does_not_count_at_once(place: Place) -> None:
     """What a row says that an earlier server wrote is not believed."""
     [actor, _] = place.actors
