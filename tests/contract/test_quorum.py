@@ -23,6 +23,7 @@ from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockRevoked, L
 from dblock.core.events import Event, Kind
 from dblock.core.lock import administration
 from dblock.core.lock.observing import observe
+from dblock.core.lock.quorum import base
 from dblock.core.lock.quorum.base import BaseQuorumLock
 from dblock.core.lock.quorum.held import Held, the_asks
 from dblock.core.lock.quorum.options import REFUSED
@@ -540,6 +541,35 @@ def test_a_block_whose_leaving_is_interrupted_is_given_back(
     assert struck
     assert until(lambda: not holders(), 3)
     actor.within(lock, lock.check)
+    assert until(lambda: not holders(), 3)
+
+
+def test_an_inner_block_whose_entering_is_interrupted_is_left(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the outer one would not be the last."""
+    lock, calls, plain = place.lock(), itertools.count(), runtime.current_flow
+
+    def strikes() -> Any:
+        if next(calls) == 1:  # it has been entered, and is not noted
+            raise KeyboardInterrupt
+        return plain()
+
+    async def anew() -> None:
+        async with lock:
+            pass
+
+    def body() -> Any:
+        monkeypatch.setattr(base, "current_flow", strikes)
+        if place.face == "async":
+            return aenters()
+        with pytest.raises(KeyboardInterrupt), lock:
+            pass
+        return None
+
+    async def aenters() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            await anew()
+
+    place.actors[0].within(lock, body)
     assert until(lambda: not holders(), 3)
 
 
