@@ -21,6 +21,7 @@ import sqlalchemy_dblock
 from dblock.core import runtime
 from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockRevoked, LockTimeout, Reason
 from dblock.core.lock import administration
+from dblock.core.lock.quorum import base
 from dblock.core.lock.quorum.base import BaseQuorumLock
 from dblock.core.lock.quorum.held import Held, the_asks
 from dblock.core.lock.quorum.options import REFUSED
@@ -252,6 +253,17 @@ def test_a_longer_lease_makes_the_quarantine_longer(place: Place) -> None:
     actor.call(lock, "extend", 11)
     assert {longest(database) for database in THREE} == {11}
     actor.call(lock, "release")
+
+
+def test_the_longest_lease_is_known_from_the_first_time_that_a_database_was_asked(place: Place) -> None:
+    """Also to a copy that knew of a shorter one, and lacks the rest."""
+    [actor, _] = place.actors
+    for database in THREE:
+        run(database, "UPDATE locks SET label = 'another', ttl = 3 WHERE lock_key = :key", key=SERVER)
+    for ttl in (7, 5):
+        with pytest.raises(QuorumUnavailable, match="restarted"):
+            actor.call(place.lock(ttl=ttl), "acquire", timeout=0)
+        assert {longest(database) for database in THREE} == {7}
 
 
 def test_a_server_that_has_started_again_does_not_count_at_once(place: Place) -> None:
@@ -529,6 +541,35 @@ def test_a_block_whose_leaving_is_interrupted_is_given_back(
     assert struck
     assert until(lambda: not holders(), 3)
     actor.within(lock, lock.check)
+    assert until(lambda: not holders(), 3)
+
+
+def test_an_inner_block_whose_entering_is_interrupted_is_left(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the outer one would not be the last."""
+    lock, calls, plain = place.lock(), itertools.count(), runtime.current_flow
+
+    def strikes() -> Any:
+        if next(calls) == 1:  # it has been entered, and is not noted
+            raise KeyboardInterrupt
+        return plain()
+
+    async def anew() -> None:
+        async with lock:
+            pass
+
+    def body() -> Any:
+        monkeypatch.setattr(base, "current_flow", strikes)
+        if place.face == "async":
+            return aenters()
+        with pytest.raises(KeyboardInterrupt), lock:
+            pass
+        return None
+
+    async def aenters() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            await anew()
+
+    place.actors[0].within(lock, body)
     assert until(lambda: not holders(), 3)
 
 

@@ -19,10 +19,12 @@ OF_OPTIONS = {
     ("values.py", "TTL_MIN"),
     ("validation.py", "TTL_MAX"),
     ("lock/leading.py", "TTL"),
-    ("lock/quorum.py", "ANSWER"),
+    ("lock/quorum/options.py", "ANSWER"),
+    ("values.py", "QUARANTINE"),
+    ("statements/epoch.py", "MARGIN"),
     ("protocol/quorum.py", "FAR"),
 }
-"""Defaults and bounds of options, which the reference has; and a number that is beyond all times."""
+"""Defaults and bounds of options, which the reference has; a constant of statements; a number beyond all times."""
 
 
 def named(source: str) -> Iterator[str]:

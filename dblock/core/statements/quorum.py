@@ -31,7 +31,9 @@ class Quorum(NamedTuple):
     """Record a longer life."""
 
 
-def _quorum(words: Vocabulary, *, identity: str, started: str, parameter: str, otherwise: str) -> Quorum:
+def _quorum(
+    words: Vocabulary, *, identity: str, started: str, parameter: str, otherwise: str, into: str = "locks AS known"
+) -> Quorum:
     # Safe: as the take of a lock. The proposed number comes from a client's clock: it is used if it is higher than the
     # database's, by a second at most.
     proposed = f"{words.least}({words.bigint(':proposed')}, {words.micros} + 1000000)"
@@ -55,10 +57,10 @@ WHERE lock_key = :key AND owner = :owner AND fence >= {words.bigint(":fence")} A
 SELECT {identity}, {started}, known.label, {words.since("known.acquired_at")}, known.ttl
 FROM (SELECT 1 AS one) AS this LEFT JOIN locks AS known ON known.lock_key = {parameter.format(":key")}
 """
-    # Safe: if it arrives late or twice the server counts later. Durable: a crash would only make it count later too,
-    # but others would have been told that it is known.
+    # The longest lease that a copy still knows of stays. Safe: if it arrives late or twice the server counts later.
+    # Durable: a crash would only make it count later too, but others would have been told that it is known.
     record = f"""
-INSERT INTO locks ({TENURE})
+INSERT INTO {into} ({TENURE})
 VALUES ({parameter.format(":key")}, NULL, 1, 0, :life, {words.now}, {words.after(":far")}, :label, '', 0, '', '', '',
         0, 0)
 {otherwise}
@@ -76,7 +78,8 @@ VALUES ({parameter.format(":key")}, NULL, 1, 0, :life, {words.now}, {words.after
     )
 
 
-_CONFLICT: Final = "ON CONFLICT (lock_key) DO UPDATE SET label = excluded.label, acquired_at = excluded.acquired_at"
+_CONFLICT: Final = """ON CONFLICT (lock_key) DO UPDATE SET label = excluded.label, acquired_at = excluded.acquired_at,
+    ttl = {}(known.ttl, excluded.ttl)"""
 _UPTIME: Final = """(SELECT CAST(variable_value AS signed)
     FROM /*M! information_schema.global_status */ /*!80017 performance_schema.global_status */
     WHERE variable_name = 'Uptime')"""
@@ -89,7 +92,7 @@ QUORUM: Final = {
             extract(epoch FROM pg_postmaster_start_time()))""",
         started="0",
         parameter="CAST({} AS text)",
-        otherwise=_CONFLICT,
+        otherwise=_CONFLICT.format("greatest"),
     ),
     "mysql": _quorum(
         mysql.SQL,
@@ -98,8 +101,10 @@ QUORUM: Final = {
              WHERE table_schema = DATABASE() AND table_name = 'locks'))""",
         started=f"UNIX_TIMESTAMP(SYSDATE(6)) - {_UPTIME}",
         parameter="{}",
-        otherwise="ON DUPLICATE KEY UPDATE label = VALUES(label), acquired_at = VALUES(acquired_at)",
+        otherwise="""ON DUPLICATE KEY UPDATE label = VALUES(label), acquired_at = VALUES(acquired_at),
+    ttl = GREATEST(ttl, VALUES(ttl))""",
+        into="locks",
     ),
-    "sqlite": _quorum(sqlite.SQL, identity="'file'", started="0", parameter="{}", otherwise=_CONFLICT),
+    "sqlite": _quorum(sqlite.SQL, identity="'file'", started="0", parameter="{}", otherwise=_CONFLICT.format("max")),
 }
 """By the dialect's name."""

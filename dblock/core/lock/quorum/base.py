@@ -257,12 +257,8 @@ class BaseQuorumLock:
             flow.ends_with_its_call()
         held: Held | None = the_asks().held.get(flow, {}).get(self._place())
         if held is not None and held.remaining() > 0:
-            held.entries += 1
-            try:
-                held.tell(Kind.ACQUIRED, how="reentered")
-            except BaseException:
-                held.entries -= 1
-                raise
+            held.tell(Kind.ACQUIRED, how="reentered", depth=held.entries + 1)
+            held.entries += 1  # no signal handler runs between this and our return
             return held
         attempts = Attempts(self, flow, timeout, kind)
         try:
@@ -302,13 +298,15 @@ class BaseQuorumLock:
 
     def _enter_block(self) -> Steps[None]:
         found: Held | Attempts | None = None
+        block: Open | None = None
         try:
             found = yield from self._acquire(self._timeout, "with")
             if isinstance(found, Attempts):
                 raise found.error()  # noqa: TRY301 - nothing is held then
-            self._withs.append((current_flow(), found, object()))
+            block = current_flow(), found, object()
+            self._withs.append(block)
         except BaseException:
-            if isinstance(found, Held) and all(held is not found for _, held, _ in self._withs):
+            if isinstance(found, Held) and block not in self._withs:
                 self._interrupted_in(found)
             raise
 

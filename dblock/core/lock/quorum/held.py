@@ -136,7 +136,7 @@ class Held:
             return
         self._observed = begins or (kind is Kind.RELEASED and self.entries > 0)
         held = 0.0 if begins else clock.now() - self.began
-        event = self.lock._event(kind, self.fence)._replace(depth=self.entries, held=held, **known)
+        event = self.lock._event(kind, self.fence)._replace(**{"depth": self.entries, "held": held, **known})
         if kind is Kind.LOST:
             deliver(functools.partial(observers.call, event))
         else:
