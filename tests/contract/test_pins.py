@@ -175,6 +175,7 @@ RIGHTS = {
 }
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("database", SERVERS)
 def test_few_rights(lowly: Callable[..., URL], database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """That the key is pinned is known to any user that may lock; what cannot be seen is named, and who sees it."""
