@@ -62,7 +62,7 @@ faults: ## Kills, cuts, pauses and races in the numbers that the contract asks f
 	@DBLOCK_FAULTS=long $(PYTHON) -m pytest --timeout 7200 tests/faults tests/contract tests/servers/test_listener.py tests/servers/test_pooler.py \
 	    tests/servers/test_sessions.py tests/servers/test_fork.py tests/core/test_small_worlds.py tests/core/test_sharing_worlds.py tests/statements/test_texts.py \
 	    tests/django/test_inspector.py tests/django/test_users_suites.py tests/testing/test_recorder.py \
-	    tests/commands/test_run.py tests/commands/test_foreign_texts.py $(ARGS)
+	    tests/commands/test_run.py tests/commands/test_foreign_texts.py tests/browser/test_shop.py $(ARGS)
 
 pooler: ## The suite through PgBouncer in transaction mode, as far as it is about PostgreSQL; `make test` has a short form
 	@sh scripts/setup test

@@ -180,12 +180,14 @@ def kill_leader(request: HttpRequest) -> HttpResponse:
     return redirect("backroom")
 
 
+WORK = 1.5
+"""Seconds for which a task works."""
 POLICIES: dict[str, tuple[str, str, Callable[[], Any]]] = {
-    "retry": ("restock", "goes back to the broker and comes again later", lambda: tasks.restock.delay("mug", 1, 0.8)),
-    "wait": ("return_item", "waits in the worker, in the key's queue", lambda: tasks.return_item.delay("mug", 0.8)),
-    "skip": ("audit", "is left out, and says who holds the key", lambda: tasks.audit.delay("mug", 0.8)),
-    "raise": ("reprice", "fails with LockTimeout", lambda: tasks.reprice.delay("mug", 5, 0.8)),
-    "join": ("count_all", "is not sent again: you get the result of the first", lambda: tasks.count_all.delay(0.8)),
+    "retry": ("restock", "goes back to the broker and comes again later", lambda: tasks.restock.delay("mug", 1, WORK)),
+    "wait": ("return_item", "waits in the worker, in the key's queue", lambda: tasks.return_item.delay("mug", WORK)),
+    "skip": ("audit", "is left out, and says who holds the key", lambda: tasks.audit.delay("mug", WORK)),
+    "raise": ("reprice", "fails with LockTimeout", lambda: tasks.reprice.delay("mug", 5, WORK)),
+    "join": ("count_all", "is not sent again: you get the result of the first", lambda: tasks.count_all.delay(WORK)),
 }
 """By what a task does when its key is busy: the task, that in words, and how it is sent."""
 
