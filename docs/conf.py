@@ -213,6 +213,12 @@ class NoEmptyHeads(SphinxTransform):
                 head.parent.remove(head)
 
 
+def say_language(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Chinese pages say so to browsers and screen readers."""
+    if page.startswith("zh/"):
+        context["language"] = "zh-Hans"
+
+
 def setup(app: Sphinx) -> None:
     # An attribute's docstring is a sentence here. Napoleon would read `A, b: c` as a type and a text.
     GoogleDocstring._parse_attribute_docstring = lambda self: self._consume_to_end()  # type: ignore[method-assign]
@@ -220,3 +226,4 @@ def setup(app: Sphinx) -> None:
     app.add_transform(LightAndDark)
     app.add_transform(NoEmptyHeads)
     app.connect("missing-reference", find_public)
+    app.connect("html-page-context", say_language)
