@@ -51,7 +51,7 @@ extensions = [
 ]
 exclude_patterns = ["pictures"]
 nitpicky = True
-smartquotes = False  # "auto" is a value
+smartquotes_action = "D"  # dashes only: "auto" is a value
 
 # -- Markdown
 
@@ -213,10 +213,23 @@ class NoEmptyHeads(SphinxTransform):
                 head.parent.remove(head)
 
 
+def say_language(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Chinese pages say so to browsers and screen readers."""
+    if page.startswith("zh/"):
+        context["language"] = "zh-Hans"
+
+
+def without_constructor(app: Sphinx, what: str, name: str, *_: Any) -> bool | None:
+    """Functions make the objects; how a class is called is no promise."""
+    return True if name in {"__init__", "__new__"} else None
+
+
 def setup(app: Sphinx) -> None:
     # An attribute's docstring is a sentence here. Napoleon would read `A, b: c` as a type and a text.
     GoogleDocstring._parse_attribute_docstring = lambda self: self._consume_to_end()  # type: ignore[method-assign]
     app.add_directive("factory", FunctionWithOptions)
     app.add_transform(LightAndDark)
     app.add_transform(NoEmptyHeads)
+    app.connect("autodoc-skip-member", without_constructor)
     app.connect("missing-reference", find_public)
+    app.connect("html-page-context", say_language)
