@@ -118,6 +118,14 @@ EQUIVALENT: Final = (
         sure=False,
     ),
     Excuse(
+        *("[ms]*", "[ht]*", "1 -> TRUE"),
+        "TRUE is 1 there (PostgreSQL refuses to compare a number with it)",
+    ),
+    Excuse(
+        *("[ms]*", "take_slot", "1 -> FALSE"),
+        "the row of a slot is of the kind 2, and no step but the one for all others is taken",
+    ),
+    Excuse(
         *("m*", "list_keys", "ORDER BY * -> nothing"),
         "InnoDB keeps a table in the order of its primary key (the other order is noticed)",
     ),
