@@ -61,7 +61,8 @@ def db_locks(first: Any = None, /, *keys: Any, **options: Any) -> Locks | AsyncL
     known = (Lock, AsyncLock)
     made: list[Any] = [first] if several.is_lock(first, known) else []
     make: Any = db_lock
-    for each in several.once(keys):
+    _, *others = several.once((first, *keys))
+    for each in others:
         if several.is_lock(each, known):
             made.append(each)
         elif made and made[0] is first:

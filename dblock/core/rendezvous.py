@@ -128,5 +128,6 @@ def places(place: Place[D], key: str) -> list[tuple[str, D]]:
 
 
 def is_place(given: object) -> bool:
-    """Whether it is a function from keys to databases; and no factory of sessions, nor a class."""
-    return callable(given) and not isinstance(given, type) and not hasattr(given, "begin")
+    """Whether it is a function from keys to databases; and no factory of sessions, nor a class, nor a lock."""
+    other = isinstance(given, type) or hasattr(given, "begin") or hasattr(given, "acquire")
+    return callable(given) and not other

@@ -36,9 +36,10 @@ def running_call() -> Callable[[], bool] | None:
         elif name == "run" and module == "anyio._backends._asyncio":
             # A cancelled call may still run, without a waiting task.
             return _when(frame.f_locals.get("future"), lambda future: future.done() and not future.cancelled())
-        elif name == "run" and module in _ITEMS:
-            item = frame.f_locals.get("self")
-            returned = _when(getattr(item, "future", None), lambda future: future.done())
+        elif name == "run" and module in _ITEMS and hasattr(frame.f_locals.get("self"), "future"):
+            # (From Python 3.14 on, a `run` of the worker's context is between the item and the function.)
+            item: Any = frame.f_locals["self"]
+            returned = _when(item.future, lambda future: future.done())
             if handler is None:
                 return returned if _in_a_copy(item) else None
             done = _when(_awaiting(handler), lambda task: task.done() or task.get_loop().is_closed())
