@@ -102,7 +102,9 @@ def test_an_asynchronous_worker(request: pytest.FixtureRequest, subject: Subject
 
     errors = together(*[lambda: asyncio.run(work())] * 2)
     if database != "sqlite" and not errors:
-        apart(database, *(f"DROP TABLE async_{name}" for name in ("locks", "lock_waiters", "lock_events")))
+        apart(
+            database, *(f"DROP TABLE async_{name}" for name in ("locks", "lock_waiters", "lock_events", "lock_epoch"))
+        )
     assert errors == []
 
 
