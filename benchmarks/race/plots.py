@@ -331,7 +331,7 @@ def rows(results: Results, look: Look) -> tuple[Any, str] | None:
     if len(takes) < 2:
         return None
     first, *_, last = takes
-    title = f"From {first:,} to {last:,} rows a take on PostgreSQL goes from {takes[first]:.2g} ms to {takes[last]:.2g} ms;\n"
+    title = f"A take on PostgreSQL: {takes[first]:.2g} ms with {first:,} rows, {takes[last]:.2g} ms with {last:,};\n"
     grown = [label for label, values in lines.items() if values[last] > 3 * values[first]]
     title += f"more than three times as long: {', '.join(grown) or 'nothing'}"
     return _growth(look, lines, title, ("rows of the table", "milliseconds"))

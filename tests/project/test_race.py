@@ -104,6 +104,7 @@ def test_page_says_first_who_is_ahead() -> None:
             hot(MINE, {"rate": 150.0, "p99": 0.2, "jain": 1.0}),
             hot("redis-py", {"rate": 151.0, "p99": 2.5, "jain": 0.3}),
             row("alone", "etcd", {}, "no answer", clients=1),
+            row("rows", MINE, {"take": 0.001, "reap": 2.0}, rows=1000),
         ),
         {"alone": "A title"},
     )
@@ -115,6 +116,7 @@ def test_page_says_first_who_is_ahead() -> None:
     assert "Without figures: etcd (alone: no answer)." in then
     assert '<img alt="A title" src="benchmarks/alone-light.svg">' in then
     assert "| **dblock (PostgreSQL)** | 1,000/s |" in then
+    assert "| dblock (PostgreSQL): 1,000 | 1 ms | – | – | – | 2 s |" in then
     assert "Other work shared" not in written
 
 
