@@ -362,6 +362,7 @@ def page(results: Results, drawn: dict[str, str]) -> str:
         _contended,
         _elsewhere,
         _held,
+        _scale,
         _experiment,
         _kept,
         _rest,
