@@ -425,7 +425,8 @@ def _participants(results: Results, drawn: dict[str, str]) -> Section:
         yield "Left out: " + "; ".join(results["missing"]) + ".\n"
     if told := failures(results):
         yield f"Without figures: {'; '.join(told)}.\n"
-    yield """CPU is in seconds per thousand locks, of all threads of the clients, and of all processes of the server. A wait is
+    yield """What counts begins a second after the clients do, so that nobody opens connections in it. CPU is in seconds per
+thousand locks, of all threads of the clients, and of all processes of the server. A wait is
 the time of the call that takes the lock. Percentiles are by nearest rank. Jain is Jain's index over the locks that each
 client got (R. Jain, D. Chiu, W. Hawe, DEC-TR-301, 1984): 1 if all got as many.
 """

@@ -125,7 +125,7 @@ def _dots(look: Look, columns: dict[str, dict[str, float]], title: str, label: s
 
 
 def _times(ratio: float) -> str:
-    return f"{ratio:.1f} times" if ratio < 10 else f"{ratio:.0f} times"
+    return f"{ratio:.2g} times" if ratio < 10 else f"{ratio:.0f} times"
 
 
 def alone(results: Results, look: Look) -> tuple[Any, str] | None:

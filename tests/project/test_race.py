@@ -36,7 +36,7 @@ def test_jains_index() -> None:
 
 def test_figures_of_a_crowd() -> None:
     """What was granted within the time counts as a rate; every wait counts as a wait; CPU is for a thousand locks."""
-    clients = [Client([(0.0, 0.1), (0.5, 0.3)], 0.002), Client([(0.1, 0.2), (1.9, 0.4)], 0.004)]
+    clients = [Client([(-0.05, 0.1), (0.5, 0.3)], 0.002), Client([(0.1, 0.2), (1.9, 0.4)], 0.004)]
     found = crowd_figures(clients, 2.0, server=0.01)
     assert found == pytest.approx(
         {
