@@ -393,8 +393,9 @@ Machine: {machine["processor"]}, {machine["cores"]} cores, {machine["memory"]}, 
 in the median. {", ".join(versions)}.
 """
     if load["before"] > 1:
-        yield """**Other work shared the processors during this run.** Its figures show which way things go, and no more. Run
-the command on a quiet machine for figures.
+        yield """**Other work shared the processors during this run.** Its figures show which way things go, and no more: most of
+all those of 32 clients and more, as at such a load it takes a client of this project seconds to open the connection
+that it waits with, which is not over when what counts begins. Run the command on a quiet machine for figures.
 """
 
 
@@ -425,7 +426,7 @@ def _participants(results: Results, drawn: dict[str, str]) -> Section:
         yield "Left out: " + "; ".join(results["missing"]) + ".\n"
     if told := failures(results):
         yield f"Without figures: {'; '.join(told)}.\n"
-    yield """What counts begins a second after the clients do, so that nobody opens connections in it. CPU is in seconds per
+    yield """What counts begins some time after the clients do (0.4 s, and 0.03 s for each), when all have their connections. CPU is in seconds per
 thousand locks, of all threads of the clients, and of all processes of the server. A wait is
 the time of the call that takes the lock. Percentiles are by nearest rank. Jain is Jain's index over the locks that each
 client got (R. Jain, D. Chiu, W. Hawe, DEC-TR-301, 1984): 1 if all got as many.

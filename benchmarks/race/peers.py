@@ -431,6 +431,12 @@ PEERS = [
     Peer("SET and DEL (Redis, on disk)", "Redis, on disk", redis_set, package="redis", floor=True, hot=False),
     Peer(BARE_QUEUE, "PostgreSQL", bare_queue, NOTIFIED, floor=True),
 ]
+QUICK = (
+    *(MINE, "dblock (MariaDB)", "dblock (SQLite)", "pg_advisory_lock", "django-pglock", "GET_LOCK (MariaDB)"),
+    *("redis-py", "redis-py, on disk", "python-redis-lock", "etcd", "ZooKeeper, kazoo"),
+    *("two durable UPDATEs (PostgreSQL)", BARE_QUEUE),
+)
+"""Those of a quick run."""
 DJANGO = (django_face, django_async_face, pglock, db_mutex)
 AHEAD = ("redis", "redis_lock", "pottery", "grpc", "kazoo.client", "kazoo.recipe.lock", "sqlalchemy_dlock", "asyncpg")
 """What is imported once, rather than by each client."""
