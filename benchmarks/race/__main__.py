@@ -64,7 +64,8 @@ def main() -> int:
         if given.scenario and kept.exists():
             last = json.loads(kept.read_text())
             others = [row for row in last["rows"] if row["scenario"] not in given.scenario]
-            results = {**last, "rows": others + results["rows"]}
+            again = sorted({*last.get("again", ()), *given.scenario})
+            results = {**last, "rows": others + results["rows"], "again": again}
         _ = kept.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     results = json.loads(kept.read_text())
     drawn = dict[str, str]()

@@ -393,10 +393,12 @@ Machine: {machine["processor"]}, {machine["cores"]} cores, {machine["memory"]}, 
 in the median. {", ".join(versions)}.
 """
     if load["before"] > 1:
-        yield """**Other work shared the processors during this run.** Its figures show which way things go, and no more: most of
-all those of 32 clients and more, as at such a load it takes a client of this project seconds to open the connection
-that it waits with, which is not over when what counts begins. Run the command on a quiet machine for figures.
+        yield """**Other work shared the processors during this run.** Its figures show which way things go, and no more. Least to
+be trusted are those of 32 clients and more: at such a load a client of this project can take seconds to open the
+connection that it waits with, which is then not over when counting begins. Run the command on a quiet machine.
 """
+    if results.get("again"):
+        yield f"Measured again after the rest: {', '.join(results['again'])}.\n"
 
 
 def _comparison(results: Results, drawn: dict[str, str]) -> Section:
@@ -543,11 +545,11 @@ def _experiment(results: Results, drawn: dict[str, str]) -> Section:
     yield """The published experiment compares a lock at Redis that polls with one at etcd that watches: mean time, locks a
 second, P70, P90, P99 and CPU over a growing number of clients, once with few clients that lock often, and once with
 many clients. Here it runs with redis-py (a try every 0.1 s, in memory), etcd's lock service, and this project on
-PostgreSQL. Its own figures come from another machine and are not repeated. Each line of the table is a claim made for
-polling or for listening, and what this run says about it.
+PostgreSQL. Its own figures are not repeated here. Each line of the table is a claim that is commonly made for polling
+or for listening, and what this run says about it.
 
 etcd 3.4 lets a new watch take part in the stream of changes every 100 ms. A client that has waited for less than that
-gets the lock when the 100 ms are over, not when it is free: few clients wait longest of all by watching.
+gets the lock when the 100 ms are over, not when it is free, so that few clients that lock often wait for most of them.
 """
     yield in_words(results)
     yield from (_picture(drawn, name) for name in ("few", "many"))
