@@ -31,6 +31,7 @@ from benchmarks.race.clients import Failed
 from benchmarks.race.figures import Figures, Row, medians
 from benchmarks.race.page import failures, missed, page
 from benchmarks.race.peers import DJANGO, OURS, PEERS, Peer, installed, set_up_django
+from benchmarks.race.peers import QUICK as IN_QUICK
 from benchmarks.race.scenarios import Scenario, programme
 from benchmarks.race.servers import Place, started
 
@@ -63,7 +64,8 @@ def main() -> int:
         if given.scenario and kept.exists():
             last = json.loads(kept.read_text())
             others = [row for row in last["rows"] if row["scenario"] not in given.scenario]
-            results = {**last, "rows": others + results["rows"]}
+            again = sorted({*last.get("again", ()), *given.scenario})
+            results = {**last, "rows": others + results["rows"], "again": again}
         _ = kept.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     results = json.loads(kept.read_text())
     drawn = dict[str, str]()
@@ -88,6 +90,9 @@ def race(console: Console, *, quick: bool, rounds: int, only: list[str], scenari
     """All scenarios; what there is to know about the run."""
     missing, begun = list[str](), time.monotonic()
     peers = [peer for peer in PEERS if not only or peer.name.startswith(tuple(only))]
+    if quick and not only:
+        peers = [peer for peer in peers if peer.name in IN_QUICK]
+        missing.append("some peers, and the scenarios of distance, losers and scale, which a quick run leaves out")
     peers = installed(peers, missing)
     loads = [os.getloadavg()[0]]
     with started({peer.place for peer in peers}, missing) as places:

@@ -16,8 +16,12 @@ from tests.support.servers import end_with_parent
 PATIENCE = 90.0
 """Seconds for which the slowest client is waited for."""
 TRY_EVERY = 0.005
-
 Make = Callable[[str, str], Lock]
+
+
+def warm_up(clients: int) -> float:
+    """Seconds of the same before what counts: who waits for the first time opens a second connection, or a watch."""
+    return 0.4 + 0.03 * clients
 
 
 class Told(NamedTuple):
@@ -43,7 +47,7 @@ def together(
     """Run a process for each of `told`, all at once; what each did, and how long the server computed meanwhile."""
     results: Any = multiprocessing.SimpleQueue()
     start: Any = multiprocessing.Barrier(len(told) + 1)
-    once = make, url, section, seconds, start, results
+    once = make, url, section, (warm_up(len(told)), seconds), start, results
     members = [multiprocessing.Process(target=_client, args=(each, *once), daemon=True) for each in told]
     for member in members:
         member.start()
@@ -52,9 +56,10 @@ def together(
             start.wait(PATIENCE)
         except threading.BrokenBarrierError:
             raise Failed(_first(results) or "no start within the time") from None
+        time.sleep(warm_up(len(told)))
         before = server()
         found = list[Client]()
-        deadline = time.monotonic() + seconds + PATIENCE
+        deadline = time.monotonic() + warm_up(len(told)) + seconds + PATIENCE
         while len(found) < len(members):
             if not _ready(results, deadline):
                 raise Failed("a client did not come to its end")
@@ -86,10 +91,12 @@ def _checked(found: Client | str) -> Client:
     return found
 
 
-def _client(told: Told, make: Make, url: str, section: float, seconds: float, start: Any, results: Any) -> None:
+def _client(
+    told: Told, make: Make, url: str, section: float, times: tuple[float, float], start: Any, results: Any
+) -> None:
     end_with_parent()
     try:
-        results.put(_work(told, make, url, section, seconds, start))
+        results.put(_work(told, make, url, section, times, start))
     except threading.BrokenBarrierError:
         pass
     except Exception as error:  # noqa: BLE001 - that of any library
@@ -99,7 +106,7 @@ def _client(told: Told, make: Make, url: str, section: float, seconds: float, st
         os._exit(0)  # what a library's threads still do is of no interest
 
 
-def _work(told: Told, make: Make, url: str, section: float, seconds: float, start: Any) -> Client:
+def _work(told: Told, make: Make, url: str, section: float, times: tuple[float, float], start: Any) -> Client:
     lock = make(url, f"{told.key} of its own" if told.role == "hold" else told.key)
     if told.role == "hold":
         make(url, told.key).take()
@@ -108,17 +115,22 @@ def _work(told: Told, make: Make, url: str, section: float, seconds: float, star
         lock.give()
     waits, tries = list[tuple[float, float]](), 0
     start.wait(PATIENCE)
-    computed, origin = time.process_time(), time.monotonic()
-    end = origin + seconds
+    origin = time.monotonic() + times[0]
+    end, computed = origin + times[1], -1.0
     while (begun := time.monotonic()) < end:
+        if begun >= origin and computed < 0:
+            computed = time.process_time()
         if told.role == "try":
             assert lock.attempt is not None
-            tries += not lock.attempt()
+            tries += (not lock.attempt()) and begun >= origin
             time.sleep(TRY_EVERY)
             continue
         lock.take()
-        waits.append((begun - origin, time.monotonic() - begun))
+        taken = time.monotonic()
+        if taken >= origin:
+            waits.append((begun - origin, taken - begun))
         if section:
             time.sleep(section)
         lock.give()
-    return Client(waits, time.process_time() - computed, tries)
+    computed = time.process_time() - computed if computed >= 0 else 0.0
+    return Client(waits, computed, tries)

@@ -31,7 +31,7 @@ class Client(NamedTuple):
     """What one client did, by its own clock, which is the same for all processes of a machine."""
 
     waits: list[tuple[float, float]]
-    """When it began to want the lock, in seconds since the start, and how long it waited for it."""
+    """When it began to want the lock, in seconds since the start, before which it may be; and how long it waited."""
     computed: float
     """Seconds of the processor."""
     tries: int = 0
@@ -41,9 +41,10 @@ class Client(NamedTuple):
 def crowd_figures(clients: Sequence[Client], seconds: float, server: float) -> Figures:
     """Of clients that took and gave back for so many seconds, while the server computed for `server` seconds.
 
-    Rate and fairness count what was granted within the time. Waits that ended later count as waits.
+    Rate and fairness count what was granted within the time. Waits that ended later count as waits, and those that
+    began before it and ended in it.
     """
-    granted = [sum(begun + wait <= seconds for begun, wait in client.waits) for client in clients]
+    granted = [sum(0 <= begun + wait <= seconds for begun, wait in client.waits) for client in clients]
     waits = [wait for client in clients for _, wait in client.waits]
     thousand = len(waits) / 1000 or math.nan
     mean = statistics.fmean(waits) if waits else math.nan

@@ -362,6 +362,7 @@ def page(results: Results, drawn: dict[str, str]) -> str:
         _contended,
         _elsewhere,
         _held,
+        _scale,
         _experiment,
         _kept,
         _rest,
@@ -392,9 +393,12 @@ Machine: {machine["processor"]}, {machine["cores"]} cores, {machine["memory"]}, 
 in the median. {", ".join(versions)}.
 """
     if load["before"] > 1:
-        yield """**Other work shared the processors during this run.** Its figures show which way things go, and no more. Run
-the command on a quiet machine for figures.
+        yield """**Other work shared the processors during this run.** Its figures show which way things go, and no more. Least to
+be trusted are those of 32 clients and more: at such a load a client of this project can take seconds to open the
+connection that it waits with, which is then not over when counting begins. Run the command on a quiet machine.
 """
+    if results.get("again"):
+        yield f"Measured again after the rest: {', '.join(results['again'])}.\n"
 
 
 def _comparison(results: Results, drawn: dict[str, str]) -> Section:
@@ -424,7 +428,8 @@ def _participants(results: Results, drawn: dict[str, str]) -> Section:
         yield "Left out: " + "; ".join(results["missing"]) + ".\n"
     if told := failures(results):
         yield f"Without figures: {'; '.join(told)}.\n"
-    yield """CPU is in seconds per thousand locks, of all threads of the clients, and of all processes of the server. A wait is
+    yield """What counts begins some time after the clients do (0.4 s, and 0.03 s for each), when all have their connections. CPU is in seconds per
+thousand locks, of all threads of the clients, and of all processes of the server. A wait is
 the time of the call that takes the lock. Percentiles are by nearest rank. Jain is Jain's index over the locks that each
 client got (R. Jain, D. Chiu, W. Hawe, DEC-TR-301, 1984): 1 if all got as many.
 """
@@ -540,11 +545,11 @@ def _experiment(results: Results, drawn: dict[str, str]) -> Section:
     yield """The published experiment compares a lock at Redis that polls with one at etcd that watches: mean time, locks a
 second, P70, P90, P99 and CPU over a growing number of clients, once with few clients that lock often, and once with
 many clients. Here it runs with redis-py (a try every 0.1 s, in memory), etcd's lock service, and this project on
-PostgreSQL. Its own figures come from another machine and are not repeated. Each line of the table is a claim made for
-polling or for listening, and what this run says about it.
+PostgreSQL. Its own figures are not repeated here. Each line of the table is a claim that is commonly made for polling
+or for listening, and what this run says about it.
 
 etcd 3.4 lets a new watch take part in the stream of changes every 100 ms. A client that has waited for less than that
-gets the lock when the 100 ms are over, not when it is free: few clients wait longest of all by watching.
+gets the lock when the 100 ms are over, not when it is free, so that few clients that lock often wait for most of them.
 """
     yield in_words(results)
     yield from (_picture(drawn, name) for name in ("few", "many"))

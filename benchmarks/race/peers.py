@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import re
 import time
 import zlib
 from collections.abc import Awaitable, Callable
@@ -154,7 +153,8 @@ def _cursor(url: str) -> Any:
 
 def _row(key: str) -> int:
     """Of a client that updates a row of its own."""
-    return int(re.sub("[^0-9]", "", key.rpartition(":")[2]) or 0)
+    _, _, number = key.partition(":")
+    return int(number or 0)
 
 
 def advisory(url: str, key: str) -> Lock:
@@ -393,7 +393,7 @@ OURS = "PostgreSQL"
 """The place of the row of this project that others are compared with."""
 MINE = "dblock (PostgreSQL)"
 BARE_QUEUE = "bare queue in SQL (PostgreSQL)"
-BARE_STATEMENTS = "dblock's statements, bare (PostgreSQL)"
+BARE_STATEMENTS = "its statements, bare (PostgreSQL)"
 DISK = "all of it"
 
 PEERS = [
@@ -431,6 +431,12 @@ PEERS = [
     Peer("SET and DEL (Redis, on disk)", "Redis, on disk", redis_set, package="redis", floor=True, hot=False),
     Peer(BARE_QUEUE, "PostgreSQL", bare_queue, NOTIFIED, floor=True),
 ]
+QUICK = (
+    *(MINE, "dblock (MariaDB)", "dblock (SQLite)", "pg_advisory_lock", "django-pglock", "GET_LOCK (MariaDB)"),
+    *("redis-py", "redis-py, on disk", "python-redis-lock", "etcd", "ZooKeeper, kazoo"),
+    *("two durable UPDATEs (PostgreSQL)", BARE_QUEUE),
+)
+"""Those of a quick run."""
 DJANGO = (django_face, django_async_face, pglock, db_mutex)
 AHEAD = ("redis", "redis_lock", "pottery", "grpc", "kazoo.client", "kazoo.recipe.lock", "sqlalchemy_dlock", "asyncpg")
 """What is imported once, rather than by each client."""

@@ -125,7 +125,7 @@ def _dots(look: Look, columns: dict[str, dict[str, float]], title: str, label: s
 
 
 def _times(ratio: float) -> str:
-    return f"{ratio:.1f} times" if ratio < 10 else f"{ratio:.0f} times"
+    return f"{ratio:.2g} times" if ratio < 10 else f"{ratio:.0f} times"
 
 
 def alone(results: Results, look: Look) -> tuple[Any, str] | None:
@@ -169,13 +169,20 @@ def tail(results: Results, look: Look) -> tuple[Any, str] | None:
         colour = look.colours[number % len(look.colours)]
         _ = axes.plot(sizes, values, marker=mark, ls=style, color=colour, label=peer, lw=2.4 if peer == MINE else 1.4)
     _axes_of_clients(axes, sizes)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "2357" else "")
+    _logarithmic(axes)
     _ = axes.set_ylabel("p99 of the wait / mean wait")
     _ = axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     _ = axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     return chart, title.replace("\n", " ")
+
+
+def _logarithmic(axes: Any) -> None:
+    """Up and down, with figures between the powers of ten where there is room for them."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    between = "2357" if high < 50 * low else "2" if high < 500 * low else ""
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in between else "")
 
 
 def _axes_of_clients(axes: Any, sizes: list[int]) -> None:
@@ -272,9 +279,7 @@ def _experiment(
             _ = axes.plot(there, values, marker=mark, ls=style, color=colour, label=system)
         _axes_of_clients(axes, there)
         if names != ("rate",):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "2357" else "")
+            _logarithmic(axes)
         else:
             axes.set_ylim(bottom=0)
         _ = axes.set_title(label, fontsize=10)
@@ -331,7 +336,7 @@ def rows(results: Results, look: Look) -> tuple[Any, str] | None:
     if len(takes) < 2:
         return None
     first, *_, last = takes
-    title = f"From {first:,} to {last:,} rows a take on PostgreSQL goes from {takes[first]:.2g} ms to {takes[last]:.2g} ms;\n"
+    title = f"A take on PostgreSQL: {takes[first]:.2g} ms with {first:,} rows, {takes[last]:.2g} ms with {last:,};\n"
     grown = [label for label, values in lines.items() if values[last] > 3 * values[first]]
     title += f"more than three times as long: {', '.join(grown) or 'nothing'}"
     return _growth(look, lines, title, ("rows of the table", "milliseconds"))

@@ -36,7 +36,7 @@ def test_jains_index() -> None:
 
 def test_figures_of_a_crowd() -> None:
     """What was granted within the time counts as a rate; every wait counts as a wait; CPU is for a thousand locks."""
-    clients = [Client([(0.0, 0.1), (0.5, 0.3)], 0.002), Client([(0.1, 0.2), (1.9, 0.4)], 0.004)]
+    clients = [Client([(-0.05, 0.1), (0.5, 0.3)], 0.002), Client([(0.1, 0.2), (1.9, 0.4)], 0.004)]
     found = crowd_figures(clients, 2.0, server=0.01)
     assert found == pytest.approx(
         {
@@ -104,6 +104,7 @@ def test_page_says_first_who_is_ahead() -> None:
             hot(MINE, {"rate": 150.0, "p99": 0.2, "jain": 1.0}),
             hot("redis-py", {"rate": 151.0, "p99": 2.5, "jain": 0.3}),
             row("alone", "etcd", {}, "no answer", clients=1),
+            row("rows", MINE, {"take": 0.001, "reap": 2.0}, rows=1000),
         ),
         {"alone": "A title"},
     )
@@ -115,6 +116,7 @@ def test_page_says_first_who_is_ahead() -> None:
     assert "Without figures: etcd (alone: no answer)." in then
     assert '<img alt="A title" src="benchmarks/alone-light.svg">' in then
     assert "| **dblock (PostgreSQL)** | 1,000/s |" in then
+    assert "| dblock (PostgreSQL): 1,000 | 1 ms | – | – | – | 2 s |" in then
     assert "Other work shared" not in written
 
 
