@@ -158,6 +158,7 @@ def _readable(annotation: Any) -> str:
     text = text if isinstance(text, str) else inspect.formatannotation(text)
     text = text.replace("EllipsisType | ", "").replace(" | EllipsisType", "").replace("Seconds", "float | timedelta")
     text = text.replace("Callback", "Callable[[Any, Reason], object]").replace("Told", "Callable[[Any], object]")
+    text = re.sub(r"\bPlace\[(\w+)\]", r"Callable[[str], \1 | tuple[\1, ...]]", text)
     return re.sub(r"\bDeposed\b", "Callable[[Any, Reason], object]", text)
 
 
