@@ -51,7 +51,7 @@ bench: ## Rates as ratios to bare SQL in the same run, and what the server count
 race: ## The peers side by side, and docs/benchmarks.md with its plots: make race [QUICK=1] [ROUNDS=3]; quick: .build/race
 	@sh scripts/setup test
 	@sh scripts/setup race
-	@QUICK=$(QUICK) ROUNDS=$(ROUNDS) $(PYTHON) -m benchmarks.race
+	@$(PYTHON) -m benchmarks.race $(if $(QUICK),--quick) $(if $(ROUNDS),--rounds $(ROUNDS))
 
 celery: ## Locked tasks on RabbitMQ and Redis in full numbers, with kills and restarts: `make test` has a short form
 	@sh scripts/setup test

@@ -47,8 +47,8 @@ QUICK = 150.0
 def main() -> int:
     """Race; 1 if a ratio that is kept is missed in a full run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.race")
-    _ = parser.add_argument("--quick", action="store_true", default=bool(os.environ.get("QUICK")))
-    _ = parser.add_argument("--rounds", type=int, default=int(os.environ.get("ROUNDS") or 0))
+    _ = parser.add_argument("--quick", action="store_true", help="three minutes")
+    _ = parser.add_argument("--rounds", type=int, default=0)
     _ = parser.add_argument("--to", type=Path, help="the directory of the page")
     _ = parser.add_argument("--only", action="append", default=[], help="peers whose names begin so")
     _ = parser.add_argument("--scenario", action="append", default=[], help="these alone, into the last run's results")
