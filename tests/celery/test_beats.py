@@ -142,7 +142,7 @@ def test_after_a_kill_or_a_freeze_another_one_sends(
                 said = len(beats.text(victim))
                 beats.processes[victim].send_signal(signal.SIGCONT)
                 wait_until(lambda: "not active any more" in beats.text(victim)[said:])  # noqa: B023
-                assert "Sending" not in beats.text(victim)[said:]
+                assert beats.text(victim)[said:].count("Sending") <= 1, "the one that it was just sending"
     found = gaps(beats.sent())
     assert min(found) > 0.4, sorted(found)[:4]
     assert max(found) < 20

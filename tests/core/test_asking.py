@@ -155,6 +155,13 @@ def test_a_failure_makes_a_database_silent(asks: Asks) -> None:
     waiting.leave(asks)
 
 
+class Unentered(threading.Condition):
+    """An interrupt between the two lines of its `__enter__` would leave it locked."""
+
+    def __enter__(self) -> bool:
+        raise AssertionError("it is not for `with`")
+
+
 def test_a_thread_whose_start_was_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the asks that come after it are made."""
     timed(monkeypatch, linger=1.0)
@@ -172,6 +179,7 @@ def test_a_thread_whose_start_was_interrupted_ends(monkeypatch: pytest.MonkeyPat
         yield from ()
 
     monkeypatch.setattr(asking, "start", starts)
+    asks._changed = Unentered(asks._mutex)
     with pytest.raises(KeyboardInterrupt):
         asks.begin(store, steps())
     for _ in range(3):

@@ -361,7 +361,7 @@ def test_another_user_rings_in_vain(request: pytest.FixtureRequest, database: st
     ready(request, database)
     subject = Subject("sqlalchemy", "sync", database)
     address = make_url(url(database))
-    for table in ("locks", "lock_waiters"):
+    for table in ("locks", "lock_waiters", "lock_epoch"):
         run(database, "CREATE USER IF NOT EXISTS dblock_other@'%'")
         run(database, f"GRANT SELECT, INSERT, UPDATE, DELETE ON {table} TO dblock_other@'%'")
     other = address.set(username="dblock_other", password=None).render_as_string(hide_password=False)

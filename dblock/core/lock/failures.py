@@ -192,7 +192,7 @@ def must_not_enter(lock: BaseLock, hold: Hold) -> WrongKind | LockUpgradeRefused
 def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
     """The error for a key that could not be acquired in time, with its holder or the transaction that pins it."""
     key, timeout = lock.key, lock._timeout
-    closed = yield from _quarantine(lock, refused)
+    closed = yield from quarantined(lock, refused)
     pinned = None if closed else (yield from _who_pins(lock, refused))
     waited = f"within {timeout:g} s" if timeout else "at one try"
     found, busy = refused
@@ -227,7 +227,7 @@ def timed_out(lock: BaseLock, refused: Refused) -> Steps[LockTimeout]:
     )
 
 
-def _quarantine(lock: BaseLock, refused: Refused) -> Steps[str]:
+def quarantined(lock: BaseLock, refused: Refused) -> Steps[str]:
     """What is to be said of a key that is closed since a failover; empty for any other key."""
     found, busy = refused
     if busy is not None or (found is not None and found.state == "held"):

@@ -174,7 +174,8 @@ class Asks:
     """The asks of this process."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.RLock())  # a signal handler may begin an ask
+        self._mutex = threading.RLock()  # a signal handler may begin an ask
+        self._changed = threading.Condition(self._mutex)  # no `with`, in which an interrupt would leave it locked
         self._jobs: deque[tuple[Store, Steps[None]]] = deque()
         self._idle = 0
         """Number of threads that wait for a job; they alone change it, as no signal handler interrupts them."""
@@ -253,7 +254,7 @@ class Asks:
                 health.silent, health.asked_until = True, clock.now() + timing.DEFAULT.surely_answered
 
     def _of(self, store: Store) -> _Health:
-        with self._changed:
+        with self._mutex:
             return self._health.setdefault(store, _Health())
 
     # -- threads and tasks
@@ -270,7 +271,7 @@ class Asks:
             self._tasks = {each for each in self._tasks if not each.get_loop().is_closed()} | {task}
             task.add_done_callback(self._forget)
             return
-        with self._changed:
+        with self._mutex:
             if len(self._jobs) >= self._idle:
                 try:
                     _ = start(self._serve, "quorum")
@@ -290,12 +291,12 @@ class Asks:
             except BaseException as error:  # noqa: BLE001 - other asks depend on this thread
                 warn("asking %s failed: %r", store.name, error)
             del job, store, steps
-            with self._changed:
+            with self._mutex:
                 self._working -= 1
 
     def _next(self) -> tuple[Store, Steps[None]] | None:
         """The next job for a thread; None if there is none for a while."""
-        with self._changed:
+        with self._mutex:
             self._idle += 1
             found = self._changed.wait_for(lambda: self._jobs, timing.DEFAULT.linger)
             self._idle -= 1

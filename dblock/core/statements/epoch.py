@@ -75,37 +75,38 @@ WHERE id = 1 AND server = {words.server} {words.durable}
 def _begin(words: Vocabulary) -> str:
     """Safe: of two that find another server's row one writes it, and the other finds it written.
 
-    If it arrives twice the second one changes nothing. Durable, as are the takes that rely on it.
+    If it arrives twice the second one changes nothing. Durable, as are the takes that rely on it. Where there is no row
+    nobody has used the tables, or somebody has emptied them, tenures and all: keys are open.
     """
     seconds = words.greatest + f"(:seconds, {MARGIN})"
     floor = f"{words.micros} + {int(MARGIN * 1_000_000)}"
-    if not words.timeline:  # MySQL: a table without the row is taken for another server's
+    if not words.timeline:
+        cluster = f"VALUES(server) = {CLUSTER}"
+        kept = "lock_epoch.server = VALUES(server)"
         return f"""
 INSERT INTO lock_epoch ({_COLUMNS})
-SELECT 1, {words.server}, '', {words.now},
-       {words.after(f"CASE WHEN {words.server} = {CLUSTER} THEN 0 ELSE {seconds} END")},
-       CASE WHEN {words.server} = {CLUSTER} OR :seconds = 0 THEN 0 ELSE {floor} END
-FROM (SELECT 1 AS one) AS this
+SELECT 1, {words.server}, '', {words.now}, {words.now}, 0 FROM (SELECT 1 AS one) AS this
 ON DUPLICATE KEY UPDATE
-    since = IF(lock_epoch.server = VALUES(server), lock_epoch.since, VALUES(since)),
-    opens_at = IF(lock_epoch.server = VALUES(server), lock_epoch.opens_at, VALUES(opens_at)),
-    floor = IF(lock_epoch.server = VALUES(server), lock_epoch.floor, VALUES(floor)),
+    since = IF({kept}, lock_epoch.since, VALUES(since)),
+    opens_at = IF({kept}, lock_epoch.opens_at, {words.after(f"IF({cluster}, 0, {seconds})")}),
+    floor = IF({kept}, lock_epoch.floor, IF({cluster} OR :seconds = 0, 0, {floor})),
     server = VALUES(server)
 """
-    # A server on its first timeline was never promoted: if there is no row, nobody has used the table.
     span = f"CAST({seconds.replace(':seconds', 'CAST(:seconds AS double precision)')} AS double precision)"
-    kept = ",\n    ".join(
-        f"{name} = CASE WHEN lock_epoch.history = excluded.history THEN lock_epoch.{name} ELSE excluded.{name} END"
-        for name in ("since", "opens_at", "floor")
+    closed = {
+        "since": words.now,
+        "opens_at": words.after(span),
+        "floor": f"CASE WHEN CAST(:seconds AS double precision) = 0 THEN 0 ELSE {floor} END",
+    }
+    changed = ",\n    ".join(
+        f"{name} = CASE WHEN lock_epoch.history = excluded.history THEN lock_epoch.{name} ELSE {value} END"
+        for name, value in closed.items()
     )
     return f"""
 INSERT INTO lock_epoch ({_COLUMNS})
-SELECT 1, {words.server}, {_history(words)}, {words.now},
-       CASE WHEN fresh THEN {words.now} ELSE {words.after(span)} END,
-       CASE WHEN fresh OR CAST(:seconds AS double precision) = 0 THEN 0 ELSE {floor} END
-FROM (SELECT {words.timeline} = '00000001' AND NOT EXISTS (SELECT 1 FROM lock_epoch) AS fresh) AS this
+SELECT 1, {words.server}, {_history(words)}, {words.now}, {words.now}, 0
 WHERE true {words.durable}
 ON CONFLICT (id) DO UPDATE SET server = excluded.server, history = excluded.history,
-    {kept}
+    {changed}
 WHERE lock_epoch.server <> excluded.server
 """

@@ -28,6 +28,7 @@ from dblock.core.holding.handover_record import Bundle
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.entering import Granted
+from dblock.core.lock.failures import quarantined
 from dblock.core.protocol import quorum, tenures
 from dblock.core.protocol.asking import Asks
 from dblock.core.protocol.steps import Rows, Steps
@@ -66,7 +67,8 @@ def take(lock: BaseLock, timeout: float | None, proposed: int = 0) -> Steps[Gran
     if found is None:
         found = yield from _take_or_wait(lock, timeout)
     if isinstance(found, Refused):
-        return _refused(found)
+        closed = yield from quarantined(lock, found)
+        return No(closed) if closed else _refused(found)
     try:
         left = yield from quorum.standing(database, lock._ttl, _soon(database), said)
     except GeneratorExit:
