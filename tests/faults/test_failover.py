@@ -21,6 +21,7 @@ from dblock.core.protocol import epoch, tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import LockTimeout, attach, create_tables, db_lock
+from tests.conftest import INNODB, ready, run, url
 from tests.support.failover import KINDS, URLS, pair_of
 from tests.support.lab import LONG, hold_of, until
 from tests.support.proxy import Proxy
@@ -181,3 +182,19 @@ def test_a_restart_closes_nothing() -> None:
             with db_lock(engine, "row", timeout=20), db_lock(engine, f"no row {how}", timeout=20):
                 pass
         engine.dispose()
+
+
+@pytest.mark.parametrize("database", ["postgresql", *INNODB])
+def test_where_the_tables_were_emptied_keys_are_open(request: pytest.FixtureRequest, database: str) -> None:
+    """As a TransactionTestCase of Django empties them: nobody has a tenure there."""
+    ready(request, database)
+    engine = create_engine(url(database))
+    lock = db_lock(engine, "k")
+    for key_is_new in (True, False):
+        run(database, "DELETE FROM lock_epoch")
+        if key_is_new:
+            run(database, "DELETE FROM locks")
+        assert lock.acquire(blocking=False)
+        lock.release()
+    assert len(run(database, "SELECT 1 FROM lock_epoch")) == 1
+    engine.dispose()

@@ -130,7 +130,7 @@ def _take(waiter: Waiter) -> Steps[Grant | Refused | None]:
             tries += 1
             if tries > 2 and now() >= deadline:
                 return Refused()
-        closed = 0.0 if held else (yield from epoch.closed_for(database, holder, until))
+        closed = 0.0 if held else (yield from epoch.closed_for(database, holder, until, anew=tries > 1))
         if closed and now() >= deadline:
             return Refused(holder)
         # A key that is free but cannot be taken has waiters, or a transaction pins it, or the server was promoted.

@@ -29,12 +29,15 @@ class Quarantine(NamedTuple):
         return f"promoted {self.since:.0f} s ago: keys open in {max(self.opens_in, 1):.0f} s"
 
 
-def closed_for(database: Database, info: LockInfo | None, until: float) -> Steps[float]:
-    """Seconds for which a key is closed, by its row; 0.0 if it is not, or nobody can say until that local time."""
+def closed_for(database: Database, info: LockInfo | None, until: float, *, anew: bool = False) -> Steps[float]:
+    """Seconds for which a key is closed, by its row; 0.0 if it is not, or nobody can say until that local time.
+
+    `anew`: ask, however lately the database was asked.
+    """
     epoch, now = database.epoch, database.now
     if database.dialect.epoch is None:
         return 0.0
-    if now() >= epoch.asked + database.timing.epoch_cache:
+    if anew or now() >= epoch.asked + database.timing.epoch_cache:
         epoch.asked = now()
         try:
             _ = yield from read(database, until)
