@@ -20,7 +20,7 @@ from dblock.core.errors import LockError, Loss, Reason
 from dblock.core.protocol import epoch, tenures
 from dblock.core.protocol.drive import drive
 from dblock.core.runtime import current_flow
-from sqlalchemy_dblock import LockTimeout, attach, create_tables, db_lock
+from sqlalchemy_dblock import LockTimeout, attach, create_tables, db_lock, metadata
 from tests.conftest import INNODB, ready, run, url
 from tests.support.failover import KINDS, URLS, pair_of
 from tests.support.lab import LONG, hold_of, until
@@ -198,3 +198,20 @@ def test_where_the_tables_were_emptied_keys_are_open(request: pytest.FixtureRequ
         lock.release()
     assert len(run(database, "SELECT 1 FROM lock_epoch")) == 1
     engine.dispose()
+
+
+def test_a_dump_that_was_restored_closes_the_keys() -> None:
+    """In the very server whose name is in it: the tenures that were granted since are not in the dump."""
+    with running(PostgreSQL) as server:
+        engine = create_engine(URLS["postgresql"].format(server.port))
+        create_tables(engine)
+        with engine.begin() as connection:
+            connection.exec_driver_sql("CREATE TABLE dump AS SELECT * FROM lock_epoch")
+            connection.exec_driver_sql("DROP TABLE lock_epoch")
+        metadata.tables["lock_epoch"].create(engine)
+        with engine.begin() as connection:
+            connection.exec_driver_sql("DELETE FROM lock_epoch")
+            connection.exec_driver_sql("INSERT INTO lock_epoch SELECT * FROM dump")
+        with pytest.raises(LockTimeout, match="promoted 0 s ago"), db_lock(engine, "k", timeout=0):
+            pass
+        engine.dispose()

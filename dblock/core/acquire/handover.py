@@ -232,9 +232,10 @@ def undo_take(site: Site, key: str, owner: str, seconds: float | None = None, *,
             if pause:
                 yield from sleep(pause)
             info = yield from tenures.look(site.database, key, until)
-            if info is not None and info.owner == owner:
-                _ = yield from free(site, HandoverRecord(Tenure(key, owner, info.fence)), 1, until)
-                return
+            if info is None or info.owner != owner:
+                continue
+            if (yield from free(site, HandoverRecord(Tenure(key, owner, info.fence)), 1, until)):
+                return  # else a statement that is still under way may have raised the fence meanwhile
     except Exception:  # noqa: BLE001 - must not hide what interrupted the take
         return
 

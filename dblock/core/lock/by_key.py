@@ -347,23 +347,24 @@ def raise_fence(lock: BaseLock, fence: int) -> Steps[None]:
     """
     hold, watchdog = lock._own_hold("raise the fence of"), runtime.current.watchdog
     _ = lock._surely_held()
-    if not watchdog.discard(hold):  # release_all() was faster
-        raise lock._lost(hold)
     database, lease = hold.store.database, hold.lease
     until = min(database.now() + database.timing.retry_budget, lease.trusted_until)
     known = Grant(hold.tenure, lease.renewed, lease.ttl)
     try:
+        if not watchdog.discard(hold):  # release_all() was faster
+            raise lock._lost(hold)  # noqa: TRY301 - what is undone below is nothing then
         grant = yield from quorum.confirm(database, known, fence, lease.life, until)
+        if grant is not None:
+            hold.tenure = hold.record.tenure = grant.tenure
+        watchdog.add(hold)
     except GeneratorExit:
         raise
     except BaseException:  # the row has the one fence or the other
+        _ = watchdog.discard(hold)
         forget(hold)
         hold.entries = []
         yield from handover.undo_take(site_of(hold), hold.tenure.key, hold.tenure.owner)
         raise
-    if grant is not None:
-        hold.tenure = hold.record.tenure = grant.tenure
-    watchdog.add(hold)
     if grant is None:
         yield from find_out(hold)
     if grant is None or not lease.lengthen(grant):

@@ -6,12 +6,13 @@ the one row of `lock_epoch` (`Vocabulary.is_open`). It names the `server` that w
 condition is false, until a client that was refused writes the row anew (`begin`): from then on all keys are closed
 until `opens_at`.
 
-    server      PostgreSQL: the start of the server process, which is read without a lock. MySQL: server_uuid.
+    server      PostgreSQL: the start of the server process, which is read without a lock, and the number of the
+                table, which a restored dump changes. MySQL: server_uuid.
                 MariaDB: server_id, host and port; two servers of a replication never share a server_id.
                 Galera and group replication: one name for all nodes, as no commit is answered that a majority lacks
-    history     PostgreSQL: the timeline, which each promotion and each recovery from an archive changes, and the number
-                of the table, which a restored dump changes. If the server process has started anew on the same
-                timeline, it was stopped, or crashed, and has lost nothing that was answered: the rest of the row stays
+    history     PostgreSQL: the timeline, which each promotion and each recovery from an archive changes, the number of
+                the table, and the cluster. If the server process has started anew with the same ones, it was stopped,
+                or crashed, and has lost nothing that was answered: the rest of the row stays
     since       when the server was first found
     opens_at    when keys open
     floor       a number above all fences that the old primary can have given, whose clock may be ahead by `MARGIN`. A
@@ -42,7 +43,9 @@ _COLUMNS: Final = "id, server, history, since, opens_at, floor"
 
 
 def _history(words: Vocabulary) -> str:
-    return f"concat_ws(' ', {words.timeline}, CAST(CAST('lock_epoch' AS regclass) AS oid))" if words.timeline else "''"
+    """A restart changes none of these; a promotion the timeline, a restored dump the table or the cluster."""
+    cluster = "(SELECT system_identifier FROM pg_control_system())"
+    return f"concat_ws(' ', {words.timeline}, {words.epoch_table}, {cluster})" if words.timeline else "''"
 
 
 def epochs(words: Vocabulary) -> Epochs:

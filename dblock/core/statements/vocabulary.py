@@ -50,6 +50,8 @@ class Vocabulary:
     server = ""
     """Text that a server and its replicas never share; empty if databases of this kind have no replicas."""
     timeline = ""
+    epoch_table = ""
+    """The number of the table lock_epoch, where a restored one has another."""
     """Text that a promotion changes and a restart does not; empty if the database has none."""
 
     def after(self, seconds: str, start: str = "") -> str:

@@ -76,7 +76,7 @@ def reap(context: Context, options: Namespace) -> int:
 
 def quarantine(context: Context, options: Namespace) -> int:
     """Say whether keys are closed after a failover, or open them; 1 if they are closed, 2 if that was not agreed to."""
-    found = context.quarantine(begins=True)
+    found = context.quarantine(begins=options.end)
     if options.end and found is not None and found.opens_in > 0:
         if not (options.yes or can_ask()):
             complain("nobody can be asked here (standard input is no terminal): say --yes")
@@ -89,8 +89,10 @@ def quarantine(context: Context, options: Namespace) -> int:
         found = context.quarantine()
     if options.json:
         say_json(None if found is None else found._asdict())
-    elif found is None:
+    elif found is None and context.store.database.dialect.epoch is None:
         say(f"{context.where} has no replicas: there is no quarantine")
+    elif found is None:
+        say(f"{context.where}: nobody has taken a lock since the server has started; the first who does will know more")
     else:
         since = f"it was found to be another server {span(found.since)} ago"
         say(f"{context.where}: {found if found.opens_in > 0 else f'keys are open; {since}'}")

@@ -68,7 +68,7 @@ CREATE TABLE lock_epoch (
     floor bigint NOT NULL
 );
 INSERT INTO lock_epoch (id, server, history, since, opens_at, floor)
-SELECT 1, CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text), concat_ws(' ', substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8), CAST(CAST('lock_epoch' AS regclass) AS oid)), clock_timestamp(), clock_timestamp(), 0;
+SELECT 1, concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid)), concat_ws(' ', substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8), CAST(CAST('lock_epoch' AS regclass) AS oid), (SELECT system_identifier FROM pg_control_system())), clock_timestamp(), clock_timestamp(), 0;
 
 -- take: the rows it returns
 UPDATE locks
@@ -79,7 +79,7 @@ AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp() THEN pg_try_advis
 AND (last_ticket = served_ticket OR CAST(:fair AS integer) = 0)
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
@@ -97,7 +97,7 @@ AND CASE WHEN lock_key = ANY (ARRAY(SELECT json_array_elements_text(CAST(:keys A
 AND (owner IS NULL OR expires_at <= clock_timestamp()) THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
@@ -115,7 +115,7 @@ SELECT CAST(:key AS text), :owner, CAST(extract(epoch FROM clock_timestamp()) * 
 WHERE pg_try_advisory_xact_lock(hashtextextended(CAST(:key AS text) COLLATE "C", CAST(CAST('locks' AS regclass) AS bigint)))
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp())
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
@@ -174,7 +174,7 @@ AND fence = :fence
 AND expires_at > clock_timestamp()
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
@@ -191,7 +191,7 @@ AND expires_at > clock_timestamp()
 AND count = 0
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
@@ -276,7 +276,7 @@ AND fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)
 AND (last_ticket <= served_ticket OR last_ticket < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint) - 10000000)
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
@@ -339,7 +339,7 @@ AND CASE WHEN locks.owner IS NULL OR locks.expires_at <= clock_timestamp() OR (l
 AND locks.fence = CAST(:fence AS bigint)) THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND CASE WHEN locks.owner IS NOT NULL
@@ -362,7 +362,7 @@ AND owner = :owner
 AND expires_at > clock_timestamp()
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
@@ -389,7 +389,7 @@ AND expires_at > clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextend
 AND (last_ticket = served_ticket OR CAST(:handovers_left AS integer) > 0)
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND CASE WHEN CAST(:covers AS integer) = 1
@@ -497,7 +497,7 @@ AND waiter.expires_at > clock_timestamp()
 AND waiter.reading = 0))
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
@@ -522,7 +522,7 @@ AND (door.last_ticket = door.served_ticket OR CAST(:fair AS integer) = 0)
 AND (door.owner IS NULL OR door.expires_at <= clock_timestamp()) LIMIT 1 ) AS seen)
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
@@ -568,7 +568,7 @@ AND CASE WHEN lock_key = ANY (ARRAY(SELECT json_array_elements_text(CAST(:names 
 AND (owner IS NULL OR expires_at <= clock_timestamp()) THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = CAST(CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) AS text)
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL

@@ -233,15 +233,20 @@ class BaseQuorumLock:
     def _place(self) -> object:
         return frozenset(lock._store() for lock in self._members), self.key
 
+    def _own(self) -> Held | None:
+        """What this flow holds."""
+        held: Held | None = the_asks().held.get(current_flow(), {}).get(self._place())
+        return held if held is not None and not held.over and held.process == os.getpid() else None
+
     def _held(self) -> Held | None:
-        """What this flow holds, else what the only open `with` of this object does."""
-        held = the_asks().held.get(current_flow(), {}).get(self._place())
+        """What this flow holds, else what the only open `with` of this object does: for questions only."""
+        held = self._own()
         if held is None and len(self._withs) == 1:
             held = self._withs[0][1]
         return held if held is not None and not held.over and held.process == os.getpid() else None
 
     def _surely_held(self, verb: str) -> Held:
-        held = self._held()
+        held = self._own()
         if held is None:
             raise LockNotHeld(f"cannot {verb} {self.key!r}: this thread or task does not hold it", key=self.key)
         if held.remaining() <= 0:
@@ -314,7 +319,7 @@ class BaseQuorumLock:
 
     def _release(self, held: Held | None = None) -> Steps[None]:
         """Leave once; the last time gives all back. Raises LockNotHeld, or LockLost."""
-        held = self._held() if held is None else held
+        held = self._own() if held is None else held
         if held is None or held.over or held.process != os.getpid():
             raise LockNotHeld(
                 f"cannot release {self.key!r}: this thread or task does not hold it, or has released it already",

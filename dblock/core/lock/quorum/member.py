@@ -134,13 +134,13 @@ def confirm(lock: BaseLock, grant: Grant, fence: int, until: float) -> Steps[Gra
     except GeneratorExit:
         raise
     except BaseException:
-        yield from give_back(lock, grant.tenure.owner)
+        yield from give_back(lock, grant.tenure.owner, again=True)
         raise
 
 
-def give_back(lock: BaseLock, owner: str) -> Steps[None]:
-    """Free the tenure of an attempt, whichever fence it has; raises nothing."""
-    return handover.undo_take(runtime.current.site(lock._store()), lock.key, owner, again=False)
+def give_back(lock: BaseLock, owner: str, *, again: bool = False) -> Steps[None]:
+    """Free the tenure of an attempt, whichever fence it has; raises nothing. `again`: a statement may be under way."""
+    return handover.undo_take(runtime.current.site(lock._store()), lock.key, owner, again=again)
 
 
 def undo(lock: BaseLock, found: object) -> Steps[None]:
