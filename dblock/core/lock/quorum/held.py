@@ -222,12 +222,12 @@ class Held:
         try:
             found = yield from member.take(lock, 0.0)
             if isinstance(found, No):
-                self.said[name] = found.why
+                self._note(number, found.why)
                 return
             fence, until = max(self.fence, found.tenure.fence), clock.now() + self.lock._limit
             grant = yield from member.confirm(lock, found, fence, until)
         except LockStoreError as error:
-            self.said[name] = short(error)
+            self._note(number, short(error))
             return
         with self._mutex:
             flow = self.flow()
@@ -236,6 +236,12 @@ class Held:
                 self.said[name] = "granted"
                 return
         yield from member.give_back(lock, found.tenure.owner)
+
+    def _note(self, number: int, said: str) -> None:
+        """Note what a database has said, unless another ask has got it meanwhile."""
+        with self._mutex:
+            if number in self._missing():
+                self.said[self.lock.names[number]] = said
 
     # -- asking all that are held
 
