@@ -61,7 +61,7 @@ if TYPE_CHECKING:
         lock_released,
     )
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 __all__ = [
     "Event",

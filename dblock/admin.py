@@ -45,6 +45,7 @@ from dblock.core.lock import administration
 from dblock.core.protocol import epoch
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.epoch import Quarantine
+from dblock.core.share_keys import END
 from dblock.core.statements.administration import WORDS
 from dblock.core.text import printable
 from dblock.core.values import SHARE, Identity, KeyKind
@@ -248,6 +249,7 @@ class LockAdmin(Inspector):
     def get_queryset(self, request: HttpRequest) -> QuerySet[Lock]:
         count = _waiters().order_by().values("lock_key").annotate(number=Count("*")).values("number")
         rows = self.rows().alias(left=SecondsUntil("expires_at"), age=SecondsSince("acquired_at"))
+        rows = rows.exclude(lock_key__startswith=SHARE).exclude(lock_key__endswith=END)  # `is_internal`
         return rows.annotate(waiting=Coalesce(Subquery(count), 0))
 
     def rows(self) -> QuerySet[Lock]:
@@ -305,6 +307,7 @@ class LockAdmin(Inspector):
                 "waiters": queue(waiters),
                 "more_waiters": max(vars(row)["waiting"] - len(waiters), 0),
                 "shares": holders(key, store),
+                "is_next": _state(row) == "waiting",
             }
         return super().change_view(request, object_id, form_url, {**(extra_context or {}), **context})
 

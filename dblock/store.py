@@ -66,7 +66,10 @@ class DjangoStore(BaseStore):
                 f"DBLOCK['SCHEMA'] is for PostgreSQL, and database {alias!r} is {connection.display_name}"
             )
         self.database = Database(
-            dialect_for(vendor, tables), refuse_waiting=self._refuse_waiting, quarantine=conf.quarantine
+            dialect_for(vendor, tables),
+            refuse_waiting=self._refuse_waiting,
+            quarantine=conf.quarantine,
+            asynchronous_ttl=conf.asynchronous_ttl,
         )
         self._alias = self.name = alias
         self._described = f"database {alias!r}"
@@ -198,7 +201,10 @@ def pin(store: DjangoStore, alias: str, step: Execute) -> Rows:
     if not store.pins:
         return [(True,)]
     if not store.same_database(alias):
-        raise ValueError(f"guard(using={alias!r}): the lock lives in another database, which this one cannot keep")
+        raise ValueError(
+            f"guard(using={alias!r}): the lock lives in another database, which this one cannot keep (another host name"
+            " or port counts as another: give both the same)"
+        )
     if blocks[0]._from_testcase:
         return [(True,)]
     try:

@@ -19,7 +19,7 @@ from sqlalchemy import update
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from example_project.warehouse import Buyer, Item, asell, async_url
-from sqlalchemy_dblock import LockTimeout, db_lock, release_all
+from sqlalchemy_dblock import LockLost, LockTimeout, db_lock, release_all
 
 PAYMENT = float(os.environ.get("PAYMENT", "0.3"))
 SHOP_URL = os.environ.get("SHOP_URL", "")
@@ -58,8 +58,8 @@ async def sell(sku: str, request: Request) -> Response:
     _ = await stock(sku)
     try:
         async with db_lock(engine, f"stock:{sku}", timeout=5, label="market stall") as lock:
-            sold = await asell(engine, sku, "market", PAYMENT, lock.fence)
-    except LockTimeout:
+            sold = await asell(engine, sku, "market", PAYMENT, lock)
+    except (LockTimeout, LockLost):
         answer, status = {"result": "busy"}, 503
     else:
         answer, status = {"result": "sold" if sold else "out"}, 200 if sold else 409
@@ -95,7 +95,7 @@ async def visit(race: Rivals, row: int, number: int, asked: float) -> None:
     async with lock if race.locked else contextlib.nullcontext():
         fence = lock.fence if race.locked else None
         await note(row, entered=time.time() - race.begun, fence=fence)
-        sold = await asell(engine, race.sku, f"buyer {number}", race.pause, fence)
+        sold = await asell(engine, race.sku, f"buyer {number}", race.pause, lock if race.locked else None)
         left = time.time() - race.begun
     await note(row, left=left, sold=sold)
 

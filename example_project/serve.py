@@ -106,7 +106,7 @@ class Crew:
             self._start(_worker)
             print(
                 f"The shop is open: http://127.0.0.1:{self.port}/ (back office: /admin/, login admin, password admin; "
-                f"market stall: port {self.market}). Ctrl-C closes it.",
+                f"market stall: port {self.market}/docs). Ctrl-C closes it.",
                 flush=True,
             )
             while not self.stopping:
@@ -193,8 +193,13 @@ def _clerk(role: str, name: str) -> None:
 
 def _worker() -> None:
     """Threads: as many as there are things to wait for, and no more memory than one process has."""
+    import warnings
+
+    from celery.platforms import SecurityWarning
+
     from example_project.celery import app
 
+    warnings.simplefilter("ignore", SecurityWarning)  # of a worker whose user is root, as in a container
     app.worker_main(["--quiet", "worker", "--pool=threads", "--concurrency=4", "--loglevel=ERROR", "--without-mingle"])
 
 

@@ -13,6 +13,8 @@ from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
+from sqlalchemy_dblock import AsyncLock
+
 
 class Base(DeclarativeBase):
     pass
@@ -73,14 +75,16 @@ def sell(engine: Engine, sku: str, seller: str, pause: float) -> bool:
     return True
 
 
-async def asell(engine: AsyncEngine, sku: str, seller: str, pause: float, fence: int | None) -> bool:
-    """The same for an event loop."""
+async def asell(engine: AsyncEngine, sku: str, seller: str, pause: float, lock: AsyncLock | None) -> bool:
+    """The same for an event loop; nothing is written once a lock that is given is lost."""
     async with AsyncSession(engine) as session:
         stock = (await session.get_one(Item, sku)).stock
     if stock <= 0:
         return False
     await asyncio.sleep(pause)
     async with AsyncSession(engine) as session, session.begin():
+        if lock is not None:
+            await lock.guard(session)  # else LockLost
         (await session.get_one(Item, sku)).stock = stock - 1
-        session.add(Sale(item_id=sku, seller=seller, sold_at=datetime.now(UTC), fence=fence))
+        session.add(Sale(item_id=sku, seller=seller, sold_at=datetime.now(UTC), fence=lock and lock.fence))
     return True

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Coroutine, Generator
 from contextlib import contextmanager
-from typing import Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final, overload
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from dblock.core.protocol.sending import pauses
 from sqlalchemy_dblock.connections import in_greenlet_of_its_own, rest
 from sqlalchemy_dblock.face import _sync_engine
 from sqlalchemy_dblock.table import metadata_for
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
 TRIES: Final = 10
 """Attempts of a process that does not get its turn, or collides with another program that makes the tables."""

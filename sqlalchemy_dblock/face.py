@@ -15,7 +15,7 @@ from dblock.core.holding.flow import Hold, current_task
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.locks import AsyncLock as CoreAsyncLock
-from dblock.core.lock.locks import Attaching, SyncLock, settled
+from dblock.core.lock.locks import Attaching, SyncLock, refuse_interrupt, settled
 from dblock.core.options import Given, explained
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
@@ -89,8 +89,7 @@ class Lock(_EngineLock, SyncLock):
 
     def __init__(self, engine: Engine, key: str, *unnamed: object, **options: Any) -> None:
         super().__init__(engine, key, *unnamed, **options)
-        if self.options.interrupt:
-            raise TypeError("interrupt=True cancels asyncio tasks; the lock of an Engine runs in threads")
+        refuse_interrupt(self.options.interrupt)
 
     def _drive(self, steps: Steps[T]) -> T:
         if current_task() is not None:

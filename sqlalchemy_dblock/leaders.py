@@ -9,6 +9,7 @@ from sqlalchemy import Engine
 
 from dblock.core.lock import leading
 from dblock.core.lock.leading import Options, SyncLeader
+from dblock.core.lock.locks import refuse_interrupt
 from sqlalchemy_dblock.face import db_lock
 
 if TYPE_CHECKING:
@@ -70,7 +71,6 @@ def db_leader(engine: Any = None, name: Any = None, **options: Unpack[Options]) 
         )
         return leader
     if isinstance(engine, Engine):
-        if options.get("interrupt"):
-            raise TypeError("interrupt=True cancels asyncio tasks; the leader of an Engine runs in threads")
+        refuse_interrupt(options.get("interrupt", False))
         return Leader(functools.partial(db_lock, engine), name, **options)
     return AsyncLeader(functools.partial(db_lock, engine), name, **options)

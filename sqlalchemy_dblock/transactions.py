@@ -12,7 +12,7 @@ import weakref
 from typing import Any
 
 from sqlalchemy import Connection, Engine, TwoPhaseTransaction, event, text
-from sqlalchemy.exc import DBAPIError, MissingGreenlet
+from sqlalchemy.exc import DBAPIError, MissingGreenlet, UnboundExecutionError
 from sqlalchemy.util import await_only
 
 from dblock.core.errors import LockError
@@ -119,14 +119,21 @@ def connection_of(given: Any) -> Connection:
         return given
     if not hasattr(given, "connection") or not hasattr(given, "in_transaction"):
         raise TypeError(f"guard() takes the session or connection whose transaction it is, not {type(given).__name__}")
-    connection: Connection = given.connection()
+    try:
+        connection: Connection = given.connection()
+    except UnboundExecutionError as error:  # a session with `binds`
+        error.add_note("guard(session.connection(bind_arguments={'mapper': ...})), of a model in the lock's database")
+        raise
     return connection
 
 
 def pin(store: EngineStore, engine: Engine, connection: Connection, step: Execute) -> Rows:
     """Run the statement `pin` in the transaction of `connection`."""
     if connection.engine is not engine and _place(connection.engine) != _place(engine):
-        raise ValueError("guard(): the lock lives in another database, which this connection cannot keep")
+        raise ValueError(
+            "guard(): the lock lives in another database, which this connection cannot keep (another host name or port"
+            " counts as another: give both the same)"
+        )
     autocommit = ValueError("guard() keeps the lock until the transaction ends, and in autocommit mode there is none")
     if connection.get_execution_options().get("isolation_level", _default_level(connection)) == "AUTOCOMMIT":
         raise autocommit

@@ -120,7 +120,7 @@ class Carried:
                 _why(error),
             )
             _ = place_lost.send(self._task, task_id=self._task.request.id, key=key, error=error)
-        except LockStoreError as error:
+        except (LockStoreError, LockTimeout) as error:  # the keys may be closed after a failover
             self.busy = error
         except BaseException:  # interrupted
             let_go(lock)

@@ -8,14 +8,15 @@ Rule: metrics have few attributes, the database, the group of the key, and words
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from opentelemetry.metrics import MeterProvider, get_meter
+from opentelemetry.metrics import MeterProvider, Observation, get_meter
 from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider, get_tracer
 
 from dblock import __version__
 from dblock.contrib.counting import Groups, Tenures, prefix
+from dblock.core import runtime
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe
 
@@ -41,7 +42,8 @@ def instrument(
         meter_provider: likewise.
     """
     groups = Groups(group, max_groups)
-    ends = [observe(Metrics(groups, get_meter(NAME, __version__, meter_provider)))]
+    metrics = Metrics(groups, get_meter(NAME, __version__, meter_provider))
+    ends = [observe(metrics), metrics.end]
     if spans:
         traced = Spans(groups, get_tracer(NAME, __version__, tracer_provider))
         ends.append(observe(traced, Kind.ACQUIRED, Kind.GAVE_UP))
@@ -105,6 +107,23 @@ class Metrics:
             "dblock.renewal.lateness", "s", "By how much renewals came later than a third of the ttl."
         )
         self.reaped = meter.create_counter("dblock.rows.reaped", "{row}", "Rows that were tidied up.")
+        self._ended = False
+        _ = meter.create_observable_gauge(
+            "dblock.quarantine", [lambda _: self._read(runtime.current.quarantines())], "s", "Until keys open."
+        )
+        _ = meter.create_observable_gauge(
+            "dblock.majority.missing",
+            [lambda _: self._read(runtime.current.missing().items())],
+            "1",
+            "Whether majority locks go without the database.",
+        )
+
+    def end(self) -> None:
+        """Gauges have no value any more: the API removes none."""
+        self._ended = True
+
+    def _read(self, values: Iterable[tuple[str, float]]) -> list[Observation]:
+        return [Observation(value, {"dblock.database": name}) for name, value in values if not self._ended]
 
     def __call__(self, event: Event) -> None:
         where: dict[str, Any] = {"dblock.database": event.database}
@@ -140,7 +159,8 @@ class Metrics:
             self._end(event, where)
 
     def _on_lost(self, event: Event, where: dict[str, Any]) -> None:
-        self.lost.add(1, {**where, "error.type": event.reason})
+        if not event.majority:  # else its majority lock may go on
+            self.lost.add(1, {**where, "error.type": event.reason})
         self._end(event, where)
 
     def _end(self, event: Event, where: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 PENDING: Final = 256
 """Events that are put aside, at most."""
 QUARANTINE: Final = "Until keys open that are closed since a failover, as this process last read it."
+MISSING: Final = "Whether the majority locks of this process go without the database (1), as it last heard."
 SCRAPE: Final = 1.0
 """Seconds for which a scrape waits for a flow that is counting."""
 
@@ -120,13 +121,16 @@ class Metrics:
             self._settle()
 
     def collect(self) -> list[Metric]:
-        """Count what has not been counted yet, before a scrape reads the others; and the quarantines."""
+        """Count what has not been counted yet, before a scrape reads the others; quarantines and missing databases."""
         if self._settling.acquire(timeout=SCRAPE):
             self._settle()
         closed = GaugeMetricFamily("dblock_quarantine_seconds", QUARANTINE, labels=["database"])
         for database, seconds in runtime.current.quarantines():
             closed.add_metric([database], seconds)
-        return [closed]
+        missing = GaugeMetricFamily("dblock_majority_missing", MISSING, labels=["database"])
+        for database, is_missing in runtime.current.missing().items():
+            missing.add_metric([database], is_missing)
+        return [closed, missing]
 
     def describe(self) -> list[Metric]:
         """None of its own."""
@@ -192,7 +196,8 @@ class Metrics:
 
     def _lost(self, event: Event) -> None:
         series = self._of(event)
-        self.lost.labels(*series.where, event.reason).inc()
+        if not event.majority:  # else its majority lock may go on
+            self.lost.labels(*series.where, event.reason).inc()
         self._end(event, series)
 
     def _end(self, event: Event, series: _Series) -> None:

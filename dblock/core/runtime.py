@@ -68,6 +68,10 @@ class Runtime:
             if store.database.dialect.epoch is not None
         ]
 
+    def missing(self) -> dict[str, bool]:
+        """The databases of this process's majority locks, and whether majorities go without them, as last heard."""
+        return {} if self.asks is None else self.asks.missing()
+
     def site(self, store: Store) -> Site:
         """What the flows of this process share of the store's database."""
         found = self._sites.get(store)

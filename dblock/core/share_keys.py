@@ -18,6 +18,8 @@ from dblock.core.values import SHARE
 KEY_LENGTH: Final = 230
 """Most characters of a key with shares, whose rows have longer keys."""
 PERMITS_MAX: Final = 10_000
+END: Final = f"{SHARE}s"
+"""The end of an end key."""
 _SHARE_KEY: Final = re.compile(rf"(.+){SHARE}(?:r [0-9a-f]{{16}}|p [0-9]{{5}}|s)", re.DOTALL)
 
 
@@ -28,7 +30,12 @@ def bounds_of_shares(key: str) -> dict[str, str]:
 
 def end_key(key: str) -> str:
     """The key of the row behind the shares of a key, where a pin of the next key would keep readers out otherwise."""
-    return f"{key}{SHARE}s"
+    return f"{key}{END}"
+
+
+def is_internal(key: str) -> bool:
+    """Whether a row is the protocol's own and never shown: an end key, or what majorities know of a server."""
+    return key.startswith(SHARE) or key.endswith(END)
 
 
 def refuse_several(databases: object, what: str) -> None:

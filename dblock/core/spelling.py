@@ -70,5 +70,5 @@ def _nearest(name: str, known: set[str]) -> str:
 
 
 def _meaning(option: str) -> str:
-    told = re.search(rf"^    {option}: (.+?)[;.]", Given.__doc__ or "", re.MULTILINE | re.DOTALL)
+    told = re.search(rf"^ *{option}: (.+?)[;.]", Given.__doc__ or "", re.MULTILINE | re.DOTALL)
     return _MEANINGS.get(option, "") if told is None else " ".join(told[1].split())

@@ -16,8 +16,17 @@ TTL_MIN: Final = 0.02
 """Seconds: SQLite cuts the present to a millisecond and rounds the ttl to one, so that a lease may end 1.5 ms early,
 which the margin of a tenth of the ttl must cover."""
 
+TTL: Final = 30.0
+"""Life of a lease in seconds, unless a setting or a lock says otherwise."""
+
 QUARANTINE: Final = 60.0
 """Seconds for which keys are closed after a failover, unless a setting says otherwise."""
+
+MARGIN: Final = 2.5
+"""Seconds by which the clocks of a primary and of its standby may differ."""
+
+ASYNCHRONOUS_MAX: Final = 60.0
+"""The longest lease in seconds that a statement may begin without waiting for the disk."""
 
 MACHINE: Final = 8
 """Number of leading hexadecimal digits of an owner token that name a machine (`dblock.core.machine`)."""
@@ -46,6 +55,11 @@ def slot_of(key: str) -> int | None:
     """The number of a slot by the key of its row; None for any other row."""
     kind, _, number = key.partition(SHARE)[2].partition(" ")
     return int(number) if kind == "p" else None
+
+
+def asynchronous_ttl(ttl: float) -> float:
+    """The longest lease that does not wait for the disk, for a process whose leases last so long by default."""
+    return min(max(ttl, MARGIN), ASYNCHRONOUS_MAX)
 
 
 Seconds = float | int | timedelta

@@ -34,9 +34,9 @@ class Worker:
         self._woken = BinarySemaphore()
         self._lock = threading.RLock()  # a signal handler may wake it
         self.wakes_at = math.inf
-        """Local time of the next round, for those who have an earlier one to do.
+        """The next round begins by that local time: a caller with earlier work wakes the thread.
 
-        Infinity during a round, without a thread, and while it sleeps with nothing to do.
+        Infinity while none is sure to come: without a thread, with nothing to do, during a round that sets no time.
         """
 
     def round(self) -> float:
@@ -76,7 +76,10 @@ class Worker:
         idle = False
         while True:
             self.wakes_at = math.inf  # what comes during this round starts another one
-            moment = self.round()
+            try:
+                moment = self.round()
+            finally:  # before it asks `busy`: what comes after that wakes it, also if an error ends this thread
+                self.wakes_at = math.inf
             with self._lock:
                 if self._thread is not threading.current_thread():
                     return  # its start was interrupted: another one is started when needed

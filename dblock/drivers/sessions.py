@@ -67,10 +67,11 @@ SET NAMES utf8mb4, SESSION sql_mode = 'TRADITIONAL', innodb_lock_wait_timeout = 
     lock_wait_timeout = /*M! 0 */ /*!80017 1 */, sql_safe_updates = 0
 """
 # Returns `version` on MariaDB, whatever version a proxy or a setting reports, `wsrep_on` on a Galera node, and the name
-# of its group on a server of group replication.
+# of its group on a server of group replication, with the mode if each member of the group takes writes.
 _SERVER = """
 SHOW SESSION VARIABLES WHERE variable_name = 'wsrep_on' AND value = 'ON' /*M! OR variable_name = 'version' */
-    /*!80017 OR variable_name = 'group_replication_group_name' AND value <> '' */
+    /*!80017 OR variable_name = 'group_replication_group_name' AND value <> ''
+        OR variable_name = 'group_replication_single_primary_mode' AND value = 'OFF' */
 """
 
 
@@ -164,6 +165,8 @@ def _set_up(connection: PooledConnection, vendor: str, driver: Any, ask: Callabl
     connection.certified = connection.galera or "group_replication_group_name" in server
     if connection.galera:
         _ = ask("SET SESSION wsrep_sync_wait = 7")  # reads, updates, inserts
+    elif connection.certified and "group_replication_single_primary_mode" in server:
+        _ = ask("SET SESSION group_replication_consistency = 'BEFORE'")  # else a tenure may have yet to arrive here
 
 
 def _fileno(driver: Any) -> int:

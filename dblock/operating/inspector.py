@@ -64,7 +64,7 @@ class ReasonForm(forms.Form):
         super().__init__(*args, **options)
         self.fields["reason"].label = _("Reason")
         self.fields["reason"].help_text = _(
-            "Its holder is told, with your name, and it goes into the log of the admin."
+            "The holder is told this reason and your name. The log of the admin keeps both."
         )
 
 
@@ -126,7 +126,7 @@ class Inspector(_ModelAdmin):
             what_happens=_(
                 "The lock ends now, and the next waiter gets the key. Its holder is not stopped: it learns of this at "
                 "its next renewal, within a third of the time to live, or, if it is not renewed, when it next asks. "
-                "What it writes until then only guard() refuses, and fences once somebody else has written."
+                "Until then only guard() stops what it writes; a fence stops it once a later holder has written."
             ),
             done=_("The lock on “%(key)s” was released."),
             log=_("Forced its release: %(reason)s"),

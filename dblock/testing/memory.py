@@ -343,9 +343,10 @@ class MemoryWatchdog(Watchdog):
         """Do what is due now; seconds until something else is."""
         return self._look_at_all()
 
-    def _send(self, batch: Renewal | Heartbeat, loop: Any) -> None:
+    def _send(self, batch: Renewal | Heartbeat, loop: Any) -> bool:
         if not self._process.store.ended:
             drive(batch.steps(), batch.store)
+        return True
 
     def close(self) -> None:
         """The process ends."""

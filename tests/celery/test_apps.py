@@ -102,7 +102,7 @@ def test_the_test_kit_of_celery(tmp_path: Path) -> None:
     """Each test has its own app with its own tasks, also of the names and keys that an earlier test used."""
     (tmp_path / "test_kit.py").write_text(KIT)
     environment = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
-    plugins = [f"-pno:{name}" for name in ("randomly", "django", "asyncio", "xdist", "dblock")]
+    plugins = [f"-pno:{name}" for name in ("randomly", "django", "asyncio", "xdist", "dblock", "ddtrace")]
     command = [sys.executable, "-m", "pytest", "-q", "-Wdefault", *plugins, "--rootdir=.", "test_kit.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -43,6 +43,7 @@ from dblock.core.protocol import tenures
 from dblock.core.runtime import current_flow
 from sqlalchemy_dblock import db_lock, metadata, observe, rendezvous
 from sqlalchemy_dblock.store import own_store
+from tests.conftest import ready, run, url
 
 NUMBERS = itertools.count()
 CELERYS = (*("max_retries", "autoretry_for", "dont_autoretry_for", "retry_backoff", "acks_late", "throws", "typing"),)
@@ -1285,6 +1286,44 @@ def test_a_database_that_is_away_is_a_busy_key(site: Site, monkeypatch: pytest.M
     site.run()
     assert [result.get() for result in results] == ["done", "done"]
     assert not site.held()
+
+
+@pytest.mark.parametrize("how", ["restarted", "promoted"])
+@pytest.mark.parametrize("scope", ["queue", "both"])
+def test_a_message_that_finds_another_server(
+    request: pytest.FixtureRequest, tmp_path: Path, how: str, scope: str
+) -> None:
+    """After a restart its worker finds the server; while keys are closed it goes back with the lock that it carries."""
+    ready(request, "postgresql")
+    engine = create_engine(url("postgresql"))
+    site, lost = Site(tmp_path, engine), list[Any]()
+
+    @site.task("k", scope=scope, on_busy="skip", queue_ttl=300)
+    def work(self: Any) -> Any:
+        return current_lock().fence
+
+    def hear(**said: Any) -> None:
+        lost.append(said)
+
+    place_lost.connect(hear)
+    result = work.delay()
+    [(fence,)] = run("postgresql", "SELECT fence FROM locks WHERE owner IS NOT NULL")
+    before = ", history = 'another one'" * (how == "promoted")
+    run("postgresql", f"UPDATE lock_epoch SET server = 'another one'{before}")
+    try:
+        site.run()
+        if how == "promoted":
+            assert (result.state, site.messages()) == ("RETRY", 1)
+            assert run("postgresql", "SELECT fence FROM locks WHERE owner IS NOT NULL") == [(fence,)]
+            run("postgresql", "UPDATE lock_epoch SET opens_at = since, floor = 0")
+            site.run()
+    finally:
+        run("postgresql", "UPDATE lock_epoch SET opens_at = since, floor = 0")
+    assert result.state == "SUCCESS"
+    assert result.get() == fence if scope == "queue" else result.get() > fence
+    assert lost == []
+    assert run("postgresql", "SELECT 1 FROM locks WHERE owner IS NOT NULL") == []
+    engine.dispose()
 
 
 @pytest.mark.exact

@@ -218,19 +218,25 @@ def findings_in_memory() -> dict[str, list[Finding]]:
 def test_replication_of_postgresql(request: pytest.FixtureRequest, postgresql: PostgreSQL) -> None:
     """None; asynchronous; synchronous, even if the session's commits are not; and a standby itself."""
     ready(request, "postgresql")
-    assert "replication" not in findings("postgresql")
+    told = findings("postgresql")
+    assert "replication" not in told
+    assert rows(told) == ["a single server"]
     away = {"connect_args": {"options": "-c synchronous_commit=local"}}
     off = {"connect_args": {"options": "-c synchronous_commit=off"}}
     try:
         with running(lambda: Standby(postgresql)) as standby:
             assert until(lambda: run("postgresql", "SELECT 1 FROM pg_stat_replication WHERE state = 'streaming'"), 20)
-            [found] = findings("postgresql")["replication"]
+            told = findings("postgresql")
+            assert rows(told) == ["PostgreSQL, asynchronous standby"]
+            [found] = told["replication"]
             assert found.level is Level.NOTE
             assert found.text.startswith("asynchronous, 1 standbys")
             assert "synchronous_standby_names" in found.hint
             postgresql_setting("synchronous_standby_names", "*")
             for options in ({}, off):
-                [found] = findings("postgresql", **options)["replication"]
+                told = findings("postgresql", **options)
+                assert rows(told) == ["PostgreSQL, synchronous standby"]
+                [found] = told["replication"]
                 assert (found.level, found.text[:11]) == (Level.OK, "synchronous")
             [found] = findings("postgresql", **away)["replication"]
             assert (found.level, found.text[:12]) == (Level.NOTE, "asynchronous")
@@ -245,6 +251,14 @@ def test_replication_of_postgresql(request: pytest.FixtureRequest, postgresql: P
     finally:
         postgresql_setting("synchronous_standby_names", None)
     assert bad(findings("postgresql")) == []
+
+
+def rows(found: dict[str, list[Finding]]) -> list[str]:
+    """The rows of the page about clusters that are said to apply; the page has each."""
+    named = [re.findall('the row "(.*)" of docs/clusters.md', each.text)[0] for each in found["cluster"]]
+    page = (Path(__file__).parents[2] / "docs/clusters.md").read_text()
+    assert all(f"\n| {row} |" in page for row in named), named
+    return named
 
 
 def postgresql_setting(name: str, value: str | None) -> None:
@@ -297,6 +311,7 @@ def test_settings_of_other_servers(request: pytest.FixtureRequest, monkeypatch: 
     monkeypatch.setattr(Checkup, "variable", lambda self, name: told.get(name) or asked(self, name))
     found = findings("mariadb")
     assert found["galera"][0].level is Level.NOTE
+    assert rows(found) == ["Galera"]
     assert "all nodes at once" in found["durability"][0].text
     assert found["durability"][1].text.startswith("sync_binlog = 0")
     assert bad(found) == []

@@ -445,7 +445,7 @@ def test_a_release_inside_the_guarded_transaction(
 ) -> None:
     """Lets nobody in before its end, and everybody then."""
     if database == "sqlite" and kind in {"connection", "async connection", "django async"}:
-        pytest.skip("nobody tells us when their transaction ends, and before that nobody else can write: see README")
+        pytest.skip("nobody tells us when their transaction ends, and before that nobody else can write")
     holder = client(kind)
     lock = holder.lock(ttl=30)
     holder.call(lock, "acquire")
@@ -569,7 +569,7 @@ def test_no_update_is_lost(database: str, client: Callable[..., Client], kind: s
     Who reads before the lock may get errors, which roll back; who locks first gets none.
     """
     if (database, level, first) == ("sqlite", "IMMEDIATE", "read") and kind != "django":
-        return  # a lock beside one's own write transaction: see README
+        return  # a lock beside one's own write transaction: see docs/transactions.md
     holders = [client(kind, level) for _ in range(4)]
     without_errors = first == "lock" or level in {"READ UNCOMMITTED", "READ COMMITTED"}
 

@@ -468,6 +468,16 @@ def test_min_hold_keeps_the_key_closed_after_an_early_release(subject: Subject, 
     other.call(rival, "release")
 
 
+@some
+def test_the_longer_min_hold_of_two_that_are_nested_counts(subject: Subject, actor: Actor, other: Actor) -> None:
+    """From the take of the outer one on."""
+    outer, inner, rival = subject.lock("k"), subject.lock("k", min_hold=30), subject.lock("k")
+    actor.call(outer, "acquire")
+    actor.within(inner)
+    actor.call(outer, "release")
+    assert other.call(rival, "acquire", blocking=False) is False
+
+
 # -- handed over
 
 
@@ -1114,3 +1124,21 @@ def test_only_loops_are_interrupted(subject: Subject) -> None:
 
     with pytest.raises(TypeError, match="interrupt"):
         db_lock(create_engine("sqlite://"), "k", interrupt=True)
+
+
+@pytest.mark.parametrize("subject", [Subject("django", "sync", "sqlite")], ids=str, indirect=True)
+def test_a_with_refuses_to_be_interrupted(subject: Subject) -> None:
+    """Django's locks can be used in a `with` and in an `async with`; the former would ignore the option."""
+    from dblock import db_leader, db_quorum_lock
+
+    lock, led = subject.lock("k", interrupt=True), list[int]()
+    many = db_quorum_lock("k", using=["default", "postgresql", "mariadb"], interrupt=True)
+    for each in (lock, many, db_leader("k", interrupt=True)):
+        with pytest.raises(TypeError, match="this runs in a thread"), each:
+            led.append(1)
+    for call in (lock(lambda: led.append(1)), db_leader("k", interrupt=True).run(lambda _: led.append(1))):
+        with pytest.raises(TypeError, match="this runs in a thread"):
+            call()
+    assert not led
+    assert lock.acquire(blocking=False), "nothing was taken"
+    lock.release()

@@ -6,6 +6,7 @@ One table of settings. Each of them is in force while every statement of the pro
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import asyncpg
@@ -68,9 +70,9 @@ def on_server(*sqls: str, commits: bool = True) -> Callable[[Any], Any]:
     """A handler of new connections that sends SQL, on any driver."""
 
     def send(driver: Any) -> Any:
-        if asyncio.iscoroutinefunction(getattr(driver, "fetchval", None)) or hasattr(driver, "reset_type_codec"):
+        if inspect.iscoroutinefunction(getattr(driver, "fetchval", None)) or hasattr(driver, "reset_type_codec"):
             return asend(driver)  # asyncpg
-        if asyncio.iscoroutinefunction(getattr(driver, "commit", None)):
+        if inspect.iscoroutinefunction(getattr(driver, "commit", None)):
             return acursor(driver)
         cursor = driver.cursor()
         for sql in sqls:
@@ -105,7 +107,7 @@ def change(**attributes: Any) -> Callable[[Any], Any]:
     def on(driver: Any) -> Any:
         for name, value in attributes.items():
             setattr(driver, name, value)
-        return nothing() if asyncio.iscoroutinefunction(getattr(driver, "commit", None)) else None
+        return nothing() if inspect.iscoroutinefunction(getattr(driver, "commit", None)) else None
 
     async def nothing() -> None: ...
 
@@ -124,7 +126,7 @@ async def json_codec(driver: Any) -> None:
 
 def no_autocommit(driver: Any) -> Any:
     """Whatever SQLAlchemy or Django has chosen before."""
-    if hasattr(driver, "notifies") and asyncio.iscoroutinefunction(driver.commit):
+    if hasattr(driver, "notifies") and inspect.iscoroutinefunction(driver.commit):
         return driver.set_autocommit(False)
     return change(autocommit=False)(driver)
 
@@ -646,6 +648,7 @@ def guard(subject: Configured, holder: Actor, lock: Any) -> None:
 
 @pytest.mark.direct
 @pytest.mark.timeout(300)
+@pytest.mark.skipif(find_spec("ddtrace") is None, reason="ddtrace has no wheel for this Python")
 def test_drivers_that_datadog_traces() -> None:
     """In a process that `ddtrace-run` starts: it patches drivers for good, when they are imported."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("DBLOCK_TEST", "PYTEST"))}

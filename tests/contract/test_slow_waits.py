@@ -14,7 +14,7 @@ from dblock.core.acquire import slow
 from dblock.core.lock.base import BaseLock
 from dblock.core.protocol.steps import Execute
 from tests.conftest import ready
-from tests.support.lab import SOME, SYNC, both
+from tests.support.lab import SOME, SYNC, both, until
 from tests.support.subjects import Actor, Subject, twin
 
 
@@ -112,6 +112,7 @@ def test_it_costs_no_statement(subject: Subject, actor: Actor, other: Actor, mon
         sent.clear()
         # Shorter than the time after which a waiter listens at the database, and polls when that begins.
         assert not other.call(subject.lock("k", timeout=0.5, slow_wait=slow_wait), "acquire")
+        assert until(lambda: any(name == "leave_queue" for _, name in sent)), "in the background"
         seen.append({name for _, name in sent} - {"heartbeat", "call"})  # the latter tries a listener
     assert seen[0] == seen[1]
     actor.call(lock, "release")

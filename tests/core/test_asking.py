@@ -155,6 +155,40 @@ def test_a_failure_makes_a_database_silent(asks: Asks) -> None:
     waiting.leave(asks)
 
 
+def test_a_database_that_is_asked_again_says_why_it_failed(asks: Asks) -> None:
+    """Not only that somebody else waits for it."""
+    store, wakeup = Store(), Wakeup()
+
+    def fails() -> Steps[str]:
+        yield from ()
+        raise LockStoreError("the disk is full")
+
+    drive(asks.gather([asks.ask(ask(store, fails(), [], wakeup))], 5, wakeup))
+    assert until(lambda: asks.is_silent(store))  # type: ignore[arg-type]
+    slow = asks.ask(ask(store, sleep(30), [], wakeup))
+    drive(asks.gather([slow], 0.05, wakeup))
+    refused = asks.ask(ask(store, at_once(), [], wakeup))
+    assert str(refused.error) == "is being asked again, after: the disk is full"
+    slow.leave(asks)
+
+
+def test_an_answer_meanwhile_does_not_spoil_the_refusal(asks: Asks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The database answers another thread between two reads of why it failed."""
+
+    errors = [LockStoreError("the disk is full")]
+
+    class Answering(asking._Health):
+        silent, asked_until = True, clock.now() + 60
+
+        @property
+        def error(self) -> LockStoreError | None:  # type: ignore[override]
+            return errors.pop() if errors else None
+
+    monkeypatch.setattr(asking, "_Health", Answering)
+    refused = asks.ask(ask(Store(), at_once(), [], Wakeup()))
+    assert str(refused.error) == "is being asked again, after: the disk is full"
+
+
 class Unentered(threading.Condition):
     """An interrupt between the two lines of its `__enter__` would leave it locked."""
 

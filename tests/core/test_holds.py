@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import sys
 import threading
@@ -43,14 +44,16 @@ from dblock.core.protocol.drive import drive
 from dblock.core.protocol.queue import Place
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
+from dblock.core.protocol.store import Store
 from dblock.core.runtime import current_flow
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Statement
 from dblock.core.tokens import Token
 from dblock.core.values import Grant, Identity, LockInfo, Tenure
 from dblock.core.watchdog.heartbeats import KeptPlace
-from dblock.core.watchdog.renewals import Renewal
+from dblock.core.watchdog.renewals import Renewal, Renewer
 from dblock.core.watchdog.watchdog import Watchdog
+from dblock.core.worker import start
 from tests.conftest import timed
 
 pytestmark = pytest.mark.usefixtures("pruned_soon")
@@ -194,6 +197,25 @@ def test_a_renewal_counts_from_its_sending(local: Clock) -> None:
     assert hold.lease.remaining() == 11.0
 
 
+def test_a_shorter_grant_postpones_no_renewal(local: Clock) -> None:
+    """That of a re-entry with a shorter ttl: it renews only if it lengthens the lease, and for as long as it does."""
+    hold = hold_of(local)
+    for _ in range(9):
+        local.time += 1
+        assert hold.lease.lengthen(Grant(TENURE, local.time, 3.0))
+    assert (hold.lease.due, hold.lease.remaining()) == (110, 20)
+    local.time = 128
+    assert hold.lease.lengthen(Grant(TENURE, local.time, 3.0))
+    assert hold.lease.due == 129
+    assert hold.lease.remaining() == pytest.approx(2.7)
+    local.time = 129
+    assert hold.lease.lengthen(Grant(TENURE, local.time, 60.0))
+    assert hold.lease.due == 139
+    local.time = 139
+    assert hold.lease.lengthen(Grant(TENURE, local.time, 30.0)), "the next renewal, which lengthens nothing"
+    assert hold.lease.due == 149
+
+
 def test_lost_is_for_good(local: Clock) -> None:
     """An answer that comes when trust has ended revives nothing, whether or not somebody looked in between."""
     for look in (True, False):
@@ -281,14 +303,18 @@ def test_a_short_hold_costs_no_renewal(store: FakeStore) -> None:
     assert store.sent == ["take", "release"] * 50
 
 
-def test_short_holds_do_not_disturb_the_watch(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is started once, and runs now and then, not at each hold."""
+@pytest.mark.parametrize("duration", [0.0, 0.02])
+def test_short_holds_do_not_disturb_the_watch(
+    store: FakeStore, monkeypatch: pytest.MonkeyPatch, duration: float
+) -> None:
+    """It is started once, and runs now and then, not at each hold; also if a round is long, as with many holds."""
     wait_until(lambda: runtime.current.watchdog._thread is None)
     looks: list[int] = []
     look = runtime.current.watchdog._look_at_all
 
     def counted() -> float:
         looks.append(threading.get_ident())
+        time.sleep(duration)
         return look()
 
     monkeypatch.setattr(runtime.current.watchdog, "_look_at_all", counted)
@@ -304,6 +330,25 @@ def test_short_holds_do_not_disturb_the_watch(store: FakeStore, monkeypatch: pyt
             pass
     assert len(looks) <= 3 + 2 * (time.monotonic() - start)
     assert len(set(looks)) == 1
+
+
+def test_a_take_looks_at_few_of_the_holds_of_its_flow(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On average at a constant number, however many there are."""
+    looked = 0
+
+    class Counted(dict[Any, Any]):
+        def values(self) -> Any:
+            nonlocal looked
+            looked += len(self)
+            return super().values()
+
+    monkeypatch.setattr(current_flow(), "holds", Counted())
+    locks = [FakeLock(store, str(number)) for number in range(500)]
+    for lock in locks:
+        lock.acquire()
+    assert looked <= 4 * len(locks)
+    for lock in locks:
+        lock.release()
 
 
 def test_many_leases_one_statement(store: FakeStore) -> None:
@@ -431,6 +476,48 @@ def test_adding_never_misses_the_watch(store: FakeStore) -> None:
     wait_until(lambda: hold.loss_reported)
 
 
+def test_a_watch_that_an_error_has_ended_is_begun_again(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kind that no round survives: the next hold has a watch."""
+    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
+
+    def die() -> float:
+        raise SystemExit
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(watch, "_look_at_all", die)
+    watch.wake()
+    wait_until(lambda: watch._thread is not None and not watch._thread.is_alive())
+    monkeypatch.undo()
+    lock = FakeLock(store, ttl=0.3, renew=False)
+    hold = Hold(store, current_flow(), Grant(TENURE, clock.now() + 5, 0.3), Entry(lock, "acquire"), lock.options)
+    watch.add(hold)  # due later than the round that never ended would have set
+    assert watch._thread is not None
+    assert watch._thread.is_alive()
+    watch.discard(hold)
+
+
+def test_what_is_given_back_during_the_last_round_is_pruned() -> None:
+    """Before the thread ends it asks again when the next idle connection is over."""
+    moments = [7.0, math.inf]
+    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw, moments.pop)
+    _ = watch.round()
+    assert watch.rests_until() == 7.0
+
+
+def test_a_renewal_of_the_writers_tenure_says_nothing_about_the_readers(store: FakeStore) -> None:
+    """After a downgrade the hold has another lease, which began when the reader's row was sent."""
+    lock = FakeLock(store, ttl=30)
+    now = clock.now()
+    hold = Hold(store, current_flow(), Grant(TENURE, now, 30), Entry(lock, "acquire"), lock.options)
+    renewal = Renewal(store, [hold], runtime.current.watchdog)
+    _ = hold.exchange(Grant(Tenure("k_1", "reader", 8), now, 30))
+    until = hold.lease.trusted_until
+    time.sleep(0.01)
+    drive(renewal.steps(), store)
+    assert store.sent == ["renew"]
+    assert hold.lease.trusted_until == until
+
+
 def test_either_its_flow_gives_a_hold_back_or_all_are_given_back(store: FakeStore) -> None:
     """The first to take it out of the watchdog's hands does, and nobody else: no hand-over is followed by a release."""
     watch = runtime.current.watchdog
@@ -528,6 +615,64 @@ def test_an_interrupt_ends_no_later_withdrawal(store: FakeStore) -> None:
         if len(struck) == lines:
             break
     assert len(struck) > 5
+
+
+def test_a_withdrawal_that_ends_at_once_ends_no_later_one(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may find nothing more to do before its starter goes on, and end some time later."""
+    deleted, may_end = list[str](), threading.Event()
+
+    def delete(step: Execute) -> Rows:
+        owners = json.loads(str(step.parameters["owners"]))
+        deleted.extend(owners)
+        return [()] * len(owners)
+
+    def start_slowly(work: Callable[[], object], name: str) -> Callable[[], bool]:
+        worked = threading.Event()
+
+        def run_and_stay() -> None:
+            _ = work()
+            worked.set()
+            may_end.wait(20)
+
+        alive = start(run_and_stay, name)
+        worked.wait(0.3)
+        return alive
+
+    store.answers["leave_queue"] = delete
+    monkeypatch.setattr("dblock.core.watchdog.watchdog.start", start_slowly)
+    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
+    watch.withdraw(store, None, "k", "first")
+    wait_until(lambda: "first" in deleted)
+    time.sleep(0.1)  # until the thread has found nothing more
+    watch.withdraw(store, None, "k", "next")
+    wait_until(lambda: "next" in deleted)
+    may_end.set()
+
+
+def test_a_renewal_thread_that_cannot_be_started_is_started_later(
+    store: FakeStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Out of threads: no later heartbeat waits for the one that was not sent, and other databases have theirs."""
+    other, now, refused = FakeStore(), clock.now(), list[Store]()
+
+    class Refused(Renewer):
+        def __init__(self, of: Store) -> None:
+            if of is store and len(refused) < 2:
+                refused.append(of)
+                raise RuntimeError("can't start new thread")
+            super().__init__(of)
+
+    monkeypatch.setattr("dblock.core.watchdog.renewals.Renewer", Refused)
+    timed(monkeypatch, waiter_ttl=0.6)
+    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
+    for of, owner in ((store, "waits"), (other, "beside")):
+        watch.keep(KeptPlace(Place(owner, 1, now, now + 60, now), of, None, now))
+    wait_until(lambda: "heartbeat" in store.sent)
+    assert len(refused) == 2
+    assert "heartbeat" in other.sent
+    assert "trying again: can't start new thread" in caplog.text
+    for owner in ("waits", "beside"):
+        watch.leave(owner)
 
 
 def test_the_withdrawals_of_a_closed_event_loop_are_forgotten() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -543,7 +544,7 @@ def test_a_place_for_which_there_is_only_one_that_does_not_answer() -> None:
     world, process, _, first, second = two_that_ask(9.0)
     local_queue = process.site.local_queues.get("k")
     assert local_queue is not None
-    local_queue._waiters[1].seen = -math.inf
+    list(local_queue._waiters)[1].seen = -math.inf
     world.time += 4.0
     assert not isinstance(play(world, first, {("queue_status", 0): standing_for(world, 5.0)}), Grant)
     second.close()
@@ -758,3 +759,22 @@ def test_an_interrupt_on_the_way_in_leaves_nobody_behind(when: str, monkeypatch:
         play(world, acquiring.acquire(process.site, wish(), 9.0, lambda: process, held_in_process=True), {})
     heir.close()
     assert process.nobody()
+
+
+def test_a_waiter_among_many_costs_as_much_as_among_few() -> None:
+    """Each looks every other second whether it is the first: in a list, ten thousand would compare 10^8 times."""
+
+    def seconds(many: int) -> float:
+        world = World()
+        process = Process(world)
+        flows = [
+            acquiring.acquire(process.site, wish(flow=f"{n}"), 300, lambda: process, held_in_process=True)
+            for n in range(many)
+        ]
+        for flow in flows:
+            _ = flow.send(None)
+        local_queue = process.site.local_queues["k"]
+        last = list(local_queue._waiters)[-1]
+        return min(timeit.repeat(lambda: local_queue.until_queueing(last), number=20, repeat=20))
+
+    assert seconds(4_000) < 8 * seconds(100)

@@ -240,6 +240,26 @@ def test_first_come_first_served(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not pool._slots[False].line
 
 
+@pytest.mark.parametrize(("crowd", "interval"), [(1, 0.1), (50, 0.1), (200, 0.4), (500, 1.0), (3000, 1.0)])
+def test_a_crowd_polls_no_more_often_than_a_few(crowd: int, interval: float) -> None:
+    """Else a thousand tasks that wait for a connection leave no time for those that have one."""
+    slept = list[float]()
+
+    class Watched(Pool):
+        def wait(self, waiter: Wakeup, seconds: float) -> None:
+            slept.append(seconds)
+            assert isinstance(waiter, SlotWaiter)
+            assert waiter.polls_by == pytest.approx(clock.now() + 2 * interval, abs=0.1)
+            raise KeyboardInterrupt
+
+    pool = Watched(most=0)
+    for _ in range(crowd - 1):
+        pool._slots[False].join(SlotWaiter(soon(100)))
+    with pytest.raises(KeyboardInterrupt):
+        pool.take(soon(100), critical=False)
+    assert slept == [pytest.approx(interval, abs=0.01)]
+
+
 def test_who_is_in_the_midst_of_something_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before all who begin, however long they have waited; among themselves as they came."""
     timed(monkeypatch, local_poll=10.0, statement_timeout=60.0)
@@ -301,13 +321,13 @@ def test_a_slot_is_reserved_for_a_moment_for_the_flow_that_was_notified(monkeypa
     assert not slots.has_room(None)
     assert not slots.has_room(second)
     now[0] += 1.1 * timing.DEFAULT.local_poll
-    second.attend()
+    second.attend(timing.DEFAULT.local_poll)
     assert not slots.has_room(second)
     now[0] += 1.1 * timing.DEFAULT.local_poll
     assert slots.has_room(second)
     slots.lend(other)
     slots.leave(second)
-    first.attend()
+    first.attend(timing.DEFAULT.local_poll)
     assert not slots.has_room(first)
     third = SlotWaiter(200.0)
     slots.join(third)
@@ -397,6 +417,39 @@ def test_a_descriptor_that_somebody_has_closed() -> None:
         assert until(partial(getattr, connection, "overdue"))
         assert not deadlines.disarm(connection)
     broken.shutdown_fd = -1
+
+
+def test_a_deadline_cuts_no_later_statement() -> None:
+    """A connection that sends again while the round, which has seen its old deadline, cuts another one."""
+    deadlines, later = Deadlines(), soon(60)
+    reused = PooledConnection(shutdown_fd=os.open(os.devnull, os.O_RDONLY))
+
+    def answered() -> None:
+        assert deadlines.disarm(reused)
+        deadlines.arm(reused, later)
+
+    deadlines.later(moment := clock.now() - 0.1, answered)  # the first that is due
+    deadlines._due[reused] = moment
+    _ = deadlines.round()
+    assert deadlines._due == {reused: later}
+    assert deadlines.disarm(reused)
+    assert not reused.overdue
+    os.close(reused.shutdown_fd)
+    reused.shutdown_fd = -1
+
+
+def test_a_child_waits_for_no_thread_of_its_parent() -> None:
+    """Those that wait for a connection at the fork are not there to give up their turns."""
+    pool = Pool(most=1)
+    pool.may.set()
+    _ = pool.take(soon(), critical=False)
+    waiter = SlotWaiter(soon(60))
+    waiter.attend(60)
+    pool._slots[False].line.append(waiter)
+    kept = pool.leave_to_parent()
+    assert not any(slots.line or slots.lent for slots in pool._slots)
+    assert pool.take(soon(1), critical=False)
+    del kept
 
 
 def test_other_calls_are_made_at_their_time(caplog: pytest.LogCaptureFixture) -> None:

@@ -115,7 +115,7 @@ def nobody_leaves_the_line(patch: Patch) -> None:
 def waits_for_the_blocked(patch: Patch) -> None:
     """A slot stays reserved for a waiter that does not poll."""
 
-    def attend(self: SlotWaiter) -> None:
+    def attend(self: SlotWaiter, _: float) -> None:
         _ = self.consume()
         self.polls_by = math.inf
 

@@ -6,11 +6,14 @@ changed it, as under READ COMMITTED: that is how a releaser misses a waiter.
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -556,6 +559,35 @@ def test_a_listener_is_of_one_database(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not elsewhere.notified()
 
 
+def test_an_interrupt_ends_no_later_listening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler that raises at any line of `want`: the next flow that waits begins to listen."""
+    timed(monkeypatch, attention=0.05, linger=0.05)
+    code, struck = Listener.want.__code__, set[int]()
+
+    def at_another_line(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is code and event == "line" and frame.f_lineno not in struck:
+            struck.add(frame.f_lineno)
+            raise KeyboardInterrupt
+        return at_another_line if frame.f_code is code else None
+
+    lines = -1
+    while len(struck) > lines:
+        lines, away, before = len(struck), _Away(), sys.gettrace()
+        listener = Listener(cast("Any", away), Wakeups(), "channel")
+        sys.settrace(at_another_line)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                listener.want()
+        finally:
+            sys.settrace(before)
+        other = threading.Thread(target=listener.want)  # who would wait for a lock that nobody releases
+        other.start()
+        other.join(5)
+        assert not other.is_alive()
+        assert until(lambda: away.tries > 0, 5)  # noqa: B023
+    assert len(struck) > 4
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -643,6 +675,50 @@ def test_a_holder_is_near_by_its_token(owner: str | None, bearers: int, near: bo
     assert waiter._is_notified() is False, "without a socket"
     waiter.wakeup.socket = _Lent()  # type: ignore[assignment]
     assert waiter._is_notified() is near
+
+
+def test_a_holder_that_was_not_read_is_near_if_the_key_goes_round_on_this_machine() -> None:
+    """After eight hand-overs in a row here, until one that only a poll found, or a second without contention."""
+    world = World()
+    site = world.site()
+
+    def expects(key: str = "k") -> bool:
+        waiter = Waiter(site, wish(key), 9e9, 9e9)
+        waiter.enter(None)
+        waiter.listen_after = 60.0
+        waiter.wakeup.socket = _Lent()  # type: ignore[assignment]
+        waiter.leave()
+        return waiter._is_notified()
+
+    def hand_over(*, here: bool = True) -> None:
+        site.note_contention("k")
+        site.note_handover("k", here=here)
+
+    site.note_handover("k", here=True)
+    assert site._contended == {}, "only keys that are marked are remembered"
+    for _ in range(7):
+        hand_over()
+    assert not expects()
+    hand_over()
+    assert expects()
+    assert not expects("another")
+    hand_over(here=False)
+    assert not expects()
+    for _ in range(8):
+        hand_over()
+    waiter = Waiter(site, wish(), 9e9, 9e9)
+    waiter.enter(None)
+    _ = play(world, waiter._accept_polled(1), {})
+    assert not expects()
+    for _ in range(7):
+        hand_over()
+    _ = play(world, waiter._accept_polled(1), {})
+    hand_over()
+    assert not expects(), "whose predecessor is elsewhere, and whose successor is here"
+    for _ in range(8):
+        hand_over()
+    world.time += 1.1
+    assert not expects()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,6 +236,8 @@ GUARDED = {"tables": "model", "holds": (TTL + 5.0, 0.0)}
 @pytest.mark.parametrize("fault", ["", *(FAULTS if LONG else ("interrupt", "death"))])
 def test_a_guard_outlasts_its_lease(does: str, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What a guarded transaction writes can only be committed before the next one that it excludes is in."""
+    if fault == "death" and does != "Gr" and not LONG:
+        pytest.skip("part of `make faults`")
     preemptions = math.inf if not fault else int(LONG)
     seen = explored(does, *filter(None, [fault]), preemptions=preemptions, **GUARDED)
     say(capsys, f"{does}, {fault}", seen)
@@ -499,6 +502,17 @@ def does_not_verify_what_it_pins(patch: Patch) -> None:
     patch(tenures, "verify", held)
 
 
+def trusts_from_the_answer(patch: Patch) -> None:
+    """Trust counts from the moment at which an answer comes, instead of that of the sending."""
+    for module in (tenures, sharing, shares):
+        patch(module, "send", partial(_answered_now, module.send))
+
+
+def _answered_now(send: Callable[..., Steps[Any]], database: Any, *given: Any, **options: Any) -> Steps[Any]:
+    _, rows = yield from send(database, *given, **options)
+    return database.now(), rows
+
+
 MUTANTS: list[tuple[Callable[[Patch], None], str, tuple[str, ...], dict[str, Any]]] = [
     (reads_beside_a_writer, "wr", (), {}),
     (reads_by_an_old_row, "wr", (), {"tables": "model"}),
@@ -529,6 +543,7 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, tuple[str, ...], dict[str, Any
     (takes_a_pinned_door, "Gr", (), GUARDED),
     (takes_a_pinned_door, "Gw", (), GUARDED),
     (ends_a_pinned_share, "gw", (), GUARDED),
+    (trusts_from_the_answer, "11", ("slow", "tick"), {"permits": 1, "holds": (29.0, 0.0)}),
     (does_not_verify_what_it_pins, "gw", ("freeze",), {"tables": "model", "holds": (1.0, 0.0)}),
 ]
 

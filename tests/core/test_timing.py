@@ -21,8 +21,10 @@ OF_OPTIONS = {
     ("lock/leading.py", "TTL"),
     ("lock/quorum/options.py", "ANSWER"),
     ("values.py", "QUARANTINE"),
-    ("statements/epoch.py", "MARGIN"),
     ("protocol/quorum.py", "FAR"),
+    ("values.py", "ASYNCHRONOUS_MAX"),
+    ("values.py", "MARGIN"),
+    ("values.py", "TTL"),
 }
 """Defaults and bounds of options, which the reference has; a constant of statements; a number beyond all times."""
 

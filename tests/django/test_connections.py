@@ -400,15 +400,16 @@ def test_statements_are_prepared_by_use(database: str, alias: str) -> None:
     assert sent <= set(known)
 
 
-def test_the_locks_own_connections_are_closed_where_an_event_loop_runs(postgresql: object) -> None:
+@pytest.mark.parametrize("database", ["postgresql"], indirect=True)
+def test_the_locks_own_connections_are_closed_where_an_event_loop_runs(database: str) -> None:
     """There Django refuses to close its own, and a session would stay until the garbage collector comes."""
-    with db_lock("k", using="postgresql"):
+    with db_lock("k", using=database):
         pass
-    [*kept] = store_for("postgresql")._source._idle  # type: ignore[union-attr]
+    [*kept] = store_for(database)._source._idle  # type: ignore[union-attr]
     raws = [each.raw for each in kept]
 
     async def close() -> None:
-        store_for("postgresql")._source.close_all()  # type: ignore[union-attr]
+        store_for(database)._source.close_all()  # type: ignore[union-attr]
 
     asyncio.run(close())
     assert raws

@@ -68,6 +68,28 @@ def test_it_is_kept_until_the_commit(database: str, alias: str) -> None:
     assert others_get_in(alias)
 
 
+def test_a_min_hold_counts_for_the_transaction_that_keeps_the_key(database: str, alias: str) -> None:
+    """What runs once a minute runs once in a transaction; after the `min_hold` the transaction's flow enters again."""
+
+    @db_lock("k", using=alias, timeout=0, min_hold=60, on_busy="skip", otherwise="skipped")
+    def send() -> str:
+        return "sent"
+
+    with transaction.atomic(alias):
+        assert [send(), send()] == ["sent", "skipped"]
+        began = time.monotonic()
+        with db_lock("short", using=alias, min_hold=0.3):
+            pass
+        for timeout in (0, 0.1):
+            assert not db_lock("short", using=alias, timeout=timeout).acquire()
+        for patience in (5, None):
+            with db_lock("short", using=alias, timeout=patience):
+                pass
+        assert 0.3 <= time.monotonic() - began < 5
+    if alias != "default":  # where the lock was part of the transaction
+        assert send() == "skipped"
+
+
 def test_it_is_kept_until_the_rollback(database: str, alias: str) -> None:
     """Whether an exception leaves the block, or somebody asked for it."""
     with pytest.raises(ZeroDivisionError), transaction.atomic(alias):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import Connection, create_engine, text
 
+from dblock import LockStoreError
 from sqlalchemy_dblock import db_lock, metadata
 from tests.support.lab import ROOT, until
 from tests.support.servers import Galera, MissingServer, running
@@ -97,3 +100,43 @@ def test_a_tenure_is_seen_where_it_has_yet_to_arrive(nodes: list[str], caplog: p
     assert seen == [True]
     here.dispose()
     there.dispose()
+
+
+def test_without_a_majority_nobody_gets_a_key(nodes: list[str]) -> None:
+    """A try says why, and a waiter waits until the nodes are together again; a holder is told in time."""
+    one, other = engines = [
+        create_engine(url, isolation_level="AUTOCOMMIT", pool_reset_on_return=None) for url in nodes
+    ]
+    with one.connect() as first, other.connect() as second, ThreadPoolExecutor(1) as pool:
+
+        def provide(connection: Connection, option: str) -> str:
+            """Set an option of Galera; the text that sets it back, where it is shown."""
+            name = option.partition("=")[0]
+            found = connection.execute(text("SELECT @@wsrep_provider_options")).scalar()
+            connection.execute(text(f"SET GLOBAL wsrep_provider_options = '{option}'"))
+            return "".join(f"{name}={value}" for value in re.findall(rf"{name} = ([^;]*);", str(found)))
+
+        def primary() -> list[bool]:
+            """Whether the nodes believe to be of the majority."""
+            status = text("SHOW STATUS LIKE 'wsrep_ready'")
+            return [connection.execute(status).one()[1] == "ON" for connection in (first, second)]
+
+        before = provide(first, "evs.suspect_timeout=PT0.7S"), provide(second, "evs.suspect_timeout=PT0.7S")
+        held = db_lock(one, "held", ttl=3)
+        assert held.acquire()
+        with db_lock(other, "k"):  # which opens the connection that the waiter will have
+            pass
+        _ = provide(second, "gmcast.isolate=1")
+        assert until(lambda: primary() == [False, False], 15), "each has one vote of two"
+        waiter = pool.submit(db_lock(other, "k", timeout=40).acquire)
+        with pytest.raises(LockStoreError, match="WSREP has not yet prepared node"):
+            db_lock(one, "k").acquire(blocking=False)
+        assert until(lambda: held.state == "lost", 5)
+        assert not waiter.done()
+        _ = provide(second, "gmcast.isolate=0")
+        assert waiter.result(40)
+        assert until(lambda: all(primary()), 15)
+        for connection, setting in zip((first, second), before, strict=True):
+            _ = provide(connection, setting)
+    for engine in engines:
+        engine.dispose()

@@ -8,6 +8,7 @@ import itertools
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -21,6 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 from dblock.core import clock
+from dblock.core.wakeup.registry import Wakeup
 from dblock.drivers.tried import TRIED
 from sqlalchemy_dblock import (
     AsyncLock,
@@ -98,6 +100,29 @@ def test_whatever_a_driver_says_at_connecting_is_an_error_of_the_store(said: Exc
     with pytest.raises(LockStoreError, match=re.escape(str(said))) as caught:
         db_lock(engine, "k", timeout=0.1).acquire()
     assert (len(tries) > 1) == outage == isinstance(caught.value, StoreConflict)
+
+
+def test_an_opening_that_is_given_up_does_not_cancel_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process stands still, between looking at the time and waiting, for longer than an opening may last."""
+    timed(monkeypatch, statement_timeout=1.0)
+    wait, stalls = EnginePool.wait, [2.5]
+
+    def late(pool: EnginePool, waiter: Wakeup, seconds: float) -> None:
+        if stalls:
+            time.sleep(stalls.pop())
+        wait(pool, waiter, seconds)
+
+    async def hangs() -> None:
+        await asyncio.sleep(60)
+
+    async def acquire() -> None:
+        engine = create_async_engine("postgresql+asyncpg://", async_creator=hangs)
+        with pytest.raises(StoreConflict):
+            await db_lock(engine, "k", timeout=0.3).acquire()
+        assert not stalls
+
+    monkeypatch.setattr(EnginePool, "wait", late)
+    asyncio.run(acquire())
 
 
 UNTRIED = [

@@ -126,7 +126,7 @@ def test_what_is_missing_is_made(tmp_path: Path) -> None:
 
 def test_a_database_that_refuses(tmp_path: Path) -> None:
     """SQLAlchemy's error, after a bounded number of tries."""
-    create_engine(f"sqlite:///{tmp_path}/read.sqlite3").connect().close()
+    (tmp_path / "read.sqlite3").touch()
     engine = create_engine(f"sqlite:///file:{tmp_path}/read.sqlite3?mode=ro&uri=true")
     with pytest.raises(DBAPIError):
         create_tables(engine)

@@ -135,6 +135,8 @@ class Laboratory:
         self._ours, self._theirs, self._table = (Session(database, address) for _ in range(3))
 
     def close(self) -> None:
+        if self._epoch_changed:
+            self._fill_epoch({})
         for session in (self._ours, self._theirs, self._table):
             session.close()
 

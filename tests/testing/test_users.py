@@ -252,7 +252,10 @@ def suite(directory: Path, *arguments: str, **environment: str) -> subprocess.Co
     return subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, check=False)
 
 
-PYTEST = ("pytest", "-q", "-p", "no:randomly", "-W", "error", "-o", "asyncio_default_fixture_loop_scope=function")
+PYTEST = (
+    *("pytest", "-q", "-p", "no:randomly", "-p", "no:ddtrace", "-W", "error"),
+    *("-o", "asyncio_default_fixture_loop_scope=function"),
+)
 
 
 @pytest.mark.direct

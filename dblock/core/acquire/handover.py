@@ -57,20 +57,26 @@ def grant(
         held.handed_over = True  # before the waiter is notified
         site.note_contention(key)
     channel, message = granted
-    if channel is not None:
-        yield from tell(site, channel, message)
+    here = channel is not None and (yield from tell(site, channel, message))
+    if held is not None:
+        site.note_handover(key, here=here)
     return True
 
 
-def tell(site: Site, channel: str, message: Message) -> Steps[None]:
-    """Notify a waiter in this process, on this machine, or through the database; a lost message costs it a poll."""
+def tell(site: Site, channel: str, message: Message) -> Steps[bool]:
+    """Notify a waiter in this process, on this machine, or through the database; a lost message costs it a poll.
+
+    Returns whether it is on this machine, as far as is known.
+    """
     sockets = site.sockets
     ours = not channel or channel.startswith(sockets.channel)
     if (ours and site.wakeups.notify(message)) or not channel:
-        return
-    if not sockets.notify(channel, message.text()):
+        return True
+    here = sockets.notify(channel, message.text())
+    if not here:
         with contextlib.suppress(LockStoreError):
             yield from queue.call(site.database, channel.partition(".")[0], message)
+    return here
 
 
 def grant_next(site: Site, key: str, first: int = 0, *, until: float = math.inf) -> Steps[bool]:
@@ -100,7 +106,7 @@ def grant_next(site: Site, key: str, first: int = 0, *, until: float = math.inf)
             yield from queue.clear(database, key, last)
         else:
             ticket, channel, _ = found
-            yield from tell(site, channel, Message(key, ticket))
+            _ = yield from tell(site, channel, Message(key, ticket))
     except LockStoreError:
         return True
     return found is not None

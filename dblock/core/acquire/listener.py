@@ -28,7 +28,7 @@ class Listener:
         self._wakeups = wakeups
         self._channel = channel
         self._wanted_at = 0.0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may wait for a lock
         self._runs: Callable[[], bool] = lambda: False
         self._unavailable = False
         self.ready = False
@@ -37,15 +37,11 @@ class Listener:
     def want(self) -> None:
         """Listen, as a flow waits."""
         self._wanted_at = clock.now()
-        if self._unavailable or self._runs() or not self._lock.acquire(blocking=False):
+        if self._unavailable or self._runs():
             return
-        try:
+        with self._lock, contextlib.suppress(RuntimeError):  # out of threads, or the interpreter is ending
             if not self._runs():
                 self._runs = self._store.in_background(self._run)
-        except RuntimeError:  # out of threads, or the interpreter is ending
-            return
-        finally:
-            self._lock.release()
 
     def _wanted(self) -> bool:
         return clock.now() < self._wanted_at + timing.DEFAULT.linger or self._wakeups.anybody_waits(

@@ -40,6 +40,7 @@ Rule: one mutex, held for a few instructions; the next operation repairs what an
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Final
@@ -82,7 +83,8 @@ class LocalQueue:
     def __init__(self, key: str, site: Site) -> None:
         self._key, self._site = key, site
         self._now = site.database.now
-        self._waiters: list[Waiter] = []
+        self._waiters: OrderedDict[Waiter, None] = OrderedDict()
+        """In order; finding, adding and removing one takes as long among ten thousand as among two."""
         self.handover_expected_until = 0.0
         """The local time until which a holder of this process may yet offer the key to the first."""
         self._holder: tuple[LockInfo | None, float] = None, 0.0
@@ -110,7 +112,7 @@ class LocalQueue:
     def _first(self) -> Waiter | None:
         """The first waiter with recent activity; those before it are removed, and may enter again."""
         while self._waiters:
-            first = self._waiters[0]
+            first = next(iter(self._waiters))
             taking = first.stage is Stage.TAKING
             since = self._now() - (self._timing.attention if taking else self._timing.unresponsive_after)
             if since < first.seen and (taking or first.wakeup.responsive()):
@@ -119,8 +121,7 @@ class LocalQueue:
         return None
 
     def _remove(self, waiter: Waiter) -> None:
-        if waiter in self._waiters:
-            self._waiters.remove(waiter)
+        _ = self._waiters.pop(waiter, None)
         if not self._waiters and self._site.local_queues.get(self._key) is self:
             del self._site.local_queues[self._key]
 
@@ -129,8 +130,7 @@ class LocalQueue:
         waiter.local_queue, waiter.seen = self, self._now()
         if waiter.stage is not stage:
             waiter.move(stage)
-        if waiter not in self._waiters:
-            self._waiters.append(waiter)
+        _ = self._waiters.setdefault(waiter)
 
     def until_queueing(self, waiter: Waiter) -> float:
         """Seconds until that waiter should join the database's queue, as far as is known; 0.0: now."""

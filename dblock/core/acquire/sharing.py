@@ -26,7 +26,7 @@ from dblock.core.acquire.shares import REMEMBERED, door_bell, leave_share
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockError, LockStoreError, StoreBusy
 from dblock.core.holding.handover_record import HandoverRecord
-from dblock.core.protocol import tenures
+from dblock.core.protocol import epoch, tenures
 from dblock.core.protocol.sending import Database, pauses, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep, wait
 from dblock.core.protocol.tenures import Unresolved, begin, look
@@ -238,7 +238,13 @@ class Sharing:
 
         parameters = {"names": json.dumps(keys, ensure_ascii=False)}
         _, rows = yield from send(self.database, self.shares.end_expired, parameters, self.until, resend=True)
+        if len(rows) < len(keys):
+            yield from self._find_server()
         return len(rows)
+
+    def _find_server(self) -> Steps[None]:
+        """After a refusal: where the server has started anew, or was promoted, a client has to find it first."""
+        _ = yield from epoch.closed_for(self.database, None, self.until)
 
     # -- permits
 
@@ -295,6 +301,8 @@ class Sharing:
                 free = [slot_of(str(row[0])) for row in rows if row[3] <= 0]
                 slots = [slot for slot in free if slot is not None and slot < semaphore.permits]
                 slots = random.sample(slots, min(2, len(slots)))
+        if slots:
+            yield from self._find_server()
         return None
 
     def _gather(self, semaphore: Semaphore, n: int, got: list[Grant]) -> Steps[list[Any]]:
@@ -319,7 +327,8 @@ class Sharing:
             grant = yield from self._begin(statement, self.request._replace(key=name, fair=0), {})
             if grant is not None:
                 got.append(grant)
-            else:  # a transaction pins it, or its row is changed at this moment
+            else:  # a transaction pins it, its row is changed at this moment, or keys are closed
+                yield from self._find_server()
                 others.append((name, None, 0, self.timing.grant_retry))
         return [] if len(got) == n else others
 

@@ -6,7 +6,6 @@ Rule: there is one site for each store of the process (`dblock.core.runtime`).
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 
 CONTENDED: Final = 1000
 """Most keys that are marked as contended."""
+NEIGHBOURS: Final = 8
+"""After so many hand-overs in a row to and from flows of this machine, the key's holder is expected to be one too."""
 
 
 class Site:
@@ -39,8 +40,8 @@ class Site:
         """By key of a semaphore, the slots that this process has left, the last one last: the first to try."""
         self.ended: set[str] = set()
         """Keys of read-write locks whose row behind the shares has been made, where that is needed."""
-        self._contended: dict[str, float] = {}
-        """The local time at which a key was last found contended."""
+        self._contended: dict[str, tuple[float, int]] = {}
+        """The local time at which a key was last found contended, and its hand-overs in a row inside this machine."""
         self._sockets = sockets
 
     @functools.cached_property
@@ -86,16 +87,31 @@ class Site:
         """Mark the key as contended. Not called for one's own grant; otherwise the mark would never decay."""
         if len(self._contended) >= CONTENDED:
             self._contended.clear()
-        self._contended[key] = self.database.now()
+        self._contended[key] = self.database.now(), (self._mark(key) or (0.0, 0))[1]
+
+    def note_handover(self, key: str, *, here: bool) -> None:
+        """Record whether a marked key was handed over inside this machine, where no notification needs the database."""
+        mark = self._mark(key)
+        if mark is not None:
+            self._contended[key] = mark[0], min(mark[1] + 1, NEIGHBOURS) if here else 0
 
     def expects_contention(self, key: str) -> bool:
         """Whether a flow of this process waits for that key or tries to take it, or other processes probably wait.
 
         An estimate, which saves two statements when it is right.
         """
-        if key in self.local_queues:
-            return True
-        return (
-            bool(self._contended)
-            and self.database.now() < self._contended.get(key, -math.inf) + self.database.timing.attention
-        )
+        return key in self.local_queues or self._mark(key) is not None
+
+    def expects_neighbour(self, key: str) -> bool:
+        """Whether the holder of a marked key is probably on this machine, so that its release notifies waiters here.
+
+        An estimate, which saves polls when it is right.
+        """
+        mark = self._mark(key)
+        return mark is not None and mark[1] >= NEIGHBOURS
+
+    def _mark(self, key: str) -> tuple[float, int] | None:
+        """The mark of a contended key, if it is recent."""
+        mark = self._contended.get(key)
+        recent = mark is not None and self.database.now() < mark[0] + self.database.timing.attention
+        return mark if recent else None

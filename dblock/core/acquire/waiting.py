@@ -81,6 +81,8 @@ class Waiter:
     """The local time until which an interrupted waiter cleans up."""
     holder: LockInfo | None = None
     """The holder as last read."""
+    expects_neighbour: bool = False
+    """Whether the holder, which it has not read, is probably on this machine."""
     has_read_holder: bool = False
     """Whether it has read the row shortly before its deadline."""
     local_queue: LocalQueue = field(init=False)
@@ -112,6 +114,7 @@ class Waiter:
             raise
         self.services, self.wakeup, self.timing = self.find_services(), Wakeup(site.database), site.database.timing
         self.holder, self.holds_other_keys = holder, bool(self.held())
+        self.expects_neighbour = holder is None and site.expects_neighbour(request.key)
         alone = not (request.fair and self.services.queues_locally) or self.holds_other_keys
         if alone:
             self.leave()
@@ -378,9 +381,7 @@ class Waiter:
                 view = found
             served = place.ticket < view.first or not view.present
             if view.mine and view.remaining > 0:  # by the queue, or by a holder of this process without a report
-                ticket = place.ticket if served else 0
-                grant = yield from queue.accept(database, self._parameters(), ticket, self.until)
-                return grant or Stage.WAITING
+                return (yield from self._accept_polled(place.ticket if served else 0)) or Stage.WAITING
             if served:
                 return Stage.WAITING
             if view.first != first:
@@ -402,27 +403,35 @@ class Waiter:
             view = None
         return None
 
-    def _is_notified(self) -> bool:
-        """Whether a release notifies this waiter: through the database, or from the same machine through its socket.
+    def _accept_polled(self, ticket: int) -> Steps[Grant | None]:
+        """The tenure that a poll has found: a holder elsewhere granted it, or the message was lost."""
+        self.site.note_handover(self.request.key, here=False)
+        return (yield from queue.accept(self.site.database, self._parameters(), ticket, self.until))
 
-        The process listens at the database only for long waits: otherwise many processes that begin to wait at once
-        would all connect, which takes longer than most waits. Until then only a holder on this machine notifies, that
-        is one whose token begins with the machine's name, unless it was handed over.
-        """
+    def _is_notified(self) -> bool:
+        """Whether a release notifies this waiter: through the database, or from the same machine through its socket."""
         if self.services.notifications_ready:
             return not self.wakeup.flooded
+        # The process listens at the database only for long waits: otherwise many processes that begin to wait at once
+        # would all connect, which takes longer than most waits.
         waited = self.site.database.now() - self.waiting_since
         if waited >= self.listen_after:
             self.services.listen()
             return False
+        # Until then only a holder on this machine notifies: one whose token begins with the machine's name, unless it
+        # was handed over; or an unknown one that is expected to be here, as the last hand-overs all were.
         holder, here = self.holder, self.request.flow[:MACHINE]
-        near = holder is not None and (holder.owner or "").startswith(here) and not holder.bearers
+        near = self.expects_neighbour
+        if holder is not None:
+            near = (holder.owner or "").startswith(here) and not holder.bearers
         return near and self.wakeup.socket is not None
 
     def _grant_by_message(self, place: Place) -> Steps[Grant | None]:
         """The tenure that a notification proves, accepted unless it can begin as it is; None if it proves none."""
         message, self.wakeup.message = self.wakeup.message, None  # used once
         grant = None if message is None else place.granted(message, self.request.ttl, self.timing.waiter_ttl)
+        if grant is not None and not self.services.notifications_ready:  # so it came by the socket
+            self.site.note_handover(self.request.key, here=True)
         if grant is None or (self.request.starts_on_place_lease and self.site.database.now() < grant.late_from):
             return grant
         return (yield from queue.accept(self.site.database, self._parameters(), place.ticket, self.until))

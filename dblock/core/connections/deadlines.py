@@ -63,7 +63,8 @@ class Deadlines(Worker):
 
     def disarm(self, connection: Cuttable) -> bool:
         """Remove the deadline, as the statement has ended; False if the connection was cut."""
-        return connection.shutdown_fd < 0 or self._due.pop(connection, None) is not None
+        with self._lock:
+            return connection.shutdown_fd < 0 or self._due.pop(connection, None) is not None
 
     def later(self, moment: float, call: Callable[[], object]) -> None:
         """Make a call at that local time, which neither waits nor runs code of the application."""
@@ -75,10 +76,15 @@ class Deadlines(Worker):
         for connection, moment in list(self._due.items()):
             if moment > now:
                 soonest = min(soonest, moment)
-            elif self._due.pop(connection, None) is not None:
+            elif self._is_over(connection, moment):
                 connection.cut()
             del connection
         return soonest
+
+    def _is_over(self, connection: Cuttable, moment: float) -> bool:
+        """Remove that deadline, unless the statement has ended and the connection perhaps sends another one."""
+        with self._lock:
+            return self._due.get(connection) == moment and self._due.pop(connection, None) is not None
 
     def busy(self) -> bool:
         armed, self._armed = self._armed, False

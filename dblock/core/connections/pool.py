@@ -221,6 +221,7 @@ class AutocommitPool:
                 connection.caller.notify()
         for slots in self._slots:
             slots.lent.clear()
+            slots.line.clear()  # of the parent's threads
         self._idle, self._all, self._mutex = [], weakref.WeakSet(), threading.RLock()
         return parents
 
@@ -260,14 +261,14 @@ class AutocommitPool:
                 self._close(silent, broken=True)
             while True:
                 with self._mutex:
+                    waiter.attend(interval := slots.poll_interval())
                     connection = self._claim(loop, slots, waiter)
                 if connection is not None:
                     return connection
                 left = waiter.until - times.min_retry_time - clock.now()
                 if left <= 0:
                     break
-                self.wait(waiter, min(left, times.local_poll))
-                waiter.attend()
+                self.wait(waiter, min(left, interval))
         finally:
             with self._mutex:
                 slots.leave(waiter)
@@ -307,6 +308,8 @@ class AutocommitPool:
             return connection
         self._stop_waiting(connection, caller)
         error, connection.error = connection.error, None
+        if type(error).__name__ == "CancelledError":  # the opening was cancelled, as it took too long, not its caller
+            error = None
         raise error or _not_opened()
 
     def _stop_waiting(self, connection: PooledConnection, caller: Wakeup) -> None:

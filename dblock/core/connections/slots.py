@@ -16,6 +16,11 @@ from dblock.core import clock, timing
 from dblock.core.connections.connection import IDLE, LENT, PooledConnection
 from dblock.core.wakeup.registry import Wakeup
 
+CROWD = 50
+"""From so many waiters on each polls less often, so that there are no more polls in all."""
+LONGER = 10
+"""Up to this factor."""
+
 
 class SlotWaiter(Wakeup):
     """A waiter for a slot."""
@@ -25,12 +30,12 @@ class SlotWaiter(Wakeup):
     def __init__(self, until: float, *, priority: bool = False) -> None:
         super().__init__()
         self.until, self.priority = until, priority
-        self.attend()
+        self.attend(timing.DEFAULT.local_poll)
 
-    def attend(self) -> None:
-        """Clear its notification, and say by which local time it polls again, unless it cannot."""
+    def attend(self, interval: float) -> None:
+        """Clear its notification; it polls again after the interval, unless it cannot."""
         _ = self.consume()
-        self.polls_by = clock.now() + 2 * timing.DEFAULT.local_poll
+        self.polls_by = clock.now() + 2 * interval
 
 
 class Slots:
@@ -67,11 +72,15 @@ class Slots:
             return len(self.lent) < self.most
         return waiter in self._first()
 
+    def poll_interval(self) -> float:
+        """Seconds between two polls of a waiter: more in a crowd, whose polls would take the time of its work."""
+        return timing.DEFAULT.local_poll * min(max(len(self.line) / CROWD, 1.0), LONGER)
+
     def join(self, waiter: SlotWaiter, *, first: bool = False) -> None:
         """Enqueue: behind all, with priority behind those that have it too, or as the first."""
         behind = 0 if first else len(self.line)
-        while waiter.priority and behind and not self.line[behind - 1].priority:
-            behind -= 1
+        if waiter.priority and not first:
+            behind = next((place for place, each in enumerate(self.line) if not each.priority), behind)
         self.line.insert(behind, waiter)
 
     def leave(self, waiter: SlotWaiter) -> None:
@@ -86,14 +95,17 @@ class Slots:
 
     def _first(self) -> list[SlotWaiter]:
         """The waiters that the free slots are reserved for; those before them whose time is up are removed."""
-        now, free, first = clock.now(), self.most - len(self.lent), list[SlotWaiter]()
-        for waiter in tuple(self.line) if free > 0 else ():
+        now, free = clock.now(), self.most - len(self.lent)
+        first, over = list[SlotWaiter](), list[SlotWaiter]()
+        for waiter in self.line if free > 0 else ():
             if now >= waiter.until or waiter.closed():
-                _ = self._remove(waiter)
+                over.append(waiter)
             elif waiter.responsive() and now < waiter.polls_by:
                 first.append(waiter)
                 if len(first) >= free:
                     break
+        for waiter in over:
+            _ = self._remove(waiter)
         return first
 
     def _remove(self, waiter: SlotWaiter) -> bool:

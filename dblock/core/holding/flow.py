@@ -6,8 +6,7 @@ parent's context variables and all tasks of a loop share one thread. Nor is a po
 it runs: asyncio.to_thread, AnyIO and asgiref run each call in a copy of its caller's context, so that two requests in
 the same thread are two flows. A copy shows its original's flow, and asgiref carries what a call has set back to the
 task that awaits it, whose children then inherit it. So a flow belongs only to the very context in which it began; the
-token of a context variable identifies that context, as it can be reset nowhere else (PEP 567). (Under gevent and
-eventlet `threading.local` is per greenlet, which is right.)
+token of a context variable identifies that context, as it can be reset nowhere else (PEP 567).
 
 Rule: the state of a hold lives with its flow, never on a lock object, which flows may share. Only its own flow enters
 and leaves it; the watchdog renews its lease. After a fork the child is a new flow that holds nothing: the parent's
@@ -56,6 +55,7 @@ class Flow:
         "life",
         "name",
         "ref",
+        "takes",
         "who",
     )
 
@@ -63,6 +63,8 @@ class Flow:
         """`name` is the prefix of its owner tokens; `life` is its asyncio task, or dies with its thread."""
         self.name = name
         self.holds: dict[tuple[object, str], Hold] = {}
+        self.takes = 0
+        """Number of holds begun since those that nobody can release were last looked for."""
         self.who: dict[str, Any] = {**process, "thread": storable(thread)}
         self.ref = weakref.ref(self)
         self.life = weakref.ref(life)
@@ -93,8 +95,7 @@ class Flow:
         """Whether no code is left that could release what it holds.
 
         A task ends when it is done or its event loop is closed; another flow with its thread, or with the call that a
-        pool of threads has run. (A flow whose context was collected can release nothing either, and that may happen
-        earlier, but is not detected here.)
+        pool of threads has run. (That the context of a flow was collected is not detected.)
         """
         life = self.life()
         if life is None or (self._is_task and (life.done() or life.get_loop().is_closed())):
@@ -224,6 +225,7 @@ class HoldObserver(Protocol):
     options: Options
     forked_from: int | None
     """The parent process, if it held this very object when it forked this process."""
+    _majority: str
 
     def _interrupt_body(self, hold: Hold, /) -> None:
         """Cancel the body of the lost hold, with `interrupt=True`."""
@@ -379,10 +381,17 @@ class Hold:
     def refuses(self, lock: HoldObserver) -> bool:
         """Whether `lock`, or a lock object that it was entered through, has `reentrant=False`.
 
-        A hold that only an open transaction keeps refuses no entry: its blocks have been left.
+        A hold that only an open transaction keeps lets its flow in again, since its blocks have been left; but not
+        before its `min_hold` is over, as the key is closed for everybody else.
         """
         inside = self.locks()
-        return bool(inside) and not all(each.options.reentrant for each in (lock, *inside))
+        if not inside:
+            return self.closed_for() > 0.0
+        return not all(each.options.reentrant for each in (lock, *inside))
+
+    def closed_for(self) -> float:
+        """Seconds for which `min_hold` keeps the flow out of a hold that only an open transaction keeps; 0.0 if not."""
+        return 0.0 if self.locks() else max(self.lease.acquired + self.min_hold - self.lease.now(), 0.0)
 
     def locks(self) -> list[HoldObserver]:
         """The lock objects that it was entered through, each once."""

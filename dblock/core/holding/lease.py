@@ -76,14 +76,18 @@ class Lease:
             return self.ttl, self.life, self.epoch
 
     def lengthen(self, grant: Grant, epoch: int | None = None) -> bool:
-        """Trust it for longer; False if it was lost before the answer came."""
+        """Trust it for longer; False if it was lost before the answer came.
+
+        A grant that ends earlier, of a re-entry with a shorter ttl, postpones no renewal.
+        """
         with self._mutex:
             if self.loss is not None or self.now() >= self.trusted_until:
                 return False
             if epoch is None or epoch == self.epoch:
+                renews = grant.lasts >= self.ttl or grant.trusted_until >= self.trusted_until
                 self.trusted_until = max(self.trusted_until, grant.trusted_until)
-                if grant.sent > self.renewed:
-                    self.renewed, self.term = grant.sent, self.ttl
+                if renews and grant.sent > self.renewed:
+                    self.renewed, self.term = grant.sent, min(self.ttl, grant.lasts)
                     self.due = grant.sent + min(self.term / 3, self.pace) if self.renewing else self.trusted_until
                     self.reason_if_lost = None
             return True

@@ -27,7 +27,7 @@ from dblock.core.protocol.administering import ask
 from dblock.core.protocol.deadlock import Waits
 from dblock.core.protocol.steps import Parameters, Rows, Steps
 from dblock.core.protocol.store import Store
-from dblock.core.share_keys import valid_row_key
+from dblock.core.share_keys import is_internal, valid_row_key
 from dblock.core.validation import valid_text
 from dblock.core.values import SHARE, Identity, LockInfo
 
@@ -94,7 +94,7 @@ def survey(
         read = [Surveyed(tenures.info_of(key, columns).masked(), int(waiting)) for key, *columns, waiting in rows]
         pins = yield from pinned(store.database, [row.info.key for row in read if may_be_pinned(row)])
         told = [row._replace(pinned=pins.get(row.info.key)) for row in read]
-        found += [row for row in told if free or row.state != "free"]
+        found += [row for row in told if (free or row.state != "free") and not is_internal(row.info.key)]
     return found
 
 

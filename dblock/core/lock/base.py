@@ -29,7 +29,7 @@ from dblock.core.protocol.tenures import inspect
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Sequencer
 from dblock.core.validation import valid_key, valid_timeout, valid_ttl
-from dblock.core.values import Grant, KeyKind, LockInfo, Seconds, State
+from dblock.core.values import TTL, Grant, KeyKind, LockInfo, Seconds, State
 
 if TYPE_CHECKING:
     from dblock.core.acquire.sharing import Sharing
@@ -99,6 +99,8 @@ class BaseLock:
     """The name by which all flows order its database, where a function from keys to databases has named it."""
     _whole: Callable[[], BaseLock | None] | None = None
     """Of a half of a lock over several databases: a weak reference to that."""
+    _majority = ""
+    """Of the lock on one database of a majority lock: the names of all its databases."""
     _stands_by = False
     """Whether it waits for ever by design: then CONTENDED is not reported, nor a refusal as GAVE_UP."""
 
@@ -201,7 +203,7 @@ class BaseLock:
             task.get_loop().call_soon_threadsafe(cancel)
 
     def _default_ttl(self) -> float:
-        return 30.0
+        return TTL
 
     def _default_timeout(self) -> float | None:
         return 10.0

@@ -37,9 +37,12 @@ def begin_hold(
     hold.shared_entries, hold.kind, hold.reading = others, lock._kind, lock._reading
     if store.asynchronous:
         hold.loop = sys.modules["asyncio"].get_running_loop()
-    for over in list(flow.holds.values()) if flow.holds else ():
-        if over.lease.loss is not None and not over.can_be_released:  # its blocks have not left, and cannot
-            forget(over)
+    flow.takes += 1
+    if 2 * flow.takes >= len(flow.holds):  # so that the cost of a take does not grow with their number
+        flow.takes = 0
+        for over in list(flow.holds.values()):
+            if over.lease.loss is not None and not over.can_be_released:  # its blocks have not left, and cannot
+                forget(over)
     try:
         lock._opened(hold)
         runtime.current.watchdog.add(hold)

@@ -23,7 +23,7 @@ from dblock.core.lock.bookkeeping import begin_hold, forget, site_of, who_we_are
 from dblock.core.lock.leaving import _release, leave
 from dblock.core.protocol import tenures
 from dblock.core.protocol.sending import Database
-from dblock.core.protocol.steps import Steps
+from dblock.core.protocol.steps import Steps, sleep
 from dblock.core.protocol.store import Store
 from dblock.core.tokens import Token
 from dblock.core.values import Grant, LockInfo
@@ -84,6 +84,7 @@ def _acquire(
         hold = None  # a callback that sees a copy of the hold is another flow
     if hold is not None and hold.lease.remaining() > 0:
         lock._check_kind(hold)
+        timeout = yield from _until_it_may_reenter(hold, timeout)
     if hold is not None and hold.lease.remaining() > 0 and hold.refuses(lock):
         beside_itself = bool(hold.reading and lock._reading)  # as a reader it would get in
         if beside_itself or (timeout is None and hold.endless):
@@ -126,6 +127,15 @@ def _acquire(
                 yield from handover.undo_take(site, found.tenure.key, found.tenure.owner)
         raise
     return found
+
+
+def _until_it_may_reenter(hold: Hold, timeout: float | None) -> Steps[float | None]:
+    """Wait for the end of the `min_hold`, where there is time for that; returns the time that is left."""
+    closed = hold.closed_for()
+    if not closed or (timeout is not None and timeout < closed):
+        return timeout
+    yield from sleep(closed)
+    return None if timeout is None else timeout - closed
 
 
 def request_of(lock: BaseLock, store: Store, flow: Flow, ttl: float) -> Request:
@@ -250,9 +260,10 @@ def _adopt(lock: BaseLock, token: Token) -> Steps[bool]:
 
 
 def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: Entry) -> Steps[bool]:
-    """Re-enter a hold of this flow; False if it is over."""
+    """Re-enter a hold of this flow; False if it is over. The longer `min_hold` counts."""
     if hold.lease.remaining() <= 0:
         return False
+    hold.min_hold = max(hold.min_hold, lock.options.min_hold)
     if hold.shared_entries is not None:
         attached = yield from tenures.attach(database, hold.tenure, who_we_are(), ttl, hold.lease.grace)
         if attached is None or not hold.lease.lengthen(attached[0]):

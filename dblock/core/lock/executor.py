@@ -143,7 +143,7 @@ class BaseStore:
             if self.database.dialect.classify(cause) is Failure.LOCKED:
                 raise self.error(cause, step) from cause
             mistake = isinstance(error, self._mistakes) and "event loop" not in str(error)
-            raise _failures().unreachable(error, database=self._described, mistake=mistake) from cause
+            raise _failures().unreachable(error, step, database=self._described, mistake=mistake) from cause
         if step.location not in {None, connection.location}:
             self._source.give(connection)
             raise LockStoreError(f"{self._described} is another one than the one that was meant")

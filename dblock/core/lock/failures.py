@@ -130,10 +130,11 @@ def converted(value: object, step: Execute, *, database: str) -> LockStoreError:
     )
 
 
-def unreachable(error: BaseException, *, database: str, mistake: bool) -> LockStoreError:
+def unreachable(error: BaseException, step: Execute, *, database: str, mistake: bool) -> LockStoreError:
     """The error for a connection that could not be opened: nothing was sent. A mistake of the client is no outage."""
     kind = LockStoreError if mistake else StoreConflict
-    return kind(f"cannot connect to {database}: {type(error).__name__}: {' '.join(str(error).split())}")
+    text = f"cannot connect to {database}: {type(error).__name__}: {' '.join(str(error).split())}"
+    return kind(text, key=key_of(step))
 
 
 def open_elsewhere(lock: BaseLock, blocks: int) -> LockNotHeld:
@@ -238,7 +239,8 @@ def quarantined(lock: BaseLock, refused: Refused) -> Steps[str]:
     seconds = yield from epoch.closed_for(database, found, database.now() + database.timing.pinned_answer)
     if not seconds:
         return ""
-    return str(epoch.Quarantine(database.now() - database.epoch.since, seconds))
+    now, restarted = database.now(), database.epoch.restarted
+    return str(epoch.Quarantine(now - database.epoch.since, seconds, None if restarted is None else now - restarted))
 
 
 def _who_pins(lock: BaseLock, refused: Refused) -> Steps[Pinned | None]:
@@ -258,8 +260,9 @@ def waits_for_itself(lock: BaseLock, flow: Flow) -> LockDeadlock:
     """The error for a flow that would wait without end for a key that it holds itself."""
     who = "{host} pid {pid}, {thread}".format_map(flow.who)
     return LockDeadlock(
-        f"deadlock: {who} holds {lock.key!r} and would wait for it without end, since reentrant=False does not let"
-        " it enter twice: release the lock first, give this take a timeout, or let both re-enter",
+        f"deadlock: {who} holds {lock.key!r} and would wait for it without end, since reentrant=False, or min_hold in"
+        " a transaction that keeps the key, does not let it enter twice: release the lock first, give this take a"
+        " timeout, or let both re-enter",
         key=lock.key,
         cycle=((lock.key, who),),
     )

@@ -37,7 +37,7 @@ from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import forget
 from dblock.core.lock.failures import timed_out
-from dblock.core.lock.locks import gives_way, refuses, was_ours
+from dblock.core.lock.locks import gives_way, refuse_interrupt, refuses, was_ours
 from dblock.core.log import warn
 from dblock.core.protocol.sending import pauses
 from dblock.core.protocol.steps import Sleep, Step, Steps, Wait
@@ -555,6 +555,7 @@ class SyncLeader(BaseLeader):
 
     def _enter(self, timeout: float | None, running: _Running) -> Hold | Refused | None:
         """Begin a body: it is known from the campaign on, so that no resignation overlooks it."""
+        refuse_interrupt(self._interrupt)
         found: Hold | Refused | None = self._lock._drive(self._campaign(timeout, running))
         if isinstance(found, Hold):
             _ = self._tell_elected(running)

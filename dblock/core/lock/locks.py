@@ -73,6 +73,12 @@ async def enter(lock: L, timeout: float | EllipsisType | None = ...) -> L:
     return lock
 
 
+def refuse_interrupt(interrupt: bool) -> None:
+    """Raise TypeError where a thread would ignore `interrupt=True`."""
+    if interrupt:
+        raise TypeError("interrupt=True is for `async with`: it cancels a task, and this runs in a thread")
+
+
 async def leave(lock: BaseLock, error: BaseException | None) -> None:
     """End an `async with`; `error` is the body's exception."""
     hold = lock._hold()
@@ -178,6 +184,7 @@ class SyncLock(BaseLock):
         return self._drive(operations.inspect(self))
 
     def __enter__(self) -> Self:
+        refuse_interrupt(self.options.interrupt)
         self._drive(entering.enter(self))
         return self
 

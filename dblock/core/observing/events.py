@@ -80,3 +80,6 @@ class Event(NamedTuple):
     after the last one, and late after half of it."""
     amount: int = 0
     places: int = 0
+    majority: str = ""
+    """The names of all databases of a majority lock, if this is about its lease in one of them: the majority lock has
+    events of its own."""

@@ -179,7 +179,9 @@ class Observers:
     def _tell_left(self, hold: Hold, lock: HoldObserver | None, before: int, how: How, reason: str = "") -> None:
         depth = _entered(hold)
         if depth < before and (depth or runtime.current.watchdog.claim_loss_report(hold)):
-            sender, label = (None, "") if lock is None else (type(lock), lock.options.label)
+            sender, label, majority = (
+                (None, "", "") if lock is None else (type(lock), lock.options.label, lock._majority)
+            )
             self.tell(
                 hold.store,
                 Event(
@@ -193,6 +195,7 @@ class Observers:
                     depth,
                     held=_held(hold),
                     reason=reason,
+                    majority=majority,
                 ),
             )
 
@@ -218,7 +221,7 @@ class Observers:
 def _about(hold: Hold) -> dict[str, Any]:
     """The fields of an event that identify the tenure."""
     lock = _lock_of(hold)
-    known = {"sender": type(lock), "label": lock.options.label} if lock is not None else {}
+    known = {"sender": type(lock), "label": lock.options.label, "majority": lock._majority} if lock is not None else {}
     return {"key": hold.key, "fence": hold.tenure.fence, "depth": len(hold.open_entries()), **known}
 
 
@@ -273,6 +276,7 @@ class _Attempt:
             depth,
             self.contended and kind is not Kind.CONTENDED,
             wait,
+            majority=lock._majority,
         )
 
     def contend(self, holder: LockInfo | None) -> None:

@@ -168,6 +168,8 @@ class _Health:
     """Whether it did not answer the last time within the limit, or failed."""
     asked_until = 0.0
     """The local time until which no other ask is begun, as one is under way that is beyond its limit."""
+    error: LockError | None = None
+    """Why it failed the last time; None if it answered."""
 
 
 class Asks:
@@ -181,8 +183,9 @@ class Asks:
         """Number of threads that wait for a job; they alone change it, as no signal handler interrupts them."""
         self._working = 0
         """Number of threads that have one."""
-        self._tasks = set[Any]()
-        self.held: MutableMapping[Any, dict[object, Any]] = WeakKeyDictionary()
+        self._tasks = dict[Any, set[Any]]()
+        """The tasks of each event loop, which itself refers to none."""
+        self.held: WeakKeyDictionary[Any, dict[object, Any]] = WeakKeyDictionary()
         """What each flow holds in majorities, by databases and key."""
         self._health: MutableMapping[Store, _Health] = WeakKeyDictionary()
 
@@ -190,8 +193,12 @@ class Asks:
 
     def ask(self, ask: Ask[Any]) -> Ask[Any]:
         """Begin an ask, unless its database is silent and is being asked already."""
-        if clock.now() < self._of(ask.store).asked_until:
+        health = self._of(ask.store)
+        if clock.now() < health.asked_until:
             error = LockStoreError(f"{ask.store.name} has not answered for a while, and is being asked")
+            if (known := health.error) is not None:  # read once: the ask under way may be answered meanwhile
+                error = LockStoreError(f"is being asked again, after: {known}")
+                error.__cause__ = known.__cause__
             with ask._mutex:
                 ask.error, ask.stage = error, Stage.ANSWERED
             return ask
@@ -212,6 +219,17 @@ class Asks:
                 health.asked_until = 0.0
             if ask.heard:
                 health.silent = isinstance(ask.error, LockStoreError) and not isinstance(ask.error, StoreBusy)
+                health.error = ask.error if health.silent else None
+
+    def missing(self) -> dict[str, bool]:
+        """By the name of each database that was asked: whether majorities go without it, as last heard."""
+        with self._mutex:
+            found = {store.name: health.silent for store, health in self._health.items()}
+        for ref in self.held.keyrefs():
+            flow = ref()
+            for held in [] if flow is None else [*self.held.get(flow, {}).values()]:
+                found |= dict.fromkeys(held.missing(), True)
+        return found
 
     def is_silent(self, store: Store) -> bool:
         """Whether callers should not wait for a database."""
@@ -262,14 +280,15 @@ class Asks:
     @property
     def busy(self) -> bool:
         """Whether anything is under way."""
-        return bool(self._tasks or self._jobs or self._working)
+        return bool(any(self._tasks.values()) or self._jobs or self._working)
 
     def begin(self, store: Store, steps: Steps[None]) -> None:
         """Run the steps in a thread, or in a task of the running event loop."""
         if store.asynchronous:
             task = plain_task(_logged(adrive(steps, store)))
-            self._tasks = {each for each in self._tasks if not each.get_loop().is_closed()} | {task}
-            task.add_done_callback(self._forget)
+            tasks = self._of_loop(task.get_loop())
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
             return
         with self._mutex:
             if len(self._jobs) >= self._idle:
@@ -280,8 +299,12 @@ class Asks:
             self._jobs.append((store, steps))
             self._changed.notify()
 
-    def _forget(self, task: Any) -> None:
-        self._tasks = self._tasks - {task}
+    def _of_loop(self, loop: Any) -> set[Any]:
+        """The tasks of an event loop; when a new one comes, those of closed ones are forgotten."""
+        if loop not in self._tasks:
+            for over in [each for each in list(self._tasks) if each.is_closed()]:
+                _ = self._tasks.pop(over, None)
+        return self._tasks.setdefault(loop, set())
 
     def _serve(self) -> None:
         while (job := self._next()) is not None:

@@ -1,90 +1,93 @@
 """The queue of a key: how places are assigned, how the key is handed over, and why no waiter is forgotten.
 
-Theory
-------
-A waiter has a row in `lock_waiters` with a *ticket*, higher than all tickets of the key before it, and a *place*: a
-lease of its own, which its process renews. The key's row carries two numbers, `last_ticket` and `served_ticket`. While
-they differ a flow may be waiting: no newcomer's take succeeds then, and the answer to a release says so. The releaser
-then hands the key over (`grant`): the first live waiter after `served_ticket` becomes the owner, with a new fence, and
-`served_ticket` becomes its ticket. So uncontended use reads two equal numbers in a row that it reads anyway, and pays
-nothing else.
-
-    join, announce        a ticket, and `last_ticket` is at least that
-    grant                 a tenure for the first live waiter, whose place ends, and `served_ticket` is its ticket
-    accept                the waiter makes its tenure's lease whole
-    clear                 no waiter in the queue is alive: `served_ticket` catches up
-    heartbeat             the place lasts longer
-    adopt_place           the place goes to another flow of the same process
-    leave_queue           the waiter leaves
-
-Why no wake-up is lost: the numbers are on the row that the releaser changes. A release that saw equal numbers came
-before the announcement in the order of that row's versions, so the announcement answers that the key is free; the
-waiter polls, and grants. A release that saw different numbers is followed by a grant, which begins after the
-announcement and so sees the waiter. (One statement that frees *and* grants would not do: under READ COMMITTED a
-statement that had to wait for the row reads its newest version, but sees other tables as of its own start, and misses
-the waiter that it waited for. A grant that hands over the releaser's own tenure is safe: it changes nothing when it
-finds no waiter, and the release follows.) `clear` acts only while `last_ticket` is what was read before.
-
-Why the heir may begin at once when it is notified of the grant: its place is a lease already. The place ends no earlier
-than `waiter_ttl` after the sending of the last statement, the join or a heartbeat, whose answer names it. Such a
-statement found the place, and a grant ends the place in the transaction that makes the tenure, so the grant came after
-it: the tenure, which ends with the place or one ttl after the grant, whichever is first, ends no earlier than
-
-    (local time of sending that statement) + min(waiter_ttl, ttl)
-
-and is trusted until a margin before that. A heartbeat that arrives after the grant finds no place: its answer does not
-name it, and extends nothing. The first renewal makes the lease whole. A heir that needs more from the beginning,
-because the rest is short or will not be renewed, accepts first. Heartbeats and accepts are durable, so that no crash
-undoes what a flow relies on (see `dblock.core.statements.postgresql`). So is a grant, unless it is *covered*.
-
-Why a holder may hand over its tenure without waiting for the disk: a crash undoes the latest commits, all of them from
-some moment on (a write-ahead log loses only its end, and a standby has a beginning of it). A covered grant replaces one
-tenure by another that ends no later. If a crash undoes it, with or without later grants, the row shows an earlier
-tenure of the same chain, which keeps the key closed for as long as the last heir trusts its own: its lease was cut to
-that of the tenure before it, and so on back to a statement that was durable. The key is not opened before that, for
-only the holder of that tenure could. That holder recorded that its tenure is over before it notified the heir
-(`dblock.core.holding.handover_record`), and is the only source of the proof: a poll is followed by an accept, which is
-durable, and so makes everything before it durable. The heir finds its tenure gone, by its next statement, and whatever
-it wrote under a guard was undone with it or made it durable. The next fence is higher: the fence of a covered grant
-comes from the clock, and so does the next, later. (As everywhere, if the clock was not set back meanwhile.) So a crash
-may leave a key closed for the rest of one ttl, which is late, not wrong; and a queue that moves on costs a flush of the
-disk only now and then, when the lease that covers it has become short.
-
-The heir of a covered grant is also told when its tenure ends: how long after it joined the queue, by the database's
-clock. It trusts until then, counted from the sending of its join, and not from a heartbeat: a crash restores its place,
-and the next heartbeat finds the place, though the key was handed over before. (After a long wait, in which the two
-clocks may have drifted apart, it accepts first.) A tenure with a token does not cover another one: the bearer of the
-token could enter the tenure that a crash restores. Nor does any tenure where commits wait for standbys: a session may
-have stopped waiting for the standby, so that a row that is read is missing there.
-
-The notification carries the ticket, the fence, when the tenure ends and a *proof*, a digest of all these with the owner
-token: only the waiter and readers of the table know that token, and each token is of one attempt. So nobody else can
-forge a proof, and a message that comes twice or late states what was true; whether that is still of use the local clock
-decides. Any other message, or none, costs a poll: the waiter reads the row, and accepts the tenure that it was granted.
-
-Crashes: a releaser that dies between release and grant leaves a free key with different numbers; each waiter that polls
-grants it to the first of the queue. A waiter that was granted the key and died loses it with its place at the latest.
-Waiters that died together expire together.
-
-A waiter that was passed over (its process was frozen, its place ended) finds `served_ticket` at or above its ticket, or
-no place of its own, and joins anew. Waiters poll in any case: the head of the queue often where not every releaser can
-notify it, others the less often the further back they are.
-
-The flows of one process that wait for a key share one place of this queue, see `dblock.core.acquire.local_queue`, and
-the key goes from one to the next without the queue:
-
-    hand_over_local       ends the tenure of a flow and begins one of the next in its process
-
-It is covered as a grant may be: the heir learns the length of its lease, and trusts it from the sending of the
-statement. It acts only while the queue is empty, or the process has turns left, so that waiters in the queue are
-overtaken a bounded number of times only. A flow that gives up transfers its place to the next of them (`adopt_place`).
-
-A waiter that leaves deletes its row, then reads whether it has been granted the key, and releases it if so. `grant`
-holds a lock on the waiter's row until it has committed, so one of the two comes first.
-
 Rule: as in `dblock.core.protocol.tenures`. This module says which waiter was granted what; `dblock.core.acquire`
 notifies waiters, and waits.
 """
+
+# Theory, in a comment: as a docstring it would cost every import
+# ------
+# A waiter has a row in `lock_waiters` with a *ticket*, higher than all tickets of the key before it, and a *place*: a
+# lease of its own, which its process renews. The key's row carries two numbers, `last_ticket` and `served_ticket`.
+# While they differ a flow may be waiting: no newcomer's take succeeds then, and the answer to a release says so. The
+# releaser then hands the key over (`grant`): the first live waiter after `served_ticket` becomes the owner, with a new
+# fence, and `served_ticket` becomes its ticket. So uncontended use reads two equal numbers in a row that it reads
+# anyway, and pays nothing else.
+#
+#     join, announce        a ticket, and `last_ticket` is at least that
+#     grant                 a tenure for the first live waiter, whose place ends, and `served_ticket` is its ticket
+#     accept                the waiter makes its tenure's lease whole
+#     clear                 no waiter in the queue is alive: `served_ticket` catches up
+#     heartbeat             the place lasts longer
+#     adopt_place           the place goes to another flow of the same process
+#     leave_queue           the waiter leaves
+#
+# Why no wake-up is lost: the numbers are on the row that the releaser changes. A release that saw equal numbers came
+# before the announcement in the order of that row's versions, so the announcement answers that the key is free; the
+# waiter polls, and grants. A release that saw different numbers is followed by a grant, which begins after the
+# announcement and so sees the waiter. (One statement that frees *and* grants would not do: under READ COMMITTED a
+# statement that had to wait for the row reads its newest version, but sees other tables as of its own start, and misses
+# the waiter that it waited for. A grant that hands over the releaser's own tenure is safe: it changes nothing when it
+# finds no waiter, and the release follows.) `clear` acts only while `last_ticket` is what was read before.
+#
+# Why the heir may begin at once when it is notified of the grant: its place is a lease already. The place ends no
+# earlier than `waiter_ttl` after the sending of the last statement, the join or a heartbeat, whose answer names it.
+# Such a statement found the place, and a grant ends the place in the transaction that makes the tenure, so the grant
+# came after it: the tenure, which ends with the place or one ttl after the grant, whichever is first, ends no earlier
+# than
+#
+#     (local time of sending that statement) + min(waiter_ttl, ttl)
+#
+# and is trusted until a margin before that. A heartbeat that arrives after the grant finds no place: its answer does
+# not name it, and extends nothing. The first renewal makes the lease whole. A heir that needs more from the beginning,
+# because the rest is short or will not be renewed, accepts first. Heartbeats and accepts are durable, so that no crash
+# undoes what a flow relies on (see `dblock.core.statements.postgresql`). So is a grant, unless it is *covered*.
+#
+# Why a holder may hand over its tenure without waiting for the disk: a crash undoes the latest commits, all of them
+# from some moment on (a write-ahead log loses only its end, and a standby has a beginning of it). A covered grant
+# replaces one tenure by another that ends no later. If a crash undoes it, with or without later grants, the row shows
+# an earlier tenure of the same chain, which keeps the key closed for as long as the last heir trusts its own: its lease
+# was cut to that of the tenure before it, and so on back to a statement that was durable. The key is not opened before
+# that, for only the holder of that tenure could. That holder recorded that its tenure is over before it notified the
+# heir (`dblock.core.holding.handover_record`), and is the only source of the proof: a poll is followed by an accept,
+# which is durable, and so makes everything before it durable. The heir finds its tenure gone, by its next statement,
+# and whatever it wrote under a guard was undone with it or made it durable. The next fence is higher: the fence of a
+# covered grant comes from the clock, and so does the next, later. (As everywhere, if the clock was not set back
+# meanwhile.) So a crash may leave a key closed for the rest of one ttl, which is late, not wrong; and a queue that
+# moves on costs a flush of the disk only now and then, when the lease that covers it has become short.
+#
+# The heir of a covered grant is also told when its tenure ends: how long after it joined the queue, by the database's
+# clock. It trusts until then, counted from the sending of its join, and not from a heartbeat: a crash restores its
+# place, and the next heartbeat finds the place, though the key was handed over before. (After a long wait, in which the
+# two clocks may have drifted apart, it accepts first.) A tenure with a token does not cover another one: the bearer of
+# the token could enter the tenure that a crash restores. Nor does any tenure where commits wait for standbys: a session
+# may have stopped waiting for the standby, so that a row that is read is missing there.
+#
+# The notification carries the ticket, the fence, when the tenure ends and a *proof*, a digest of all these with the
+# owner token: only the waiter and readers of the table know that token, and each token is of one attempt. So nobody
+# else can forge a proof, and a message that comes twice or late states what was true; whether that is still of use the
+# local clock decides. Any other message, or none, costs a poll: the waiter reads the row, and accepts the tenure that
+# it was granted.
+#
+# Crashes: a releaser that dies between release and grant leaves a free key with different numbers; each waiter that
+# polls grants it to the first of the queue. A waiter that was granted the key and died loses it with its place at the
+# latest. Waiters that died together expire together.
+#
+# A waiter that was passed over (its process was frozen, its place ended) finds `served_ticket` at or above its ticket,
+# or no place of its own, and joins anew. Waiters poll in any case: the head of the queue often where not every releaser
+# can notify it, others the less often the further back they are.
+#
+# The flows of one process that wait for a key share one place of this queue, see `dblock.core.acquire.local_queue`, and
+# the key goes from one to the next without the queue:
+#
+#     hand_over_local       ends the tenure of a flow and begins one of the next in its process
+#
+# It is covered as a grant may be: the heir learns the length of its lease, and trusts it from the sending of the
+# statement. It acts only while the queue is empty, or the process has turns left, so that waiters in the queue are
+# overtaken a bounded number of times only. A flow that gives up transfers its place to the next of them
+# (`adopt_place`).
+#
+# A waiter that leaves deletes its row, then reads whether it has been granted the key, and releases it if so. `grant`
+# holds a lock on the waiter's row until it has committed, so one of the two comes first.
 
 from __future__ import annotations
 
@@ -147,12 +150,13 @@ class Place:
         mine = proof(self.ticket, message.fence, message.lasts, self.owner)
         if not hmac.compare_digest(message.proof.encode(), mine.encode()):
             return None
-        term, waited = min(waiter_ttl, ttl), self.sent - self.joined
+        sent = self.sent  # once: a heartbeat moves it meanwhile
+        term, waited = min(waiter_ttl, ttl), sent - self.joined
         if message.lasts:
             term = min(term, message.lasts / 1000 - waited)
             if waited > term * DRIFT:
                 return None
-        return Grant(Tenure(message.key, self.owner, message.fence), self.sent, ttl, self.ticket, term=term)
+        return Grant(Tenure(message.key, self.owner, message.fence), sent, ttl, self.ticket, term=term)
 
 
 def proof(ticket: int, fence: int, lasts: int, owner: str) -> str:

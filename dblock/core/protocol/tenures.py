@@ -81,8 +81,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from dblock.core.errors import LockStoreError, Loss, Reason, StoreUnanswered
+from dblock.core.errors import LockStoreError, LockTimeout, Loss, Reason, StoreUnanswered
 from dblock.core.log import warn
+from dblock.core.protocol import epoch
 from dblock.core.protocol.sending import Database, send, send_twice
 from dblock.core.protocol.steps import Parameters, Rows, Steps, sleep
 from dblock.core.statements.base import Masked, Statement, with_priority
@@ -101,6 +102,8 @@ def begin(database: Database, statement: Statement, request: Parameters, until: 
     one to create. `until` is the local time after which conflicts are not retried. Raises Unresolved when the answer
     was lost for good.
     """
+    if not database.epoch.relaxed:
+        yield from epoch.relax(database, until)
     if statement is database.dialect.create and database.dialect.tick:
         yield from sleep(database.dialect.tick)
     sent = database.now()
@@ -224,11 +227,13 @@ def attach(
 ) -> Steps[tuple[Grant, int] | None]:
     """Enter a tenure by its token; returns the lease and the count; None if the tenure is over.
 
+    Raises LockTimeout while keys are closed.
+
     `request` describes the flow; `counted`: the row counts the token until it is used.
     """
     parameters: Parameters = {**request, **tenure._asdict(), "life": ttl + grace, "counted": int(counted)}
     until = database.now() + min(database.timing.retry_budget, ttl)
-    sent, rows = yield from send(database, database.dialect.attach, parameters, until, resend=True)
+    sent, rows = yield from _enter(database, database.dialect.attach, tenure, parameters, until)
     return (Grant(tenure, sent, ttl), int(rows[0][0])) if rows else None
 
 
@@ -237,12 +242,31 @@ def adopt(
 ) -> Steps[tuple[Grant, int] | None]:
     """Enter a tenure by its token as its only holder, with a lease of `ttl`; None if it has a holder, or is over.
 
-    Returns the lease, and how many bearers have entered so far.
+    Returns the lease, and how many bearers have entered so far. Raises LockTimeout while keys are closed.
     """
     parameters: Parameters = {**request, **tenure._asdict(), "ttl": ttl, "life": ttl + grace}
     until = database.now() + min(database.timing.retry_budget, ttl)
-    sent, rows = yield from send(database, database.dialect.adopt, parameters, until, resend=True)
+    sent, rows = yield from _enter(database, database.dialect.adopt, tenure, parameters, until)
     return (Grant(tenure, sent, ttl), int(rows[0][0])) if rows else None
+
+
+def _enter(
+    database: Database, statement: Statement, tenure: Tenure, parameters: Parameters, until: float
+) -> Steps[tuple[float, Rows]]:
+    """Send it; once more if it was refused because no client had found the server, which has started anew."""
+    sent, rows = yield from send(database, statement, parameters, until, resend=True)
+    if rows:
+        return sent, rows
+    found = yield from epoch.read(database, until)
+    if found is None:
+        return sent, rows
+    if not found.opens_in:
+        return (yield from send(database, statement, parameters, until, resend=True))
+    info = yield from look(database, tenure.key)
+    if info is not None and (info.owner, info.fence) == (tenure.owner, tenure.fence) and info.remaining > 0:
+        message = f"could not enter {tenure.key!r} by its token: the database server was {found}; try again then"
+        raise LockTimeout(message, key=tenure.key)
+    return sent, rows
 
 
 def detach(

@@ -194,8 +194,7 @@ def take_if(words: Vocabulary, condition: str, *, fence: str = "", answer: str =
     owner = :owner,{begun(words, count=" count = 1,", fence=fence)}
 WHERE lock_key = :key AND kind = {words.integer(":kind")} AND {free}
   AND {condition}
-  {words.is_open()}
-  {words.durable}
+  {words.begins(":life")}
 {words.returning(answer)}
 """
 
@@ -219,7 +218,7 @@ def reenter(words: Vocabulary) -> Statement:
 {words.change()}
     count = {words.integer(":count")} + 1,
     {_longer(words)}
-WHERE {_alive(words)} {words.durable}
+WHERE {_alive(words)} {words.lasting(":life")}
 """
     return Statement("reenter", sql, Reply.COUNT, critical=True)
 
@@ -233,7 +232,7 @@ def extend(words: Vocabulary) -> Statement:
 {words.change()}
     ttl = :ttl,
     expires_at = {words.after(":life")}
-WHERE {_alive(words)} {words.durable}
+WHERE {_alive(words)} {words.lasting(":life")}
 """
     return Statement("extend", sql, Reply.COUNT, critical=True)
 
@@ -339,7 +338,7 @@ def leave(words: Vocabulary) -> Statement:
     If unused tokens are outstanding, the last holder leaves the tenure to their bearers, as `detach` does, unless its
     lease has ended: that is never revived. An empty owner keeps the key closed for the rest of `min_hold`.
     Asynchronous, as the release: if a crash loses it, the tenure is as it was, and its bearers have the rest of the
-    lease.
+    lease. Durable where `min_hold` keeps the key closed, which may be for longer than the lease.
     """
     given = words.integer(":count")
     not_before = words.after(":min_hold", "acquired_at")
@@ -354,7 +353,7 @@ def leave(words: Vocabulary) -> Statement:
     count = {words.greatest}(count - 1, 0)
 WHERE lock_key = :key AND owner = :owner AND fence = :fence
   AND ({given} = 0 OR (count = {given} AND bearers = {words.integer(":bearers")}))
-  {words.asynchronous}
+  {words.asynchronous_unless(f"{not_before} > {words.now}")}
 {_first_unserved(words, free, f"expires_at <= {words.now}")}
 """
     return Statement("leave", sql, words.numbers, critical=True)
@@ -491,7 +490,7 @@ def accept(words: Vocabulary) -> Statement:
     sql = f"""
 {words.change_at_once(words.by_key)}
     {words.unchanged("fence")}{_longer(words)}
-WHERE lock_key = :key AND owner = :owner AND expires_at > {words.now} {words.is_open()} {words.durable}
+WHERE lock_key = :key AND owner = :owner AND expires_at > {words.now} {words.begins(":life")}
 {words.returning("fence")}
 """
     return Statement("accept", sql, words.numbers, critical=True, priority=True)
@@ -684,6 +683,8 @@ CREATE TABLE lock_epoch (
     history {long} NOT NULL,
     since {words.time} NOT NULL,
     opens_at {words.time} NOT NULL,
-    floor bigint NOT NULL
+    floor bigint NOT NULL,
+    restarted_at {words.time},
+    asynchronous_ttl {words.seconds} DEFAULT 0 NOT NULL
 ){words.table_options};
 {f"{epochs(words).first.sql.strip()};{chr(10)}" if words.server else ""}"""

@@ -415,7 +415,7 @@ WHERE door.lock_key = :door AND door.kind = :kind
   AND ((:holder = '' AND door.reading = 1)
        OR (door.owner = :holder AND door.fence = :holders_fence AND door.expires_at > {SQL.now}))
   AND {no_writer_waits(SQL, "door")}
-  {SQL.is_open("door")}
+  {SQL.is_open("door", also=f"(:holder <> '' OR {SQL.is_latest('door')})")}
 /*!80017 FOR SHARE OF door NOWAIT */ /*M! LOCK IN SHARE MODE */
 """,
     Reply.NUMBER,
@@ -425,26 +425,32 @@ WHERE door.lock_key = :door AND door.kind = :kind
 
 _MEANINGS: Final = {
     # Deadlock; a record that changed (MariaDB's snapshot isolation); a prepared statement that a reset of the session
-    # dropped; interrupted, by KILL QUERY or a time limit.
-    **dict.fromkeys((1213, 1020, 1243, 1317, 1969, 3024), Failure.CONFLICT),
+    # dropped; interrupted, by KILL QUERY or a time limit; rolled back by its group, where another member was first.
+    **dict.fromkeys((1213, 1020, 1243, 1317, 1969, 3024, 3101), Failure.CONFLICT),
     # Lock wait timeout, NOWAIT.
     **dict.fromkeys((1205, 3572), Failure.BUSY),
-    # read_only, twice; a read-only transaction; a Galera node that is not part of its cluster.
-    **dict.fromkeys((1290, 1836, 1792, 1047), Failure.READ_ONLY),
+    # read_only, twice; a read-only transaction; a node that is not part of its cluster, of Galera, or its group.
+    **dict.fromkeys((1290, 1836, 1792, 1047, 3796), Failure.READ_ONLY),
     # Gone away, lost during a query, lost with an error, cannot connect, out of sync, shutdown, aborted, network,
     # connection killed, session killed, idle too long; 0 is PyMySQL's "already closed".
     **dict.fromkeys((2006, 2013, 2055, 2002, 2003, 2014, 1053, 1152), Failure.DISCONNECTED),
     **dict.fromkeys((1158, 1159, 1160, 1161, 1927, 3169, 4031, 0), Failure.DISCONNECTED),
+    # A member of a group rolls back what it could not commit before it left; the others may have heard of it in time.
+    3100: Failure.DISCONNECTED,
     1062: Failure.DUPLICATE,
     1146: Failure.NO_TABLE,
     **dict.fromkeys((1054, 1176), Failure.OTHER_TABLE),
     **dict.fromkeys((1142, 1143), Failure.NO_RIGHT),
 }
+_DURING_COMMIT: Final = 1180
+"""What a group that has rolled a transaction back may say; it may be a broken disk as well."""
 
 
 def classify(error: BaseException) -> Failure:
     """By error number (MySQL error reference), the first argument of every driver's exception."""
     number = error.args[0] if error.args else None
+    if number == _DURING_COMMIT and "Lock deadlock" in str(error.args[1:]):
+        return Failure.CONFLICT
     if number in _MEANINGS:
         return _MEANINGS[number]
     if isinstance(error, OSError) or type(error).__name__ == "InterfaceError":

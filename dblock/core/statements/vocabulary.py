@@ -50,9 +50,13 @@ class Vocabulary:
     server = ""
     """Text that a server and its replicas never share; empty if databases of this kind have no replicas."""
     timeline = ""
+    """Text that a promotion changes and a restart does not; empty if the database has none."""
     epoch_table = ""
     """The number of the table lock_epoch, where a restored one has another."""
-    """Text that a promotion changes and a restart does not; empty if the database has none."""
+    crash = ""
+    """Null if the server has started from a clean shutdown; else text that another crash changes."""
+    started = ""
+    """When the server has started."""
 
     def after(self, seconds: str, start: str = "") -> str:
         """The time so many seconds after `start`, by default after now."""
@@ -129,17 +133,36 @@ class Vocabulary:
         """The condition, and that no transaction pins the key, without waiting for that."""
         return f"({condition})"
 
-    def is_open(self, row: str = "locks") -> str:
+    def is_open(self, row: str = "locks", *, also: str = "") -> str:
         """The end of a condition: a tenure may begin in this epoch (see `dblock.core.statements.epoch`).
 
-        `row` has the key's last tenure; empty if the key has no row.
+        `row` has the key's last tenure; empty if the key has no row. `also`: one more condition on the row of `epoch`.
         """
         if not self.server:
             return ""
         kept = f" AND (epoch.floor < {row}.fence OR {self.after(f'{row}.ttl', 'epoch.since')} <= {self.now})"
         return f"""AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
               WHERE epoch.id = 1 AND epoch.server = {self.server}
-                AND epoch.opens_at <= {self.now}{kept if row else ""})"""
+                AND epoch.opens_at <= {self.now}{kept if row else ""}{also and f" AND {also}"})"""
+
+    def is_latest(self, row: str) -> str:
+        """The condition on the row of `epoch` that none of the key's tenures after the one in that row was lost."""
+        return f"epoch.floor < {row}.fence"
+
+    def asynchronous_unless(self, condition: str) -> str:
+        """The end of a condition: as `asynchronous`, or as `durable` if the condition holds."""
+        return self.asynchronous
+
+    def lasting(self, seconds: str) -> str:
+        """The end of a condition: as `durable`, unless a crash may undo a lease of so many seconds.
+
+        Whether it may says `asynchronous_ttl` of lock_epoch; only PostgreSQL reads it.
+        """
+        return self.durable
+
+    def begins(self, seconds: str, row: str = "locks") -> str:
+        """`is_open` and `lasting` in one."""
+        return f"{self.is_open(row)} {self.durable}"
 
     def change(self) -> str:
         """The beginning of an UPDATE of the key's row that may wait for it for a short time."""

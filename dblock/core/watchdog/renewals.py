@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from dblock.core.connections.pool import background
 from dblock.core.errors import LockError, Loss, Reason, StoreBusy
 from dblock.core.holding.flow import Hold
+from dblock.core.holding.lease import Lease
 from dblock.core.log import warn
 from dblock.core.protocol import tenures
 from dblock.core.protocol.drive import drive
@@ -32,6 +33,8 @@ class Due(NamedTuple):
     """A hold's lease as it was when its renewal was made."""
 
     hold: Hold
+    lease: Lease
+    """That of the tenure: `downgrade` gives the hold another one, which the answer does not lengthen."""
     ttl: float
     life: float
     epoch: int
@@ -68,7 +71,7 @@ class Renewal:
 
     def __init__(self, store: Store, holds: Sequence[Hold], keeper: Keeper) -> None:
         self.store = store
-        self.leases = [Due(hold, *hold.lease.renewal(), hold.tenure) for hold in holds]
+        self.leases = [Due(hold, lease, *lease.renewal(), hold.tenure) for hold in holds for lease in [hold.lease]]
         self._keeper = keeper
 
     def set_reason_if_lost(self, reason: Reason) -> None:
@@ -118,8 +121,8 @@ class Renewal:
             (renewed if kept else not_renewed).append(due)
         if self._keeper.observers is not None:
             self._keeper.observers.renewed(self.store, sent, [due.hold for due in renewed])
-        for hold, ttl, _, epoch, tenure in renewed:
-            _ = hold.lease.lengthen(Grant(tenure, sent, ttl), epoch)
+        for due in renewed:
+            _ = due.lease.lengthen(Grant(due.tenure, sent, due.ttl), due.epoch)
         yield from self._handle_not_renewed(not_renewed, alive or {}, budget)
 
     def _handle_not_renewed(
@@ -138,7 +141,7 @@ class Renewal:
                 except LockError:
                     loss = Loss(Reason.EXPIRED)
                 if self._keeper.is_watching(due.hold) and due.applies:  # not released meanwhile
-                    _ = due.hold.lease.lose(loss)
+                    _ = due.lease.lose(loss)
 
 
 class Renewer:

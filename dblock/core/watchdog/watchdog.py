@@ -10,9 +10,9 @@ A renewal is due a third of the ttl after the last one, and retried until the le
 is abandoned after a sixth of the ttl, and the next one uses another connection; a later answer still counts, from the
 time of sending.
 
-Taking a lock costs the watchdog an entry in two dictionaries and a set: the watching thread wakes once a second anyway
-while there is something to watch. It also closes connections that have been idle for too long: while that is its only
-work, it sleeps until the first of them is due. It ends when it has nothing to do, and is started again when needed.
+The watching thread wakes once a second while there is something to watch. It also closes connections that have been
+idle for too long: while that is its only work, it sleeps until the first of them is due. It ends when it has nothing to
+do, and is started again when needed.
 
 Rule: nothing here decides who holds a key. The watchdog moves the moment until which a hold is trusted (see
 `dblock.core.holding.lease`), and reports. Neither it nor the threads that it waits for run code of the application (see
@@ -180,7 +180,8 @@ class Watchdog(Worker):
             self._withdrawals[place] = lambda: not task.done()
             return
         try:
-            self._withdrawals[place] = start(partial(run_apart, steps, store), "housekeeping")
+            with self._lock:  # under which the thread, when it ends, removes this entry
+                self._withdrawals[place] = start(partial(run_apart, steps, store), "housekeeping")
         except RuntimeError:  # out of threads, or the interpreter is ending: the places expire
             _ = self._withdrawn.pop(place, None)
 
@@ -219,7 +220,9 @@ class Watchdog(Worker):
         seen = hold.snapshot()
         if not self.claim_loss_report(hold):
             return
-        warn("lost the lease on %r (fence %d): %s", hold.shown, hold.tenure.fence, loss)
+        of_majority = any(lock._majority for lock in seen.locks())
+        where = f" in {hold.store.name}, one database of a majority lock" if of_majority else ""
+        warn("lost the lease on %r (fence %d)%s: %s", hold.shown, hold.tenure.fence, where, loss)
         for lock in seen.locks():
             lock._interrupt_body(hold)
         self._tell(lambda lock: lock._who_hears_of_loss(loss.reason), seen)
@@ -248,7 +251,7 @@ class Watchdog(Worker):
         self._tell(lambda lock: lock._who_hears_of_revocation(words), hold.snapshot())
 
     def give_up(self, store: Store) -> list[Hold]:
-        """Declare all holds of this process in a database lost; returns those to be released, last taken first."""
+        """Declare all holds of this process in a database lost; returns those to be released, last one first."""
         for hold in reversed(list(self._holds)):
             if hold.store is store and self.discard(hold):  # else its flow is releasing it
                 if hold.lease.give_up():
@@ -259,7 +262,7 @@ class Watchdog(Worker):
         return [hold for hold in self._given_up if hold.store is store]
 
     def giving_back(self, hold: Hold) -> None:
-        """Called before a hold is released, once: a count that others lower too must not be lowered twice."""
+        """Called before a hold is released: a count that others lower too must not be lowered twice."""
         self._given_up = [each for each in self._given_up if each is not hold]
 
     # -- the watching thread
@@ -278,6 +281,9 @@ class Watchdog(Worker):
             self._ending = None
             self._ended.set()
         wait, self._pruned_by = timing.DEFAULT.attention, math.inf
+        # The next round begins by then: what is added during this one, and is due later, needs no round of its own.
+        # Else a process that takes thousands of locks looks at all of them again and again.
+        self.wakes_at = latest = clock.now() + wait
         try:
             self._pruned_by = self._prune()
             wait = self._look_at_all()
@@ -287,7 +293,7 @@ class Watchdog(Worker):
             self._write_down()
         except Exception as error:  # noqa: BLE001 - must continue: leases depend on it
             warn("the watchdog failed in one round, and continues: %r", error)
-        return clock.now() + wait
+        return min(clock.now() + wait, latest)
 
     def busy(self) -> bool:
         added, self._added = self._added, False
@@ -296,6 +302,7 @@ class Watchdog(Worker):
         return added or bool(work) or (deliveries is not None and deliveries.pending)
 
     def rests_until(self) -> float:
+        self._pruned_by = self._prune()  # again: a connection may have been given back since the round began
         return self._pruned_by
 
     def _look_at_all(self) -> float:
@@ -339,7 +346,7 @@ class Watchdog(Worker):
             self._gather(store, loop, holds)
             from dblock.core.watchdog.renewals import Renewal  # noqa: PLC0415 - only for long holds
 
-            self._send(Renewal(store, holds, self), loop)
+            _ = self._send(Renewal(store, holds, self), loop)
         soonest = min(soonest, self._keep_places(stores))
         for store in self._renewers.keys() - stores:
             self._renewers.pop(store).batches.put(None)
@@ -358,8 +365,9 @@ class Watchdog(Worker):
                 kept.due = now + store.database.timing.heartbeat_interval
             last = self._heartbeats.get((store, loop))
             if last is None or last.answered:  # no second heartbeat for a database that hangs
-                heartbeat = self._heartbeats[store, loop] = Heartbeat(store, mine, self.leave)
-                self._send(heartbeat, loop)
+                heartbeat = Heartbeat(store, mine, self.leave)
+                if self._send(heartbeat, loop):
+                    self._heartbeats[store, loop] = heartbeat
         for place in self._heartbeats.keys() - {(kept.store, kept.loop) for kept in places}:
             del self._heartbeats[place]
         return min((kept.due - now for kept in places), default=timing.DEFAULT.attention)
@@ -373,20 +381,26 @@ class Watchdog(Worker):
                     holds.append(hold)
                     hold.lease.due = now + hold.lease.term / 6
 
-    def _send(self, batch: Renewal | Heartbeat, loop: Any) -> None:
+    def _send(self, batch: Renewal | Heartbeat, loop: Any) -> bool:
+        """Have it sent in a thread or task; False if none can be begun now: the next interval tries again."""
         store = batch.store
         if loop is not None:
             self._send_to_loop(batch, loop)
-            return
+            return True
         renewer = self._renewers.get(store)
         if renewer is None or not renewer.ready:
             if renewer is not None:  # it hangs: it ends after its answer, and another one takes its place
                 renewer.batches.put(None)
             from dblock.core.watchdog.renewals import Renewer  # noqa: PLC0415 - only for long holds
 
-            renewer = self._renewers[store] = Renewer(store)
+            try:
+                renewer = self._renewers[store] = Renewer(store)
+            except RuntimeError as error:  # out of threads, or the interpreter is ending
+                warn("cannot start a thread to renew the leases in %s, trying again: %s", store.name, error)
+                return False
         renewer.given += 1
         renewer.batches.put(batch)
+        return True
 
     def _send_to_loop(self, batch: Renewal | Heartbeat, loop: Any) -> None:
         steps = batch.steps() if batch.leases else _in_background(batch.steps())

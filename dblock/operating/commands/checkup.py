@@ -97,6 +97,11 @@ class Checkup:
         sql = f"SELECT variable_value FROM {home} .global_variables WHERE variable_name = '{name}'"
         return str(self.value(sql) or "")
 
+    def status(self, name: str) -> str:
+        """A status variable of MariaDB or MySQL, as text; empty if there is no such."""
+        home = "/*M! information_schema */ /*!80017 performance_schema */"
+        return str(self.value(f"SELECT variable_value FROM {home} .global_status WHERE variable_name = '{name}'") or "")
+
     def who_locks(self) -> str:
         """What to do about a session that has locked a whole table, or waits to change it."""
         if self.kind == "sqlite":
@@ -395,10 +400,68 @@ def durability(checkup: Checkup) -> Checked:
             )
 
 
+def cluster(checkup: Checkup) -> Checked:
+    """Names the setting as a row of the page about clusters does, as far as this user sees it."""
+    seen, row = {"postgresql": _of_postgresql, "mysql": _of_mysql}.get(checkup.kind, _of_sqlite)(checkup)
+    if row:
+        yield Finding(Level.OK, "cluster", f'{seen}: the row "{row}" of docs/clusters.md')
+
+
+def _of_postgresql(checkup: Checkup) -> tuple[str, str]:
+    if checkup.value(_IN_RECOVERY):
+        return "", ""
+    standbys = int(checkup.value("SELECT count(*) FROM pg_stat_replication") or 0)
+    names, commit = checkup.variable("synchronous_standby_names"), checkup.variable("synchronous_commit")
+    seen = f"standbys: {standbys}"
+    if names:
+        seen += f", synchronous_standby_names = {names}, synchronous_commit = {commit}"
+    if names and commit != "local":
+        return seen, "PostgreSQL, synchronous standby"
+    return seen, "PostgreSQL, asynchronous standby" if standbys else "a single server"
+
+
+def _of_mysql(checkup: Checkup) -> tuple[str, str]:
+    if checkup.variable("wsrep_on") == "ON":
+        return f"nodes: {checkup.status('wsrep_cluster_size')}", "Galera"
+    if checkup.variable("group_replication_group_name"):
+        return "group replication", "MySQL group replication"
+    replicas = int(
+        checkup.value("SELECT count(*) FROM information_schema.processlist WHERE command LIKE 'Binlog Dump%'") or 0
+    )
+    waits = [checkup.variable(f"rpl_semi_sync_{name}_enabled") for name in ("master", "source")]
+    seen = f"replicas: {replicas}" + (", semi-synchronous" if "ON" in waits else "")
+    return seen, "MariaDB, MySQL: replica" if replicas else "a single server"
+
+
+def _of_sqlite(_: Checkup) -> tuple[str, str]:
+    return "a file", "SQLite"
+
+
+_IN_RECOVERY: Final = "SELECT CAST(pg_is_in_recovery() AS integer)"
+
+
+def _takes_writes(checkup: Checkup) -> bool:
+    """Whether what writes is executed, wherever that is."""
+    with contextlib.suppress(LockError):
+        checkup.context.run("UPDATE lock_epoch SET server = server WHERE 1 = 0", within=1.0)
+        return True
+    return False
+
+
 def replication(checkup: Checkup) -> Checked:
     """Says what a failover promises."""
     if checkup.kind == "postgresql":
-        if checkup.value("SELECT CAST(pg_is_in_recovery() AS integer)"):
+        if checkup.value(_IN_RECOVERY):
+            if _takes_writes(checkup):
+                yield Finding(
+                    Level.WARNING,
+                    "cluster",
+                    "a proxy sends reads to a standby, and writes to the primary: waiters wait longer, and what "
+                    "verify(), locked() and the inspector show may be old: the row "
+                    '"a proxy that sends reads to replicas" of docs/clusters.md',
+                    "Let the lock's engine or alias connect to the primary directly.",
+                )
+                return
             yield Finding(
                 Level.ERROR,
                 "replication",
@@ -446,14 +509,26 @@ def replication(checkup: Checkup) -> Checked:
 
 
 def failover(checkup: Checkup) -> Checked:
-    """Whether keys are closed after a failover."""
+    """Whether keys are closed after a failover, and whether takes wait for the disk."""
     found = checkup.context.quarantine()
+    if found is not None and found.asynchronous_ttl:
+        yield Finding(
+            Level.NOTE,
+            "durability",
+            found.durability,
+            f"To go back: DURABLE = True in all processes, then {checkup.context.command} durability --restore.",
+        )
     if found is not None and found.opens_in > 0:
+        safe = (
+            "the old primary is dead and had sent everything"
+            if found.restarted is None
+            else "it was shut down in order"
+        )
         yield Finding(
             Level.WARNING,
             "failover",
             f"the server was {found}",
-            f"Wait. If the old primary is dead and had sent everything: {checkup.context.command} quarantine --end.",
+            f"Wait. If {safe}: {checkup.context.command} quarantine --end.",
         )
 
 
@@ -712,6 +787,7 @@ _FIRST: Final[tuple[Check, ...]] = (reachable, tables, rights, probe)
 CHECKS: Final[tuple[Check, ...]] = (
     reachable,
     tables,
+    cluster,
     replication,
     rights,
     row_security,

@@ -90,14 +90,14 @@ class Context:
         """The rows of a statement of our own, without parameters, over these tables."""
         return self._send(Statement("query", sql, Reply.ROWS))
 
-    def run(self, sql: str) -> None:
-        """Run a statement that has no rows; it may be run twice."""
-        self._send(Statement("run", sql, Reply.COUNT))
+    def run(self, sql: str, within: float | None = None) -> None:
+        """Run a statement that has no rows; it may be run twice. `within`: for how many seconds it is tried."""
+        self._send(Statement("run", sql, Reply.COUNT), within)
 
-    def _send(self, statement: Statement) -> Rows:
+    def _send(self, statement: Statement, within: float | None = None) -> Rows:
         database = self.store.database
         statement = statement.over(database.dialect.tables, database.dialect.quote)
-        until = database.now() + database.timing.retry_budget
+        until = database.now() + (within or database.timing.retry_budget)
         return self.do(send(database, statement, {}, until, resend=True))[1]
 
     def inspect(self, key: str) -> LockInfo | None:

@@ -1,4 +1,4 @@
-"""`release`, `quarantine` and `reap`: what changes something."""
+"""`release`, `quarantine`, `durability` and `reap`: what changes something."""
 
 from __future__ import annotations
 
@@ -92,16 +92,33 @@ def quarantine(context: Context, options: Namespace) -> int:
     elif found is None and context.store.database.dialect.epoch is None:
         say(f"{context.where} has no replicas: there is no quarantine")
     elif found is None:
-        say(f"{context.where}: nobody has taken a lock since the server has started; the first who does will know more")
+        say(f"{context.where}: {_UNKNOWN}")
     else:
-        since = f"it was found to be another server {span(found.since)} ago"
-        say(f"{context.where}: {found if found.opens_in > 0 else f'keys are open; {since}'}")
+        open_ = f"keys are open, and are given away by this server since {span(found.since)} ago"
+        say(f"{context.where}: {found if found.opens_in > 0 else open_}")
     return NOT_HELD if found is not None and found.opens_in > 0 else DONE
 
 
+def durability(context: Context, options: Namespace) -> int:
+    """Say whether takes wait for the disk, or let them wait again; 0."""
+    database = context.store.database
+    if options.restore:
+        context.do(epoch.restore(database, database.now() + database.timing.retry_budget))
+    found = context.quarantine(begins=options.restore)
+    if options.json:
+        say_json({"asynchronous_ttl": None if found is None else found.asynchronous_ttl})
+    elif database.dialect.epoch is None or database.dialect.epoch.relax is None:
+        say(f"{context.where}: all takes wait for the disk; only on PostgreSQL they need not")
+    else:
+        say(f"{context.where}: {_UNKNOWN if found is None else found.durability}")
+    return DONE
+
+
+_UNKNOWN: Final = "nobody has taken a lock since the server has started; the first who does will know more"
 _END: Final = (
-    "A key may then have two holders, if the old primary has granted it and this server does not know. Go on only if "
-    "the old primary is dead, and had sent everything, or no client of before is left. Open the keys?"
+    "A key may then have two holders, if it was granted before and this server does not know. Go on only if nothing "
+    "was lost (the old primary is dead and had sent everything; or this server was shut down in order), or no client "
+    "of before is left. Open the keys?"
 )
 
 
@@ -115,7 +132,7 @@ def _warning(info: LockInfo) -> str:
     return (
         f"Its holder is not stopped: it learns of this at its next renewal, in {_renewal(info)} at the latest, or, if "
         "its lock is not renewed, when it next asks. "
-        "What it writes until then only guard() refuses, and fences once somebody else has written."
+        "Until then only guard() stops what it writes; a fence stops it once a later holder has written."
     )
 
 

@@ -12,6 +12,22 @@ document.addEventListener("DOMContentLoaded", () => {
   const tell = (words) => { if (trouble.textContent !== words) trouble.textContent = words; };
   let paused = false, ended = false;
 
+  // On a phone the list has a card for each row, whose values carry the names of their columns. The roles keep it a
+  // table for screen readers, whatever the style sheet makes of it.
+  function label() {
+    const table = region.querySelector("#result_list");
+    if (!table) return;
+    const roles = { TABLE: "table", THEAD: "rowgroup", TBODY: "rowgroup", TR: "row", TD: "cell" };
+    for (const part of [table, ...table.querySelectorAll("thead, tbody, tr, td")]) part.setAttribute("role", roles[part.tagName]);
+    table.querySelectorAll("thead th").forEach((head, column) => {
+      head.setAttribute("role", "columnheader");
+      const name = head.querySelector(".text").textContent.trim();
+      for (const row of table.tBodies[0].rows) row.cells[column].dataset.label = name;
+    });
+    table.querySelectorAll("tbody th").forEach((head) => head.setAttribute("role", "rowheader"));
+    table.classList.add("dblock-cards");
+  }
+
   async function refresh() {
     // A user who has the focus inside, or has marked text, must not lose it.
     const busy = region.contains(document.activeElement) || !document.getSelection().isCollapsed;
@@ -24,6 +40,7 @@ document.addEventListener("DOMContentLoaded", () => {
       const fresh = page.querySelector("[data-dblock-live]");
       if (!fresh) throw new Error("no such page");
       region.replaceChildren(...fresh.childNodes);
+      label();
       updated(page);
       tell("");
     } catch (error) {
@@ -45,6 +62,7 @@ document.addEventListener("DOMContentLoaded", () => {
     if (!paused) refresh();
   });
   bar.hidden = false;
+  label();
   updated(document);
   setTimeout(keepFresh, every);
 });

@@ -65,7 +65,9 @@ CREATE TABLE lock_epoch (
     history varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
     since datetime(6) NOT NULL,
     opens_at datetime(6) NOT NULL,
-    floor bigint NOT NULL
+    floor bigint NOT NULL,
+    restarted_at datetime(6),
+    asynchronous_ttl double precision DEFAULT 0 NOT NULL
 ) ENGINE = InnoDB;
 INSERT INTO lock_epoch (id, server, history, since, opens_at, floor)
 SELECT 1, /*M! CONCAT_WS(' ', @@server_id, @@hostname, @@port) */ /*!80017 @@server_uuid */, '', UTC_TIMESTAMP(6), UTC_TIMESTAMP(6), 0;
@@ -470,7 +472,8 @@ AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
-AND (epoch.floor < door.fence OR epoch.since + INTERVAL ROUND(door.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))) LOCK IN SHARE MODE;
+AND (epoch.floor < door.fence OR epoch.since + INTERVAL ROUND(door.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
+AND (:holder <> '' OR epoch.floor < door.fence)) LOCK IN SHARE MODE;
 
 -- take_slot: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR
@@ -604,7 +607,8 @@ AND held.owner <> waiter.owner
 AND held.count > 0
 AND mine.expires_at > UTC_TIMESTAMP(6)
 AND mine.bearers = 0
-AND mine.lock_key = :key;
+AND mine.lock_key >= :key
+AND mine.lock_key <= :key;
 
 -- list_blocked: the rows it returns
 SELECT mine.lock_key, waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM (

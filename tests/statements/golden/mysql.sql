@@ -65,7 +65,9 @@ CREATE TABLE lock_epoch (
     history varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin NOT NULL,
     since datetime(6) NOT NULL,
     opens_at datetime(6) NOT NULL,
-    floor bigint NOT NULL
+    floor bigint NOT NULL,
+    restarted_at datetime(6),
+    asynchronous_ttl double precision DEFAULT 0 NOT NULL
 ) ENGINE = InnoDB;
 INSERT INTO lock_epoch (id, server, history, since, opens_at, floor)
 SELECT 1, /*M! CONCAT_WS(' ', @@server_id, @@hostname, @@port) */ /*!80017 @@server_uuid */, '', UTC_TIMESTAMP(6), UTC_TIMESTAMP(6), 0;
@@ -478,7 +480,8 @@ AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
 AND epoch.server = @@server_uuid
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
-AND (epoch.floor < door.fence OR epoch.since + INTERVAL ROUND(door.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))) FOR SHARE OF door NOWAIT;
+AND (epoch.floor < door.fence OR epoch.since + INTERVAL ROUND(door.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
+AND (:holder <> '' OR epoch.floor < door.fence)) FOR SHARE OF door NOWAIT;
 
 -- take_slot: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (SELECT lock_key AS name
@@ -615,7 +618,8 @@ AND held.owner <> waiter.owner
 AND held.count > 0
 AND mine.expires_at > UTC_TIMESTAMP(6)
 AND mine.bearers = 0
-AND mine.lock_key = :key;
+AND mine.lock_key >= :key
+AND mine.lock_key <= :key;
 
 -- list_blocked: the rows it returns
 SELECT mine.lock_key, waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM (

@@ -65,7 +65,9 @@ CREATE TABLE lock_epoch (
     history varchar(255) NOT NULL,
     since datetime NOT NULL,
     opens_at datetime NOT NULL,
-    floor bigint NOT NULL
+    floor bigint NOT NULL,
+    restarted_at datetime,
+    asynchronous_ttl real DEFAULT 0 NOT NULL
 );
 
 -- take: the rows it returns
@@ -508,7 +510,8 @@ AND held.owner <> waiter.owner
 AND held.count > 0
 AND mine.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
 AND mine.bearers = 0
-AND mine.lock_key = :key;
+AND mine.lock_key >= :key
+AND mine.lock_key <= :key;
 
 -- list_blocked: the rows it returns
 SELECT mine.lock_key, waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM (

@@ -271,7 +271,11 @@ class Attempts:
         return self.asks.gather(asks, self.limit, self._wakeup, enough, silent_until=self.silent_until)
 
     def _heard(self, asks: Mapping[int, Ask[T]]) -> Iterator[tuple[int, T | None]]:
-        """The results, each to be noted before the next; the asks that are not answered are left."""
+        """The results, each to be noted before the next; the asks that are not answered are left.
+
+        An ask counts as used once its result was noted. An interrupt in between gives the result back twice, which
+        changes nothing the second time.
+        """
         for number, ask in asks.items():
             if ask.pending():
                 ask.leave(self.asks)
@@ -280,12 +284,15 @@ class Attempts:
                 elif self.lock.names[number] not in self.said:
                     self._note(number, "no answer for a while", cannot=True)
                 continue
-            result, error = ask.use(), ask.error
+            error = ask.error
             if error is None:
-                yield number, result
-            elif isinstance(error, (LockStoreError, LockTimeout)):
+                yield number, ask.result  # an interrupt before it is noted leaves the ask, which is then undone
+            _ = ask.use()
+            if error is None:
+                continue
+            if isinstance(error, (LockStoreError, LockTimeout)):
                 busy = isinstance(error, (StoreBusy, LockTimeout))
-                self._note(number, short(error), cannot=not busy)
+                self._note(number, short(error, ask.store), cannot=not busy)
             else:
                 raise error
         self._open = [ask for ask in self._open if ask.pending()]

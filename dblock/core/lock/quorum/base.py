@@ -117,6 +117,10 @@ class BaseQuorumLock:
         return [lock._store().name for lock in self._members]
 
     @property
+    def _all_names(self) -> str:
+        return ", ".join(self.names)
+
+    @property
     def ttl(self) -> float:
         """The life of each lease in seconds."""
         held = self._held()
@@ -216,7 +220,7 @@ class BaseQuorumLock:
         return self._members[0]._adrive(steps, undisturbed=undisturbed)
 
     def _event(self, kind: Kind, fence: int = 0) -> Event:
-        return Event(kind, ", ".join(self.names), type(self), self.key, fence, self.label)
+        return Event(kind, self._all_names, type(self), self.key, fence, self.label)
 
     def _tell(self, kind: Kind, **known: Any) -> None:
         """Report an event of an attempt to the observers."""

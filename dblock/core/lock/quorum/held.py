@@ -71,6 +71,7 @@ class Held:
         """Whether its beginning was reported, and its end was not."""
         for number, each in enumerate(locks):
             told: Any = each
+            told._majority = lock._all_names
             told._interrupt_body = functools.partial(self._on_lost, number)
             told._who_hears_of_loss = lambda _: []
             told._who_hears_of_risk = self._on_at_risk
@@ -193,6 +194,10 @@ class Held:
         held = [number for number, part in list(self.parts.items()) if part.hold.lease.loss is None]
         return [number for number in range(len(self.locks)) if number not in held]
 
+    def missing(self) -> list[str]:
+        """The names of the databases that it goes without."""
+        return [] if self.over or self.loss else [self.lock.names[number] for number in self._missing()]
+
     def grow_later(self, seconds: float | None = None) -> None:
         """Ask the missing databases again after so many seconds, by default a third of the ttl; and so on."""
         if seconds is None and (self._growing or not self._missing()):
@@ -227,7 +232,7 @@ class Held:
             fence, until = max(self.fence, found.tenure.fence), clock.now() + self.lock._limit
             grant = yield from member.confirm(lock, found, fence, until)
         except LockStoreError as error:
-            self._note(number, short(error))
+            self._note(number, short(error, lock._store()))
             return
         with self._mutex:
             flow = self.flow()
@@ -260,7 +265,7 @@ class Held:
             answer = None if ask.pending() else ask.use()
             good += answer is True
             if answer is None:
-                said[names[number]] = short(ask.error) if ask.error else f"no answer in {limit:.2g} s"
+                said[names[number]] = short(ask.error, ask.store) if ask.error else f"no answer in {limit:.2g} s"
             elif not answer:
                 said[names[number]] = "lost"
         if good >= self.quorum:

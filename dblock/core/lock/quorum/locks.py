@@ -11,7 +11,7 @@ from dblock.core.errors import LockError, LockTimeout
 from dblock.core.holding.flow import current_task
 from dblock.core.lock.ignored import warn_if_ignored
 from dblock.core.lock.key_template import adecorated, decorated
-from dblock.core.lock.locks import Timeout, gives_way, innermost, was_ours
+from dblock.core.lock.locks import Timeout, gives_way, innermost, refuse_interrupt, was_ours
 from dblock.core.lock.quorum.base import BaseQuorumLock
 from dblock.core.protocol.steps import Steps
 from dblock.core.validation import acquire_timeout
@@ -71,6 +71,7 @@ class SyncQuorumLock(BaseQuorumLock):
         return self._drive(self._inspect())
 
     def __enter__(self) -> Self:
+        refuse_interrupt(self.options.interrupt)
         self._refuse_event_loop()
         self._drive(self._enter())
         return self

@@ -36,6 +36,7 @@ from dblock.core.values import Grant, LockInfo
 
 if TYPE_CHECKING:
     from dblock.core.protocol.sending import Database
+    from dblock.core.protocol.store import Store
 
 
 class No(NamedTuple):
@@ -68,7 +69,7 @@ def take(lock: BaseLock, timeout: float | None, proposed: int = 0) -> Steps[Gran
         found = yield from _take_or_wait(lock, timeout)
     if isinstance(found, Refused):
         closed = yield from quarantined(lock, found)
-        return No(closed) if closed else _refused(found)
+        return No(closed) if closed else _refused(found, store)
     try:
         left = yield from quorum.standing(database, lock._ttl, _soon(database), said)
     except GeneratorExit:
@@ -118,10 +119,10 @@ def _take_or_wait(lock: BaseLock, timeout: float | None) -> Steps[Grant | Refuse
     )
 
 
-def _refused(refused: Refused) -> No:
+def _refused(refused: Refused, store: Store) -> No:
     holder, busy = refused
     if busy is not None:
-        return No(short(busy), busy=isinstance(busy, StoreBusy))
+        return No(short(busy, store), busy=isinstance(busy, StoreBusy))
     if holder is not None and holder.state == "held":
         return No(f"held by {holder}", holder.masked(), busy=True)
     return No("others were faster, or a transaction guards it", busy=True)
@@ -205,9 +206,12 @@ def nothing(_: object) -> Steps[None]:
     yield from ()
 
 
-def short(error: LockError) -> str:
-    """An error without its advice."""
-    return str(error).partition(";")[0]
+def short(error: LockError, store: Store) -> str:
+    """An error without its advice, and without the name of its database, which is shown beside it."""
+    text = str(error).partition(";")[0]
+    for name in (getattr(store, "_described", ""), store.name):
+        text = text.replace(f" to {name}:", ":", 1).removeprefix(f"{name}: ").removeprefix(f"{name} ")
+    return text
 
 
 def listed(answers: Mapping[str, str]) -> str:
