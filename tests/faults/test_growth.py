@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ready, run
-from tests.faults.test_family import cut
 from tests.support.growing import NEW, OLD
+from tests.support.history import Record, violations
 from tests.support.lab import LONG, Remote
 from tests.support.subjects import Subject
-from tests.support.tenures import recorded, violations
 
 PROCESSES = ("django", "sqlalchemy", "async")
 ROLLING = [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 2, 2)]
 """The stages of the processes: forwards; one of them goes back once."""
 SECONDS = 8.0 if LONG else 0.7
 AHEAD = 10**12
+CUTS = {
+    "postgresql": "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
+    " AND application_name LIKE 'dblock%' ORDER BY random() LIMIT 1",
+    "mysql": "SELECT id FROM information_schema.processlist WHERE db = database() AND id <> connection_id()"
+    " ORDER BY rand() LIMIT 1",
+}
+CUTS["mariadb"] = CUTS["mysql"]
+
+
+def cut(database: str) -> None:
+    """Close one of the connections of the locks, on the server."""
+    if database in CUTS:
+        found = run(database, CUTS[database])
+        if database != "postgresql" and found:
+            with contextlib.suppress(Exception):  # it has ended meanwhile
+                run(database, f"KILL {found[0][0]}")
 
 
 @pytest.mark.timeout(1800 if LONG else 180)
@@ -48,7 +64,7 @@ def test_a_key_moves_under_load(
     finally:
         for remote in remotes:
             remote.__exit__()
-    history = recorded(path)
+    history = Record([path]).read().made()
     assert not violations(history)
     assert len(history) > attempts / 4 > 20, (len(history), attempts, failed)
     with capsys.disabled():

@@ -391,6 +391,9 @@ def test_nothing_watches_over_a_statement_that_was_not_sent(
     subject.engine.dispose()
 
 
+@pytest.mark.skipif(
+    sys.version_info[:2] == (3, 14), reason="a handler that raises leaves Python's own locks locked (gh-148874)"
+)
 @pytest.mark.parametrize("subject", SYNC if LONG else [SYNC[0], SYNC[4]], ids=str)
 def test_signals_at_random_moments_leave_nothing(
     request: pytest.FixtureRequest, subject: Subject, warnings: Callable[[], Counter[str]]

@@ -59,12 +59,17 @@ FAULTS = {
     "stranger": "somebody says that a waiter has been granted the key",
     "mislay": "a message to another process is lost",
     "promotion": "a standby is promoted that lacks some of the latest commits",
+    "restart": "the same, where takes do not wait for the disk either",
     "crash": "the database crashes, and forgets some of the latest commits that did not wait for the disk",
 }
 READER = f"k{SHARE}r "
 """What the key of a reader's row begins with."""
 ASYNCHRONOUS = {"join", "announce", "release", "clear", "leave_queue", "adopt_place"}
 """The statements that do not wait for the disk, on PostgreSQL; nor does a grant or a hand-over that is covered."""
+UNDOABLE = {"take", "create", "grant", "accept", "hand_over_local", "heartbeat"}
+"""Those that do not if lock_epoch says so."""
+UNDOING = frozenset({"crash", "restart", "promotion"})
+"""The faults that undo commits."""
 
 
 class Mail(Post):
@@ -220,12 +225,14 @@ class Small(World):
         return self._database
 
     def execute(self, step: Execute, seen: set[str] | None = None) -> Rows:
-        if not {"crash", "promotion"} & {*self.kinds} or not self.faults:
+        if not UNDOING & {*self.kinds} or not self.faults:
             return super().execute(step, seen)
         before = copy.deepcopy(self.rows), copy.deepcopy(self.waiters), len(self.served.get("k", ()))
         rows = super().execute(step, seen)
         if (self.rows, self.waiters) != before[:2]:
-            light = step.statement.name in ASYNCHRONOUS or self.covered or "promotion" in self.kinds
+            name = step.statement.name
+            light = name in ASYNCHRONOUS or self.covered or "promotion" in self.kinds
+            light = light or (name in UNDOABLE and self.undoable(TTL))
             self.undone = [*self.undone, before] if light and self.dialect.name == "postgresql" else []
         return rows
 
@@ -270,7 +277,7 @@ class Small(World):
                     found.append(Choice("stranger", n))
             if "death" in self.kinds:
                 found += [Choice("death", n) for n, house in enumerate(self.houses) if house.alive]
-            for kind in ("crash", "promotion"):
+            for kind in ("crash", "restart", "promotion"):
                 if kind in self.kinds:
                     found += [Choice(kind, n) for n in range(len(self.undone) + 1)]
             found += [Choice(kind) for kind in ("stall", "freeze") if kind in self.kinds]
@@ -324,8 +331,9 @@ class Small(World):
                         each.grant = None
             case "crash":
                 self.crash(whom)
-            case "promotion":
+            case "promotion" | "restart":
                 self.server += 1
+                self.history += what == "promotion"
                 self.crash(whom)
             case "stall":
                 self.time += self.database().timing.waiter_ttl + 1.0
@@ -369,14 +377,16 @@ def small(
     preemptions: float = math.inf,
 ) -> Small:
     """A world with so many flows in each process, of which each waits for so long."""
-    dialects = DIALECTS if "promotion" in kinds else UNREPLICATED
+    dialects = DIALECTS if {"promotion", "restart"} & {*kinds} else UNREPLICATED
     world = Small(dialect=dialects[dialect], faults=faults, kinds=kinds, preemptions=preemptions)
+    if "restart" in kinds:
+        world.epoch["asynchronous_ttl"] = TTL
     world.houses = [House(world, number) for number, _ in enumerate(sizes)]
     owners = [house for house, size in zip(world.houses, sizes, strict=True) for _ in range(size)]
     world.flows = [Flow(house, n, timeouts[n]) for n, house in enumerate(owners)]
     for flow in world.flows:
         flow.wakes = world.time
-    for house in world.houses if {"crash", "promotion"} & {*kinds} else ():
+    for house in world.houses if UNDOING & {*kinds} else ():
         house.site.note_contention("k")  # so that the first, too, stands in the queue, and hands over
     return world
 
@@ -414,7 +424,7 @@ class _Canon:
         self._add([(w["ticket"], w["owner"], w["expires_at"], w["joined_at"], w["channel"]) for w in waiters], flat)
         hanging = [(step.statement.name, *step.parameters.values(), seen) for step, seen in world.hanging]
         self._add((world.mail, hanging, world.faults, world.preemptions, world.known()), flat)
-        if "promotion" in world.kinds:
+        if {"promotion", "restart"} & {*world.kinds}:
             read = world.database().epoch
             self._add((world.server, world.epoch, read.asked, read.since, read.opens, read.floor), flat)
         for rows, waiting, _ in world.undone if world.faults else ():

@@ -1,4 +1,4 @@
-"""A primary and an asynchronous replica that can be made to lag and promoted, of each kind of server."""
+"""A primary and a replica that can be made to lag and promoted, of each kind of server."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def _follow(pair: Pair) -> None:
 
 
 @contextlib.contextmanager
-def pair_of(kind: str) -> Iterator[Pair]:
-    """A running pair."""
+def pair_of(kind: str, *, synchronous: bool = False) -> Iterator[Pair]:
+    """A running pair; `synchronous`: each commit of the primary, PostgreSQL, waits for the standby."""
     primary: Server
     replica: Server
     with contextlib.ExitStack() as stack:
@@ -124,6 +124,10 @@ def pair_of(kind: str) -> Iterator[Pair]:
             primary, replica = (stack.enter_context(running(logged(make, number))) for number in (1, 2))
         pair = Pair(kind, primary, replica)
         _follow(pair)
+        if synchronous:  # the standby, which has been copied, will not wait for another one
+            pair.ask(primary, "ALTER SYSTEM SET synchronous_standby_names = '*'")
+            pair.ask(primary, "SELECT pg_reload_conf()")
+            assert until(lambda: pair.ask(primary, "SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'"))
         engine = pair.engine(primary)
         create_tables(engine)
         engine.dispose()

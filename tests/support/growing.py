@@ -15,9 +15,10 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 import dblock
 import sqlalchemy_dblock
+from dblock.core import clock
 from dblock.core.errors import LockError
 from tests.conftest import url
-from tests.support.tenures import Recorder
+from tests.support.history import Recorder
 
 OLD, NEW = ("postgresql",), ("mariadb",)
 KEYS = "ab"
@@ -36,7 +37,8 @@ def stages(old: Any, new: Any) -> tuple[Any, Any, Any]:
 
 def live(variant: str, stage: int, seed: int, path: str, seconds: float) -> list[int]:
     """Begin and end tenures for so long, in several threads or tasks; how many attempts there were, and failed."""
-    recorder, over = Recorder(Path(path)), time.monotonic() + seconds
+    over = time.monotonic() + seconds
+    recorder = Recorder(Path(path), f"{variant}.{seed}")
     if variant == "async":
         return asyncio.run(_tasks(stage, seed, recorder, over))
     place = stages(
@@ -54,7 +56,7 @@ def live(variant: str, stage: int, seed: int, path: str, seconds: float) -> list
             counts[0] += 1
             try:
                 with _chosen(make, chance) as held:
-                    recorder.body(held, _tenures(held), chance)
+                    _hold(recorder, held, chance)
             except LockError:
                 counts[1] += 1
         return counts
@@ -70,9 +72,19 @@ def _chosen(make: Any, chance: random.Random) -> Any:
     return make("db_lock", chance.choice(KEYS), fair=chance.random() < 0.9, **options)
 
 
-def _tenures(held: Any) -> list[Any]:
+def _hold(recorder: Recorder, held: Any, chance: random.Random) -> None:
+    """Note for how long the holder is sure."""
+    begin = clock.now()
+    held.check()
     fences = held.fences if hasattr(held, "fences") else {held.key: held.fence}
-    return [(key, "write", fence, 0) for key, fence in fences.items()]
+    told: dict[str, Any] = {"name": "take", "kind": "exclusive", "begin": begin, "end": begin, "until": begin}
+    names = [recorder.note(**told, key=key, fence=fence) for key, fence in fences.items()]
+    for _ in range(chance.choice((1, 1, 1, 2, 5))):
+        time.sleep(chance.choice((0.0, 0.0, 0.001, 0.004)))
+        now = clock.now()
+        held.check()
+        for name in names:
+            _ = recorder.note(id=name, until=now)
 
 
 async def _tasks(stage: int, seed: int, recorder: Recorder, over: float) -> list[int]:
@@ -89,7 +101,7 @@ async def _tasks(stage: int, seed: int, recorder: Recorder, over: float) -> list
             counts[0] += 1
             try:
                 async with _chosen(make, chance) as held:
-                    recorder.body(held, _tenures(held), chance)
+                    _hold(recorder, held, chance)
                     await asyncio.sleep(0)
             except LockError:
                 counts[1] += 1

@@ -19,7 +19,7 @@ from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows, Steps
 from dblock.core.statements import DIALECTS
 from dblock.core.statements.base import Dialect
-from dblock.core.statements.epoch import MARGIN
+from dblock.core.values import MARGIN
 from dblock.core.wakeup.local_socket import LocalSockets
 from dblock.core.wakeup.registry import Wakeups
 
@@ -82,8 +82,19 @@ class World:
     covered: bool = False
     """Whether the last grant, or hand-over in a process, was covered by the tenure that it ended."""
     server: int = 1
-    """Number of the server that answers."""
-    epoch: dict[str, Any] = field(default_factory=lambda: {"server": 1, "since": 0.0, "opens_at": 0.0, "floor": 0})
+    """Number of the server that answers, and of its start."""
+    history: int = 1
+    """Number of promotions."""
+    epoch: dict[str, Any] = field(
+        default_factory=lambda: {
+            "server": 1,
+            "history": 1,
+            "since": 0.0,
+            "opens_at": 0.0,
+            "floor": 0,
+            "asynchronous_ttl": 0.0,
+        }
+    )
     """The row of `lock_epoch`."""
     _seen: set[str] = field(default_factory=set)
     """The waiters that the statement under way sees."""
@@ -185,7 +196,7 @@ class World:
             if (row["owner"], row["fence"]) != (p["owner"], p["fence"]):
                 return []
             self.covered = self.dialect.queue.grant_leaves and handed >= life * 0.75 and row["fence"] < self.micros
-            self.covered = self.covered and row["reading"] <= heir.get("reading", 0)
+            self.covered = self.covered and row["reading"] <= heir.get("reading", 0) and not self.undoable(heir["ttl"])
             row["expires_at"] = self.time
         life = min(life, handed) if self.covered else life
         self._begin(row, {**heir, "life": life})
@@ -198,7 +209,8 @@ class World:
             return [(fence,)]
         if self.dialect.queue.grant_leaves:
             del self.waiters[heir["owner"]]
-        lasts = int((self.rows[p["key"]]["expires_at"] - heir["joined_at"]) * 1000) if self.covered else 0
+        lasts = int((self.rows[p["key"]]["expires_at"] - heir["joined_at"]) * 1000)
+        lasts = lasts if self.covered or self.undoable(heir["ttl"]) else 0
         return [(heir["ticket"], heir["channel"], heir["owner"], fence, lasts, None)]
 
     def _first_waiter(self, p: dict[str, Any]) -> Rows:
@@ -217,15 +229,30 @@ class World:
     def _epoch_status(self, p: dict[str, Any]) -> Rows:
         epoch = self.epoch
         since, opens_in = self.time - epoch["since"], epoch["opens_at"] - self.time
-        return [(int(epoch["server"] == self.server), since, opens_in, epoch["floor"])]
+        return [(int(epoch["server"] == self.server), since, opens_in, epoch["floor"], None, epoch["asynchronous_ttl"])]
 
     def _begin_epoch(self, p: dict[str, Any]) -> Rows:
         if self.epoch["server"] == self.server:
             return []
-        opens_at = self.time + max(p["seconds"], MARGIN)
+        old, named = self.epoch, {"server": self.server, "history": self.history}
+        if old["history"] == self.history:
+            opens_at = max(old["opens_at"], self.time + old["asynchronous_ttl"])
+            self.epoch = {**old, **named, "opens_at": opens_at}
+            return [()]
+        opens_at = self.time + max(p["seconds"], MARGIN, old["asynchronous_ttl"])
         floor = self.micros + int(MARGIN * 1e6) if p["seconds"] else 0
-        self.epoch = {"server": self.server, "since": self.time, "opens_at": opens_at, "floor": floor}
+        self.epoch = {**old, **named, "since": self.time, "opens_at": opens_at, "floor": floor}
         return [()]
+
+    def _relax(self, p: dict[str, Any]) -> Rows:
+        if self.epoch["asynchronous_ttl"] >= p["seconds"]:
+            return []
+        self.epoch["asynchronous_ttl"] = max(abs(self.epoch["asynchronous_ttl"]), p["seconds"])
+        return [()]
+
+    def undoable(self, seconds: float) -> bool:
+        """Whether a statement that gives so long a lease does not wait for the disk."""
+        return bool(self.epoch["asynchronous_ttl"] >= seconds)
 
     def _in_epoch(self, row: dict[str, Any] | None) -> bool:
         epoch = self.epoch
@@ -252,6 +279,7 @@ class World:
             return []
         left = row["expires_at"] - self.time
         able = self.dialect.queue.grant_leaves and p["covers"] and row["reading"] <= p.get("reading", 0)
+        able = able and not self.undoable(p["life"])
         self.covered = bool(able and left >= p["life"] * 0.75 and row["fence"] < self.micros)
         row["expires_at"] = self.time
         life = min(p["life"], left) if self.covered else p["life"]

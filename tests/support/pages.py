@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md")))]
+_DOCS = (str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md")))
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", *_DOCS]
 _BLOCK = re.compile(r"(?:<!-- run: (.*?) -->\n)?```(\w+)\n(.*?)```", re.DOTALL)
 
 

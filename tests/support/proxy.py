@@ -45,6 +45,9 @@ class Proxy:
         self._target = (host, target)
         self._closed = threading.Event()
         self._sockets: set[socket.socket] = set()
+        self._ended: set[socket.socket] = set()
+        """Those from which nothing more comes, while the other direction goes on."""
+        self._ending = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", port))
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -59,6 +62,12 @@ class Proxy:
         for each in list(self._sockets):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+    def lead_to(self, port: int, *, cut: bool = True) -> None:
+        """From now on forward to another port of this machine; the connections of this moment end, if they are cut."""
+        self._target = ("127.0.0.1", port)
+        if cut:
+            self.cut()
 
     def forget(self) -> None:
         """Let nothing pass any more over the connections of this moment, not even that a side has closed its own."""
@@ -76,17 +85,23 @@ class Proxy:
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
 
+    def _connect(self) -> socket.socket:
+        return socket.create_connection(self._target)
+
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
                 client, _ = self._listener.accept()
-                if self.refusing:
-                    client.close()
-                    continue
-                server = socket.create_connection(self._target)
-                self.accepted += 1
             except OSError:
                 return
+            try:
+                if self.refusing:
+                    raise ConnectionRefusedError
+                server = self._connect()
+            except OSError:  # the server may come back
+                client.close()
+                continue
+            self.accepted += 1
             for each in (client, server):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._sockets.add(each)
@@ -125,3 +140,11 @@ class Proxy:
         for each in () if source in self._forgotten else (source, sink):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+        with self._ending:
+            if self._ended & {source, sink}:  # the other direction has ended before
+                for each in (source, sink):
+                    self._sockets.discard(each)
+                    self._ended.discard(each)
+                    each.close()
+            else:
+                self._ended.add(source)

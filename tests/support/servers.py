@@ -82,8 +82,19 @@ def free_port() -> int:
             return place[1]
 
 
+def _account(name: str) -> pwd.struct_passwd:
+    try:
+        return pwd.getpwnam(name)
+    except KeyError:
+        return pwd.getpwnam("nobody")
+
+
 class Server:
-    """A server process in a directory of its own; `user` is the account to run as when started by root."""
+    """A server process in a directory of its own.
+
+    `user` is the account to run as when started by root; nobody where there is no such account, as beside a server that
+    comes out of a package of Python.
+    """
 
     user = "nobody"
     base: str | None = None
@@ -97,7 +108,7 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
         self._identity: dict[str, str | int] = {}
         if os.geteuid() == 0:
-            account = pwd.getpwnam(self.user)
+            account = _account(self.user)
             os.chown(self.directory, account.pw_uid, account.pw_gid)
             self._identity = {"user": account.pw_uid, "group": account.pw_gid}
 
@@ -247,7 +258,8 @@ class PostgreSQL(Server):
         segment, offset = flushed
         for path in (self.directory / "data" / "pg_wal").glob("0*"):
             if path.name >= segment:
-                start = offset if path.name == segment else 0
+                # Between two segments the position is told as offset 0, and before PostgreSQL 17 in the first of them.
+                start = (offset or path.stat().st_size) if path.name == segment else 0
                 with path.open("r+b") as log:
                     _ = log.seek(start)
                     _ = log.write(bytes(path.stat().st_size - start))
@@ -274,6 +286,13 @@ class PgBouncer(Server):
         super().__init__()
         self.server = server
 
+    def lead_to(self, server: PostgreSQL) -> None:
+        """Let the sessions of its clients go on at another server."""
+        self.server = server
+        self.prepare()
+        assert self.process is not None
+        self.process.send_signal(signal.SIGHUP)
+
     def prepare(self) -> None:
         (self.directory / "pgbouncer.ini").write_text(f"""
 [databases]
@@ -286,6 +305,7 @@ auth_type = any
 pool_mode = transaction
 default_pool_size = 10
 max_client_conn = 500
+server_login_retry = 1
 ignore_startup_parameters = extra_float_digits,options
 """)
 
@@ -346,10 +366,10 @@ class MariaDB(Server):
 class Galera(MariaDB):
     """A node of a cluster of MariaDB servers that all take writes: the first of it, or one that joins another."""
 
-    def __init__(self, first: Galera | None = None) -> None:
+    def __init__(self, first: Galera | None = None, options: str = "") -> None:
         super().__init__()
         self.cluster, self.transfers = free_port(), free_port()
-        self.first = first
+        self.first, self.options = first, options
 
     @staticmethod
     def provider() -> str:
@@ -365,7 +385,7 @@ class Galera(MariaDB):
             *super().command(),
             "--wsrep-on=ON",
             f"--wsrep-provider={self.provider()}",
-            f"--wsrep-provider-options={group};ist.recv_addr=127.0.0.1:{free_port()};gcache.size=16M",
+            f"--wsrep-provider-options={group};ist.recv_addr=127.0.0.1:{free_port()};gcache.size=16M;{self.options}",
             f"--wsrep-cluster-address=gcomm://{f'127.0.0.1:{self.first.cluster}' if self.first else ''}",
             f"--wsrep-node-address=127.0.0.1:{self.cluster}",
             "--wsrep-sst-method=rsync",
@@ -378,13 +398,25 @@ class Galera(MariaDB):
         import pymysql
 
         with contextlib.suppress(pymysql.MySQLError):
-            connection = pymysql.connect(host="127.0.0.1", port=self.port, user="root", ssl_disabled=True)
-            cursor = connection.cursor()
-            cursor.execute("SHOW STATUS LIKE 'wsrep_ready'")
-            found = cursor.fetchone()
-            connection.close()
-            return found is not None and found[1] == "ON"
+            return self.status("wsrep_ready") == "ON"
         return False
+
+    def status(self, name: str) -> str:
+        """A status variable."""
+        [(_, value)] = self._ask(f"SHOW STATUS LIKE '{name}'")
+        return str(value)
+
+    def provide(self, option: str) -> None:
+        """Set an option of Galera, `gmcast.isolate=1` to cut the node off."""
+        self._ask(f"SET GLOBAL wsrep_provider_options = '{option}'")
+
+    def _ask(self, sql: str) -> tuple[tuple[object, ...], ...]:
+        import pymysql
+
+        connection = pymysql.connect(host="127.0.0.1", port=self.port, user="root", ssl_disabled=True)
+        with connection, connection.cursor() as cursor:
+            cursor.execute(sql)
+            return tuple(cursor.fetchall())
 
 
 class MySQL(MariaDB):
@@ -540,6 +572,8 @@ def remove_leftovers(directory: str) -> None:
             for process in _working_in(path):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGKILL)
+            for disk in filter(os.path.ismount, path.glob("*")):
+                subprocess.run(["umount", "-l", disk], check=False)
             shutil.rmtree(path, ignore_errors=True)
 
 
