@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from sqlalchemy import create_engine
 
+from benchmarks import FORK
 from benchmarks.places import places
 from benchmarks.race.clients import Make
 from benchmarks.race.peers import Lock, advisory, get_lock, sqlalchemy_face
@@ -126,8 +127,8 @@ def between_processes(
     make: Make, url: str, key: str = "hot", *, count: int = COUNT, pause: Callable[[], float] = lambda: PAUSE
 ) -> list[float]:
     """Hand-overs from this process to another one, which waits for each."""
-    here, there = multiprocessing.Pipe()
-    other = multiprocessing.Process(target=_other, args=(make, url, key, there))
+    here, there = FORK.Pipe()
+    other = FORK.Process(target=_other, args=(make, url, key, there))
     other.start()
     take, give, _ = make(url, key)
     durations = list[float]()

@@ -6,7 +6,6 @@ same run: what begins slowly shows in the ratio, whatever the machine.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import statistics
 import sys
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from sqlalchemy import create_engine
 
+from benchmarks import FORK
 from benchmarks.places import places
 from sqlalchemy_dblock import db_lock
 
@@ -40,9 +40,9 @@ class Stampede(NamedTuple):
 
 def stampede(url: str) -> Stampede:
     """Let all begin at once."""
-    results: Any = multiprocessing.Queue()
-    start: Any = multiprocessing.Barrier(SIZE)
-    members = [multiprocessing.Process(target=_member, args=(url, number, start, results)) for number in range(SIZE)]
+    results: Any = FORK.Queue()
+    start: Any = FORK.Barrier(SIZE)
+    members = [FORK.Process(target=_member, args=(url, number, start, results)) for number in range(SIZE)]
     for member in members:
         member.start()
     waits = [each for _ in members for each in results.get(timeout=120)]

@@ -1,9 +1,10 @@
 """Run the programme, and write what came out: JSON, a page, and plots.
 
-`python -m benchmarks.race [--quick] [--rounds N] [--to DIRECTORY] [--only PEER] [--scenario NAME] [--page]`.
+`python -m benchmarks.race [--quick] [--rounds N] [--to DIRECTORY] [--only PEER] [--scenario NAME] [--resume] [--page]`.
 In each round every scenario goes through its peers in turn, in the other direction every second round, so that what
 disturbs the machine disturbs all; figures are medians over rounds. `--scenario` measures one again, and leaves the
-figures of the others as they were. `--page` writes page and plots again, from the JSON of the last run.
+figures of the others as they were. Each measurement is written to `.build/` when it is made: `--resume` goes on with a
+run that was stopped, by Ctrl-C or otherwise. `--page` writes page and plots again, from the JSON of the last run.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ import argparse
 import datetime as dt
 import gc
 import json
-import math
 import os
 import platform
 import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks.race.clients import Failed
-from benchmarks.race.figures import Figures, Row, medians
-from benchmarks.race.page import failures, missed, page
+from benchmarks.race.figures import Figures
+from benchmarks.race.journal import Journal, Measurement
+from benchmarks.race.page import cited, failures, missed, page
 from benchmarks.race.peers import DJANGO, OURS, PEERS, Peer, installed, set_up_django
 from benchmarks.race.peers import QUICK as IN_QUICK
 from benchmarks.race.scenarios import Scenario, programme
@@ -52,6 +52,7 @@ def main() -> int:
     _ = parser.add_argument("--to", type=Path, help="the directory of the page")
     _ = parser.add_argument("--only", action="append", default=[], help="peers whose names begin so")
     _ = parser.add_argument("--scenario", action="append", default=[], help="these alone, into the last run's results")
+    _ = parser.add_argument("--resume", action="store_true", help="go on with the run that was stopped")
     _ = parser.add_argument("--page", action="store_true", help="no race: write the page of the last one again")
     given = parser.parse_args()
     console = Console()
@@ -60,13 +61,20 @@ def main() -> int:
     if not given.page:
         kept.parent.mkdir(parents=True, exist_ok=True)
         rounds = given.rounds or (1 if given.quick else 3)
-        results = race(console, quick=given.quick, rounds=rounds, only=given.only, scenarios=given.scenario)
+        run = {"quick": given.quick, "rounds": rounds, "only": given.only, "scenarios": given.scenario}
+        path = ROOT / ".build" / f"race-{'quick' if given.quick else 'full'}.jsonl"
+        try:
+            journal = Journal(path, run, resume=given.resume)
+            results = race(console, journal, **run)
+        except ValueError as error:
+            parser.error(str(error))
+        except KeyboardInterrupt:
+            console.print(f"stopped after {len(journal.found)} measurements, which {path} has; --resume goes on")
+            return 130
         if given.scenario and kept.exists():
-            last = json.loads(kept.read_text())
-            others = [row for row in last["rows"] if row["scenario"] not in given.scenario]
-            again = sorted({*last.get("again", ()), *given.scenario})
-            results = {**last, "rows": others + results["rows"], "again": again}
+            results = merged(json.loads(kept.read_text()), results, given.scenario)
         _ = kept.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        path.unlink()
     results = json.loads(kept.read_text())
     drawn = dict[str, str]()
     if util.find_spec("matplotlib"):
@@ -76,6 +84,8 @@ def main() -> int:
     else:
         console.print("no plots: matplotlib is not installed; try: scripts/setup race")
     _ = (to / "benchmarks.md").write_text(page(results, drawn))
+    for readme in ROOT.glob("README*.md") if to == ROOT / "docs" else ():
+        _ = readme.write_text(cited(readme.read_text(), results))
     for what in results["missing"]:
         console.print(f"left out: {what}")
     for what in failures(results):
@@ -86,15 +96,31 @@ def main() -> int:
     return int(bool(found) and not given.quick)
 
 
-def race(console: Console, *, quick: bool, rounds: int, only: list[str], scenarios: list[str]) -> dict[str, Any]:
+def merged(last: dict[str, Any], again: dict[str, Any], scenarios: list[str]) -> dict[str, Any]:
+    """The results of the last run, with scenarios and peers measured again in place of theirs."""
+    measured = {(row["scenario"], row["peer"]) for row in again["rows"]}
+    rows = [row for row in last["rows"] if (row["scenario"], row["peer"]) not in measured]
+    known = {peer["name"] for peer in last["peers"]}
+    return {
+        **last,
+        "rows": rows + again["rows"],
+        "again": sorted({*last.get("again", ()), *scenarios}),
+        "peers": last["peers"] + [peer for peer in again["peers"] if peer["name"] not in known],
+        **{name: {**last[name], **again[name]} for name in ("servers", "packages")},
+    }
+
+
+def race(
+    console: Console, journal: Journal, *, quick: bool, rounds: int, only: list[str], scenarios: list[str]
+) -> dict[str, Any]:
     """All scenarios; what there is to know about the run."""
-    missing, begun = list[str](), time.monotonic()
+    missing = list[str]()
     peers = [peer for peer in PEERS if not only or peer.name.startswith(tuple(only))]
     if quick and not only:
         peers = [peer for peer in peers if peer.name in IN_QUICK]
-        missing.append("some peers, and the scenarios of distance, losers and scale, which a quick run leaves out")
+        missing.append("some peers and scenarios, which a quick run leaves out")
     peers = installed(peers, missing)
-    loads = [os.getloadavg()[0]]
+    before = os.getloadavg()[0]
     with started({peer.place for peer in peers}, missing) as places:
         peers = [peer for peer in peers if peer.place in places]
         if any(peer.make in DJANGO for peer in peers):
@@ -102,16 +128,25 @@ def race(console: Console, *, quick: bool, rounds: int, only: list[str], scenari
         _ = gc.collect()
         gc.freeze()  # what is forked shares it
         chosen = [each for each in programme(quick=quick) if not scenarios or each.name in scenarios]
-        rows = _run(console, chosen, peers, places, rounds, loads, QUICK if quick else math.inf)
+        planned = [(each, [peer for peer in peers if each.runs(peer)]) for each in chosen]
+        _run(console, journal, planned, places, rounds, QUICK if quick else None)
         servers = {place.name: place.version for place in places.values()}
     command = "make race" + " QUICK=1" * quick + f" ROUNDS={rounds}" * (rounds != (1 if quick else 3))
+    rows = [journal.row(each.name, each.setting, peer.name) for each, racing in planned for peer in racing]
+    taken = dict.fromkeys([each.scenario for each in journal.found], 0.0)
+    for each in journal.found:
+        taken[each.scenario] += each.seconds
     return {
         "command": command,
         "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "minutes": round((time.monotonic() - begun) / 60, 1),
+        "minutes": round(sum(each.seconds for each in journal.found) / 60, 1),
+        "seconds": {name: round(seconds) for name, seconds in sorted(taken.items())},
         "quick": quick,
         "rounds": rounds,
-        "load": {"median": round(statistics.median(loads), 1), "before": round(loads[0], 1)},
+        "load": {
+            "median": round(statistics.median([before, *(each.load for each in journal.found)]), 1),
+            "before": round(before, 1),
+        },
         "machine": machine(),
         "servers": servers,
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
@@ -123,58 +158,57 @@ def race(console: Console, *, quick: bool, rounds: int, only: list[str], scenari
 
 def _run(
     console: Console,
-    scenarios: list[Scenario],
-    peers: list[Peer],
+    journal: Journal,
+    planned: list[tuple[Scenario, list[Peer]]],
     places: dict[str, Place],
     rounds: int,
-    loads: list[float],
-    seconds: float,
-) -> list[Row]:
-    found: dict[tuple[int, str], list[Figures]] = defaultdict(list)
-    errors = dict[tuple[int, str], str]()
-    running = {n: [peer for peer in peers if scenario.runs(peer)] for n, scenario in enumerate(scenarios)}
-    total = sum(len(running[n]) * (1 if scenario.once else rounds) for n, scenario in enumerate(scenarios))
+    limit: float | None,
+) -> None:
+    """Measure what the journal has not got yet: all rounds, each scenario's peers in turn."""
+    turns = [
+        (round_, scenario, peer)
+        for round_ in range(rounds)
+        for scenario, racing in planned
+        for peer in racing[:: -1 if round_ % 2 else 1]
+        if not (round_ and scenario.once)
+    ]
     columns = (
         *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
         *(TimeElapsedColumn(), TimeRemainingColumn()),
     )
     # No thread refreshes it: clients are forked while it is shown.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
-        task = progress.add_task("", total=total)
-        deadline = time.monotonic() + seconds
-        for round_ in range(rounds):
-            for n, scenario in enumerate(scenarios):
-                if round_ and scenario.once:
-                    continue
-                for peer in running[n] if round_ % 2 == 0 else running[n][::-1]:
-                    what = ", ".join(f"{name} {value:g}" for name, value in scenario.setting.items())
-                    progress.update(task, description=f"round {round_ + 1}: {scenario.name} {what}: {peer.name}")
-                    progress.refresh()
-                    started_at = time.monotonic()
-                    try:
-                        if time.monotonic() > deadline:
-                            errors[n, peer.name] = "left out, as the time was over"
-                        if (n, peer.name) not in errors:
-                            found[n, peer.name].append(scenario.measure(peer, places[peer.place]))
-                    except Failed as failure:
-                        errors[n, peer.name] = str(failure)
-                    loads.append(os.getloadavg()[0])
-                    if not console.is_terminal:
-                        console.print(f"{time.monotonic() - started_at:6.1f} s  {progress.tasks[0].description}")
-                    progress.advance(task)
+        task = progress.add_task("", total=len(turns))
+        begun = time.monotonic()
+        for round_, scenario, peer in turns:
+            what = ", ".join(f"{name} {value:g}" for name, value in scenario.setting.items())
+            progress.update(task, description=f"round {round_ + 1}: {scenario.name} {what}: {peer.name}")
+            progress.refresh()
+            there = journal.of(scenario.name, scenario.setting, peer.name)
+            if not any(each.round == round_ or each.error for each in there):
+                started_at = time.monotonic()
+                late = limit is not None and started_at > begun + limit
+                figures, error = (
+                    ({}, "left out, as the time was over") if late else _measured(scenario, peer, places[peer.place])
+                )
+                taken, load = time.monotonic() - started_at, os.getloadavg()[0]
+                about = scenario.name, scenario.setting, peer.name
+                journal.add(Measurement(round_, *about, figures, error, round(taken, 2), load))
+                if not console.is_terminal:
+                    console.print(f"{taken:6.1f} s  {progress.tasks[0].description}{f': {error}' if error else ''}")
+            progress.advance(task)
         progress.update(task, description="done")
         progress.refresh()
-    rows = list[Row]()
-    for n, scenario in enumerate(scenarios):
-        for peer in running[n]:
-            each, error = found[n, peer.name], errors.get((n, peer.name), "")
-            figures = (
-                {name: value for name, value in medians(each).items() if not math.isnan(value)}
-                if each and not error
-                else {}
-            )
-            rows.append(Row(scenario.name, peer.name, scenario.setting, figures, len(each), error))
-    return rows
+
+
+def _measured(scenario: Scenario, peer: Peer, place: Place) -> tuple[Figures, str]:
+    """The figures, or why there are none: one peer's failure does not end the run."""
+    try:
+        return scenario.measure(peer, place), ""
+    except Failed as failure:
+        return {}, str(failure)
+    except Exception as error:  # noqa: BLE001 - that of any library, or of a server that has ended
+        return {}, f"{type(error).__name__}: {error}"[:200]
 
 
 def machine() -> dict[str, Any]:

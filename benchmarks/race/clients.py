@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from benchmarks import FORK
 from benchmarks.race.figures import Client
 from benchmarks.race.peers import Lock
 from tests.support.servers import end_with_parent
@@ -45,10 +45,10 @@ def together(
     server: Callable[[], float] = lambda: 0.0,
 ) -> tuple[list[Client], float]:
     """Run a process for each of `told`, all at once; what each did, and how long the server computed meanwhile."""
-    results: Any = multiprocessing.SimpleQueue()
-    start: Any = multiprocessing.Barrier(len(told) + 1)
+    results: Any = FORK.SimpleQueue()
+    start: Any = FORK.Barrier(len(told) + 1)
     once = make, url, section, (warm_up(len(told)), seconds), start, results
-    members = [multiprocessing.Process(target=_client, args=(each, *once), daemon=True) for each in told]
+    members = [FORK.Process(target=_client, args=(each, *once), daemon=True) for each in told]
     for member in members:
         member.start()
     try:

@@ -27,6 +27,12 @@ def jain(shares: Sequence[float]) -> float:
     return sum(shares) ** 2 / (len(shares) * squares) if squares else 0.0
 
 
+def most_even(locks: int, clients: int) -> float:
+    """The highest value of Jain's index for so many locks, which cannot be divided into parts."""
+    each, more = divmod(locks, clients)
+    return jain([each + 1] * more + [each] * (clients - more))
+
+
 class Client(NamedTuple):
     """What one client did, by its own clock, which is the same for all processes of a machine."""
 
@@ -54,6 +60,7 @@ def crowd_figures(clients: Sequence[Client], seconds: float, server: float) -> F
         **{f"p{percent}": percentile(waits, percent) for percent in (50, 70, 90, 99)},
         "tail": percentile(waits, 99) / mean if mean else math.nan,
         "jain": jain(granted),
+        "even": jain(granted) / (most_even(sum(granted), len(granted)) or math.nan),
         "longest": max(waits, default=math.nan),
         "client_cpu": sum(client.computed for client in clients) / thousand,
         "server_cpu": server / thousand,

@@ -57,10 +57,19 @@ class Peer(NamedTuple):
     """Whether it runs in all scenarios, rather than in a few."""
 
 
-def sqlalchemy_face(url: str, key: str) -> Lock:
+def sqlalchemy_face(url: str, key: str, **options: Any) -> Lock:
     """This project by `sqlalchemy_dblock`."""
-    lock = db_lock(create_engine(url), key, ttl=TTL, timeout=None)
+    lock = db_lock(create_engine(url, execution_options=options), key, ttl=TTL, timeout=None)
     return Lock(lock.acquire, lock.release, lambda: lock.acquire(blocking=False))
+
+
+LIGHT = {"dblock_durable": False, "dblock_prefix": "light_"}
+"""Whether takes wait for the disk is a property of the tables: these have tables of their own."""
+
+
+def light_face(url: str, key: str) -> Lock:
+    """The same without waiting for the disk."""
+    return sqlalchemy_face(url, key, **LIGHT)
 
 
 class OneTask:
@@ -91,13 +100,18 @@ class OneTask:
             self._loop.stop()
 
 
-def sqlalchemy_async_face(url: str, key: str) -> Lock:
+def sqlalchemy_async_face(url: str, key: str, **options: Any) -> Lock:
     """The same in an event loop, over asyncpg."""
     from sqlalchemy.ext.asyncio import create_async_engine
 
-    run = OneTask()
-    lock = db_lock(create_async_engine(make_url(url).set(drivername="postgresql+asyncpg")), key, ttl=TTL, timeout=None)
+    run, driver = OneTask(), make_url(url).set(drivername="postgresql+asyncpg")
+    lock = db_lock(create_async_engine(driver, execution_options=options), key, ttl=TTL, timeout=None)
     return Lock(lambda: run(lock.acquire), lambda: run(lock.release))
+
+
+def light_async_face(url: str, key: str) -> Lock:
+    """The same without waiting for the disk."""
+    return sqlalchemy_async_face(url, key, **LIGHT)
 
 
 def django_face(url: str, key: str) -> Lock:
@@ -130,10 +144,20 @@ def set_up_django(url: str) -> None:
     database = {"HOST": place.host, "PORT": place.port, "USER": place.username, "NAME": place.database}
     kept = {"ENGINE": "django.db.backends.postgresql", "CONN_MAX_AGE": None}
     apps = ["db_mutex"] if importlib.util.find_spec("db_mutex") else []
+    of_admin = [f"django.contrib.{name}" for name in ("admin", "auth", "contenttypes", "sessions", "messages")]
     settings.configure(
-        DATABASES={"default": database | kept}, INSTALLED_APPS=["dblock", *apps], USE_TZ=True, DB_MUTEX_TTL_SECONDS=TTL
+        DATABASES={"default": database | kept},
+        INSTALLED_APPS=["dblock", *apps, *of_admin],
+        TEMPLATES=[{"BACKEND": "django.template.backends.django.DjangoTemplates", "APP_DIRS": True}],
+        STATIC_URL="static/",
+        USE_TZ=True,
+        DB_MUTEX_TTL_SECONDS=TTL,
     )
     django.setup()
+    from django.contrib import admin
+    from django.urls import path
+
+    settings.ROOT_URLCONF = (path("admin/", admin.site.urls),)
     for app in apps:
         call_command("migrate", app, verbosity=0)
     connections.close_all()
@@ -392,12 +416,15 @@ NOTIFIED = "in a queue, notified by the one before"
 OURS = "PostgreSQL"
 """The place of the row of this project that others are compared with."""
 MINE = "dblock (PostgreSQL)"
+MEMORY = "dblock (PostgreSQL, DURABLE = False)"
 BARE_QUEUE = "bare queue in SQL (PostgreSQL)"
 BARE_STATEMENTS = "its statements, bare (PostgreSQL)"
+TWO_UPDATES = "two durable UPDATEs (PostgreSQL)"
 DISK = "all of it"
 
 PEERS = [
     Peer(MINE, "PostgreSQL", sqlalchemy_face, NOTIFIED, "lease, renewed", DISK, ours=True),
+    Peer(MEMORY, "PostgreSQL", light_face, NOTIFIED, "lease, renewed", "later", ours=True),
     Peer("dblock (MariaDB)", "MariaDB", sqlalchemy_face, NOTIFIED, "lease, renewed", DISK, ours=True),
     Peer("dblock (SQLite)", "SQLite", sqlalchemy_face, "in a queue, polls", "lease, renewed", DISK, ours=True),
     *(
@@ -406,23 +433,29 @@ PEERS = [
         )
         for name, make in (
             ("SQLAlchemy async", sqlalchemy_async_face),
+            ("SQLAlchemy async, DURABLE = False", light_async_face),
             ("Django", django_face),
             ("Django async", django_async_face),
         )
     ),
     Peer("pg_advisory_lock", "PostgreSQL", advisory, "in the server", "session", "nothing"),
     Peer("django-pglock", "PostgreSQL", pglock, "in the server", "session", "nothing", "pglock"),
-    Peer("sqlalchemy-dlock", "PostgreSQL", dlock, "in the server", "session", "nothing", "sqlalchemy_dlock"),
+    Peer(
+        "sqlalchemy-dlock", "PostgreSQL", dlock, "in the server", "session", "nothing", "sqlalchemy_dlock", main=False
+    ),
     Peer("django-db-mutex", "PostgreSQL", db_mutex, "not; tried every 10 ms", "lease", DISK, "db_mutex"),
     Peer("GET_LOCK (MariaDB)", "MariaDB", get_lock, "in the server", "session", "nothing"),
     Peer("redis-py", "Redis", redis_py, "polls every 0.1 s", "lease", "nothing", "redis"),
     Peer("redis-py, on disk", "Redis, on disk", redis_py, "polls every 0.1 s", "lease", DISK, "redis"),
     Peer("python-redis-lock", "Redis", redis_lock, "listens (BLPOP)", "lease", "nothing", "redis_lock"),
-    Peer("python-redis-lock, on disk", "Redis, on disk", redis_lock, "listens (BLPOP)", "lease", DISK, "redis_lock"),
+    Peer(
+        *("python-redis-lock, on disk", "Redis, on disk", redis_lock, "listens (BLPOP)", "lease", DISK, "redis_lock"),
+        main=False,
+    ),
     Peer("pottery", "Redis", pottery, "polls, at random up to 0.2 s", "lease", "nothing", "pottery"),
     Peer("etcd", "etcd", etcd, "in a queue, watched by the server", "lease", DISK, "grpc"),
     Peer("ZooKeeper, kazoo", "ZooKeeper", kazoo, "in a queue, watches", "session", DISK, "kazoo"),
-    Peer("two durable UPDATEs (PostgreSQL)", "PostgreSQL", two_updates, floor=True, hot=False),
+    Peer(TWO_UPDATES, "PostgreSQL", two_updates, floor=True, hot=False),
     Peer(BARE_STATEMENTS, "PostgreSQL", bare_statements, floor=True, hot=False),
     Peer("two SELECTs (PostgreSQL)", "PostgreSQL", two_selects, floor=True, hot=False),
     Peer("two durable UPDATEs (MariaDB)", "MariaDB", two_updates, floor=True, hot=False),
@@ -432,9 +465,9 @@ PEERS = [
     Peer(BARE_QUEUE, "PostgreSQL", bare_queue, NOTIFIED, floor=True),
 ]
 QUICK = (
-    *(MINE, "dblock (MariaDB)", "dblock (SQLite)", "pg_advisory_lock", "django-pglock", "GET_LOCK (MariaDB)"),
+    *(MINE, MEMORY, "dblock (MariaDB)", "dblock (SQLite)", "pg_advisory_lock", "django-pglock", "GET_LOCK (MariaDB)"),
     *("redis-py", "redis-py, on disk", "python-redis-lock", "etcd", "ZooKeeper, kazoo"),
-    *("two durable UPDATEs (PostgreSQL)", BARE_QUEUE),
+    *(TWO_UPDATES, BARE_QUEUE),
 )
 """Those of a quick run."""
 DJANGO = (django_face, django_async_face, pglock, db_mutex)

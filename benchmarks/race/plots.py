@@ -135,9 +135,9 @@ def alone(results: Results, look: Look) -> tuple[Any, str] | None:
     floor, mine = values.get("two durable UPDATEs (PostgreSQL)"), values.get(MINE)
     if not floor or not mine:
         return None
-    best = max(values.keys() - floors, key=values.__getitem__)
-    title = f"One client: dblock on PostgreSQL has {_times(mine / floor)} the rate of two bare UPDATEs"
-    if best != MINE:
+    best = max((name for name in values.keys() - floors if not name.startswith("dblock")), key=values.__getitem__)
+    title = f"One client: dblock on PostgreSQL has {mine / floor:.3g} times the rate of two UPDATEs"
+    if values[best] > mine:
         title += f";\n{best}, which has nothing on disk, {_times(values[best] / mine)} that of dblock"
     title = title.replace(", which has nothing on disk", "") if _durable(results, best) else title
     return _bars(look, values, floors, title, "locks a second (hatched: no lock, a floor)"), title.replace("\n", " ")
@@ -324,13 +324,13 @@ def _growth(look: Look, lines: dict[str, dict[int, float]], title: str, labels: 
 
 
 def _by_size(results: Results, scenario: str, peer: str, name: str, of: str) -> dict[int, float]:
-    found = [row for row in results["rows"] if row["scenario"] == scenario and row["peer"] == peer and row["figures"]]
-    return {row["setting"][of]: row["figures"][name] * 1e3 for row in found}
+    return {row["setting"][of]: row["figures"][name] * 1e3 for row in _rows(results, scenario, peer)}
 
 
 def rows(results: Results, look: Look) -> tuple[Any, str] | None:
     """What each operation takes, over the rows of the table."""
-    names = {"take": "take", "release": "release", "renew 100": "renew", "list 100": "list", "reaper's pass": "reap"}
+    names = {"take": "take", "release": "release", "renew 100": "renew", "list 100": "list"}
+    names |= {"list held": "ls", "reaper's pass": "reap"}
     lines = {label: _by_size(results, "rows", MINE, name, "rows") for label, name in names.items()}
     takes = lines["take"]
     if len(takes) < 2:
@@ -354,9 +354,58 @@ def held(results: Results, look: Look) -> tuple[Any, str] | None:
     return _growth(look, lines, title, ("leases that the process holds", "milliseconds of a renewal"))
 
 
+def waiting(results: Results, look: Look) -> tuple[Any, str] | None:
+    """Memory and connections of a process, over its waiters and over the leases that it holds."""
+    kinds = {"tasks that wait": ("waiting", "tasks"), "threads that wait": ("waiting", "threads")}
+    kinds["leases held"] = "held", "leases"
+    lines = {
+        label: {row["setting"][of]: row["figures"] for row in _rows(results, scenario, MINE) if of in row["setting"]}
+        for label, (scenario, of) in kinds.items()
+    }
+    lines = {label: values for label, values in lines.items() if len(values) > 1}
+    if not lines:
+        return None
+    chart, grid = look.plt.subplots(1, 2, figsize=(9.5, 3.6), layout="constrained")
+    for (label, values), (mark, style), colour in zip(lines.items(), MARKS, look.colours, strict=False):
+        memory = [n * each["bytes"] / 2**20 for n, each in values.items()]
+        for axes, points in zip(grid, (memory, [each["connections"] for each in values.values()]), strict=True):
+            _ = axes.plot(list(values), points, marker=mark, ls=style, color=colour, label=label)
+    for axes, label in zip(grid, ("memory, MiB", "connections"), strict=True):
+        axes.set_xscale("log")
+        axes.grid(visible=True, lw=0.6)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        _ = axes.set_title(label, fontsize=10)
+        _ = axes.set_xlabel("in one process")
+    grid[0].set_yscale("log")
+    grid[0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    grid[1].set_ylim(bottom=0)
+    most = max(int(each["connections"]) for values in lines.values() for each in values.values())
+    title = f"Memory grows with waiters and leases; connections do not: {most} at most"
+    _ = chart.suptitle(title, fontsize=11, fontweight="bold", x=0.01, ha="left")
+    _ = chart.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return chart, title
+
+
+def _rows(results: Results, scenario: str, peer: str) -> list[dict[str, Any]]:
+    return [row for row in results["rows"] if row["scenario"] == scenario and row["peer"] == peer and row["figures"]]
+
+
+def pooled(results: Results, look: Look) -> tuple[Any, str] | None:
+    """What a take needs, over the clients of a pooler."""
+    lines = {name: _by_size(results, "pooled", MINE, name, "clients") for name in ("p50", "p99")}
+    if len(lines["p50"]) < 2:
+        return None
+    first, *_, last = lines["p50"]
+    title = f"Through PgBouncer a take needs {lines['p50'][first]:.2g} ms with {first} clients,\n"
+    title += f"{lines['p50'][last]:.2g} ms with {last:,} (p50, 300 locks a second in all)"
+    return _growth(look, lines, title, ("clients with a connection to PgBouncer", "milliseconds of a take"))
+
+
 PLOTS: dict[str, Plot] = {
     "rows": rows,
     "held": held,
+    "waiting": waiting,
+    "pooled": pooled,
     "alone": alone,
     "tail": tail,
     "fairness": fairness,

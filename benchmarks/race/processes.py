@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks import FORK
 from benchmarks.race.clients import Failed
 from tests.support.servers import end_with_parent
 
@@ -19,7 +19,7 @@ PATIENCE = 600.0
 @contextmanager
 def a_process(work: Callable[[Any], object]) -> Iterator[Callable[[], Any]]:
     """Run `work` in a process of its own, with one end of a pipe; what it sends is read at the other."""
-    here, there = multiprocessing.Pipe()
+    here, there = FORK.Pipe()
 
     def run() -> None:
         end_with_parent()
@@ -39,7 +39,7 @@ def a_process(work: Callable[[Any], object]) -> Iterator[Callable[[], Any]]:
         here.send(None)  # so that it goes on only now
         return found
 
-    member = multiprocessing.Process(target=run)  # no daemon: a hand-off has a process more
+    member = FORK.Process(target=run)  # no daemon: a hand-off has a process more
     member.start()
     there.close()
     try:
@@ -61,9 +61,13 @@ def size() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def sockets() -> int:
+def connections() -> int:
+    """Of this process over TCP: a socket with two descriptors is one."""
     links = (str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
-    return sum(link.startswith("socket:") for link in links)
+    own = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:")}
+    tables = (Path(f"/proc/self/net/{name}") for name in ("tcp", "tcp6"))
+    lines = (line.split() for path in tables if path.exists() for line in path.read_text().splitlines()[1:])
+    return len({inode for _, _, _, state, *_, inode in (line[:10] for line in lines) if state == "01" and inode in own})
 
 
 def threads() -> int:

@@ -16,7 +16,7 @@ from benchmarks.race import peers, scale
 from benchmarks.race.clients import Told, together
 from benchmarks.race.figures import Figures, crowd_figures
 from benchmarks.race.peers import Lock, Peer
-from benchmarks.race.processes import a_process, size, sockets, tell, threads
+from benchmarks.race.processes import a_process, connections, size, tell, threads
 from benchmarks.race.servers import Counters, Place, far_away
 from sqlalchemy_dblock import db_lock
 from tests.support.proxy import Proxy
@@ -26,8 +26,10 @@ Measure = Callable[[Peer, Place], Figures]
 LOSERS = 8
 
 
-ROWS = (1_000, 10_000, 100_000)
+ROWS = (1_000, 10_000, 100_000, 1_000_000)
 HELD = (10, 100, 1_000, 10_000)
+TASKS, THREADS = (100, 1_000, 10_000), (10, 100, 1_000)
+POOLED = (32, 250, 1_000, 2_000)
 
 
 class Scenario(NamedTuple):
@@ -153,7 +155,7 @@ def leases(many: int, ttl: float, seconds: float) -> Measure:
 
     def measure(peer: Peer, place: Place) -> Figures:
         def work(pipe: Any) -> None:
-            before = size()
+            before, at_first = size(), connections()
             holder = HOLDERS[peer.name](place.url(), secrets.token_hex(4), ttl)
             begun = time.monotonic()
             for number in range(many):
@@ -166,10 +168,8 @@ def leases(many: int, ttl: float, seconds: float) -> Measure:
                 if holder.keep is not None:
                     holder.keep()
             computed = time.process_time() - computed
-            tell(
-                pipe,
-                {"bytes": grown / many, "threads": threads(), "sockets": sockets(), "client_cpu": computed},
-            )
+            figures = {"bytes": grown / many, "threads": threads(), "connections": connections() - at_first}
+            tell(pipe, figures | {"client_cpu": computed})
 
         with a_process(work) as read:
             rate = many / read()
@@ -249,7 +249,7 @@ HOLDERS: dict[str, Callable[[str, str, float], Many]] = {
 
 def programme(*, quick: bool) -> list[Scenario]:
     """All of it, in the order of the page."""
-    seconds = 0.5 if quick else 1.5
+    seconds = 0.5 if quick else 1.2
 
     def all_of_them(peer: Peer) -> bool:
         return peer.hot or peer.floor
@@ -260,6 +260,9 @@ def programme(*, quick: bool) -> list[Scenario]:
     def races(peer: Peer) -> bool:
         return peer.hot and peer.main
 
+    def waits_its_own_way(peer: Peer) -> bool:
+        return races(peer) and (peer.ours or peer.name in OF_EACH_KIND)
+
     def leaves(peer: Peer) -> bool:
         return peer.hot and peer.main and peer.place != "SQLite" and peer.make is not peers.bare_queue
 
@@ -269,12 +272,15 @@ def programme(*, quick: bool) -> list[Scenario]:
     def grows(peer: Peer) -> bool:
         return peer.ours and peer.main
 
+    def mine(peer: Peer) -> bool:
+        return peer.name == peers.MINE
+
     crowds = [
         Scenario(
             "hot",
             {"clients": clients, "section": section},
             cycles(clients, seconds * (1 + clients / 50), own=False, section=section),
-            contends if clients == 8 else races,
+            contends if clients == 8 else waits_its_own_way if (clients, section) == (100, 0.0) else races,
         )
         for section, sizes in (
             (0.0, (8,) if quick else (2, 8, 32, 100)),
@@ -306,17 +312,26 @@ def programme(*, quick: bool) -> list[Scenario]:
         for distance in (0.001, 0.02)
         for clients, section in ((1, 0.0), (8, 0.005))
     ]
+    growth = [
+        *(Scenario("held", {"leases": n}, scale.held(n), grows, once=True) for n in HELD),
+        *(
+            Scenario("waiting", {kind: n}, scale.waiting(n, in_tasks=kind == "tasks"), mine, once=True)
+            for kind, sizes in (("tasks", TASKS), ("threads", THREADS))
+            for n in sizes
+        ),
+        *(Scenario("pooled", {"clients": n}, scale.pooled(n, 8.0), mine, once=True) for n in POOLED),
+        *(Scenario("rows", {"rows": n}, scale.rows(n), grows, once=True) for n in ROWS),
+    ]
     many, ttl, hold = (500, 3.0, 1.5) if quick else (10_000, 15.0, 12.0)
     return [
         *alone,
         *crowds,
-        Scenario("handoff", {}, hand_off(8 if quick else 30), contends),
+        Scenario("handoff", {}, hand_off(8 if quick else 20), contends),
         *([] if quick else far),
         *([] if quick else [Scenario("losers", {"clients": LOSERS}, losers(seconds), tries)]),
         Scenario("leases", {"leases": many}, leases(many, ttl, hold), lambda peer: peer.name in HOLDERS, once=True),
         Scenario("costs", {}, costs(50 if quick else 200), all_of_them, once=True),
-        *(Scenario("rows", {"rows": n}, scale.rows(n), grows, once=True) for n in ([] if quick else ROWS)),
-        *(Scenario("held", {"leases": n}, scale.held(n), grows, once=True) for n in ([] if quick else HELD)),
+        *([] if quick else growth),
     ]
 
 
@@ -325,5 +340,7 @@ def races_or_floor(peer: Peer) -> bool:
     return peer.main and peer.make is not peers.bare_queue
 
 
+OF_EACH_KIND = ("pg_advisory_lock", "GET_LOCK (MariaDB)", "redis-py", "python-redis-lock", "etcd", "ZooKeeper, kazoo")
+"""One peer for each way to wait, where all would take minutes and say no more."""
 EXPERIMENT = {"Redis, by polling": "redis-py", "etcd, by watching": "etcd", "dblock, notified": peers.MINE}
 """The systems of the published experiment, and this project."""

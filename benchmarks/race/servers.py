@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import subprocess
 import tempfile
@@ -20,8 +19,20 @@ from typing import Any, Self
 
 from sqlalchemy import create_engine, text
 
-from sqlalchemy_dblock import metadata
-from tests.support.servers import MariaDB, MissingServer, PostgreSQL, Redis, Server, find_program, free_port, running
+from benchmarks import FORK
+from benchmarks.race.peers import LIGHT
+from sqlalchemy_dblock import create_tables, metadata
+from tests.support.servers import (
+    MariaDB,
+    MissingServer,
+    PgBouncer,
+    PostgreSQL,
+    Redis,
+    Server,
+    find_program,
+    free_port,
+    running,
+)
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -31,6 +42,20 @@ class RacingPostgreSQL(PostgreSQL):
 
     def __init__(self) -> None:
         super().__init__(options=("max_connections=500", "shared_preload_libraries=pg_stat_statements"))
+
+
+class Pooler(PgBouncer):
+    """With room for thousands of clients, and few sessions."""
+
+    def __init__(self, server: PostgreSQL, sessions: int) -> None:
+        super().__init__(server)
+        self.sessions = sessions
+
+    def prepare(self) -> None:
+        super().prepare()
+        path = self.directory / "pgbouncer.ini"
+        found = path.read_text().replace("default_pool_size = 10", f"default_pool_size = {self.sessions}")
+        _ = path.write_text(found.replace("max_client_conn = 500", "max_client_conn = 4000"))
 
 
 class RacingMariaDB(MariaDB):
@@ -237,6 +262,8 @@ def _prepare(place: Place) -> None:
         return
     engine = create_engine(place.url())
     metadata.create_all(engine)
+    if place.name == "PostgreSQL":
+        create_tables(engine.execution_options(**LIGHT))
     with engine.begin() as connection:
         if place.name == "SQLite":
             _ = connection.execute(text("PRAGMA journal_mode = WAL"))
@@ -269,8 +296,8 @@ def _version(place: Place) -> str:
 @contextmanager
 def far_away(port: int, delay: float) -> Iterator[int]:
     """The port of a wire to `port` on which each answer takes `delay` longer, however many are on their way at once."""
-    told: Any = multiprocessing.Queue()
-    wire = multiprocessing.Process(target=_wire, args=(port, delay, told), daemon=True)
+    told: Any = FORK.Queue()
+    wire = FORK.Process(target=_wire, args=(port, delay, told), daemon=True)
     wire.start()
     try:
         yield told.get(timeout=30)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from benchmarks.race import page, peers
+from benchmarks.race.__main__ import _run, merged
 from benchmarks.race.clients import Failed, Told, together
-from benchmarks.race.figures import Client, crowd_figures, jain, medians, percentile
-from benchmarks.race.peers import MINE, PEERS, Lock
-from benchmarks.race.scenarios import cycles, programme
-from benchmarks.race.servers import started
+from benchmarks.race.figures import Client, Figures, crowd_figures, jain, medians, most_even, percentile
+from benchmarks.race.journal import Journal
+from benchmarks.race.peers import MINE, PEERS, Lock, Peer
+from benchmarks.race.scale import held, rows
+from benchmarks.race.scenarios import Scenario, cycles, programme
+from benchmarks.race.servers import Place, started
+from tests.support.pages import PAGES, ROOT, text
 
 
 def test_percentiles_are_values_by_nearest_rank() -> None:
@@ -32,6 +38,8 @@ def test_jains_index() -> None:
     assert jain([5, 5, 0, 0, 0]) == pytest.approx(2 / 5)
     assert jain([1, 2, 3]) == pytest.approx(36 / 42)
     assert jain([0, 0]) == 0
+    assert most_even(141, 32) == jain([5] * 13 + [4] * 19) == pytest.approx(0.9877, abs=1e-4)
+    assert most_even(64, 32) == 1
 
 
 def test_figures_of_a_crowd() -> None:
@@ -48,6 +56,7 @@ def test_figures_of_a_crowd() -> None:
             "p99": 0.4,
             "tail": 1.6,
             "jain": 9 / 10,
+            "even": 1,
             "longest": 0.4,
             "client_cpu": 1.5,
             "server_cpu": 2.5,
@@ -116,7 +125,7 @@ def test_page_says_first_who_is_ahead() -> None:
     assert "Without figures: etcd (alone: no answer)." in then
     assert '<img alt="A title" src="benchmarks/alone-light.svg">' in then
     assert "| **dblock (PostgreSQL)** | 1,000/s |" in then
-    assert "| dblock (PostgreSQL): 1,000 | 1 ms | – | – | – | 2 s |" in then
+    assert "| dblock (PostgreSQL): 1,000 | 1 ms | 2 s |" in then
     assert "Other work shared" not in written
 
 
@@ -142,12 +151,72 @@ def test_page_says_which_claims_hold() -> None:
 def test_ratios_that_are_kept() -> None:
     """Each by the figure on either side of its target."""
     rows = [row("handoff", peer, {"p50": p50}) for peer, p50 in ((MINE, 0.0022), ("pg_advisory_lock", 0.001))]
-    assert page.missed(results(*rows, hot(MINE, {"jain": 0.995, "tail": 1.2}))) == []
+    assert page.missed(results(*rows, hot(MINE, {"even": 0.995, "tail": 1.2}))) == []
     rows[0]["figures"]["p50"] = 0.0024
-    assert page.missed(results(*rows, hot(MINE, {"jain": 0.98, "tail": 1.2}))) == [
+    assert page.missed(results(*rows, hot(MINE, {"even": 0.98, "tail": 1.2}))) == [
         "hand-off p50, x session lock",
-        "32 x 5 ms: fairness",
+        "32 x 5 ms: fairness, x the most even",
     ]
+
+
+def test_the_limit_of_one_server() -> None:
+    """By arithmetic: 0.1 ms of the server and 400 bytes of log a lock; 0.05 ms and 100 bytes a renewal."""
+    found = results(
+        row("own", MINE, {"rate": 5000.0, "server_cpu": 0.1, "client_cpu": 0.2}, clients=8),
+        row("costs", MINE, {"log": 400.0}),
+        row("held", MINE, {"renew_cpu": 0.9, "renew_log": 9.0}, leases=10),
+        row("held", MINE, {"renew_cpu": 0.05, "renew_log": 100.0}, leases=10_000),
+    )
+    said = " ".join("".join(page._limit(found, {})).split())
+    assert "together 1.5 of the 2 processors" in said
+    assert "a processor of the server is used up by 10,000 locks/s, and 2 of them by 20,000 locks/s" in said
+    assert "400 bytes of WAL: 8 MB/s" in said
+    assert "So a processor renews 200,000 leases" in said
+    assert "| 1,000,000 | 100,000/s | 5 processors | 10 MB/s |" in said
+    assert not list(page._limit(results(), {}))
+
+
+CITED = re.compile(r"<!-- race: (.+?) -->\n((?:.+\n)+)")
+"""Above the paragraph that has the figure: scenario; peer; figure; and setting, as `clients=8, section=0.005`."""
+
+
+def not_borne_out(written: str, found: dict[str, Any]) -> list[str]:
+    """The citations whose paragraph has no figure that is, but for rounding, that of the row which they name."""
+    wrong = list[str]()
+    for cited, paragraph in CITED.findall(written):
+        for each in cited.split(" | "):
+            scenario, peer, name, *setting = each.split("; ")
+            where = {key: float(value) for key, value in re.findall(r"(\w+)=([\d.]+)", "".join(setting))}
+            value = page.figure(found, scenario, peer, name, **where)
+            numbers = [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", paragraph)]
+            numbers += [number / 1e3 for number in numbers]  # milliseconds
+            if value is None or not any(abs(number - value) <= 0.1 * value for number in numbers):
+                wrong.append(each)
+    return wrong
+
+
+def test_citations() -> None:
+    """A figure that is not the row's is found, and a row that was not measured."""
+    found = results(row("alone", MINE, {"rate": 2748.0}, clients=1), hot("etcd", {"p99": 0.21}))
+    cite = f"<!-- race: alone; {MINE}; rate | hot; etcd; p99; clients=32, section=0.005 -->\n"
+    assert not_borne_out(f"{cite}Some 2,700 locks/s,\nand 210 ms there.\n\nAnd more.\n", found) == []
+    assert not_borne_out(f"{cite}Some 3,700 locks/s,\nand 210 ms there.\n\n2,748\n", found) == [f"alone; {MINE}; rate"]
+    missing = "alone; etcd; rate"
+    assert not_borne_out(f"<!-- race: {missing} -->\nSome 2,748 locks/s.\n", found) == [missing]
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "docs/benchmarks.md"])
+def test_what_is_said_of_others_cites_a_row(name: str) -> None:
+    """A paragraph with a peer's name and a rate or a time cites a row or links to the page; what is cited is there."""
+    written = text(name)
+    found = json.loads((Path(__file__).parents[2] / "docs" / "benchmarks" / "race.json").read_text())
+    assert not_borne_out(written, found) == []
+    compares = re.compile(r"redis-py|python-redis-lock|etcd|ZooKeeper|pg_advisory_lock|GET_LOCK|pglock|pottery|Redlock")
+    measured = re.compile(r"\d (?:locks/s|ms)\b|\d/s\b|\d times (?:as|the|more|less)")
+    prose = re.sub(r"```.*?```", "", written, flags=re.DOTALL)
+    for paragraph in re.split(r"\n\s*\n", prose):
+        if compares.search(paragraph) and measured.search(paragraph):
+            assert "benchmarks.md" in paragraph or "<!-- race" in paragraph, paragraph
 
 
 def test_targets_and_figures_name_what_is_raced() -> None:
@@ -176,7 +245,7 @@ def test_a_race_of_two(tmp_path: Path) -> None:
         assert missing == []
 
         held = [Told("held", "hold"), Told("held", "try")]
-        clients, _ = together(peer.make, places["SQLite"].url(), held, 0.0, 0.1)
+        clients, _ = together(peer.make, places["SQLite"].url(), held, 0.0, 0.3)
         assert sorted((bool(each.waits), bool(each.tries)) for each in clients) == [(False, True), (True, False)]
 
         def broken(url: str, key: str) -> Lock:
@@ -191,3 +260,75 @@ def test_a_race_of_two(tmp_path: Path) -> None:
 
         with pytest.raises(Failed, match="StopIteration"):
             _ = together(breaking, "", [Told("hot")], 0.0, 0.1)
+
+
+PLACE = Place("nowhere", "", None)
+
+
+def test_a_run_is_resumed_and_outlives_a_failure(tmp_path: Path) -> None:
+    """What was measured before Ctrl-C is not measured again; a peer's exception is said with its name."""
+    measured = list[str]()
+    stops = iter([True])
+
+    def measure(peer: Peer, place: Place) -> Figures:
+        if peer.name == "etcd":
+            raise ZeroDivisionError("no lock at all")
+        if peer.name == MINE and next(stops, False):
+            raise KeyboardInterrupt
+        measured.append(peer.name)
+        return {"rate": float(len(measured))}
+
+    racing = [each for each in PEERS if each.name in {MINE, "etcd", "redis-py"}]
+    racing.sort(key=lambda each: each.name, reverse=True)  # redis-py, etcd, dblock
+    planned = [(Scenario("alone", {"clients": 1}, measure, lambda _: True), racing)]
+    places, run, path = {each.place: PLACE for each in racing}, {"rounds": 2}, tmp_path / "run.jsonl"
+    quiet = Console(quiet=True)
+    with pytest.raises(KeyboardInterrupt):
+        _run(quiet, Journal(path, run, resume=False), planned, places, 2, None)
+    assert measured == ["redis-py"]
+    _ = path.write_text(path.read_text() + '[0, "alone", {"cli')  # stopped while it wrote
+    journal = Journal(path, run, resume=True)
+    _run(quiet, journal, planned, places, 2, None)
+    assert measured == ["redis-py", MINE, MINE, "redis-py"]
+    assert journal.row("alone", {"clients": 1}, "redis-py").figures == {"rate": 2.5}
+    assert journal.row("alone", {"clients": 1}, "etcd").error == "ZeroDivisionError: no lock at all"
+    assert [each.figures for each in Journal(path, run, resume=True).found] == [each.figures for each in journal.found]
+    with pytest.raises(ValueError, match="another one"):
+        _ = Journal(path, {"rounds": 3}, resume=True)
+
+
+def test_one_scenario_again() -> None:
+    """Its rows replace those of the last run, for the peers that were measured; others stay."""
+    last = results(
+        row("alone", MINE, {"rate": 1.0}), row("alone", "etcd", {"rate": 2.0}), row("own", MINE, {"rate": 3.0})
+    )
+    last["peers"] = [each for each in last["peers"] if each["name"] != "pottery"]
+    again = results(row("alone", MINE, {"rate": 4.0}), row("alone", "pottery", {"rate": 5.0}))
+    found = merged(last, again, ["alone"])
+    rates_now = {(each["scenario"], each["peer"]): each["figures"]["rate"] for each in found["rows"]}
+    assert rates_now == {("alone", MINE): 4, ("alone", "etcd"): 2, ("own", MINE): 3, ("alone", "pottery"): 5}
+    assert found["again"] == ["alone"]
+    assert "pottery" in [each["name"] for each in found["peers"]]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_scale_on_sqlite() -> None:
+    """A table of some hundred rows, and some leases of one process."""
+    [peer] = [each for each in PEERS if each.name == "dblock (SQLite)"]
+    with started({"SQLite"}, []) as places:
+        found = rows(300)(peer, places["SQLite"])
+        assert set(found) == {"take", "renew", "ls", "release", "list", "reap"}
+        assert all(value > 0 for value in found.values())
+        assert found["reap"] > found["list"], "with its pauses"
+        needs = held(20)(peer, places["SQLite"])
+        assert needs["connections"] == 0
+        assert needs["threads"] >= 2
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+def test_readmes_cite_the_last_race(name: str) -> None:
+    """Each figure of the table, and the command that made it; `python -m benchmarks.race --page` writes them."""
+    results = json.loads((ROOT / "docs/benchmarks/race.json").read_text())
+    readme = (ROOT / name).read_text()
+    assert page.cited(readme, results) == readme
+    assert len(readme.splitlines()) <= 120
