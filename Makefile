@@ -2,7 +2,7 @@
 
 PYTHON := .venv/bin/python
 
-.PHONY: demo serve test mysql mysqlclient celery lint mypy pyright imports mutants bench race faults pooler matrix versions messages screenshots docs pictures clean
+.PHONY: demo serve test mysql mysqlclient celery lint mypy pyright imports mutants bench race faults nemesis pooler matrix versions dist messages screenshots docs pictures clean
 
 demo: ## Sell the last items without and with the lock: make demo [DB=sqlite|postgresql|mysql] [PROCS=8] [STOCK=200] [APP=celery]
 	@sh scripts/setup demo $(DB)
@@ -48,21 +48,25 @@ bench: ## Rates as ratios to bare SQL in the same run, and what the server count
 	@missed=0; for part in uncontended leases family majority growth handoff stampede distance tasks reaping observing; do \
 	    ROUNDS=$(or $(ROUNDS),15) $(PYTHON) -m benchmarks.$$part || missed=1; done; exit $$missed
 
-race: ## The peers side by side, and docs/benchmarks.md with its plots: make race [QUICK=1] [ROUNDS=3]; quick: .build/race
+race: ## The peers side by side, and docs/benchmarks.md with its plots: make race [QUICK=1] [ROUNDS=3] [RESUME=1]; quick: .build/race
 	@sh scripts/setup test
 	@sh scripts/setup race
-	@$(PYTHON) -m benchmarks.race $(if $(QUICK),--quick) $(if $(ROUNDS),--rounds $(ROUNDS))
+	@$(PYTHON) -m benchmarks.race $(if $(QUICK),--quick) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(RESUME),--resume)
 
 celery: ## Locked tasks on RabbitMQ and Redis in full numbers, with kills and restarts: `make test` has a short form
 	@sh scripts/setup test
 	@DBLOCK_CELERY=long $(PYTHON) -m pytest -n 2 --timeout 900 tests/celery $(ARGS)
 
-faults: ## Kills, cuts, pauses and races in the numbers that the contract asks for; `make test` has a short form
+faults: docs ## Kills, cuts, pauses and races in the numbers that the contract asks for; `make test` has a short form
 	@sh scripts/setup test
 	@DBLOCK_FAULTS=long $(PYTHON) -m pytest --timeout 7200 tests/faults tests/contract tests/servers/test_listener.py tests/servers/test_pooler.py \
 	    tests/servers/test_sessions.py tests/servers/test_fork.py tests/core/test_small_worlds.py tests/core/test_sharing_worlds.py tests/statements/test_texts.py \
 	    tests/django/test_inspector.py tests/django/test_users_suites.py tests/testing/test_recorder.py \
-	    tests/commands/test_run.py tests/commands/test_foreign_texts.py tests/browser/test_shop.py $(ARGS)
+	    tests/commands/test_run.py tests/commands/test_foreign_texts.py tests/browser/test_shop.py tests/browser/test_documentation.py $(ARGS)
+
+nemesis: ## One random run over all databases, faults and kinds of locks, and its table in docs/proof.md: make nemesis [OPERATIONS=1000000] [SEED=] [MINUTES=] [WORLDS=4]
+	@sh scripts/setup test
+	@$(PYTHON) -m tests.support.nemesis $(if $(OPERATIONS),--operations $(OPERATIONS)) $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(WORLDS),--worlds $(WORLDS))
 
 pooler: ## The suite through PgBouncer in transaction mode, as far as it is about PostgreSQL; `make test` has a short form
 	@sh scripts/setup test
@@ -76,6 +80,10 @@ versions: ## Statements, contract and short faults on each version of a server t
 	@sh scripts/setup test
 	@sh scripts/setup versions
 	@$(PYTHON) -m tests.versions $(NAME) $(if $(ARGS),-- $(ARGS))
+
+dist: ## Wheel and source archive into dist/, checked, and tried in an empty environment of each Python: make dist [URL=...]
+	@sh scripts/setup dist
+	@URL=$(URL) $(PYTHON) -m scripts.dist
 
 messages: ## The catalogues of translations, made from the sources again, and compiled (Debian: apt-get install gettext)
 	@sh scripts/setup test

@@ -1,7 +1,7 @@
 """The documentation site: Sphinx with furo and MyST. `make docs` builds it into .build/docs, warnings being errors.
 
 The pages are read on GitHub too. So they are plain Markdown, and what only Sphinx understands stays in `index.md`,
-`changelog.md` and `api-*.md`.
+`changelog.md`, `contributing.md` and `api-*.md`.
 """
 
 from __future__ import annotations

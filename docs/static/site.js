@@ -4,6 +4,7 @@ document.addEventListener("DOMContentLoaded", () => {
   each(".sidebar-tree .caption[role=heading]", (caption) => caption.setAttribute("aria-level", "2"));
   each("aside.sidebar-drawer", (aside) => aside.setAttribute("aria-label", "All pages"));
   each("aside.toc-drawer", (aside) => aside.setAttribute("aria-label", "On this page"));
+  each('article p > img[src$=".svg"]', (drawing) => drawing.parentElement.setAttribute("tabindex", "0"));
   each("pre", (block) => block.setAttribute("tabindex", "0"));
   each(".table-wrapper", (table) => table.setAttribute("tabindex", "0"));
   each(".sig > dl", (parameters) => {

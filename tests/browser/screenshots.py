@@ -25,7 +25,7 @@ from rich.console import Console
 from dblock.operating.commands import top as watching
 from tests import conftest
 from tests.browser.shop import Shop, opened
-from tests.browser.site import CHROMIUM, LIST, PERMISSIONS, chromium, served, session, world
+from tests.browser.site import CHROMIUM, LIST, PERMISSIONS, chromium, family, served, session, world
 from tests.support.lab import ROOT
 
 NOW = datetime(2026, 11, 23, 2, 14, 5, tzinfo=UTC)
@@ -35,11 +35,12 @@ MOST = 150_000
 """Bytes of a picture."""
 STOCK = f"{LIST}stock_3A42/"
 SHOTS: dict[str, dict[str, Any]] = {
-    "list": {"address": LIST, "size": (1400, 660)},
+    "list": {"address": LIST, "size": (1400, 960)},
     "details": {"address": f"{STOCK}change/", "size": (1100, 960)},
     "details-dark": {"address": f"{STOCK}change/", "size": (1100, 960), "color_scheme": "dark"},
     "release": {"address": f"{STOCK}release/", "size": (1100, 660)},
-    "phone": {"address": LIST, "size": (390, 780)},
+    "semaphore": {"address": f"{LIST}api_3Apayments/change/", "size": (1100, 860)},
+    "phone": {"address": LIST, "size": (390, 1000)},
 }
 
 
@@ -58,7 +59,7 @@ SHOP: list[tuple[str, str, tuple[int, int], bool]] = [
     ("tasks-phone", "/tasks/", (390, 1400), False),
 ]
 """Each in light and in dark, to be looked at in `.build/pictures`; the docs show some."""
-IN_DOCS = ("shop", "shop-phone-dark", "rivals", "back-room-dark")
+IN_DOCS = ("shop", "shop-phone-dark", "rivals", "rivals-dark", "back-room-dark")
 
 
 def stand_still(connection: Any, **_: Any) -> None:
@@ -101,11 +102,11 @@ def shoot_terminal(browser: Browser) -> None:
     """`dblock top`, as a terminal shows it."""
     from dblock.management.commands.dblock import context
 
-    console = Console(record=True, width=140, height=12, file=io.StringIO(), force_terminal=True)
+    console = Console(record=True, width=140, height=18, file=io.StringIO(), force_terminal=True)
     with patch("time.strftime", return_value=TIME):
         rows = sorted(context("default").survey(), key=lambda row: -row.waiters)
         console.print(watching._view(context("default"), rows, watching.Rates(), console.height, console.width))
-    page = browser.new_page(viewport={"width": 1400, "height": 198})
+    page = browser.new_page(viewport={"width": 1400, "height": 320})
     page.set_content(f"<body style='margin:0'>{console.export_svg(title='manage.py dblock top')}")
     save(page, "top")
 
@@ -166,6 +167,7 @@ def shoot_all_of_admin() -> None:
     connection_created.connect(stand_still)
     conftest._migrate("default")
     world(NOW)
+    family(NOW)
     cookie = session("ann", *PERMISSIONS)
     now = patch("django.template.defaulttags.datetime", Mock(now=lambda **_: NOW))  # {% now %}
     with override_settings(TIME_ZONE="UTC"), now, served() as site, chromium() as browser:

@@ -119,3 +119,34 @@ def world(now: datetime | None = None) -> None:
         columns = {"owner": f"x{ticket}", "ticket": ticket, "ttl": 600, "label": "order 1107", "channel": ""}
         columns |= {"host": host, "pid": 810 + ticket, **web}
         Waiter.objects.create(lock_key="stock:42", joined_at=joined, expires_at=expires, **columns)
+
+
+def family(now: datetime | None = None) -> None:
+    """More rows, for the same minute: two permits and who wants one, readers and a writer that waits, a leader."""
+    from dblock.core.share_keys import reader_key, slot_key
+    from dblock.core.values import KeyKind
+    from dblock.models import Lock, Waiter
+
+    now = now or datetime.now(UTC)
+    api, catalogue, leader = "api:payments", "catalogue", "leader:mails"
+    rows: list[tuple[str, KeyKind, float, float, str, str, int, dict[str, Any]]] = [
+        # key, kind, seconds held, seconds left, label, host, pid, what else
+        (slot_key(api, 0), KeyKind.LOCK, 4, 27, "refund 88", "worker-1", 17, {}),
+        (slot_key(api, 1), KeyKind.LOCK, 2, 29, "order 1104", "worker-2", 31, {}),
+        (api, KeyKind.SEMAPHORE, 1, 29, "order 1109", "worker-3", 23, {}),
+        (reader_key(catalogue, "0006612904fa1c3b"), KeyKind.LOCK, 12, 25, "price list", "web-1", 811, {"reading": 1}),
+        (catalogue, KeyKind.READ_WRITE, 3, 27, "new prices", "web-2", 802, {"awaiting_fence": 1_795_428_000_000_104}),
+        (leader, KeyKind.LOCK, 90_000, 24, "mail poller", "worker-2", 44, {}),
+    ]
+    for number, (key, kind, held, left, label, host, pid, more) in enumerate(rows):
+        acquired, expires = now - timedelta(seconds=held), now + timedelta(seconds=left)
+        columns = {"owner": f"f{number}", "count": 1, "ttl": 30, "label": label, "host": host, "pid": pid}
+        columns |= {"kind": kind, **more}
+        columns |= {"program": "celery" if "worker" in host else "gunicorn", "thread": "MainThread"}
+        fence = 1_795_428_000_000_100 + number
+        Lock.objects.create(lock_key=key, fence=fence, acquired_at=acquired, expires_at=expires, **columns)
+    for ticket, (waited, host, pid) in enumerate(((80_000, "worker-1", 45), (7_200, "worker-3", 46)), start=1):
+        columns = {"owner": f"l{ticket}", "ticket": ticket, "ttl": 600, "label": "mail poller", "channel": ""}
+        columns |= {"host": host, "pid": pid, "program": "python", "thread": "MainThread", "celery_task_id": ""}
+        joined, expires = now - timedelta(seconds=waited), now + timedelta(seconds=600)
+        Waiter.objects.create(lock_key=leader, joined_at=joined, expires_at=expires, **columns)

@@ -175,6 +175,23 @@ def test_a_laptop(look: Look) -> None:
     expect(page.locator("#queue tbody td:nth-child(4)").first).to_contain_text("restock from supplier")
 
 
+def test_a_phone(look: Look) -> None:
+    """The list has a card for each row, with the names of its columns, and is a table for screen readers."""
+    world()
+    page = look(viewport={"width": 390, "height": 780})
+    page.goto(LIST)
+    for _ in ("loaded", "refreshed"):
+        row = page.get_by_role("row", name="stock:42")
+        expect(row.get_by_role("rowheader")).to_have_text("stock:42")
+        expect(row.get_by_role("cell")).to_have_count(5)
+        waiters = row.locator(".field-waiters")
+        assert waiters.evaluate("cell => getComputedStyle(cell, '::before').content") == '"Waiters"'
+        edges = row.locator("td").evaluate_all("cells => cells.map(each => each.getBoundingClientRect().right)")
+        assert max(edges) <= 390
+        waiters.evaluate("cell => cell.removeAttribute('data-label')")
+        expect(page.locator("td.field-waiters:not([data-label])")).to_have_count(0)  # when it is refreshed
+
+
 def test_without_javascript(look: Look) -> None:
     """All of it works: filters, search, sorting, details, the queue, force release."""
     world()

@@ -6,12 +6,12 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
+
+from scripts import dist
 
 ROOT = Path(__file__).parents[2]
 
@@ -142,9 +142,10 @@ new = {{name: sys.modules[name] for name in set(sys.modules) - before}}
 ours = [compile(module.__loader__.get_source(name), "", "exec") for name, module in new.items() if "dblock" in name]
 print(len(new) - len(ours), sum(len(marshal.dumps(code)) for code in ours))
 """
+    most = 680_000 if sys.version_info < (3, 14) else 765_000  # the same code is an eighth larger there
     for before, module, most_others, most_bytes in (
         ("pass", "dblock", 40, 10_000),
-        ("import sqlalchemy", "sqlalchemy_dblock", 10, 680_000),
+        ("import sqlalchemy", "sqlalchemy_dblock", 10, most),
     ):
         others, ours = map(int, python(count.format(before, module)).split())
         assert others < most_others
@@ -164,6 +165,21 @@ with db_lock(engine, "k"), db_lock(engine, "k"):
 print([name for name in sys.modules if name.startswith("dblock") and ("observ" in name or "event" in name)])
 """
     assert python(code) == "[]"
+
+
+def test_without_greenlet(tmp_path: Path) -> None:
+    """SQLAlchemy 2.1 does not install it: an Engine's locks, and the command, need neither it nor `ext.asyncio`."""
+    code = f"""
+import sys
+sys.modules["greenlet"] = sys.modules["sqlalchemy.ext.asyncio"] = None
+import sqlalchemy_dblock
+for name in sqlalchemy_dblock.__all__:
+    getattr(sqlalchemy_dblock, name)
+from dblock.cli import main
+url = "sqlite:///{tmp_path}/locks.sqlite3"
+print([main(["--url", url, *words]) for words in (["run", "--create-tables", "k", "--", "true"], ["ls"])])
+"""
+    assert python(code).splitlines()[-1] == "[0, 0]"
 
 
 def test_the_command_needs_what_its_extra_has() -> None:
@@ -342,7 +358,7 @@ def test_every_error_is_public() -> None:
 
 
 def test_the_metadata_says_what_was_tested() -> None:
-    """Each Python and Django of the matrix is a classifier, each database a keyword; there are no URLs yet."""
+    """Each Python and Django of the matrix is a classifier, each database a keyword."""
     given = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = given["project"]
     matrix = re.findall(r"py3(\d+)-django(\d)(\d)", " ".join(given["tool"]["tox"]["env_list"]))
@@ -351,38 +367,28 @@ def test_the_metadata_says_what_was_tested() -> None:
         assert f"Programming Language :: Python :: 3.{python}" in project["classifiers"]
         assert f"Framework :: Django :: {major}.{minor}" in project["classifiers"]
     assert {"postgresql", "mysql", "mariadb", "sqlite", "django", "sqlalchemy", "celery"} <= set(project["keywords"])
-    assert "urls" not in project
 
 
 def test_the_wheel_has_all_it_needs(tmp_path: Path) -> None:
-    """Both packages, their type markers, the migration, translations and pytest's way to the fixtures; no tests."""
+    """All of both packages, pytest's way to the fixtures, the licence, and no tests; the source archive has all."""
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
         check=True,
         capture_output=True,
     )
-    [wheel] = tmp_path.glob("*.whl")
-    archive = zipfile.ZipFile(wheel)
-    names = set(archive.namelist())
-    assert {
-        "dblock/py.typed",
-        "sqlalchemy_dblock/py.typed",
-        "dblock/migrations/0001_initial.py",
-        "dblock/core/statements/postgresql.py",
-        "dblock/testing/memory.py",
-        "dblock/templates/dblock/debug_toolbar/locks.html",
-    } <= names
-    catalogues = {
-        str(path.relative_to(ROOT)) for kind in ("po", "mo") for path in (ROOT / "dblock/locale").rglob(f"*.{kind}")
-    }
-    assert len(catalogues) == 4
-    assert catalogues <= names
-    [source] = tmp_path.glob("*.tar.gz")
-    with tarfile.open(source) as archived:
-        assert catalogues <= {name.partition("/")[2] for name in archived.getnames()}
-    [scripts] = [name for name in names if name.endswith(".dist-info/entry_points.txt")]
-    assert "[pytest11]\ndblock = dblock.pytest_plugin\n" in archive.read(scripts).decode()
-    assert not any(name.startswith(("tests", "benchmarks", "example_project")) for name in names)
+    [wheel], [source] = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    assert dist.problems(wheel, source) == []
+    assert len([name for name in dist.shipped() if name.endswith((".po", ".mo"))]) == 4
+
+
+def test_an_index_of_packages_is_given_addresses() -> None:
+    """In the README that it shows, each link and picture has one; all else is as it was."""
+    readme = (ROOT / "README.md").read_text()
+    shown = dist.absolute(readme, "https://example.org/dblock", "1.0.0")
+    links = re.findall(r'\]\(([^)]+)\)|(?:src|srcset)="([^"]+)"', shown)
+    assert len(links) > 20
+    assert all("".join(link).startswith("https://example.org/dblock/") for link in links)
+    assert re.sub(r"https://example.org/dblock/(blob|raw)/v1.0.0/", "", shown) == readme
 
 
 def test_the_version_is_in_one_place() -> None:

@@ -1,4 +1,4 @@
-"""The recipes of the README and of docs/deployment.md under the servers that they are for."""
+"""The recipes of docs/deployment.md under the servers that they are for."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def ask(port: int, path: str, method: str = "GET") -> tuple[int, Any]:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
-        return error.code, error.headers.get("Retry-After")
+        with error:
+            return error.code, error.headers.get("Retry-After")
     except OSError:
         return 0, None
 
@@ -108,7 +109,7 @@ async def hold():
 def test_fastapi(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> None:
     """Requests for one key take turns, a busy one is answered 503, and a stopped server leaves nothing held."""
     ready(request, database)
-    example, port, address = block("README.md", "fastapi"), free_port(), url(database)
+    example, port, address = block("docs/deployment.md", "fastapi"), free_port(), url(database)
     example = example.replace("sqlite+aiosqlite:///locks.sqlite3", url(database, ASYNC[database]))
     (tmp_path / "shop.py").write_text(example.replace("timeout=5", "timeout=2") + HOLD)
     with serving(["uvicorn", "shop:app", "--port", str(port), "--timeout-graceful-shutdown", "1"], tmp_path, port):

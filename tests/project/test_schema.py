@@ -74,7 +74,7 @@ def _describe(engine: Engine, database: str, table: str, schema: str | None) -> 
             f"SELECT reloptions FROM pg_class WHERE oid = {oid}",
             "SELECT indisprimary, indisunique, indkey::text, indcollation::text FROM pg_index"
             f" WHERE indrelid = {oid} ORDER BY 1, 2",
-            f"SELECT contype, pg_get_constraintdef(oid) FROM pg_constraint WHERE conrelid = {oid}",
+            f"SELECT contype, pg_get_constraintdef(oid) FROM pg_constraint WHERE conrelid = {oid} ORDER BY 1, 2",
         ],
         "mysql": [
             "SELECT ordinal_position, column_name, column_type, collation_name, is_nullable, column_default, column_key"

@@ -1,0 +1,49 @@
+"""The documentation site, as `make docs` has built it, in a browser: `make faults` builds it first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Page
+
+from tests.browser.site import CHROMIUM, chromium
+from tests.browser.test_inspector import AXE, LOOKS, violations
+from tests.support.lab import ROOT
+from tests.support.subjects import LONG
+
+BUILT = ROOT / ".build/docs/html"
+PAGES = [
+    *("index", "start", "choosing", "celery", "monitoring", "runbook", "benchmarks"),
+    *("reference", "api/dblock", "api/celery", "zh/start"),
+]
+"""One of each kind: cards, examples, tables, drawings, plots, signatures, Chinese text."""
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    if CHROMIUM is None:
+        pytest.skip("no browser: apt-get install chromium")
+    if not LONG:
+        pytest.skip("the site is not built in the short form: make docs, then DBLOCK_FAULTS=long")
+    assert (BUILT / "index.html").exists(), "make docs"
+    with chromium() as browser:
+        page = browser.new_page()
+        page.add_init_script(AXE)
+        yield page
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", PAGES)
+def test_everybody_can_read_it(page: Page, name: str) -> None:
+    """No violation of a rule of axe-core, in light or in dark, wide or on a phone, which it is no wider than."""
+    errors: list[str] = []
+    page.on("pageerror", note := lambda error: errors.append(str(error)))
+    for scheme, width in LOOKS:
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        page.set_viewport_size({"width": width, "height": 800})
+        page.goto(f"file://{BUILT}/{name}.html")
+        assert violations(page) == [], (scheme, width)
+        assert page.evaluate("document.documentElement.scrollWidth") == width, (scheme, width)
+    page.remove_listener("pageerror", note)
+    assert not errors
