@@ -515,7 +515,7 @@ def test_a_renewal_of_the_writers_tenure_says_nothing_about_the_readers(store: F
     time.sleep(0.01)
     drive(renewal.steps(), store)
     assert store.sent == ["renew"]
-    assert hold.lease.trusted_until == until
+    assert (hold.lease.trusted_until, hold.lease.reason_if_lost) == (until, None)
 
 
 def test_either_its_flow_gives_a_hold_back_or_all_are_given_back(store: FakeStore) -> None:

@@ -35,6 +35,10 @@ def newcomer(begin: float, end: float, **more: object) -> Operation:
     return replace(alone(5, end, end + 0.1, how="at_once", client="2.b", **more), begin=begin)
 
 
+def grant(fence: int, ticket: int) -> Operation:
+    return Operation("grant", "k", "3.c", ticket, ticket + 0.5, fence=fence, ticket=ticket)
+
+
 def write(  # noqa: PLR0917
     name: str, value: int, begin: float, end: float, outcome: str = "ok", fence: int = 0
 ) -> Operation:
@@ -47,6 +51,7 @@ def nemesis(name: str, begin: float, end: float, *, key: str = "k", client: str 
 
 FREED = nemesis("force", 1.0, 1.1)
 WAITED = queued(7, 2, 9.0)
+AGAIN = replace(WAITED, again=((6, 6.0),))
 
 BAD: list[tuple[str, list[Operation], int]] = [
     (OVERLAP, [alone(1, 0, 2), alone(2, 1, 4)], 2),
@@ -69,6 +74,11 @@ BAD: list[tuple[str, list[Operation], int]] = [
     (OVERTAKEN, [newcomer(4, 5), WAITED], 2),
     (OVERTAKEN, [newcomer(4, 5), WAITED, nemesis("fault", 4, 5, client="another")], 2),
     (OVERTAKEN, [newcomer(4, 5), WAITED, nemesis("verify", 4.0, 4.1), nemesis("verify", 4, 5, key="other")], 2),
+    (OVERTAKEN, [newcomer(4, 5), AGAIN, grant(7, 6)], 2),
+    (OVERTAKEN, [newcomer(4, 5), AGAIN, grant(7, 2), grant(7, 6)], 2),
+    (OVERTAKEN, [newcomer(7, 8), AGAIN, grant(3, 2), grant(7, 6)], 3),
+    (TURN, [queued(1, 8, 8.5), AGAIN, grant(0, 2)], 3),
+    (TURN, [AGAIN, grant(0, 2), queued(8, 4, 9.5)], 3),
     (LOST, [write("a", 0, 1, 2), write("b", 0, 3, 4)], 2),
     (LOST, [write("a", 1, 1, 2), write("b", 0, 3, 4, fence=1)], 2),
     (LOST, [write("a", 0, 1, 2, fence=9), write("b", 1, 3, 4)], 2),
@@ -76,6 +86,7 @@ BAD: list[tuple[str, list[Operation], int]] = [
     (EXCEPTION, [replace(alone(1, 0, 2), outcome="unexpected ValueError")], 1),
 ]
 GOOD: list[list[Operation]] = [
+    [newcomer(4, 5), AGAIN, grant(3, 2), grant(7, 6)],  # it was too late for its first grant
     [alone(1, 0, 2), alone(2, 2, 4)],
     [alone(1, 0, 2), alone(2, 1, 4, key="other")],
     [alone(1, 0, 2), alone(2, 1.5, 4), FREED],

@@ -30,9 +30,10 @@ SLOW = 1 / 3
 class Operation:
     """What a client, or the nemesis, did.
 
-    A client's are `take`, `release`, `verify`, `extend` and `write` (a guarded transaction that reads a counter, adds
-    one, and adds its own name to a set). The nemesis' are `force`, the end of a tenure by an administrator, and
-    `fault`. Fields that an operation does not use keep their defaults.
+    A client's are `take`, `release`, `verify`, `extend`, `write` (a guarded transaction that reads a counter, adds one,
+    and adds its own name to a set) and `grant` (it has given the key to the waiter with a ticket). The nemesis' are
+    `force`, the end of a tenure by an administrator, and `fault`. Fields that an operation does not use keep their
+    defaults.
     """
 
     name: str
@@ -52,6 +53,8 @@ class Operation:
     """The first number in the queue that the caller was given; 0 if it did not queue."""
     joined: float = 0.0
     """When that was known."""
+    again: Sequence[tuple[int, float]] = ()
+    """The same of the places that it had after that one."""
     how: str = ""
     """Of an exclusive take: `at_once`, `waited`, or `handed_over` by another flow of its process."""
     barging: bool = False
@@ -67,6 +70,7 @@ class Operation:
             **({"fence": self.fence} if self.fence else {}),
             **({"slot": self.slot} if self.kind == "permit" else {}),
             **({"ticket": self.ticket} if self.ticket else {}),
+            **({"then": ",".join(str(ticket) for ticket, _ in self.again)} if self.again else {}),
             **({"until": f"{self.until:.6f}"} if self.until else {}),
             **({"read": self.value} if self.name == "write" else {}),
         }
@@ -93,6 +97,16 @@ class Final(NamedTuple):
     """What each member of the set read."""
 
 
+class Waited(NamedTuple):
+    """A tenure that was waited for; who was too late for a grant has lost its turn, and counts from its next place."""
+
+    tenure: Operation
+    ticket: int
+    joined: float
+    missed: tuple[Operation, ...]
+    """The grants that it was too late for."""
+
+
 @dataclass(frozen=True)
 class History:
     """What happened, sorted for the rules."""
@@ -108,6 +122,30 @@ class History:
             if each.name == "take" and each.outcome == "ok":
                 found[each.key].append(each)
         return found
+
+    @cached_property
+    def grants(self) -> dict[tuple[str, int], list[Operation]]:
+        """By key and ticket."""
+        found = defaultdict[tuple[str, int], list[Operation]](list)
+        for each in self.operations:
+            if each.name == "grant":
+                found[each.key, each.ticket].append(each)
+        return found
+
+    def waited(self, key: str) -> Iterator[Waited]:
+        """The tenures of a key that were granted to waiters, which did not find it free."""
+        for each in self.tenures[key]:
+            if each.kind == "exclusive" and each.how == "waited" and each.ticket:
+                yield self._waited(each)
+
+    def _waited(self, tenure: Operation) -> Waited:
+        places, missed = [(tenure.ticket, tenure.joined), *tenure.again], list[Operation]()
+        while len(places) > 1 and (granted := self.grants.get((tenure.key, places[0][0]))):
+            if any(each.fence == tenure.fence for each in granted):
+                break
+            missed += granted
+            del places[0]
+        return Waited(tenure, *places[0], tuple(missed))
 
     @cached_property
     def forced(self) -> dict[str, list[Operation]]:
@@ -148,11 +186,11 @@ class History:
                 found[each.key.split("/")[0]].append(each)
         return found
 
-    def befell(self, waiter: Operation) -> bool:
+    def befell(self, waiter: Waited) -> bool:
         """Whether a fault struck its process or its database while it waited, or shortly before, or that was slow."""
-        process, database = waiter.client.split(".")[0], waiter.key.split("/")[0]
+        process, database = waiter.tenure.client.split(".")[0], waiter.tenure.key.split("/")[0]
         return any(
-            each.begin <= waiter.end and each.end >= waiter.joined - 1.0
+            each.begin <= waiter.tenure.end and each.end >= waiter.joined - 1.0
             for found in (self.faults.get(process), self.faults.get(database), self.slow.get(database))
             for each in found or ()
         )
@@ -183,7 +221,9 @@ class Recorder:
         return str(what["id"])
 
     def close(self) -> None:
+        """End it; what is noted afterwards fails, and is not written into another file that has got its number."""
         os.close(self._file)
+        self._file = -1
 
 
 class Record:
@@ -304,19 +344,18 @@ def _falling(history: History) -> Iterator[tuple[Operation, ...]]:
 
 @rule("served out of turn")
 def _out_of_turn(history: History) -> Iterator[tuple[Operation, ...]]:
-    """Waiters are served in the order of their first tickets, but for one that a fault may have kept from its place.
+    """Waiters are served in the order of their tickets, but for one that a fault may have kept from its place.
 
     Nor are tickets compared where the queue was lost (a crash) or begun anew (the reaper) between them.
     """
     breaks = sorted(each.begin for each in history.operations if each.name == "fault" and each.value)
-    for tenures in history.tenures.values():
-        served = [each for each in tenures if each.how == "waited" and each.ticket]
-        for before, after in pairwise(sorted(served, key=lambda it: it.fence)):
-            first, last = min(before.joined, after.joined), max(before.end, after.end)
+    for key in history.tenures:
+        for before, after in pairwise(sorted(history.waited(key), key=lambda it: it.tenure.fence)):
+            first, last = min(before.joined, after.joined), max(before.tenure.end, after.tenure.end)
             broken = bisect_left(breaks, first - 0.5) < bisect_right(breaks, last)
-            excused = broken or history.befell(after) or history.is_forced(before, after)
+            excused = broken or history.befell(after) or history.is_forced(before.tenure, after.tenure)
             if after.ticket < before.ticket and not excused:
-                yield before, after
+                yield *before.missed, *after.missed, before.tenure, after.tenure
 
 
 @rule("overtaken by a newcomer")
@@ -325,16 +364,14 @@ def _overtaken(history: History) -> Iterator[tuple[Operation, ...]]:
 
     This goes for waiters whose process and database nothing befell meanwhile.
     """
-    for tenures in history.tenures.values():
+    for key, tenures in history.tenures.items():
         plain = [each for each in tenures if each.kind == "exclusive"]
         starts = [each.end for each in plain]
-        for waiter in plain:
-            if not waiter.ticket or waiter.how != "waited":
-                continue
-            for each in plain[bisect_left(starts, waiter.joined) : bisect_left(starts, waiter.end)]:
+        for waiter in history.waited(key):
+            for each in plain[bisect_left(starts, waiter.joined) : bisect_left(starts, waiter.tenure.end)]:
                 newcomer = each.begin > waiter.joined and each.how == "at_once" and not each.barging
-                if newcomer and not history.befell(waiter) and not history.is_forced(waiter, each):
-                    yield waiter, each
+                if newcomer and not history.befell(waiter) and not history.is_forced(waiter.tenure, each):
+                    yield *waiter.missed, waiter.tenure, each
 
 
 @rule("an update was lost")

@@ -211,6 +211,7 @@ class Result:
     """By database."""
     outcomes: Counter[str] = field(default_factory=Counter)
     tenures: Counter[str] = field(default_factory=Counter)
+    grants: Counter[str] = field(default_factory=Counter)
     """By kind."""
     faults: Counter[str] = field(default_factory=Counter)
     violations: list[Violation] = field(default_factory=list)
@@ -226,7 +227,12 @@ class Result:
         lines = [f"nemesis, SEED={self.seed}: {self.operations.total():,} operations in {rates}"]
         lines += [
             f"{name}: " + ", ".join(f"{what} {count:,}" for what, count in counted.most_common())
-            for name, counted in (("on", self.operations), ("tenures", self.tenures), ("faults", self.faults))
+            for name, counted in (
+                ("on", self.operations),
+                ("tenures", self.tenures),
+                ("grants", self.grants),
+                ("faults", self.faults),
+            )
         ]
         return "\n  ".join([*lines, f"violations: {len(self.violations)}", *([self.failure] if self.failure else [])])
 
@@ -237,6 +243,7 @@ class Result:
             self.operations + other.operations,
             self.outcomes + other.outcomes,
             self.tenures + other.tenures,
+            self.grants + other.grants,
             self.faults + other.faults,
             [*self.violations, *other.violations],
             max(self.seconds, other.seconds),
@@ -247,11 +254,14 @@ class Result:
 
     def count(self, operations: Sequence[Operation]) -> None:
         """Add those of a round."""
+        begun = {(each.key, each.fence) for each in operations if each.name == "take" and each.outcome == "ok"}
         for each in operations:
             if each.name == "fault":
                 self.faults.update([each.key] if each.key else [])
             elif each.name == "force":
                 self.faults["forced release"] += 1
+            elif each.name == "grant":
+                self.grants["used" if (each.key, each.fence) in begun else "not used"] += 1
             else:
                 self.operations["majority" if "+" in each.key else each.key.split("/")[0]] += 1
                 self.outcomes[f"{each.name}: {each.outcome}"] += 1
@@ -969,6 +979,7 @@ def table(parts: dict[str, Result], command: str, worlds: int) -> Iterator[str]:
     for title, counted in (
         ("operations", [each.operations for each in found]),
         ("tenures", [each.tenures for each in found]),
+        ("grants to waiters", [each.grants for each in found]),
         ("guarded writes", [Counter({"": each.outcomes["write: ok"]}) for each in found]),
         ("faults", [each.faults for each in found]),
         ("violations", [Counter({"": len(each.violations)}) for each in found]),

@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +59,43 @@ DRIVERS_ERRORS = (sqlalchemy.exc.SQLAlchemyError, django.db.Error, OSError, asyn
 """What the application's own connections raise; SQLAlchemy passes on what asyncpg raises while it connects."""
 UNEXPECTED = (Exception, asyncio.CancelledError)
 """What no client should see; nobody cancels its tasks."""
-_tickets: dict[tuple[object, str], tuple[int, float]] = {}
-"""By flow and key: the first ticket of its latest attempt, and when it was known."""
+_tickets: dict[tuple[object, str], list[tuple[int, float]]] = {}
+"""By flow and key: the tickets of its latest attempt, and when each was known."""
 _how: dict[tuple[str, int], str] = {}
 """By key and fence: how a tenure has begun."""
+_flow: ContextVar[Flow | None] = ContextVar("flow", default=None)
+_flows: dict[int, Flow] = {}
+"""By what stands for a database in the protocol: one of the clients that use it."""
 
 
-def note_tickets() -> None:
-    """Remember the tickets that this process is given, and how its tenures begin.
-
-    A waiter that is passed over gets another ticket: the first one says since when it has waited.
-    """
-    join = queue.join
+def note_queue(number: int, path: Path) -> None:
+    """Remember the tickets that this process is given, and how its tenures begin; record what it grants to waiters."""
+    recorder, join, grant = Recorder(path, str(number)), queue.join, queue.grant  # flows end before the background does
     _ = dblock.observe(lambda event: _how.__setitem__((event.key, event.fence), event.how), Event.ACQUIRED)
 
-    def noted(database: Any, request: Any, until: float) -> Steps[Any]:
+    def user_of(database: Any) -> Flow | None:
+        flow = _flow.get() or _flows.get(id(database))  # threads of the background have none
+        if flow is not None and len(flow.databases) == 1:
+            _flows[id(database)] = flow
+        return flow
+
+    def joined(database: Any, request: Any, until: float) -> Steps[Any]:
+        _ = user_of(database)
         found = yield from join(database, request, until)
         if found is not None:
-            _ = _tickets.setdefault((this_flow(), request["key"]), (found[0].ticket, clock.now()))
+            _tickets.setdefault((this_flow(), request["key"]), []).append((found[0].ticket, clock.now()))
         return found
 
-    setattr(queue, "join", noted)  # noqa: B010 - for type checkers it is another function
+    def granted(database: Any, key: str, *given: Any, **options: Any) -> Steps[Any]:
+        begin, flow = clock.now(), user_of(database)
+        found = yield from grant(database, key, *given, **options)
+        if found is not None and flow is not None:
+            told = {"key": flow.key(key), "begin": begin, "end": clock.now()}
+            _ = recorder.note(name="grant", ticket=found[1].ticket, fence=found[1].fence, **told)
+        return found
+
+    setattr(queue, "join", joined)  # noqa: B010 - for type checkers it is another function
+    setattr(queue, "grant", granted)  # noqa: B010
 
 
 def unexpected(error: BaseException) -> str:
@@ -182,8 +199,9 @@ class Flow:
         for key, kind, fence, slot in tenures:
             place: dict[str, Any] = {"slot": slot, "permits": PERMITS} if kind == "permit" else {}
             if kind == "exclusive":
-                ticket, joined = _tickets.get((this_flow(), key), (0, 0.0))
-                place = {"ticket": ticket, "joined": joined, "how": _how.pop((key, fence), ""), "barging": barging}
+                (ticket, joined), *again = _tickets.get((this_flow(), key), [(0, 0.0)])
+                place = {"ticket": ticket, "joined": joined, "again": again}
+                place |= {"how": _how.pop((key, fence), ""), "barging": barging}
             told = {"name": "take", "key": self.key(key), "begin": begin, "end": now, "until": now}
             names.append(self.note(**told, kind=kind, fence=fence, **place))
         for _ in range(self.chance.choice((1, 1, 1, 1, 2, 4))):
@@ -340,6 +358,7 @@ class Flow:
 
     async def live(self, pause: float) -> None:
         """Do one thing after the other, until it is over."""
+        _ = _flow.set(self)
         plain = [self.lock] * 16 + [self.hot] * 3 + [self.read] * 3
         family = [self.write, self.write, self.modify, self.permits, self.several, self.lead]
         if (self.variant, self.face) == ("django", "async"):
@@ -414,7 +433,7 @@ def main(number: int, seed: int, path: str, pause: float, databases: list[str]) 
     over = threading.Event()
     _ = signal.signal(signal.SIGTERM, lambda *_: over.set())
     _ = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    note_tickets()
+    note_queue(number, Path(path))
     threading.Thread(target=note_stalls, args=(number, Path(path)), daemon=True).start()
     made = [
         Flow(name, given, seed * 100 + place, Path(path), over)

@@ -77,12 +77,12 @@ class Renewal:
     def set_reason_if_lost(self, reason: Reason) -> None:
         """Set the reason to report if a lease is lost before this renewal has succeeded."""
         for due in self.leases:
-            due.hold.lease.reason_if_lost = reason
+            due.lease.reason_if_lost = reason
 
     def steps(self) -> Steps[None]:
         """Renew the leases, and record the result in each hold."""
         self.set_reason_if_lost(Reason.UNREACHABLE)  # until it has succeeded: it may never be answered
-        budget = min(due.hold.lease.term for due in self.leases) / 20
+        budget = min(due.lease.term for due in self.leases) / 20
         for first in range(0, len(self.leases), BATCH):
             yield from self._renew(self.leases[first : first + BATCH], budget)
         self._keeper.wake()
@@ -90,7 +90,7 @@ class Renewal:
     def give_up(self) -> None:
         """Called if the steps cannot be run."""
         for due in self.leases:
-            due.hold.lease.renewing, due.hold.lease.reason_if_lost = False, None
+            due.lease.renewing, due.lease.reason_if_lost = False, None
 
     def _renew(self, leases: Sequence[Due], budget: float) -> Steps[None]:
         database = self.store.database
@@ -108,10 +108,10 @@ class Renewal:
                 yield from self._renew(leases[half:], 0.0)
                 return
             # On MySQL a take of the key locks its row for a moment: not logged until the renewal is late.
-            if type(error) is not StoreBusy or any(hold.lease.state != "held" for hold, *_ in leases):
+            if type(error) is not StoreBusy or any(due.lease.state != "held" for due in leases):
                 warn("could not renew %d leases, trying again: %s", len(leases), error)
-            for hold in (due.hold for due in leases):
-                hold.lease.due = min(hold.lease.due, database.now() + min(1.0, hold.lease.term / 20))
+            for lease in (due.lease for due in leases):
+                lease.due = min(lease.due, database.now() + min(1.0, lease.term / 20))
             return
         not_renewed: list[Due] = []
         renewed: list[Due] = []
