@@ -142,7 +142,8 @@ new = {{name: sys.modules[name] for name in set(sys.modules) - before}}
 ours = [compile(module.__loader__.get_source(name), "", "exec") for name, module in new.items() if "dblock" in name]
 print(len(new) - len(ours), sum(len(marshal.dumps(code)) for code in ours))
 """
-    most = 680_000 if sys.version_info < (3, 14) else 765_000  # the same code is an eighth larger there
+    # The same code is an eighth larger on Python 3.14, and a seventh on 3.15.
+    most = 680_000 if sys.version_info < (3, 14) else 765_000 if sys.version_info < (3, 15) else 780_000
     for before, module, most_others, most_bytes in (
         ("pass", "dblock", 40, 10_000),
         ("import sqlalchemy", "sqlalchemy_dblock", 10, most),
@@ -186,7 +187,8 @@ def test_the_command_needs_what_its_extra_has() -> None:
     """Nothing but this package and the standard library."""
     code = "import sys; before = {*sys.modules}; import dblock.cli; print({*sys.modules} - before)"
     loaded = {name.partition(".")[0] for name in eval(python(code))}
-    assert loaded - sys.stdlib_module_names == {"dblock"}
+    # A module of distributors, from Python 3.15 on, which says what of the standard library is packaged by itself.
+    assert loaded - sys.stdlib_module_names - {"_missing_stdlib_info"} == {"dblock"}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {each.partition(">")[0] for each in extras["cli"]} == {"rich", "shtab", "sqlalchemy"}, (
         "for top, completion, --url"
