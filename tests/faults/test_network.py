@@ -71,8 +71,10 @@ def test_a_late_answer_counts_from_the_sending(wire: Wire) -> None:
         assert hold.lease.trusted_until == first
         time.sleep(0.002)
     wire.proxy.delay = 0.0
-    assert clock.now() >= wire.proxy.asked[asked] + 0.4 * ttl
-    assert first < hold.lease.trusted_until <= wire.proxy.asked[asked] + ttl - margin(ttl)
+    now = clock.now()
+    answered = [each for each in wire.proxy.asked[asked:] if each + 0.4 * ttl <= now]  # a connection may be first
+    assert answered
+    assert first < hold.lease.trusted_until <= answered[-1] + ttl - margin(ttl)
     assert hold.lease.trusted_until - clock.now() <= remaining(wire.direct)
     assert wire.actor.get(lock, "state") in {"held", "at_risk"}
     wire.actor.call(lock, "release")
