@@ -343,7 +343,7 @@ class LockAdmin(Inspector):
     @admin.display(description=_("held for"), ordering="acquired_at")
     def held_for(self, row: Lock) -> str:
         until = min(_clock(row), row.expires_at)
-        return "–" if _state(row) == "free" else span((until - row.acquired_at).total_seconds())
+        return "–" if _state(row) in {"free", "closed"} else span((until - row.acquired_at).total_seconds())
 
     @admin.display(description=_("time left"), ordering="expires_at")
     def time_left(self, row: Lock) -> str:

@@ -543,6 +543,21 @@ def test_a_narrow_terminal(one: Shell) -> None:
     assert str(os.getpid()) in text
 
 
+def test_a_key_that_min_hold_keeps_closed(one: Shell) -> None:
+    """Nobody holds it: no time of holding grows, and it is said who gave it back."""
+    with one.lock("k", min_hold=20):
+        pass
+    _, listed = one("ls").stdout.splitlines()
+    assert re.match(r"k +closed +- +(19|20) s", listed)
+    [told] = json.loads(one("ls", "--json").stdout)
+    assert (told["state"], told["held_for"], told["remaining"] > 10) == ("closed", None, True)
+    shown = one("show", "k").stdout
+    assert "state:        closed: it was given back, and its min_hold is not over" in shown
+    assert re.search(rf"^last held by: .* pid {os.getpid()}", shown, re.MULTILINE)
+    assert one("release", "--yes", "k").returncode == 0
+    assert "state:        free\n" in one("show", "k").stdout
+
+
 def test_shares_are_shown_and_freed_one_by_one(one: Shell) -> None:
     """Readers and permits are listed by what they are, under their key, and each can be freed by that name."""
     engine = create_engine(url(one.database))
@@ -558,11 +573,19 @@ def test_shares_are_shown_and_freed_one_by_one(one: Shell) -> None:
         assert re.findall(r"^s \(permit (\d)\)\s+held", listed, re.MULTILINE) == [str(slot) for slot in slots]
         kinds = {(row["key"][0], row["kind"]) for row in json.loads(one("ls", "--json").stdout)}
         assert kinds == {("k", "read_write"), ("s", "semaphore")}
+        states = {row["key"]: row["state"] for row in json.loads(one("ls", "--all", "--json").stdout)}
+        assert (states["k"], states["s"]) == ("shared", "shared")
+        refused = one("release", "--yes", "k")
+        assert refused.returncode == 1
+        assert re.search(r"its readers hold it.* such as 'k \(reader [0-9a-f]+\)'$", refused.stderr, re.MULTILINE)
         shown = one("show", "k").stdout
         assert "kind:         a read-write lock" in shown
+        assert "state:        shared: readers hold it" in shown
+        assert re.search(r"^given back: .* ago$", shown, re.MULTILINE)
         names = re.findall(r"^(k \(reader [0-9a-f]+\))", shown, re.MULTILINE)
         assert len(names) == 2
         told = json.loads(one("show", "s", "--json").stdout)
+        assert told["state"] == "shared"
         assert [share["label"] for share in told["shares"]] == ["", ""]
         assert [share["slot"] for share in told["shares"]] == slots
         assert json.loads(one("show", f"s (permit {slots[0]})", "--json").stdout)["kind"] == "semaphore"
@@ -572,6 +595,8 @@ def test_shares_are_shown_and_freed_one_by_one(one: Shell) -> None:
         assert len(re.findall(r"^k \(reader", one("ls").stdout, re.MULTILINE)) == 1
         assert semaphore.available() == 2
         assert one("release", "--yes", "k (reader 0)").returncode == 1
+        assert one("release", "--yes", names[1]).returncode == 0
+        assert "state:        free\n" in one("show", "k").stdout
     one.run("DELETE FROM locks")
     for hold in list(runtime.current.watchdog._holds):
         runtime.current.watchdog.discard(hold)

@@ -573,7 +573,9 @@ def test_a_min_hold_that_is_over(site: Site, database: str) -> None:
     client = site.user("view_lock")
     with site.lock("k", min_hold=600):
         pass
-    assert 'data-state="closed"' in page(client, LIST, state="closed")
+    listed = page(client, LIST, state="closed")
+    assert 'data-state="closed"' in listed
+    assert re.search(r'class="field-held_for[^"]*"[^>]*>–<', listed)
     _ = run(database, "UPDATE locks SET expires_at = acquired_at")
     assert 'data-state="free"' in page(client, LIST, state="free")
     assert 'data-state="expired"' not in page(client, LIST)

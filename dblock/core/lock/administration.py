@@ -46,17 +46,22 @@ class Surveyed(NamedTuple):
     waiters: int
     pinned: Pinned | None = None
     """The transaction that keeps the key from being taken. A survey fills it in for keys without a holder only."""
+    shares: int = 0
+    """Number of readers, or permits in use. A survey lists them as rows of their own, and does not count them."""
 
     @property
     def state(self) -> str:
         """The row's state; `pinned` if only a transaction keeps the key closed; `closed` until `min_hold` is over.
 
-        `waiting` if its owner is the next to enter, and waits until readers or holders of permits have left.
+        `waiting` if its owner is the next to enter, and waits until readers or holders of permits have left; `shared`
+        if it has no owner, but readers or permits in use.
         """
         if self.info.waits:
             return "waiting"
         if self.info.state == "held":
             return "held" if self.info.owner else "closed"
+        if self.info.state == "free" and self.shares:
+            return "shared"
         return "pinned" if self.pinned else self.info.state
 
 

@@ -119,15 +119,14 @@ def who(identity: Identity) -> dict[str, Any]:
 def lock_json(row: Surveyed) -> dict[str, Any]:
     """A key's row; lengths of time in seconds, by the database's clock."""
     info = row.info
-    held = info.owner is not None
     return {
         "key": info.key,
-        "state": row.state if row.state in {"pinned", "waiting"} else info.state,
+        "state": row.state,
         "fence": info.fence,
         "count": info.count,
         "ttl": info.ttl,
-        "held_for": round(info.age + min(info.remaining, 0.0), 6) if held else None,
-        "remaining": round(info.remaining, 6) if held else None,
+        "held_for": round(info.age + min(info.remaining, 0.0), 6) if info.owner else None,
+        "remaining": None if info.owner is None else round(info.remaining, 6),
         "waiters": row.waiters,
         "label": info.label,
         **who(info.identity),
@@ -185,13 +184,13 @@ def lock_row(row: Surveyed) -> tuple[str, ...]:
     """A line of `HEADER`'s table."""
     info = row.info
     waiting = str(row.waiters) if row.waiters else "-"
-    if row.state == "free":
-        return (info.key, "free", "-", "-", waiting, "-", "-")
+    if row.state in {"free", "shared"}:
+        return (info.key, row.state, "-", "-", waiting, "-", "-")
     who = (str(info.identity), info.label or "-")
     if info.state == "free":
         return (info.key, row.state, "-", f"given back {span(-info.remaining)} ago", waiting, *who)
     left = span(info.remaining) if info.state == "held" else f"ended {span(-info.remaining)} ago"
-    held_for = span(info.age + min(info.remaining, 0.0))
+    held_for = "-" if row.state == "closed" else span(info.age + min(info.remaining, 0.0))
     return (info.key, row.state, held_for, left, waiting, *who)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import getpass
 import os
+import shlex
 import socket
 from argparse import Namespace
+from itertools import islice
 from typing import Final
 
 from dblock.core.lock import administration
@@ -14,7 +16,7 @@ from dblock.core.pinned import Pinned
 from dblock.core.protocol import epoch, reaping
 from dblock.core.text import printable
 from dblock.core.validation import TEXT_LENGTH, valid_retention
-from dblock.core.values import LockInfo
+from dblock.core.values import SHARE, LockInfo
 from dblock.operating.commands.console import (
     agreed,
     can_ask,
@@ -38,6 +40,9 @@ def release(context: Context, options: Namespace) -> int:
     pinned = None if options.ask else context.pinned(key)
     if info is None or info.owner is None or options.fence not in {None, info.fence}:
         complain(f"{printable(key)!r} is not held" + (f" under fence {options.fence}" if options.fence else ""))
+        for share in islice(context.survey(key + SHARE), 1):
+            example = shlex.quote(printable(share.info.key))
+            complain(f"its readers hold it, or permits are in use: free each by its own name, such as {example}")
         if pinned:
             complain(_kept(key, pinned))
         return NOT_HELD
@@ -125,7 +130,8 @@ _END: Final = (
 def _story(info: LockInfo) -> str:
     _, state, since, left, *_ = lock_row(Surveyed(info, 0))
     label = f' "{info.label}"' if info.label else ""
-    return printable(f"held by {info.identity}{label} for {since} ({state}, {left} left, fence {info.fence})")
+    held = f"held by {info.identity}{label} for {since}" if info.owner else f"given back by {info.identity}{label}"
+    return printable(f"{held} ({state}, {left} left, fence {info.fence})")
 
 
 def _warning(info: LockInfo) -> str:

@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from argparse import Namespace
+from collections import Counter
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
@@ -34,7 +35,12 @@ from dblock.operating.commands.console import (
 )
 from dblock.operating.commands.context import Context
 
-_PINNED = ": nobody can take the key until a transaction ends, whatever the lease says"
+_MORE = {
+    "pinned": ": nobody can take the key until a transaction ends, whatever the lease says",
+    "shared": ": readers hold it, or permits are in use; each has a row of its own, below",
+    "closed": ": it was given back, and its min_hold is not over",
+}
+"""What is said of a state."""
 _SPENT = {"acquired": "waited", "gave_up": "waited", "released": "held", "lost": "held", "at_risk": "late by"}
 """What the time of an event was spent on."""
 
@@ -47,7 +53,7 @@ def ls(context: Context, options: Namespace) -> int:
     prefix = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
     rows = (row for row in context.survey(prefix, free=options.all) if fits(row.info.key))
     found = list(islice(rows, options.limit + 1))
-    more, found = len(found) > options.limit, found[: options.limit]
+    more, found = len(found) > options.limit, _with_shares(found[: options.limit])
     if options.json:
         say_json([lock_json(row) for row in found])
     elif found:
@@ -82,6 +88,7 @@ def show(context: Context, options: Namespace) -> int:
     waiters = context.do(administration.waiters(context.store, key, options.waiters))
     waiting = max(context.do(administration.count_waiters(context.store, key)), len(waiters))
     shares = list(islice(context.survey(key + SHARE), options.waiters))
+    row = _with_shares([Surveyed(info, waiting, pinned), *shares])[0]
     blocking = context.do(administration.blocking(context.store, key))
     events: list[EventInfo] = []
     try:
@@ -94,9 +101,9 @@ def show(context: Context, options: Namespace) -> int:
         told: dict[str, Any] = {"shares": [lock_json(each) for each in shares]}
         told |= {"queue": [waiter_json(each) for each in waiters], "events": [event_json(each, now) for each in events]}
         chains = {name: [wanted_json(each) for each in chain] for name, chain in blocking.chains().items()}
-        say_json({**lock_json(Surveyed(info, waiting, pinned)), **told, **chains})
+        say_json({**lock_json(row), **told, **chains})
         return 0
-    facts = [*_facts(Surveyed(info, waiting, pinned)), *_chains(blocking)]
+    facts = [*_facts(row), *_chains(blocking)]
     say("\n".join(f"{name + ':':<14}{printable(value)}" for name, value in facts))
     if shares:
         say("")
@@ -120,9 +127,15 @@ def show(context: Context, options: Namespace) -> int:
     return 0
 
 
+def _with_shares(rows: list[Surveyed]) -> list[Surveyed]:
+    """The rows, each with the number of its key's shares among them."""
+    shares = Counter(row.info.key.partition(SHARE)[0] for row in rows if SHARE in row.info.key and row.state == "held")
+    return [row._replace(shares=shares[row.info.key]) for row in rows]
+
+
 def _facts(surveyed: Surveyed) -> list[tuple[str, str]]:
     info, row = surveyed.info, lock_row(surveyed)
-    facts = [("key", info.key), *_kind(info), ("state", row[1] + _PINNED if surveyed.state == "pinned" else row[1])]
+    facts = [("key", info.key), *_kind(info), ("state", row[1] + _MORE.get(surveyed.state, ""))]
     if surveyed.pinned:
         name = "pinned by" if surveyed.state == "pinned" else "guarded by"
         for pin in surveyed.pinned.pins:
@@ -133,16 +146,16 @@ def _facts(surveyed: Surveyed) -> list[tuple[str, str]]:
         return [
             *facts,
             ("last held by", str(info.identity)),
-            (
-                "given back" if surveyed.pinned else "free since",
-                f"{span(-info.remaining)}{' ago' if surveyed.pinned else ''}",
-            ),
+            ("free since" if surveyed.state == "free" else "given back", f"{span(-info.remaining)} ago"),
             ("waiters", row[4]),
         ]
+    who, since = {"waiting": ("next", "waiting for"), "closed": ("last held by", "held for")}.get(
+        surveyed.state, ("holder", "held for")
+    )
     facts += [
-        ("next" if info.waits else "holder", str(info.identity)),
+        (who, str(info.identity)),
         ("label", info.label or "-"),
-        ("waiting for" if info.waits else "held for", span(info.age + min(info.remaining, 0.0))),
+        (since, row[2]),
         ("left", row[3] + (": anybody may take the key" if surveyed.state == "expired" else "")),
     ]
     facts += [("ttl", f"{info.ttl:g} s"), ("entries", str(info.count)), ("waiters", row[4])]
