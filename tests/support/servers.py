@@ -384,6 +384,7 @@ class Galera(MariaDB):
         return [
             *super().command(),
             "--wsrep-on=ON",
+            "--loose-plugin-wsrep-provider=OFF",  # of MariaDB 11, with which nothing can be set while the node runs
             f"--wsrep-provider={self.provider()}",
             f"--wsrep-provider-options={group};ist.recv_addr=127.0.0.1:{free_port()};gcache.size=16M;{self.options}",
             f"--wsrep-cluster-address=gcomm://{f'127.0.0.1:{self.first.cluster}' if self.first else ''}",
