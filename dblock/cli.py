@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _context(options) as context:
             return answered(options, context)
     except (ValueError, UnsupportedDatabase) as error:
-        made.error(printable(str(error)))
+        made.exit(2, f"{made.prog}: error: {printable(str(error))}\n")
 
 
 def answered(options: argparse.Namespace, context: Context) -> int:

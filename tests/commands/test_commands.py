@@ -350,7 +350,7 @@ def test_mistakes_are_told(one: Shell, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "aiosqlite is a driver for asyncio" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["--url", "sqlite:///nowhere.sqlite3", "ls"])
-    assert "there is no file nowhere.sqlite3" in capsys.readouterr().err
+    assert re.fullmatch(r"\S+: error: there is no file nowhere.sqlite3\n", capsys.readouterr().err)
     assert not Path("nowhere.sqlite3").exists()
     told = one("run", "--ttl", "0", "k", "--", "true")
     assert told.returncode == 2

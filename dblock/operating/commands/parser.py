@@ -75,7 +75,8 @@ def add_verbs(commands: _SubParsersAction[Any]) -> None:
 
 
 def _add_run(commands: _SubParsersAction[Any]) -> None:
-    running = _add(commands, "run", run, "run a command under a lock", json=False, epilog=_STATUS)
+    usage = "%(prog)s [options] KEY [KEY ...] -- CMD [ARG ...]"
+    running = _add(commands, "run", run, "run a command under a lock", json=False, epilog=_STATUS, usage=usage)
     running.add_argument("key", metavar="KEY", help="or several keys, which are taken together, before the --")
     running.add_argument("argv", nargs="+", metavar="CMD", help="the command, after --")
     kind = running.add_mutually_exclusive_group()
