@@ -375,6 +375,7 @@ def test_a_statement_for_the_database_that_the_alias_had(
     for name, count in (("test", 1), ("real", 0)):
         with closing(sqlite3.connect(named[name])) as database:
             assert database.execute("SELECT count(*) FROM seen").fetchall() == [(count,)]
+    store._source._pool.close_all()  # type: ignore[union-attr]
 
 
 def apart(function: Callable[[], None]) -> None:
