@@ -55,6 +55,8 @@ def release(context: Context, options: Namespace) -> int:
     if not (options.yes or agreed(f"{printable(key)!r} is {_story(info)}.\n{question}")):
         complain("nothing was done")
         return NOT_AGREED
+    if options.yes and pinned and not options.json:
+        complain(_kept(key, pinned))
     end = administration.revoke if options.ask else administration.force_release
     done = context.do(end(context.store, key, info.fence, _words(options.reason)))
     if options.json:
@@ -63,8 +65,6 @@ def release(context: Context, options: Namespace) -> int:
         say(f"{printable(key)!r} (fence {info.fence}) " + (_asked(info) if options.ask else "was freed"))
     else:
         complain(f"{printable(key)!r} (fence {info.fence}) was over before; its present holder was left alone")
-    if pinned and not options.json:
-        complain(_kept(key, pinned))
     return DONE if done else NOT_HELD
 
 
