@@ -111,10 +111,13 @@ STATES: dict[str, tuple[Any, Q]] = {
     "pinned": (pgettext_lazy("lock", "pinned"), Q()),
     "expired": (pgettext_lazy("lock", "expired"), Q(owner__isnull=False, expires_at__lte=F("clock")) & ~Q(owner="")),
     "closed": (pgettext_lazy("lock", "closed"), Q(owner="", expires_at__gt=F("clock"))),
+    "shared": (pgettext_lazy("lock", "shared"), Q()),
     "free": (pgettext_lazy("lock", "free"), Q(owner__isnull=True) | Q(owner="", expires_at__lte=F("clock"))),
 }
 """`closed`: given back, and kept closed for the rest of its `min_hold`. `pinned`: expired or free, and a transaction
-keeps everybody from taking it, which no column says."""
+keeps everybody from taking it; `shared`: free, but readers hold it or permits are in use. No column says these two."""
+_NOBODYS = {"shared", "free"}
+"""The states of keys whose rows have no owner."""
 _CALM = ("held", "waiting", "closed", "free")
 """The states in which nothing is wrong, and their order in the list; all others come before them."""
 TROUBLE_FIRST = Case(
@@ -131,7 +134,7 @@ class StateFilter(admin.SimpleListFilter):
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return [(name, label) for name, (label, _) in STATES.items() if name != "pinned"]
+        return [(name, label) for name, (label, _) in STATES.items() if name not in {"pinned", "shared"}]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Lock]) -> QuerySet[Lock]:
         value = self.value()
@@ -139,16 +142,16 @@ class StateFilter(admin.SimpleListFilter):
 
 
 class LockList(ChangeList):
-    """The rows of one page. Rows that nobody holds, and somebody might want, also say whether they are pinned."""
+    """The rows of one page. Rows that nobody holds also say whether they have shares, and whether they are pinned."""
 
     def get_results(self, request: HttpRequest) -> None:
-        """Django's results, and who pins them."""
+        """Django's results, what has shares, and who pins what somebody might want."""
         super().get_results(request)
         rows: list[Lock] = list(self.result_list)
         suspects = [row.lock_key for row in rows if _state(row) == "expired" or _is_wanted(row)]
-        pins = pins_of(suspects)
+        pins, shared = pins_of(suspects), _shared([row.lock_key for row in rows if row.kind and _state(row) == "free"])
         for row in rows:
-            vars(row)["pinned"] = pins.get(row.lock_key)
+            vars(row).update(pinned=pins.get(row.lock_key), shared=row.lock_key in shared)
         self.result_list = rows
 
 
@@ -199,6 +202,14 @@ def _waiters() -> QuerySet[Waiter]:
     return Waiter.objects.filter(
         lock_key=OuterRef("lock_key"), ticket__gt=OuterRef("served_ticket"), expires_at__gt=DatabaseClock()
     )
+
+
+def _shared(keys: list[str]) -> set[str]:
+    """Those of the keys that readers hold, or of which permits are in use."""
+    # In a correlated subquery the bounds would be no constants, and each database would read the whole table.
+    shares = Q(*(Q(lock_key__gt=key + SHARE, lock_key__lt=key + END) for key in keys), _connector=Q.OR)
+    rows = Lock.objects.using(default_alias()).annotate(clock=DatabaseClock()).filter(_LIVING, shares)
+    return {share.partition(SHARE)[0] for share in rows.values_list("lock_key", flat=True)[:MANY]} if keys else set()
 
 
 def _shown(name: str) -> Any:
@@ -254,6 +265,13 @@ class LockAdmin(Inspector):
 
     def rows(self) -> QuerySet[Lock]:
         return Lock.objects.using(default_alias()).annotate(clock=DatabaseClock())
+
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Lock | None:
+        """The row of a key, whether it has shares, and who pins it."""
+        row = super().get_object(request, object_id, from_field)
+        if row is not None:
+            vars(row)["shared"] = bool(row.kind and _shared([row.lock_key]))
+        return row
 
     def get_ordering(self, request: HttpRequest) -> tuple[Any, ...]:
         """Trouble first, free keys last; if there are very many rows, in the order of the index."""
@@ -327,7 +345,7 @@ class LockAdmin(Inspector):
 
     @admin.display(description=_("holder"), ordering="host")
     def holder(self, row: Lock) -> str:
-        if _state(row) == "free":
+        if _state(row) in _NOBODYS:
             return "–"
         parts = [row.program, gettext("pid %(pid)s on %(host)s") % {"pid": row.pid, "host": row.host}, row.thread]
         if row.celery_task_id:
@@ -343,14 +361,14 @@ class LockAdmin(Inspector):
     @admin.display(description=_("held for"), ordering="acquired_at")
     def held_for(self, row: Lock) -> str:
         until = min(_clock(row), row.expires_at)
-        return "–" if _state(row) in {"free", "closed"} else span((until - row.acquired_at).total_seconds())
+        return "–" if _state(row) in _NOBODYS | {"closed"} else span((until - row.acquired_at).total_seconds())
 
     @admin.display(description=_("time left"), ordering="expires_at")
     def time_left(self, row: Lock) -> str:
         left, state = (row.expires_at - _clock(row)).total_seconds(), _state(row)
         if state in {"expired", "pinned"}:
             return gettext("ended %s ago") % span(-left)
-        if state == "free":
+        if state in _NOBODYS:
             return "–"
         return format_html(
             '<span class="dblock-left"><meter min="0" max="{}" value="{}" aria-hidden="true"></meter>{}</span>',
@@ -422,6 +440,8 @@ def _is_wanted(row: Lock) -> bool:
 def _state(row: Lock) -> str:
     left = (row.expires_at - _clock(row)).total_seconds()
     if row.owner is None or left <= 0:
+        if not row.owner and vars(row).get("shared"):
+            return "shared"
         return "pinned" if pinned_of(row) else "expired" if row.owner else "free"
     if not row.owner:
         return "closed"

@@ -26,7 +26,7 @@ from dblock.core.lock.administration import LINKS, EventInfo, truly_held
 from dblock.core.protocol.drive import drive
 from dblock.core.share_keys import end_key
 from dblock.core.statements.quorum import SERVER
-from dblock.core.values import Identity
+from dblock.core.values import SHARE, Identity
 from dblock.models import Lock, LockEvent, Waiter
 from dblock.operating import inspector
 from dblock.operating.inspector import QUEUED
@@ -311,12 +311,16 @@ def test_the_holders_of_shares(site: Site) -> None:
             assert f"k (reader {row[-16:].lstrip('0')})" in text
             assert "&lt;i&gt;reads" in text
             assert "\x1f" not in text
+        assert page(client, LIST).count('data-state="shared"') == 2
+        assert 'data-state="shared"' in page(client, change("k"))
         assert f"{LIST}k%1Fr%20{row[-16:]}/change/" in page(client, change("k"))
         assert f"s (permit {permit.slot})" in page(client, change("s"))
         assert "(permit" not in page(client, change("k"))
         answer = client.post(change(row, "release"), {"fence": read.fence, "reason": "enough"}, follow=True)
         assert "was released" in answer.content.decode()
         assert not read.owned()
+        assert page(client, LIST).count('data-state="shared"') == 1, "that of the permit"
+        assert 'data-state="free"' in page(client, change("k"))
         assert permit.verify()
         with pytest.raises(LockLost, match="enough"):
             read.verify()
@@ -614,6 +618,7 @@ def test_the_list_reads_no_more_than_it_shows(site: Site) -> None:
     name = _name(site)
     client = site.user("view_lock")
     many(name, 20_000)
+    run(name, "UPDATE locks SET kind = 2, owner = NULL")
     try:
         with CaptureQueriesContext(connections[site.alias]) as queries:
             page(client, LIST)
@@ -625,6 +630,9 @@ def test_the_list_reads_no_more_than_it_shows(site: Site) -> None:
         plan = explain(name, rows)
         assert re.search(r"Index Scan using locks_|PRIMARY|USING INDEX", plan), plan
         assert not re.search(r"Sort|filesort|TEMP B-TREE|Seq Scan on locks", plan), plan
+        [shared] = [each["sql"] for each in queries if each["sql"].count(SHARE) > 100]
+        plan = explain(name, shared)
+        assert not re.search(r"Seq Scan on locks|SCAN|'ALL'", plan), plan
     finally:
         run(name, "DELETE FROM locks")
 
