@@ -26,6 +26,10 @@ class BinarySemaphore:
         with contextlib.suppress(RuntimeError):  # it is set already
             self._lock.release()
 
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return not self._lock.locked()
+
     def wait(self, seconds: float) -> bool:
         """Wait at most so many seconds and clear the flag; returns whether it was set."""
         return self._lock.acquire(timeout=max(seconds, 0.0))

@@ -80,13 +80,16 @@ class Worker:
                 moment = self.round()
             finally:  # before it asks `busy`: what comes after that wakes it, also if an error ends this thread
                 self.wakes_at = math.inf
+            if quiet := not self.busy() and idle:
+                moment = self.rests_until()
             with self._lock:
                 if self._thread is not threading.current_thread():
                     return  # its start was interrupted: another one is started when needed
-                quiet = not self.busy() and idle
-                if quiet and (moment := self.rests_until()) == math.inf:
-                    self._thread = None
-                    return
+                if quiet and moment == math.inf:
+                    if not self._woken.is_set():  # what comes from now on starts another one
+                        self._thread = None
+                        return
+                    moment = clock.now()
             if not quiet:
                 self.wakes_at = moment
             idle = not self._woken.wait(max(moment - clock.now(), 0.0))

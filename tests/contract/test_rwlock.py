@@ -15,6 +15,7 @@ import pytest
 from django.db import transaction
 from sqlalchemy.orm import Session
 
+from dblock.core.acquire.sharing import Sharing
 from dblock.core.errors import (
     InvalidKey,
     LockDeadlock,
@@ -27,8 +28,9 @@ from dblock.core.errors import (
 )
 from dblock.core.lock import administration
 from dblock.core.protocol.drive import adrive, drive
-from dblock.core.protocol.steps import Execute
-from tests.conftest import ALIASES, INNODB, ready
+from dblock.core.protocol.steps import Execute, Steps, sleep
+from dblock.core.values import Grant, Tenure
+from tests.conftest import ALIASES, INNODB, SERVERS, ready
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
 from tests.contract.test_several import several
@@ -213,6 +215,27 @@ def test_downgrade(subject: Subject, actors: Actors) -> None:
     with pytest.raises(LockNotHeld):
         three.call(rw.write(), "downgrade")
     assert three.call(rw.read(), "acquire", blocking=False)
+
+
+@some
+def test_a_downgrade_whose_answer_comes_too_late(
+    subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was lost meanwhile stays lost, and no reader is left."""
+    downgrade = Sharing.downgrade
+
+    def late(self: Sharing, tenure: Tenure) -> Steps[Grant | None]:
+        grant = yield from downgrade(self, tenure)
+        yield from sleep(0.6)
+        return grant
+
+    monkeypatch.setattr(Sharing, "downgrade", late)
+    write = rwlock(subject, ttl=0.5, renew=False).write()
+    actor.call(write, "acquire")
+    with pytest.raises(LockLost):
+        actor.call(write, "downgrade")
+    assert actor.get(write, "state") == "lost"
+    assert readers(subject) == 0
 
 
 @some
@@ -577,6 +600,22 @@ def test_a_reader_that_its_transaction_keeps(request: pytest.FixtureRequest, dat
             rwlock(subject).write().acquire()
     with rwlock(subject).write():
         pass
+
+
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_reader_is_kept_out_by_its_own_min_hold(request: pytest.FixtureRequest, database: str) -> None:
+    """In a transaction that keeps the key: a try fails, a wait that is too short fails, a longer one gets in."""
+    ready(request, database)
+    subject = Subject("django", "sync", database)
+    with transaction.atomic(using=ALIASES[database]):
+        with rwlock(subject, min_hold=0.7).read():
+            began = time.monotonic()
+        assert not rwlock(subject).read().acquire(blocking=False)
+        assert not rwlock(subject, timeout=0.1).read().acquire()
+        with pytest.raises(LockTimeout, match="it is held by"), rwlock(subject, timeout=0.1).read():
+            pass
+        with rwlock(subject, timeout=5).read():
+            assert time.monotonic() - began > 0.69
 
 
 @some

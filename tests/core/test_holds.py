@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from types import FrameType
+from queue import SimpleQueue
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ from dblock.core.values import Grant, Identity, LockInfo, Tenure
 from dblock.core.watchdog.heartbeats import KeptPlace
 from dblock.core.watchdog.renewals import Renewal, Renewer
 from dblock.core.watchdog.watchdog import Watchdog
-from dblock.core.worker import start
+from dblock.core.worker import Worker, start
 from tests.conftest import timed
 
 pytestmark = pytest.mark.usefixtures("pruned_soon")
@@ -214,6 +215,15 @@ def test_a_shorter_grant_postpones_no_renewal(local: Clock) -> None:
     local.time = 139
     assert hold.lease.lengthen(Grant(TENURE, local.time, 30.0)), "the next renewal, which lengthens nothing"
     assert hold.lease.due == 149
+
+
+def test_a_hold_that_is_entered_again_is_renewed_again(local: Clock) -> None:
+    """Also by an entry with a shorter ttl: the watchdog had stopped, as nobody could leave the hold any more."""
+    hold = hold_of(local)
+    hold.lease.due = math.inf
+    local.time += 5
+    assert hold.lease.lengthen(Grant(TENURE, local.time, 3.0))
+    assert hold.lease.due == 110
 
 
 def test_lost_is_for_good(local: Clock) -> None:
@@ -673,6 +683,52 @@ def test_a_renewal_thread_that_cannot_be_started_is_started_later(
     assert "trying again: can't start new thread" in caplog.text
     for owner in ("waits", "beside"):
         watch.leave(owner)
+
+
+def test_a_renewal_thread_that_hangs_is_given_nothing_more(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no other one can be started now: it ends, and would not do it."""
+
+    def refuse(_: Store) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("dblock.core.watchdog.renewals.Renewer", refuse)
+    watch = Watchdog(runtime.current.flows, runtime.current._give_back, runtime.current._withdraw)
+    given = SimpleQueue[Any]()
+    watch._renewers[store] = SimpleNamespace(ready=False, batches=given)  # type: ignore[assignment]
+    batch: Any = SimpleNamespace(store=store)
+    assert not watch._send(batch, None)
+    assert store not in watch._renewers
+    assert given.get_nowait() is None
+    assert given.empty()
+
+
+def test_a_worker_is_woken_while_it_decides_to_rest() -> None:
+    """As by a signal handler, whose thread may have what `rests_until` waits for: neither waits for the other."""
+
+    class Restful(Worker):
+        rounds, asked, woken = 0, 0, False
+
+        def round(self) -> float:
+            self.rounds += 1
+            return clock.now()
+
+        def busy(self) -> bool:
+            return False
+
+        def rests_until(self) -> float:
+            if not self.asked:
+                self.asked = self.rounds
+                waker = threading.Thread(target=self.wake)
+                waker.start()
+                waker.join(1)
+                self.woken = not waker.is_alive()
+            return math.inf
+
+    worker = Restful("restful", "rest")
+    worker.wake()
+    wait_until(lambda: worker._thread is None)
+    assert worker.woken
+    assert worker.rounds > worker.asked, "it went on"
 
 
 def test_the_withdrawals_of_a_closed_event_loop_are_forgotten() -> None:

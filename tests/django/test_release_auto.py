@@ -17,7 +17,7 @@ from django.http import HttpRequest, HttpResponse
 from django.test import Client, TestCase, override_settings
 from django.urls import path
 
-from dblock import Kind, LockNotHeld, LockStoreError, db_lock, observe
+from dblock import Kind, LockNotHeld, LockStoreError, LockTimeout, db_lock, observe
 from tests.conftest import ALIASES, SERVERS, ready, run
 
 
@@ -82,12 +82,33 @@ def test_a_min_hold_counts_for_the_transaction_that_keeps_the_key(database: str,
             pass
         for timeout in (0, 0.1):
             assert not db_lock("short", using=alias, timeout=timeout).acquire()
+        if alias == "default":  # where a transaction that waits would keep all others from writing
+            with pytest.raises(LockTimeout, match="inside a transaction"), db_lock("short", using=alias, timeout=5):
+                pass
+            time.sleep(0.3)
         for patience in (5, None):
             with db_lock("short", using=alias, timeout=patience):
                 pass
         assert 0.3 <= time.monotonic() - began < 5
     if alias != "default":  # where the lock was part of the transaction
         assert send() == "skipped"
+
+
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_a_min_hold_counts_from_each_start_in_a_transaction(database: str, alias: str) -> None:
+    """For the next start in it, for a nested block, and for others after it."""
+    begun = list[float]()
+
+    def start(min_hold: float) -> None:
+        with db_lock("paced", using=alias, min_hold=0.1), db_lock("paced", using=alias, min_hold=min_hold):
+            begun.append(time.monotonic())
+
+    with transaction.atomic(alias):
+        for _ in range(3):
+            start(0.4)
+        assert not db_lock("paced", using=alias, timeout=0).acquire()
+    start(0.4)
+    assert all(later - earlier >= 0.39 for earlier, later in itertools.pairwise(begun)), begun
 
 
 def test_it_is_kept_until_the_rollback(database: str, alias: str) -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import Engine, create_engine, text
 
+from dblock.cli import main
 from dblock.core import clock, runtime
 from dblock.core.errors import Loss, Reason
 from dblock.core.protocol import epoch, tenures
@@ -79,9 +80,10 @@ def test_what_a_replica_lacks_is_waited_for(kind: str) -> None:
             engine.dispose()
 
 
+@pytest.mark.parametrize("ended", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reader_after_a_promotion_has_a_fence_above_that_of_a_lost_writer(kind: str) -> None:
-    """Though the last tenure of which the new primary has a row is an earlier reader's."""
+def test_a_reader_after_a_promotion_has_a_fence_above_that_of_a_lost_writer(kind: str, ended: bool) -> None:
+    """Though the last tenure of which the new primary has a row is an earlier reader's; also if keys are opened."""
     with pair_of(kind) as pair:
         old, new = (pair.engine(server, failover_quarantine=QUARANTINE) for server in pair.both)
         with db_rwlock(old, "k", ttl=1).read():
@@ -91,6 +93,9 @@ def test_a_reader_after_a_promotion_has_a_fence_above_that_of_a_lost_writer(kind
         with db_rwlock(old, "k", ttl=QUARANTINE, renew=False).write() as lost:
             fence = lost.fence or 0
         pair.promote()
+        if ended:
+            assert not db_lock(new, "another").acquire(blocking=False)
+            assert main(["--url", str(new.url), "quarantine", "--end", "--yes"]) in {0, 1}, "or open in a moment"
         with db_lock(new, "another", timeout=60):  # one who waits for `k` has the door granted
             pass
         locks = db_rwlock(new, "k", timeout=60)

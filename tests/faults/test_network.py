@@ -57,6 +57,22 @@ def test_a_black_hole_ends_trust_in_time(wire: Wire) -> None:
     assert wire.actor.get(lock, "state") is None
 
 
+def test_a_lock_that_was_lost_is_said_to_be_when_the_database_is_away(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of its block too, where its release fails: with the database's error as the cause."""
+    timed(monkeypatch, retry_budget=0.5)
+    lock = wire.subject.lock("k", ttl=0.4, renew=False)
+    assert wire.actor.call(lock, "acquire")
+    assert until(lambda: wire.actor.get(lock, "state") == "lost", 5)
+    wire.proxy.black_hole = True
+    with pytest.raises(LockLost) as lost:
+        wire.actor.call(lock, "release")
+    assert isinstance(lost.value.__cause__, LockStoreError)
+    wire.proxy.black_hole = False
+    wire.proxy.cut()
+
+
 def test_a_late_answer_counts_from_the_sending(wire: Wire) -> None:
     """A renewal is answered after 0.4 ttl: trust never reaches past the time of its request + ttl - margin."""
     ttl = 1.0

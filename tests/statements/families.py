@@ -231,10 +231,13 @@ def _of_epochs() -> Iterator[Case]:
                 yield replace(refused, behaviour="not a key whose old tenure may have been followed", epoch=of_old)
                 behaviour = "an old tenure's key, once its ttl has passed since"
                 later = {**of_old, "since": At(-100)}
+                ended = {**of_old, "floor": -AHEAD}
                 if statement != "read":
                     yield replace(case, behaviour=behaviour, epoch=later)
+                    yield replace(case, behaviour="an old tenure's key, where nobody can trust one", epoch=ended)
                     continue
                 yield replace(refused, behaviour="not behind an old fence, which a lost one may exceed", epoch=later)
+                yield replace(refused, behaviour="not if the quarantine was ended, either", epoch=ended)
                 mine = next(each for each in _OF_EACH if each.statement == "read" and each.given.get("holder"))
                 mine = replace(mine, on=(database,))
                 behaviour = "a writer of the old primary's time goes on as a reader, once its ttl has passed since"

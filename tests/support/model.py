@@ -240,7 +240,7 @@ class World:
             self.epoch = {**old, **named, "opens_at": opens_at}
             return [()]
         opens_at = self.time + max(p["seconds"], MARGIN, old["asynchronous_ttl"])
-        floor = self.micros + int(MARGIN * 1e6) if p["seconds"] else 0
+        floor = (self.micros + int(MARGIN * 1e6)) * (1 if p["seconds"] else -1)
         self.epoch = {**old, **named, "since": self.time, "opens_at": opens_at, "floor": floor}
         return [()]
 

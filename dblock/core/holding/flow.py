@@ -293,6 +293,8 @@ class Hold:
     """Whether `on_at_risk` was called for a late renewal."""
     loss_reported = False
     """Whether the loss was reported."""
+    started = 0.0
+    """Seconds of tenure after which its outermost block began; 0.0 but for a later block in a transaction."""
     kept_by: tuple[Callable[[], object], ...] = ()
     """References to the transactions that keep it; it is released when the last of them ends."""
     cancelling = 0

@@ -78,7 +78,8 @@ class Lease:
     def lengthen(self, grant: Grant, epoch: int | None = None) -> bool:
         """Trust it for longer; False if it was lost before the answer came.
 
-        A grant that ends earlier, of a re-entry with a shorter ttl, postpones no renewal.
+        A grant that ends earlier, of a re-entry with a shorter ttl, postpones no renewal. It begins them again if the
+        watchdog had stopped them, as nobody could leave the hold any more.
         """
         with self._mutex:
             if self.loss is not None or self.now() >= self.trusted_until:
@@ -90,6 +91,8 @@ class Lease:
                     self.renewed, self.term = grant.sent, min(self.ttl, grant.lasts)
                     self.due = grant.sent + min(self.term / 3, self.pace) if self.renewing else self.trusted_until
                     self.reason_if_lost = None
+                elif self.renewing and self.due == math.inf:
+                    self.due = self.renewed + min(self.term / 3, self.pace)
             return True
 
     def reset(self, ttl: float, until: float) -> None:

@@ -86,11 +86,8 @@ def _acquire(
         lock._check_kind(hold)
         timeout = yield from _until_it_may_reenter(hold, timeout)
     if hold is not None and hold.lease.remaining() > 0 and hold.refuses(lock):
-        beside_itself = bool(hold.reading and lock._reading)  # as a reader it would get in
-        if beside_itself or (timeout is None and hold.endless):
-            from dblock.core.lock.failures import waits_for_itself  # noqa: PLC0415 - only for the error
-
-            raise waits_for_itself(lock, flow)
+        if (refused := (yield from _refused_by_itself(lock, hold, flow, timeout))) is not None:
+            return refused
     elif hold is not None:
         if (yield from _reenter(lock, database, hold, ttl, entry)):
             return hold
@@ -129,11 +126,30 @@ def _acquire(
     return found
 
 
+def _refused_by_itself(lock: BaseLock, hold: Hold, flow: Flow, timeout: float | None) -> Steps[Refused | None]:
+    """Raise LockDeadlock if a flow would wait for its own hold without end; None if it waits in the queue.
+
+    A reader would get in beside itself, and so waits here where `min_hold` lasts longer than its timeout.
+    """
+    reads = bool(hold.reading and lock._reading)
+    if reads and timeout is not None and not hold.locks():
+        if timeout:
+            hold.store.database.before_waiting()
+            yield from sleep(timeout)
+        return Refused((yield from tenures.look(hold.store.database, hold.tenure.key)))
+    if reads or (timeout is None and hold.endless):
+        from dblock.core.lock.failures import waits_for_itself  # noqa: PLC0415 - only for the error
+
+        raise waits_for_itself(lock, flow)
+    return None
+
+
 def _until_it_may_reenter(hold: Hold, timeout: float | None) -> Steps[float | None]:
     """Wait for the end of the `min_hold`, where there is time for that; returns the time that is left."""
     closed = hold.closed_for()
     if not closed or (timeout is not None and timeout < closed):
         return timeout
+    hold.store.database.before_waiting()
     yield from sleep(closed)
     return None if timeout is None else timeout - closed
 
@@ -260,14 +276,15 @@ def _adopt(lock: BaseLock, token: Token) -> Steps[bool]:
 
 
 def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: Entry) -> Steps[bool]:
-    """Re-enter a hold of this flow; False if it is over. The longer `min_hold` counts."""
+    """Re-enter a hold of this flow; False if it is over. The `min_hold` that ends later counts."""
     if hold.lease.remaining() <= 0:
         return False
-    hold.min_hold = max(hold.min_hold, lock.options.min_hold)
+    started = hold.started if hold.locks() else hold.lease.now() - hold.lease.acquired
     if hold.shared_entries is not None:
         attached = yield from tenures.attach(database, hold.tenure, who_we_are(), ttl, hold.lease.grace)
         if attached is None or not hold.lease.lengthen(attached[0]):
             return False
+        _count_min_hold(hold, lock, started)
         hold.shared_entries = attached[1] - len(hold.entries) - 1
         hold.entries = [*hold.entries, entry]
         return True
@@ -278,6 +295,7 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
             return False
         if hold.lease.lengthen(grant):
             runtime.current.watchdog.add(hold)  # the watchdog may have dropped it
+            _count_min_hold(hold, lock, started)
             hold.entries = [*kept, entry]  # no signal handler runs between this and our return
             return True
     except (GeneratorExit, LockError):
@@ -291,3 +309,10 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
     if hold.lease.loss is None or hold.lease.loss.reason is not Reason.RELEASED:  # else release_all() releases it
         _ = yield from handover.free(site_of(hold), hold.record, len(kept) + 1)  # the answer came too late
     return False
+
+
+def _count_min_hold(hold: Hold, lock: BaseLock, started: float) -> None:
+    """`min_hold` counts from the beginning of the outermost block, after `started` seconds of tenure."""
+    hold.started = started
+    if lock.options.min_hold:
+        hold.min_hold = max(hold.min_hold, started + lock.options.min_hold)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
-from dblock.core.errors import LockError, Reason, StoreBusy
+from dblock.core.errors import LockError, LockStoreError, Reason, StoreBusy
 from dblock.core.holding.flow import Block, Entry, Hold
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.bookkeeping import find_out, forget, freed, site_of
@@ -205,6 +205,10 @@ def _leave_entry(lock: BaseLock, hold: Hold, left: Entry) -> Steps[None]:
             released = False
         else:
             released = yield from leave(hold)
+    except LockStoreError as failed:
+        if in_time:
+            raise
+        raise lock._lost(hold) from failed
     except (GeneratorExit, LockError):
         raise
     except BaseException:

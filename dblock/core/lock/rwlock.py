@@ -5,14 +5,17 @@ Rule: a flow that writes may read, and then holds the one tenure twice. A flow t
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
+from dblock.core.acquire.shares import leave_share
 from dblock.core.acquire.sharing import Sharing, listed
 from dblock.core.errors import LockError
+from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.lock import entering
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.bookkeeping import find_out, site_of
@@ -107,7 +110,11 @@ def downgrade(lock: Writes) -> Steps[None]:
             yield from find_out(hold)
             raise lock._lost(hold)
         yield from sleep(next(growing))
-    _ = watchdog.discard(hold)
+    if not watchdog.discard(hold) or hold.lease.remaining() <= 0:  # the answer came too late: what is lost stays so
+        with contextlib.suppress(LockError):
+            _ = yield from leave_share(site_of(hold), HandoverRecord.of(grant))
+        watchdog.announce(hold)
+        raise lock._lost(hold)
     written = hold.exchange(grant)
     watchdog.add(hold)
     _ = yield from handover.pass_on(site_of(hold), written)

@@ -24,7 +24,7 @@ from dblock.core.lock import entering, leaving
 from dblock.core.lock.entering import Granted
 from dblock.core.lock.ignored import warn_if_ignored
 from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
-from dblock.core.lock.locks import AsyncLock, Timeout, gives_way, innermost, refuses, was_ours
+from dblock.core.lock.locks import AsyncLock, Timeout, gives_way, innermost, refuse_interrupt, refuses, was_ours
 from dblock.core.options import valid_options
 from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Steps
@@ -333,6 +333,7 @@ class SyncLocks(BaseLocks):
 
     def __enter__(self) -> Self:
         refuse_to_skip(self)
+        refuse_interrupt(any(lock.options.interrupt for lock in self._in_order()))
         try:
             self._enter()
         except LockTimeout as busy:

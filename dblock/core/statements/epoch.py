@@ -19,7 +19,8 @@ until `opens_at`.
     opens_at    when keys open
     floor       a number above all fences that the old primary can have given, whose clock may be ahead by `MARGIN`. A
                 row with a lower fence shows a tenure of the old primary's time. Its key may since have had a tenure as
-                long as that one, and is closed until `since` + ttl as well
+                long as that one, and is closed until `since` + ttl as well. Negative: it is not, as somebody says that
+                nobody can trust such a tenure; but its fence may have been returned
     restarted_at  PostgreSQL: when the server has started anew, if that has closed the keys
 
     asynchronous_ttl  PostgreSQL: a statement that begins or lengthens a lease of at most so many seconds does not wait
@@ -97,11 +98,11 @@ SELECT CASE WHEN server = {words.server} THEN 1 ELSE 0 END, {words.since("since"
        CASE WHEN restarted_at > since THEN {words.since("restarted_at")} END, asynchronous_ttl
 FROM lock_epoch WHERE id = 1
 """
-    # Safe: an administrator's word. The clock has passed the floor, also if an old row no longer counts as one.
+    # Safe: an administrator's word. The clock has passed the floor.
     end = f"""
 {words.at_once}UPDATE lock_epoch SET
     opens_at = {words.greatest}({words.least}(opens_at, {words.now}), {words.after(str(MARGIN), "since")}),
-    floor = 0
+    floor = - abs(floor)
 WHERE id = 1 AND server = {words.server} {words.durable}
 """
     # Safe: it only grows, and is on disk before a statement can read it.
@@ -141,17 +142,18 @@ SELECT 1, {words.server}, '', {words.now}, {words.now}, 0 FROM (SELECT 1 AS one)
 ON DUPLICATE KEY UPDATE
     since = IF({kept}, lock_epoch.since, VALUES(since)),
     opens_at = IF({kept}, lock_epoch.opens_at, {words.after(f"IF({cluster}, 0, {seconds})")}),
-    floor = IF({kept}, lock_epoch.floor, IF({cluster} OR :seconds = 0, 0, {floor})),
+    floor = IF({kept}, lock_epoch.floor, IF({cluster}, 0, IF(:seconds = 0, -1, 1) * ({floor}))),
     server = VALUES(server)
 """
     undoable = f"{words.greatest}(abs(lock_epoch.asynchronous_ttl), excluded.asynchronous_ttl)"
     span = f"{words.greatest}(CAST(:seconds AS double precision), {MARGIN}, {undoable})"
     restart = f"CASE WHEN {words.crash} IS NULL THEN {words.started} ELSE {words.now} END"
+    no_quarantine = "CAST(:seconds AS double precision) = 0"
     reopens = f"{words.greatest}(lock_epoch.opens_at, {words.after(undoable, restart)})"
     changes = {  # after a restart; on another server
         "since": ("lock_epoch.since", words.now),
         "opens_at": (reopens, words.after(span)),
-        "floor": ("lock_epoch.floor", f"CASE WHEN CAST(:seconds AS double precision) = 0 THEN 0 ELSE {floor} END"),
+        "floor": ("lock_epoch.floor", f"CASE WHEN {no_quarantine} THEN -1 ELSE 1 END * ({floor})"),
         "restarted_at": (f"CASE WHEN lock_epoch.asynchronous_ttl <> 0 THEN {restart} END", "NULL"),
     }
     changed = ",\n    ".join(

@@ -147,7 +147,7 @@ class Vocabulary:
 
     def is_latest(self, row: str) -> str:
         """The condition on the row of `epoch` that none of the key's tenures after the one in that row was lost."""
-        return f"epoch.floor < {row}.fence"
+        return f"abs(epoch.floor) < {row}.fence"
 
     def asynchronous_unless(self, condition: str) -> str:
         """The end of a condition: as `asynchronous`, or as `durable` if the condition holds."""

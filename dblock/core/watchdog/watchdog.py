@@ -390,7 +390,7 @@ class Watchdog(Worker):
         renewer = self._renewers.get(store)
         if renewer is None or not renewer.ready:
             if renewer is not None:  # it hangs: it ends after its answer, and another one takes its place
-                renewer.batches.put(None)
+                self._renewers.pop(store).batches.put(None)
             from dblock.core.watchdog.renewals import Renewer  # noqa: PLC0415 - only for long holds
 
             try:

@@ -473,7 +473,7 @@ WHERE epoch.id = 1
 AND epoch.server = CONCAT_WS(' ', @@server_id, @@hostname, @@port)
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < door.fence OR epoch.since + INTERVAL ROUND(door.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
-AND (:holder <> '' OR epoch.floor < door.fence)) LOCK IN SHARE MODE;
+AND (:holder <> '' OR abs(epoch.floor) < door.fence)) LOCK IN SHARE MODE;
 
 -- take_slot: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 SET STATEMENT innodb_lock_wait_timeout = 0, lock_wait_timeout = 0 FOR

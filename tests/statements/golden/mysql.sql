@@ -481,7 +481,7 @@ WHERE epoch.id = 1
 AND epoch.server = @@server_uuid
 AND epoch.opens_at <= UTC_TIMESTAMP(6)
 AND (epoch.floor < door.fence OR epoch.since + INTERVAL ROUND(door.ttl * 1000000) MICROSECOND <= UTC_TIMESTAMP(6))
-AND (:holder <> '' OR epoch.floor < door.fence)) FOR SHARE OF door NOWAIT;
+AND (:holder <> '' OR abs(epoch.floor) < door.fence)) FOR SHARE OF door NOWAIT;
 
 -- take_slot: one row with the number left by LAST_INSERT_ID(expr), if it changed something
 UPDATE (SELECT lock_key AS name

@@ -516,7 +516,7 @@ WHERE epoch.id = 1
 AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid), pg_last_wal_replay_lsn())
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp())
-AND (CAST(:holder AS text) <> '' OR epoch.floor < locks.fence
+AND (CAST(:holder AS text) <> '' OR abs(epoch.floor) < locks.fence
 AND COALESCE(CAST(extract(epoch FROM epoch.restarted_at) * 1000000 AS bigint), 0) < locks.fence)
 AND CASE WHEN epoch.asynchronous_ttl >= :life
 AND locks.fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint) THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END) FOR SHARE )
