@@ -76,7 +76,7 @@ matrix: ## The suite over Python 3.11 to 3.13, oldest and newest Django and SQLA
 	@sh scripts/setup test
 	@PATH="$$PATH$$(printf ':%s' $(HOME)/.pyenv/versions/3.1[123].*/bin)" .venv/bin/tox $(ARGS)
 
-versions: ## Statements, contract and short faults on each version of a server that can be had: make versions [NAME=postgresql-14]
+versions: ## The suite on Python 3.14 and 3.15; statements, contract and short faults on each server that can be had: make versions [NAME=postgresql-14]
 	@sh scripts/setup test
 	@sh scripts/setup versions
 	@$(PYTHON) -m tests.versions $(NAME) $(if $(ARGS),-- $(ARGS))

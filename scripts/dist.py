@@ -24,7 +24,7 @@ from typing import Final
 ROOT: Final = Path(__file__).parents[1]
 DIST: Final = ROOT / "dist"
 PACKAGES: Final = ("dblock", "sqlalchemy_dblock")
-PYTHONS: Final = ("3.11", "3.12", "3.13")
+PYTHONS: Final = ("3.11", "3.12", "3.13", "3.14", "3.15")
 FRAMEWORKS: Final = {
     "oldest": ["django==5.2.*", "sqlalchemy[asyncio]==2.0.*", "aiosqlite==0.19.*"],
     "newest": ["django", "sqlalchemy[asyncio]", "aiosqlite"],

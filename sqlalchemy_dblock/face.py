@@ -316,4 +316,6 @@ def _sync_engine(engine: Engine | AsyncEngine) -> Engine:
         from dblock.core.spelling import no_engine  # noqa: PLC0415 - only for the error
 
         raise no_engine(engine)
+    if inner is engine and inner.dialect.is_async:
+        raise TypeError("this is the `sync_engine` of an AsyncEngine: pass the AsyncEngine itself")
     return inner

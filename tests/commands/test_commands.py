@@ -357,6 +357,7 @@ def test_mistakes_are_told(one: Shell, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "Traceback" not in told.stderr
     for wrong in (
         ("run", "k"),
+        ("run", "--", "echo", "hi"),
         ("ls", "--limit", "0"),
         ("reap", "--retention", "-1"),
         ("reap", "--retention", "soon"),
@@ -575,6 +576,8 @@ def test_shares_are_shown_and_freed_one_by_one(one: Shell) -> None:
         assert kinds == {("k", "read_write"), ("s", "semaphore")}
         states = {row["key"]: row["state"] for row in json.loads(one("ls", "--all", "--json").stdout)}
         assert (states["k"], states["s"]) == ("shared", "shared")
+        for part in (one("ls", "--all", "k"), one("ls", "--all", "--limit", "1")):
+            assert re.search(r"^k +shared", part.stdout, re.MULTILINE)
         refused = one("release", "--yes", "k")
         assert refused.returncode == 1
         assert re.search(r"its readers hold it.* such as 'k \(reader [0-9a-f]+\)'$", refused.stderr, re.MULTILINE)

@@ -49,6 +49,7 @@ def test_it_is_shown_and_ended(closed: str, engine: Engine) -> None:
     assert "promoted 3" in shell("ls").stderr
     [found] = findings(closed, checkup.failover)["failover"]
     assert (found.level, "quarantine --end" in found.hint) == (checkup.Level.WARNING, True)
+    assert "probe" not in findings(closed, checkup.probe), "nor does the doctor say that a key cannot be taken"
     with pytest.raises(LockTimeout, match=r"promoted 3\d s ago: keys open in 2\d s"), db_lock(engine, "k", timeout=0):
         pass
     registry = CollectorRegistry()

@@ -160,6 +160,8 @@ def test_a_connection_is_no_engine() -> None:
                 db_lock(connection, "k")  # type: ignore[call-overload]
             with pytest.raises(TypeError, match=message.format("AsyncConnection")):
                 reap(connection)  # type: ignore[call-overload]
+        with pytest.raises(TypeError, match="pass the AsyncEngine itself"):
+            db_lock(engine.sync_engine, "k")
         await engine.dispose()
 
     asyncio.run(main())

@@ -110,6 +110,8 @@ def _with_command(
 ) -> Any:
     """The command is what stands behind the first `--`, to the letter: argparse would take the next one out of it."""
     head, dashes, command = list(arguments), "--", list[str]()
+    if head[:1] == [dashes] and dashes not in head[1:]:
+        parser.error("name a key before the --: run [options] KEY [KEY ...] -- CMD")
     if dashes in head[1:]:
         at = head.index(dashes, 1)
         head, command = head[:at], head[at + 1 :]

@@ -9,6 +9,7 @@ import shlex
 import sys
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
@@ -51,9 +52,11 @@ def ls(context: Context, options: Namespace) -> int:
     fits = re.compile(fnmatch.translate(pattern)).match
     closed = None
     prefix = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
-    rows = (row for row in context.survey(prefix, free=options.all) if fits(row.info.key))
+    shares = Counter[str]()
+    rows = (row for row in _counted(context.survey(prefix, free=options.all), shares) if fits(row.info.key))
     found = list(islice(rows, options.limit + 1))
-    more, found = len(found) > options.limit, _with_shares(found[: options.limit])
+    more = len(found) > options.limit
+    found = [row._replace(shares=shares[row.info.key]) for row in found[: options.limit]]
     if options.json:
         say_json([lock_json(row) for row in found])
     elif found:
@@ -87,8 +90,9 @@ def show(context: Context, options: Namespace) -> int:
         return 1
     waiters = context.do(administration.waiters(context.store, key, options.waiters))
     waiting = max(context.do(administration.count_waiters(context.store, key)), len(waiters))
-    shares = list(islice(context.survey(key + SHARE), options.waiters))
-    row = _with_shares([Surveyed(info, waiting, pinned), *shares])[0]
+    counts = Counter[str]()
+    shares = list(islice(_counted(context.survey(key + SHARE), counts), options.waiters))
+    row = Surveyed(info, waiting, pinned, counts[key])
     blocking = context.do(administration.blocking(context.store, key))
     events: list[EventInfo] = []
     try:
@@ -127,10 +131,13 @@ def show(context: Context, options: Namespace) -> int:
     return 0
 
 
-def _with_shares(rows: list[Surveyed]) -> list[Surveyed]:
-    """The rows, each with the number of its key's shares among them."""
-    shares = Counter(row.info.key.partition(SHARE)[0] for row in rows if SHARE in row.info.key and row.state == "held")
-    return [row._replace(shares=shares[row.info.key]) for row in rows]
+def _counted(rows: Iterable[Surveyed], shares: Counter[str]) -> Iterator[Surveyed]:
+    """The rows; meanwhile the readers and the permits in use are counted for their keys."""
+    for row in rows:
+        key, share, _ = row.info.key.partition(SHARE)
+        if share and row.state == "held":
+            shares[key] += 1
+        yield row
 
 
 def _facts(surveyed: Surveyed) -> list[tuple[str, str]]:
