@@ -544,6 +544,15 @@ def test_a_narrow_terminal(one: Shell) -> None:
     assert str(os.getpid()) in text
 
 
+def test_a_token_that_nobody_has_used(one: Shell) -> None:
+    """Its key is shown by who left it, who need not exist any more."""
+    lock = one.lock("k", ttl=60)
+    assert lock.acquire()
+    _ = lock.detach()
+    assert re.search(rf"^detached by: .* pid {os.getpid()}", one("show", "k").stdout, re.MULTILINE)
+    assert one("release", "--yes", "k").returncode == 0
+
+
 def test_a_key_that_min_hold_keeps_closed(one: Shell) -> None:
     """Nobody holds it: no time of holding grows, and it is said who gave it back."""
     with one.lock("k", min_hold=20):

@@ -52,6 +52,8 @@ def test_it_is_shown_and_ended(closed: str, engine: Engine) -> None:
     assert "probe" not in findings(closed, checkup.probe), "nor does the doctor say that a key cannot be taken"
     with pytest.raises(LockTimeout, match=r"promoted 3\d s ago: keys open in 2\d s"), db_lock(engine, "k", timeout=0):
         pass
+    tried = shell("run", "--nb", "k", "--", "true")
+    assert (tried.returncode, "'k' is closed: the database server was promoted 3" in tried.stderr) == (75, True)
     registry = CollectorRegistry()
     end = prometheus.instrument(registry=registry)
     shows = [line for line in generate_latest(registry).decode().splitlines() if "quarantine_seconds{" in line]

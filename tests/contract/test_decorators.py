@@ -143,6 +143,21 @@ def test_keys_that_cannot_be_formed_name_the_function(engine: Engine, held: Call
     assert held() == []
 
 
+@pytest.mark.parametrize("key", ["order:{order}", "order:{order!r}", "order:{made}"])
+def test_a_key_with_an_address_is_refused(engine: Engine, held: Callable[[], list[str]], key: str) -> None:
+    """Each object, and each process, would have a key of its own."""
+
+    class Order: ...
+
+    @db_lock(engine, key)
+    def ship(order: Order, made: Callable[[], None] = lambda: None) -> None:
+        pytest.fail("unreachable")
+
+    with pytest.raises(InvalidKey, match="ship has the address of an object in it"):
+        ship(Order())
+    assert held() == []
+
+
 def test_wrong_arguments_are_a_type_error(engine: Engine) -> None:
     """That names the function and the key."""
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect as python
+import re
 import string
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from dblock.core.errors import InvalidKey, LockTimeout
 from dblock.core.lock.failures import WAIT_LONGER
@@ -21,6 +22,10 @@ from dblock.core.validation import valid_key
 _NO_KEY = "without a key db_lock makes a decorator and no lock: give it one"
 F = TypeVar("F", bound=Callable[..., Any])
 AF = TypeVar("AF", bound=Callable[..., Coroutine[Any, Any, Any]])
+
+
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]{6,}>")
+"""As Python shows an object that does not say how."""
 
 
 class Template:
@@ -57,10 +62,14 @@ class Template:
             return valid_key(self._format.format())
         bound = self._bind(args, kwargs)
         try:
-            return valid_key(self._format.format(*bound.args, **{**bound.kwargs, **bound.arguments}))
+            key = valid_key(self._format.format(*bound.args, **{**bound.kwargs, **bound.arguments}))
         except (LookupError, AttributeError, ValueError) as error:
             message = f"the key {self._format!r} of {_name(self._function)} cannot be formed from this call: {error}"
             raise InvalidKey(message, key=self._format) from error
+        if _ADDRESS.search(key):
+            what = f"the key {key!r} of {_name(self._function)} has the address of an object in it"
+            raise InvalidKey(f"{what}, so that it excludes nobody: name an attribute, such as {{order.id}}", key=key)
+        return key
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of one call by name, defaults included."""

@@ -117,8 +117,12 @@ def _busy(context: Context, key: str) -> str:
     with contextlib.suppress(LockError):
         info = context.inspect(key)
         if info is not None and info.state == "held":
-            held = "has no free share; first comes" if info.waits else "is held by"
+            holds = "is held by" if info.owner else "was held by"
+            held = "has no free share; first comes" if info.waits else holds
             return f"{printable(key)!r} {held} {printable(str(info))}"
+        closed = context.quarantine()
+        if closed is not None and closed.opens_in > 0:
+            return f"{printable(key)!r} is closed: the database server was {closed}"
     return f"{printable(key)!r} was not free in time"
 
 

@@ -157,7 +157,7 @@ def _facts(surveyed: Surveyed) -> list[tuple[str, str]]:
             ("waiters", row[4]),
         ]
     who, since = {"waiting": ("next", "waiting for"), "closed": ("last held by", "held for")}.get(
-        surveyed.state, ("holder", "held for")
+        surveyed.state, ("holder" if info.count else "detached by", "held for")
     )
     facts += [
         (who, str(info.identity)),
