@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections
+from sqlalchemy.orm import Session
 
 from dblock import LockLost, LockNotHeld, LockTimeout
 from dblock.core import runtime
@@ -216,6 +217,24 @@ def test_a_thread_that_lets_a_coroutine_run_is_the_same_afterwards(subject: Subj
             assert pool.submit(run).result() == [3, 3]
             assert subject.row("k")["owner"] is None
         pool.submit(connections.close_all).result()
+
+
+@pytest.mark.filterwarnings("ignore:the lock of an Engine blocks:RuntimeWarning")
+@pytest.mark.parametrize("subject", [each for each in SYNC if each.variant == "sqlalchemy"], ids=str, indirect=True)
+def test_the_rest_of_a_min_hold_on_an_event_loop(subject: Subject) -> None:
+    """Is not waited for there either, by the flow whose transaction keeps the key."""
+
+    async def reenter() -> None:
+        with Session(subject.engine) as session:
+            _ = session.connection()
+            with subject.lock("k", session=session, min_hold=20):
+                pass
+            start = time.monotonic()
+            with pytest.raises(SynchronousOnlyOperation):
+                subject.lock("k", timeout=30).acquire()
+            assert time.monotonic() - start < 5
+
+    asyncio.run(reenter())
 
 
 @pytest.mark.parametrize("subject", [each for each in SYNC if each.variant == "sqlalchemy"], ids=str, indirect=True)

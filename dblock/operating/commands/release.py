@@ -7,7 +7,6 @@ import os
 import shlex
 import socket
 from argparse import Namespace
-from itertools import islice
 from typing import Final
 
 from dblock.core.lock import administration
@@ -40,7 +39,8 @@ def release(context: Context, options: Namespace) -> int:
     pinned = None if options.ask else context.pinned(key)
     if info is None or info.owner is None or options.fence not in {None, info.fence}:
         complain(f"{printable(key)!r} is not held" + (f" under fence {options.fence}" if options.fence else ""))
-        for share in islice((each for each in context.survey(key + SHARE) if each.state == "held"), 1):
+        share = next((each for each in context.survey(key + SHARE) if each.state == "held"), None)
+        if share is not None:
             example = shlex.quote(printable(share.info.key))
             complain(f"its readers hold it, or permits are in use: free each by its own name, such as {example}")
         if pinned:
