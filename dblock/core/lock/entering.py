@@ -279,12 +279,12 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
     """Re-enter a hold of this flow; False if it is over. The `min_hold` that ends later counts."""
     if hold.lease.remaining() <= 0:
         return False
-    started = hold.started if hold.locks() else hold.lease.now() - hold.lease.acquired
+    begins = not hold.locks()
     if hold.shared_entries is not None:
         attached = yield from tenures.attach(database, hold.tenure, who_we_are(), ttl, hold.lease.grace)
         if attached is None or not hold.lease.lengthen(attached[0]):
             return False
-        _count_min_hold(hold, lock, started)
+        _count_min_hold(hold, lock, begins=begins)
         hold.shared_entries = attached[1] - len(hold.entries) - 1
         hold.entries = [*hold.entries, entry]
         return True
@@ -295,7 +295,7 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
             return False
         if hold.lease.lengthen(grant):
             runtime.current.watchdog.add(hold)  # the watchdog may have dropped it
-            _count_min_hold(hold, lock, started)
+            _count_min_hold(hold, lock, begins=begins)
             hold.entries = [*kept, entry]  # no signal handler runs between this and our return
             return True
     except (GeneratorExit, LockError):
@@ -311,8 +311,9 @@ def _reenter(lock: BaseLock, database: Database, hold: Hold, ttl: float, entry: 
     return False
 
 
-def _count_min_hold(hold: Hold, lock: BaseLock, started: float) -> None:
-    """`min_hold` counts from the beginning of the outermost block, after `started` seconds of tenure."""
-    hold.started = started
+def _count_min_hold(hold: Hold, lock: BaseLock, *, begins: bool) -> None:
+    """`min_hold` counts from the beginning of the outermost block; `begins`: that is the one that `lock` enters."""
+    if begins:
+        hold.started = hold.lease.now() - hold.lease.acquired
     if lock.options.min_hold:
-        hold.min_hold = max(hold.min_hold, started + lock.options.min_hold)
+        hold.min_hold = max(hold.min_hold, hold.started + lock.options.min_hold)
