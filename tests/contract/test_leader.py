@@ -412,13 +412,13 @@ def test_a_leader_object_that_is_dropped_leads_no_more(
     if subject.variant == "django":
         from dblock import db_leader as django_leader
 
-        leader: Any = django_leader(KEY, using=ALIASES[subject.database], ttl=0.6)
+        leader: Any = django_leader(KEY, using=ALIASES[subject.database], ttl=1.5)
     else:
         from sqlalchemy_dblock import db_leader
 
-        leader = db_leader(subject.engine, KEY, ttl=0.6)
+        leader = db_leader(subject.engine, KEY, ttl=1.5)
     assert actor.call(leader, "campaign")
-    time.sleep(0.9)
+    time.sleep(2.0)
     assert leader.is_leader, "it was not renewed"
     del leader
     assert until(lambda: remaining(subject) < 0, 5)
