@@ -45,7 +45,7 @@ mutants: ## Every statement with one condition less, on every database: a test h
 
 bench: ## Rates as ratios to bare SQL in the same run, and what the server counts: make bench [ROUNDS=15]
 	@sh scripts/setup test
-	@missed=0; for part in uncontended leases family majority growth handoff stampede distance tasks reaping observing; do \
+	@missed=0; for part in uncontended leases family majority handoff stampede distance tasks reaping observing; do \
 	    ROUNDS=$(or $(ROUNDS),15) $(PYTHON) -m benchmarks.$$part || missed=1; done; exit $$missed
 
 race: ## The peers side by side, and docs/benchmarks.md with its plots: make race [QUICK=1] [ROUNDS=3] [RESUME=1]; quick: .build/race

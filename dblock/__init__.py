@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from dblock.core.observing.events import Event, Kind
     from dblock.core.observing.observers import observe
     from dblock.core.protocol.quorum import QuorumUnavailable
-    from dblock.core.rendezvous import Rendezvous, rendezvous
     from dblock.core.tokens import Sequencer
     from dblock.core.values import LockInfo
     from dblock.fences import FencedModel, afenced_update, fenced_update
@@ -90,7 +89,6 @@ __all__ = [
     "ReadLock",
     "ReadWriteLock",
     "Reason",
-    "Rendezvous",
     "Semaphore",
     "Sequencer",
     "StaleSnapshot",
@@ -127,7 +125,6 @@ __all__ = [
     "observe",
     "reap",
     "release_all",
-    "rendezvous",
 ]
 
 _HOMES = {
@@ -154,7 +151,6 @@ _HOMES = {
         "dblock.core.observing.observers": ("observe",),
         "dblock.core.values": ("LockInfo",),
         "dblock.core.protocol.quorum": ("QuorumUnavailable",),
-        "dblock.core.rendezvous": ("Rendezvous", "rendezvous"),
         "dblock.core.tokens": ("Sequencer",),
         "dblock.signals": [name for name in __all__ if name.startswith("lock_")],
     }.items()

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, Self, Unpack
 
 from dblock.core.lock.leading import AsyncLeader, Body, Options, SyncLeader, aenter
-from dblock.core.rendezvous import Place
 from dblock.locks import Lock
 
 
@@ -48,7 +47,7 @@ class Leader(SyncLeader):
         await self._lock.aguard(using)
 
 
-def db_leader(name: str, *, using: str | Place[str] | None = None, **options: Unpack[Options]) -> Leader:
+def db_leader(name: str, *, using: str | None = None, **options: Unpack[Options]) -> Leader:
     """A candidate for the leadership of `name`: of all candidates in all processes one leads at a time.
 
     Args:
@@ -57,7 +56,7 @@ def db_leader(name: str, *, using: str | Place[str] | None = None, **options: Un
     Keyword Args:
         ttl: seconds after which another candidate is elected if the leader has died; 15 by default.
         timeout: longest wait of a `with` in seconds; None, the default, waits for ever.
-        using: database alias, or a function from the name to one, as of `db_lock`.
+        using: database alias, as of `db_lock`.
         label: free text for people who inspect who leads.
         on_elected: called with the leader in the thread or task that campaigns, before that goes on.
         on_deposed: called once, in another thread, with the leader and a `Reason` when a term ends by itself.
@@ -69,11 +68,4 @@ def db_leader(name: str, *, using: str | Place[str] | None = None, **options: Un
     Raises:
         InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`.
     """
-    if callable(using):
-        from dblock.core.lock.by_key import LEADERS, found  # noqa: PLC0415 - for those who have several databases
-
-        leader: Leader = found(
-            using, name, lambda alias, name: Leader(functools.partial(Lock, using=alias), name, **options), LEADERS
-        )
-        return leader
     return Leader(functools.partial(Lock, using=using), name, **options)

@@ -21,13 +21,12 @@ from dblock.core.errors import Reason
 from dblock.core.holding.flow import Hold, current_task
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.key_template import NoKey
-from dblock.core.lock.locks import AsyncLock, Attaching, SyncLock, enter, settled
+from dblock.core.lock.locks import AsyncLock, Attaching, SyncLock, enter
 from dblock.core.observing.observers import reap_and_report
 from dblock.core.options import Given, explained
 from dblock.core.protocol import reaping
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
-from dblock.core.rendezvous import Place
 from dblock.core.tokens import Sequencer, Token, valid_sequencer, valid_token
 from dblock.core.validation import valid_retention
 from dblock.core.values import SHARE, Seconds, key_of_share, slot_of
@@ -112,13 +111,13 @@ class Lock(SyncLock):
     def _who_hears_of_loss(self, reason: Reason) -> list[Callable[[], object]]:
         calls = super()._who_hears_of_loss(reason)
         if signals.lock_lost.has_listeners(type(self)):
-            calls.append(partial(signals.lock_lost.send_robust, type(self), lock=self._known(), reason=reason))
+            calls.append(partial(signals.lock_lost.send_robust, type(self), lock=self, reason=reason))
         return calls
 
     def _who_hears_of_risk(self) -> list[Callable[[], object]]:
         calls = super()._who_hears_of_risk()
         if signals.lock_at_risk.has_listeners(type(self)):
-            calls.append(partial(signals.lock_at_risk.send_robust, type(self), lock=self._known()))
+            calls.append(partial(signals.lock_at_risk.send_robust, type(self), lock=self))
         return calls
 
     def guard(self, using: str | None = None) -> None:
@@ -169,29 +168,10 @@ def _in_async_code() -> bool:
     return current_task() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE")
 
 
-def lock_by_key(kind: type[Lock], key: Any, *unnamed: object, using: Place[str], **options: Any) -> Any:
-    """A lock of that kind in the database that `using` says for its key."""
-    from dblock.core.lock.by_key import READERS, located  # noqa: PLC0415 - for those who have several databases
-
-    return located(
-        using,
-        key,
-        lambda alias, key: kind(key, *unnamed, using=alias, **options),
-        check=lambda key: kind(key, *unnamed, **options),
-        moved=_moved if kind is Lock else READERS,
-    )
-
-
-def _moved(_: object) -> Any:
-    from dblock.moved import MovedLock  # noqa: PLC0415 - likewise
-
-    return MovedLock
-
-
 class Options(Given, total=False):
     """The keyword arguments of `db_lock`, whose docstring explains them."""
 
-    using: str | Place[str] | None
+    using: str | None
 
 
 class DbLock:
@@ -218,9 +198,7 @@ class DbLock:
                 qualified name of the function.
 
         Keyword Args:
-            using: database alias; by default DBLOCK["USING"], else where the database routers write `dblock.Lock`. Or
-                a function from the key to an alias, as `rendezvous()` makes it; if it gives a tuple of aliases, the
-                key is held in all of them.
+            using: database alias; by default DBLOCK["USING"], else where the database routers write `dblock.Lock`.
             release: "auto": left inside an atomic() that was open when the lock was taken, the lock is kept until that
                 transaction has ended, by commit or rollback (kept, not guarded); "now".
             See `Given` for all others.
@@ -236,8 +214,6 @@ class DbLock:
             return NoKey(lambda name: self(name, **options))
         if callable(key) or hasattr(key, "__get__"):  # @db_lock, above what may be no plain function
             return NoKey(lambda name: self(name, **options))(key)
-        if callable(options.get("using")):
-            return lock_by_key(Lock, key, *unnamed, **options)
         return Lock(key, *unnamed, **options)
 
     def attach(self, token: str, **options: Unpack[Options]) -> Lock:
@@ -260,7 +236,7 @@ class DbLock:
     def _attaching(self, text: str, options: Options) -> tuple[Lock, Steps[Lock]]:
         token = valid_token(text)
         merged: Options = {"ttl": token.ttl, "grace": token.grace, "min_hold": token.min_hold, **options}
-        lock = settled(self._of(token, merged) if token.kind else self(token.tenure.key, **merged))
+        lock: Lock = self._of(token, merged) if token.kind else self(token.tenure.key, **merged)
         return lock, entering.attach(lock, token)
 
     def _of(self, token: Token, options: Options) -> Lock:
@@ -279,7 +255,7 @@ class DbLock:
 db_lock = DbLock()
 
 
-def check_sequencer(sequencer: str, *, using: str | Place[str] | None = None) -> Sequencer:
+def check_sequencer(sequencer: str, *, using: str | None = None) -> Sequencer:
     """Key, mode and fence of a sequencer whose tenure is alive, by the database's word.
 
     It is no secret, and does not prove who sent it. Raises InvalidToken for what is no sequencer, LockLost once the
@@ -289,15 +265,15 @@ def check_sequencer(sequencer: str, *, using: str | Place[str] | None = None) ->
     return lock._drive(steps)
 
 
-async def acheck_sequencer(sequencer: str, *, using: str | Place[str] | None = None) -> Sequencer:
+async def acheck_sequencer(sequencer: str, *, using: str | None = None) -> Sequencer:
     """The asynchronous twin of `check_sequencer`."""
     lock, steps = _checking(sequencer, using)
     return await lock._adrive(steps)
 
 
-def _checking(text: str, using: str | Place[str] | None) -> tuple[Lock, Steps[Sequencer]]:
+def _checking(text: str, using: str | None) -> tuple[Lock, Steps[Sequencer]]:
     sequencer = valid_sequencer(text)
-    lock = settled(db_lock(key_of_share(sequencer.key), using=using))
+    lock = db_lock(key_of_share(sequencer.key), using=using)
     return lock, operations.check_sequencer(lock, sequencer)
 
 

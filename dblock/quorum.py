@@ -73,6 +73,6 @@ def db_quorum_lock(key: str, *, using: Sequence[str], **options: Unpack[Options]
         ValueError: as `db_lock`, and for a database that is given twice.
         QuorumUnavailable: by acquire(): fewer than a majority of the databases could be asked.
     """
-    if isinstance(using, str) or callable(using):
-        raise TypeError(f"using is a list of aliases, the same for every key, not {using!r}")
+    if isinstance(using, str):
+        raise TypeError(f"using is a list of aliases, not {using!r}")
     return QuorumLock([functools.partial(Lock, using=alias) for alias in using], key, **options)

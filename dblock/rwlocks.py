@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, Unpack
+from typing import Any, Unpack
 
 from dblock.core.lock.rwlock import NoLock, Reads, Writes, downgrade
 from dblock.core.share_keys import refuse_several
-from dblock.locks import Lock, Options, lock_by_key
+from dblock.locks import Lock, Options
 
 
 class ReadLock(Reads, Lock):
@@ -25,13 +25,6 @@ class WriteLock(Writes, Lock):
         await self._adrive(downgrade(self))
 
 
-L = TypeVar("L", bound=Lock)
-
-
-def _plain(kind: type[L], key: str, **options: Any) -> L:
-    return kind(key, **options)
-
-
 class ReadWriteLock(NoLock):
     """A read-write lock: many readers at a time, or one writer; made by `db_rwlock`."""
 
@@ -46,15 +39,11 @@ class ReadWriteLock(NoLock):
 
     def read(self) -> ReadLock:
         """A lock to read under: held beside other readers, and beside no writer."""
-        return self._lock(ReadLock)
+        return ReadLock(self._key, **self._options)
 
     def write(self) -> WriteLock:
         """A lock to write under: held alone."""
-        return self._lock(WriteLock)
-
-    def _lock(self, kind: type[L]) -> L:
-        lock: L = (lock_by_key if callable(self._options.get("using")) else _plain)(kind, self._key, **self._options)
-        return lock
+        return WriteLock(self._key, **self._options)
 
     def __repr__(self) -> str:
         return f"<ReadWriteLock {self._key!r}>"

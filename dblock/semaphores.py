@@ -60,16 +60,4 @@ def db_semaphore(key: str, permits: int = 1, **options: Unpack[Options]) -> Sema
         WrongKind: by acquire(): the key is that of a plain lock or of a read-write lock.
     """
     refuse_several(options.get("using"), "db_semaphore")
-    if callable(using := options.get("using")):
-        from dblock.core.lock.by_key import PERMITS, located  # noqa: PLC0415 - for those who have several databases
-
-        plain: dict[str, Any] = {**options, "using": None}
-        semaphore: Semaphore = located(
-            using,
-            key,
-            lambda alias, key: Semaphore(Permit, key, permits, **{**plain, "using": alias}),
-            check=lambda key: Semaphore(Permit, key, permits, **plain),
-            moved=PERMITS,
-        )
-        return semaphore
     return Semaphore(Permit, key, permits, **options)

@@ -8,9 +8,9 @@ from types import EllipsisType
 from typing import Any, Self, TypeVar, Unpack
 
 from dblock import conf
-from dblock.core.lock.several import AsyncLocks, SyncLocks, enter, is_lock, once
-from dblock.core.validation import valid_key, valid_timeout
-from dblock.locks import Lock, Options, db_lock
+from dblock.core.lock.several import AsyncLocks, SyncLocks, enter, once
+from dblock.core.validation import valid_timeout
+from dblock.locks import Lock, Options
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,6 +59,5 @@ def db_locks(*keys: str | Lock, **options: Unpack[Options]) -> Locks:
     timeout = given.pop("timeout", ...)
     bundle = {name: given.pop(name) for name in ("on_busy", "otherwise") if name in given}
     own = conf.timeout() if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
-    make = db_lock if callable(given.get("using")) else Lock
-    made = [each if is_lock(each, Lock) else make(valid_key(each), timeout=timeout, **given) for each in once(keys)]
+    made = [each if isinstance(each, Lock) else Lock(each, timeout=timeout, **given) for each in once(keys)]
     return Locks(made, own, **bundle)

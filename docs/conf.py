@@ -158,7 +158,6 @@ def _readable(annotation: Any) -> str:
     text = text if isinstance(text, str) else inspect.formatannotation(text)
     text = text.replace("EllipsisType | ", "").replace(" | EllipsisType", "").replace("Seconds", "float | timedelta")
     text = text.replace("Callback", "Callable[[Any, Reason], object]").replace("Told", "Callable[[Any], object]")
-    text = re.sub(r"\bPlace\[(\w+)\]", r"Callable[[str], \1 | tuple[\1, ...]]", text)
     return re.sub(r"\bDeposed\b", "Callable[[Any, Reason], object]", text)
 
 
@@ -167,7 +166,7 @@ ELSEWHERE: Final = re.compile(
     r"(timedelta|datetime|Callable|Coroutine|Sequence|Mapping|Iterator|AsyncIterator|EllipsisType|TracebackType|Self|"
     r"Engine|AsyncEngine|Session|AsyncSession|scoped_session|async_scoped_session|Connection|AsyncConnection|MetaData|"
     r"Table|QuerySet|Model|Update|ColumnElement)$|.*\b(CollectorRegistry|TracerProvider|MeterProvider)$|"
-    r".*\b(Attaching|BaseLock|Place|Store|Identity|Pinned|How|[A-Z])$|models\."
+    r".*\b(Attaching|BaseLock|Store|Identity|Pinned|How|[A-Z])$|models\."
 )
 """Names without a page: those of others (whose inventories a build does not fetch), of internal types, and of type
 variables. Any other name that leads nowhere is an error."""

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from dblock.core.observing.events import Event, Kind
     from dblock.core.observing.observers import observe
     from dblock.core.protocol.quorum import QuorumUnavailable
-    from dblock.core.rendezvous import Rendezvous, rendezvous
     from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
     from sqlalchemy_dblock.leaders import AsyncLeader, Leader, db_leader
@@ -94,7 +93,6 @@ __all__ = [
     "ReadLock",
     "ReadWriteLock",
     "Reason",
-    "Rendezvous",
     "Semaphore",
     "Sequencer",
     "StaleSnapshot",
@@ -126,7 +124,6 @@ __all__ = [
     "observe",
     "reap",
     "release_all",
-    "rendezvous",
 ]
 
 
@@ -151,7 +148,6 @@ _HOMES = {
         "sqlalchemy_dblock.creating": ("create_tables",),
         "dblock.core.protocol.quorum": ("QuorumUnavailable",),
         "dblock.core.observing.observers": ("observe",),
-        "dblock.core.rendezvous": ("Rendezvous", "rendezvous"),
         "dblock.core.lock.leading": ("Term",),
     }.items()
     for name in names

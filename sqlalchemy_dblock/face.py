@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
 
 from sqlalchemy import Engine
@@ -15,7 +14,7 @@ from dblock.core.holding.flow import Hold, current_task
 from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.locks import AsyncLock as CoreAsyncLock
-from dblock.core.lock.locks import Attaching, SyncLock, refuse_interrupt, settled
+from dblock.core.lock.locks import Attaching, SyncLock, refuse_interrupt
 from dblock.core.options import Given, explained
 from dblock.core.protocol.drive import adrive, drive
 from dblock.core.protocol.steps import Steps
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
     from dblock.core.lock.key_template import NoKey
     from dblock.core.protocol.reaping import Reaped
-    from dblock.core.rendezvous import Place, Rendezvous
 
 T = TypeVar("T")
 
@@ -131,13 +129,11 @@ class AsyncLock(_EngineLock, CoreAsyncLock):
 
 
 @overload
-def db_lock(engine: Engine | Place[Engine], key: str, **options: Unpack[Options]) -> Lock: ...
+def db_lock(engine: Engine, key: str, **options: Unpack[Options]) -> Lock: ...
 @overload
-def db_lock(engine: AsyncEngine | Place[AsyncEngine], key: str, **options: Unpack[Options]) -> AsyncLock: ...
+def db_lock(engine: AsyncEngine, key: str, **options: Unpack[Options]) -> AsyncLock: ...
 @overload
-def db_lock(
-    engine: Engine | AsyncEngine | Rendezvous[Engine] | Rendezvous[AsyncEngine], **options: Unpack[Options]
-) -> NoKey: ...
+def db_lock(engine: Engine | AsyncEngine, **options: Unpack[Options]) -> NoKey: ...
 def db_lock(  # noqa: D417 - they are
     engine: Any = None, key: Any = ..., *unnamed: object, **options: Any
 ) -> Lock | AsyncLock | NoKey:
@@ -145,8 +141,7 @@ def db_lock(  # noqa: D417 - they are
 
     Args:
         engine: an Engine or an AsyncEngine of PostgreSQL, MySQL, MariaDB or SQLite. The lock opens connections of its
-            own, as the engine does. Or a function from the key to an engine, as `rendezvous()` makes it; if it gives a
-            tuple of engines, the key is held in all of their databases.
+            own, as the engine does.
         key: 1 to 255 characters, compared code point by code point. As a decorator's, a format string over the
             arguments of the call; without one, as `@db_lock(engine)`, the module and the qualified name of the
             function.
@@ -162,54 +157,22 @@ def db_lock(  # noqa: D417 - they are
         UnsupportedDatabase: the engine is for another database.
         TypeError, ValueError: another argument is invalid.
     """
+    inner = _sync_engine(engine)
     if key is ...:
-        if not hasattr(engine, "moves"):  # a Rendezvous; any other function may be one that was to be decorated
-            _ = _sync_engine(engine)
         from dblock.core.lock.key_template import NoKey  # noqa: PLC0415 - only for decorators
 
         return NoKey(lambda name: db_lock(engine, name, **options))
-    if callable(engine):
-        lock: Lock | AsyncLock = lock_by_key((Lock, AsyncLock), engine, key, *unnamed, **options)
-        return lock
-    inner = _sync_engine(engine)
     return (Lock if inner is engine else AsyncLock)(inner, key, *unnamed, **options)
-
-
-def lock_by_key(
-    kinds: tuple[type[Lock], type[AsyncLock]], place: Place[Any], key: Any, *unnamed: object, **options: Any
-) -> Any:
-    """A lock in the database that `place` says for its key, of the first kind or, for an AsyncEngine, of the second."""
-    from dblock.core.lock.by_key import READERS, located  # noqa: PLC0415 - for those who have several databases
-    from dblock.core.rendezvous import is_place  # noqa: PLC0415 - likewise
-
-    if not is_place(place):  # a class, or a factory of sessions
-        _ = _sync_engine(cast("Engine", place))
-
-    def make(engine: Any, key: str) -> Lock | AsyncLock:
-        inner = _sync_engine(engine)
-        return kinds[inner is not engine](inner, key, *unnamed, **options)
-
-    plain = {name: given for name, given in options.items() if name != "session"}
-    check = partial(BaseLock, **plain)
-    return located(place, key, make, check=check, moved=_moved if kinds[0] is Lock else READERS)
-
-
-def _moved(lock: object) -> Any:
-    from sqlalchemy_dblock.moved import AsyncMovedLock, MovedLock  # noqa: PLC0415 - likewise
-
-    return MovedLock if isinstance(lock, Lock) else AsyncMovedLock
 
 
 db_lock.__doc__ = explained(db_lock.__doc__)
 
 
 @overload
-def attach(engine: Engine | Place[Engine], token: str, **options: Unpack[Options]) -> Lock: ...
+def attach(engine: Engine, token: str, **options: Unpack[Options]) -> Lock: ...
 @overload
-def attach(
-    engine: AsyncEngine | Place[AsyncEngine], token: str, **options: Unpack[Options]
-) -> Attaching[AsyncLock]: ...
-def attach(engine: Any, token: str, **options: Unpack[Options]) -> Lock | Attaching[AsyncLock]:
+def attach(engine: AsyncEngine, token: str, **options: Unpack[Options]) -> Attaching[AsyncLock]: ...
+def attach(engine: Engine | AsyncEngine, token: str, **options: Unpack[Options]) -> Lock | Attaching[AsyncLock]:
     """The lock of a token of `detach()`, held by this flow: same tenure, same fence, renewed by this process.
 
     Leave it with `release()`, or use it in a `with`; for an AsyncEngine `await` it, or use it in an `async with`. While
@@ -220,7 +183,7 @@ def attach(engine: Any, token: str, **options: Unpack[Options]) -> Lock | Attach
     known = valid_token(token)
     del token  # an error report may show the locals
     merged: Options = {"ttl": known.ttl, "grace": known.grace, "min_hold": known.min_hold, **options}
-    lock = settled(_of(engine, known, merged) if known.kind else db_lock(engine, known.tenure.key, **merged))
+    lock = _of(engine, known, merged) if known.kind else db_lock(engine, known.tenure.key, **merged)
     if isinstance(lock, Lock):
         return lock._drive(entering.attach(lock, known))
     return Attaching(lock, lock._adrive(entering.attach(lock, known)))
@@ -241,17 +204,17 @@ def _of(engine: Any, token: Token, options: Options) -> Lock | AsyncLock:
 
 
 @overload
-def check_sequencer(engine: Engine | Place[Engine], sequencer: str) -> Sequencer: ...
+def check_sequencer(engine: Engine, sequencer: str) -> Sequencer: ...
 @overload
-def check_sequencer(engine: AsyncEngine | Place[AsyncEngine], sequencer: str) -> Coroutine[Any, Any, Sequencer]: ...
-def check_sequencer(engine: Any, sequencer: str) -> Sequencer | Coroutine[Any, Any, Sequencer]:
+def check_sequencer(engine: AsyncEngine, sequencer: str) -> Coroutine[Any, Any, Sequencer]: ...
+def check_sequencer(engine: Engine | AsyncEngine, sequencer: str) -> Sequencer | Coroutine[Any, Any, Sequencer]:
     """Key, mode and fence of a sequencer whose tenure is alive, according to the database.
 
     It does not prove who sent the sequencer, which is no secret. Await it for an AsyncEngine. Raises InvalidToken for
     any other text, LockLost once the tenure is over.
     """
     known = valid_sequencer(sequencer)
-    lock = settled(db_lock(engine, key_of_share(known.key)))
+    lock = db_lock(engine, key_of_share(known.key))
     steps = operations.check_sequencer(lock, known)
     return lock._drive(steps) if isinstance(lock, Lock) else lock._adrive(steps)
 

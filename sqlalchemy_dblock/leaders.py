@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
     from sqlalchemy.orm import Session
 
-    from dblock.core.rendezvous import Place
-
 
 class Leader(SyncLeader):
     """A candidate over the database of an Engine; made by `db_leader`."""
@@ -39,9 +37,9 @@ class AsyncLeader(leading.AsyncLeader):
 
 
 @overload
-def db_leader(engine: Engine | Place[Engine], name: str, **options: Unpack[Options]) -> Leader: ...
+def db_leader(engine: Engine, name: str, **options: Unpack[Options]) -> Leader: ...
 @overload
-def db_leader(engine: AsyncEngine | Place[AsyncEngine], name: str, **options: Unpack[Options]) -> AsyncLeader: ...
+def db_leader(engine: AsyncEngine, name: str, **options: Unpack[Options]) -> AsyncLeader: ...
 def db_leader(engine: Any = None, name: Any = None, **options: Unpack[Options]) -> Leader | AsyncLeader:
     """A candidate for the leadership of `name`: of all candidates in all processes one leads at a time.
 
@@ -63,13 +61,6 @@ def db_leader(engine: Any = None, name: Any = None, **options: Unpack[Options]) 
     Raises:
         InvalidKey, UnsupportedDatabase, TypeError, ValueError: as `db_lock`.
     """
-    if callable(engine):
-        from dblock.core.lock.by_key import LEADERS, found  # noqa: PLC0415 - for those who have several databases
-
-        leader: Leader | AsyncLeader = found(
-            engine, name, lambda engine, name: db_leader(engine, name, **options), LEADERS
-        )
-        return leader
     if isinstance(engine, Engine):
         refuse_interrupt(options.get("interrupt", False))
         return Leader(functools.partial(db_lock, engine), name, **options)

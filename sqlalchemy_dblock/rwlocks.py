@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, overload
 
 from sqlalchemy import Engine
 
 from dblock.core.lock.rwlock import NoLock, Reads, Writes, downgrade
 from dblock.core.share_keys import refuse_several
-from sqlalchemy_dblock.face import AsyncLock, Lock, Options, _sync_engine, lock_by_key
+from sqlalchemy_dblock.face import AsyncLock, Lock, Options, _sync_engine
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
-
-    from dblock.core.rendezvous import Place
 
 
 class ReadLock(Reads, Lock):
@@ -49,9 +45,10 @@ W = TypeVar("W")
 class ReadWriteLock(NoLock, Generic[R, W]):
     """A read-write lock: many readers at a time, or one writer; made by `db_rwlock`."""
 
-    def __init__(self, key: str, reads: Callable[..., R], writes: Callable[..., W], options: dict[str, Any]) -> None:
-        self._key, self._options = key, options
-        self._reads, self._writes = reads, writes
+    def __init__(self, engine: Engine, key: str, reads: type[R], writes: type[W], options: dict[str, Any]) -> None:
+        self._engine, self._key, self._options = engine, key, options
+        self._reads: Any = reads
+        self._writes: Any = writes
         _ = self.write()  # bad options are refused here
 
     @property
@@ -61,23 +58,23 @@ class ReadWriteLock(NoLock, Generic[R, W]):
 
     def read(self) -> R:
         """A lock to read under: held beside other readers, and beside no writer."""
-        return self._reads(self._key, **self._options)
+        lock: R = self._reads(self._engine, self._key, **self._options)
+        return lock
 
     def write(self) -> W:
         """A lock to write under: held alone."""
-        return self._writes(self._key, **self._options)
+        lock: W = self._writes(self._engine, self._key, **self._options)
+        return lock
 
     def __repr__(self) -> str:
         return f"<ReadWriteLock {self._key!r}>"
 
 
 @overload
-def db_rwlock(
-    engine: Engine | Place[Engine], key: str, **options: Unpack[Options]
-) -> ReadWriteLock[ReadLock, WriteLock]: ...
+def db_rwlock(engine: Engine, key: str, **options: Unpack[Options]) -> ReadWriteLock[ReadLock, WriteLock]: ...
 @overload
 def db_rwlock(
-    engine: AsyncEngine | Place[AsyncEngine], key: str, **options: Unpack[Options]
+    engine: AsyncEngine, key: str, **options: Unpack[Options]
 ) -> ReadWriteLock[AsyncReadLock, AsyncWriteLock]: ...
 def db_rwlock(engine: Any = None, key: Any = None, **options: Any) -> Any:  # noqa: D417 - they are there
     """A read-write lock on `key`: `read()` and `write()` make the locks, which are used as those of `db_lock`.
@@ -98,9 +95,7 @@ def db_rwlock(engine: Any = None, key: Any = None, **options: Any) -> Any:  # no
         WrongKind: by acquire(): the key is that of a plain lock or of a semaphore.
     """
     refuse_several(engine, "db_rwlock")
-    readers, writers = (ReadLock, AsyncReadLock), (WriteLock, AsyncWriteLock)
-    if callable(engine):
-        return ReadWriteLock(key, partial(lock_by_key, readers, engine), partial(lock_by_key, writers, engine), options)
     inner = _sync_engine(engine)
-    which = int(inner is not engine)
-    return ReadWriteLock(key, partial(readers[which], inner), partial(writers[which], inner), options)
+    if inner is engine:
+        return ReadWriteLock(inner, key, ReadLock, WriteLock, options)
+    return ReadWriteLock(inner, key, AsyncReadLock, AsyncWriteLock, options)

@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 from sqlalchemy import Engine
 
 from dblock.core.lock import permits as core
-from dblock.core.lock.base import BaseLock
 from dblock.core.lock.permits import IsPermit, SyncSemaphore
 from dblock.core.share_keys import refuse_several
 from sqlalchemy_dblock.face import AsyncLock, Lock, Options, _sync_engine
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
-
-    from dblock.core.rendezvous import Place
 
 
 class Permit(IsPermit, Lock):
@@ -36,13 +33,9 @@ class AsyncSemaphore(core.AsyncSemaphore):
 
 
 @overload
-def db_semaphore(
-    engine: Engine | Place[Engine], key: str, permits: int = 1, **options: Unpack[Options]
-) -> Semaphore: ...
+def db_semaphore(engine: Engine, key: str, permits: int = 1, **options: Unpack[Options]) -> Semaphore: ...
 @overload
-def db_semaphore(
-    engine: AsyncEngine | Place[AsyncEngine], key: str, permits: int = 1, **options: Unpack[Options]
-) -> AsyncSemaphore: ...
+def db_semaphore(engine: AsyncEngine, key: str, permits: int = 1, **options: Unpack[Options]) -> AsyncSemaphore: ...
 def db_semaphore(engine: Any = None, key: Any = None, permits: int = 1, **options: Any) -> Any:  # noqa: D417 - they are there
     """A semaphore: at most `permits` permits of `key` are held at a time, in all processes.
 
@@ -64,15 +57,6 @@ def db_semaphore(engine: Any = None, key: Any = None, permits: int = 1, **option
         WrongKind: by acquire(): the key is that of a plain lock or of a read-write lock.
     """
     refuse_several(engine, "db_semaphore")
-    if callable(engine):
-        from dblock.core.lock.by_key import PERMITS, located  # noqa: PLC0415 - for those who have several databases
-
-        def make(engine: Any, key: str) -> Any:
-            return db_semaphore(engine, key, permits, **options)
-
-        plain = {name: given for name, given in options.items() if name != "session"}
-        check = partial(SyncSemaphore, BaseLock, permits=permits, **plain)
-        return located(engine, key, make, check=check, moved=PERMITS)
     inner = _sync_engine(engine)
     if inner is engine:
         return Semaphore(partial(Permit, inner), key, permits, **options)

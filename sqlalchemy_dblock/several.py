@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 from sqlalchemy import Engine
 
 from dblock.core.lock import several
-from dblock.core.lock.locks import settled
 from dblock.core.lock.several import SyncLocks
 from dblock.core.validation import valid_key, valid_timeout
 from sqlalchemy_dblock.face import AsyncLock, Lock, Options, _sync_engine, db_lock
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
-
-    from dblock.core.rendezvous import Place
 
 
 class Locks(SyncLocks):
@@ -28,11 +25,9 @@ class AsyncLocks(several.AsyncLocks):
 
 
 @overload
-def db_locks(engine: Engine | Place[Engine], /, *keys: str | Lock, **options: Unpack[Options]) -> Locks: ...
+def db_locks(engine: Engine, /, *keys: str | Lock, **options: Unpack[Options]) -> Locks: ...
 @overload
-def db_locks(
-    engine: AsyncEngine | Place[AsyncEngine], /, *keys: str | AsyncLock, **options: Unpack[Options]
-) -> AsyncLocks: ...
+def db_locks(engine: AsyncEngine, /, *keys: str | AsyncLock, **options: Unpack[Options]) -> AsyncLocks: ...
 @overload
 def db_locks(first: Lock, /, *locks: Lock, timeout: Any = ..., on_busy: Any = ..., otherwise: Any = ...) -> Locks: ...
 @overload
@@ -43,7 +38,7 @@ def db_locks(first: Any = None, /, *keys: Any, **options: Any) -> Locks | AsyncL
     """Several locks that are taken together, or not at all.
 
     Args:
-        first: an Engine or an AsyncEngine, or a function from keys to them, for the keys that follow; or a lock.
+        first: an Engine or an AsyncEngine, for the keys that follow; or a lock.
         keys: keys of 1 to 255 characters, or locks made by `db_lock`, also of several engines. As a decorator's, the
             keys are format strings over the arguments of the call; a key that comes twice is taken once.
 
@@ -58,12 +53,11 @@ def db_locks(first: Any = None, /, *keys: Any, **options: Any) -> Locks | AsyncL
     timeout = options.pop("timeout", ...)
     bundle = {name: options.pop(name) for name in ("on_busy", "otherwise") if name in options}
     own = 10.0 if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
-    known = (Lock, AsyncLock)
-    made: list[Any] = [first] if several.is_lock(first, known) else []
+    made: list[Any] = [first] if isinstance(first, Lock | AsyncLock) else []
     make: Any = db_lock
     _, *others = several.once((first, *keys))
     for each in others:
-        if several.is_lock(each, known):
+        if isinstance(each, Lock | AsyncLock):
             made.append(each)
         elif made and made[0] is first:
             raise TypeError(f"the key {each!r} needs an engine: db_locks(engine, *keys), or locks alone")
@@ -71,10 +65,10 @@ def db_locks(first: Any = None, /, *keys: Any, **options: Any) -> Locks | AsyncL
             made.append(make(first, valid_key(each), timeout=timeout, **options))
     if made and made[0] is first and options:
         raise TypeError(f"{min(options)} is for keys: give it to each db_lock()")
-    if not (made and made[0] is first) and not callable(first):
+    if not (made and made[0] is first):
         engine: Any = first
         _ = _sync_engine(engine)
-    kinds = {isinstance(settled(each), AsyncLock) for each in made}
+    kinds = {isinstance(each, AsyncLock) for each in made}
     if len(kinds) > 1:
         raise TypeError("locks of an Engine and of an AsyncEngine cannot be taken together: one of them blocks")
     return AsyncLocks(made, own, **bundle) if kinds == {True} else Locks(made, own, **bundle)

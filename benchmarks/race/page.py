@@ -676,7 +676,7 @@ So a processor renews {shown(RENEWED_EVERY * 1000 / renew)} leases, if it does n
         ]
         yield table(["held leases", "renewals", "server CPU", "WAL"], lines)
         yield "A longer lease needs fewer renewals.\n"
-    yield """Beyond one server, keys live [in several databases](growth.md): two keys share
+    yield """Beyond one server, keys live [in several databases](clusters.md#more-locks-than-one-server-can-serve): two keys share
 nothing, so that the limits add up. A single hot key has one row in one database, and its own limit is the rate of
 [one key that many want](benchmarks.md#one-key-that-many-want).
 """

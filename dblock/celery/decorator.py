@@ -82,8 +82,7 @@ def locked_task(
             AsyncResult of the first.
         scope: "run": locked while it runs. "queue": from its sending until it has ended. "both": one lock while it is
             queued, another one while it runs: at most one of each.
-        bind: as Celery's; or an Engine of SQLAlchemy's, or a function that returns one, whose database has the lock. A
-            function with one parameter is given the key, as `rendezvous()` is.
+        bind: as Celery's; or an Engine of SQLAlchemy's, or a function that returns one, whose database has the lock.
         timeout: seconds for which to wait for the key, in a worker (and "queue", "wait": where it is sent); 0 but for
             "wait", which has the default of `db_lock`.
         busy_timeout: seconds after the first busy try at which "retry" gives up with LockTimeout; None for never.
@@ -116,13 +115,6 @@ def locked_task(
             raise ValueError('permits is for tasks that are locked while they run: scope="run"')
         if "reentrant" in lock_options:
             raise ValueError("reentrant is not for permits: each run has one of its own")
-    if getattr(lock_options.get("using", bind), "moves", False) and (where is not Scope.RUN or permits is not None):
-        from dblock.core.lock.by_key import PERMITS  # noqa: PLC0415 - only for the error
-
-        why = "a message carries the token of a tenure in one database" if permits is None else PERMITS
-        raise TypeError(
-            f"keys that move (before=) are for tasks that are locked while they run, without permits: {why}"
-        )
     policy = _one_of(OnBusy, on_busy or ("retry" if where is Scope.RUN else "join"), "on_busy")
     if policy is OnBusy.JOIN and where is Scope.RUN:
         raise ValueError('on_busy="join" is for a task that is locked when it is sent: scope="queue" or "both"')

@@ -6,13 +6,9 @@ Rule: neither framework is imported before a task asks for its lock.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
-
-from dblock.core.lock.locks import settled
-from dblock.core.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from dblock.core.lock.leading import SyncLeader
@@ -46,15 +42,14 @@ class DjangoFace:
         with self._settings():
             from dblock.locks import db_lock  # noqa: PLC0415 - needs Django
 
-            lock: SyncLock = settled(db_lock(key, **options))
-            return lock
+            return db_lock(key, **options)
 
     def permit(self, key: str, permits: int, **options: Any) -> SyncLock:
         """A permit that is not taken yet."""
         with self._settings():
             from dblock.semaphores import db_semaphore  # noqa: PLC0415 - needs Django
 
-            permit: SyncLock = settled(db_semaphore(key, permits, **options)).permit()
+            permit: SyncLock = db_semaphore(key, permits, **options).permit()
             return permit
 
     def leader(self, name: str, **options: Any) -> SyncLeader:
@@ -78,22 +73,22 @@ class DjangoFace:
 
 
 class EngineFace:
-    """Locks of SQLAlchemy's `db_lock` over an engine, which a function may make in each process, or find by the key."""
+    """Locks of SQLAlchemy's `db_lock` over one engine, which a function may make in each process."""
 
     def __init__(self, engine: Any) -> None:
-        self._given, self._makes = engine, callable(engine) and not takes_key(engine)
+        self._given = engine
 
     def lock(self, key: str, **options: Any) -> SyncLock:
         """One that is not taken yet."""
         from sqlalchemy_dblock import db_lock  # noqa: PLC0415 - needs SQLAlchemy
 
-        return self._synchronous(settled(db_lock(self._engine(), key, **options)))
+        return self._synchronous(db_lock(self._engine(), key, **options))
 
     def permit(self, key: str, permits: int, **options: Any) -> SyncLock:
         """A permit that is not taken yet."""
         from sqlalchemy_dblock import db_semaphore  # noqa: PLC0415 - needs SQLAlchemy
 
-        return self._synchronous(settled(db_semaphore(self._engine(), key, permits, **options)).permit())
+        return self._synchronous(db_semaphore(self._engine(), key, permits, **options).permit())
 
     def leader(self, name: str, **options: Any) -> SyncLeader:
         """A candidate."""
@@ -105,7 +100,7 @@ class EngineFace:
         return leader
 
     def _engine(self) -> Any:
-        return self._given() if self._makes else self._given
+        return self._given() if callable(self._given) else self._given
 
     def _synchronous(self, lock: Any) -> SyncLock:
         from sqlalchemy_dblock import Lock  # noqa: PLC0415 - needs SQLAlchemy
@@ -116,13 +111,6 @@ class EngineFace:
 
 
 _NO_ASYNC = "a task runs in a thread: bind= takes an Engine, not an AsyncEngine"
-
-
-def takes_key(bind: Any) -> bool:
-    """Whether a function is one from keys to engines, and not one that makes an engine."""
-    parameters = [] if isinstance(bind, Rendezvous) else inspect.signature(bind).parameters.values()
-    required = [each for each in parameters if each.default is each.empty and each.kind <= each.POSITIONAL_OR_KEYWORD]
-    return isinstance(bind, Rendezvous) or len(required) == 1
 
 
 def face_for(bind: Any, instead: str = "locked_task(..., bind=engine)") -> Face:

@@ -67,7 +67,7 @@ def let_go(lock: SyncLock) -> None:
     """Leave a lock that a run should have left: it was interrupted on its way in or out."""
     with suppress(LockError):
         hold = lock._hold_here()
-        if lock._is_open():
+        if lock._blocks:
             lock.__exit__(None, None, None)
         elif hold is not None and hold.entered_by(lock):
             lock.release()

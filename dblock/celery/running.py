@@ -220,8 +220,7 @@ def _holding(run: Run, lock: SyncLock) -> Iterator[None]:
         _ = _current.set(run)
         run.lock = lock
         if run.spec.interrupt and interrupt.possible():
-            for part in lock._parts():
-                part.options = part.options._replace(on_lost=interrupt)
+            lock.options = lock.options._replace(on_lost=interrupt)
         yield
     finally:
         try:

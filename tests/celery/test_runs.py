@@ -41,7 +41,7 @@ from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockStoreError
 from dblock.core.lock import leaving, operations
 from dblock.core.protocol import tenures
 from dblock.core.runtime import current_flow
-from sqlalchemy_dblock import db_lock, metadata, observe, rendezvous
+from sqlalchemy_dblock import db_lock, metadata, observe
 from sqlalchemy_dblock.store import own_store
 from tests.conftest import ready, run, url
 
@@ -540,47 +540,6 @@ def test_so_many_runs_at_a_time(site: Site, on_busy: str) -> None:
         site.run()
     assert len(slots) == 4 + (on_busy == "retry")
     assert site.held() == {}
-
-
-def test_keys_over_several_databases(site: Site, engine: Engine, tmp_path: Path) -> None:
-    """Each task locks in the database of its key, wherever its lock rides; a key that moves is locked in both."""
-    second = create_engine(f"sqlite:///{tmp_path}/second.sqlite3", poolclass=NullPool)
-    metadata.create_all(second)
-    engines, one = {"a": engine, "b": second}, {"a": engine}
-    both, moving = rendezvous(engines), rendezvous({"b": second}, before=one)
-    seen, numbered = list[str](), [f"k{number}" for number in range(20)]
-    keys = [next(key for key in numbered if both.names(key) == (name,)) for name in engines] + ["{k}"]
-
-    def holders(key: str) -> str:
-        return "".join(name for name, each in engines.items() if elsewhere(db_lock(each, key).locked))
-
-    for bind in (both, both.__call__, moving):
-        for scope in ("run", "queue") if bind is not moving else ("run",):
-            site.engine = bind  # type: ignore[assignment]
-
-            def run(self: Any, key: str) -> None:
-                current_lock().check()
-                seen.append(holders(key))
-
-            run.__name__ = f"work{next(NUMBERS)}"
-            work = site.task("{key}", scope=scope)(run)
-
-            for key in keys:
-                _ = work.delay(key)
-                site.run()
-            assert seen == (["ab"] * 3 if bind is moving else [both.names(key)[0] for key in keys])
-            seen.clear()
-    _ = work.delay("k0")
-    with somebody(second, "k0"):
-        site.run()
-    assert seen == []
-    assert holders("k0") == ""
-    site.run()
-    assert seen == ["ab"]
-    for refused in ({"scope": "queue"}, {"scope": "both"}, {"permits": 2}):
-        with pytest.raises(TypeError, match="keys that move"):
-            locked_task("{key}", bind=moving, **refused)
-    second.dispose()
 
 
 @pytest.mark.parametrize("on_busy", ["raise", "wait"])

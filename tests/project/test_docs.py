@@ -184,13 +184,12 @@ ELSEWHERE = SERVED | {
     "free",
     "health",
     "health-django",
-    "growth",
-    "growth-django",
     "leader-asyncio",
     "majority",
     "opentelemetry",
     "prometheus",
     "settings",
+    "shards",
     "waiting",
 }
 ELSEWHERE |= {"commands", "testing-pytest", "testing-unittest"}  # in tests/commands and tests/testing
@@ -255,41 +254,33 @@ def test_a_leader_on_asyncio(tmp_path: Path) -> None:
     run(LEADER.format(example=block("docs/family.md", "leader-asyncio")), tmp_path)
 
 
-GROWTH = """
-from sqlalchemy import create_engine
-from sqlalchemy_dblock import create_tables
-engine_a, engine_b, engine_c = engines = [create_engine(f"sqlite:///{{name}}.sqlite3") for name in "abc"]
-for engine in engines:
-    create_tables(engine)
-{example}
-there = [db_lock(engine, "stock:42").inspect() for engine in engines]
-assert sum(each is not None for each in there) == 1
-"""
-GROWTH_DJANGO = """
+SHARDS = """
+import zlib
 import django
 from django.conf import settings
-sqlite = "django.db.backends.sqlite3"
 names = ["default", "locks_a", "locks_b", "locks_c"]
 settings.configure(
     INSTALLED_APPS=["dblock", "django.contrib.contenttypes", "django.contrib.auth"],
-    DATABASES={{name: {{"ENGINE": sqlite, "NAME": f"{{name}}.sqlite3"}} for name in names}},
+    DATABASES={{name: {{"ENGINE": "django.db.backends.sqlite3", "NAME": f"{{name}}.sqlite3"}} for name in names}},
 )
 django.setup()
 from django.core.management import call_command
 for name in names:
     call_command("migrate", database=name, verbosity=0)
-{example}
-sell(42)
+from dblock import db_lock, db_locks
 from dblock.models import Lock
-there = [name for name in names if Lock.objects.using(name).filter(lock_key="stock:42")]
-assert there == [PLACE("stock:42")] == list(PLACE.names("stock:42"))
+old, new = ["locks_a", "locks_b"], ["locks_a", "locks_c"]
+{example}
+    assert locks.fence == max(lock.fence for lock in locks)
+    assert [name for name in names if Lock.objects.using(name).filter(owner__isnull=False)] == sorted(both)
+assert shard_of("stock:42") in both and len(both) == 2
+assert not any(db_lock("stock:42", using=alias).locked() for alias in both)
 """
 
 
-@pytest.mark.parametrize(("name", "template"), [("growth", GROWTH), ("growth-django", GROWTH_DJANGO)])
-def test_several_databases(name: str, template: str, tmp_path: Path) -> None:
-    """Each key is in one of them."""
-    run(template.format(example=block("docs/growth.md", name)), tmp_path)
+def test_shards(tmp_path: Path) -> None:
+    """A key is in the database that the function says, and in two while the list changes."""
+    run(SHARDS.format(example=block("docs/clusters.md", "shards")), tmp_path)
 
 
 MAJORITY = """

@@ -41,7 +41,6 @@ from dblock.contrib import opentelemetry, prometheus
 from dblock.core.observing.events import Event, Kind
 from dblock.core.options import Given, Options
 from dblock.core.protocol.queue import proof
-from dblock.core.rendezvous import rendezvous
 from dblock.core.share_keys import end_key, reader_key, slot_key
 from dblock.core.statements import DIALECTS
 from dblock.core.tokens import Token, token_text, valid_sequencer, valid_token
@@ -89,7 +88,6 @@ def texts() -> dict[str, Any]:
     """The texts that another process, of another version perhaps, reads."""
     message = Message("stock:42", 7, FENCE, 2500, proof(7, FENCE, 2500, OWNER))
     header = Header("an-id", token_text(tokens()["lock"]), 2, 1_700_000_000.0, "2026-01-02T03:04:05+00:00")
-    places = rendezvous(["a", "b", "c"])
     return {
         "token": {name: token_text(token) for name, token in tokens().items()},
         "sequencer": {
@@ -105,7 +103,6 @@ def texts() -> dict[str, Any]:
         "channel": CHANNEL.pattern,
         "message": {"granted": message.text(), "poll": Message("stock:42", 7).text()},
         "header of a Celery message": header.into({}),
-        "database of a key": {key: places(key) for key in map(str, range(12))},
     }
 
 

@@ -95,10 +95,6 @@ class BaseLock:
     """What its key is used for."""
     _reading = 0
     """1: it is the lock of a reader."""
-    _at = ""
-    """The name by which all flows order its database, where a function from keys to databases has named it."""
-    _whole: Callable[[], BaseLock | None] | None = None
-    """Of a half of a lock over several databases: a weak reference to that."""
     _majority = ""
     """Of the lock on one database of a majority lock: the names of all its databases."""
     _stands_by = False
@@ -144,21 +140,6 @@ class BaseLock:
 
             raise must_not_enter(self, hold)
 
-    def _parts(self) -> list[Any]:
-        """The locks that it consists of, one for each of its databases."""
-        return [self]
-
-    def _is_open(self) -> bool:
-        """Whether a `with` of this very object is open."""
-        return bool(self._blocks)
-
-    def _known(self) -> BaseLock:
-        """The lock object that callers have."""
-        return (self._whole and self._whole()) or self
-
-    def _accept_token(self) -> None:
-        """Raise TypeError for a lock that no token can be entered through."""
-
     # -- what a face provides
 
     def _store(self) -> Store:
@@ -179,13 +160,13 @@ class BaseLock:
         return ""
 
     def _who_hears_of_loss(self, reason: Reason) -> list[Callable[[], object]]:
-        return [functools.partial(self.options.on_lost, self._known(), reason)] if self.options.on_lost else []
+        return [functools.partial(self.options.on_lost, self, reason)] if self.options.on_lost else []
 
     def _who_hears_of_risk(self) -> list[Callable[[], object]]:
-        return [functools.partial(self.options.on_at_risk, self._known())] if self.options.on_at_risk else []
+        return [functools.partial(self.options.on_at_risk, self)] if self.options.on_at_risk else []
 
     def _who_hears_of_revocation(self, words: str) -> list[Callable[[], object]]:
-        return [functools.partial(self.options.on_revoke, self._known(), words)] if self.options.on_revoke else []
+        return [functools.partial(self.options.on_revoke, self, words)] if self.options.on_revoke else []
 
     def _interrupt_body(self, hold: Hold) -> None:
         """Cancel the asyncio task that runs under the lock, with `interrupt=True`."""

@@ -215,7 +215,6 @@ def attach(lock: L, token: Token) -> Steps[L]:
     """Enter the tenure of a token, as a hold of this flow; raises LockLost if it is over."""
     if lock.options.on_busy != "raise":
         raise TypeError("on_busy is for decorators: attach() enters a tenure that exists")
-    lock._accept_token()
     steps, observers = _attach(lock, token), runtime.current.watchdog.observers
     return steps if observers is None else observers.attach(lock, steps, _release)
 
@@ -253,7 +252,6 @@ def adopt(lock: BaseLock, token: Token) -> Steps[bool]:
     False if another bearer is in it: for a token that may be delivered twice, and that one bearer uses at a time.
     Raises LockLost if the tenure is over.
     """
-    lock._accept_token()
     steps, observers = _adopt(lock, token), runtime.current.watchdog.observers
     return steps if observers is None else observers.attach(lock, steps, _release)
 

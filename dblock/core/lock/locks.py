@@ -118,11 +118,6 @@ class Attaching(Generic[L]):
         await leave(self._lock, error)
 
 
-def settled(lock: Any) -> Any:
-    """The lock on the text of its key, which is no decorator's (see `dblock.core.lock.by_key.ByKey`)."""
-    return getattr(lock, "_literal", lock)
-
-
 class SyncLock(BaseLock):
     """A lock whose methods block the calling thread."""
 

@@ -81,7 +81,6 @@ def guarded(lock: BaseLock, hold: Hold, pinned: Rows) -> Steps[None]:
 
 def check_sequencer(lock: BaseLock, sequencer: Sequencer) -> Steps[Sequencer]:
     """The sequencer, if the tenure that it names is alive; else raises LockLost."""
-    lock._accept_token()
     fence = sequencer.fence
     info = yield from tenures.inspect(lock._store().database, sequencer.key)
     if info is None or info.fence != fence or info.state != "held" or not info.owner:  # no owner during `min_hold`

@@ -48,11 +48,6 @@ def once(keys: Sequence[Any]) -> list[Any]:
     return list(dict.fromkeys(keys))
 
 
-def is_lock(given: object, kind: Any) -> bool:
-    """Whether it is a lock of that kind, or a decorator whose database is known at the call."""
-    return isinstance(given, kind) or hasattr(type(given), "_literal")
-
-
 class _Busy(Exception):
     """One of the locks was not free in time."""
 
@@ -148,9 +143,9 @@ class BaseLocks:
     def _in_order(self) -> list[Any]:
         """Each lock once, in the order in which all flows take them; of a reader's and a writer's the writer's."""
         found = dict[object, tuple[tuple[str, str, str], int, Any]]()
-        for number, lock in enumerate(part for member in self._members for part in member._parts()):
+        for number, lock in enumerate(self._members):
             store = lock._store()
-            place = lock._at or str(store.location or store.name), repr(store.database.dialect.tables), lock.key
+            place = str(store.location or store.name), repr(store.database.dialect.tables), lock.key
             # Each permit is its own, and two kinds of one key are an error, which taking the second one raises.
             what = lock if lock._flow else (store, lock.key, lock._kind)
             known = found.setdefault(what, (place, number, lock))
@@ -201,20 +196,10 @@ class BaseLocks:
             loss = yield from tenures.why_lost(first._store().database, tenure)
             raise locks[tenure.key]._lost_tenure(tenure.fence, loss)
 
-    def _open(self) -> list[tuple[Any, Steps[None]]]:
-        """Called once all are taken: raises LockLost if one was lost meanwhile.
-
-        Returns the halves of moving keys whose fence is lower than that of their twin, with the steps that raise it.
-        """
-        held = [(lock, lock._surely_held().tenure.fence) for lock in self._in_order()]
-        halves = [(lock, fence) for lock, fence in held if lock._whole is not None]
-        if not halves:
-            return []
-        from dblock.core.lock.by_key import raise_fence  # noqa: PLC0415 - only for keys that move
-
-        highest = {lock.key: fence for lock, fence in sorted(halves, key=lambda half: half[1])}
-        lower = [(lock, highest[lock.key]) for lock, fence in halves if fence < highest[lock.key]]
-        return [(lock, raise_fence(lock, fence)) for lock, fence in lower]
+    def _open(self) -> None:
+        """Called once all are taken: raises LockLost if one was lost meanwhile."""
+        for lock in self._in_order():
+            _ = lock._surely_held()
 
     def _entered(self) -> Entered:
         """What this flow has entered through these locks."""
@@ -267,8 +252,7 @@ class SyncLocks(BaseLocks):
                 if not isinstance(lock._drive(entering.acquire(lock, left, granted=granted.get(lock))), Hold):
                     raise _Busy  # noqa: TRY301 - what was taken is released below
                 _ = granted.pop(lock, None)
-            for lock, steps in self._open():
-                lock._drive(steps)
+            self._open()
         except BaseException as error:
             self._first._drive(self._give_back(granted))
             self._leave(self._since(before), leaving.leave_entry, error)
@@ -323,8 +307,7 @@ class SyncLocks(BaseLocks):
             for lock, left in self._in_turn(self._timeout):
                 lock._drive(entering.enter_block(lock, left, granted.get(lock)))
                 _ = granted.pop(lock, None)
-            for lock, steps in self._open():
-                lock._drive(steps)
+            self._open()
             self._begun(before)
         except BaseException as error:
             self._first._drive(self._give_back(granted))
@@ -376,8 +359,7 @@ class AsyncLocks(BaseLocks):
                 if not isinstance(await lock._adrive(entering.acquire(lock, left, granted=granted.get(lock))), Hold):
                     raise _Busy  # noqa: TRY301 - what was taken is released below
                 _ = granted.pop(lock, None)
-            for lock, steps in self._open():
-                await lock._adrive(steps)
+            self._open()
         except BaseException as error:
             await self._first._adrive(self._give_back(granted), undisturbed=True)
             await _aleave(self, self._since(before), leaving.leave_entry, error)
@@ -441,8 +423,7 @@ async def enter(several: BaseLocks) -> None:
             _ = granted.pop(lock, None)
             if lock.options.interrupt:
                 lock._surely_held().cancelling = current_task().cancelling()
-        for lock, steps in several._open():
-            await lock._adrive(steps)
+        several._open()
         several._begun(before)
     except BaseException as error:
         await several._first._adrive(several._give_back(granted), undisturbed=True)
