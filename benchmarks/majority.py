@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 from sqlalchemy import create_engine, text
 
-from dblock.core.protocol import quorum
 from dblock.core.protocol.drive import drive
+from dblock.majority import protocol
 from sqlalchemy_dblock import create_tables, db_lock, db_quorum_lock
 from tests.support.servers import PostgreSQL, free_port, running
 
@@ -121,7 +121,7 @@ def _ours(opened: ExitStack) -> tuple[Make, list[Any]]:
     for engine in engines:
         create_tables(engine)
         store = db_lock(engine, "any")._store()
-        _ = drive(quorum.standing(store.database, 30, store.database.now() + 5), store)
+        _ = drive(protocol.standing(store.database, 30, store.database.now() + 5), store)
         with engine.begin() as connection:  # as if it had been there for long
             connection.execute(text("UPDATE locks SET acquired_at = '2000-01-01'"))
         _ = opened.callback(engine.dispose)

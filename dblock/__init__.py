@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from dblock.core.lock.leading import Term
     from dblock.core.observing.events import Event, Kind
     from dblock.core.observing.observers import observe
-    from dblock.core.protocol.quorum import QuorumUnavailable
     from dblock.core.tokens import Sequencer
     from dblock.core.values import LockInfo
     from dblock.fences import FencedModel, afenced_update, fenced_update
     from dblock.leaders import Leader, db_leader
     from dblock.locks import Lock, acheck_sequencer, areap, arelease_all, check_sequencer, db_lock, reap, release_all
+    from dblock.majority.protocol import QuorumUnavailable
     from dblock.quorum import QuorumLock, db_quorum_lock
     from dblock.rwlocks import ReadLock, ReadWriteLock, WriteLock, db_rwlock
     from dblock.semaphores import Permit, Semaphore, db_semaphore
@@ -150,7 +150,7 @@ _HOMES = {
         "dblock.core.lock.leading": ("Term",),
         "dblock.core.observing.observers": ("observe",),
         "dblock.core.values": ("LockInfo",),
-        "dblock.core.protocol.quorum": ("QuorumUnavailable",),
+        "dblock.majority.protocol": ("QuorumUnavailable",),
         "dblock.core.tokens": ("Sequencer",),
         "dblock.signals": [name for name in __all__ if name.startswith("lock_")],
     }.items()

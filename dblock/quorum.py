@@ -9,9 +9,9 @@ from typing import Any, Self, TypeVar, Unpack
 
 from dblock import signals
 from dblock.core.errors import Reason
-from dblock.core.lock.quorum.locks import AsyncQuorumLock, SyncQuorumLock, enter
-from dblock.core.lock.quorum.options import Options
 from dblock.locks import Lock
+from dblock.majority.locks import AsyncQuorumLock, SyncQuorumLock, enter
+from dblock.majority.options import Options
 
 F = TypeVar("F", bound=Callable[..., Any])
 

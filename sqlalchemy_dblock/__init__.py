@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dblock.core.lock.leading import Term
     from dblock.core.observing.events import Event, Kind
     from dblock.core.observing.observers import observe
-    from dblock.core.protocol.quorum import QuorumUnavailable
+    from dblock.majority.protocol import QuorumUnavailable
     from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
     from sqlalchemy_dblock.leaders import AsyncLeader, Leader, db_leader
@@ -146,7 +146,7 @@ _HOMES = {
         "sqlalchemy_dblock.fences": ("FencedMixin", "fenced_update"),
         "dblock.core.observing.events": ("Event", "Kind"),
         "sqlalchemy_dblock.creating": ("create_tables",),
-        "dblock.core.protocol.quorum": ("QuorumUnavailable",),
+        "dblock.majority.protocol": ("QuorumUnavailable",),
         "dblock.core.observing.observers": ("observe",),
         "dblock.core.lock.leading": ("Term",),
     }.items()

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from sqlalchemy import Engine
 
-from dblock.core.lock.quorum import locks as core
-from dblock.core.lock.quorum.locks import SyncQuorumLock
-from dblock.core.lock.quorum.options import Options
+from dblock.majority import locks as core
+from dblock.majority.locks import SyncQuorumLock
+from dblock.majority.options import Options
 from sqlalchemy_dblock.face import AsyncLock, Lock, _sync_engine
 
 if TYPE_CHECKING:

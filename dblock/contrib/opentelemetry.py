@@ -19,6 +19,7 @@ from dblock.contrib.counting import Groups, Tenures, prefix
 from dblock.core import runtime
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe
+from dblock.majority import asking
 
 NAME = "dblock"
 TIMEOUT = "timeout"
@@ -113,7 +114,7 @@ class Metrics:
         )
         _ = meter.create_observable_gauge(
             "dblock.majority.missing",
-            [lambda _: self._read(runtime.current.missing().items())],
+            [lambda _: self._read(asking.missing().items())],
             "1",
             "Whether majority locks go without the database.",
         )

@@ -22,6 +22,7 @@ from dblock.core import runtime
 from dblock.core.errors import Reason
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe
+from dblock.majority import asking
 
 BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Seconds: from a take that nobody contends to a long job."""
@@ -128,7 +129,7 @@ class Metrics:
         for database, seconds in runtime.current.quarantines():
             closed.add_metric([database], seconds)
         missing = GaugeMetricFamily("dblock_majority_missing", MISSING, labels=["database"])
-        for database, is_missing in runtime.current.missing().items():
+        for database, is_missing in asking.missing().items():
             missing.add_metric([database], is_missing)
         return [closed, missing]
 

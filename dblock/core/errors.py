@@ -20,7 +20,7 @@
        |     |- StoreLocked                    or, in SQLite, the whole database
        |     '- PoolExhausted                  or because all connections of the lock are in use
        |- StoreUnanswered                      the connection broke: the statement may or may not have happened
-       '- QuorumUnavailable                    too few databases answer (`protocol.quorum`)
+       '- QuorumUnavailable                    too few databases answer (`dblock.majority`)
 
 Rule: every error keeps its facts as attributes and survives pickling, because Celery and multiprocessing carry
 exceptions between processes. Its message is one line that may be shown anywhere, whatever text of others is in it; the

@@ -35,7 +35,6 @@ from dblock.core.watchdog.watchdog import Watchdog, run_apart
 
 if TYPE_CHECKING:
     from dblock.core.acquire.listener import Listener
-    from dblock.core.protocol.asking import Asks
     from dblock.core.wakeup.local_socket import LocalSockets
 
 
@@ -57,8 +56,8 @@ class Runtime:
         self._lock = threading.RLock()  # a signal handler may take a lock
         self._sockets: LocalSockets | None = None
         self._sites: MutableMapping[Store, Site] = WeakKeyDictionary()
-        self.asks: Asks | None = None
-        """Made for the first majority lock."""
+        self.kept: dict[str, Any] = {}
+        """What packages outside the core keep of this process, by their names."""
 
     def quarantines(self) -> list[tuple[str, float]]:
         """The databases that this process uses, and for how many seconds their keys are closed, as last read."""
@@ -67,10 +66,6 @@ class Runtime:
             for store in list(self._sites)
             if store.database.dialect.epoch is not None
         ]
-
-    def missing(self) -> dict[str, bool]:
-        """The databases of this process's majority locks, and whether majorities go without them, as last heard."""
-        return {} if self.asks is None else self.asks.missing()
 
     def site(self, store: Store) -> Site:
         """What the flows of this process share of the store's database."""

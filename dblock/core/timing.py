@@ -77,10 +77,6 @@ class Timing(NamedTuple):
     slow_interval: float = 60.0
     """Between two log lines about slow waits for one key."""
 
-    # -- majorities
-    start_tolerance: float = 1.5
-    """Two readings of the same start of a server may differ by so much: MySQL and MariaDB tell it in whole seconds."""
-
     distance: float = 0.0
     """The round trip that these times are for, if the database is not near; measured, see `at`."""
 
@@ -140,16 +136,6 @@ class Timing(NamedTuple):
     def unresponsive_after(self) -> float:
         """A waiter that has missed two polls is passed over, and its place gets no more heartbeats."""
         return 3 * self.poll_notified
-
-    @property
-    def fence_lead(self) -> float:
-        """A proposed fence is so far ahead of the client's clock: longer than an attempt's two round trips."""
-        return 2.5 * self.farthest
-
-    @property
-    def shortest_quarantine(self) -> float:
-        """A server that starts twice within `start_tolerance` counts in between to nobody."""
-        return self.start_tolerance + 0.5
 
     def at(self, distance: float) -> Timing:
         """The times for a database whose round trip takes `distance` seconds, with room for each step's statements."""

@@ -25,16 +25,16 @@ from dblock.contrib import opentelemetry, prometheus
 from dblock.core import runtime
 from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockRevoked, LockTimeout, Reason
 from dblock.core.lock import administration
-from dblock.core.lock.quorum import base
-from dblock.core.lock.quorum.base import BaseQuorumLock
-from dblock.core.lock.quorum.held import Held, the_asks
-from dblock.core.lock.quorum.options import REFUSED
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import observe
-from dblock.core.protocol.asking import Ask
 from dblock.core.protocol.drive import drive
-from dblock.core.protocol.quorum import QuorumUnavailable
-from dblock.core.statements.quorum import SERVER
+from dblock.majority import base
+from dblock.majority.asking import Ask, the_asks
+from dblock.majority.base import BaseQuorumLock
+from dblock.majority.held import Held
+from dblock.majority.options import REFUSED
+from dblock.majority.protocol import QuorumUnavailable
+from dblock.majority.statements import SERVER
 from tests.conftest import ready, run
 from tests.support.lab import close_django, until
 from tests.support.majorities import THREE, close, count, engine, fences, holders, majority
@@ -59,7 +59,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     for database in THREE:
         ready(request, database)
     count(*THREE)
-    runtime.current.asks = None  # what another test has seen of the databases
+    runtime.current.kept.clear()  # what another test has seen of the databases
     variant, face = request.param
     actors = [
         Actor(Subject(variant, face, "postgresql", "asyncpg" if (variant, face) == FACES[3] else "")) for _ in "ab"

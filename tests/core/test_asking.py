@@ -13,11 +13,12 @@ import pytest
 
 from dblock.core import clock
 from dblock.core.errors import LockStoreError, StoreUnanswered
-from dblock.core.protocol import asking
-from dblock.core.protocol.asking import MOVES, Ask, Asks, Left, Stage
 from dblock.core.protocol.steps import Sleep, Steps, Wait, sleep, wait
 from dblock.core.wakeup.registry import Wakeup
 from dblock.core.worker import start
+from dblock.majority import asking
+from dblock.majority.asking import MOVES, Ask, Asks, Left, Stage
+from dblock.majority.held import _Growth
 from tests.conftest import timed
 from tests.support.lab import until
 
@@ -252,3 +253,15 @@ def test_a_silent_database_is_waited_for_until_the_time_is_up(asks: Asks) -> Non
         drive(asks.gather([waiting], 0.4, wakeup, silent_until=clock.now() + 0.05))
         assert (time.monotonic() - began >= 0.4) is prompt
         assert time.monotonic() - began >= 0.05
+
+
+def test_a_growth_that_fails_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    """The thread that watches deadlines asks for a majority's missing databases; others depend on it."""
+
+    def fail() -> None:
+        raise ValueError("the first")
+
+    held: Any = SimpleNamespace(key="k", grow=fail)
+    _Growth(held).cut()
+    assert "missing databases of 'k'" in caplog.text
+    assert "the first" in caplog.text

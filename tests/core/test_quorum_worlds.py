@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from dblock.core.protocol import quorum
-from dblock.core.protocol.quorum import Answer
+from dblock.majority import protocol
+from dblock.majority.protocol import Answer
 from tests.support.lab import LONG
 from tests.support.quorum_worlds import FAULTS, Rules, explore, held_unevenly
 
@@ -55,7 +55,7 @@ def test_writing_back_to_a_minority_is_not_enough(monkeypatch: pytest.MonkeyPatc
     def one_is_enough(confirmed: Mapping[int, Answer], _quorum: int, now: float, ttl: float) -> bool:
         return any(answer.until - now >= ttl / 2 for answer in confirmed.values())
 
-    monkeypatch.setattr(quorum, "is_good", one_is_enough)
+    monkeypatch.setattr(protocol, "is_good", one_is_enough)
     _found("did not grow|one fence", ("lost", "slow"))
 
 
@@ -66,7 +66,7 @@ def test_without_a_quarantine_two_have_a_majority() -> None:
 
 def test_trust_by_the_latest_answer_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explore(("pause", "wait"), 2, start=held_unevenly()).both > 5
-    monkeypatch.setattr(quorum, "trusted_until", lambda moments, _quorum: max(moments, default=float("-inf")))
+    monkeypatch.setattr(protocol, "trusted_until", lambda moments, _quorum: max(moments, default=float("-inf")))
     with pytest.raises(AssertionError, match="two have a majority"):
         _ = explore(("pause",), 1, start=held_unevenly())
 
@@ -76,12 +76,12 @@ def test_giving_back_only_what_was_granted_leaves_something_behind() -> None:
 
 
 def test_half_of_the_databases_are_no_majority(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quorum, "majority", lambda databases: databases // 2)
+    monkeypatch.setattr(protocol, "majority", lambda databases: databases // 2)
     _found("two have a majority|did not grow|one fence", ("slow",))
 
 
 def test_the_majority_of_so_many() -> None:
     """More than half, also of an even number."""
-    assert [quorum.majority(number) for number in range(1, 7)] == [1, 2, 2, 3, 3, 4]
-    assert quorum.trusted_until([3.0, 9.0, 5.0], 2) == 5.0
-    assert quorum.trusted_until([3.0], 2) == float("-inf")
+    assert [protocol.majority(number) for number in range(1, 7)] == [1, 2, 2, 3, 3, 4]
+    assert protocol.trusted_until([3.0, 9.0, 5.0], 2) == 5.0
+    assert protocol.trusted_until([3.0], 2) == float("-inf")

@@ -19,9 +19,7 @@ OF_OPTIONS = {
     ("values.py", "TTL_MIN"),
     ("validation.py", "TTL_MAX"),
     ("lock/leading.py", "TTL"),
-    ("lock/quorum/options.py", "ANSWER"),
     ("values.py", "QUARANTINE"),
-    ("protocol/quorum.py", "FAR"),
     ("values.py", "ASYNCHRONOUS_MAX"),
     ("values.py", "MARGIN"),
     ("values.py", "TTL"),
@@ -77,12 +75,11 @@ def test_times_that_do_not_fit_together_are_refused(times: dict[str, Any], what:
 
 def test_times_that_follow_from_others() -> None:
     """A place survives a failed heartbeat, a renewal has time for a second connection, and so on, whatever is set."""
-    for times in (Timing(), Timing(waiter_ttl=0.6, statement_timeout=1.0, poll_notified=7.0, start_tolerance=3.0)):
+    for times in (Timing(), Timing(waiter_ttl=0.6, statement_timeout=1.0, poll_notified=7.0)):
         assert 2 * times.heartbeat_interval <= times.waiter_ttl
         assert 2 * times.critical_timeout <= times.statement_timeout < times.surely_answered
         assert 2 * times.poll_notified < times.unresponsive_after
         assert times.poll_max <= times.poll_notified
-        assert times.start_tolerance < times.shortest_quarantine
         assert times.sqlite_busy <= times.single_try
         assert times.near < times.min_retry_time
 

@@ -25,8 +25,8 @@ from dblock.core.lock import administration
 from dblock.core.lock.administration import LINKS, EventInfo, truly_held
 from dblock.core.protocol.drive import drive
 from dblock.core.share_keys import end_key
-from dblock.core.statements.quorum import SERVER
 from dblock.core.values import SHARE, Identity
+from dblock.majority.statements import SERVER
 from dblock.models import Lock, LockEvent, Waiter
 from dblock.operating import inspector
 from dblock.operating.inspector import QUEUED

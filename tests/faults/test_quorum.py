@@ -23,11 +23,11 @@ import pytest
 from sqlalchemy import Engine, create_engine, text
 
 from dblock.core.errors import LockLost
-from dblock.core.lock.quorum.held import the_asks
-from dblock.core.protocol import quorum
 from dblock.core.protocol.drive import drive
-from dblock.core.protocol.quorum import QuorumUnavailable
-from dblock.core.statements.quorum import SERVER
+from dblock.majority import protocol
+from dblock.majority.asking import the_asks
+from dblock.majority.protocol import QuorumUnavailable
+from dblock.majority.statements import SERVER
 from sqlalchemy_dblock import create_tables, db_lock, db_quorum_lock
 from tests.conftest import INNODB
 from tests.support.lab import LONG, ROOT, until
@@ -104,7 +104,7 @@ def five(servers: list[Member]) -> Iterator[list[Engine]]:
         each.run("DELETE FROM locks")
         each.run("DELETE FROM lock_waiters")
         store = db_lock(each.direct, "any")._store()
-        _ = drive(quorum.standing(store.database, TTL, store.database.now() + 5), store)
+        _ = drive(protocol.standing(store.database, TTL, store.database.now() + 5), store)
         each.run(f"UPDATE locks SET acquired_at = '2000-01-01 00:00:00' WHERE lock_key = '{SERVER}'")
     yield [each.engine for each in servers]
     assert until(lambda: not the_asks().busy, 20)

@@ -25,7 +25,8 @@ def python(code: str) -> str:
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("dblock.core.lock.locks", ("django", "sqlalchemy", "celery", "psycopg", "asyncio")),
+        ("dblock.core.lock.locks", ("django", "sqlalchemy", "celery", "psycopg", "asyncio", "dblock.majority")),
+        ("dblock.majority.locks", ("django", "sqlalchemy", "celery", "psycopg", "asyncio")),
         ("dblock", ("django", "sqlalchemy", "celery", "asyncio")),
         ("dblock.cli", ("django", "sqlalchemy", "celery")),
         ("dblock.pytest_plugin", ("django", "sqlalchemy", "celery", "dblock.core")),
@@ -47,7 +48,7 @@ def test_the_core_runs_without_any_framework() -> None:
 import sys
 for name in ("django", "sqlalchemy", "celery", "asgiref", "psycopg"):
     sys.modules[name] = None
-import dblock, dblock.core.lock.locks, dblock.core.protocol.drive, dblock.cli
+import dblock, dblock.core.lock.locks, dblock.core.protocol.drive, dblock.majority.locks, dblock.cli
 print(dblock.LockTimeout.__mro__[1].__name__)
 """
     assert python(code) == "LockError"

@@ -6,9 +6,9 @@ import gc
 from collections.abc import Sequence
 from typing import Any
 
-from dblock.core.protocol import quorum
 from dblock.core.protocol.drive import drive
-from dblock.core.statements.quorum import SERVER
+from dblock.majority import protocol
+from dblock.majority.statements import SERVER
 from tests.conftest import ALIASES, DATABASES, INNODB, run
 from tests.support.subjects import Actor, Subject
 
@@ -23,7 +23,7 @@ def count(*databases: str) -> None:
     """Let databases count at once, as if they had been there for long."""
     for database in databases:
         store = _subject("sync", database).lock("any")._store()
-        _ = drive(quorum.standing(store.database, 1.0, store.database.now() + 5), store)
+        _ = drive(protocol.standing(store.database, 1.0, store.database.now() + 5), store)
         run(database, "UPDATE locks SET acquired_at = '2000-01-01 00:00:00' WHERE lock_key = :key", key=SERVER)
 
 

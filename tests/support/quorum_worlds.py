@@ -1,6 +1,6 @@
 """Small worlds of the majority lock: three databases, two clients, every order of statements, faults at every step.
 
-A client runs the real `quorum.attempt`; what the statements do is modelled. When it has a majority it renews once and
+A client runs the real `protocol.attempt`; what the statements do is modelled. When it has a majority it renews once and
 takes missing databases again, once, and then gives all back. A statement is executed and answered in one step; as
 faults it is executed unanswered, or its client waits no longer and it is executed any time later, or never. Time passes
 when nothing else can happen, or as a fault.
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dblock.core.protocol import quorum
-from dblock.core.protocol.quorum import Answer, Majority, Round, What
+from dblock.majority import protocol
+from dblock.majority.protocol import Answer, Majority, Round, What
 
 TTL = 8
 MARGIN = 1
@@ -165,7 +165,7 @@ def check(now: World) -> None:
     trusting = [
         number
         for number, client in enumerate(now.clients)
-        if client.stage == "held" and now.time < quorum.trusted_until(dict(client.trust).values(), 2)
+        if client.stage == "held" and now.time < protocol.trusted_until(dict(client.trust).values(), 2)
     ]
     assert len(trusting) < 2 or "clock" in now.faults, f"two have a majority: {now}"
 
@@ -224,7 +224,7 @@ def _open(now: World, number: int) -> list[Message]:
 
 def _begin(now: World, number: int, client: Client, rules: Rules) -> World:
     """Begin the next round of a client, or end its attempt."""
-    attempt = quorum.attempt(DATABASES, TTL)
+    attempt = protocol.attempt(DATABASES, TTL)
     asked: Round | None = next(attempt)
     majority: Majority | None = None
     try:
@@ -328,7 +328,7 @@ def _close(now: World, number: int, rules: Rules) -> World:
             gone = frozenset(each._replace(round=-2) for each in stale)
             now = now._replace(messages=(now.messages - stale) | gone)
         return _begin(now, number, client, rules)
-    good = now.time < quorum.trusted_until(dict(client.trust).values(), 2)
+    good = now.time < protocol.trusted_until(dict(client.trust).values(), 2)
     trust = dict(client.trust) if good else {}
     for place, answer in client.got if good else ():  # trust that has ended does not begin again
         if place not in trust or now.time < trust[place]:

@@ -3,7 +3,7 @@
 A statement that is not answered in time has its connection cut, so that the driver's call that waits for the answer
 ends with an error. One thread does so for the whole process, event loops included. A statement that is answered in time
 costs a dictionary entry: the thread sleeps until the earliest known deadline, and is woken only for an earlier one.
-The same thread makes other short calls that are due at a time.
+What is due need not be a connection: `cut` may be any short call that neither waits nor runs code of the application.
 
 Rule: the side that removes the entry, the thread or the statement, decides the outcome. A connection that was cut is
 never used again.
@@ -11,11 +11,9 @@ never used again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from dblock.core import clock, timing
-from dblock.core.log import warn
 from dblock.core.worker import Worker
 
 
@@ -28,21 +26,6 @@ class Cuttable(Protocol):
     def cut(self) -> None:
         """End the call that waits for an answer on it."""
         ...
-
-
-class _Call:
-    """A call at a time, in place of a connection."""
-
-    shutdown_fd = 0
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
-
-    def cut(self) -> None:
-        try:
-            _ = self._call()
-        except Exception as error:  # noqa: BLE001 - others depend on this thread
-            warn("a call that was due failed: %r", error)
 
 
 class Deadlines(Worker):
@@ -65,10 +48,6 @@ class Deadlines(Worker):
         """Remove the deadline, as the statement has ended; False if the connection was cut."""
         with self._lock:
             return connection.shutdown_fd < 0 or self._due.pop(connection, None) is not None
-
-    def later(self, moment: float, call: Callable[[], object]) -> None:
-        """Make a call at that local time, which neither waits nor runs code of the application."""
-        self.arm(_Call(call), moment)
 
     def round(self) -> float:
         now = clock.now()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, Self, TypeVar
 
 from dblock.core.errors import LockError, LockLost, LockNotHeld, LockTimeout
 from dblock.core.holding.flow import Hold, current_task
@@ -18,9 +18,6 @@ from dblock.core.protocol.steps import Steps
 from dblock.core.runtime import current_flow
 from dblock.core.validation import acquire_timeout, valid_ttl
 from dblock.core.values import LockInfo, Seconds
-
-if TYPE_CHECKING:
-    from dblock.core.lock.quorum.held import Held
 
 T = TypeVar("T")
 B = TypeVar("B", bound=tuple[Any, ...])
@@ -42,7 +39,16 @@ def gives_way(late: LockError, error: BaseException | None) -> bool:
     return True
 
 
-def was_ours(hold: Hold | Held, error: BaseException | None) -> bool:
+class Interruptible(Protocol):
+    """What is held under a body that `interrupt=True` cancels."""
+
+    interrupted: bool
+    """Whether its loss has cancelled the body."""
+    cancelling: int
+    """How often the task was being cancelled when the body began."""
+
+
+def was_ours(hold: Interruptible, error: BaseException | None) -> bool:
     """Whether only the loss of the lock cancelled the body; withdraws that request, as asyncio.timeout does."""
     if not hold.interrupted:
         return False

@@ -18,27 +18,34 @@ from dblock.core import clock, runtime
 from dblock.core.errors import LockLost, LockStoreError, Reason
 from dblock.core.holding.flow import Flow, Hold
 from dblock.core.lock.base import BaseLock
-from dblock.core.lock.quorum import member
-from dblock.core.lock.quorum.member import No, Part, listed, nothing, short
 from dblock.core.log import deliver, warn
 from dblock.core.observing.events import Kind
-from dblock.core.protocol import quorum
-from dblock.core.protocol.asking import Ask, Asks
-from dblock.core.protocol.quorum import QuorumUnavailable
 from dblock.core.protocol.steps import Steps
 from dblock.core.values import State
 from dblock.core.wakeup.registry import Wakeup
+from dblock.majority import member, protocol
+from dblock.majority.asking import Ask, the_asks
+from dblock.majority.member import No, Part, listed, nothing, short
+from dblock.majority.protocol import QuorumUnavailable
 
 if TYPE_CHECKING:
-    from dblock.core.lock.quorum.base import BaseQuorumLock
+    from dblock.majority.base import BaseQuorumLock
 
 
-def the_asks() -> Asks:
-    """The asks of this process."""
-    found = runtime.current.asks
-    if found is None:
-        found = runtime.current.asks = Asks()
-    return found
+class _Growth:
+    """A moment at which missing databases are asked again; among the deadlines of the process, as a connection is."""
+
+    shutdown_fd = 0
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+
+    def cut(self) -> None:
+        """The moment has come."""
+        try:
+            self._held.grow()
+        except Exception as error:  # noqa: BLE001 - others depend on this thread
+            warn("could not ask the missing databases of %r: %r", self._held.key, error)
 
 
 class Held:
@@ -88,7 +95,7 @@ class Held:
             if self.loss is not None or self.over:
                 return 0.0
             moments = (part.hold.lease.trusted_until for part in self.parts.values())
-            left = quorum.trusted_until(moments, self.quorum) - clock.now()
+            left = protocol.trusted_until(moments, self.quorum) - clock.now()
             if left <= 0:
                 self.lose()
             return max(left, 0.0)
@@ -204,9 +211,10 @@ class Held:
             return
         self._growing = True
         wait = self.ttl / 3 if seconds is None else seconds
-        runtime.current.deadlines.later(clock.now() + wait, self._grow)
+        runtime.current.deadlines.arm(_Growth(self), clock.now() + wait)
 
-    def _grow(self) -> None:
+    def grow(self) -> None:
+        """Ask the missing databases, without waiting for their answers; and again later."""
         self._growing = False
         if not self._is_live() or not self._missing():
             return

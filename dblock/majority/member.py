@@ -29,10 +29,11 @@ from dblock.core.lock import entering, leaving, operations
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.entering import Granted
 from dblock.core.lock.failures import quarantined
-from dblock.core.protocol import quorum, tenures
-from dblock.core.protocol.asking import Asks
+from dblock.core.protocol import tenures
 from dblock.core.protocol.steps import Rows, Steps
 from dblock.core.values import Grant, LockInfo
+from dblock.majority import protocol
+from dblock.majority.asking import Asks
 
 if TYPE_CHECKING:
     from dblock.core.protocol.sending import Database
@@ -57,7 +58,7 @@ class Part(NamedTuple):
 
 
 def take(lock: BaseLock, timeout: float | None, proposed: int = 0) -> Steps[Grant | No]:
-    """Take the key in one database, if that counts (`quorum.standing`); with the proposed fence if it is free."""
+    """Take the key in one database, if that counts (`protocol.standing`); with the proposed fence if it is free."""
     store = lock._store()
     database = store.database
     said: Rows = ()
@@ -71,7 +72,7 @@ def take(lock: BaseLock, timeout: float | None, proposed: int = 0) -> Steps[Gran
         closed = yield from quarantined(lock, found)
         return No(closed) if closed else _refused(found, store)
     try:
-        left = yield from quorum.standing(database, lock._ttl, _soon(database), said)
+        left = yield from protocol.standing(database, lock._ttl, _soon(database), said)
     except GeneratorExit:
         raise
     except BaseException:
@@ -89,7 +90,7 @@ def _take_at_once(lock: BaseLock, proposed: int) -> Steps[tuple[Grant | None, Ro
     request = entering.request_of(lock, store, flow, lock._ttl)
     owner = request.new_owner()
     try:
-        found = yield from quorum.take(store.database, request.parameters(owner), proposed, _soon(store.database))
+        found = yield from protocol.take(store.database, request.parameters(owner), proposed, _soon(store.database))
     except StoreConflict:
         return None, ()
     except GeneratorExit:
@@ -131,7 +132,7 @@ def _refused(refused: Refused, store: Store) -> No:
 def confirm(lock: BaseLock, grant: Grant, fence: int, until: float) -> Steps[Grant | None]:
     """Confirm a tenure; one that is not known to be confirmed is given back."""
     try:
-        return (yield from quorum.confirm(lock._store().database, grant, fence, lock._ttl, until))
+        return (yield from protocol.confirm(lock._store().database, grant, fence, lock._ttl, until))
     except GeneratorExit:
         raise
     except BaseException:
@@ -179,7 +180,7 @@ def _leave_quietly(part: Part) -> Steps[None]:
 def extend(part: Part, ttl: float) -> Steps[bool]:
     """Let the lease in one database end `ttl` seconds from now; False if it was lost."""
     database = part.hold.store.database
-    _ = yield from quorum.standing(database, ttl, _soon(database))  # the longest in use
+    _ = yield from protocol.standing(database, ttl, _soon(database))  # the longest in use
     try:
         yield from operations.extend(part.lock, ttl)
     except (LockLost, LockNotHeld):

@@ -17,19 +17,18 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from dblock.core import clock, runtime, timing
 from dblock.core.errors import LockError, LockStoreError, LockTimeout, StoreBusy
 from dblock.core.holding.flow import Flow
-from dblock.core.lock.quorum import member
-from dblock.core.lock.quorum.held import Held, the_asks
-from dblock.core.lock.quorum.member import No, Part, listed, nothing, short
 from dblock.core.observing.events import Kind
-from dblock.core.protocol import quorum
-from dblock.core.protocol.asking import Ask
-from dblock.core.protocol.quorum import Answer, Majority, QuorumUnavailable, Round, What
 from dblock.core.protocol.steps import Steps, sleep
 from dblock.core.values import Grant, LockInfo
 from dblock.core.wakeup.registry import Wakeup
+from dblock.majority import member, protocol
+from dblock.majority.asking import Ask, the_asks
+from dblock.majority.held import Held
+from dblock.majority.member import No, Part, listed, nothing, short
+from dblock.majority.protocol import Answer, Majority, QuorumUnavailable, Round, What
 
 if TYPE_CHECKING:
-    from dblock.core.lock.quorum.base import BaseQuorumLock
+    from dblock.majority.base import BaseQuorumLock
 
 T = TypeVar("T")
 
@@ -96,7 +95,7 @@ class Attempts:
         self.granted, self.confirmed, self.busy = {}, {}, False
         held: Held | None = None
         try:
-            got = yield from self._rounds(quorum.propose())
+            got = yield from self._rounds(protocol.propose())
             if got is None:
                 yield from self._give_all_back()
                 return None
@@ -129,7 +128,7 @@ class Attempts:
         self._give_back_in_background(held)
 
     def _rounds(self, proposed: int) -> Steps[Majority | None]:
-        attempt = quorum.attempt(len(self.locks), self.lock._ttl)
+        attempt = protocol.attempt(len(self.locks), self.lock._ttl)
         asked = next(attempt)
         while True:
             match asked.what:

@@ -38,7 +38,7 @@ from x's clock, as after any deletion of a row.)
 A permit or a share could not be had so: of the clients A and B, B and C, A and C on three databases each has a
 majority of two with room for two, and all three are in.
 
-Rule: nothing here runs a statement on more than one database; a driver (`dblock.core.lock.quorum`, or a test) does the
+Rule: nothing here runs a statement on more than one database; a driver (`dblock.majority`, or a test) does the
 rounds, and answers with what it got until it gave up waiting.
 """
 
@@ -54,8 +54,17 @@ from dblock.core.errors import LockStoreError
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Parameters, Rows, Steps
 from dblock.core.protocol.tenures import tenure_of
-from dblock.core.statements.quorum import QUORUM, SERVER
 from dblock.core.values import Grant
+from dblock.majority.statements import QUORUM, SERVER
+
+START_TOLERANCE: Final = 1.5
+"""Two readings of the same start of a server may differ by so many seconds: MySQL and MariaDB tell it in whole ones."""
+SHORTEST_QUARANTINE: Final = START_TOLERANCE + 0.5
+"""Seconds: a server that starts twice within `START_TOLERANCE` counts in between to nobody."""
+FENCE_LEAD: Final = 2.5 * timing.DEFAULT.farthest
+"""A proposed fence is so many seconds ahead of the client's clock: longer than an attempt's two round trips."""
+FAR: Final = 3e9
+"""Seconds after which the row of the server counts as expired: it is not reaped."""
 
 
 class QuorumUnavailable(LockStoreError):
@@ -181,16 +190,12 @@ class Server(NamedTuple):
     def is_known(self) -> bool:
         """Whether it is the server that was recorded, and has not started again."""
         identity, _, started = self.known.rpartition(" ")
-        return (
-            bool(started)
-            and identity == self.identity
-            and abs(float(started) - self.started) <= timing.DEFAULT.start_tolerance
-        )
+        return bool(started) and identity == self.identity and abs(float(started) - self.started) <= START_TOLERANCE
 
 
 def propose() -> int:
     """A number for the takes of one attempt, which is a little ahead of the clocks of the databases."""
-    return int((time.time() + timing.DEFAULT.fence_lead) * 1e6)
+    return int((time.time() + FENCE_LEAD) * 1e6)
 
 
 def take(database: Database, request: Parameters, proposed: int, until: float) -> Steps[tuple[Grant, Rows] | None]:
@@ -224,11 +229,7 @@ def standing(database: Database, life: float, until: float, said: Rows = ()) -> 
     if not server.is_known:
         recorded: Parameters = {**known, "label": f"{server.identity} {server.started:.6f}", "far": FAR}
         _ = yield from send(database, statements.record.over(tables, quote), recorded, until, resend=True)
-        return max(life, timing.DEFAULT.shortest_quarantine)
+        return max(life, SHORTEST_QUARANTINE)
     if server.longest < life:
         _ = yield from send(database, statements.lengthen.over(tables, quote), known, until, resend=True)
-    return max(max(server.longest, life, timing.DEFAULT.shortest_quarantine) - server.age, 0.0)
-
-
-FAR: Final = 3e9
-"""Seconds after which the row of the server counts as expired: it is not reaped."""
+    return max(max(server.longest, life, SHORTEST_QUARANTINE) - server.age, 0.0)

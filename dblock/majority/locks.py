@@ -12,10 +12,10 @@ from dblock.core.holding.flow import current_task
 from dblock.core.lock.ignored import warn_if_ignored
 from dblock.core.lock.key_template import adecorated, decorated
 from dblock.core.lock.locks import Timeout, gives_way, innermost, refuse_interrupt, was_ours
-from dblock.core.lock.quorum.base import BaseQuorumLock
 from dblock.core.protocol.steps import Steps
 from dblock.core.validation import acquire_timeout
 from dblock.core.values import LockInfo, Seconds
+from dblock.majority.base import BaseQuorumLock
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

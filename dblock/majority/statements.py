@@ -1,4 +1,4 @@
-"""The statements of the majority lock (`dblock.core.protocol.quorum`), which few applications need."""
+"""The statements of the majority lock (`dblock.majority.protocol`), which few applications need."""
 
 from __future__ import annotations
 

@@ -20,20 +20,20 @@ from dblock.core.holding.flow import Flow
 from dblock.core.lock.base import BaseLock
 from dblock.core.lock.key_template import Template, or_skip
 from dblock.core.lock.locks import innermost
-from dblock.core.lock.quorum import member
-from dblock.core.lock.quorum.attempts import Attempts
-from dblock.core.lock.quorum.held import Held, the_asks
-from dblock.core.lock.quorum.member import nothing
-from dblock.core.lock.quorum.options import ANSWER, OF_ROWS, REFUSED, Options
 from dblock.core.observing.events import Event, Kind
-from dblock.core.protocol import quorum
-from dblock.core.protocol.asking import Ask
-from dblock.core.protocol.quorum import QuorumUnavailable
 from dblock.core.protocol.steps import Steps
 from dblock.core.runtime import current_flow
+from dblock.core.spelling import unknown_options
 from dblock.core.validation import valid_ttl
 from dblock.core.values import LockInfo, Seconds, State
 from dblock.core.wakeup.registry import Wakeup
+from dblock.majority import member, protocol
+from dblock.majority.asking import Ask, the_asks
+from dblock.majority.attempts import Attempts
+from dblock.majority.held import Held
+from dblock.majority.member import nothing
+from dblock.majority.options import ANSWER, OF_ROWS, REFUSED, Options
+from dblock.majority.protocol import QuorumUnavailable
 
 if TYPE_CHECKING:
     from dblock.core.protocol.store import Store
@@ -58,8 +58,6 @@ class BaseQuorumLock:
         if refused := next((name for name in options if name in REFUSED), None):
             raise TypeError(f"{refused} is not for majority locks: {REFUSED[refused]}")
         if unknown := options.keys() - Options.__annotations__.keys():
-            from dblock.core.spelling import unknown_options  # noqa: PLC0415 - only for the error
-
             raise unknown_options(sorted(unknown), Options.__annotations__, "db_quorum_lock")
         if not make:
             raise TypeError("a majority lock needs databases")
@@ -201,7 +199,7 @@ class BaseQuorumLock:
 
     @property
     def _quorum(self) -> int:
-        return quorum.majority(len(self._members))
+        return protocol.majority(len(self._members))
 
     @property
     def _ttl(self) -> float:

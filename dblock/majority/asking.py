@@ -19,7 +19,7 @@ from enum import Enum
 from typing import Any, Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from dblock.core import clock, timing
+from dblock.core import clock, runtime, timing
 from dblock.core.errors import LockError, LockStoreError, StoreBusy
 from dblock.core.log import warn
 from dblock.core.protocol.drive import adrive, drive, plain_task
@@ -327,6 +327,18 @@ class Asks:
                 return None
             self._working += 1
             return self._jobs.popleft()
+
+
+def the_asks() -> Asks:
+    """The asks of this process."""
+    kept = runtime.current.kept
+    found: Asks = kept.get(__name__) or kept.setdefault(__name__, Asks())
+    return found
+
+
+def missing() -> dict[str, bool]:
+    """The databases of this process's majority locks, and whether majorities go without them, as last heard."""
+    return the_asks().missing()
 
 
 async def _logged(work: Any) -> None:
