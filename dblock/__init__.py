@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         LockUpgradeRefused,
         PermitNotHeld,
         PoolExhausted,
-        Reason,
         StaleSnapshot,
         StoreBusy,
         StoreConflict,
@@ -36,18 +35,16 @@ if TYPE_CHECKING:
         UnsupportedDatabase,
         WrongKind,
     )
-    from dblock.core.lock.leading import Term
-    from dblock.core.observing.events import Event, Kind
     from dblock.core.observing.observers import observe
     from dblock.core.tokens import Sequencer
     from dblock.core.values import LockInfo
     from dblock.fences import FencedModel, afenced_update, fenced_update
-    from dblock.leaders import Leader, db_leader
+    from dblock.leaders import db_leader
     from dblock.locks import Lock, acheck_sequencer, areap, arelease_all, check_sequencer, db_lock, reap, release_all
     from dblock.majority.protocol import QuorumUnavailable
     from dblock.quorum import QuorumLock, db_quorum_lock
-    from dblock.rwlocks import ReadLock, ReadWriteLock, WriteLock, db_rwlock
-    from dblock.semaphores import Permit, Semaphore, db_semaphore
+    from dblock.rwlocks import ReadLock, WriteLock, db_rwlock
+    from dblock.semaphores import Permit, db_semaphore
     from dblock.several import Locks, db_locks
     from dblock.signals import (
         lock_acquired,
@@ -63,12 +60,9 @@ if TYPE_CHECKING:
 __version__ = "1.0.0"
 
 __all__ = [
-    "Event",
     "FencedModel",
     "InvalidKey",
     "InvalidToken",
-    "Kind",
-    "Leader",
     "Lock",
     "LockDeadlock",
     "LockError",
@@ -87,9 +81,6 @@ __all__ = [
     "QuorumLock",
     "QuorumUnavailable",
     "ReadLock",
-    "ReadWriteLock",
-    "Reason",
-    "Semaphore",
     "Sequencer",
     "StaleSnapshot",
     "StoreBusy",
@@ -98,7 +89,6 @@ __all__ = [
     "StoreReadOnly",
     "StoreUnanswered",
     "SynchronousOnlyOperation",
-    "Term",
     "UnsupportedDatabase",
     "WriteLock",
     "WrongKind",
@@ -140,14 +130,12 @@ _HOMES = {
             "reap",
             "release_all",
         ),
-        "dblock.leaders": ("Leader", "db_leader"),
+        "dblock.leaders": ("db_leader",),
         "dblock.several": ("Locks", "db_locks"),
         "dblock.quorum": ("QuorumLock", "db_quorum_lock"),
-        "dblock.rwlocks": ("ReadLock", "ReadWriteLock", "WriteLock", "db_rwlock"),
-        "dblock.semaphores": ("Permit", "Semaphore", "db_semaphore"),
+        "dblock.rwlocks": ("ReadLock", "WriteLock", "db_rwlock"),
+        "dblock.semaphores": ("Permit", "db_semaphore"),
         "dblock.fences": ("FencedModel", "afenced_update", "fenced_update"),
-        "dblock.core.observing.events": ("Event", "Kind"),
-        "dblock.core.lock.leading": ("Term",),
         "dblock.core.observing.observers": ("observe",),
         "dblock.core.values": ("LockInfo",),
         "dblock.majority.protocol": ("QuorumUnavailable",),

@@ -132,7 +132,9 @@ class FunctionWithOptions(SphinxDirective):
             default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
             told.append(f"{star}{parameter.name}: {_readable(parameter.annotation)}{default}")
             told += ["/"] if kind is parameter.POSITIONAL_ONLY else []
-        return f"({', '.join(told)}) -> {_readable(signature.return_annotation)}"
+        returned = _readable(signature.return_annotation)
+        returned = re.sub(r"\b(Async)?(ReadWriteLock|Semaphore|Leader)\b", rf"~{call.__module__}.\g<0>", returned)
+        return f"({', '.join(told)}) -> {returned}"
 
     def _options(self, options: Any) -> list[str]:
         defaults = DEFAULTS | (OF_LEADERS if "on_elected" in options.__annotations__ else {})
@@ -172,6 +174,14 @@ ELSEWHERE: Final = re.compile(
 variables. Any other name that leads nowhere is an error."""
 
 
+NOT_AT_THE_ROOT: Final = (
+    "dblock.core.errors",
+    "dblock.core.lock.leading",
+    "dblock.core.observing.events",
+)
+"""Modules of what both faces have and neither package exports."""
+
+
 def find_public(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> nodes.Element | None:
     """Follow a name to where it is public: `dblock.core.errors.LockLost` is documented as `dblock.LockLost`."""
     if node["refdomain"] != "py":
@@ -180,7 +190,7 @@ def find_public(app: Sphinx, env: BuildEnvironment, node: pending_xref, content:
     known = env.domains.python_domain.objects
     name = target.rpartition(".")[2]
     name = "db_lock" if name == "Options" else name  # whose signature lists them
-    for module in (node.get("py:module"), "dblock", "sqlalchemy_dblock"):
+    for module in (node.get("py:module"), "dblock", "sqlalchemy_dblock", *NOT_AT_THE_ROOT):
         if (found := known.get(f"{module}.{name}")) is not None:
             return make_refnode(app.builder, node["refdoc"], found.docname, found.node_id, content)
     return content if ELSEWHERE.match(target) else None

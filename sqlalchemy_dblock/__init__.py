@@ -22,7 +22,6 @@ from dblock.core.errors import (
     LockUpgradeRefused,
     PermitNotHeld,
     PoolExhausted,
-    Reason,
     StaleSnapshot,
     StoreBusy,
     StoreConflict,
@@ -38,41 +37,33 @@ from dblock.core.values import LockInfo
 from sqlalchemy_dblock.face import AsyncLock, Lock, attach, check_sequencer, db_lock, reap, release_all
 
 if TYPE_CHECKING:
-    from dblock.core.lock.leading import Term
-    from dblock.core.observing.events import Event, Kind
     from dblock.core.observing.observers import observe
     from dblock.majority.protocol import QuorumUnavailable
     from sqlalchemy_dblock.creating import create_tables
     from sqlalchemy_dblock.fences import FencedMixin, fenced_update
-    from sqlalchemy_dblock.leaders import AsyncLeader, Leader, db_leader
+    from sqlalchemy_dblock.leaders import db_leader
     from sqlalchemy_dblock.quorum import AsyncQuorumLock, QuorumLock, db_quorum_lock
     from sqlalchemy_dblock.rwlocks import (
         AsyncReadLock,
         AsyncWriteLock,
         ReadLock,
-        ReadWriteLock,
         WriteLock,
         db_rwlock,
     )
-    from sqlalchemy_dblock.semaphores import AsyncPermit, AsyncSemaphore, Permit, Semaphore, db_semaphore
+    from sqlalchemy_dblock.semaphores import AsyncPermit, Permit, db_semaphore
     from sqlalchemy_dblock.several import AsyncLocks, Locks, db_locks
     from sqlalchemy_dblock.table import lock_events, lock_waiters, locks, metadata, metadata_for
 
 __all__ = [
-    "AsyncLeader",
     "AsyncLock",
     "AsyncLocks",
     "AsyncPermit",
     "AsyncQuorumLock",
     "AsyncReadLock",
-    "AsyncSemaphore",
     "AsyncWriteLock",
-    "Event",
     "FencedMixin",
     "InvalidKey",
     "InvalidToken",
-    "Kind",
-    "Leader",
     "Lock",
     "LockDeadlock",
     "LockError",
@@ -91,9 +82,6 @@ __all__ = [
     "QuorumLock",
     "QuorumUnavailable",
     "ReadLock",
-    "ReadWriteLock",
-    "Reason",
-    "Semaphore",
     "Sequencer",
     "StaleSnapshot",
     "StoreBusy",
@@ -102,7 +90,6 @@ __all__ = [
     "StoreReadOnly",
     "StoreUnanswered",
     "SynchronousOnlyOperation",
-    "Term",
     "UnsupportedDatabase",
     "WriteLock",
     "WrongKind",
@@ -131,24 +118,21 @@ _HOMES = {
     name: home
     for home, names in {
         "sqlalchemy_dblock.table": ("lock_events", "lock_waiters", "locks", "metadata", "metadata_for"),
-        "sqlalchemy_dblock.leaders": ("AsyncLeader", "Leader", "db_leader"),
+        "sqlalchemy_dblock.leaders": ("db_leader",),
         "sqlalchemy_dblock.several": ("AsyncLocks", "Locks", "db_locks"),
         "sqlalchemy_dblock.quorum": ("AsyncQuorumLock", "QuorumLock", "db_quorum_lock"),
         "sqlalchemy_dblock.rwlocks": (
             "AsyncReadLock",
             "AsyncWriteLock",
             "ReadLock",
-            "ReadWriteLock",
             "WriteLock",
             "db_rwlock",
         ),
-        "sqlalchemy_dblock.semaphores": ("AsyncPermit", "AsyncSemaphore", "Permit", "Semaphore", "db_semaphore"),
+        "sqlalchemy_dblock.semaphores": ("AsyncPermit", "Permit", "db_semaphore"),
         "sqlalchemy_dblock.fences": ("FencedMixin", "fenced_update"),
-        "dblock.core.observing.events": ("Event", "Kind"),
         "sqlalchemy_dblock.creating": ("create_tables",),
         "dblock.majority.protocol": ("QuorumUnavailable",),
         "dblock.core.observing.observers": ("observe",),
-        "dblock.core.lock.leading": ("Term",),
     }.items()
     for name in names
 }

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dblock.core.lock.leading import SyncLeader
+
 if TYPE_CHECKING:
-    from dblock.core.lock.leading import SyncLeader
     from dblock.core.lock.locks import SyncLock
 
 
@@ -92,10 +93,10 @@ class EngineFace:
 
     def leader(self, name: str, **options: Any) -> SyncLeader:
         """A candidate."""
-        from sqlalchemy_dblock import Leader, db_leader  # noqa: PLC0415 - needs SQLAlchemy
+        from sqlalchemy_dblock import db_leader  # noqa: PLC0415 - needs SQLAlchemy
 
         leader = db_leader(self._engine(), name, **options)
-        if not isinstance(leader, Leader):
+        if not isinstance(leader, SyncLeader):
             raise TypeError(_NO_ASYNC)
         return leader
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from dblock import Event, Kind, LockLost, LockRevoked, Reason, observe
-from dblock.core.errors import StoreUnanswered
+from dblock import LockLost, LockRevoked, observe
+from dblock.core.errors import Reason, StoreUnanswered
 from dblock.core.lock import administration
+from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Steps
 from dblock.core.values import Identity

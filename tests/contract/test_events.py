@@ -12,11 +12,12 @@ import pytest
 
 import dblock
 import sqlalchemy_dblock
-from dblock import Event, Kind, LockLost, LockTimeout, Reason, observe
+from dblock import LockLost, LockTimeout, observe
 from dblock.core import runtime
 from dblock.core.deliveries import deliveries
-from dblock.core.errors import StoreConflict
+from dblock.core.errors import Reason, StoreConflict
 from dblock.core.lock.executor import BaseStore
+from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import Observers
 from dblock.core.protocol.steps import Execute
 from tests.conftest import ALIASES, ready
@@ -289,7 +290,7 @@ def test_it_is_for_functions_and_kinds() -> None:
     with pytest.raises(TypeError, match="none"):
         observe("me")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="told"):
-        observe(print, "told")  # type: ignore[arg-type]
+        observe(print, "told")
     first, second = observe(print), observe(print)
     first()
     first()

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from dblock import Kind, observe
+from dblock import observe
 from dblock.core import deliveries as deliveries_module
 from dblock.core.errors import InvalidToken, LockLost, LockNotHeld, LockTimeout, Reason, StoreConflict
 from dblock.core.lock.entering import adopt
 from dblock.core.log import log, warn
+from dblock.core.observing.events import Kind
 from dblock.core.protocol.steps import Execute, Rows, execute
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Token, token_text, valid_token

@@ -10,9 +10,9 @@ import pytest
 
 import dblock
 import sqlalchemy_dblock
-from dblock import LockLost, Reason
+from dblock import LockLost
 from dblock.core import runtime
-from dblock.core.errors import StoreBusy, StoreConflict
+from dblock.core.errors import Reason, StoreBusy, StoreConflict
 from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.steps import Execute
 from tests.conftest import ALIASES, timed

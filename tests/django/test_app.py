@@ -23,11 +23,8 @@ from django.db import connections
 from django.test import Client, override_settings
 
 from dblock import (
-    Event,
-    Kind,
     Lock,
     LockLost,
-    Reason,
     areap,
     db_lock,
     lock_acquired,
@@ -40,7 +37,8 @@ from dblock import (
 )
 from dblock.celery import beat_schedule
 from dblock.core import runtime
-from dblock.core.errors import LockStoreError, StoreConflict
+from dblock.core.errors import LockStoreError, Reason, StoreConflict
+from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol.steps import Execute, Rows
 from dblock.store import store_for
 from tests.conftest import ALIASES, DATABASES, ready, run

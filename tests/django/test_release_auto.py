@@ -17,7 +17,8 @@ from django.http import HttpRequest, HttpResponse
 from django.test import Client, TestCase, override_settings
 from django.urls import path
 
-from dblock import Kind, LockNotHeld, LockStoreError, LockTimeout, db_lock, observe
+from dblock import LockNotHeld, LockStoreError, LockTimeout, db_lock, observe
+from dblock.core.observing.events import Kind
 from tests.conftest import ALIASES, SERVERS, ready, run
 
 

@@ -1,4 +1,4 @@
-"""German and Chinese: all that the lock inspector and the toolbar's panel say."""
+"""German and Chinese: all that the lock inspector says."""
 
 from __future__ import annotations
 
@@ -190,20 +190,6 @@ def pages(language: str) -> Iterator[tuple[str, str]]:
         wanted = [Wanted("stock:42", Identity("web-1", 811, "", "", ""), Identity("web-2", 802, "", "", ""))]
         context = {"blocking": chains(Blocking(wanted, wanted))}
         yield "blocking", render_to_string("admin/dblock/lock/blocking.html", context)
-        yield from panels()
-
-
-def panels() -> Iterator[tuple[str, str]]:
-    """Of a request that took locks, and of one that took none."""
-    from dblock.contrib.debug_toolbar import LocksPanel
-
-    lock = {"key": "stock:42", "label": "order 1107", "database": "default", "wait": 0.0, "holder": "", "held": None}
-    hows = {"at once": "lost: freed", "gave up: timeout": "", "waited": ""}
-    locks = [{**lock, "how": how, "end": end} for how, end in hows.items()]
-    for stats in ({"locks": locks, "lost": 1}, {"locks": locks[:1]}, {}):
-        panel = LocksPanel(None, lambda _: None)
-        with patch.object(panel, "get_stats", return_value=stats):
-            yield "panel", f"<h3>{panel.title}</h3><small>{panel.nav_subtitle}</small>{panel.content}"
 
 
 def strangers() -> list[str]:

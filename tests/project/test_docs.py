@@ -16,8 +16,8 @@ import pytest
 
 import dblock
 import sqlalchemy_dblock
-from dblock import Reason
 from dblock.conf import Settings
+from dblock.core.errors import Reason
 from dblock.core.options import Given, Options
 from dblock.core.validation import valid_tables
 from tests import conftest

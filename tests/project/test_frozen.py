@@ -34,10 +34,11 @@ from sqlalchemy import Engine, create_engine, insert, select
 
 import dblock
 import sqlalchemy_dblock
-from dblock import LockLost, LockTimeout, Reason, Sequencer, cli
+from dblock import LockLost, LockTimeout, Sequencer, cli
 from dblock.celery.header import Header
 from dblock.conf import Settings
 from dblock.contrib import opentelemetry, prometheus
+from dblock.core.errors import Reason
 from dblock.core.observing.events import Event, Kind
 from dblock.core.options import Given, Options
 from dblock.core.protocol.queue import proof

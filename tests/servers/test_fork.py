@@ -23,6 +23,7 @@ import sqlalchemy_dblock
 import sqlalchemy_dblock.transactions
 from dblock.core.connections.connection import PooledConnection
 from dblock.core.errors import LockLost, LockNotHeld
+from dblock.core.observing.events import Event
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import INNODB, MYSQL_DRIVER, ready, url
 from tests.support.subjects import MATRIX, Subject
@@ -223,7 +224,7 @@ def test_a_child_whose_parent_is_opening_its_first_connection(tmp_path: Path) ->
 def test_who_observes_goes_on_to_in_a_child(subject: Subject, request: pytest.FixtureRequest) -> None:
     """What a server subscribes before it forks its workers is subscribed in them; what a child ends, goes on here."""
     ready(request, subject.database)
-    told: list[dblock.Event] = []
+    told: list[Event] = []
     stop = dblock.observe(told.append)
     try:
         with subject.lock("k"):
@@ -253,7 +254,7 @@ def test_a_callback_that_keeps_something_is_told_of_a_fork() -> None:
     class Keeps:
         kept = 7
 
-        def __call__(self, event: dblock.Event) -> None: ...
+        def __call__(self, event: Event) -> None: ...
 
         def forked(self) -> None:
             self.kept = 0

@@ -23,7 +23,8 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.util import greenlet_spawn
 
-from sqlalchemy_dblock import Kind, LockNotHeld, LockStoreError, attach, db_lock, observe
+from dblock.core.observing.events import Kind
+from sqlalchemy_dblock import LockNotHeld, LockStoreError, attach, db_lock, observe
 from tests.conftest import INNODB, SERVERS, ready, run, url
 
 DRIVERS = [

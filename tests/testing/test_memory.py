@@ -19,8 +19,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 import dblock
 import sqlalchemy_dblock
-from dblock import LockDeadlock, LockLost, LockNotHeld, LockStoreError, LockTimeout, Reason, testing
+from dblock import LockDeadlock, LockLost, LockNotHeld, LockStoreError, LockTimeout, testing
 from dblock.core import runtime
+from dblock.core.errors import Reason
 from dblock.core.holding.flow import Flow
 from dblock.core.runtime import Runtime
 from dblock.testing.memory import Pause

@@ -13,8 +13,9 @@ from django.db import connections, transaction
 from sqlalchemy import StaticPool, create_engine
 
 import sqlalchemy_dblock
-from dblock import LockError, LockLost, LockNotHeld, LockTimeout, Reason, testing
+from dblock import LockError, LockLost, LockNotHeld, LockTimeout, testing
 from dblock.core import runtime
+from dblock.core.errors import Reason
 from tests.conftest import ALIASES, ready
 from tests.support.lab import SOME, both
 from tests.support.subjects import Actor, Subject

@@ -136,7 +136,7 @@ class EventInfo(NamedTuple):
 
     key: str
     kind: str
-    """As in `dblock.Kind`, or `omitted`: its process has left out events before this one."""
+    """As in `Kind`, or `omitted`: its process has left out events before this one."""
     fence: int
     age: float
     """Seconds since it happened, by the database's clock."""

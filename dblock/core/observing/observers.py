@@ -33,11 +33,11 @@ Undo = Callable[[Any, Hold, Entry], Steps[None]]
 """Leaves an entry of a lock object's hold again."""
 
 
-def observe(callback: Callable[[Event], object], *kinds: Kind) -> Callable[[], None]:
+def observe(callback: Callable[[Event], object], *kinds: str) -> Callable[[], None]:
     """Call `callback` with an `Event` for everything that happens to locks of this process; returns the undo function.
 
     It receives events of the locks of every face, sync and async, also in processes that are forked later: a server may
-    subscribe before it forks its workers. `kinds` selects the kinds of events, all by default.
+    subscribe before it forks its workers. `kinds` selects the kinds of events, such as `"acquired"`, all by default.
 
     ACQUIRED, CONTENDED, GAVE_UP, RELEASED and REAPED are delivered in the flow that they are about, which continues
     when the callback returns: no I/O there, and no locks. The others are delivered in another thread, one after the
