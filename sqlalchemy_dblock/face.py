@@ -276,9 +276,13 @@ def _transactions() -> Any:
 def _sync_engine(engine: Engine | AsyncEngine) -> Engine:
     inner = getattr(engine, "sync_engine", engine)
     if not isinstance(inner, Engine) or hasattr(engine, "sync_connection"):
-        from dblock.core.spelling import no_engine  # noqa: PLC0415 - only for the error
-
-        raise no_engine(engine)
+        hint = ""
+        if hasattr(engine, "in_transaction"):  # a Session or a Connection
+            its = "bind" if hasattr(engine, "sync_session") else "get_bind()"
+            its = "engine" if hasattr(engine, "engine") else its
+            hint = f": its `.{its}`, since the lock has connections of its own"
+        kind = type(engine).__name__  # and no more: a URL may have a password
+        raise TypeError(f"an Engine or an AsyncEngine comes first, as in db_lock(engine, key), not {kind}{hint}")
     if inner is engine and inner.dialect.is_async:
         raise TypeError("this is the `sync_engine` of an AsyncEngine: pass the AsyncEngine itself")
     return inner

@@ -146,10 +146,6 @@ class LockDeadlock(LockError):
         self.cycle = cycle
 
 
-class LockNotAcquiredWarning(RuntimeWarning):
-    """`acquire()` returned False, and the statement that called it ignores that: what follows runs without the lock."""
-
-
 class LockLost(LockError):
     """The lease ended (or may have ended) while the holder still relied on it.
 

@@ -5,10 +5,11 @@ Rule: they are checked when the lock object is made, and then frozen.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import EllipsisType
 from typing import Any, Final, Literal, NamedTuple, TypedDict
 
@@ -102,6 +103,15 @@ _VALID: Final[dict[str, Callable[[Any], Any]]] = {
     "slow_wait": lambda given: given if isinstance(given, EllipsisType) else valid_slow_wait(given),
 }
 """What is made of an option that is given, if it is not kept as it is."""
+
+
+def unknown_options(unknown: Iterable[str], known: Iterable[str], of: str = "db_lock") -> TypeError:
+    """The error for unknown options of a function, with the nearest known one of each, and all of them."""
+    ours, told = list(known), list[str]()
+    for name in unknown:
+        near = difflib.get_close_matches(name.lower(), ours, 1)
+        told.append(f"no option {name!r}{f' (did you mean {near[0]}?)' if near else ''}")
+    return TypeError(f"{of} has {', and '.join(told)}; its options are {', '.join(ours)}")
 
 
 def valid_options(**given: Any) -> Options:

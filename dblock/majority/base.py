@@ -21,9 +21,9 @@ from dblock.core.lock.base import BaseLock
 from dblock.core.lock.key_template import Template, or_skip
 from dblock.core.lock.locks import innermost
 from dblock.core.observing.events import Event, Kind
+from dblock.core.options import unknown_options
 from dblock.core.protocol.steps import Steps
 from dblock.core.runtime import current_flow
-from dblock.core.spelling import unknown_options
 from dblock.core.validation import valid_ttl
 from dblock.core.values import LockInfo, Seconds, State
 from dblock.core.wakeup.registry import Wakeup
@@ -260,8 +260,6 @@ class BaseQuorumLock:
     def _acquire(self, timeout: float | None, kind: str = "acquire") -> Steps[Held | Attempts]:
         """A majority for this flow, or the attempts to get one."""
         flow, began = current_flow(), clock.now()
-        if kind != "with":
-            flow.ends_with_its_call()
         held: Held | None = the_asks().held.get(flow, {}).get(self._place())
         if held is not None and held.remaining() > 0:
             held.tell(Kind.ACQUIRED, how="reentered", depth=held.entries + 1)

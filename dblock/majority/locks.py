@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dblock.core.errors import LockError, LockTimeout
 from dblock.core.holding.flow import current_task
-from dblock.core.lock.ignored import warn_if_ignored
 from dblock.core.lock.key_template import adecorated, decorated
 from dblock.core.lock.locks import Timeout, gives_way, innermost, refuse_interrupt, was_ours
 from dblock.core.protocol.steps import Steps
@@ -41,10 +40,7 @@ class SyncQuorumLock(BaseQuorumLock):
         As `Lock.acquire`. Raises QuorumUnavailable if fewer than a majority could be asked.
         """
         self._refuse_event_loop()
-        found = self._drive(self._try(acquire_timeout(blocking, timeout, self._timeout)))
-        if not found:
-            warn_if_ignored()
-        return found
+        return self._drive(self._try(acquire_timeout(blocking, timeout, self._timeout)))
 
     def release(self) -> None:
         """Leave the lock once; the last time gives it back in all databases. Raises LockNotHeld, or LockLost."""
@@ -111,10 +107,7 @@ class AsyncQuorumLock(BaseQuorumLock):
 
     async def acquire(self: BaseQuorumLock, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take the lock in a majority of the databases, or re-enter it; False if others held it all the time."""
-        found = await self._adrive(self._try(acquire_timeout(blocking, timeout, self._timeout)))
-        if not found:
-            warn_if_ignored()
-        return found
+        return await self._adrive(self._try(acquire_timeout(blocking, timeout, self._timeout)))
 
     async def release(self: BaseQuorumLock) -> None:
         """Leave the lock once; the last time gives it back in all databases."""

@@ -12,12 +12,11 @@ from tests.conftest import DATABASES, ready, url
 
 pytest.importorskip("test.lock_tests")
 CODE = """
-import contextlib, itertools, json, sys, unittest, warnings
+import contextlib, itertools, json, sys, unittest
 from sqlalchemy import create_engine
 from test import lock_tests
-from sqlalchemy_dblock import LockNotAcquiredWarning, db_lock, db_locks, db_rwlock, db_semaphore
+from sqlalchemy_dblock import db_lock, db_locks, db_rwlock, db_semaphore
 
-warnings.simplefilter("ignore", LockNotAcquiredWarning)
 # It counts all threads of the process; one of the lock's own may begin during a test, and goes on.
 lock_tests.threading_helper.wait_threads_exit = lambda timeout=None: contextlib.nullcontext()
 engine, names = create_engine(sys.argv[1]), itertools.count()

@@ -234,7 +234,6 @@ def test_public_names() -> None:
         "LockDeadlock",
         "LockError",
         "LockLost",
-        "LockNotAcquiredWarning",
         "LockNotHeld",
         "LockRevoked",
         "LockStoreError",

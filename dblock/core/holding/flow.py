@@ -46,7 +46,6 @@ class Flow:
 
     __slots__ = (
         "__weakref__",
-        "_is_over",
         "_is_task",
         "before",
         "began",
@@ -72,8 +71,6 @@ class Flow:
         self._is_task = is_task
         self.idle: Callable[[], bool] | None = None
         """For the flow of an object: whether no code works under its holds, so that the process may release them."""
-        self._is_over: Callable[[], bool] | None = None
-        """For a call that a pool of threads runs: whether it is over."""
         self.began: Token[None] | None = None
         """Identifies its context, unless it is a task."""
         self.before: Flow | None = None
@@ -84,23 +81,14 @@ class Flow:
         """The asyncio task of the flow, if it has one that is alive."""
         return self.life() if self._is_task else None
 
-    def ends_with_its_call(self) -> None:
-        """Called on `acquire()`: if a pool of threads runs the flow's call, the flow ends when that call is over."""
-        if not self._is_task:
-            from dblock.core.holding.pools import running_call  # noqa: PLC0415 - not needed for `with`
-
-            self._is_over = running_call()
-
     def ended(self) -> bool:
         """Whether no code is left that could release what it holds.
 
-        A task ends when it is done or its event loop is closed; another flow with its thread, or with the call that a
-        pool of threads has run. (That the context of a flow was collected is not detected.)
+        A task ends when it is done or its event loop is closed; another flow with its thread. (A flow of a call that
+        ran in a copy of a context is collected with that context, and then nothing refers to it.)
         """
         life = self.life()
-        if life is None or (self._is_task and (life.done() or life.get_loop().is_closed())):
-            return True
-        return self._is_over is not None and self._is_over()
+        return life is None or (self._is_task and (life.done() or life.get_loop().is_closed()))
 
     def holding_before(self) -> Flow | None:
         """The nearest flow before it that holds something; flows in between are dropped from the chain."""

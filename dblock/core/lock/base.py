@@ -21,7 +21,7 @@ from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
 from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, Loss, Reason
 from dblock.core.holding.flow import Block, Flow, Hold
-from dblock.core.options import PLAIN, Options, valid_options
+from dblock.core.options import PLAIN, Options, unknown_options, valid_options
 from dblock.core.protocol.drive import adrive
 from dblock.core.protocol.steps import Steps
 from dblock.core.protocol.store import Store
@@ -109,15 +109,11 @@ class BaseLock:
         **options: Any,
     ) -> None:
         if unnamed:
-            from dblock.core.spelling import unnamed_options  # noqa: PLC0415 - as below
-
-            raise unnamed_options(unnamed)
+            raise TypeError(f"db_lock takes the key alone without a name: say ttl= or timeout= for {unnamed[0]!r}")
         self._key = valid_key(key)
         self._given_ttl = None if ttl is None else valid_ttl(ttl)
         self._given_timeout = timeout if isinstance(timeout, EllipsisType) else valid_timeout(timeout)
         if unknown := options.keys() - set(Options._fields):
-            from dblock.core.spelling import unknown_options  # noqa: PLC0415 - only for the error
-
             raise unknown_options(sorted(unknown), ("ttl", "timeout", *Options._fields, *self._face_options))
         self.options: Options = valid_options(**options) if options else PLAIN
         self._blocks: list[Block] = []

@@ -46,8 +46,6 @@ def acquire(
 ) -> Steps[Hold | Refused]:
     """The hold of this flow, else the refusal. `flow`: this flow, if known; `granted`: what has been taken already."""
     entry, observers, flow = Entry(lock, kind), runtime.current.watchdog.observers, flow or lock._running_flow()
-    if kind != "with" and lock._flow is None:
-        flow.ends_with_its_call()
     begin = _acquire if granted is None else functools.partial(_begin_granted, granted)
     if observers is None:
         steps = begin(lock, timeout, entry, flow)
@@ -222,7 +220,6 @@ def attach(lock: L, token: Token) -> Steps[L]:
 def _attach(lock: L, token: Token) -> Steps[L]:
     store, flow, tenure = lock._store(), lock._running_flow(), token.tenure
     database, entry = store.database, Entry(lock, "attach")
-    flow.ends_with_its_call()
     attached = yield from tenures.attach(database, tenure, who_we_are(), token.ttl, token.grace, counted=token.counted)
     if attached is None:
         loss = yield from tenures.why_lost(database, tenure)

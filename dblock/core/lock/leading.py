@@ -39,6 +39,7 @@ from dblock.core.lock.bookkeeping import forget
 from dblock.core.lock.failures import timed_out
 from dblock.core.lock.locks import gives_way, refuse_interrupt, refuses, was_ours
 from dblock.core.log import warn
+from dblock.core.options import unknown_options
 from dblock.core.protocol.sending import pauses
 from dblock.core.protocol.steps import Sleep, Step, Steps, Wait
 from dblock.core.runtime import current_flow
@@ -146,8 +147,6 @@ class BaseLeader:
     ) -> None:
         """`make_lock(name, **options)` makes a lock of the face."""
         if unknown := options.keys() - Options.__annotations__.keys():
-            from dblock.core.spelling import unknown_options  # noqa: PLC0415 - only for the error
-
             raise unknown_options(sorted(unknown), Options.__annotations__, "db_leader")
         this = weakref.ref(self)  # so that the lease of a leader object that was dropped is renewed no more
         for handler, what in ((on_elected, "on_elected"), (on_deposed, "on_deposed")):

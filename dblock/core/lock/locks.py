@@ -133,20 +133,14 @@ class SyncLock(BaseLock):
     def acquire(self, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take the lock, or re-enter it; False if it was not free in time. As threading.RLock.acquire.
 
-        A statement that ignores a False (`lock.acquire()` alone) gets a LockNotAcquiredWarning.
         `timeout` is in seconds, -1 or None for ever, the lock's own by default. Raises LockStoreError if the database
         fails.
         """
         wait = acquire_timeout(blocking, timeout, self._timeout)
         try:
-            if isinstance(self._drive(entering.acquire(self, wait)), Hold):
-                return True
+            return isinstance(self._drive(entering.acquire(self, wait)), Hold)
         except LockTimeout:  # waiting would have been pointless
-            pass
-        from dblock.core.lock.ignored import warn_if_ignored  # noqa: PLC0415 - only for a False
-
-        warn_if_ignored()
-        return False
+            return False
 
     def release(self) -> None:
         """Leave the lock once; the last time frees it. Raises LockNotHeld, or LockLost if the lease has ended."""
@@ -217,12 +211,7 @@ class AsyncLock(BaseLock):
     async def acquire(self: BaseLock, blocking: bool = True, timeout: Timeout = ...) -> bool:
         """Take the lock, or re-enter it; False if it was not free in time."""
         wait = acquire_timeout(blocking, timeout, self._timeout)
-        if isinstance(await self._adrive(entering.acquire(self, wait)), Hold):
-            return True
-        from dblock.core.lock.ignored import warn_if_ignored  # noqa: PLC0415 - only for a False
-
-        warn_if_ignored()
-        return False
+        return isinstance(await self._adrive(entering.acquire(self, wait)), Hold)
 
     async def release(self: BaseLock) -> None:
         """Leave the lock once; the last time frees it."""

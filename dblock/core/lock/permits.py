@@ -27,7 +27,6 @@ from dblock.core.holding.handover_record import HandoverRecord
 from dblock.core.lock import entering, leaving
 from dblock.core.lock.base import BaseLock, Taking
 from dblock.core.lock.failures import timed_out
-from dblock.core.lock.ignored import warn_if_ignored
 from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
 from dblock.core.lock.locks import Timeout, gives_way, refuses
 from dblock.core.log import warn
@@ -347,12 +346,9 @@ class SyncSemaphore(BaseSemaphore):
         """
         wait = acquire_timeout(blocking, timeout, self._plain._timeout)
         try:
-            if not isinstance(self._plain._drive(self._acquire(n, wait)), Refused):
-                return True
+            return not isinstance(self._plain._drive(self._acquire(n, wait)), Refused)
         except LockTimeout:  # waiting would have been pointless
-            pass
-        warn_if_ignored()
-        return False
+            return False
 
     def release(self, n: int = 1) -> None:
         """Release `n` permits that this object acquired, in whatever thread; those of this thread first.
@@ -404,12 +400,9 @@ class AsyncSemaphore(BaseSemaphore):
         """Acquire `n` permits, or none; False if they were not free in time."""
         wait = acquire_timeout(blocking, timeout, self._plain._timeout)
         try:
-            if not isinstance(await self._plain._adrive(self._acquire(n, wait)), Refused):
-                return True
+            return not isinstance(await self._plain._adrive(self._acquire(n, wait)), Refused)
         except LockTimeout:
-            pass
-        warn_if_ignored()
-        return False
+            return False
 
     async def release(self: BaseSemaphore, n: int = 1) -> None:
         """Release `n` permits that this object acquired, in whatever task; those of this task first."""

@@ -22,7 +22,6 @@ from dblock.core.holding.flow import Block, Flow, Hold, current_task
 from dblock.core.holding.handover_record import Bundle, HandoverRecord
 from dblock.core.lock import entering, leaving
 from dblock.core.lock.entering import Granted
-from dblock.core.lock.ignored import warn_if_ignored
 from dblock.core.lock.key_template import Template, adecorated, decorated, refuse_to_skip, skips
 from dblock.core.lock.locks import AsyncLock, Timeout, gives_way, innermost, refuse_interrupt, refuses, was_ours
 from dblock.core.options import valid_options
@@ -260,7 +259,6 @@ class SyncLocks(BaseLocks):
                 raise
         else:
             return True
-        warn_if_ignored()
         return False
 
     def release(self) -> None:
@@ -367,7 +365,6 @@ class AsyncLocks(BaseLocks):
                 raise
         else:
             return True
-        warn_if_ignored()
         return False
 
     async def release(self: BaseLocks) -> None:
