@@ -41,7 +41,7 @@ class Given(TypedDict, total=False):
     fair: first come, first served. False: take the key before its waiters, if it happens to be free.
     reentrant: False: a second take by the thread or task that holds the key waits like any other; if nothing can end
         that wait, it raises LockDeadlock at once. It is enough that one of the two takes has the option.
-    slow_wait: seconds after which a wait is logged, once per key and minute; 5 by default. None: never.
+    slow_wait: seconds after which a wait is logged, once; 5 by default. None: never.
     on_busy: "skip": a decorated call that does not get the lock in time is left out. It is logged at INFO, and returns
         `otherwise` (None by default). "raise": LockTimeout, the default.
     """

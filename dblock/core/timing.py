@@ -74,8 +74,6 @@ class Timing(NamedTuple):
     patience: float = 2.0
     """One part of the process waits for another for so long: a call of the application's code for the one before it,
     and the end of the process for both the release of its locks and those calls."""
-    slow_interval: float = 60.0
-    """Between two log lines about slow waits for one key."""
 
     distance: float = 0.0
     """The round trip that these times are for, if the database is not near; measured, see `at`."""

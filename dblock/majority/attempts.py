@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dblock.core import clock, runtime, timing
+from dblock.core.acquire.slow import SlowWait
 from dblock.core.errors import LockError, LockStoreError, LockTimeout, StoreBusy
 from dblock.core.holding.flow import Flow
 from dblock.core.observing.events import Kind
@@ -44,6 +45,7 @@ class Attempts:
         self.deadline = None if timeout is None else self.began + timeout
         self.silent_until = math.inf if timeout is None else self.began + max(timeout, self.limit)
         """The local time until which databases are waited for that did not answer before."""
+        self.slow_wait = SlowWait(self.locks[0]._slow_wait)
         self.granted: dict[int, Grant] = {}
         self.confirmed: dict[int, Grant] = {}
         self.said: dict[str, str] = {}
@@ -264,7 +266,7 @@ class Attempts:
         return cast("Ask[T]", self.asks.ask(ask))
 
     def _ask_to_take(self, number: int, timeout: float | None, proposed: int = 0) -> Ask[Grant | No]:
-        return self._ask(number, member.take(self.locks[number], timeout, proposed))
+        return self._ask(number, member.take(self.locks[number], timeout, proposed, self.slow_wait))
 
     def _gather(self, asks: Collection[Ask[Any]], enough: Callable[[], bool] = lambda: False) -> Steps[None]:
         return self.asks.gather(asks, self.limit, self._wakeup, enough, silent_until=self.silent_until)

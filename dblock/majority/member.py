@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused
+from dblock.core.acquire.slow import SlowWait
 from dblock.core.errors import (
     LockError,
     LockLost,
@@ -57,7 +58,9 @@ class Part(NamedTuple):
     hold: Hold
 
 
-def take(lock: BaseLock, timeout: float | None, proposed: int = 0) -> Steps[Grant | No]:
+def take(
+    lock: BaseLock, timeout: float | None, proposed: int = 0, slow_wait: SlowWait | None = None
+) -> Steps[Grant | No]:
     """Take the key in one database, if that counts (`protocol.standing`); with the proposed fence if it is free."""
     store = lock._store()
     database = store.database
@@ -67,7 +70,7 @@ def take(lock: BaseLock, timeout: float | None, proposed: int = 0) -> Steps[Gran
     if proposed and not likely and runtime.current.watchdog.hold_of(store, lock.key) is None and database.answers():
         found, said = yield from _take_at_once(lock, proposed)
     if found is None:
-        found = yield from _take_or_wait(lock, timeout)
+        found = yield from _take_or_wait(lock, timeout, slow_wait or SlowWait())
     if isinstance(found, Refused):
         closed = yield from quarantined(lock, found)
         return No(closed) if closed else _refused(found, store)
@@ -104,7 +107,7 @@ def _take_at_once(lock: BaseLock, proposed: int) -> Steps[tuple[Grant | None, Ro
     return found or (None, ())
 
 
-def _take_or_wait(lock: BaseLock, timeout: float | None) -> Steps[Grant | Refused]:
+def _take_or_wait(lock: BaseLock, timeout: float | None, slow_wait: SlowWait) -> Steps[Grant | Refused]:
     store, flow = lock._store(), cast("Flow", lock._flow)
     return lock._take(
         Taking(
@@ -115,7 +118,7 @@ def _take_or_wait(lock: BaseLock, timeout: float | None) -> Steps[Grant | Refuse
             held_in_process=runtime.current.watchdog.hold_of(store, lock.key) is not None,
             held=lambda: [each.tenure.owner for each in flow.holds.values() if not each.lease.loss],
             contended=None,
-            slow_wait=lock._slow_wait,
+            slow_wait=slow_wait,
         )
     )
 

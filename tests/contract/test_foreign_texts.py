@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from dblock import InvalidKey, LockError, LockLost, LockRevoked, LockStoreError, LockTimeout
-from dblock.core import runtime
 from tests.conftest import ready, run
 from tests.contract.test_administration import Desk
 from tests.support.lab import SOME, until
@@ -41,8 +40,6 @@ def desk(subject: Subject) -> Desk:
 def _lines(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Whatever is logged meanwhile is clean."""
     caplog.set_level(logging.DEBUG, "dblock")
-    for site in runtime.current._sites.values():
-        site.slow_waits.clear()
     yield
     for record in caplog.get_records("call"):
         if record.name == "dblock":

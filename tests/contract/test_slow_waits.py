@@ -1,16 +1,20 @@
-"""What the log says of waits: nothing while they are short, and one line for a key and a minute when one is not."""
+"""What the log says of waits: nothing while they are short, and one line of one that is not."""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from django.test import override_settings
 
-from dblock.core import runtime, timing
 from dblock.core.acquire import slow
+from dblock.core.acquire.request import Request
+from dblock.core.acquire.services import WaiterServices
+from dblock.core.acquire.slow import SlowWait
 from dblock.core.lock.base import BaseLock
 from dblock.core.protocol.steps import Execute
 from tests.conftest import ready
@@ -26,12 +30,6 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return subject
 
 
-@pytest.fixture(autouse=True)
-def _nothing_said_yet() -> None:
-    for site in runtime.current._sites.values():
-        site.slow_waits.clear()
-
-
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "has been waiting" in record.getMessage()]
 
@@ -40,7 +38,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_who_waits_long_is_named_and_for_whom(
     subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its thread or task and label, the holder's, and how long; a second one within a minute is not."""
+    """Its thread or task and label, the holder's, and how long."""
     holder = subject.lock("k", label="import")
     assert actor.call(holder, "acquire")
     waiter = subject.lock("k", timeout=0.6, slow_wait=0.2, label="checkout")
@@ -54,12 +52,7 @@ def test_who_waits_long_is_named_and_for_whom(
     assert (record.levelno, record.name) == (logging.WARNING, "dblock")
     caplog.clear()
     assert not other.call(waiter, "acquire")
-    assert not lines(caplog)
-    for site in runtime.current._sites.values():
-        for key in site.slow_waits:
-            site.slow_waits[key] -= timing.DEFAULT.slow_interval
-    assert not other.call(waiter, "acquire")
-    assert len(lines(caplog)) == 1
+    assert len(lines(caplog)) == 1, "this is another wait"
     actor.call(holder, "release")
 
 
@@ -118,27 +111,22 @@ def test_it_costs_no_statement(subject: Subject, actor: Actor, other: Actor, mon
     actor.call(lock, "release")
 
 
-def test_what_is_known_of_it_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    """However many keys are waited for."""
-
-    class Somewhere:
-        slow_waits: dict[str, float] = {}  # noqa: RUF012
-
-        class database:  # noqa: N801
-            now, timing = staticmethod(lambda: 1.0), timing.DEFAULT
-
-        mutex = threading.RLock()
-
-    site: Any = Somewhere()
-    from dblock.core.acquire.request import Request
-    from dblock.core.acquire.services import WaiterServices
-
-    for number in range(slow.KEYS + 50):
-        request = Request(f"k{number}", 1, 1, "", 1, "flow", "host", 1, "thread", "program", "")
-        slow.say(site, request, 9.0, None, WaiterServices())
-    assert len(site.slow_waits) == slow.KEYS
-    assert "k0" not in site.slow_waits
-    assert lines(caplog)[-1].endswith(f"waiting 9.0 s for 'k{slow.KEYS + 49}': its holder was not seen")
+def test_a_wait_that_begins_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """In another queue, or for shares behind the door: it is still the same wait."""
+    now = 1.0
+    site: Any = SimpleNamespace(database=SimpleNamespace(now=lambda: now))
+    request = Request("k", 1, 1, "", 1, "flow", "host", 1, "thread", "program", "")
+    wait = SlowWait(lambda: 5.0)
+    wait.begin(now)
+    now = 4.0
+    wait.begin(now)
+    assert wait.due == 6.0
+    now = 10.0
+    slow.say(wait, site, request, None, WaiterServices())
+    wait.begin(now)
+    assert wait.due == math.inf
+    [line] = lines(caplog)
+    assert line.endswith("waiting 9.0 s for 'k': its holder was not seen")
 
 
 def test_the_default_is_django_s_setting(subject: Subject) -> None:

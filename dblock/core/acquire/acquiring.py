@@ -14,6 +14,7 @@ from dblock.core.acquire.local_queue import Stage
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
+from dblock.core.acquire.slow import SlowWait
 from dblock.core.acquire.waiting import Waiter
 from dblock.core.errors import (
     LockStoreError,
@@ -40,14 +41,14 @@ def acquire(
     held_in_process: bool = False,
     held: Callable[[], Collection[str]] = tuple,
     contended: Callable[[LockInfo | None], None] | None = None,
-    slow_wait: Callable[[], float] = lambda: math.inf,
+    slow_wait: SlowWait | None = None,
 ) -> Steps[Grant | Refused]:
     """A grant, or why the key could not be acquired in `timeout` seconds (None: for ever).
 
     Outages of the database are part of the wait. `held_in_process`: another flow of this process probably holds the
     key, so that a take would fail. `held`: the owner tokens of this flow's tenures; with any, the wait may close a
     circle, which raises LockDeadlock. `contended` is called once if the flow waits, with the holder if that is known.
-    `slow_wait` gives the seconds after which the wait is logged.
+    `slow_wait` says when the wait is logged.
     """
     database, start, timing = site.database, site.database.now(), site.database.timing
     deadline = math.inf if timeout is None else start + timeout
@@ -55,7 +56,7 @@ def acquire(
     until = max(deadline + timing.answer_grace, start + min(2 * database.latency.distance, timing.farthest))
     if timeout == 0:
         until = start + timing.single_try
-    waiter = Waiter(site, request, deadline, until, services, held, contended, slow_wait)
+    waiter = Waiter(site, request, deadline, until, services, held, contended, slow_wait or SlowWait())
     found: Grant | Refused | None = None
     try:
         try:

@@ -82,11 +82,11 @@ class Sharing:
         *,
         door: Door | None = None,
         contended: Callable[[LockInfo | None], None] | None = None,
-        slow_wait: Callable[[], float] = lambda: math.inf,
+        slow_wait: slow.SlowWait | None = None,
     ) -> None:
         """`door` acquires the key; `contended` and `slow_wait` are those of `acquiring.acquire`, for the wait there."""
         self.site, self.request, self.services, self.timeout = site, request, services, timeout
-        self._door, self.contended, self.slow_wait = door, contended, slow_wait
+        self._door, self.contended, self.slow_wait = door, contended, slow_wait or slow.SlowWait()
         self.database, self.shares = site.database, site.database.dialect.shares
         self.timing = site.database.timing
         self.start = self.database.now()
@@ -413,7 +413,8 @@ class Sharing:
         if socket is not None:
             channel = socket.channel
         self.site.wakeups.register(door_bell(tenure.key), tenure.fence, wakeup)
-        began, renew_at, slow_from = now(), -math.inf, self.start + self.slow_wait()
+        began, renew_at = now(), -math.inf
+        self.slow_wait.begin(self.start)
         try:
             while shares and now() < self.deadline:
                 if now() >= renew_at:
@@ -424,10 +425,9 @@ class Sharing:
                     continue
                 if now() - began >= self.timing.listen_after:
                     services.listen()
-                if now() >= slow_from:
+                if now() >= self.slow_wait.due:
                     share = yield from tenures.look(self.database, str(shares[0][0]), self.until)
-                    slow.say(self.site, self.request, now() - self.start, None, services, share=share)
-                    slow_from = math.inf
+                    slow.say(self.slow_wait, self.site, self.request, None, services, share=share)
                 near = all(str(row[1] or "").startswith(self.request.flow[:MACHINE]) for row in shares)
                 rings = services.notifications_ready and self.database.dialect.queue.sleep_until_killed is None
                 pause = self.timing.poll_notified
@@ -435,7 +435,7 @@ class Sharing:
                     pause = min(max((now() - began) / 20, self.timing.poll_min), self.timing.poll_max / 10)
                 # One that is over, and still there, is pinned by a transaction.
                 soonest = min(float(row[3]) if row[3] > 0 else self.timing.grant_retry for row in shares)
-                pause = min(pause, soonest, min(self.deadline, renew_at, slow_from) - now())
+                pause = min(pause, soonest, min(self.deadline, renew_at, self.slow_wait.due) - now())
                 yield from wait(max(pause, 0.0), wakeup)
                 _ = wakeup.consume()
                 shares = yield from look_for()

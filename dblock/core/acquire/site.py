@@ -34,8 +34,6 @@ class Site:
         """Of the local queues. Held for a few instructions; a signal handler may run between any two of them."""
         self.local_queues: dict[str, LocalQueue] = {}
         """By key, those that have waiters."""
-        self.slow_waits: dict[str, float] = {}
-        """The local time at which a wait for a key was last logged."""
         self.slots: dict[str, list[int]] = {}
         """By key of a semaphore, the slots that this process has left, the last one last: the first to try."""
         self.ended: set[str] = set()

@@ -1,12 +1,13 @@
-"""The log line of a slow wait: the waiter, how long it has waited, and the holder.
+"""The warning about a slow wait: the waiter, how long it has waited, and the holder.
 
 Rule: it says what the waiter has read already. The holder may have changed since; the line says when it was read.
+Each wait is logged once.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Final
+from collections.abc import Callable
 
 from dblock.core.acquire.local_queue import LocalQueue
 from dblock.core.acquire.request import Request
@@ -16,28 +17,36 @@ from dblock.core.log import warn
 from dblock.core.text import printable
 from dblock.core.values import Identity, LockInfo
 
-KEYS: Final = 1000
-"""Most keys whose last line is remembered; then the oldest are forgotten."""
+
+class SlowWait:
+    """When the wait of one acquire is to be logged, in its queues and for shares that are in its way."""
+
+    __slots__ = ("_after", "due", "since")
+
+    def __init__(self, after: Callable[[], float] = lambda: math.inf) -> None:
+        """`after`: seconds after which a wait is logged; asked when it begins."""
+        self._after = after
+        self.since = self.due = math.inf
+        """The local times from which the wait lasts, and from which it is to be logged; infinite once it was."""
+
+    def begin(self, now: float) -> None:
+        """The wait begins, or goes on elsewhere."""
+        if self.since == math.inf:
+            self.since, self.due = now, now + self._after()
 
 
 def say(
+    wait: SlowWait,
     site: Site,
     request: Request,
-    waited: float,
     local_queue: LocalQueue | None,
     services: WaiterServices,
     *,
     share: LockInfo | None = None,
 ) -> None:
-    """Log a wait, unless this process logged one for the same key within a minute. `share`: one that is in the way."""
-    key, now, said = request.key, site.database.now(), site.slow_waits
-    with site.mutex:
-        if now < said.get(key, -math.inf) + site.database.timing.slow_interval:
-            return
-        _ = said.pop(key, None)
-        said[key] = now
-        if len(said) > KEYS:
-            del said[next(iter(said))]
+    """Log a wait. `share`: one that is in the way."""
+    key, now = request.key, site.database.now()
+    waited, wait.due = now - wait.since, math.inf
     us = Identity(request.host, request.pid, request.thread, request.program, request.task)
     we = f'{us} "{request.label}"' if request.label else str(us)
     if share is not None and share.state == "held":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from dblock.core.acquire import handover
+from dblock.core.acquire import handover, slow
 from dblock.core.acquire.handover import undo_take
 from dblock.core.acquire.local_queue import MOVES, LocalQueue, Stage
 from dblock.core.acquire.request import Refused, Request
@@ -48,8 +48,7 @@ class Waiter:
     """The owner tokens of the flow's tenures."""
     contended: Callable[[LockInfo | None], None] | None = None
     """Called when the flow begins to wait."""
-    slow_wait: Callable[[], float] = lambda: math.inf
-    """Seconds after which a wait is logged."""
+    slow_wait: slow.SlowWait = field(default_factory=slow.SlowWait)
 
     stage: Stage = Stage.OUTSIDE
     owner: str = ""
@@ -75,8 +74,6 @@ class Waiter:
     listen_after: float = 0.0
     """Seconds of waiting, with jitter, after which the process listens for notifications of the database."""
     waiting_since: float = 0.0
-    slow_from: float = math.inf
-    """The local time from which the wait is logged."""
     undo_until: float = math.inf
     """The local time until which an interrupted waiter cleans up."""
     holder: LockInfo | None = None
@@ -121,7 +118,7 @@ class Waiter:
         self.owner = request.new_owner()
         self.waiting_since = site.database.now()
         self.listen_after = self.timing.listen_after * random.uniform(0.75, 1.25)  # noqa: S311 - jitter
-        self.slow_from = self.waiting_since + self.slow_wait()
+        self.slow_wait.begin(self.waiting_since)
         site.enter(self, alone=alone, handover_expected=not alone and self.services.holds(request.key))
         if holder is not None:
             self.local_queue.holder = holder
@@ -199,13 +196,8 @@ class Waiter:
         self._log_slow_wait()
 
     def _log_slow_wait(self) -> None:
-        now, slow_from = self.site.database.now(), self.slow_from
-        if now < slow_from:
-            return
-        from dblock.core.acquire import slow  # noqa: PLC0415 - for those who wait for long
-
-        self.slow_from = now + self.timing.slow_interval
-        slow.say(self.site, self.request, now - self.waiting_since, self.local_queue, self.services)
+        if self.site.database.now() >= self.slow_wait.due:
+            slow.say(self.slow_wait, self.site, self.request, self.local_queue, self.services)
 
     def _begin_again(self, over: Grant | None = None) -> Steps[None]:
         """Go on with a new token, as a place or the grant is over, unless a grant has just been handed over."""

@@ -19,6 +19,7 @@ from dblock.core.acquire import acquiring
 from dblock.core.acquire.request import Refused, Request
 from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.site import Site
+from dblock.core.acquire.slow import SlowWait
 from dblock.core.errors import LockLost, LockNotHeld, LockRevoked, Loss, Reason
 from dblock.core.holding.flow import Block, Flow, Hold
 from dblock.core.options import PLAIN, Options, unknown_options, valid_options
@@ -48,7 +49,7 @@ class Taking(NamedTuple):
     held_in_process: bool
     held: Callable[[], Collection[str]]
     contended: Callable[[LockInfo | None], None] | None
-    slow_wait: Callable[[], float]
+    slow_wait: SlowWait
 
     def key(self, request: Request | None = None, timeout: float | EllipsisType | None = ...) -> Steps[Grant | Refused]:
         """Acquire the key, as any lock."""

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from dblock.core import runtime
 from dblock.core.acquire import handover
 from dblock.core.acquire.request import Refused, Request
+from dblock.core.acquire.slow import SlowWait
 from dblock.core.errors import LockError, Loss, Reason
 from dblock.core.holding.flow import Block, Entry, Flow, Hold
 from dblock.core.holding.handover_record import Bundle
@@ -107,7 +108,7 @@ def _acquire(
                     each.tenure.owner for each in flow.holds.values() if each is not hold and not each.lease.loss
                 ],
                 contended=contended,
-                slow_wait=lock._slow_wait,
+                slow_wait=SlowWait(lock._slow_wait),
             )
         )
         if isinstance(found, Grant):
