@@ -38,7 +38,7 @@ from x's clock, as after any deletion of a row.)
 A permit or a share could not be had so: of the clients A and B, B and C, A and C on three databases each has a
 majority of two with room for two, and all three are in.
 
-Rule: nothing here runs a statement on more than one database; a driver (`dblock.majority`, or a test) does the
+Rule: nothing here runs a statement on more than one database; a driver (`dblock.majority.attempts`, or a test) does the
 rounds, and answers with what it got until it gave up waiting.
 """
 
