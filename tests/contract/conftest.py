@@ -1,19 +1,57 @@
+"""The cells of each contract test, which its fixture chooses: what the test is about is on one axis of the matrix.
+
+Tests of the protocol run on each database, those of the API on each face, those of what a driver does on each driver.
+The essential promises run in each cell. Each axis is the whole product with DBLOCK_PRODUCT=1, in `make product`.
+"""
+
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.conftest import ready
-from tests.support.subjects import MATRIX, Actor, Subject
+from tests.support.lab import DRIVERS, EVERYWHERE, FACES, PAIR_OF_FACES, PROTOCOL
+from tests.support.subjects import EVERY, PRODUCT, Actor, Subject
+
+AXES: dict[str, list[Subject]] = {}
+"""The cells of each axis."""
 
 
-@pytest.fixture(params=MATRIX, ids=str)
+def axis(name: str, cells: Iterable[Subject], kind: str = "") -> Any:
+    """A fixture that is each of these cells in turn, with empty tables; with `kind` those of a face of that kind."""
+    AXES[name] = [each for each in (EVERY if PRODUCT else cells) if kind in {"", each.face}]
+
+    @pytest.fixture(name=name, params=AXES[name], ids=str)
+    def cell(request: pytest.FixtureRequest) -> Subject:
+        subject: Subject = request.param
+        ready(request, subject.database)
+        return subject
+
+    return cell
+
+
+protocol = axis("protocol", PROTOCOL)
+face = axis("face", FACES)
+sync_face = axis("sync_face", FACES, "sync")
+async_face = axis("async_face", FACES, "async")
+either = axis("either", PAIR_OF_FACES)
+driver = axis("driver", DRIVERS)
+async_driver = axis("async_driver", DRIVERS, "async")
+everywhere = axis("everywhere", EVERYWHERE)
+
+
+@pytest.fixture
 def subject(request: pytest.FixtureRequest) -> Subject:
-    """Each cell of the matrix in turn, with an empty table."""
-    subject: Subject = request.param
-    ready(request, subject.database)
-    return subject
+    """The cell of the axis that the test names; or, with `indirect`, the cells that a test of few names itself."""
+    if hasattr(request, "param"):
+        subject: Subject = request.param
+        ready(request, subject.database)
+        return subject
+    [axis] = AXES.keys() & {*request.fixturenames}
+    found: Subject = request.getfixturevalue(axis)
+    return found
 
 
 @pytest.fixture

@@ -16,22 +16,11 @@ from dblock.core.observing.events import Event, Kind
 from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Steps
 from dblock.core.values import Identity
-from tests.conftest import SELDOM, ready, timed
-from tests.support.lab import FEW, SOME, once, remaining, until
+from tests.conftest import SELDOM, timed
+from tests.support.lab import remaining, until
 from tests.support.subjects import EVERY, Actor, Subject, twin
 
 Actors = Callable[[int], list[Actor]]
-
-
-@pytest.fixture(params=SOME, ids=str)
-def subject(request: pytest.FixtureRequest) -> Subject:
-    """Each database, both faces, sync and async."""
-    subject: Subject = request.param
-    ready(request, subject.database)
-    return subject
-
-
-few = pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
 
 
 def beside(subject: Subject) -> Subject:
@@ -77,15 +66,15 @@ def desk(subject: Subject) -> Desk:
 # -- ending a tenure
 
 
-def test_its_holder_has_lost_it_and_is_told_by_whom_and_why(subject: Subject, actors: Actors, desk: Desk) -> None:
+def test_its_holder_has_lost_it_and_is_told_by_whom_and_why(either: Subject, actors: Actors, desk: Desk) -> None:
     """At its next renewal; entered twice, too, and it leaves the key alone afterwards."""
     [holder] = actors(1)
     told: list[Reason] = []
-    lock = subject.lock("k", ttl=1.5, on_lost=lambda _, reason: told.append(reason))
+    lock = either.lock("k", ttl=1.5, on_lost=lambda _, reason: told.append(reason))
     holder.call(lock, "acquire")
     holder.call(lock, "acquire")
     assert desk.force("k", holder.get(lock, "fence"), "root: it hangs in a dialogue")
-    assert subject.row("k")["owner"] is None
+    assert either.row("k")["owner"] is None
     assert until(lambda: told == [Reason.FREED], 5)
     with pytest.raises(LockLost, match=r"freed by somebody \(root: it hangs in a dialogue\)$"):
         holder.call(lock, "verify")
@@ -95,17 +84,16 @@ def test_its_holder_has_lost_it_and_is_told_by_whom_and_why(subject: Subject, ac
         assert caught.value.reason is Reason.FREED
 
 
-@once
 def test_the_next_waiter_is_served(
-    subject: Subject, actors: Actors, desk: Desk, monkeypatch: pytest.MonkeyPatch
+    protocol: Subject, actors: Actors, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, by a notification, though the lease would last on. The holder learns who did it, and who has the key."""
     holder, heir = actors(2)
     timed(monkeypatch, **SELDOM)
-    lock, later = subject.lock("k", ttl=9), subject.lock("k", timeout=30)
+    lock, later = protocol.lock("k", ttl=9), protocol.lock("k", timeout=30)
     holder.call(lock, "acquire")
     fence = holder.get(lock, "fence")
-    waiting = heir.start(getattr(later, subject.method("acquire")))
+    waiting = heir.start(getattr(later, protocol.method("acquire")))
     assert until(lambda: len(desk.waiters("k")) == 1, 10)
     assert desk.force("k", fence)
     assert waiting.result(7)  # the lease would have lasted for longer
@@ -118,10 +106,9 @@ def test_the_next_waiter_is_served(
     heir.call(later, "release")
 
 
-@few
-def test_only_the_tenure_that_was_named_ends(subject: Subject, desk: Desk) -> None:
+def test_only_the_tenure_that_was_named_ends(protocol: Subject, desk: Desk) -> None:
     """A successor never, nor another key's; nor is anything changed where nobody holds the key."""
-    first, second, other = subject.lock("k"), subject.lock("k"), subject.lock("j")
+    first, second, other = protocol.lock("k"), protocol.lock("k"), protocol.lock("j")
     with first, other:
         fence = first.fence
         assert not desk.force("j", fence)
@@ -141,30 +128,28 @@ def test_only_the_tenure_that_was_named_ends(subject: Subject, desk: Desk) -> No
         assert desk.force("k", second.fence, "root: " + "ü" * 249)
 
 
-@few
-def test_what_nobody_is_in_any_more_can_be_freed_too(subject: Subject, desk: Desk) -> None:
+def test_what_nobody_is_in_any_more_can_be_freed_too(protocol: Subject, desk: Desk) -> None:
     """A lease that has ended, a token that nobody has used, the rest of `min_hold`."""
-    with subject.lock("short", min_hold=60) as lock:
+    with protocol.lock("short", min_hold=60) as lock:
         fence = lock.fence
-    assert subject.row("short")["owner"] == ""
+    assert protocol.row("short")["owner"] == ""
     assert desk.force("short", fence)
-    token = subject.lock("token")
+    token = protocol.lock("token")
     token.acquire()
     fence = token.fence
     token.detach()
     assert desk.force("token", fence)
-    assert subject.lock("over", ttl=0.05, renew=False).acquire()
+    assert protocol.lock("over", ttl=0.05, renew=False).acquire()
     [over] = [each.info for each in desk.survey() if each.info.key == "over"]
-    assert until(lambda: remaining(subject, "over") < 0)
+    assert until(lambda: remaining(protocol, "over") < 0)
     assert desk.force("over", over.fence)
     assert desk.survey() == []
     for key in ("short", "token"):
-        assert subject.lock(key).acquire(timeout=0)
-        subject.lock(key).release()
+        assert protocol.lock(key).acquire(timeout=0)
+        protocol.lock(key).release()
 
 
-@few
-def test_an_answer_that_is_lost_is_looked_up(subject: Subject, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_lost_is_looked_up(protocol: Subject, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ended is ended; where it may not have been, the error is told."""
     execute = type(desk.store).execute
 
@@ -175,7 +160,7 @@ def test_an_answer_that_is_lost_is_looked_up(subject: Subject, desk: Desk, monke
             execute(store, step)
         raise StoreUnanswered("cut")
 
-    with pytest.raises(LockLost, match="root: stuck"), subject.lock("k", ttl=600) as lock:
+    with pytest.raises(LockLost, match="root: stuck"), protocol.lock("k", ttl=600) as lock:
         monkeypatch.setattr(type(desk.store), "execute", staticmethod(partial(cut, desk.store, after=False)))
         with pytest.raises(StoreUnanswered):
             desk.force("k", lock.fence)
@@ -185,11 +170,11 @@ def test_an_answer_that_is_lost_is_looked_up(subject: Subject, desk: Desk, monke
         monkeypatch.undo()
 
 
-def test_observers_are_told(subject: Subject, desk: Desk) -> None:
+def test_observers_are_told(either: Subject, desk: Desk) -> None:
     """What was done, by whom and why; nothing of what was not."""
     told: list[Event] = []
     stop = observe(told.append, Kind.FORCED)
-    other = beside(subject).lock("k", ttl=600)
+    other = beside(either).lock("k", ttl=600)
     with pytest.raises(LockLost), other:
         assert not desk.force("k", 7)
         assert desk.force("k", other.fence, "root: enough")
@@ -202,23 +187,22 @@ def test_observers_are_told(subject: Subject, desk: Desk) -> None:
 # -- asking for it back
 
 
-@once
-def test_the_holder_is_asked_and_keeps_it_until_it_releases(subject: Subject, actors: Actors, desk: Desk) -> None:
+def test_the_holder_is_asked_and_keeps_it_until_it_releases(protocol: Subject, actors: Actors, desk: Desk) -> None:
     """Within about a second, though a third of its ttl is ten; once. All but check() goes on as before."""
     [holder] = actors(1)
     asked: list[tuple[str, str]] = []
-    lock = subject.lock("k", ttl=30, on_revoke=lambda lock, words: asked.append((lock.key, words)))
+    lock = protocol.lock("k", ttl=30, on_revoke=lambda lock, words: asked.append((lock.key, words)))
     holder.call(lock, "acquire")
     fence = holder.get(lock, "fence")
     assert desk.revoke("k", fence, "root: deploying")
     assert until(lambda: asked, 5)
     assert holder.get(lock, "revoked") == "root: deploying"
     with pytest.raises(LockRevoked, match="root: deploying"):
-        holder.call(lock, "check") if subject.face == "sync" else holder.do(lock.check)
+        holder.call(lock, "check") if protocol.face == "sync" else holder.do(lock.check)
     assert holder.call(lock, "verify")
     holder.call(lock, "extend", 40)
-    before = subject.row("k")["expires_at"]
-    assert until(lambda: subject.row("k")["expires_at"] > before, 5), "and it is renewed on"
+    before = protocol.row("k")["expires_at"]
+    assert until(lambda: protocol.row("k")["expires_at"] > before, 5), "and it is renewed on"
     holder.call(lock, "release")
     assert asked == [("k", "root: deploying")]
     holder.call(lock, "acquire")
@@ -227,10 +211,9 @@ def test_the_holder_is_asked_and_keeps_it_until_it_releases(subject: Subject, ac
     holder.call(lock, "release")
 
 
-@few
-def test_without_a_callback_check_tells_it_after_the_next_renewal(subject: Subject, desk: Desk) -> None:
+def test_without_a_callback_check_tells_it_after_the_next_renewal(protocol: Subject, desk: Desk) -> None:
     """Beside other locks of the process, which are renewed by the same statement and are not asked."""
-    with subject.lock("j", ttl=2) as other, subject.lock("k", ttl=2) as lock:
+    with protocol.lock("j", ttl=2) as other, protocol.lock("k", ttl=2) as lock:
         assert desk.revoke("k", lock.fence)
         lock.check()
 
@@ -243,50 +226,48 @@ def test_without_a_callback_check_tells_it_after_the_next_renewal(subject: Subje
 
         assert until(asked, 5)
         other.check()
-        before = [subject.row(key)["expires_at"] for key in "jk"]
+        before = [protocol.row(key)["expires_at"] for key in "jk"]
         assert until(
-            lambda: all(subject.row(key)["expires_at"] > end for key, end in zip("jk", before, strict=True)), 5
+            lambda: all(protocol.row(key)["expires_at"] > end for key, end in zip("jk", before, strict=True)), 5
         )
         assert other.revoked is None
         assert lock.state == "held"
 
 
-@few
-def test_only_a_tenure_that_lives_is_asked(subject: Subject, desk: Desk) -> None:
+def test_only_a_tenure_that_lives_is_asked(protocol: Subject, desk: Desk) -> None:
     """And a tenure that ended before its holder answered was not ended by the administrator that had asked."""
-    lock = subject.lock("k", ttl=0.3, renew=False)
+    lock = protocol.lock("k", ttl=0.3, renew=False)
     with pytest.raises(LockLost, match="the lease ended, and it was taken over by") as caught, lock:
         assert not desk.revoke("k", lock.fence - 1)
         assert not desk.revoke("j", lock.fence)
         assert desk.revoke("k", lock.fence)
-        assert until(lambda: remaining(subject) < 0)
+        assert until(lambda: remaining(protocol) < 0)
         assert not desk.revoke("k", lock.fence)
-        with beside(subject).lock("k", ttl=60):
+        with beside(protocol).lock("k", ttl=60):
             lock.verify()
     assert caught.value.reason is Reason.TAKEN_OVER
 
 
-def test_on_revoke_needs_renewals(subject: Subject) -> None:
+def test_on_revoke_needs_renewals(either: Subject) -> None:
     """They are how it is heard of."""
     with pytest.raises(ValueError, match="on_revoke"):
-        subject.lock("k", renew=False, on_revoke=print)
+        either.lock("k", renew=False, on_revoke=print)
     with pytest.raises(TypeError, match="on_revoke"):
-        subject.lock("k", on_revoke="print")
+        either.lock("k", on_revoke="print")
 
 
 # -- seeing
 
 
-@few
-def test_all_keys_are_seen_a_page_at_a_time(subject: Subject, desk: Desk) -> None:
+def test_all_keys_are_seen_a_page_at_a_time(protocol: Subject, desk: Desk) -> None:
     """In the order of their code points; a tenure in `min_hold` counts as held; no owner token is shown."""
     keys = ["a", "b", "c", "Z", "é", "😀", "'; --"]
     for key in keys:
-        with subject.lock(key):
+        with protocol.lock(key):
             pass
-    with subject.lock("b", label="mine"), subject.lock("m", min_hold=5):
+    with protocol.lock("b", label="mine"), protocol.lock("m", min_hold=5):
         pass
-    with subject.lock("b", label="mine") as lock:
+    with protocol.lock("b", label="mine") as lock:
         assert [each.info.key for each in desk.survey()] == ["b", "m"]
         assert [each.info.key for each in desk.survey("b")] == ["m"]
         seen = desk.survey(free=True)
@@ -299,16 +280,15 @@ def test_all_keys_are_seen_a_page_at_a_time(subject: Subject, desk: Desk) -> Non
         assert lock.owner not in repr(seen)
 
 
-@once
-def test_the_queue_of_a_key_is_seen_in_order(subject: Subject, actors: Actors, desk: Desk) -> None:
+def test_the_queue_of_a_key_is_seen_in_order(protocol: Subject, actors: Actors, desk: Desk) -> None:
     """With how long each has waited; those who have left are not in it."""
     holder, first, second = actors(3)
-    lock, patient = subject.lock("k"), subject.lock("k", timeout=20, label="one")
+    lock, patient = protocol.lock("k"), protocol.lock("k", timeout=20, label="one")
     holder.call(lock, "acquire")
-    waiting = first.start(getattr(patient, subject.method("acquire")))
+    waiting = first.start(getattr(patient, protocol.method("acquire")))
     assert until(lambda: len(desk.waiters("k")) == 1, 10)
-    hasty = twin(subject).lock("k", timeout=1.0, label="two")
-    later = second.start(getattr(hasty, subject.method("acquire")))
+    hasty = twin(protocol).lock("k", timeout=1.0, label="two")
+    later = second.start(getattr(hasty, protocol.method("acquire")))
     assert until(lambda: len(desk.waiters("k")) == 2, 10)
     one, two = desk.waiters("k")
     assert (one.key, one.label, two.label) == ("k", "one", "two")

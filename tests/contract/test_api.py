@@ -14,12 +14,9 @@ import pytest
 
 from dblock.core.errors import InvalidKey, LockLost, LockTimeout, Reason
 from tests.conftest import ALIASES
+from tests.contract.conftest import AXES
 from tests.contract.test_lease import FREE, STEAL, attach, until
-from tests.support.lab import LOOPED, both, driven
-from tests.support.subjects import MATRIX, Actor, Subject
-
-ASYNCHRONOUS = [subject for subject in MATRIX if subject.face == "async"]
-LOOPS = [each for each in MATRIX if each.driver in {"asyncpg", "aiosqlite"} or (each in LOOPED and each.driver)]
+from tests.support.subjects import Actor, Subject
 
 
 def without_key(subject: Subject, **options: Any) -> Any:
@@ -37,14 +34,14 @@ def without_key(subject: Subject, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("timeout", [-1, -1.0, timedelta(seconds=-1), None])
-def test_minus_one_waits_for_ever(subject: Subject, actor: Actor, other: Actor, timeout: Any) -> None:
+def test_minus_one_waits_for_ever(either: Subject, actor: Actor, other: Actor, timeout: Any) -> None:
     """Said to `db_lock` as to `acquire`."""
-    mine = subject.lock("k")
+    mine = either.lock("k")
     actor.call(mine, "acquire")
-    lock = subject.lock("k", timeout=timeout)
+    lock = either.lock("k", timeout=timeout)
     assert lock._timeout is None
-    waiting = other.start(getattr(lock, subject.method("acquire")))
-    again = subject.lock("k", timeout=0)
+    waiting = other.start(getattr(lock, either.method("acquire")))
+    again = either.lock("k", timeout=0)
     time.sleep(0.1)
     assert not waiting.done()
     actor.call(mine, "release")
@@ -54,59 +51,59 @@ def test_minus_one_waits_for_ever(subject: Subject, actor: Actor, other: Actor, 
     other.call(again, "release")
 
 
-def test_unknown_options_are_answered(subject: Subject) -> None:
+def test_unknown_options_are_answered(face: Subject) -> None:
     """With the nearest of ours, if one is near, and with all of them; no private name is in it."""
     for name, hint in {"time_out": "timeout", "on_loss": "on_lost", "zzz": ""}.items():
         with pytest.raises(TypeError) as caught:
-            subject.lock("k", **{name: 5})
+            face.lock("k", **{name: 5})
         message = str(caught.value)
         assert message.startswith(f"db_lock has no option {name!r}")
         assert (f" (did you mean {hint}?)" in message) if hint else "did you mean" not in message
         assert "; its options are ttl, timeout, renew, " in message
-        assert ("using" if subject.variant == "django" else "session") in message
-        assert ("session" if subject.variant == "django" else "using") not in message
+        assert ("using" if face.variant == "django" else "session") in message
+        assert ("session" if face.variant == "django" else "using") not in message
         assert "__" not in message
 
 
-def test_options_without_a_name(subject: Subject) -> None:
+def test_options_without_a_name(face: Subject) -> None:
     """In other libraries the ttl comes second, or the timeout: here neither."""
-    if subject.variant == "django":
+    if face.variant == "django":
         from dblock import db_lock
 
         make: Any = partial(db_lock, "k")
     else:
         from sqlalchemy_dblock import db_lock as sqlalchemy_lock
 
-        make = partial(sqlalchemy_lock, subject.engine, "k")
+        make = partial(sqlalchemy_lock, face.engine, "k")
     with pytest.raises(TypeError, match="say ttl= or timeout= for 30$"):
         make(30)
 
 
-def test_contradictions_are_refused(subject: Subject) -> None:
+def test_contradictions_are_refused(face: Subject) -> None:
     """An end of a renewal that there is not."""
     with pytest.raises(ValueError, match="max_hold says when renewal ends, and with renew=False there is none"):
-        subject.lock("k", renew=False, max_hold=3)
-    subject.lock("k", renew=False, max_hold=None)
+        face.lock("k", renew=False, max_hold=3)
+    face.lock("k", renew=False, max_hold=None)
 
 
 # -- decorators
 
 
-def test_a_decorator_without_a_key(subject: Subject, actor: Actor) -> None:
+def test_a_decorator_without_a_key(face: Subject, actor: Actor) -> None:
     """Is named after the function's module and qualified name, options or not."""
 
     def sell(n: int = 3) -> Any:
-        return n, subject.run("SELECT lock_key, ttl FROM locks WHERE owner IS NOT NULL")
+        return n, face.run("SELECT lock_key, ttl FROM locks WHERE owner IS NOT NULL")
 
     name = f"{__name__}.test_a_decorator_without_a_key.<locals>.sell"
-    assert actor.decorate(without_key(subject), sell)() == (3, [(name, 30)])
-    assert actor.decorate(without_key(subject, ttl=40), sell)(n=4) == (4, [(name, 40)])
-    assert subject.row(name)["owner"] is None
+    assert actor.decorate(without_key(face), sell)() == (3, [(name, 30)])
+    assert actor.decorate(without_key(face, ttl=40), sell)(n=4) == (4, [(name, 40)])
+    assert face.row(name)["owner"] is None
 
 
-def test_without_a_key_there_is_no_lock(subject: Subject, actor: Actor) -> None:
+def test_without_a_key_there_is_no_lock(face: Subject, actor: Actor) -> None:
     """What has no name of its own is refused, and what is no decorator is told to have a key."""
-    decorator = without_key(subject)
+    decorator = without_key(face)
     with pytest.raises(InvalidKey, match="give it a key"):
         decorator(lambda: None)
     with pytest.raises(TypeError, match="decorates functions"):
@@ -116,18 +113,18 @@ def test_without_a_key_there_is_no_lock(subject: Subject, actor: Actor) -> None:
     with pytest.raises(AttributeError, match="without a key db_lock makes a decorator"):
         actor.call(decorator, "acquire")
     with pytest.raises(TypeError, match="no option 'wait'"):
-        without_key(subject, wait=5)
+        without_key(face, wait=5)
 
 
 # -- blocks
 
 
-def test_the_wrong_kind_of_with(subject: Subject) -> None:
+def test_the_wrong_kind_of_with(face: Subject) -> None:
     """Says which one is right. (Django's locks have both.)"""
-    if subject.variant == "django":
+    if face.variant == "django":
         pytest.skip("Django's locks have both")
-    lock = subject.lock("k")
-    if subject.face == "async":
+    lock = face.lock("k")
+    if face.face == "async":
         with pytest.raises(TypeError, match="use `async with`"), lock:
             pytest.fail("unreachable")
         return
@@ -140,24 +137,23 @@ def test_the_wrong_kind_of_with(subject: Subject) -> None:
         asyncio.run(main())
 
 
-@pytest.mark.parametrize("subject", ASYNCHRONOUS, ids=str, indirect=True)
-def test_attaching_with_or_without_await(subject: Subject, actor: Actor) -> None:
+def test_attaching_with_or_without_await(async_face: Subject, actor: Actor) -> None:
     """`async with attach(...)`, `async with await attach(...)` and `await attach(...)` are all good."""
-    lock = subject.lock("k")
+    lock = async_face.lock("k")
 
     async def directly() -> Any:
-        async with attach(subject, token) as same:
+        async with attach(async_face, token) as same:
             assert len(same._blocks) == 1  # which may end elsewhere, as others
-            return same.fence, subject.row("k")["owner"] is not None
+            return same.fence, async_face.row("k")["owner"] is not None
 
     async def awaited() -> Any:
-        async with await attach(subject, token) as same:
-            return same.fence, subject.row("k")["owner"] is not None
+        async with await attach(async_face, token) as same:
+            return same.fence, async_face.row("k")["owner"] is not None
 
     async def by_hand() -> Any:
-        same = await attach(subject, token)
-        found = same.fence, subject.row("k")["owner"] is not None
-        await getattr(same, subject.method("release"))()
+        same = await attach(async_face, token)
+        found = same.fence, async_face.row("k")["owner"] is not None
+        await getattr(same, async_face.method("release"))()
         return found
 
     for way in (directly, awaited, by_hand):
@@ -165,7 +161,7 @@ def test_attaching_with_or_without_await(subject: Subject, actor: Actor) -> None
         fence = actor.get(lock, "fence")
         token = actor.call(lock, "detach")
         assert actor.do(way) == (fence, True)
-        assert subject.row("k")["owner"] is None
+        assert async_face.row("k")["owner"] is None
         with pytest.raises(LockLost):
             actor.do(way)
 
@@ -173,9 +169,9 @@ def test_attaching_with_or_without_await(subject: Subject, actor: Actor) -> None
 # -- what is said
 
 
-def test_a_flow_that_never_held(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_flow_that_never_held(either: Subject, actor: Actor, other: Actor) -> None:
     """`check()` and `verify()` raise LockLost and say so, `owned()` is False; somebody else's hold changes nothing."""
-    lock = subject.lock("k")
+    lock = either.lock("k")
     for _ in range(2):
         with pytest.raises(LockLost, match="not held by this thread or task, which has not acquired it"):
             actor.do(lock.check)
@@ -183,22 +179,21 @@ def test_a_flow_that_never_held(subject: Subject, actor: Actor, other: Actor) ->
             actor.call(lock, "verify")
         assert actor.call(lock, "owned") is False
         assert (actor.get(lock, "state"), actor.get(lock, "remaining")) == (None, 0.0)
-        if not subject.run("SELECT 1 FROM locks"):
+        if not either.run("SELECT 1 FROM locks"):
             other.call(lock, "acquire")
     other.call(lock, "release")
 
 
-@both
-def test_a_holder_that_renews_is_said_to(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_holder_that_renews_is_said_to(either: Subject, actor: Actor, other: Actor) -> None:
     """Since when it has the key, when it was heard of last, and when the key is free if it is never again."""
-    lock = subject.lock("k", ttl=1.5)
+    lock = either.lock("k", ttl=1.5)
     actor.call(lock, "acquire")
     first = actor.call(lock, "inspect")
     assert first.renewed is None
     assert "renewed" not in str(first)
     until(lambda: actor.call(lock, "inspect").age > 1.6)
     with pytest.raises(LockTimeout) as caught:
-        other.within(subject.lock("k", timeout=0))
+        other.within(either.lock("k", timeout=0))
     holder = caught.value.holder
     assert holder is not None
     assert holder.renewed is not None
@@ -213,20 +208,19 @@ def test_a_holder_that_renews_is_said_to(subject: Subject, actor: Actor, other: 
     assert "does not hold it any more" in str(free)
 
 
-def test_a_min_hold_is_said_to_be_one(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_min_hold_is_said_to_be_one(either: Subject, actor: Actor, other: Actor) -> None:
     """It is no holder who could die."""
-    actor.within(subject.lock("k", min_hold=20))
+    actor.within(either.lock("k", min_hold=20))
     with pytest.raises(LockTimeout, match=r"who has given it back; its min_hold ends \d+\.\d s from now"):
-        other.within(subject.lock("k", timeout=0))
+        other.within(either.lock("k", timeout=0))
 
 
-@driven
-def test_who_freed_it(subject: Subject, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_freed_it(either: Subject, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
     """Freed by hand, it is lost for that reason; taken over meanwhile, it did not end by itself either."""
     for key, sql, reason in (("freed", FREE, Reason.FREED), ("taken", STEAL, Reason.TAKEN_OVER)):
-        lock = subject.lock(key, ttl=30)
+        lock = either.lock(key, ttl=30)
         actor.call(lock, "acquire")
-        subject.run(sql, key=key)
+        either.run(sql, key=key)
         with pytest.raises(LockLost, match="it was freed by somebody") as caught:
             actor.call(lock, "verify")
         assert caught.value.reason is reason
@@ -235,17 +229,17 @@ def test_who_freed_it(subject: Subject, actor: Actor, caplog: pytest.LogCaptureF
             actor.call(lock, "release")
     assert "and taken over by elsewhere" in str(caught.value)
     assert caplog.text.count("it was freed by somebody") == 2
-    lock = subject.lock("ended", ttl=0.1, renew=False)
+    lock = either.lock("ended", ttl=0.1, renew=False)
     actor.call(lock, "acquire")
     time.sleep(0.15)
-    subject.run(STEAL, key="ended")
+    either.run(STEAL, key="ended")
     with pytest.raises(LockLost, match="the lease ended, and it was taken over by elsewhere") as caught:
         actor.call(lock, "release")
     assert "at most" not in str(caught.value)
 
 
-@pytest.mark.parametrize("subject", LOOPS, ids=str, indirect=True)
 @pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("subject", [each for each in AXES["async_face"] if each.driver], indirect=True, ids=str)
 def test_a_blocked_loop_is_named(subject: Subject, actor: Actor, taken: bool, caplog: pytest.LogCaptureFixture) -> None:
     """In the log, in the reason that callbacks hear, and in what the block raises, even if somebody took the key."""
     heard: list[Any] = []
@@ -271,11 +265,10 @@ def _is_lost(actor: Actor, lock: Any) -> bool:
     return bool(actor.get(lock, "state") == "lost")
 
 
-@pytest.mark.parametrize("subject", LOOPED, ids=str, indirect=True)
-def test_a_busy_loop_is_not_blamed(subject: Subject, actor: Actor) -> None:
+def test_a_busy_loop_is_not_blamed(async_face: Subject, actor: Actor) -> None:
     """A lease that was capped, or not renewed, ended by itself."""
     for options in ({"renew": False}, {"max_hold": 1.1}):
-        lock = subject.lock("k", ttl=1, **options)
+        lock = async_face.lock("k", ttl=1, **options)
         actor.call(lock, "acquire")
         until(partial(_is_lost, actor, lock))
         with pytest.raises(LockLost) as caught:

@@ -22,10 +22,8 @@ from sqlalchemy.orm import Session
 from dblock import LockLost, LockNotHeld, LockTimeout
 from dblock.core import runtime
 from sqlalchemy_dblock import SynchronousOnlyOperation
-from tests.support.lab import both, some, until
-from tests.support.subjects import MATRIX, Actor, Subject
-
-SYNC = [subject for subject in MATRIX if subject.face == "sync"]
+from tests.support.lab import until
+from tests.support.subjects import Actor, Subject
 
 
 def enter(subject: Subject, lock: Any) -> Callable[[], Any]:
@@ -37,94 +35,90 @@ def leave(subject: Subject, lock: Any) -> Callable[[], Any]:
     return lambda: end(None, None, None)
 
 
-@both
 def test_a_block_may_end_elsewhere(
-    subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
+    either: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In another thread or task, though the one that entered it has ended: renewed until then, and given back."""
-    lock = subject.lock("k", ttl=2)
-    actor.do(enter(subject, lock))
+    lock = either.lock("k", ttl=2)
+    actor.do(enter(either, lock))
     fence = actor.get(lock, "fence")
     actor.close()
     time.sleep(2.4)
     assert (other.get(lock, "state"), other.get(lock, "fence"), other.get(lock, "count")) == ("held", fence, 1)
     other.do(lock.check)
     assert other.call(lock, "verify") is True
-    assert other.get(subject.lock("k"), "state") is None, "of another object"
-    assert other.call(subject.lock("k"), "acquire", blocking=False) is False, "re-entry stays with the flow"
-    other.do(leave(subject, lock))
-    assert subject.row("k")["owner"] is None
+    assert other.get(either.lock("k"), "state") is None, "of another object"
+    assert other.call(either.lock("k"), "acquire", blocking=False) is False, "re-entry stays with the flow"
+    other.do(leave(either, lock))
+    assert either.row("k")["owner"] is None
     assert other.get(lock, "state") is None
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_its_other_entries_stay_where_they_are(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_its_other_entries_stay_where_they_are(either: Subject, actor: Actor, other: Actor) -> None:
     """The flow that entered the block has entered the same key outside of it, too."""
-    outer, inner = subject.lock("k", ttl=30), subject.lock("k", ttl=30)
+    outer, inner = either.lock("k", ttl=30), either.lock("k", ttl=30)
     actor.call(outer, "acquire")
-    actor.do(enter(subject, inner))
-    other.do(leave(subject, inner))
-    assert subject.row("k")["count"] == 1
+    actor.do(enter(either, inner))
+    other.do(leave(either, inner))
+    assert either.row("k")["count"] == 1
     assert actor.get(outer, "state") == "held"
     actor.call(outer, "release")
-    assert subject.row("k")["owner"] is None
+    assert either.row("k")["owner"] is None
 
 
-@some
-def test_its_loss_is_told_elsewhere(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_its_loss_is_told_elsewhere(either: Subject, actor: Actor, other: Actor) -> None:
     """By the object, and by its end."""
-    lock = subject.lock("k", ttl=0.6)
-    actor.do(enter(subject, lock))
-    subject.run("DELETE FROM locks")
+    lock = either.lock("k", ttl=0.6)
+    actor.do(enter(either, lock))
+    either.run("DELETE FROM locks")
     deadline = time.monotonic() + 5
     while other.get(lock, "state") != "lost" and time.monotonic() < deadline:
         time.sleep(0.02)
     with pytest.raises(LockLost):
         other.do(lock.check)
     with pytest.raises(LockLost):
-        other.do(leave(subject, lock))
+        other.do(leave(either, lock))
     assert other.get(lock, "state") is None
 
 
-def test_what_was_handed_over_is_left_elsewhere_without_a_word(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_what_was_handed_over_is_left_elsewhere_without_a_word(either: Subject, actor: Actor, other: Actor) -> None:
     """As in its own flow."""
-    lock = subject.lock("k", ttl=30)
-    actor.do(enter(subject, lock))
+    lock = either.lock("k", ttl=30)
+    actor.do(enter(either, lock))
     actor.call(lock, "detach")
-    other.do(leave(subject, lock))
-    assert subject.row("k")["owner"] is not None
+    other.do(leave(either, lock))
+    assert either.row("k")["owner"] is not None
 
 
-@some
-def test_two_blocks_of_one_object_cannot_be_told_apart(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_two_blocks_of_one_object_cannot_be_told_apart(either: Subject, actor: Actor, other: Actor) -> None:
     """An error that names thread pools; neither is renewed any more."""
-    lock = subject.lock("k", ttl=0.6)
-    actor.do(enter(subject, lock))
-    actor.do(enter(subject, lock))
+    lock = either.lock("k", ttl=0.6)
+    actor.do(enter(either, lock))
+    actor.do(enter(either, lock))
     with pytest.raises(LockNotHeld, match="pool of threads"):
-        other.do(leave(subject, lock))
-    assert other.call(subject.lock("k"), "acquire", timeout=5) is True
-    other.call(subject.lock("k"), "release")
+        other.do(leave(either, lock))
+    assert other.call(either.lock("k"), "acquire", timeout=5) is True
+    other.call(either.lock("k"), "release")
     for _ in range(2):
         with pytest.raises(LockLost):
-            actor.do(leave(subject, lock))
+            actor.do(leave(either, lock))
 
 
-def test_a_block_that_was_left_by_hand_is_not_left_twice(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_block_that_was_left_by_hand_is_not_left_twice(either: Subject, actor: Actor, other: Actor) -> None:
     """Neither here nor elsewhere."""
     for last in (actor, other):
-        lock = subject.lock("k")
-        actor.do(enter(subject, lock))
+        lock = either.lock("k")
+        actor.do(enter(either, lock))
         actor.call(lock, "release")
         with pytest.raises(LockNotHeld):
-            last.do(leave(subject, lock))
+            last.do(leave(either, lock))
 
 
-@pytest.mark.parametrize("subject", SYNC, ids=str, indirect=True)
-def test_a_thread_of_a_pool_is_not_one_owner(subject: Subject) -> None:
+def test_a_thread_of_a_pool_is_not_one_owner(sync_face: Subject) -> None:
     """Each call in a copy of its caller's context, as AnyIO and asyncio.to_thread have it: one gets the key."""
     with ThreadPoolExecutor(1) as pool:
-        lock, other = subject.lock("k"), subject.lock("k")
+        lock, other = sync_face.lock("k"), sync_face.lock("k")
         mine, theirs = copy_context(), copy_context()
         assert pool.submit(mine.run, lock.acquire).result() is True
         assert pool.submit(theirs.run, other.acquire, blocking=False).result() is False
@@ -132,23 +126,22 @@ def test_a_thread_of_a_pool_is_not_one_owner(subject: Subject) -> None:
         assert pool.submit(mine.run, other.acquire).result() is True, "the same caller enters once more"
         for _ in range(2):
             pool.submit(mine.run, lock.release).result()
-        assert subject.row("k")["owner"] is None
+        assert sync_face.row("k")["owner"] is None
 
 
 @pytest.mark.parametrize("touched", [False, True], ids=["fresh", "touched"])
-@pytest.mark.parametrize("subject", SYNC, ids=str, indirect=True)
-def test_tasks_that_share_a_thread_are_not_one_owner(subject: Subject, touched: bool) -> None:
+def test_tasks_that_share_a_thread_are_not_one_owner(sync_face: Subject, touched: bool) -> None:
     """By sync_to_async: the first has the key until it gives it back there, and the others have not.
 
     Whatever their parent has locked there before, which asgiref has carried back to it, and they inherit.
     """
 
     def touch() -> None:
-        with subject.lock("other"):
+        with sync_face.lock("other"):
             pass
 
     async def task() -> bool:
-        lock = subject.lock("k")
+        lock = sync_face.lock("k")
         if not await sync_to_async(lock.acquire)(blocking=False):
             return False
         assert await sync_to_async(lambda: (lock.state, lock.count))() == ("held", 1)
@@ -162,19 +155,18 @@ def test_tasks_that_share_a_thread_are_not_one_owner(subject: Subject, touched: 
         return list(await asyncio.gather(task(), task(), task()))
 
     assert sorted(asyncio.run(crowd())) == [False, False, True]
-    assert subject.row("k")["owner"] is None
+    assert sync_face.row("k")["owner"] is None
 
 
-@pytest.mark.parametrize("subject", SYNC, ids=str, indirect=True)
-def test_a_child_of_a_task_that_holds_is_another_owner(subject: Subject) -> None:
+def test_a_child_of_a_task_that_holds_is_another_owner(sync_face: Subject) -> None:
     """By sync_to_async, in the same thread, with its parent's context."""
 
     def enter() -> bool:
-        with subject.lock("k", timeout=0) as lock:
+        with sync_face.lock("k", timeout=0) as lock:
             return bool(lock.count)
 
     async def main() -> None:
-        lock, other = subject.lock("k"), subject.lock("other")
+        lock, other = sync_face.lock("k"), sync_face.lock("other")
         assert await sync_to_async(lock.acquire)()
         assert await sync_to_async(other.acquire)()
         with pytest.raises(LockTimeout):
@@ -186,12 +178,11 @@ def test_a_child_of_a_task_that_holds_is_another_owner(subject: Subject) -> None
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("subject", SYNC, ids=str, indirect=True)
-def test_a_thread_that_lets_a_coroutine_run_is_the_same_afterwards(subject: Subject) -> None:
+def test_a_thread_that_lets_a_coroutine_run_is_the_same_afterwards(sync_face: Subject) -> None:
     """By async_to_sync, though what that calls by sync_to_async in this thread locks something too."""
 
     def touch() -> None:
-        with subject.lock("other"):
+        with sync_face.lock("other"):
             pass
 
     async def service() -> None:
@@ -199,48 +190,46 @@ def test_a_thread_that_lets_a_coroutine_run_is_the_same_afterwards(subject: Subj
             await sync_to_async(touch)()
 
     def view() -> list[int]:
-        lock, counts = subject.lock("k", timeout=0), list[int]()
+        lock, counts = sync_face.lock("k", timeout=0), list[int]()
         for _ in range(2):
             with lock, lock:
                 async_to_sync(service)()
                 assert lock.owned()
-                with subject.lock("k", timeout=0) as again:
+                with sync_face.lock("k", timeout=0) as again:
                     counts.append(again.count)
                 async_to_sync(service)()
         lock.acquire()
         async_to_sync(service)()
-        subject.lock("k").release()
+        sync_face.lock("k").release()
         return counts
 
     with ThreadPoolExecutor(1) as pool:
         for run in (view, partial(copy_context().run, view)):
             assert pool.submit(run).result() == [3, 3]
-            assert subject.row("k")["owner"] is None
+            assert sync_face.row("k")["owner"] is None
         pool.submit(connections.close_all).result()
 
 
 @pytest.mark.filterwarnings("ignore:the lock of an Engine blocks:RuntimeWarning")
-@pytest.mark.parametrize("subject", [each for each in SYNC if each.variant == "sqlalchemy"], ids=str, indirect=True)
-def test_the_rest_of_a_min_hold_on_an_event_loop(subject: Subject) -> None:
+def test_the_rest_of_a_min_hold_on_an_event_loop(protocol: Subject) -> None:
     """Is not waited for there either, by the flow whose transaction keeps the key."""
 
     async def reenter() -> None:
-        with Session(subject.engine) as session:
+        with Session(protocol.engine) as session:
             _ = session.connection()
-            with subject.lock("k", session=session, min_hold=20):
+            with protocol.lock("k", session=session, min_hold=20):
                 pass
             start = time.monotonic()
             with pytest.raises(SynchronousOnlyOperation):
-                subject.lock("k", timeout=30).acquire()
+                protocol.lock("k", timeout=30).acquire()
             assert time.monotonic() - start < 5
 
     asyncio.run(reenter())
 
 
-@pytest.mark.parametrize("subject", [each for each in SYNC if each.variant == "sqlalchemy"], ids=str, indirect=True)
-def test_a_synchronous_lock_on_an_event_loop(subject: Subject, actor: Actor) -> None:
+def test_a_synchronous_lock_on_an_event_loop(protocol: Subject, actor: Actor) -> None:
     """A free one is taken, with a warning; for one that is held nobody waits, since all tasks would have to."""
-    lock = subject.lock("k", timeout=20)
+    lock = protocol.lock("k", timeout=20)
 
     async def take() -> bool:
         with pytest.warns(RuntimeWarning, match="blocks the event loop.*AsyncEngine"), lock:
@@ -251,13 +240,13 @@ def test_a_synchronous_lock_on_an_event_loop(subject: Subject, actor: Actor) -> 
             lock.acquire()
 
     assert asyncio.run(take()) is True
-    actor.call(holder := subject.lock("k"), "acquire")
+    actor.call(holder := protocol.lock("k"), "acquire")
     start = time.monotonic()
     asyncio.run(wait())
     assert time.monotonic() - start < 5
-    assert subject.run("SELECT * FROM lock_waiters") == []
+    assert protocol.run("SELECT * FROM lock_waiters") == []
     actor.call(holder, "release")
-    assert subject.row("k")["owner"] is None
+    assert protocol.row("k")["owner"] is None
 
     async def hold_while_a_thread_waits() -> Future[Any]:
         with pytest.warns(RuntimeWarning):

@@ -14,24 +14,9 @@ import pytest
 from dblock.core.errors import StoreUnanswered
 from dblock.core.protocol.steps import Execute, Rows
 from sqlalchemy_dblock import attach
-from tests.conftest import ALIASES, SELDOM, ready, timed
+from tests.conftest import ALIASES, SELDOM, timed
 from tests.contract.test_queue import WAITERS
-from tests.support.lab import DRIVEN, LOOPED
 from tests.support.subjects import Actor, Subject, twin
-
-ASYNC = [each for each in DRIVEN if each.face == "async"]
-
-
-@pytest.fixture(params=ASYNC, ids=str)
-def subject(request: pytest.FixtureRequest) -> Subject:
-    """Each asynchronous driver, with an empty table."""
-    subject: Subject = request.param
-    ready(request, subject.database)
-    return subject
-
-
-looped = pytest.mark.parametrize("subject", LOOPED, indirect=True, ids=str)
-"""For those that do not get as far as the driver."""
 
 
 async def storm(work: Coroutine[Any, Any, Any], until: Callable[[], bool], after: float = 0.0) -> None:
@@ -87,47 +72,46 @@ async def of_a_generator(lock: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["block", "twice", "by hand", "generator"])
-@pytest.mark.parametrize("option", [{}, {"min_hold": 0.02}])
-def test_a_cancelled_holder_releases(subject: Subject, actor: Actor, how: str, option: dict[str, Any]) -> None:
+def test_a_cancelled_holder_releases(async_driver: Subject, actor: Actor, how: str) -> None:
     """At once, and not with the lease."""
-    for number in range(3):
-        lock = subject.lock(f"k{number}", ttl=60, **option)
+    for number in range(6):
+        lock = async_driver.lock(f"k{number}", ttl=60, min_hold=0 if number < 3 else 0.02)
         work = {"block": block, "twice": twice, "generator": of_a_generator}.get(how)
-        begun = by_hand(subject, lock) if work is None else work(lock)
-        actor.do(partial(storm, begun, partial(is_held, subject), 0.05))
-        assert not is_held(subject), number
+        begun = by_hand(async_driver, lock) if work is None else work(lock)
+        actor.do(partial(storm, begun, partial(is_held, async_driver), 0.05))
+        assert not is_held(async_driver), number
         assert actor.get(lock, "state") is None
 
 
-def test_a_cancelled_bearer_leaves(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_cancelled_bearer_leaves(async_driver: Subject, actor: Actor, other: Actor) -> None:
     """Its entry alone: the count is lowered once."""
-    lock = subject.lock("k", ttl=60)
+    lock = async_driver.lock("k", ttl=60)
     actor.call(lock, "acquire")
     token = actor.call(lock, "detach")
 
     def attached() -> Any:
-        if subject.variant == "django":
+        if async_driver.variant == "django":
             from dblock import db_lock
 
-            return db_lock.aattach(token, using=ALIASES[subject.database])
-        return attach(subject.engine, token)
+            return db_lock.aattach(token, using=ALIASES[async_driver.database])
+        return attach(async_driver.engine, token)
 
     async def keep() -> Any:
         return await attached()
 
     mine = actor.do(keep)
-    other.do(lambda: storm(block(attached()), lambda: subject.row("k")["count"] == 2, 0.02))
-    assert subject.row("k")["count"] == 1
+    other.do(lambda: storm(block(attached()), lambda: async_driver.row("k")["count"] == 2, 0.02))
+    assert async_driver.row("k")["count"] == 1
     actor.call(mine, "release")
-    assert subject.row("k")["owner"] is None
+    assert async_driver.row("k")["owner"] is None
 
 
-def test_a_cancelled_waiter_leaves_the_queue(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_cancelled_waiter_leaves_the_queue(async_driver: Subject, actor: Actor, other: Actor) -> None:
     """So that a key that is given back is free for the next one at once."""
-    lock = subject.lock("k", ttl=60, timeout=60)
+    lock = async_driver.lock("k", ttl=60, timeout=60)
     actor.call(lock, "acquire")
-    other.do(lambda: storm(block(subject.lock("k", timeout=60)), lambda: queued(subject) == 1, 0.05))
-    assert queued(subject) == 0
+    other.do(lambda: storm(block(async_driver.lock("k", timeout=60)), lambda: queued(async_driver) == 1, 0.05))
+    assert queued(async_driver) == 0
     actor.call(lock, "release")
     assert other.call(lock, "acquire", timeout=1)
     other.call(lock, "release")
@@ -153,17 +137,16 @@ async def took(work: Coroutine[Any, Any, Any], seconds: float) -> float:
     return time.monotonic() - begun
 
 
-@looped
 def test_a_silent_server_keeps_nobody_who_waits(
-    subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
+    async_face: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is cancelled has a second for all that is to be left in order."""
-    holder, lock = subject.lock("k", ttl=60), subject.lock("k", timeout=60)
+    holder, lock = async_face.lock("k", ttl=60), async_face.lock("k", timeout=60)
     other.call(holder, "acquire")
 
     async def main() -> float:
-        work = asyncio.ensure_future(took(getattr(lock, subject.method("acquire"))(), 1.0))
-        while not queued(subject):  # noqa: ASYNC110 - it looks at the database
+        work = asyncio.ensure_future(took(getattr(lock, async_face.method("acquire"))(), 1.0))
+        while not queued(async_face):  # noqa: ASYNC110 - it looks at the database
             await asyncio.sleep(0.002)
         with monkeypatch.context() as patch:
             silence(lock._store(), patch)
@@ -173,28 +156,27 @@ def test_a_silent_server_keeps_nobody_who_waits(
     other.call(holder, "release")
 
 
-@looped
 def test_a_silent_server_keeps_nobody_who_enters_again(
-    subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
+    async_face: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Likewise."""
-    lock = subject.lock("k", ttl=60)
-    acquire = getattr(lock, subject.method("acquire"))
+    lock = async_face.lock("k", ttl=60)
+    acquire = getattr(lock, async_face.method("acquire"))
 
     async def main() -> float:
         await acquire()
         with monkeypatch.context() as patch:
             silence(lock._store(), patch)
             seconds = await took(acquire(), 0.05)
-        await getattr(lock, subject.method("release"))()
+        await getattr(lock, async_face.method("release"))()
         return seconds
 
     assert actor.do(main) < 1.6
 
 
-def test_a_cancelled_take_leaves_nothing(subject: Subject, actor: Actor) -> None:
+def test_a_cancelled_take_leaves_nothing(async_driver: Subject, actor: Actor) -> None:
     """At whatever step of the loop the cancellations begin."""
-    lock = subject.lock("k", ttl=60, timeout=60)
+    lock = async_driver.lock("k", ttl=60, timeout=60)
     actor.within(lock)
 
     async def attempt(delay: int) -> None:
@@ -207,16 +189,16 @@ def test_a_cancelled_take_leaves_nothing(subject: Subject, actor: Actor) -> None
 
     for delay in range(40):
         actor.do(partial(attempt, delay))
-        assert subject.row("k")["owner"] is None, delay
+        assert async_driver.row("k")["owner"] is None, delay
 
 
 def test_a_cancelled_releaser_notifies_the_next(
-    subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
+    async_driver: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At whatever step of the loop the cancellation comes; nobody polls."""
     timed(monkeypatch, **SELDOM)
-    lock, heir = subject.lock("k", ttl=60), twin(subject).lock("k", ttl=60, timeout=60)
-    acquire, release = subject.method("acquire"), subject.method("release")
+    lock, heir = async_driver.lock("k", ttl=60), twin(async_driver).lock("k", ttl=60, timeout=60)
+    acquire, release = async_driver.method("acquire"), async_driver.method("release")
 
     async def attempt(steps: int) -> None:
         waited = asyncio.Event()
@@ -229,10 +211,10 @@ def test_a_cancelled_releaser_notifies_the_next(
                 await getattr(lock, release)()
 
         task = asyncio.ensure_future(work())
-        while not is_held(subject):  # noqa: ASYNC110 - it looks at the database
+        while not is_held(async_driver):  # noqa: ASYNC110 - it looks at the database
             await asyncio.sleep(0.002)
         waiting = other.start(getattr(heir, acquire))
-        while not queued(subject):  # noqa: ASYNC110 - likewise
+        while not queued(async_driver):  # noqa: ASYNC110 - likewise
             await asyncio.sleep(0.002)
         await asyncio.sleep(0.02)
         waited.set()
@@ -247,20 +229,20 @@ def test_a_cancelled_releaser_notifies_the_next(
         actor.do(partial(attempt, steps))
 
 
-def test_a_cancellation_that_comes_while_a_cancelled_task_gives_back(subject: Subject, actor: Actor) -> None:
+def test_a_cancellation_that_comes_while_a_cancelled_task_gives_back(async_driver: Subject, actor: Actor) -> None:
     """Is raised afterwards: nobody who swallowed an earlier one misses it."""
 
     async def story() -> str:
         me = asyncio.current_task()
         assert me is not None
-        lock = subject.lock("k", ttl=60)
-        await getattr(lock, subject.method("acquire"))()
+        lock = async_driver.lock("k", ttl=60)
+        await getattr(lock, async_driver.method("acquire"))()
         me.cancel()
         with contextlib.suppress(asyncio.CancelledError):  # as code does that knows no better
             await asyncio.sleep(1)
         asyncio.get_running_loop().call_soon(me.cancel)
         try:
-            await getattr(lock, subject.method("release"))()
+            await getattr(lock, async_driver.method("release"))()
         except asyncio.CancelledError:
             while me.uncancel():
                 pass
@@ -268,4 +250,4 @@ def test_a_cancellation_that_comes_while_a_cancelled_task_gives_back(subject: Su
         return "lost"
 
     assert actor.do(story) == "raised"
-    assert subject.row("k")["owner"] is None
+    assert async_driver.row("k")["owner"] is None

@@ -15,15 +15,11 @@ from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from dblock.core.errors import LockTimeout
+from tests.contract.conftest import AXES
 from tests.support.eager import eager_task_factory
-from tests.support.lab import LOOPED, remaining
-from tests.support.subjects import MATRIX, Subject
+from tests.support.lab import remaining
+from tests.support.subjects import Subject
 
-ASYNC = [each for each in MATRIX if each.face == "async"]
-every = pytest.mark.parametrize("subject", ASYNC, indirect=True, ids=str)
-engines = pytest.mark.parametrize(
-    "subject", [each for each in ASYNC if each.variant == "sqlalchemy"], indirect=True, ids=str
-)
 old_factory = pytest.mark.skipif(
     sys.version_info >= (3, 13) and "eager_start" not in inspect.signature(eager_task_factory).parameters,
     reason="from Python 3.13 on uvloop passes an argument to it that CPython 3.13.0 does not know",
@@ -86,8 +82,7 @@ class Crowd:
         assert self.fences == sorted(self.fences)
 
 
-@pytest.mark.parametrize("subject", LOOPED, indirect=True, ids=str)
-def test_a_lock_is_taken_renewed_waited_for_and_given_back(subject: Subject) -> None:
+def test_a_lock_is_taken_renewed_waited_for_and_given_back(async_face: Subject) -> None:
     """Each task of a group waits for its turn; a lease is renewed meanwhile."""
 
     async def main(face: Face) -> None:
@@ -95,7 +90,7 @@ def test_a_lock_is_taken_renewed_waited_for_and_given_back(subject: Subject) -> 
         async with face.lock("k", ttl=1.2) as lock:
             await asyncio.sleep(1.4)
             assert await face.call(lock, "verify"), "it was renewed"
-            assert remaining(subject, "k") > 0
+            assert remaining(async_face, "k") > 0
             waiting = [asyncio.create_task(crowd.enter(1)) for _ in range(2)]
             await asyncio.sleep(0.1)
             assert not crowd.fences
@@ -105,13 +100,12 @@ def test_a_lock_is_taken_renewed_waited_for_and_given_back(subject: Subject) -> 
         _ = await asyncio.gather(*waiting)
         crowd.check(6)
 
-    run(subject, main)
+    run(async_face, main)
 
 
-@every
 @pytest.mark.parametrize("loop", ["asyncio", pytest.param("uvloop", marks=old_factory)])
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="AnyIO and uvloop know the factory of Python 3.12 alone")
-def test_task_groups_of_anyio(subject: Subject, loop: str) -> None:
+def test_task_groups_of_anyio(async_face: Subject, loop: str) -> None:
     """On asyncio's own loop and on uvloop."""
 
     async def main(face: Face) -> None:
@@ -125,11 +119,10 @@ def test_task_groups_of_anyio(subject: Subject, loop: str) -> None:
             await face.call(lock, "release")
         crowd.check(6)
 
-    run(subject, main, loop)
+    run(async_face, main, loop)
 
 
-@every
-def test_a_child_is_another_flow_from_its_first_step_on(subject: Subject) -> None:
+def test_a_child_is_another_flow_from_its_first_step_on(async_face: Subject) -> None:
     """It does not hold what its parent holds, and its parent does not hold what it takes."""
 
     async def main(face: Face) -> None:
@@ -159,11 +152,10 @@ def test_a_child_is_another_flow_from_its_first_step_on(subject: Subject) -> Non
             assert await face.call(outer, "owned")
         assert seen == [False, False, True]
 
-    run(subject, main)
+    run(async_face, main)
 
 
-@every
-def test_a_child_that_is_cancelled_while_it_waits_leaves_nothing(subject: Subject) -> None:
+def test_a_child_that_is_cancelled_while_it_waits_leaves_nothing(async_face: Subject) -> None:
     """Its parent holds what it has waited for, and gives that back."""
 
     async def main(face: Face) -> None:
@@ -179,10 +171,10 @@ def test_a_child_that_is_cancelled_while_it_waits_leaves_nothing(subject: Subjec
         async with face.lock("k", timeout=5):
             pass
 
-    run(subject, main)
+    run(async_face, main)
 
 
-@engines
+@pytest.mark.parametrize("subject", [each for each in AXES["async_driver"] if each.driver], indirect=True, ids=str)
 def test_an_eager_task_that_begins_in_an_event_handler_of_sqlalchemy(subject: Subject) -> None:
     """Such a handler runs inside a greenlet, and with it the first step of a task that it creates."""
 

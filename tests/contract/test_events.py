@@ -20,17 +20,9 @@ from dblock.core.lock.executor import BaseStore
 from dblock.core.observing.events import Event, Kind
 from dblock.core.observing.observers import Observers
 from dblock.core.protocol.steps import Execute
-from tests.conftest import ALIASES, ready
-from tests.support.lab import SOME, both, until
+from tests.conftest import ALIASES
+from tests.support.lab import until
 from tests.support.subjects import Actor, Subject
-
-
-@pytest.fixture(params=SOME, ids=str)
-def subject(request: pytest.FixtureRequest) -> Subject:
-    """Each database, both faces, sync and async."""
-    subject: Subject = request.param
-    ready(request, subject.database)
-    return subject
 
 
 @pytest.fixture
@@ -56,9 +48,9 @@ def brief(events: list[Event], key: str = "k") -> list[tuple[str, ...]]:
     return [(str(event.kind), event.how or event.reason) for event in events if event.key == key]
 
 
-def test_a_lock_that_nobody_contends(subject: Subject, actor: Actor, told: list[Event]) -> None:
+def test_a_lock_that_nobody_contends(everywhere: Subject, actor: Actor, told: list[Event]) -> None:
     """Taken at once, entered once more, left twice; with whose it is, its fence, its label and its database."""
-    lock = subject.lock("k", label="tea")
+    lock = everywhere.lock("k", label="tea")
     fence = actor.within(lock, lambda: lock.fence)
     acquired, released = told
     assert (acquired.kind, acquired.how, acquired.depth, acquired.contended) == (Kind.ACQUIRED, "at_once", 1, False)
@@ -67,7 +59,9 @@ def test_a_lock_that_nobody_contends(subject: Subject, actor: Actor, told: list[
     assert 0 < released.held < 5
     for event in told:
         assert (event.key, event.fence, event.label, event.sender) == ("k", fence, "tea", type(lock))
-        assert event.database == (ALIASES[subject.database] if subject.variant == "django" else str(lock._store().name))
+        assert event.database == (
+            ALIASES[everywhere.database] if everywhere.variant == "django" else str(lock._store().name)
+        )
     assert "@" not in acquired.database
     told.clear()
     assert [actor.call(lock, "acquire") for _ in range(2)] == [True, True]
@@ -82,16 +76,16 @@ def test_a_lock_that_nobody_contends(subject: Subject, actor: Actor, told: list[
     ]
 
 
-def test_who_waits(subject: Subject, actor: Actor, other: Actor, told: list[Event]) -> None:
+def test_who_waits(either: Subject, actor: Actor, other: Actor, told: list[Event]) -> None:
     """One event says that the key is contended, when the wait begins, and one how the wait ended, either way."""
-    lock = subject.lock("k", timeout=20, label="mine")
+    lock = either.lock("k", timeout=20, label="mine")
     assert actor.call(lock, "acquire")
-    waiting = other.start(getattr(subject.lock("k", timeout=20), subject.method("acquire")))
+    waiting = other.start(getattr(either.lock("k", timeout=20), either.method("acquire")))
     assert until(lambda: brief(told)[1:] == [("contended", "")], 10)
     time.sleep(0.1)
     actor.call(lock, "release")
     assert waiting.result(20)
-    other.call(subject.lock("k"), "release")
+    other.call(either.lock("k"), "release")
     assert until(lambda: len(told) == 5, 5)
     [contended], [_, second] = (
         [event for event in told if event.kind is kind] for kind in (Kind.CONTENDED, Kind.ACQUIRED)
@@ -105,8 +99,8 @@ def test_who_waits(subject: Subject, actor: Actor, other: Actor, told: list[Even
 
     assert actor.call(lock, "acquire")
     with pytest.raises(LockTimeout):
-        other.within(subject.lock("k", timeout=0.1))
-    assert not other.call(subject.lock("k"), "acquire", blocking=False)
+        other.within(either.lock("k", timeout=0.1))
+    assert not other.call(either.lock("k"), "acquire", blocking=False)
     assert brief(told)[1:] == [("contended", ""), ("gave_up", "timeout")] * 2
     waited, refused = (event for event in told if event.kind is Kind.GAVE_UP)
     assert waited.wait >= 0.1
@@ -118,35 +112,35 @@ def test_who_waits(subject: Subject, actor: Actor, other: Actor, told: list[Even
 
 
 def test_inside_a_process_the_key_is_handed_over(
-    subject: Subject, actor: Actor, other: Actor, told: list[Event]
+    either: Subject, actor: Actor, other: Actor, told: list[Event]
 ) -> None:
     """To a flow that is seen to wait for it here, where flows wait together."""
-    if subject.variant == "django" and subject.database == "sqlite":
+    if either.variant == "django" and either.database == "sqlite":
         pytest.skip("a waiter that polls there may be faster")
     for _ in range(20):
         told.clear()
-        lock = subject.lock("k", timeout=20)
+        lock = either.lock("k", timeout=20)
         assert actor.call(lock, "acquire")
-        waiting = other.start(getattr(subject.lock("k", timeout=20), subject.method("acquire")))
+        waiting = other.start(getattr(either.lock("k", timeout=20), either.method("acquire")))
         assert until(lambda: len(told) == 2, 10)
         actor.call(lock, "release")
         assert waiting.result(20)
-        other.call(subject.lock("k"), "release")
+        other.call(either.lock("k"), "release")
         if ("acquired", "handed_over") in brief(told):
             return
     pytest.fail(f"never handed over: {told}")
 
 
-def test_a_tenure_that_goes_on_elsewhere(subject: Subject, actor: Actor, other: Actor, told: list[Event]) -> None:
+def test_a_tenure_that_goes_on_elsewhere(either: Subject, actor: Actor, other: Actor, told: list[Event]) -> None:
     """Detached by one flow, attached by the other: each had it once."""
-    lock = subject.lock("k")
+    lock = either.lock("k")
     assert actor.call(lock, "acquire")
     token = actor.call(lock, "detach")
-    if subject.variant == "django":
-        attach = getattr(dblock.db_lock, subject.method("attach"))
-        same = other.do(lambda: attach(token, using=ALIASES[subject.database]))
+    if either.variant == "django":
+        attach = getattr(dblock.db_lock, either.method("attach"))
+        same = other.do(lambda: attach(token, using=ALIASES[either.database]))
     else:
-        same = other.do(lambda: sqlalchemy_dblock.attach(subject.engine, token))
+        same = other.do(lambda: sqlalchemy_dblock.attach(either.engine, token))
     other.call(same, "release")
     assert brief(told) == [
         ("acquired", "at_once"),
@@ -157,10 +151,7 @@ def test_a_tenure_that_goes_on_elsewhere(subject: Subject, actor: Actor, other: 
     assert len({event.fence for event in told}) == 1
 
 
-@both
-def test_a_lock_that_is_lost(
-    subject: Subject, actor: Actor, told: list[Event], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_is_lost(either: Subject, actor: Actor, told: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
     """First at risk, then lost, for how long it was held and why; and what is lost is not released."""
     execute = BaseStore.execute
 
@@ -171,7 +162,7 @@ def test_a_lock_that_is_lost(
 
     monkeypatch.setattr(BaseStore, "execute", refuse)
     ttl = 3.0  # the last renewal is sent a fifteenth of it before trust ends: an event loop has that long to begin it
-    lock = subject.lock("k", ttl=ttl, label="tea")
+    lock = either.lock("k", ttl=ttl, label="tea")
     if not lock._store().renewable:
         pytest.skip("nothing is renewed there")
     began = time.monotonic()
@@ -189,9 +180,9 @@ def test_a_lock_that_is_lost(
     assert len({event.fence for event in told}) == 1
 
 
-def test_renewals_and_reaping(subject: Subject, actor: Actor, told: list[Event]) -> None:
+def test_renewals_and_reaping(either: Subject, actor: Actor, told: list[Event]) -> None:
     """One event for a statement, however many leases or rows it was about."""
-    locks = [subject.lock(f"k{number}", ttl=1.5) for number in range(3)]
+    locks = [either.lock(f"k{number}", ttl=1.5) for number in range(3)]
     renewable = locks[0]._store().renewable
     for lock in locks:
         assert actor.call(lock, "acquire")
@@ -202,25 +193,25 @@ def test_renewals_and_reaping(subject: Subject, actor: Actor, told: list[Event])
     for lock in locks:
         actor.call(lock, "release")
     time.sleep(0.05)  # SQLite's clock goes by milliseconds
-    actor.do(lambda: subject.reap(0))
+    actor.do(lambda: either.reap(0))
     [reaped] = [event for event in told if event.kind is Kind.REAPED]
     assert (reaped.amount, reaped.places, reaped.key) == (3, 0, "")
     assert reaped.sender is not None
 
 
-def test_release_all(subject: Subject, actor: Actor, told: list[Event]) -> None:
+def test_release_all(either: Subject, actor: Actor, told: list[Event]) -> None:
     """A flow that still works under a lock has lost it, and is told so."""
-    assert actor.call(subject.lock("k"), "acquire")
-    if subject.variant == "sqlalchemy":
-        actor.do(lambda: sqlalchemy_dblock.release_all(subject.engine))
+    assert actor.call(either.lock("k"), "acquire")
+    if either.variant == "sqlalchemy":
+        actor.do(lambda: sqlalchemy_dblock.release_all(either.engine))
     else:
-        actor.do(lambda: getattr(dblock, subject.method("release_all"))(using=ALIASES[subject.database]))
+        actor.do(lambda: getattr(dblock, either.method("release_all"))(using=ALIASES[either.database]))
     assert until(lambda: len(told) == 2, 5)
     assert brief(told) == [("acquired", "at_once"), ("lost", str(Reason.RELEASED))]
 
 
 def test_a_callback_that_fails(
-    subject: Subject, actor: Actor, told: list[Event], caplog: pytest.LogCaptureFixture
+    either: Subject, actor: Actor, told: list[Event], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Is logged, and breaks neither the lock nor what others are told."""
 
@@ -229,21 +220,21 @@ def test_a_callback_that_fails(
 
     stop = observe(fails, Kind.RELEASED)
     try:
-        actor.within(subject.lock("k"))
+        actor.within(either.lock("k"))
     finally:
         stop()
     assert brief(told) == [("acquired", "at_once"), ("released", "released")]
     [record] = [record for record in caplog.records if "observer" in record.message]
     assert "mine released" in record.message
     assert record.exc_info
-    assert subject.row("k")["owner"] is None
+    assert either.row("k")["owner"] is None
 
 
 class Interrupt(BaseException):
     """As Ctrl-C."""
 
 
-def test_an_interrupt_while_others_are_told(subject: Subject, actor: Actor) -> None:
+def test_an_interrupt_while_others_are_told(either: Subject, actor: Actor) -> None:
     """Who acquired has nothing; who left has left; and both are told once."""
     told: list[Event] = []
 
@@ -254,27 +245,27 @@ def test_an_interrupt_while_others_are_told(subject: Subject, actor: Actor) -> N
 
     for kind in (Kind.ACQUIRED, Kind.RELEASED):  # noqa: B007 - for the callback
         told.clear()
-        lock = subject.lock("k")
+        lock = either.lock("k")
         stop = observe(interrupt, Kind.ACQUIRED, Kind.RELEASED, Kind.GAVE_UP)
         with pytest.raises(Interrupt), contextlib.ExitStack() as stack:
             stack.callback(stop)
             actor.call(lock, "acquire")
             actor.call(lock, "release")
-        assert subject.row("k")["owner"] is None
+        assert either.row("k")["owner"] is None
         assert actor.get(lock, "state") is None
         assert [event.kind for event in told] == [Kind.ACQUIRED, Kind.RELEASED]
 
 
-def test_a_wait_that_is_broken_off(subject: Subject, actor: Actor, other: Actor, told: list[Event]) -> None:
+def test_a_wait_that_is_broken_off(either: Subject, actor: Actor, other: Actor, told: list[Event]) -> None:
     """The attempt has ended, and what with."""
-    if subject.face == "sync":
+    if either.face == "sync":
         pytest.skip("threads are not cancelled")
-    assert actor.call(subject.lock("k"), "acquire")
+    assert actor.call(either.lock("k"), "acquire")
 
     async def cancelled() -> None:
         import asyncio
 
-        task = asyncio.ensure_future(getattr(subject.lock("k", timeout=20), subject.method("acquire"))())
+        task = asyncio.ensure_future(getattr(either.lock("k", timeout=20), either.method("acquire"))())
         assert await asyncio.to_thread(until, lambda: any(event.kind is Kind.CONTENDED for event in told), 10)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -282,7 +273,7 @@ def test_a_wait_that_is_broken_off(subject: Subject, actor: Actor, other: Actor,
 
     other.do(cancelled)
     assert brief(told)[1:] == [("contended", ""), ("gave_up", "CancelledError")]
-    actor.call(subject.lock("k"), "release")
+    actor.call(either.lock("k"), "release")
 
 
 def test_it_is_for_functions_and_kinds() -> None:
@@ -323,25 +314,25 @@ def test_events_of_the_watchdog_come_in_order_in_one_thread() -> None:
     assert deliveries.flush(5)
 
 
-def test_one_face_hears_of_the_other(subject: Subject, actor: Actor) -> None:
+def test_one_face_hears_of_the_other(face: Subject, actor: Actor) -> None:
     """They share what observes them: one call in a process is enough."""
     assert sqlalchemy_dblock.observe is observe
     seen: list[type | None] = []
     stop: Callable[[], None] = sqlalchemy_dblock.observe(lambda event: seen.append(event.sender), Kind.ACQUIRED)
-    actor.within(subject.lock("k"))
+    actor.within(face.lock("k"))
     stop()
     assert [kind.__module__.partition(".")[0] for kind in seen if kind] == [
-        "dblock" if subject.variant == "django" else "sqlalchemy_dblock"
+        "dblock" if face.variant == "django" else "sqlalchemy_dblock"
     ]
 
 
 def test_what_is_lost_is_not_left(
-    subject: Subject, actor: Actor, told: list[Event], monkeypatch: pytest.MonkeyPatch
+    either: Subject, actor: Actor, told: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither by its inner entries, nor when the loss is told while the key is being given back."""
-    lock = subject.lock("k")
+    lock = either.lock("k")
     assert [actor.call(lock, "acquire") for _ in range(2)] == [True, True]
-    subject.run("UPDATE locks SET fence = fence + 1 WHERE lock_key = 'k'")
+    either.run("UPDATE locks SET fence = fence + 1 WHERE lock_key = 'k'")
     for _ in range(2):
         with pytest.raises(LockLost):
             actor.call(lock, "release")
@@ -353,7 +344,7 @@ def test_what_is_lost_is_not_left(
     ]
     told.clear()
 
-    lock = subject.lock("j")
+    lock = either.lock("j")
     assert actor.call(lock, "acquire")
     [hold] = [hold for hold in runtime.current.watchdog._holds if hold.tenure.key == "j"]
     execute = BaseStore.execute

@@ -7,28 +7,21 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from dblock import InvalidKey, LockError, LockLost, LockRevoked, LockStoreError, LockTimeout
-from tests.conftest import ready, run
+from tests.conftest import run
 from tests.contract.test_administration import Desk
-from tests.support.lab import SOME, until
+from tests.support.lab import until
 from tests.support.subjects import Actor, Subject
 from tests.support.texts import FRIENDLY, HOSTILE, TEXT, assert_clean
 
 KEY = f"k {HOSTILE}"
 WORDS = f"{FRIENDLY}: {HOSTILE}"
 NAMES = ("host", "thread", "program", "celery_task_id", "label")
-
-
-@pytest.fixture(params=SOME, ids=str)
-def subject(request: pytest.FixtureRequest) -> Subject:
-    """Each database, both faces, sync and async."""
-    subject: Subject = request.param
-    ready(request, subject.database)
-    return subject
 
 
 @pytest.fixture
@@ -82,15 +75,15 @@ def rename() -> None:
 
 
 def test_a_holder_that_keeps_others_waiting(
-    subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
+    protocol: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
     """LockTimeout and the line about a slow wait name it, its label and the key; attributes keep what is stored."""
     for each in (actor, other):
         each.do(rename)
-    holder = subject.lock(KEY, label=TEXT)
+    holder = protocol.lock(KEY, label=TEXT)
     actor.call(holder, "acquire")
-    foreign(subject)
-    waiter = subject.lock(KEY, timeout=0.8, slow_wait=0.2, label=TEXT)
+    foreign(protocol)
+    waiter = protocol.lock(KEY, timeout=0.8, slow_wait=0.2, label=TEXT)
     error = refused(LockTimeout, lambda: other.within(waiter))
     assert isinstance(error, LockTimeout)
     assert FRIENDLY in str(error)
@@ -99,17 +92,17 @@ def test_a_holder_that_keeps_others_waiting(
     assert error.holder.label.startswith(TEXT)
     assert_clean(str(error.holder))
     assert FRIENDLY in logged(caplog, "has been waiting")[0]
-    at_once = subject.lock(KEY, timeout=0, label=TEXT)
+    at_once = protocol.lock(KEY, timeout=0, label=TEXT)
     assert refused(LockTimeout, lambda: other.within(at_once)).key == KEY
     assert_clean(repr(at_once))
     actor.call(holder, "release")
 
 
 def test_words_of_who_asks_for_it_back(
-    subject: Subject, actor: Actor, desk: Desk, caplog: pytest.LogCaptureFixture
+    protocol: Subject, actor: Actor, desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the log and in LockRevoked; `revoked` keeps them."""
-    lock = subject.lock(KEY, ttl=1.5)
+    lock = protocol.lock(KEY, ttl=1.5)
     actor.call(lock, "acquire")
     assert desk.revoke(KEY, actor.get(lock, "fence"), WORDS)
     assert until(lambda: actor.get(lock, "revoked") is not None, 10)
@@ -120,14 +113,14 @@ def test_words_of_who_asks_for_it_back(
     actor.call(lock, "release")
 
 
-def test_words_of_who_frees_it(subject: Subject, actor: Actor, desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+def test_words_of_who_frees_it(protocol: Subject, actor: Actor, desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     """In the log and in each LockLost; so is who has taken it over, by whatever names."""
-    lock = subject.lock(KEY, ttl=1.5)
+    lock = protocol.lock(KEY, ttl=1.5)
     actor.call(lock, "acquire")
     assert desk.force(KEY, actor.get(lock, "fence"), WORDS)
-    foreign(subject)
-    subject.run("UPDATE locks SET owner = 'stranger', fence = fence + 5, count = 1")
-    subject.run(f"UPDATE locks SET expires_at = {_LATER[subject.database]}")
+    foreign(protocol)
+    protocol.run("UPDATE locks SET owner = 'stranger', fence = fence + 5, count = 1")
+    protocol.run(f"UPDATE locks SET expires_at = {_LATER[protocol.database]}")
     assert until(lambda: actor.get(lock, "state") == "lost", 10)
     error = refused(LockLost, lambda: actor.call(lock, "release"))
     assert isinstance(error, LockLost)
@@ -144,12 +137,12 @@ _LATER = {
 }
 
 
-def test_what_the_database_says(subject: Subject, actor: Actor) -> None:
+def test_what_the_database_says(protocol: Subject, actor: Actor) -> None:
     """An error of the server with a stranger's text in it, of a trigger for example."""
     friendly = FRIENDLY.partition("😀")[0]  # MySQL says ? for it, and takes 128 characters
     said = f"{friendly} \x1b[31m \x9b \u202e \u2066 \u2028 \r"
-    lock = subject.lock(KEY)
-    with _trigger(subject.database, said):
+    lock = protocol.lock(KEY)
+    with _trigger(protocol.database, said):
         error = refused(LockStoreError, lambda: actor.call(lock, "acquire"))
     assert friendly in str(error)
 
@@ -173,24 +166,24 @@ def _trigger(database: str, words: str) -> Iterator[None]:
             run(database, "DROP FUNCTION rude()")
 
 
-@pytest.mark.parametrize("key", [f"{TEXT}\0", f"\ud800{TEXT}", TEXT * 9, ""], ids=["NUL", "surrogate", "long", "empty"])
-def test_what_is_no_key(subject: Subject, key: str) -> None:
+def test_what_is_no_key(face: Subject) -> None:
     """InvalidKey shows what it was."""
-    assert refused(InvalidKey, lambda: subject.lock(key)).key == key
+    for key in (f"{TEXT}\0", f"\ud800{TEXT}", TEXT * 9, ""):
+        assert refused(InvalidKey, partial(face.lock, key)).key == key
 
 
-def test_those_who_wait_for_each_other(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_those_who_wait_for_each_other(protocol: Subject, actor: Actor, other: Actor) -> None:
     """LockDeadlock names them and their keys."""
-    if subject.database == "sqlite":
+    if protocol.database == "sqlite":
         pytest.skip("who waits there is in no table")
     for each in (actor, other):
         each.do(rename)
-    mine, theirs = (subject.lock(f"{name} {HOSTILE}", timeout=30) for name in "ab")
+    mine, theirs = (protocol.lock(f"{name} {HOSTILE}", timeout=30) for name in "ab")
     actor.call(mine, "acquire")
     other.call(theirs, "acquire")
-    waiting = actor.start(getattr(subject.lock(theirs.key, timeout=30), subject.method("acquire")))
-    assert until(lambda: bool(subject.run("SELECT 1 FROM lock_waiters")), 10)
-    again = subject.lock(mine.key, timeout=30)
+    waiting = actor.start(getattr(protocol.lock(theirs.key, timeout=30), protocol.method("acquire")))
+    assert until(lambda: bool(protocol.run("SELECT 1 FROM lock_waiters")), 10)
+    again = protocol.lock(mine.key, timeout=30)
     error = refused(LockError, lambda: other.call(again, "acquire"))
     assert "deadlock" in str(error)
     assert FRIENDLY in str(error)

@@ -27,20 +27,28 @@ from dblock.core.statements.base import Reply, Statement
 from sqlalchemy_dblock import attach, reap
 from sqlalchemy_dblock import db_lock as sqlalchemy_lock
 from tests.conftest import ALIASES, DATABASES, INNODB, SERVERS, ready, run, url
-from tests.support.lab import LONG, until
-from tests.support.subjects import Actor, Subject
+from tests.support.lab import until
+from tests.support.subjects import PRODUCT, Actor, Subject
 
 LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 KINDS = ("django", "django async", "connection", "session", "async connection", "async session")
-SOME_KINDS = KINDS if LONG else ("django", "session", "async connection")
+SOME_KINDS = KINDS if PRODUCT else ("django", "session", "async connection")
+BOTH_FACES = KINDS if PRODUCT else ("django", "async connection")
+"""For tests of what the database does at each of its isolation levels."""
 DRIVERS = {"sqlite": "aiosqlite", "postgresql": "asyncpg", **dict.fromkeys(INNODB, "asyncmy")}
 
 
 def in_turn(databases: Sequence[str], each: int = 1) -> Any:
-    """For those that wait for seconds: each database with some of the kinds in turn, with all in `make faults`."""
+    """For those that wait for seconds: each database with some of the kinds in turn, with all in `make product`."""
     kinds = itertools.cycle(SOME_KINDS)
-    most = len(SOME_KINDS) if LONG else each
+    most = len(SOME_KINDS) if PRODUCT else each
     pairs = [(database, next(kinds)) for database in databases for _ in range(most)]
+    return pytest.mark.parametrize(("database", "kind"), pairs, indirect=["database"])
+
+
+def on(databases: Sequence[str]) -> Any:
+    """The caller's connection runs the pin: each database through both faces, and PostgreSQL through every kind."""
+    pairs = [(each, kind) for each in databases for kind in (KINDS if each == "postgresql" else SOME_KINDS)]
     return pytest.mark.parametrize(("database", "kind"), pairs, indirect=["database"])
 
 
@@ -256,9 +264,7 @@ def notes(database: str) -> object:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(
-    ("kind", "how"), [*itertools.product(KINDS, ["commit"]), *itertools.product(SOME_KINDS, ["rollback"])]
-)
+@pytest.mark.parametrize(("kind", "how"), [*zip(BOTH_FACES, itertools.cycle(["commit", "rollback"]))])
 @pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_a_guarded_transaction_keeps_others_out(  # noqa: PLR0917
     database: str, rival: Rival, client: Callable[..., Client], kind: str, level: str, how: str
@@ -380,7 +386,7 @@ def test_renewals_go_on_under_guard(database: str, rival: Rival, client: Callabl
         assert rival.gets_in(level)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@on(DATABASES)
 def test_a_lost_lock_is_refused(database: str, rival: Rival, client: Callable[..., Client], kind: str) -> None:
     """Taken over before guard(): LockLost says by whom, and the user's writes can be rolled back."""
     holder = client(kind)
@@ -405,7 +411,7 @@ def test_a_lost_lock_is_refused(database: str, rival: Rival, client: Callable[..
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", SOME_KINDS)
+@pytest.mark.parametrize("kind", BOTH_FACES)
 @pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_a_lock_lost_after_the_snapshot_is_refused(
     database: str, rival: Rival, client: Callable[..., Client], kind: str, level: str
@@ -428,7 +434,7 @@ def test_a_lock_lost_after_the_snapshot_is_refused(
     theirs.release()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@on(DATABASES)
 def test_a_lock_that_was_never_held_is_refused(client: Callable[..., Client], kind: str) -> None:
     """Before anything is sent."""
     holder = client(kind)
@@ -438,7 +444,7 @@ def test_a_lock_that_was_never_held_is_refused(client: Callable[..., Client], ki
     holder.end("rollback")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@on(DATABASES)
 @pytest.mark.parametrize("how", ["commit", "rollback"])
 def test_a_release_inside_the_guarded_transaction(
     database: str, rival: Rival, client: Callable[..., Client], kind: str, how: str
@@ -459,10 +465,11 @@ def test_a_release_inside_the_guarded_transaction(
     assert rival.gets_in()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "django async"])  # which share one thread
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
+@on(SERVERS)
 def test_two_holders_of_different_keys_guard_at_once(database: str, client: Callable[..., Client], kind: str) -> None:
     """Neither waits for the other, nor does a second guard of the same transaction."""
+    if kind == "django async":
+        pytest.skip("all of them share one thread")
     one, two = client(kind), client(kind)
     locks = [one.lock("one", ttl=30), two.lock("two", ttl=30)]
     for holder, lock in zip((one, two), locks, strict=True):
@@ -499,26 +506,26 @@ def sees_the_past(database: str, level: str) -> bool:
     return level in {"REPEATABLE READ", "SERIALIZABLE", "DEFERRED"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wrong", ["SELEC 1", "SELECT * FROM nowhere", "SELECT nothing FROM locks"])
+@on(DATABASES)
 def test_a_pin_that_the_database_refuses(
-    database: str, client: Callable[..., Client], kind: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+    database: str, client: Callable[..., Client], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs on the caller's connection; the error is one of ours, as for the lock's own statements."""
     holder = client(kind)
     lock = holder.lock(ttl=30)
     assert holder.call(lock, "acquire")
-    monkeypatch.setattr(lock._store(), "pin", Statement("pin", wrong, Reply.ROWS))
-    holder.begin(read=False)
-    with pytest.raises(LockStoreError) as caught:
-        holder.guard(lock)
-    assert caught.value.__cause__ is not None
-    assert not type(caught.value.__cause__).__module__.startswith("django")
-    holder.end("rollback")
+    for wrong in ("SELEC 1", "SELECT * FROM nowhere", "SELECT nothing FROM locks"):
+        monkeypatch.setattr(lock._store(), "pin", Statement("pin", wrong, Reply.ROWS))
+        holder.begin(read=False)
+        with pytest.raises(LockStoreError) as caught:
+            holder.guard(lock)
+        assert caught.value.__cause__ is not None
+        assert not type(caught.value.__cause__).__module__.startswith("django")
+        holder.end("rollback")
     holder.call(lock, "release")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BOTH_FACES)
 @pytest.mark.parametrize(("database", "level"), STRICT, indirect=["database"])
 def test_a_transaction_that_is_older_than_the_tenure_is_refused(
     database: str,
@@ -560,8 +567,7 @@ def test_a_transaction_that_is_older_than_the_tenure_is_refused(
     assert notes(database) == 1
 
 
-@pytest.mark.parametrize("first", ["read", "lock"])
-@pytest.mark.parametrize("kind", SOME_KINDS)
+@pytest.mark.parametrize(("kind", "first"), [*itertools.product(SOME_KINDS, ["read", "lock"])][:: 1 if PRODUCT else 3])
 @pytest.mark.parametrize(("database", "level"), STRICT, indirect=["database"])
 def test_no_update_is_lost(database: str, client: Callable[..., Client], kind: str, level: str, first: str) -> None:
     """Four clients number what they insert, reading the last number under guard(): the numbers are without gaps.
@@ -633,8 +639,7 @@ def test_a_tenure_is_as_old_as_its_first_entry(database: str, client: Callable[.
         heir.call(attached, "release")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
+@on(SERVERS)
 def test_a_session_that_means_another_table(
     database: str, rival: Rival, client: Callable[..., Client], kind: str
 ) -> None:
@@ -659,7 +664,7 @@ def test_a_session_that_means_another_table(
     assert rival.gets_in()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BOTH_FACES)
 @pytest.mark.parametrize("galera", [False, True])
 @pytest.mark.parametrize("database", ["mariadb"], indirect=True)
 def test_a_galera_cluster_is_told_of_once(

@@ -26,19 +26,21 @@ from sqlalchemy_dblock.store import store_for
 from tests.conftest import observer, ready, run, url
 from tests.contract.test_queue import waiters
 from tests.faults.test_shutdown import process
-from tests.support.lab import FEW, SOME, expire, once, until
+from tests.support.lab import expire, until
 from tests.support.subjects import Actor, Subject
 
-alone = pytest.mark.parametrize("subject", [Subject("django", "sync", "sqlite")], indirect=True, ids=str)
-few = pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+
+@pytest.fixture
+def face(face: Subject) -> Iterator[Subject]:
+    """With a history."""
+    with kept(face, 1000) as own:
+        yield own
 
 
-@pytest.fixture(params=SOME, ids=str)
-def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    """Each database, both faces, sync and async; with a history."""
-    plain: Subject = request.param
-    ready(request, plain.database)
-    with kept(plain, 1000) as own:
+@pytest.fixture
+def protocol(protocol: Subject) -> Iterator[Subject]:
+    """With a history."""
+    with kept(protocol, 1000) as own:
         yield own
 
 
@@ -87,25 +89,22 @@ def brief(events: list[EventInfo]) -> list[tuple[str, str]]:
     return [(event.kind, event.detail) for event in events]
 
 
-@once
-def test_what_became_of_a_lock(
-    subject: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]]
-) -> None:
+def test_what_became_of_a_lock(face: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]]) -> None:
     """Who took it, who could not, when it was given back and handed over; when that was, by the database's clock."""
-    lock = subject.lock("k", label="tea")
+    lock = face.lock("k", label="tea")
     began = time.monotonic()
     actor.call(lock, "acquire")
     actor.call(lock, "acquire")  # nobody else's business
     fence = actor.get(lock, "fence")
-    assert not other.call(subject.lock("k"), "acquire", timeout=0)
+    assert not other.call(face.lock("k"), "acquire", timeout=0)
     [third] = actors(1)
-    waiting = third.start(lambda: getattr(subject.lock("k"), subject.method("acquire"))(timeout=30))
-    assert until(lambda: waiters(subject), 10)
+    waiting = third.start(lambda: getattr(face.lock("k"), face.method("acquire"))(timeout=30))
+    assert until(lambda: waiters(face), 10)
     time.sleep(0.2)
     for _ in range(2):
         actor.call(lock, "release")
     assert waiting.result(30)
-    took, gave_up, left, next_ = sorted(written(subject, 4), key=lambda event: (event.fence > fence, -event.age))
+    took, gave_up, left, next_ = sorted(written(face, 4), key=lambda event: (event.fence > fence, -event.age))
     assert brief([took, gave_up, left]) == [("acquired", "at_once"), ("gave_up", "timeout"), ("released", "released")]
     assert (next_.kind, next_.detail in {"waited", "handed_over"}) == ("acquired", True)
     assert (took.fence, left.fence, gave_up.fence, next_.fence > fence) == (fence, fence, 0, True)
@@ -113,21 +112,20 @@ def test_what_became_of_a_lock(
     assert all(event.identity.pid == os.getpid() for event in (took, gave_up, left, next_))
     assert took.identity == left.identity != gave_up.identity
     assert 0.2 <= left.seconds <= took.age - left.age + 1
-    third.call(subject.lock("k"), "release")
+    third.call(face.lock("k"), "release")
     assert 0.1 <= next_.seconds < 30
     assert 0 <= left.age <= gave_up.age <= took.age <= time.monotonic() - began + 0.01
 
 
-@few
-def test_what_went_wrong_with_it(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_went_wrong_with_it(protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss and a forced release, by whom and why; the flow that had it tells who that was."""
-    lost = subject.lock("k", ttl=3)
+    lost = protocol.lock("k", ttl=3)
     actor.call(lost, "acquire")
-    expire(subject)
+    expire(protocol)
     store = lost._store()
     assert drive(administration.force_release(store, "k", actor.get(lost, "fence"), "root: enough"), store)
     assert until(lambda: actor.get(lost, "state") == "lost", 10)
-    acquired, *more = written(subject, 3)
+    acquired, *more = written(protocol, 3)
     assert sorted(event.kind for event in more) == ["forced", "lost"]
     for event in more:
         assert event.fence == acquired.fence
@@ -152,39 +150,36 @@ def test_a_tenure_has_ended_before_the_next_began() -> None:
         ]
 
 
-@alone
-def test_a_busy_key_leaves_room_for_others(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_key_leaves_room_for_others(protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each key some events are written, and how many were not."""
     monkeypatch.setattr(history, "OF_KEY", 4)
     with _nothing_written():
         for _ in range(5):
-            actor.within(subject.lock("busy"))
-        actor.within(subject.lock("k"))
-    assert [event.kind for event in written(subject, 2)] == ["acquired", "released"]
-    busy = written(subject, 5, "busy")
+            actor.within(protocol.lock("busy"))
+        actor.within(protocol.lock("k"))
+    assert [event.kind for event in written(protocol, 2)] == ["acquired", "released"]
+    busy = written(protocol, 5, "busy")
     assert [event.kind for event in busy] == ["acquired", "released", "acquired", "released", "omitted"]
     assert busy[-1].detail == "6"
 
 
-@alone
-def test_what_is_noted_is_bounded(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_noted_is_bounded(protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of very many keys."""
     monkeypatch.setattr(history, "OF_ALL", 4)
     with _nothing_written():
         for number in range(4):
-            actor.within(subject.lock(f"k{number}"))
+            actor.within(protocol.lock(f"k{number}"))
         watchdog = runtime.current.watchdog
         assert watchdog.histories
         [noted] = watchdog.histories._of.values()
         assert len(noted._rows) == 4
         assert noted._noted == {"k0": 2, "k1": 2, "k2": 2, "k3": 2}
-    assert [event.kind for event in written(subject, 2, "k1")] == ["acquired", "released"]
+    assert [event.kind for event in written(protocol, 2, "k1")] == ["acquired", "released"]
 
 
-@few
-def test_the_table_is_bounded(subject: Subject) -> None:
+def test_the_table_is_bounded(protocol: Subject) -> None:
     """Old rows are deleted as new ones are written."""
-    with kept(subject, 20) as own:
+    with kept(protocol, 20) as own:
         actor = Actor(own)
         for number in range(60):
             actor.within(own.lock(f"k{number}"))
@@ -210,8 +205,7 @@ class _nothing_written:  # noqa: N801 - reads as a word
         history.Histories.begin = self.begin  # type: ignore[method-assign]
 
 
-@few
-def test_a_process_that_ends_at_once(subject: Subject) -> None:
+def test_a_process_that_ends_at_once(protocol: Subject) -> None:
     """What has happened in it is written before."""
     given = "DBLOCK={'HISTORY': 100}"
     body = f"""
@@ -223,13 +217,12 @@ with subject.lock("k"):
     pass
 subject.lock("k").acquire()
 """
-    process(subject, body)
-    assert [event.kind for event in written(subject, 3)] == ["acquired", "released", "acquired"]
+    process(protocol, body)
+    assert [event.kind for event in written(protocol, 3)] == ["acquired", "released", "acquired"]
 
 
-@alone
 def test_it_keeps_no_lock_from_working(
-    subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What cannot be written is dropped, and the log says why."""
 
@@ -239,11 +232,11 @@ def test_it_keeps_no_lock_from_working(
 
     with monkeypatch.context() as patched:
         patched.setattr(history, "ask", refuse)
-        actor.within(subject.lock("k"))
+        actor.within(protocol.lock("k"))
         assert until(lambda: "could not write the history of locks: no such table" in caplog.text, 10)
         assert until(lambda: not runtime.current.watchdog._to_write, 10)
-    actor.within(subject.lock("k"))
-    assert len(written(subject, 2)) == 2
+    actor.within(protocol.lock("k"))
+    assert len(written(protocol, 2)) == 2
 
 
 def test_what_could_not_be_begun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,17 +30,10 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.values import margin
 from tests.conftest import ALIASES, timed
 from tests.contract.test_queue import waiters
-from tests.support.lab import both, remaining, until
-from tests.support.lab import some as each
+from tests.support.lab import remaining, until
 from tests.support.subjects import Actor, Subject
 
 KEY = "k"
-ASYNC = pytest.mark.parametrize(
-    "subject",
-    [Subject("django", "async", "sqlite"), Subject("sqlalchemy", "async", "postgresql", "asyncpg")],
-    indirect=True,
-    ids=str,
-)
 
 
 @pytest.fixture
@@ -73,9 +66,8 @@ def administered(subject: Subject, actor: Actor, leader: Any, what: Callable[...
     return actor.do(lambda: (adrive if subject.face == "async" else drive)(steps, store))
 
 
-@each
 def test_who_is_elected_leads_until_it_resigns(
-    subject: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]
+    everywhere: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]
 ) -> None:
     """Every thread may ask, and the thread that resigns may be another one than the one that campaigned."""
     elected = list[int]()
@@ -86,7 +78,7 @@ def test_who_is_elected_leads_until_it_resigns(
     assert actor.call(leader, "campaign") is True
     assert leader.is_leader
     leader.check()
-    assert elected == [leader.term] == [subject.row(KEY)["fence"]]
+    assert elected == [leader.term] == [everywhere.row(KEY)["fence"]]
     assert 0 < leader.remaining <= 15
     assert other.call(leader, "leader").fence == leader.term
     assert repr(leader).endswith(f"'k': leads, term {leader.term}>")
@@ -98,9 +90,8 @@ def test_who_is_elected_leads_until_it_resigns(
     assert leader.term > elected[0]
 
 
-@each
 def test_candidates_are_elected_in_their_order(
-    subject: Subject, actors: Callable[[int], list[Actor]], candidate: Callable[..., Any]
+    either: Subject, actors: Callable[[int], list[Actor]], candidate: Callable[..., Any]
 ) -> None:
     """First come, first served; each term has a higher number; one at a time."""
     crowd, order = actors(4), list[int]()
@@ -108,8 +99,8 @@ def test_candidates_are_elected_in_their_order(
     assert crowd[0].call(leaders[0], "campaign")
     futures = []
     for actor, leader in zip(crowd[1:], leaders[1:], strict=True):
-        futures.append(actor.start(getattr(leader, subject.method("campaign"))))
-        assert until(lambda: waiters(subject) + lined_up(subject) >= 1)
+        futures.append(actor.start(getattr(leader, either.method("campaign"))))
+        assert until(lambda: waiters(either) + lined_up(either) >= 1)
         time.sleep(0.05)
     terms = []
     for number, leader in enumerate(leaders):
@@ -127,49 +118,47 @@ def lined_up(subject: Subject) -> int:
     return 0 if found is None else len(found._waiters)
 
 
-@each
 def test_a_candidacy_ends_by_time_or_is_withdrawn(
-    subject: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]
+    either: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]
 ) -> None:
     """The object can campaign again afterwards; no place is left in the queue."""
     first, second = candidate(), candidate()
     assert actor.call(first, "campaign")
     assert other.call(second, "campaign", timeout=0.2) is False
-    assert until(lambda: waiters(subject) == 0)
-    waiting = other.start(getattr(second, subject.method("campaign")))
-    assert until(lambda: waiters(subject) == 1)
+    assert until(lambda: waiters(either) == 0)
+    waiting = other.start(getattr(second, either.method("campaign")))
+    assert until(lambda: waiters(either) == 1)
     with pytest.raises(LockError, match="is a candidate for 'k' already"):
         actor.call(second, "campaign")
     begun = time.monotonic()
     actor.call(second, "resign")
     assert waiting.result(10) is False
     assert time.monotonic() - begun < 1.5
-    assert until(lambda: waiters(subject) == 0)
+    assert until(lambda: waiters(either) == 0)
     with pytest.raises(LockError, match="leads 'k' already"):
         actor.call(first, "campaign")
     actor.call(first, "resign")
     assert other.call(second, "campaign", timeout=5) is True
 
 
-@each
-def test_a_leader_that_is_deposed_is_told(subject: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
+def test_a_leader_that_is_deposed_is_told(either: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
     """By `on_deposed`, `check()` and the end of its block; it can campaign again."""
     told: list[tuple[Any, Reason]] = []
     leader = candidate(ttl=1.2, on_deposed=lambda *given: told.append(given))
 
     def body() -> None:
         assert leader.is_leader
-        subject.run("UPDATE locks SET owner = 'somebody', fence = fence + 1 WHERE lock_key = 'k'")
+        either.run("UPDATE locks SET owner = 'somebody', fence = fence + 1 WHERE lock_key = 'k'")
         assert until(lambda: not leader.is_leader)
         assert leader.term is None
         with pytest.raises(LockLost):
             leader.check()
 
     with pytest.raises(LockLost) as caught:
-        actor.within(leader, in_a_thread(body) if subject.face == "async" else body)
+        actor.within(leader, in_a_thread(body) if either.face == "async" else body)
     assert caught.value.key == KEY
     assert until(lambda: told == [(leader, Reason.TAKEN_OVER)])
-    subject.run("UPDATE locks SET owner = NULL WHERE lock_key = 'k'")
+    either.run("UPDATE locks SET owner = NULL WHERE lock_key = 'k'")
     assert actor.call(leader, "campaign", timeout=5) is True
 
 
@@ -177,47 +166,44 @@ def in_a_thread(body: Callable[[], object]) -> Callable[[], Any]:
     return lambda: asyncio.to_thread(body)
 
 
-@both
-def test_the_belief_ends_before_the_lease(subject: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
+def test_the_belief_ends_before_the_lease(either: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
     """By the margin for clocks that run at different rates; nobody else is elected before."""
     leader = candidate(ttl=1.5, max_hold=1.5)
     assert actor.call(leader, "campaign")
-    left = remaining(subject)
+    left = remaining(either)
     now = time.monotonic()  # the lease ends `left` seconds from now at the latest
     assert time.monotonic() + leader.remaining < now + left - margin(1.5) / 2
     assert until(lambda: not leader.is_leader)
-    assert subject.row(KEY)["owner"]
+    assert either.row(KEY)["owner"]
 
 
-@both
 def test_a_leader_that_was_asked_to_resign_is_told(
-    subject: Subject, actor: Actor, candidate: Callable[..., Any]
+    either: Subject, actor: Actor, candidate: Callable[..., Any]
 ) -> None:
     """It still leads, and `check()` raises LockRevoked."""
     told: list[tuple[Any, str]] = []
     leader = candidate(on_revoke=lambda *given: told.append(given))
     assert actor.call(leader, "campaign")
-    assert administered(subject, actor, leader, administration.revoke)
+    assert administered(either, actor, leader, administration.revoke)
     assert until(lambda: told == [(leader, "root: maintenance")])
     assert leader.is_leader
     with pytest.raises(LockRevoked):
         leader.check()
 
 
-@each
-def test_with_is_one_term(subject: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]) -> None:
+def test_with_is_one_term(face: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]) -> None:
     """A `timeout` ends the wait with LockTimeout; a resignation from elsewhere with LockError."""
     first, second, hasty = candidate(), candidate(), candidate(timeout=0.1)
     terms: list[int | None] = []
     actor.within(first, lambda: terms.append(first.term))
     assert terms != [None]
     assert not first.is_leader
-    assert subject.row(KEY)["owner"] is None
+    assert face.row(KEY)["owner"] is None
     assert actor.call(first, "campaign")
     with pytest.raises(LockTimeout, match="could not acquire 'k'"):
         other.within(hasty)
-    waiting = other.start(lambda: entered(subject, second))
-    assert until(lambda: waiters(subject) == 1)
+    waiting = other.start(lambda: entered(face, second))
+    assert until(lambda: waiters(face) == 1)
     actor.call(second, "resign")
     with pytest.raises(LockError, match="was withdrawn"):
         waiting.result(10)
@@ -235,9 +221,8 @@ def entered(subject: Subject, leader: Any) -> Any:
     return block()
 
 
-@each
 def test_a_resignation_waits_for_the_body(
-    subject: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]
+    either: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]
 ) -> None:
     """The belief ends at once, the key is released after the body."""
     leader, inside, go_on = candidate(), threading.Event(), threading.Event()
@@ -247,21 +232,21 @@ def test_a_resignation_waits_for_the_body(
         assert go_on.wait(30)
 
     def block() -> Any:
-        return _within(subject, leader, body)
+        return _within(either, leader, body)
 
     running = actor.start(block)
     assert inside.wait(30)
-    resigning = other.start(getattr(leader, subject.method("resign")))
+    resigning = other.start(getattr(leader, either.method("resign")))
     assert until(lambda: not leader.is_leader)
     with pytest.raises(LockLost):
         leader.check()
     time.sleep(0.1)
-    assert subject.row(KEY)["owner"]
+    assert either.row(KEY)["owner"]
     assert not resigning.done()
     go_on.set()
     running.result(30)
     resigning.result(30)
-    assert subject.row(KEY)["owner"] is None
+    assert either.row(KEY)["owner"] is None
 
 
 def _within(subject: Subject, leader: Any, body: Callable[[], object]) -> Any:
@@ -276,9 +261,8 @@ def _within(subject: Subject, leader: Any, body: Callable[[], object]) -> Any:
     return block()
 
 
-@each
 def test_run_leads_again_and_again(
-    subject: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    face: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Term after term, through an outage and a deposition, until `stop()`; a failing body ends it."""
     timed(monkeypatch, retry_budget=0.1)
@@ -288,7 +272,7 @@ def test_run_leads_again_and_again(
     def body(term: int) -> None:
         terms.append(term)
         if len(terms) == 2:
-            subject.run("UPDATE locks SET owner = NULL WHERE lock_key = 'k'")
+            face.run("UPDATE locks SET owner = NULL WHERE lock_key = 'k'")
             while True:
                 time.sleep(0.02)
                 leader.check()  # raises LockLost
@@ -296,7 +280,7 @@ def test_run_leads_again_and_again(
             goes_on.set()
             assert until(lambda: not leader.is_leader, 30)
 
-    run = leader.run(body if subject.face == "sync" else asynchronous(body))
+    run = leader.run(body if face.face == "sync" else asynchronous(body))
     perform, outages = BaseStore._perform, iter(range(3))
 
     def failing(self: Any, connection: Any, step: Execute) -> Rows:
@@ -312,7 +296,7 @@ def test_run_leads_again_and_again(
     running.result(30)
     assert len(terms) == 3
     assert terms == sorted(set(terms))
-    assert subject.row(KEY)["owner"] is None
+    assert face.row(KEY)["owner"] is None
     with pytest.raises(LockError, match="stop"):
         actor.call(leader, "campaign")
 
@@ -324,8 +308,7 @@ def asynchronous(body: Callable[[int], object]) -> Any:
     return lead
 
 
-@each
-def test_what_a_body_raises_ends_run(subject: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
+def test_what_a_body_raises_ends_run(either: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
     """After the term has ended."""
     leader = candidate()
 
@@ -333,18 +316,17 @@ def test_what_a_body_raises_ends_run(subject: Subject, actor: Actor, candidate: 
         raise KeyError(term)
 
     with pytest.raises(KeyError):
-        actor.do(leader.run(body if subject.face == "sync" else asynchronous(body)))
+        actor.do(leader.run(body if either.face == "sync" else asynchronous(body)))
     assert not leader.is_leader
-    assert subject.row(KEY)["owner"] is None
-    with pytest.raises(TypeError if subject.variant == "sqlalchemy" else KeyError):
-        if subject.variant == "sqlalchemy":
-            leader.run(asynchronous(body) if subject.face == "sync" else body)
+    assert either.row(KEY)["owner"] is None
+    with pytest.raises(TypeError if either.variant == "sqlalchemy" else KeyError):
+        if either.variant == "sqlalchemy":
+            leader.run(asynchronous(body) if either.face == "sync" else body)
         else:
-            actor.do(leader.run(body if subject.face == "sync" else asynchronous(body)))
+            actor.do(leader.run(body if either.face == "sync" else asynchronous(body)))
 
 
-@each
-def test_on_elected_that_fails_ends_the_term(subject: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
+def test_on_elected_that_fails_ends_the_term(either: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
     def refuse(_: Any) -> None:
         raise KeyError("not ready")
 
@@ -352,12 +334,11 @@ def test_on_elected_that_fails_ends_the_term(subject: Subject, actor: Actor, can
     with pytest.raises(KeyError):
         actor.call(leader, "campaign")
     assert not leader.is_leader
-    assert subject.row(KEY)["owner"] is None
+    assert either.row(KEY)["owner"] is None
 
 
-@each
 def test_a_release_that_the_database_refuses_can_be_sent_again(
-    subject: Subject, actor: Actor, candidate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    either: Subject, actor: Actor, candidate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The belief is over all the same."""
     leader = candidate()
@@ -374,54 +355,52 @@ def test_a_release_that_the_database_refuses_can_be_sent_again(
     with pytest.raises(LockStoreError):
         actor.call(leader, "resign")
     assert not leader.is_leader
-    assert subject.row(KEY)["owner"]
+    assert either.row(KEY)["owner"]
     away[0] = False
     actor.call(leader, "resign")
-    assert subject.row(KEY)["owner"] is None
+    assert either.row(KEY)["owner"] is None
     assert actor.call(leader, "campaign") is True
 
 
-@each
-def test_who_leads_can_be_observed(subject: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]) -> None:
+def test_who_leads_can_be_observed(either: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]) -> None:
     """Each change, also that nobody leads."""
     leader, observer = candidate(), candidate()
-    if subject.face == "sync":
+    if either.face == "sync":
         terms = observer.observe(0.02)
         read: Callable[[], Any] = lambda: next(terms)  # noqa: E731
     else:
-        aterms = getattr(observer, subject.method("observe"))(0.02)
+        aterms = getattr(observer, either.method("observe"))(0.02)
         read = lambda: anext(aterms)  # noqa: E731
     assert other.do(read) == (None, None)
     reading = other.start(read)
     assert actor.call(leader, "campaign")
     number, info = reading.result(10)
     assert (number, info.fence, info.state) == (leader.term, leader.term, "held")
-    assert info.owner != subject.row(KEY)["owner"], "the token is a secret"
+    assert info.owner != either.row(KEY)["owner"], "the token is a secret"
     reading = other.start(read)
     actor.call(leader, "resign")
     assert reading.result(10) == (None, None)
-    if subject.face == "async":
+    if either.face == "async":
         other.do(aterms.aclose)
 
 
-@both
 def test_a_leader_object_that_is_dropped_leads_no_more(
-    subject: Subject, actor: Actor, candidate: Callable[..., Any]
+    either: Subject, actor: Actor, candidate: Callable[..., Any]
 ) -> None:
     """Its lease is not renewed."""
-    if subject.variant == "django":
+    if either.variant == "django":
         from dblock import db_leader as django_leader
 
-        leader: Any = django_leader(KEY, using=ALIASES[subject.database], ttl=1.5)
+        leader: Any = django_leader(KEY, using=ALIASES[either.database], ttl=1.5)
     else:
         from sqlalchemy_dblock import db_leader
 
-        leader = db_leader(subject.engine, KEY, ttl=1.5)
+        leader = db_leader(either.engine, KEY, ttl=1.5)
     assert actor.call(leader, "campaign")
     time.sleep(2.0)
     assert leader.is_leader, "it was not renewed"
     del leader
-    assert until(lambda: remaining(subject) < 0, 5)
+    assert until(lambda: remaining(either) < 0, 5)
 
 
 @pytest.mark.parametrize("subject", [Subject("django", "sync", "postgresql")], indirect=True, ids=str)
@@ -446,9 +425,8 @@ def test_a_forked_child_does_not_lead(subject: Subject, actor: Actor, candidate:
     assert subject.row(KEY)["owner"]
 
 
-@ASYNC
 def test_interrupt_cancels_the_body(
-    subject: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]
+    async_face: Subject, actor: Actor, other: Actor, candidate: Callable[..., Any]
 ) -> None:
     """Of a leader that is deposed, and of one that is made to resign."""
     leader = candidate(ttl=1.2, interrupt=True)
@@ -461,7 +439,7 @@ def test_interrupt_cancels_the_body(
 
     running = actor.start(block)
     assert inside.wait(10)
-    subject.run("UPDATE locks SET owner = NULL WHERE lock_key = 'k'")
+    async_face.run("UPDATE locks SET owner = NULL WHERE lock_key = 'k'")
     with pytest.raises(LockLost):
         running.result(10)
     inside.clear()
@@ -470,7 +448,7 @@ def test_interrupt_cancels_the_body(
     other.call(leader, "resign")
     with pytest.raises(LockError, match="was ended by resign"):
         running.result(10)
-    assert subject.row(KEY)["owner"] is None
+    assert async_face.row(KEY)["owner"] is None
 
 
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
@@ -481,9 +459,8 @@ def test_options_that_make_no_sense(subject: Subject, candidate: Callable[..., A
             candidate(**options)
 
 
-@each
 def test_an_interrupted_release_leaves_nothing(
-    subject: Subject, actor: Actor, candidate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    either: Subject, actor: Actor, candidate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The key is released all the same, and the object can campaign again."""
     leader = candidate()
@@ -498,29 +475,27 @@ def test_an_interrupted_release_leaves_nothing(
     monkeypatch.setattr(leader._lock, "_own_hold", interrupted)
     with pytest.raises(KeyboardInterrupt):
         actor.call(leader, "resign")
-    assert subject.row(KEY)["owner"] is None
+    assert either.row(KEY)["owner"] is None
     assert actor.call(leader, "campaign", timeout=1)
 
 
-@each
 def test_two_who_resign_at_once(
-    subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]], candidate: Callable[..., Any]
+    either: Subject, actor: Actor, actors: Callable[[int], list[Actor]], candidate: Callable[..., Any]
 ) -> None:
     """One of them releases the key; nobody is told of a loss."""
     told: list[Reason] = []
     leader, others = candidate(on_deposed=lambda _, reason: told.append(reason)), actors(3)
     for _ in range(15):
         assert actor.call(leader, "campaign", timeout=5)
-        resigning = [each.start(getattr(leader, subject.method("resign"))) for each in others]
+        resigning = [each.start(getattr(leader, either.method("resign"))) for each in others]
         for future in resigning:
             future.result(10)
-        assert until(lambda: subject.row(KEY)["owner"] is None)
+        assert until(lambda: either.row(KEY)["owner"] is None)
     assert told == []
 
 
-@each
 def test_a_body_whose_release_fails(
-    subject: Subject,
+    either: Subject,
     actor: Actor,
     other: Actor,
     candidate: Callable[..., Any],
@@ -541,19 +516,18 @@ def test_a_body_whose_release_fails(
         inside.set()
         assert go_on.wait(30)
 
-    running = actor.start(lambda: _within(subject, leader, body))
+    running = actor.start(lambda: _within(either, leader, body))
     assert inside.wait(30)
-    resigning = other.start(getattr(leader, subject.method("resign")))
+    resigning = other.start(getattr(leader, either.method("resign")))
     assert until(lambda: not leader.is_leader)
     go_on.set()
     with pytest.raises(LockStoreError):
         running.result(30)
     resigning.result(30)
-    assert subject.row(KEY)["owner"] is None
+    assert either.row(KEY)["owner"] is None
 
 
-@ASYNC
-def test_stop_at_any_moment_ends_run(subject: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
+def test_stop_at_any_moment_ends_run(async_face: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
     """Also when the body has just ended; nothing cancels the task of `run`."""
 
     async def main(delay: int) -> None:
@@ -568,17 +542,16 @@ def test_stop_at_any_moment_ends_run(subject: Subject, actor: Actor, candidate: 
             await asyncio.sleep(0.001)
         for _ in range(delay):
             await asyncio.sleep(0)
-        await getattr(leader, subject.method("stop"))()
+        await getattr(leader, async_face.method("stop"))()
         assert await asyncio.wait_for(running, 10) is None
         assert not leader.is_leader
 
     for delay in range(0, 40, 2):
         actor.do(partial(main, delay))
-    assert subject.row(KEY)["owner"] is None
+    assert async_face.row(KEY)["owner"] is None
 
 
-@ASYNC
-def test_a_deposition_inside_a_task_group(subject: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
+def test_a_deposition_inside_a_task_group(async_face: Subject, actor: Actor, candidate: Callable[..., Any]) -> None:
     """Is one: the next campaign begins."""
     leader, terms = candidate(ttl=1.2), list[int]()
 
@@ -591,7 +564,7 @@ def test_a_deposition_inside_a_task_group(subject: Subject, actor: Actor, candid
     async def lead(term: int) -> None:
         terms.append(term)
         if len(terms) == 1:
-            await asyncio.to_thread(subject.run, "UPDATE locks SET owner = NULL WHERE lock_key = 'k'")
+            await asyncio.to_thread(async_face.run, "UPDATE locks SET owner = NULL WHERE lock_key = 'k'")
             async with asyncio.TaskGroup() as group:
                 _ = group.create_task(step())
         while leader.is_leader:  # noqa: ASYNC110 - that is its interface
@@ -599,7 +572,7 @@ def test_a_deposition_inside_a_task_group(subject: Subject, actor: Actor, candid
 
     running = actor.start(lead)
     assert until(lambda: len(terms) == 2, 20)
-    stopping = Actor(subject)
+    stopping = Actor(async_face)
     stopping.call(leader, "stop")
     running.result(10)
     stopping.close()

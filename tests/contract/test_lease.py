@@ -24,7 +24,6 @@ from dblock.core.protocol.steps import Execute, Rows, execute
 from dblock.core.runtime import current_flow
 from dblock.core.tokens import Token, token_text, valid_token
 from tests.conftest import timed
-from tests.support.lab import LOOPED, both, driven, once, some
 from tests.support.subjects import Actor, Subject, Twin, twin
 
 STEAL = "UPDATE locks SET owner = 'stranger', fence = fence + 5, host = 'elsewhere' WHERE lock_key = :key"
@@ -83,11 +82,10 @@ class Witness:
 # -- kept
 
 
-@once
-def test_a_lease_outlives_its_ttl(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_lease_outlives_its_ttl(everywhere: Subject, actor: Actor, other: Actor) -> None:
     """It is renewed for as long as the body runs, held all along, and nobody else is let in."""
     witness = Witness()
-    lock, rival = subject.lock("k", ttl=3.6, on_lost=witness, on_at_risk=witness), subject.lock("k")
+    lock, rival = everywhere.lock("k", ttl=3.6, on_lost=witness, on_at_risk=witness), everywhere.lock("k")
     states: list[Any] = []
 
     def body() -> Any:
@@ -95,7 +93,7 @@ def test_a_lease_outlives_its_ttl(subject: Subject, actor: Actor, other: Actor) 
             states.append((lock.state, lock.remaining > 0, lock.fence, lock.count))
             lock.check()
 
-        if subject.face == "sync":
+        if everywhere.face == "sync":
             for _ in range(20):
                 look()
                 time.sleep(0.2)
@@ -105,7 +103,7 @@ def test_a_lease_outlives_its_ttl(subject: Subject, actor: Actor, other: Actor) 
             for _ in range(20):
                 look()
                 await asyncio.sleep(0.2)
-            return await getattr(lock, subject.method("verify"))()
+            return await getattr(lock, everywhere.method("verify"))()
 
         return abody()
 
@@ -118,24 +116,23 @@ def test_a_lease_outlives_its_ttl(subject: Subject, actor: Actor, other: Actor) 
         tries.append(other.call(rival, "acquire", blocking=False) if len(states) < 20 else False)
         time.sleep(0.2)
     assert results == [True]
-    assert set(states) == {("held", True, subject.row("k")["fence"], 1)}
+    assert set(states) == {("held", True, everywhere.row("k")["fence"], 1)}
     assert len(tries) > 3
     assert not any(tries)
     assert not witness.seen
-    assert subject.row("k")["owner"] is None
+    assert everywhere.row("k")["owner"] is None
 
 
-@once
-def test_a_re_entered_lease_is_kept_until_the_last_release(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_re_entered_lease_is_kept_until_the_last_release(protocol: Subject, actor: Actor, other: Actor) -> None:
     """The count goes up and down, fence and owner stay, and it is renewed in between."""
-    outer, inner, rival = subject.lock("k", ttl=2.0), subject.lock("k", ttl=2.0), subject.lock("k")
+    outer, inner, rival = protocol.lock("k", ttl=2.0), protocol.lock("k", ttl=2.0), protocol.lock("k")
     actor.call(outer, "acquire")
-    before = subject.row("k")
+    before = protocol.row("k")
     assert actor.call(inner, "acquire") is True
-    assert (subject.row("k")["count"], actor.get(outer, "count"), actor.get(inner, "count")) == (2, 2, 2)
+    assert (protocol.row("k")["count"], actor.get(outer, "count"), actor.get(inner, "count")) == (2, 2, 2)
     actor.call(inner, "release")
     time.sleep(2.3)
-    now = subject.row("k")
+    now = protocol.row("k")
     assert (now["count"], now["fence"], now["owner"]) == (1, before["fence"], before["owner"])
     assert now["expires_at"] > before["expires_at"]
     until(lambda: actor.get(outer, "state") == "held")
@@ -145,19 +142,18 @@ def test_a_re_entered_lease_is_kept_until_the_last_release(subject: Subject, act
     other.call(rival, "release")
 
 
-@once
-def test_extensions_and_renewals_agree(subject: Subject, actor: Actor) -> None:
+def test_extensions_and_renewals_agree(protocol: Subject, actor: Actor) -> None:
     """A shorter lease is renewed in its own time; a longer one is not cut short by the renewals of the shorter."""
-    lock = subject.lock("k", ttl=30)
+    lock = protocol.lock("k", ttl=30)
     actor.call(lock, "acquire")
     actor.call(lock, "extend", 1.0)
-    assert (actor.get(lock, "ttl"), subject.row("k")["ttl"]) == (1.0, 1.0)
+    assert (actor.get(lock, "ttl"), protocol.row("k")["ttl"]) == (1.0, 1.0)
     assert actor.get(lock, "remaining") < 1.0
     time.sleep(1.6)
     until(lambda: actor.get(lock, "state") == "held")
     assert actor.call(lock, "verify") is True
     actor.call(lock, "extend", 30)
-    assert (actor.get(lock, "ttl"), subject.row("k")["ttl"]) == (30.0, 30.0)
+    assert (actor.get(lock, "ttl"), protocol.row("k")["ttl"]) == (30.0, 30.0)
     assert actor.get(lock, "remaining") > 25
     time.sleep(0.2)
     assert actor.get(lock, "remaining") > 25
@@ -165,13 +161,12 @@ def test_extensions_and_renewals_agree(subject: Subject, actor: Actor) -> None:
     actor.call(lock, "release")
 
 
-@both
 def test_late_renewals_are_a_risk_until_one_succeeds(
-    subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
+    either: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """on_at_risk is called, the lock can still be relied on, and afterwards it is held again."""
     risks, losses = Witness(), Witness()
-    lock = subject.lock("k", ttl=1.2, on_at_risk=risks, on_lost=losses)
+    lock = either.lock("k", ttl=1.2, on_at_risk=risks, on_lost=losses)
     store, failing = lock._store(), threading.Event()
     execute, failed = store.execute, threading.Event()
     failing.set()
@@ -203,8 +198,7 @@ def test_late_renewals_are_a_risk_until_one_succeeds(
 # -- lost
 
 
-@some
-def test_every_loss_has_its_reason(subject: Subject, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_loss_has_its_reason(protocol: Subject, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
     """The lease that simply ends, the capped one, and those that strangers took over, freed and deleted: each is told
     once, off the holder's thread, with a lock that can still be asked."""
     options: dict[str, dict[str, Any]] = {
@@ -222,7 +216,7 @@ def test_every_loss_has_its_reason(subject: Subject, actor: Actor, caplog: pytes
         "gone": Reason.GONE,
     }
     witnesses = {key: Witness() for key in options}
-    locks = {key: subject.lock(key, on_lost=witnesses[key], **given) for key, given in options.items()}
+    locks = {key: protocol.lock(key, on_lost=witnesses[key], **given) for key, given in options.items()}
     home = actor.do(threading.get_ident)
     began: dict[str, float] = {}
     with caplog.at_level(logging.DEBUG, logger="dblock"):
@@ -232,7 +226,7 @@ def test_every_loss_has_its_reason(subject: Subject, actor: Actor, caplog: pytes
         fences = {key: actor.get(lock, "fence") for key, lock in locks.items()}
         owners = [actor.get(lock, "owner") for lock in locks.values()]
         for key, sql in (("taken", STEAL), ("freed", FREE), ("gone", DELETE)):
-            subject.run(sql, key=key)
+            protocol.run(sql, key=key)
         ended: dict[str, float] = {}
         end = time.monotonic() + 15
         while len(ended) < len(locks):
@@ -245,7 +239,7 @@ def test_every_loss_has_its_reason(subject: Subject, actor: Actor, caplog: pytes
     assert ended["ends"] >= 0.2
     assert ended["capped"] >= 0.68  # renewed at least once
     for key, lock in locks.items():
-        before = subject.run("SELECT * FROM locks WHERE lock_key = :key", key=key)
+        before = protocol.run("SELECT * FROM locks WHERE lock_key = :key", key=key)
         for act in (partial(actor.do, lock.check), partial(actor.call, lock, "release")):
             with pytest.raises(LockLost) as caught:
                 act()
@@ -259,7 +253,7 @@ def test_every_loss_has_its_reason(subject: Subject, actor: Actor, caplog: pytes
             else:
                 assert caught.value.holder is None
         if key in {"taken", "freed", "gone"}:
-            assert subject.run("SELECT * FROM locks WHERE lock_key = :key", key=key) == before
+            assert protocol.run("SELECT * FROM locks WHERE lock_key = :key", key=key) == before
         with pytest.raises(LockNotHeld):
             actor.call(lock, "release")
     time.sleep(0.1)
@@ -270,15 +264,14 @@ def test_every_loss_has_its_reason(subject: Subject, actor: Actor, caplog: pytes
     assert not any(owner in caplog.text for owner in owners)
 
 
-@driven
-def test_a_loss_comes_out_of_the_block(subject: Subject, actor: Actor) -> None:
+def test_a_loss_comes_out_of_the_block(everywhere: Subject, actor: Actor) -> None:
     """With its reason, chained to what the body raised; and the body's own end is not mistaken for a success."""
     witness = Witness()
-    lock = subject.lock("k", ttl=0.3, on_lost=witness)
+    lock = everywhere.lock("k", ttl=0.3, on_lost=witness)
 
     def body() -> Any:
-        subject.run(DELETE, key="k")
-        if subject.face == "sync":
+        everywhere.run(DELETE, key="k")
+        if everywhere.face == "sync":
             until(lambda: lock.state == "lost")
             raise ZeroDivisionError
 
@@ -297,10 +290,9 @@ def test_a_loss_comes_out_of_the_block(subject: Subject, actor: Actor) -> None:
     until(lambda: witness.seen)
 
 
-@both
-def test_lost_stays_lost_when_the_key_is_taken_again(subject: Subject, actor: Actor) -> None:
+def test_lost_stays_lost_when_the_key_is_taken_again(either: Subject, actor: Actor) -> None:
     """By the same flow, inside of the block whose lease has ended: through another lock object, or the same."""
-    outer, inner = subject.lock("k", ttl=0.2, renew=False), subject.lock("k", ttl=30)
+    outer, inner = either.lock("k", ttl=0.2, renew=False), either.lock("k", ttl=30)
     actor.call(outer, "acquire")
     fence = actor.get(outer, "fence")
     until(lambda: actor.get(outer, "state") == "lost")
@@ -316,25 +308,24 @@ def test_lost_stays_lost_when_the_key_is_taken_again(subject: Subject, actor: Ac
     assert actor.get(outer, "state") is None
 
     def body() -> Any:
-        if subject.face == "sync":
+        if either.face == "sync":
             time.sleep(0.25)
             return outer.acquire()
 
         async def abody() -> None:
             await asyncio.sleep(0.25)
-            await getattr(outer, subject.method("acquire"))()
+            await getattr(outer, either.method("acquire"))()
 
         return abody()
 
     with pytest.raises(LockLost):
         actor.within(outer, body)
     actor.call(outer, "release")
-    assert subject.row("k")["owner"] is None
+    assert either.row("k")["owner"] is None
 
 
-@both
 def test_application_code_that_blocks_costs_no_lease(
-    subject: Subject, actor: Actor, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    either: Subject, actor: Actor, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A log handler that blocks delays callbacks and observers of locks, but neither renewals nor their signals."""
     timed(monkeypatch, patience=60.0)
@@ -350,9 +341,9 @@ def test_application_code_that_blocks_costs_no_lease(
     request.addfinalizer(lambda: log.removeHandler(handler))
     request.addfinalizer(go.set)
     request.addfinalizer(observe(partial(run, "observer"), Kind.LOST))
-    kept = subject.lock("kept", ttl=1.5)
+    kept = either.lock("kept", ttl=1.5)
     actor.call(kept, "acquire")
-    lock = subject.lock("k", ttl=0.1, renew=False, on_lost=partial(run, "callback"))
+    lock = either.lock("k", ttl=0.1, renew=False, on_lost=partial(run, "callback"))
     actor.call(lock, "acquire")
     until(lambda: ran)
     actor.do(partial(warn, "said in the flow, which may be a task of the event loop"))
@@ -368,16 +359,15 @@ def test_application_code_that_blocks_costs_no_lease(
     assert [name for name in ran if name != "handler"] == ["callback", "observer"]
 
 
-@both
-def test_a_failing_callback_is_logged(subject: Subject, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_callback_is_logged(either: Subject, actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
     """And does no harm to other leases."""
 
     def fail(lock: Any, reason: Any) -> None:
         raise ZeroDivisionError
 
-    kept = subject.lock("kept", ttl=1.5)
+    kept = either.lock("kept", ttl=1.5)
     actor.call(kept, "acquire")
-    lock = subject.lock("k", ttl=0.1, renew=False, on_lost=fail)
+    lock = either.lock("k", ttl=0.1, renew=False, on_lost=fail)
     actor.call(lock, "acquire")
     until(lambda: "ZeroDivisionError" in caplog.text)
     time.sleep(1.8)
@@ -390,10 +380,9 @@ def test_a_failing_callback_is_logged(subject: Subject, actor: Actor, caplog: py
 # -- grace, min_hold
 
 
-@some
-def test_grace_keeps_the_key_closed_after_an_expiry(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_grace_keeps_the_key_closed_after_an_expiry(protocol: Subject, actor: Actor, other: Actor) -> None:
     """And not after a release."""
-    lock, rival = subject.lock("k", ttl=0.2, renew=False, grace=0.5), subject.lock("k")
+    lock, rival = protocol.lock("k", ttl=0.2, renew=False, grace=0.5), protocol.lock("k")
     began = time.monotonic()
     actor.call(lock, "acquire")
     until(lambda: actor.get(lock, "state") == "lost")
@@ -404,7 +393,7 @@ def test_grace_keeps_the_key_closed_after_an_expiry(subject: Subject, actor: Act
     with pytest.raises(LockLost):
         actor.call(lock, "release")
     for ttl in (0.2, 30):
-        again = subject.lock("k", ttl=ttl, grace=30)
+        again = protocol.lock("k", ttl=ttl, grace=30)
         actor.call(again, "acquire")
         assert actor.get(again, "remaining") <= ttl
         actor.call(again, "release")
@@ -412,10 +401,9 @@ def test_grace_keeps_the_key_closed_after_an_expiry(subject: Subject, actor: Act
         other.call(rival, "release")
 
 
-@some
-def test_a_release_that_comes_too_late_leaves_the_grace(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_release_that_comes_too_late_leaves_the_grace(protocol: Subject, actor: Actor, other: Actor) -> None:
     """A holder that talks to a system without fences may still be at it: the key stays closed."""
-    lock, rival = subject.lock("k", ttl=0.2, renew=False, grace=30), subject.lock("k")
+    lock, rival = protocol.lock("k", ttl=0.2, renew=False, grace=30), protocol.lock("k")
     actor.call(lock, "acquire")
     until(lambda: actor.get(lock, "state") == "lost")
     with pytest.raises(LockLost):
@@ -424,27 +412,25 @@ def test_a_release_that_comes_too_late_leaves_the_grace(subject: Subject, actor:
     assert other.call(rival, "acquire", blocking=False) is False
 
 
-@some
-def test_a_renewed_lease_keeps_its_grace(subject: Subject, actor: Actor) -> None:
+def test_a_renewed_lease_keeps_its_grace(protocol: Subject, actor: Actor) -> None:
     """Renewal, extension and re-entry leave it as long after the lease as the take did."""
-    lock = subject.lock("k", ttl=1.5, grace=40)
+    lock = protocol.lock("k", ttl=1.5, grace=40)
     actor.call(lock, "acquire")
     time.sleep(0.8)
     assert 40 < actor.call(lock, "inspect").remaining < 41.6
     assert actor.get(lock, "remaining") < 1.5
     actor.call(lock, "extend", 10)
     assert 49 < actor.call(lock, "inspect").remaining < 50.1
-    actor.call(subject.lock("k", ttl=20), "acquire")
+    actor.call(protocol.lock("k", ttl=20), "acquire")
     assert 59 < actor.call(lock, "inspect").remaining < 60.1
     actor.call(lock, "release")
     actor.call(lock, "release")
     assert actor.call(lock, "locked") is False
 
 
-@some
-def test_min_hold_keeps_the_key_closed_after_an_early_release(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_min_hold_keeps_the_key_closed_after_an_early_release(protocol: Subject, actor: Actor, other: Actor) -> None:
     """Counted from the take; then it opens by itself."""
-    lock, rival = subject.lock("k", ttl=30, min_hold=0.5), subject.lock("k")
+    lock, rival = protocol.lock("k", ttl=30, min_hold=0.5), protocol.lock("k")
     began = time.monotonic()
     actor.call(lock, "acquire")
     actor.call(lock, "release")
@@ -455,13 +441,13 @@ def test_min_hold_keeps_the_key_closed_after_an_early_release(subject: Subject, 
         assert other.call(rival, "acquire", blocking=False) is False
         assert other.call(rival, "locked") is True
         with pytest.raises(LockTimeout):
-            other.within(subject.lock("k", timeout=0))
-    fence = subject.row("k")["fence"]
+            other.within(protocol.lock("k", timeout=0))
+    fence = protocol.row("k")["fence"]
     assert other.call(rival, "acquire", timeout=30) is True
     assert time.monotonic() - began >= 0.49
     assert other.get(rival, "fence") > fence
     other.call(rival, "release")
-    late = subject.lock("k", min_hold=0.05)
+    late = protocol.lock("k", min_hold=0.05)
     actor.call(late, "acquire")
     time.sleep(0.1)
     actor.call(late, "release")
@@ -469,10 +455,9 @@ def test_min_hold_keeps_the_key_closed_after_an_early_release(subject: Subject, 
     other.call(rival, "release")
 
 
-@some
-def test_the_longer_min_hold_of_two_that_are_nested_counts(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_the_longer_min_hold_of_two_that_are_nested_counts(protocol: Subject, actor: Actor, other: Actor) -> None:
     """From the take of the outer one on."""
-    outer, inner, rival = subject.lock("k"), subject.lock("k", min_hold=30), subject.lock("k")
+    outer, inner, rival = protocol.lock("k"), protocol.lock("k", min_hold=30), protocol.lock("k")
     actor.call(outer, "acquire")
     actor.within(inner)
     actor.call(outer, "release")
@@ -482,10 +467,9 @@ def test_the_longer_min_hold_of_two_that_are_nested_counts(subject: Subject, act
 # -- handed over
 
 
-@once
-def test_a_hold_is_handed_over(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_hold_is_handed_over(everywhere: Subject, actor: Actor, other: Actor) -> None:
     """Same fence, same owner, count 1; it is renewed where it went, and nobody gets in between."""
-    lock, rival = subject.lock("k", ttl=2), subject.lock("k")
+    lock, rival = everywhere.lock("k", ttl=2), everywhere.lock("k")
     actor.call(lock, "acquire")
     fence, owner = actor.get(lock, "fence"), actor.get(lock, "owner")
     token = actor.call(lock, "detach")
@@ -494,7 +478,7 @@ def test_a_hold_is_handed_over(subject: Subject, actor: Actor, other: Actor) -> 
     assert actor.call(rival, "acquire", blocking=False) is False
     with pytest.raises(LockNotHeld):
         actor.call(lock, "release")
-    taken = other.do(lambda: attach(subject, token))
+    taken = other.do(lambda: attach(everywhere, token))
     assert [other.get(taken, name) for name in ("key", "fence", "owner", "count", "ttl", "state")] == [
         "k",
         fence,
@@ -503,78 +487,78 @@ def test_a_hold_is_handed_over(subject: Subject, actor: Actor, other: Actor) -> 
         2.0,
         "held",
     ]
-    assert subject.row("k")["count"] == 1
+    assert everywhere.row("k")["count"] == 1
     time.sleep(2.4)
     assert other.get(taken, "state") == "held"
     assert other.call(taken, "verify") is True
     assert actor.call(rival, "acquire", blocking=False) is False
     other.call(taken, "release")
-    assert subject.row("k")["owner"] is None
+    assert everywhere.row("k")["owner"] is None
     assert actor.call(rival, "acquire", blocking=False) is True
     assert actor.get(rival, "fence") > fence
     actor.call(rival, "release")
 
 
-def test_leaving_a_block_after_a_hand_over_releases_nothing(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_leaving_a_block_after_a_hand_over_releases_nothing(either: Subject, actor: Actor, other: Actor) -> None:
     """The tenure is the bearer's now, who can use it in a block of its own."""
-    lock, tokens = subject.lock("k", ttl=30), list[str]()
+    lock, tokens = either.lock("k", ttl=30), list[str]()
 
     def body() -> Any:
-        if subject.face == "sync":
+        if either.face == "sync":
             tokens.append(lock.detach())
             return None
 
         async def abody() -> None:
-            tokens.append(await getattr(lock, subject.method("detach"))())
+            tokens.append(await getattr(lock, either.method("detach"))())
 
         return abody()
 
     actor.within(lock, body)
-    held = subject.row("k")
+    held = either.row("k")
     assert held["owner"] is not None
-    taken = other.do(lambda: attach(subject, tokens[0]))
+    taken = other.do(lambda: attach(either, tokens[0]))
     assert other.within(taken, lambda: taken.count) == 1
-    assert (subject.row("k")["owner"], subject.row("k")["fence"]) == (None, held["fence"])
+    assert (either.row("k")["owner"], either.row("k")["fence"]) == (None, held["fence"])
     with pytest.raises(LockNotHeld):
         other.call(taken, "release")
 
 
-def test_a_hand_over_inside_a_block_is_forgotten_with_it(subject: Subject, actor: Actor) -> None:
+def test_a_hand_over_inside_a_block_is_forgotten_with_it(either: Subject, actor: Actor) -> None:
     """A block entered later, in the same outer block, is given back when it is left."""
-    lock, seen = subject.lock("k", ttl=30), list[Any]()
+    lock, seen = either.lock("k", ttl=30), list[Any]()
 
-    if subject.face == "sync":
+    if either.face == "sync":
 
         def work() -> None:
             with lock:
-                attach(subject, lock.detach()).release()
+                attach(either, lock.detach()).release()
                 with lock:
                     pass
-                seen.append(subject.row("k")["owner"])
+                seen.append(either.row("k")["owner"])
 
         actor.do(work)
     else:
 
         async def awork() -> None:
             async with lock:
-                taken = await attach(subject, await getattr(lock, subject.method("detach"))())
-                await getattr(taken, subject.method("release"))()
+                taken = await attach(either, await getattr(lock, either.method("detach"))())
+                await getattr(taken, either.method("release"))()
                 async with lock:
                     pass
-                seen.append(subject.row("k")["owner"])
+                seen.append(either.row("k")["owner"])
 
         actor.do(awork)
     assert seen == [None]
 
 
-def test_a_token_outlives_the_blocks_around_it(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_token_outlives_the_blocks_around_it(either: Subject, actor: Actor, other: Actor) -> None:
     """Handed over from an inner block: when the outer ones are left, its bearer has one more ttl."""
-    outer, inner, rival = subject.lock("k", ttl=30), subject.lock("k", ttl=30), subject.lock("k")
+    outer, inner, rival = either.lock("k", ttl=30), either.lock("k", ttl=30), either.lock("k")
     for used_before in (False, True):
         actor.call(outer, "acquire")
         actor.call(inner, "acquire")
         fence, token = actor.get(outer, "fence"), actor.call(inner, "detach")
-        take = partial(attach, subject, token)
+        take = partial(attach, either, token)
         taken = other.do(take) if used_before else None
         actor.call(outer, "release")
         assert actor.get(outer, "state") is None
@@ -582,178 +566,177 @@ def test_a_token_outlives_the_blocks_around_it(subject: Subject, actor: Actor, o
         taken = taken or other.do(take)
         assert other.get(taken, "fence") == fence
         other.call(taken, "release")
-        assert subject.row("k")["owner"] is None
+        assert either.row("k")["owner"] is None
 
 
-def test_the_row_knows_which_tokens_were_used(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_the_row_knows_which_tokens_were_used(protocol: Subject, actor: Actor, other: Actor) -> None:
     """Whatever names for people their bearers have: all threads of a pool have one, and all containers pid 1."""
-    outer, inner = subject.lock("k", ttl=30), subject.lock("k", ttl=30)
+    outer, inner = protocol.lock("k", ttl=30), protocol.lock("k", ttl=30)
     who = actor.do(lambda: current_flow().who)
     other.do(lambda: current_flow().who.update(who))
     actor.call(outer, "acquire")
     actor.call(inner, "acquire")
     first = actor.call(inner, "detach")
-    other.call(other.do(partial(attach, subject, first)), "release")
+    other.call(other.do(partial(attach, protocol, first)), "release")
     actor.call(inner, "acquire")
     second = actor.call(inner, "detach")
     actor.call(outer, "release")
-    assert subject.row("k")["owner"] is not None, "the second is out"
-    other.call(other.do(partial(attach, subject, second)), "release")
-    assert subject.row("k")["owner"] is None, "both were used"
+    assert protocol.row("k")["owner"] is not None, "the second is out"
+    other.call(other.do(partial(attach, protocol, second)), "release")
+    assert protocol.row("k")["owner"] is None, "both were used"
     actor.call(outer, "acquire")
     actor.call(inner, "acquire")
-    taken = other.do(partial(attach, subject, actor.call(inner, "detach")))
+    taken = other.do(partial(attach, protocol, actor.call(inner, "detach")))
     other.call(taken, "release")
     actor.call(outer, "release")
-    assert subject.row("k")["owner"] is None, "closed for nobody"
+    assert protocol.row("k")["owner"] is None, "closed for nobody"
 
 
-def test_a_tenure_can_be_shared(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_tenure_can_be_shared(either: Subject, actor: Actor, other: Actor) -> None:
     """While one entry is handed over and another kept, both count, and the key is free after both."""
     for first_out in (0, 1):
-        lock, rival = subject.lock("k", ttl=30), subject.lock("k")
+        lock, rival = either.lock("k", ttl=30), either.lock("k")
         actor.call(lock, "acquire")
         actor.call(lock, "acquire")
         token = actor.call(lock, "detach")
-        assert (actor.get(lock, "count"), subject.row("k")["count"]) == (1, 1)
-        taken = other.do(partial(attach, subject, token))
-        assert (other.get(taken, "count"), subject.row("k")["count"]) == (2, 2)
+        assert (actor.get(lock, "count"), either.row("k")["count"]) == (1, 1)
+        taken = other.do(partial(attach, either, token))
+        assert (other.get(taken, "count"), either.row("k")["count"]) == (2, 2)
         assert other.get(taken, "fence") == actor.get(lock, "fence")
         leaving = [partial(actor.call, lock, "release"), partial(other.call, taken, "release")]
         leaving[first_out]()
-        assert subject.row("k")["count"] == 1
+        assert either.row("k")["count"] == 1
         assert actor.call(rival, "locked") is True
         leaving[1 - first_out]()
-        assert (subject.row("k")["owner"], subject.row("k")["count"]) == (None, 0)
+        assert (either.row("k")["owner"], either.row("k")["count"]) == (None, 0)
         assert other.call(rival, "acquire", blocking=False) is True
         other.call(rival, "release")
 
 
-def test_a_bearer_is_counted_when_an_entry_is_handed_over(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_bearer_is_counted_when_an_entry_is_handed_over(either: Subject, actor: Actor, other: Actor) -> None:
     """A flow that takes itself for the only one sets no count once the row shows that somebody else has attached."""
-    lock = subject.lock("k", ttl=30)
+    lock = either.lock("k", ttl=30)
     for entered in (1, 2):
         for _ in range(entered):
             actor.call(lock, "acquire")
         hold = actor.do(lambda: current_flow().holds[lock._store(), "k"])
-        bearers = [other.do(partial(attach, subject, token_text(Token(hold.tenure, 30, 0, 0)))) for _ in range(2)]
+        bearers = [other.do(partial(attach, either, token_text(Token(hold.tenure, 30, 0, 0)))) for _ in range(2)]
         assert hold.shared_entries is None
-        assert subject.row("k")["count"] == entered + 2
+        assert either.row("k")["count"] == entered + 2
         token = actor.call(lock, "detach")
-        assert subject.row("k")["count"] == entered + 1
+        assert either.row("k")["count"] == entered + 1
         for bearer in bearers:
             other.call(bearer, "release")
         for _ in range(entered - 1):
             actor.call(lock, "release")
-        other.call(other.do(partial(attach, subject, token)), "release")
-        assert subject.row("k")["owner"] is None
+        other.call(other.do(partial(attach, either, token)), "release")
+        assert either.row("k")["owner"] is None
 
 
-def test_a_hand_over_that_arrives_late_takes_no_entry_away(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_hand_over_that_arrives_late_takes_no_entry_away(either: Subject, actor: Actor, other: Actor) -> None:
     """It was cut off and sent again; by the time the first one arrives the bearer has attached."""
-    lock = subject.lock("k", ttl=30)
+    lock = either.lock("k", ttl=30)
     actor.call(lock, "acquire")
     actor.call(lock, "acquire")
     tenure = actor.do(lambda: current_flow().holds[lock._store(), "k"].tenure)
     late: dict[str, Any] = {**tenure._asdict(), "life": 30.0, "count": 2, "bearers": 0}
     token = actor.call(lock, "detach")
-    taken = other.do(partial(attach, subject, token))
-    drive = lock._drive if subject.face == "sync" else lock._adrive
-    assert actor.do(lambda: drive(execute(subject.protocol.dialect.detach, late))) == []
-    assert subject.row("k")["count"] == 2
+    taken = other.do(partial(attach, either, token))
+    drive = lock._drive if either.face == "sync" else lock._adrive
+    assert actor.do(lambda: drive(execute(either.protocol.dialect.detach, late))) == []
+    assert either.row("k")["count"] == 2
     actor.call(lock, "release")
     other.call(taken, "release")
-    assert subject.row("k")["owner"] is None
+    assert either.row("k")["owner"] is None
 
 
-def test_one_that_attaches_beside_a_bearer_is_counted(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_one_that_attaches_beside_a_bearer_is_counted(either: Subject, actor: Actor, other: Actor) -> None:
     """The one has adopted the tenure (as a Celery worker does), the other attached by the same token."""
-    lock, adopted, rival = subject.lock("k", ttl=30), subject.lock("k", ttl=30), subject.lock("k")
+    lock, adopted, rival = either.lock("k", ttl=30), either.lock("k", ttl=30), either.lock("k")
     actor.call(lock, "acquire")
     text = actor.call(lock, "detach")
-    drive = adopted._drive if subject.face == "sync" else adopted._adrive
+    drive = adopted._drive if either.face == "sync" else adopted._adrive
     assert actor.do(lambda: drive(adopt(adopted, valid_token(text))))
-    attached = other.do(partial(attach, subject, text))
+    attached = other.do(partial(attach, either, text))
     actor.call(adopted, "release")
     assert other.call(attached, "verify")
     assert actor.call(rival, "acquire", blocking=False) is False
     other.call(attached, "release")
-    assert subject.row("k")["owner"] is None
+    assert either.row("k")["owner"] is None
 
 
-def test_each_token_of_a_bearer_is_counted(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_each_token_of_a_bearer_is_counted(either: Subject, actor: Actor, other: Actor) -> None:
     """A flow that has adopted the tenure hands over two of its entries: the key stays closed until both are used."""
-    lock, adopted, rival = subject.lock("k", ttl=30), subject.lock("k", ttl=30), subject.lock("k")
+    lock, adopted, rival = either.lock("k", ttl=30), either.lock("k", ttl=30), either.lock("k")
     actor.call(lock, "acquire")
     text = actor.call(lock, "detach")
-    drive = adopted._drive if subject.face == "sync" else adopted._adrive
+    drive = adopted._drive if either.face == "sync" else adopted._adrive
     assert actor.do(lambda: drive(adopt(adopted, valid_token(text))))
     actor.call(adopted, "acquire")
     actor.call(adopted, "acquire")
     tokens = [actor.call(adopted, "detach") for _ in range(2)]
-    assert subject.run("SELECT tokens FROM locks") == [(2,)]
+    assert either.run("SELECT tokens FROM locks") == [(2,)]
     actor.call(adopted, "release")
     for token in tokens:
         assert actor.call(rival, "acquire", blocking=False) is False
-        other.call(other.do(partial(attach, subject, token)), "release")
-    assert subject.row("k")["owner"] is None
+        other.call(other.do(partial(attach, either, token)), "release")
+    assert either.row("k")["owner"] is None
 
 
-def test_a_bearer_of_the_same_flow_is_counted_too(subject: Subject, actor: Actor) -> None:
+def test_a_bearer_of_the_same_flow_is_counted_too(either: Subject, actor: Actor) -> None:
     """Which attached through another engine or alias: the row's count tells, though not who that was."""
-    lock, rival = subject.lock("k", ttl=30), subject.lock("k")
+    lock, rival = either.lock("k", ttl=30), either.lock("k")
     actor.call(lock, "acquire")
     actor.call(lock, "acquire")
     token = actor.call(lock, "detach")
-    bearer = actor.do(partial(attach, twin(subject), token))
+    bearer = actor.do(partial(attach, twin(either), token))
     actor.call(bearer, "acquire")
     actor.call(lock, "release")
-    assert subject.row("k")["count"] == 2
+    assert either.row("k")["count"] == 2
     actor.call(bearer, "release")
     assert actor.call(bearer, "verify")
     assert actor.call(rival, "acquire", blocking=False) is False
     actor.call(bearer, "release")
-    assert subject.row("k")["owner"] is None
+    assert either.row("k")["owner"] is None
 
 
-def test_a_token_can_be_used_twice(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_token_can_be_used_twice(either: Subject, actor: Actor, other: Actor) -> None:
     """Both bearers hold the tenure; re-entry by one of them counts too."""
-    lock = subject.lock("k", ttl=30)
+    lock = either.lock("k", ttl=30)
     actor.call(lock, "acquire")
     token = actor.call(lock, "detach")
-    one, two = (each.do(lambda: attach(subject, token)) for each in (actor, other))
-    assert subject.row("k")["count"] == 2
+    one, two = (each.do(lambda: attach(either, token)) for each in (actor, other))
+    assert either.row("k")["count"] == 2
     assert other.get(two, "count") == 2
     assert other.call(two, "acquire") is True
-    assert (subject.row("k")["count"], other.get(two, "count")) == (3, 3)
+    assert (either.row("k")["count"], other.get(two, "count")) == (3, 3)
     other.call(two, "release")
     actor.call(one, "release")
-    assert subject.row("k")["count"] == 1
+    assert either.row("k")["count"] == 1
     assert other.call(two, "verify") is True
     other.call(two, "release")
-    assert subject.row("k")["owner"] is None
+    assert either.row("k")["owner"] is None
 
 
-@some
-def test_the_token_of_an_ended_tenure_is_refused(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_the_token_of_an_ended_tenure_is_refused(protocol: Subject, actor: Actor, other: Actor) -> None:
     """Given back, run out, or followed by another tenure: LockLost, and nothing is changed."""
-    lock = subject.lock("k", ttl=0.6)
+    lock = protocol.lock("k", ttl=0.6)
     actor.call(lock, "acquire")
     token = actor.call(lock, "detach")
     time.sleep(0.7)
-    refused(subject, other, token, Reason.EXPIRED)
-    lock = subject.lock("k", ttl=60)  # which is not renewed while we look
+    refused(protocol, other, token, Reason.EXPIRED)
+    lock = protocol.lock("k", ttl=60)  # which is not renewed while we look
     actor.call(lock, "acquire")
-    refused(subject, other, token, Reason.TAKEN_OVER)
+    refused(protocol, other, token, Reason.TAKEN_OVER)
     token = actor.call(lock, "detach")
-    taken = other.do(lambda: attach(subject, token))
+    taken = other.do(lambda: attach(protocol, token))
     other.call(taken, "release")
-    refused(subject, other, token, Reason.FREED)
-    subject.run(DELETE, key="k")
+    refused(protocol, other, token, Reason.FREED)
+    protocol.run(DELETE, key="k")
     with pytest.raises(LockLost) as caught:
-        other.do(lambda: attach(subject, token))
+        other.do(lambda: attach(protocol, token))
     assert caught.value.reason is Reason.GONE
-    assert subject.run("SELECT * FROM locks") == []
+    assert protocol.run("SELECT * FROM locks") == []
 
 
 def refused(subject: Subject, actor: Actor, token: str, reason: Reason) -> None:
@@ -764,9 +747,9 @@ def refused(subject: Subject, actor: Actor, token: str, reason: Reason) -> None:
     assert subject.row("k") == before
 
 
-def test_what_is_no_token_is_refused(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_what_is_no_token_is_refused(either: Subject, actor: Actor, other: Actor) -> None:
     """Garbage, wrong types, and whatever a stranger makes up: an error of ours, and nothing changed in the table."""
-    lock = subject.lock("k", ttl=30)
+    lock = either.lock("k", ttl=30)
     actor.call(lock, "acquire")
     actor.call(lock, "acquire")
     sequencer = actor.get(lock, "sequencer")
@@ -780,7 +763,7 @@ def test_what_is_no_token_is_refused(subject: Subject, actor: Actor, other: Acto
         return f"{prefix}.{base64.urlsafe_b64encode(text.encode()).decode().rstrip('=')}"
 
     assert made(*values[:-1]) == token
-    before = subject.row("k")
+    before = either.row("k")
     malformed: list[Any] = [
         *("", "x", prefix, f"{prefix}.", f"{prefix}.!", f"{prefix}.{'A' * 5}", f"{prefix}.e30", packed, token[:-9]),
         *(f" {token}", token + "A" * 4, token.upper(), sequencer, "☂", "\0", "[" * 100_000),
@@ -808,7 +791,7 @@ def test_what_is_no_token_is_refused(subject: Subject, actor: Actor, other: Acto
     wrong: list[Exception | None] = []
     for bad in malformed:
         try:
-            other.do(partial(attach, subject, bad))
+            other.do(partial(attach, either, bad))
         except InvalidToken as error:
             wrong += [error] if owner in str(error) else []
         except Exception as error:
@@ -828,22 +811,22 @@ def test_what_is_no_token_is_refused(subject: Subject, actor: Actor, other: Acto
         made("K", owner, fence, ttl, grace, min_hold),
     ):
         with pytest.raises((LockLost, InvalidToken)):
-            other.do(partial(attach, subject, strange))
-    assert subject.row("k") == before
-    assert subject.run("SELECT count(*) FROM locks") == [(1,)]
+            other.do(partial(attach, either, strange))
+    assert either.row("k") == before
+    assert either.run("SELECT count(*) FROM locks") == [(1,)]
     assert actor.call(lock, "verify") is True
     actor.call(lock, "release")
 
 
-def test_the_owner_is_in_no_repr(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_the_owner_is_in_no_repr(either: Subject, actor: Actor, other: Actor) -> None:
     """Nor in the sequencer, in errors, or in what inspect() gives away; only `owner` and the token have it."""
-    lock = subject.lock("k", ttl=30)
+    lock = either.lock("k", ttl=30)
     actor.call(lock, "acquire")
     owner = actor.get(lock, "owner")
     hold = actor.do(lock._hold)
     info = actor.call(lock, "inspect")
     with pytest.raises(LockTimeout) as caught:
-        other.within(subject.lock("k", timeout=0))
+        other.within(either.lock("k", timeout=0))
     shown = [
         *(actor.do(partial(show, lock)) for show in (repr, str)),
         *(repr(hold), repr(hold.tenure), str(hold.tenure), f"{hold.tenure}", repr(info), str(info), info.owner),
@@ -859,7 +842,7 @@ def test_the_owner_is_in_no_repr(subject: Subject, actor: Actor, other: Actor) -
     for text in shown:
         assert owner not in text
         assert owner[:16] not in text
-    taken = actor.do(lambda: attach(subject, token))
+    taken = actor.do(lambda: attach(either, token))
     assert owner not in actor.do(lambda: repr(taken))
     actor.call(taken, "release")
 
@@ -867,15 +850,14 @@ def test_the_owner_is_in_no_repr(subject: Subject, actor: Actor, other: Actor) -
 # -- shown to others
 
 
-@driven
-def test_a_sequencer_proves_a_tenure(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_sequencer_proves_a_tenure(protocol: Subject, actor: Actor, other: Actor) -> None:
     """While it is alive, and not after its release, its loss or the row's; it is nothing that can be made up."""
-    lock = subject.lock("ключ 🔒", ttl=30)
+    lock = protocol.lock("ключ 🔒", ttl=30)
     with pytest.raises(LockNotHeld):
         actor.get(lock, "sequencer")
     actor.call(lock, "acquire")
     sequencer = actor.get(lock, "sequencer")
-    shown = other.do(lambda: check_sequencer(subject, sequencer))
+    shown = other.do(lambda: check_sequencer(protocol, sequencer))
     assert tuple(shown) == ("ключ 🔒", "exclusive", actor.get(lock, "fence"))
     assert (shown.key, shown.mode, shown.fence) == tuple(shown)
     assert str(shown) == sequencer
@@ -885,7 +867,7 @@ def test_a_sequencer_proves_a_tenure(subject: Subject, actor: Actor, other: Acto
 
     def is_refused(reason: Reason | None = None) -> None:
         with pytest.raises(LockLost) as caught:
-            other.do(lambda: check_sequencer(subject, sequencer))
+            other.do(lambda: check_sequencer(protocol, sequencer))
         assert caught.value.key == "ключ 🔒"
         assert reason in (None, caught.value.reason)
 
@@ -893,32 +875,32 @@ def test_a_sequencer_proves_a_tenure(subject: Subject, actor: Actor, other: Acto
     actor.call(lock, "acquire")
     is_refused(Reason.TAKEN_OVER)
     current = actor.get(lock, "sequencer")
-    assert other.do(lambda: check_sequencer(subject, current)).fence > shown.fence
+    assert other.do(lambda: check_sequencer(protocol, current)).fence > shown.fence
     actor.call(lock, "release")
-    subject.run("DELETE FROM locks")
+    protocol.run("DELETE FROM locks")
     is_refused(Reason.GONE)
-    short = subject.lock("short", ttl=0.1, renew=False)
+    short = protocol.lock("short", ttl=0.1, renew=False)
     actor.call(short, "acquire")
     ended = actor.get(short, "sequencer")
     time.sleep(0.15)
     with pytest.raises(LockLost):
-        other.do(lambda: check_sequencer(subject, ended))
+        other.do(lambda: check_sequencer(protocol, ended))
     with pytest.raises(LockLost):
         actor.call(short, "release")
-    kept = subject.lock("kept", ttl=30, min_hold=30)
+    kept = protocol.lock("kept", ttl=30, min_hold=30)
     actor.call(kept, "acquire")
     given_back = actor.get(kept, "sequencer")
-    assert other.do(lambda: check_sequencer(subject, given_back)).key == "kept"
+    assert other.do(lambda: check_sequencer(protocol, given_back)).key == "kept"
     actor.call(kept, "release")
     assert other.call(kept, "locked") is True  # the key is closed, but nobody's
     with pytest.raises(LockLost) as caught:
-        other.do(lambda: check_sequencer(subject, given_back))
+        other.do(lambda: check_sequencer(protocol, given_back))
     assert caught.value.reason is Reason.FREED
     prefix = sequencer.split(".")[0]
     forged = base64.urlsafe_b64encode(json.dumps(["k", "shared", 1]).encode()).decode().rstrip("=")
     for bad in ("", "x", prefix, f"{prefix}.", sequencer[:-5], f"{prefix}.{forged}", None, 5, sequencer.encode()):
         with pytest.raises(InvalidToken):
-            other.do(partial(check_sequencer, subject, bad))
+            other.do(partial(check_sequencer, protocol, bad))
 
 
 # -- blocks whose leaving was interrupted
@@ -936,69 +918,66 @@ def enter_and_forget(subject: Subject, key: str, **options: Any) -> Any:
     return enter()
 
 
-@both
 def test_a_block_that_nobody_can_leave_ends_with_its_lease(
-    subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
+    either: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is renewed no more, and one warning names the key; inside another block it ends with that one."""
-    actor.within(subject.lock("outer"), lambda: enter_and_forget(subject, "outer"))
-    assert subject.row("outer")["owner"] is None
-    actor.do(lambda: enter_and_forget(subject, "k", ttl=0.5))
-    assert other.call(subject.lock("k"), "acquire", timeout=1.5)
+    actor.within(either.lock("outer"), lambda: enter_and_forget(either, "outer"))
+    assert either.row("outer")["owner"] is None
+    actor.do(lambda: enter_and_forget(either, "k", ttl=0.5))
+    assert other.call(either.lock("k"), "acquire", timeout=1.5)
     assert caplog.text.count("a `with` on 'k' was interrupted") == 1
     assert "'outer'" not in caplog.text
-    other.call(subject.lock("k"), "release")
-    assert actor.get(subject.lock("k"), "state") in {"lost", None}
+    other.call(either.lock("k"), "release")
+    assert actor.get(either.lock("k"), "state") in {"lost", None}
 
 
-@both
-def test_what_can_still_be_left_is_renewed(subject: Subject, actor: Actor) -> None:
+def test_what_can_still_be_left_is_renewed(either: Subject, actor: Actor) -> None:
     """A block of a generator that is suspended, an acquire by an object of the moment, what its flow enters again."""
     ttl, done = 1.5, list[Any]()
 
     def suspend() -> Any:
-        if subject.face == "sync":
+        if either.face == "sync":
 
             def body() -> Any:
-                with subject.lock("suspended", ttl=ttl):
+                with either.lock("suspended", ttl=ttl):
                     yield
 
             done.append(body())
             return next(done[0])
 
         async def abody() -> Any:
-            async with subject.lock("suspended", ttl=ttl):
+            async with either.lock("suspended", ttl=ttl):
                 yield
 
         done.append(abody())
         return done[0].__anext__()
 
     actor.do(suspend)
-    actor.call(subject.lock("acquired", ttl=ttl), "acquire")
-    actor.do(lambda: enter_and_forget(subject, "entered again", ttl=ttl))
-    actor.within(subject.lock("entered again", ttl=ttl), lambda: pause(subject, 1.3 * ttl))
-    assert subject.row("entered again")["owner"] is None
-    actor.call(subject.lock("acquired"), "verify")
-    actor.call(subject.lock("suspended"), "verify")
-    actor.call(subject.lock("acquired"), "release")
-    actor.do(done[0].close if subject.face == "sync" else done[0].aclose)
-    assert subject.row("suspended")["owner"] is None
+    actor.call(either.lock("acquired", ttl=ttl), "acquire")
+    actor.do(lambda: enter_and_forget(either, "entered again", ttl=ttl))
+    actor.within(either.lock("entered again", ttl=ttl), lambda: pause(either, 1.3 * ttl))
+    assert either.row("entered again")["owner"] is None
+    actor.call(either.lock("acquired"), "verify")
+    actor.call(either.lock("suspended"), "verify")
+    actor.call(either.lock("acquired"), "release")
+    actor.do(done[0].close if either.face == "sync" else done[0].aclose)
+    assert either.row("suspended")["owner"] is None
 
 
-def test_release_leaves_what_was_acquired(subject: Subject, actor: Actor) -> None:
+def test_release_leaves_what_was_acquired(either: Subject, actor: Actor) -> None:
     """And not a block that nobody can leave any more, which ends by itself."""
-    lock = subject.lock("k", ttl=5)
+    lock = either.lock("k", ttl=5)
     actor.call(lock, "acquire")
-    actor.do(lambda: enter_and_forget(subject, "k", ttl=5))
+    actor.do(lambda: enter_and_forget(either, "k", ttl=5))
     actor.call(lock, "release")
-    assert subject.row("k")["owner"] is None
+    assert either.row("k")["owner"] is None
 
 
 # -- interrupt=True
 
 
-@pytest.mark.parametrize("subject", LOOPED, ids=str, indirect=True)
-def test_a_body_is_interrupted_by_the_loss(subject: Subject, actor: Actor) -> None:
+def test_a_body_is_interrupted_by_the_loss(async_face: Subject, actor: Actor) -> None:
     """It is cancelled, LockLost comes out, and the task is as if nobody had cancelled it; decorated ones likewise."""
     seen: list[Any] = []
 
@@ -1010,7 +989,7 @@ def test_a_body_is_interrupted_by_the_loss(subject: Subject, actor: Actor) -> No
             raise
 
     async def main(decorated: bool) -> None:
-        lock = subject.lock("k", ttl=0.3, renew=False, interrupt=True)
+        lock = async_face.lock("k", ttl=0.3, renew=False, interrupt=True)
         with pytest.raises(LockLost) as caught:
             if decorated:
                 await lock(body)()
@@ -1030,13 +1009,12 @@ def test_a_body_is_interrupted_by_the_loss(subject: Subject, actor: Actor) -> No
     assert time.monotonic() - began < 20
 
 
-@pytest.mark.parametrize("subject", LOOPED, ids=str, indirect=True)
-def test_an_interrupted_body_learns_the_reason(subject: Subject, actor: Actor) -> None:
+def test_an_interrupted_body_learns_the_reason(async_face: Subject, actor: Actor) -> None:
     """Also when a stranger took the key over long before the end of the lease; what the body raises instead is kept."""
     seen: list[Any] = []
 
     async def body() -> None:
-        subject.run(STEAL, key="k")
+        async_face.run(STEAL, key="k")
         try:
             await asyncio.sleep(30)
         except asyncio.CancelledError:
@@ -1044,7 +1022,7 @@ def test_an_interrupted_body_learns_the_reason(subject: Subject, actor: Actor) -
 
     async def main() -> None:
         with pytest.raises(LockLost) as caught:
-            async with subject.lock("k", ttl=0.4, interrupt=True):
+            async with async_face.lock("k", ttl=0.4, interrupt=True):
                 await body()
         task = asyncio.current_task()
         assert task is not None
@@ -1054,8 +1032,7 @@ def test_an_interrupted_body_learns_the_reason(subject: Subject, actor: Actor) -
     assert seen == [(Reason.TAKEN_OVER, ZeroDivisionError, 0)]
 
 
-@pytest.mark.parametrize("subject", LOOPED, ids=str, indirect=True)
-def test_the_users_cancellation_stays_one(subject: Subject, actor: Actor) -> None:
+def test_the_users_cancellation_stays_one(async_face: Subject, actor: Actor) -> None:
     """Whether the lock is alive, lost, or lost at that very moment; and a timeout around it stays a TimeoutError."""
 
     async def hold(ttl: float, lost: asyncio.Event | None = None) -> None:
@@ -1064,18 +1041,18 @@ def test_the_users_cancellation_stays_one(subject: Subject, actor: Actor) -> Non
                 loop.call_soon_threadsafe(lost.set)
 
         loop = asyncio.get_running_loop()
-        async with subject.lock("k", ttl=ttl, renew=False, interrupt=True, on_lost=note):
+        async with async_face.lock("k", ttl=ttl, renew=False, interrupt=True, on_lost=note):
             await asyncio.sleep(30)
 
     async def main() -> list[Any]:
         results: list[Any] = []
         task = asyncio.create_task(hold(30))
-        while not subject.run("SELECT owner FROM locks WHERE owner IS NOT NULL"):  # noqa: ASYNC110 - another task's
+        while not async_face.run("SELECT owner FROM locks WHERE owner IS NOT NULL"):  # noqa: ASYNC110 - another task's
             await asyncio.sleep(0.01)
         task.cancel()
         results += await asyncio.gather(task, return_exceptions=True)
 
-        lock = subject.lock("k", ttl=0.2, renew=False, interrupt=True)
+        lock = async_face.lock("k", ttl=0.2, renew=False, interrupt=True)
 
         async def both() -> None:
             async with lock:
@@ -1098,17 +1075,16 @@ def test_the_users_cancellation_stays_one(subject: Subject, actor: Actor) -> Non
 
     results = actor.do(main)
     assert [type(result) for result in results] == [asyncio.CancelledError, asyncio.CancelledError, TimeoutError]
-    assert subject.row("k")["owner"] is None
+    assert async_face.row("k")["owner"] is None
 
 
-@pytest.mark.parametrize("subject", LOOPED, ids=str, indirect=True)
-def test_without_interrupt_the_body_goes_on(subject: Subject, actor: Actor) -> None:
+def test_without_interrupt_the_body_goes_on(async_face: Subject, actor: Actor) -> None:
     """And is told at its end."""
     seen: list[str] = []
 
     async def main() -> None:
         with pytest.raises(LockLost):
-            async with subject.lock("k", ttl=0.1, renew=False):
+            async with async_face.lock("k", ttl=0.1, renew=False):
                 await asyncio.sleep(0.3)
                 seen.append("went on")
 
@@ -1116,8 +1092,7 @@ def test_without_interrupt_the_body_goes_on(subject: Subject, actor: Actor) -> N
     assert seen == ["went on"]
 
 
-@pytest.mark.parametrize("subject", LOOPED[:1], ids=str, indirect=True)
-def test_only_loops_are_interrupted(subject: Subject) -> None:
+def test_only_loops_are_interrupted(async_face: Subject) -> None:
     """A lock that runs in threads only refuses the option."""
     from sqlalchemy import create_engine
 

@@ -14,7 +14,7 @@ from dblock.core.errors import LockTimeout
 from dblock.core.lock.executor import BaseStore
 from tests.conftest import timed
 from tests.contract.test_queue import LATER, lined_up, stranger, waiters
-from tests.support.lab import both, some, until
+from tests.support.lab import until
 from tests.support.subjects import Actor, Subject
 
 
@@ -56,18 +56,18 @@ def queue_of(subject: Subject) -> LocalQueue:
 
 
 @pytest.mark.usefixtures("hopeful")
-def test_one_statement_hands_the_key_on(subject: Subject, actor: Actor, other: Actor, sent: list[str]) -> None:
+def test_one_statement_hands_the_key_on(either: Subject, actor: Actor, other: Actor, sent: list[str]) -> None:
     """It ends one tenure and begins the next, which is what the next one asked for; the last one releases."""
-    holder = subject.lock("k", ttl=60, label="first")
+    holder = either.lock("k", ttl=60, label="first")
     actor.call(holder, "acquire")
     fence = actor.get(holder, "fence")
-    lock, waiting = start(subject, other, ttl=20, label="second")
-    assert waiters(subject) == 0
+    lock, waiting = start(either, other, ttl=20, label="second")
+    assert waiters(either) == 0
     sent.clear()
     actor.call(holder, "release")
     assert waiting.result(30) is True
     assert sent == ["hand_over_local"]
-    row = subject.row("k")
+    row = either.row("k")
     assert (row["ttl"], row["label"], row["count"]) == (20, "second", 1)
     assert (row["owner"], row["fence"]) == (other.get(lock, "owner"), other.get(lock, "fence"))
     assert row["fence"] > fence
@@ -79,89 +79,85 @@ def test_one_statement_hands_the_key_on(subject: Subject, actor: Actor, other: A
     assert sent == ["release"]
 
 
-def test_many_take_one_place(subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
+def test_many_take_one_place(either: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
     """However many of a process wait, one of them stands in the queue; they are served in the order of their coming."""
-    holder = subject.lock("k")
+    holder = either.lock("k")
     actor.call(holder, "acquire")
-    crowd = [(other, *start(subject, other)) for other in actors(4)]
-    assert until(lambda: waiters(subject) == 1)
+    crowd = [(other, *start(either, other)) for other in actors(4)]
+    assert until(lambda: waiters(either) == 1)
     actor.call(holder, "release")
     for n, (other, lock, got) in enumerate(crowd):
         assert got.result(30) is True
         assert not any(later.done() for _, _, later in crowd[n + 1 :])
-        assert waiters(subject) <= 1
+        assert waiters(either) <= 1
         other.call(lock, "release")
-    assert waiters(subject) == 0
-    assert subject.run("SELECT owner, last_ticket - served_ticket FROM locks") == [(None, 0)]
+    assert waiters(either) == 0
+    assert either.run("SELECT owner, last_ticket - served_ticket FROM locks") == [(None, 0)]
 
 
-@both
 @pytest.mark.usefixtures("hopeful")
 def test_others_have_their_turn(
-    subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
+    either: Subject, actor: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While somebody of another process waits, the key stays in this one for a bounded number of tenures only."""
     monkeypatch.setattr(handover, "MOST_LOCAL", 2)
-    holder = subject.lock("k")
+    holder = either.lock("k")
     actor.call(holder, "acquire")
-    stranger(subject, 7, 600)
-    subject.run("UPDATE locks SET last_ticket = 7")
-    crowd = [(other, *start(subject, other, timeout=1.0 if n == 2 else 30)) for n, other in enumerate(actors(3))]
+    stranger(either, 7, 600)
+    either.run("UPDATE locks SET last_ticket = 7")
+    crowd = [(other, *start(either, other, timeout=1.0 if n == 2 else 30)) for n, other in enumerate(actors(3))]
     actor.call(holder, "release")
     for other, lock, got in crowd[:2]:
         assert got.result(30) is True
         other.call(lock, "release")
-    assert subject.row("k")["owner"] == "s"
+    assert either.row("k")["owner"] == "s"
     assert crowd[2][2].result(30) is False
-    alive = f"SELECT 1 FROM lock_waiters WHERE expires_at > {LATER[subject.database]}"
+    alive = f"SELECT 1 FROM lock_waiters WHERE expires_at > {LATER[either.database]}"
     # The stranger's place, where it is not left as the key is granted; one that could not be left in time ends.
-    assert until(lambda: len(subject.run(alive, seconds=0)) <= 1, 10)
+    assert until(lambda: len(either.run(alive, seconds=0)) <= 1, 10)
 
 
-@some
 @pytest.mark.usefixtures("hopeful")
-def test_one_that_gives_up_is_passed_over(subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
+def test_one_that_gives_up_is_passed_over(either: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
     """The first of a local queue runs out of time, and the one behind it is handed the key."""
-    holder = subject.lock("k")
+    holder = either.lock("k")
     actor.call(holder, "acquire")
     impatient, patient = actors(2)
-    _, gives_up = start(subject, impatient, timeout=0.3)
-    lock, waits = start(subject, patient)
+    _, gives_up = start(either, impatient, timeout=0.3)
+    lock, waits = start(either, patient)
     assert gives_up.result(30) is False
     actor.call(holder, "release")
     assert waits.result(30) is True
     patient.call(lock, "release")
-    assert subject.row("k")["owner"] is None
-    assert not runtime.current.site(subject.lock("k")._store()).local_queues
+    assert either.row("k")["owner"] is None
+    assert not runtime.current.site(either.lock("k")._store()).local_queues
 
 
-@both
 @pytest.mark.usefixtures("hopeful")
-def test_what_cannot_be_handed_on_is_asked_for(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_what_cannot_be_handed_on_is_asked_for(either: Subject, actor: Actor, other: Actor) -> None:
     """A lock with min_hold goes back to the database, and waiters get it from there as soon as they may."""
-    holder = subject.lock("k", min_hold=1.0)
+    holder = either.lock("k", min_hold=1.0)
     actor.call(holder, "acquire")
-    lock, waiting = start(subject, other)
+    lock, waiting = start(either, other)
     actor.call(holder, "release")
     assert waiting.result(30) is True
     other.call(lock, "release")
 
 
-@both
 def test_a_waiter_that_gives_up_names_the_holder_of_that_moment(
-    subject: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
+    either: Subject, actor: Actor, other: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever way the key went on inside the process, and not whom the first of them saw."""
     # The first is granted the key by the database.
     timed(monkeypatch, local_handover_wait=0.01, attention=60.0, linger=60.0)
-    holder, next_, late = (subject.lock("k", label=label, timeout=2.0) for label in ("first", "second", "third"))
+    holder, next_, late = (either.lock("k", label=label, timeout=2.0) for label in ("first", "second", "third"))
     actor.call(holder, "acquire")
-    second = other.start(getattr(next_, subject.method("acquire")))
-    assert until(lambda: waiters(subject) == 1)
+    second = other.start(getattr(next_, either.method("acquire")))
+    assert until(lambda: waiters(either) == 1)
     last, patient = actors(2)
     with pytest.raises(LockTimeout, match="first"):
-        last.within(subject.lock("k", timeout=0.1))
-    fourth, waits = start(subject, patient)
+        last.within(either.lock("k", timeout=0.1))
+    fourth, waits = start(either, patient)
 
     def give_up() -> None:
         with late:
@@ -171,8 +167,8 @@ def test_a_waiter_that_gives_up_names_the_holder_of_that_moment(
         async with late:
             pass
 
-    third = last.start(give_up if subject.face == "sync" else agive_up)
-    assert until(lambda: lined_up(subject) == 3)
+    third = last.start(give_up if either.face == "sync" else agive_up)
+    assert until(lambda: lined_up(either) == 3)
     actor.call(holder, "release")
     assert second.result(5) is True
     with pytest.raises(LockTimeout, match="second") as caught:

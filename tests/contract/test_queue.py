@@ -16,7 +16,7 @@ from dblock.core.protocol.steps import Execute, Rows
 from dblock.core.runtime import current_flow
 from tests.conftest import POOLER, SELDOM, timed
 from tests.contract.test_lease import attach
-from tests.support.lab import both, once, remaining, some, until
+from tests.support.lab import remaining, until
 from tests.support.subjects import Actor, Subject, twin
 
 WAITERS = """
@@ -73,12 +73,12 @@ def stranger(subject: Subject, ticket: int, seconds: float, name: str = "s", ttl
     )
 
 
-def test_first_come_first_served(subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
+def test_first_come_first_served(everywhere: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
     """Those who wait get the key in the order in which they came, each with a new fence."""
-    holder = subject.lock("k")
+    holder = everywhere.lock("k")
     actor.call(holder, "acquire")
     crowd = actors(4)
-    waiting = [(other, *wait_for(subject, other)) for other in crowd]
+    waiting = [(other, *wait_for(everywhere, other)) for other in crowd]
     fences = [actor.get(holder, "fence")]
     actor.call(holder, "release")
     for n, (other, lock, got) in enumerate(waiting):
@@ -87,51 +87,50 @@ def test_first_come_first_served(subject: Subject, actor: Actor, actors: Callabl
         fences.append(other.get(lock, "fence"))
         other.call(lock, "release")
     assert fences == sorted(set(fences))
-    assert waiters(subject) == 0
-    row = subject.run("SELECT owner, last_ticket - served_ticket FROM locks")
+    assert waiters(everywhere) == 0
+    row = everywhere.run("SELECT owner, last_ticket - served_ticket FROM locks")
     assert row == [(None, 0)]
 
 
-def test_newcomers_do_not_overtake(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_newcomers_do_not_overtake(protocol: Subject, actor: Actor, other: Actor) -> None:
     """While somebody waits, a try fails even if the key is free; with `fair=False` it may succeed."""
-    lock = subject.lock("k")
+    lock = protocol.lock("k")
     actor.call(lock, "acquire")
     actor.call(lock, "release")
-    stranger(subject, 7, 600)
-    subject.run("UPDATE locks SET last_ticket = 7")  # free, and somebody waits: its releaser died in between
-    assert other.call(subject.lock("k", fair=False), "acquire", blocking=False) is True
-    subject.run("UPDATE locks SET owner = NULL")
+    stranger(protocol, 7, 600)
+    protocol.run("UPDATE locks SET last_ticket = 7")  # free, and somebody waits: its releaser died in between
+    assert other.call(protocol.lock("k", fair=False), "acquire", blocking=False) is True
+    protocol.run("UPDATE locks SET owner = NULL")
     assert actor.call(lock, "acquire", blocking=False) is False
-    assert subject.row("k")["owner"] == "s", "the try moved the queue on"
+    assert protocol.row("k")["owner"] == "s", "the try moved the queue on"
 
 
-def test_a_queue_of_the_dead_is_no_obstacle(subject: Subject, actor: Actor) -> None:
+def test_a_queue_of_the_dead_is_no_obstacle(protocol: Subject, actor: Actor) -> None:
     """Waiters whose places have ended are passed over together, by a try as well."""
-    lock = subject.lock("k")
+    lock = protocol.lock("k")
     actor.call(lock, "acquire")
     actor.call(lock, "release")
     for n in range(20):
-        stranger(subject, n + 1, 0.0, f"s{n}")
-    subject.run("UPDATE locks SET last_ticket = 20")
+        stranger(protocol, n + 1, 0.0, f"s{n}")
+    protocol.run("UPDATE locks SET last_ticket = 20")
     assert actor.call(lock, "acquire", blocking=False) is True
     actor.call(lock, "release")
-    stranger(subject, 21, 600)
-    assert actor.do(lambda: subject.reap(0)) in {0, 1}
-    assert subject.run("SELECT owner FROM lock_waiters") == [("s",)], "the living stay"
+    stranger(protocol, 21, 600)
+    assert actor.do(lambda: protocol.reap(0)) in {0, 1}
+    assert protocol.run("SELECT owner FROM lock_waiters") == [("s",)], "the living stay"
 
 
-@some
-def test_a_crowd_is_forgotten(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crowd_is_forgotten(protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flow that stood in a queue pays two statements again when nobody else comes, however often it takes the key."""
     timed(monkeypatch, attention=60.0, linger=60.0)
-    lock, sent = subject.lock("k"), list[str]()
+    lock, sent = protocol.lock("k"), list[str]()
     actor.call(lock, "acquire")
-    stranger(subject, 1, 600)
-    subject.run("UPDATE locks SET last_ticket = 1")
+    stranger(protocol, 1, 600)
+    protocol.run("UPDATE locks SET last_ticket = 1")
     actor.call(lock, "release")
-    assert subject.row("k")["owner"] == "s"
-    subject.run("UPDATE locks SET owner = NULL")
-    subject.run("DELETE FROM lock_waiters")
+    assert protocol.row("k")["owner"] == "s"
+    protocol.run("UPDATE locks SET owner = NULL")
+    protocol.run("DELETE FROM lock_waiters")
     execute = BaseStore.execute
 
     def noted(store: BaseStore, step: Execute) -> Rows:
@@ -149,15 +148,14 @@ def test_a_crowd_is_forgotten(subject: Subject, actor: Actor, monkeypatch: pytes
     assert [name for name in sent if name in {"join", "grant", "take", "release"}] == ["take", "release"]
 
 
-@once
-def test_a_waiter_gets_what_it_asked_for(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_waiter_gets_what_it_asked_for(protocol: Subject, actor: Actor, other: Actor) -> None:
     """The tenure that was handed over has its ttl, label and identity, and is renewed."""
-    holder = subject.lock("k", ttl=60, label="first")
+    holder = protocol.lock("k", ttl=60, label="first")
     actor.call(holder, "acquire")
-    lock, waiting = wait_for(subject, other, ttl=2.4, label="second")
+    lock, waiting = wait_for(protocol, other, ttl=2.4, label="second")
     actor.call(holder, "release")
     assert waiting.result(30) is True
-    row = subject.row("k")
+    row = protocol.row("k")
     assert (row["ttl"], row["label"], row["count"]) == (2.4, "second", 1)
     assert row["owner"] == other.get(lock, "owner")
     assert 0 < other.get(lock, "remaining") <= 2.4
@@ -166,63 +164,59 @@ def test_a_waiter_gets_what_it_asked_for(subject: Subject, actor: Actor, other: 
     other.call(lock, "release")
 
 
-@some
-def test_who_gives_up_leaves_nothing(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_who_gives_up_leaves_nothing(protocol: Subject, actor: Actor, other: Actor) -> None:
     """At the timeout, to 50 ms of waiting; the key then goes to the next that asks."""
-    holder = subject.lock("k")
+    holder = protocol.lock("k")
     actor.call(holder, "acquire")
-    lock = subject.lock("k", timeout=0.4)
-    other.call(subject.lock("warm"), "acquire")
+    lock = protocol.lock("k", timeout=0.4)
+    other.call(protocol.lock("warm"), "acquire")
     begun = time.monotonic()
     assert other.call(lock, "acquire") is False
     assert time.monotonic() - begun >= 0.4
-    assert until(lambda: waiters(subject) == 0, 2.0)  # deleted behind the caller
+    assert until(lambda: waiters(protocol) == 0, 2.0)  # deleted behind the caller
     actor.call(holder, "release")
     assert other.call(lock, "acquire", blocking=False) is True
 
 
-@once
-def test_a_place_is_kept(subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_is_kept(protocol: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: the watchdog sees to it, and nobody who comes later is served before."""
     timed(monkeypatch, waiter_ttl=0.6)
-    holder = subject.lock("k")
+    holder = protocol.lock("k")
     actor.call(holder, "acquire")
-    lock, waiting = wait_for(subject, other)
-    tickets = subject.run("SELECT ticket FROM lock_waiters")
+    lock, waiting = wait_for(protocol, other)
+    tickets = protocol.run("SELECT ticket FROM lock_waiters")
     time.sleep(1.5)
-    assert subject.run("SELECT ticket FROM lock_waiters") == tickets
+    assert protocol.run("SELECT ticket FROM lock_waiters") == tickets
     actor.call(holder, "release")
     assert waiting.result(30) is True
-    assert [(served,) for (served,) in subject.run("SELECT served_ticket FROM locks")] == tickets
+    assert [(served,) for (served,) in protocol.run("SELECT served_ticket FROM locks")] == tickets
     other.call(lock, "release")
 
 
-@once
-def test_a_dead_heir_loses_the_key_with_its_place(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_dead_heir_loses_the_key_with_its_place(protocol: Subject, actor: Actor, other: Actor) -> None:
     """A waiter that was killed may still be granted the key; the next one has it when the dead one's place ends."""
-    holder = subject.lock("k")
+    holder = protocol.lock("k")
     actor.call(holder, "acquire")
-    stranger(subject, 7, 1.5)
-    lock, waiting = wait_for(subject, other)
+    stranger(protocol, 7, 1.5)
+    lock, waiting = wait_for(protocol, other)
     actor.call(holder, "release")
-    assert subject.row("k")["owner"] == "s"
+    assert protocol.row("k")["owner"] == "s"
     assert waiting.result(5) is True
     other.call(lock, "release")
 
 
-@some
 @pytest.mark.parametrize("options", [{}, {"renew": False}, {"grace": 1}, {"max_hold": 2}], ids=str)
 def test_an_heir_begins_on_the_lease_of_its_place(
-    subject: Subject, actor: Actor, other: Actor, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    protocol: Subject, actor: Actor, other: Actor, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a statement of its own; the first renewal makes the lease whole. Where none will come, it asks first."""
-    if not subject.lock("k")._store().renewable:
+    if not protocol.lock("k")._store().renewable:
         pytest.skip("nobody keeps its place")
     timed(monkeypatch, waiter_ttl=1.2)
-    holder = subject.lock("k")
+    holder = protocol.lock("k")
     actor.call(holder, "acquire")
-    lock, waiting = wait_for(subject, other, ttl=20, **options)
-    sent = listen_in(subject, monkeypatch)
+    lock, waiting = wait_for(protocol, other, ttl=20, **options)
+    sent = listen_in(protocol, monkeypatch)
     actor.call(holder, "release")
     assert waiting.result(30) is True
     left = other.get(lock, "remaining")
@@ -231,7 +225,7 @@ def test_an_heir_begins_on_the_lease_of_its_place(
         assert left > 18
     elif not accepted:  # which is for one that has heard late, or nothing
         assert left <= 1.2
-        assert remaining(subject) <= 1.2
+        assert remaining(protocol) <= 1.2
     if "renew" not in options:
         assert until(lambda: other.get(lock, "remaining") > 18, 3)
     time.sleep(0.5)
@@ -241,17 +235,17 @@ def test_an_heir_begins_on_the_lease_of_its_place(
 
 
 def test_an_heir_that_is_notified_needs_no_statement(
-    subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
+    driver: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To take over, that is: the releaser, on the same machine, sends what its place was granted."""
-    if POOLER or not (subject.database == "postgresql" and subject.lock("k")._store().renewable):
+    if POOLER or not (driver.database == "postgresql" and driver.lock("k")._store().renewable):
         pytest.skip("nobody notifies it")
     timed(monkeypatch, **{**SELDOM, "listen_after": 3600.0})
-    sent = listen_in(subject, monkeypatch)
+    sent = listen_in(driver, monkeypatch)
     for _ in range(5):
-        holder = subject.lock("k")
+        holder = driver.lock("k")
         actor.call(holder, "acquire")
-        lock, waiting = wait_for(subject, other, ttl=20)
+        lock, waiting = wait_for(driver, other, ttl=20)
         sent.clear()
         actor.call(holder, "release")
         assert waiting.result(30) is True
@@ -260,19 +254,19 @@ def test_an_heir_that_is_notified_needs_no_statement(
 
 
 @pytest.mark.parametrize("fair", [True, False])
-def test_a_lease_is_no_longer_than_was_asked_for(subject: Subject, actor: Actor, other: Actor, fair: bool) -> None:
+def test_a_lease_is_no_longer_than_was_asked_for(protocol: Subject, actor: Actor, other: Actor, fair: bool) -> None:
     """From the first moment of a tenure that came through the queue: not as long as the place there."""
-    holder = subject.lock("k")
+    holder = protocol.lock("k")
     actor.call(holder, "acquire")
-    lock, waiting = wait_for(subject, other, ttl=1, renew=False, fair=fair)
+    lock, waiting = wait_for(protocol, other, ttl=1, renew=False, fair=fair)
     actor.call(holder, "release")
     assert waiting.result(30) is True
-    assert 0 < remaining(subject) < 1.01
-    stranger(subject, 2**62, 600, ttl=1)
-    subject.run("UPDATE locks SET last_ticket = :ticket", ticket=2**62)
+    assert 0 < remaining(protocol) < 1.01
+    stranger(protocol, 2**62, 600, ttl=1)
+    protocol.run("UPDATE locks SET last_ticket = :ticket", ticket=2**62)
     other.call(lock, "release")
-    assert subject.row("k")["owner"] == "s", "granted, and not accepted"
-    assert 0 < remaining(subject) < 1.01
+    assert protocol.row("k")["owner"] == "s", "granted, and not accepted"
+    assert 0 < remaining(protocol) < 1.01
 
 
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,19 +274,18 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, **SELDOM)
 
 
-@both
 def test_no_herd_when_a_lease_ends(
-    subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
+    either: Subject, actor: Actor, actors: Callable[[int], list[Actor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first waiter polls and is granted the key; the others poll later, each after those before it; that is all."""
     short_waits(monkeypatch)
     timed(monkeypatch, settle=0.3)
-    holder = subject.lock("k", ttl=60, renew=False)
+    holder = either.lock("k", ttl=60, renew=False)
     actor.call(holder, "acquire")
-    waits = [(other, *wait_for(subject, other, fair=False)) for other in actors(7)]  # each as if in another process
-    queued = [owner for (owner,) in subject.run("SELECT owner FROM lock_waiters ORDER BY ticket")]
-    sent = listen_in(subject, monkeypatch)
-    subject.run(f"UPDATE locks SET expires_at = {LATER[subject.database]}", seconds=4.0)
+    waits = [(other, *wait_for(either, other, fair=False)) for other in actors(7)]  # each as if in another process
+    queued = [owner for (owner,) in either.run("SELECT owner FROM lock_waiters ORDER BY ticket")]
+    sent = listen_in(either, monkeypatch)
+    either.run(f"UPDATE locks SET expires_at = {LATER[either.database]}", seconds=4.0)
     assert until(lambda: len(runtime.current.wakeups._registered) == len(queued))
     runtime.current.wakeups.notify_all()
     assert until(lambda: {owner for name, owner in sent if name == "queue_status"} == set(queued))
@@ -326,61 +319,58 @@ def listen_in(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
     return sent
 
 
-@some
-def test_a_lease_that_ends_moves_the_queue(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_lease_that_ends_moves_the_queue(protocol: Subject, actor: Actor, other: Actor) -> None:
     """The holder is gone without a word: the first waiter has the key when the lease ends."""
-    holder = subject.lock("k", ttl=0.6, renew=False)
+    holder = protocol.lock("k", ttl=0.6, renew=False)
     actor.call(holder, "acquire")
-    lock, waiting = wait_for(subject, other)
+    lock, waiting = wait_for(protocol, other)
     assert waiting.result(5) is True
     assert other.get(lock, "fence") > 0
     other.call(lock, "release")
     assert actor.get(holder, "state") == "lost"
 
 
-@some
-def test_a_waiter_that_was_passed_over_stands_anew(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_waiter_that_was_passed_over_stands_anew(protocol: Subject, actor: Actor, other: Actor) -> None:
     """Its row is gone, or its ticket was served to nobody: it notices, and gets the key all the same."""
-    holder = subject.lock("k")
+    holder = protocol.lock("k")
     for harm in ("DELETE FROM lock_waiters", "UPDATE locks SET served_ticket = last_ticket"):
         actor.call(holder, "acquire")
-        lock, waiting = wait_for(subject, other)
-        subject.run(harm)
+        lock, waiting = wait_for(protocol, other)
+        protocol.run(harm)
         time.sleep(0.2)
         actor.call(holder, "release")
         assert waiting.result(10) is True
         other.call(lock, "release")
 
 
-def test_a_row_deleted_under_its_waiters(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_row_deleted_under_its_waiters(protocol: Subject, actor: Actor, other: Actor) -> None:
     """By hand, with the holder: a waiter gets the key, and the holder's release says that it was lost."""
-    holder = subject.lock("k")
+    holder = protocol.lock("k")
     actor.call(holder, "acquire")
-    lock, waiting = wait_for(subject, other)
-    subject.run("DELETE FROM locks")
+    lock, waiting = wait_for(protocol, other)
+    protocol.run("DELETE FROM locks")
     assert waiting.result(10) is True
     other.call(lock, "release")
-    assert waiters(subject) == 0
+    assert waiters(protocol) == 0
     with pytest.raises(LockLost):
         actor.call(holder, "release")
 
 
-@some
-def test_a_circle_is_broken_by_its_youngest(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
+def test_a_circle_is_broken_by_its_youngest(protocol: Subject, actors: Callable[[int], list[Actor]]) -> None:
     """Each holds a key and waits for the next one's: who joined last is told so within a second, and by whom."""
     crowd = actors(3)
-    locks = {(flow, key): subject.lock(key, timeout=30) for flow in range(3) for key in "abc"}
+    locks = {(flow, key): protocol.lock(key, timeout=30) for flow in range(3) for key in "abc"}
     keys = "abc"
     for flow, actor in enumerate(crowd):
         actor.call(locks[flow, keys[flow]], "acquire")
     for n, key in enumerate("bca"):  # else two that join within one tick of the clock draw the same ticket
         sql = "UPDATE locks SET last_ticket = :ahead, served_ticket = :ahead WHERE lock_key = :key"
-        subject.run(sql, ahead=2**61 + n, key=key)
+        protocol.run(sql, ahead=2**61 + n, key=key)
     waits = list[Future[bool]]()
     for flow, actor in enumerate(crowd):
-        waits.append(actor.start(getattr(locks[flow, keys[(flow + 1) % 3]], subject.method("acquire"))))
+        waits.append(actor.start(getattr(locks[flow, keys[(flow + 1) % 3]], protocol.method("acquire"))))
         if flow < 2:
-            assert until(lambda flow=flow: waiters(subject) == flow + 1)  # type: ignore[misc]
+            assert until(lambda flow=flow: waiters(protocol) == flow + 1)  # type: ignore[misc]
             assert not any(wait.done() for wait in waits)
     begun = time.monotonic()
     with pytest.raises(LockDeadlock) as caught:
@@ -391,7 +381,7 @@ def test_a_circle_is_broken_by_its_youngest(subject: Subject, actors: Callable[[
     told = f"{a} waits for 'a', which {b} holds, who waits for 'b', which {c} holds, who waits for 'c', which {a} holds"
     assert told in str(caught.value)
     assert "pid" in str(caught.value)
-    assert until(lambda: waiters(subject) == 2)
+    assert until(lambda: waiters(protocol) == 2)
     crowd[2].call(locks[2, "c"], "release")
     assert waits[1].result(20) is True
     crowd[1].call(locks[1, "c"], "release")
@@ -401,73 +391,70 @@ def test_a_circle_is_broken_by_its_youngest(subject: Subject, actors: Callable[[
     crowd[0].call(locks[0, "a"], "release")
 
 
-@some
-def test_a_circle_over_two_engines_or_aliases(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_circle_over_two_engines_or_aliases(either: Subject, actor: Actor, other: Actor) -> None:
     """Of one database: each holds a key through one and waits through the other."""
-    a, b = subject.lock("a"), twin(subject).lock("b")
+    a, b = either.lock("a"), twin(either).lock("b")
     actor.call(a, "acquire")
     other.call(b, "acquire")
-    first = actor.start(getattr(twin(subject).lock("b", timeout=9), subject.method("acquire")))
-    assert until(lambda: waiters(subject) == 1)
+    first = actor.start(getattr(twin(either).lock("b", timeout=9), either.method("acquire")))
+    assert until(lambda: waiters(either) == 1)
     with pytest.raises(LockDeadlock) as caught:
-        other.call(subject.lock("a", timeout=9), "acquire")
+        other.call(either.lock("a", timeout=9), "acquire")
     assert [key for key, _ in caught.value.cycle] == ["a", "b"]
     other.call(b, "release")
     assert first.result(30) is True
 
 
-def test_who_waits_for_itself_is_told(subject: Subject, actor: Actor) -> None:
+def test_who_waits_for_itself_is_told(either: Subject, actor: Actor) -> None:
     """It holds the key through another engine or alias, where it could enter again; a try just fails."""
-    actor.call(subject.lock("k"), "acquire")
-    lock = twin(subject).lock("k", timeout=9)
+    actor.call(either.lock("k"), "acquire")
+    lock = twin(either).lock("k", timeout=9)
     assert actor.call(lock, "acquire", blocking=False) is False
     with pytest.raises(LockDeadlock, match="another engine or alias") as caught:
         actor.call(lock, "acquire")
     assert [key for key, _ in caught.value.cycle] == ["k"]
-    assert waiters(subject) == 0
+    assert waiters(either) == 0
 
 
-@some
 @pytest.mark.parametrize("past", ["wait", "tenure"])
-def test_what_is_past_closes_no_circle(subject: Subject, actor: Actor, other: Actor, past: str) -> None:
+def test_what_is_past_closes_no_circle(protocol: Subject, actor: Actor, other: Actor, past: str) -> None:
     """A place that nobody could delete, a tenure of a take that was never answered: its flow does something else."""
-    name, m, k = actor.do(lambda: current_flow().name), subject.lock("m", timeout=1.2), subject.lock("k", timeout=1.2)
+    name, m, k = actor.do(lambda: current_flow().name), protocol.lock("m", timeout=1.2), protocol.lock("k", timeout=1.2)
     if past == "wait":  # `actor` waited for `k`, and holds `m`
         other.call(k, "acquire")
         actor.call(m, "acquire")
-        stranger(subject, 1, 600, name=f"{name}1")
+        stranger(protocol, 1, 600, name=f"{name}1")
     else:  # `actor` waits for `m`, and began with `k`
-        actor.call(subject.lock("a"), "acquire")
+        actor.call(protocol.lock("a"), "acquire")
         other.call(m, "acquire")
         actor.call(k, "acquire")
         actor.call(k, "release")
-        later = LATER[subject.protocol.dialect.name]
-        subject.run(
+        later = LATER[protocol.protocol.dialect.name]
+        protocol.run(
             f"UPDATE locks SET owner = :o, count = 1, expires_at = {later} WHERE lock_key = 'k'",
             o=f"{name}1",
             seconds=600,
         )
-        waiting = actor.start(getattr(subject.lock("m", timeout=30), subject.method("acquire")))
-        assert until(lambda: waiters(subject) == 1)
+        waiting = actor.start(getattr(protocol.lock("m", timeout=30), protocol.method("acquire")))
+        assert until(lambda: waiters(protocol) == 1)
     assert other.call(m if past == "wait" else k, "acquire") is False
     if past == "tenure":
         other.call(m, "release")
         assert waiting.result(20) is True
 
 
-@some
-def test_a_chain_is_no_circle(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
+def test_a_chain_is_no_circle(protocol: Subject, actors: Callable[[int], list[Actor]]) -> None:
     """A flow that holds keys and waits for others just waits; and a key that was handed over counts for its bearer."""
     one, two, three = actors(3)
-    a, b = subject.lock("a", timeout=30), subject.lock("b", timeout=30)
+    a, b = protocol.lock("a", timeout=30), protocol.lock("b", timeout=30)
     one.call(a, "acquire")
     two.call(b, "acquire")
     token = one.call(a, "detach")
-    taken = three.do(lambda: attach(subject, token))
-    waits = [one.start(getattr(b, subject.method("acquire")))]
-    assert until(lambda: waiters(subject) == 1)
-    waits.append(two.start(getattr(a, subject.method("acquire"))))
-    assert until(lambda: waiters(subject) == 2)
+    taken = three.do(lambda: attach(protocol, token))
+    waits = [one.start(getattr(b, protocol.method("acquire")))]
+    assert until(lambda: waiters(protocol) == 1)
+    waits.append(two.start(getattr(a, protocol.method("acquire"))))
+    assert until(lambda: waiters(protocol) == 2)
     time.sleep(1.2)
     assert not any(wait.done() for wait in waits)
     three.call(taken, "release")

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from dblock.core import clock, runtime
 from dblock.core.errors import LockStoreError
 from dblock.core.holding.flow import current_task
-from dblock.core.protocol import reaping as protocol
+from dblock.core.protocol import reaping as steps
 from dblock.core.protocol.steps import Execute, Steps
 from dblock.core.protocol.store import Store
 from dblock.core.watchdog import reaping as background
@@ -25,20 +25,12 @@ from sqlalchemy_dblock import db_lock, metadata, reap
 from sqlalchemy_dblock.store import store_for
 from tests.conftest import ready, run, url
 from tests.faults.test_shutdown import process
-from tests.support.lab import SOME, both, once, until
+from tests.support.lab import until
 from tests.support.subjects import Actor, Subject
 
 LONG_AGO = "'2020-01-01 00:00:00.000000'"
 EVERY = 0.1
 Making = Callable[..., Subject]
-
-
-@pytest.fixture(params=SOME, ids=str)
-def subject(request: pytest.FixtureRequest) -> Subject:
-    """Each database, both faces, sync and async."""
-    subject: Subject = request.param
-    ready(request, subject.database)
-    return subject
 
 
 @pytest.fixture
@@ -102,50 +94,47 @@ def old(subject: Subject) -> bool:
     return subject.run("SELECT count(*) FROM locks WHERE lock_key = 'old'") == [(1,)]
 
 
-@once
 def test_a_process_that_takes_locks_reaps_now_and_then(
-    subject: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
+    protocol: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a thread that keeps no process from ending, or in a task; what is held or was of late stays."""
-    threads, tasks, plainly = list[threading.Thread](), set[bool](), protocol.reap
+    threads, tasks, plainly = list[threading.Thread](), set[bool](), steps.reap
 
-    def noted(*given: Any) -> Steps[protocol.Reaped]:
+    def noted(*given: Any) -> Steps[steps.Reaped]:
         threads.append(threading.current_thread())
         tasks.add(current_task() is not None)
         return (yield from plainly(*given))
 
-    monkeypatch.setattr(protocol, "reap", noted)
+    monkeypatch.setattr(steps, "reap", noted)
     own = reaping(reap_every=EVERY)
     actor.within(own.lock("of late"), lambda: None)
-    assert taking(actor, own, lambda: not old(subject))
-    assert subject.run("SELECT lock_key FROM locks ORDER BY lock_key") == [("k",), ("of late",)]
+    assert taking(actor, own, lambda: not old(protocol))
+    assert protocol.run("SELECT lock_key FROM locks ORDER BY lock_key") == [("k",), ("of late",)]
     on_loop = own.lock("k")._store().asynchronous
     assert tasks == {on_loop}
     assert on_loop or {(thread.name, thread.daemon) for thread in threads} == {("dblock housekeeping", True)}
 
 
-@both
 def test_it_keeps_what_it_is_told_to_keep(
-    subject: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
+    either: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What has been free for less than ten years, here; again and again."""
     own = reaping(reap_every=EVERY, retention=10 * 366 * 86400)
-    ended = list[protocol.Reaped]()
+    ended = list[steps.Reaped]()
 
-    def noted(*given: Any) -> Steps[protocol.Reaped]:
+    def noted(*given: Any) -> Steps[steps.Reaped]:
         ended.append((yield from plainly(*given)))
         return ended[-1]
 
-    plainly = protocol.reap
-    monkeypatch.setattr(protocol, "reap", noted)
+    plainly = steps.reap
+    monkeypatch.setattr(steps, "reap", noted)
     assert taking(actor, own, lambda: len(ended) > 1)
-    assert set(ended) == {protocol.Reaped(0, 0)}
-    assert old(subject)
+    assert set(ended) == {steps.Reaped(0, 0)}
+    assert old(either)
 
 
-@both
 def test_it_is_off_unless_asked_for(
-    subject: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
+    either: Subject, reaping: Making, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watchdog has run, and plans no reaping."""
     own, looks = reaping(), list[list[Any]]()
@@ -161,7 +150,7 @@ def test_it_is_off_unless_asked_for(
     assert own.lock("k")._store() not in [store for look in looks for store, _ in look]
     assert own.lock("k")._store() not in watchdog._reap_at
     assert not reapers()
-    assert old(subject)
+    assert old(either)
 
 
 ENDING = """
@@ -187,14 +176,13 @@ print("begun")
 """
 
 
-@once
 @pytest.mark.usefixtures("reaping")
-def test_a_process_ends_in_the_middle_of_it(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
+def test_a_process_ends_in_the_middle_of_it(protocol: Subject, actors: Callable[[int], list[Actor]]) -> None:
     """At once and without a log line; the next reaper finds the rest."""
-    leave_old(subject, *(f"a{number:02}" for number in range(100)))  # the first page
-    assert process(subject, ENDING) == "begun\n"
-    assert old(subject)
-    assert actors(1)[0].do(lambda: subject.reap(3600)) == 1
+    leave_old(protocol, *(f"a{number:02}" for number in range(100)))  # the first page
+    assert process(protocol, ENDING) == "begun\n"
+    assert old(protocol)
+    assert actors(1)[0].do(lambda: protocol.reap(3600)) == 1
 
 
 @pytest.mark.parametrize("option", ["dblock_reap_every", "dblock_retention"])

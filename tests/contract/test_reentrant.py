@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from dblock.core.errors import LockDeadlock, LockTimeout, Reason
-from tests.support.lab import some
 from tests.support.subjects import Actor, Subject
 
 
-def test_a_second_take_in_one_flow(subject: Subject, actor: Actor) -> None:
+def test_a_second_take_in_one_flow(face: Subject, actor: Actor) -> None:
     """Answers False at once or after its timeout, a `with` raises LockTimeout; the first is held as before."""
-    lock, again = subject.lock("k", reentrant=False), subject.lock("k", reentrant=False, timeout=0.05)
+    lock, again = face.lock("k", reentrant=False), face.lock("k", reentrant=False, timeout=0.05)
     actor.call(lock, "acquire")
     fence = actor.get(lock, "fence")
     assert actor.call(lock, "acquire", blocking=False) is False
@@ -24,30 +23,28 @@ def test_a_second_take_in_one_flow(subject: Subject, actor: Actor) -> None:
     assert time.monotonic() - began > 0.045
     with pytest.raises(LockTimeout, match="this very thread or task"):
         actor.within(again)
-    assert (subject.row("k")["count"], actor.get(lock, "count"), actor.get(lock, "fence")) == (1, 1, fence)
+    assert (face.row("k")["count"], actor.get(lock, "count"), actor.get(lock, "fence")) == (1, 1, fence)
     assert actor.call(lock, "verify")
     actor.call(lock, "release")
     assert actor.call(again, "acquire", blocking=False) is True
     actor.call(again, "release")
-    assert subject.row("k")["owner"] is None
+    assert face.row("k")["owner"] is None
 
 
-@some
-def test_one_of_the_two_says_so(subject: Subject, actor: Actor) -> None:
+def test_one_of_the_two_says_so(either: Subject, actor: Actor) -> None:
     """Be it the first or the second; two that re-enter do."""
     for first, second in ((False, True), (True, False), (True, True)):
-        lock, again = subject.lock("k", reentrant=first), subject.lock("k", reentrant=second)
+        lock, again = either.lock("k", reentrant=first), either.lock("k", reentrant=second)
         actor.call(lock, "acquire")
         assert actor.call(again, "acquire", blocking=False) is (first and second)
         actor.call(lock, "release")
     actor.call(again, "release")
 
 
-@some
 @pytest.mark.parametrize("timeout", [None, -1])
-def test_a_wait_that_nothing_ends(subject: Subject, actor: Actor, timeout: Any) -> None:
+def test_a_wait_that_nothing_ends(either: Subject, actor: Actor, timeout: Any) -> None:
     """Raises at once, from `acquire` and from `with`."""
-    lock = subject.lock("k", reentrant=False, timeout=timeout)
+    lock = either.lock("k", reentrant=False, timeout=timeout)
     actor.call(lock, "acquire")
     takes: tuple[Callable[[], Any], ...] = (lambda: actor.call(lock, "acquire"), lambda: actor.within(lock))
     for take in takes:
@@ -55,17 +52,16 @@ def test_a_wait_that_nothing_ends(subject: Subject, actor: Actor, timeout: Any) 
             take()
         [(key, who)] = caught.value.cycle
         assert key == "k"
-        assert str(subject.row("k")["thread"]) in who
+        assert str(either.row("k")["thread"]) in who
     assert actor.get(lock, "count") == 1
     actor.call(lock, "release")
 
 
-@some
-def test_a_wait_that_ends_by_itself(subject: Subject, actor: Actor) -> None:
+def test_a_wait_that_ends_by_itself(either: Subject, actor: Actor) -> None:
     """Of a lease that is not renewed: then the flow has the next tenure, and has lost the first."""
     lost: list[Reason] = []
-    first = subject.lock("k", reentrant=False, renew=False, ttl=0.2, on_lost=lambda _, reason: lost.append(reason))
-    second = subject.lock("k", reentrant=False, timeout=None)
+    first = either.lock("k", reentrant=False, renew=False, ttl=0.2, on_lost=lambda _, reason: lost.append(reason))
+    second = either.lock("k", reentrant=False, timeout=None)
     actor.call(first, "acquire")
     fence = actor.get(first, "fence")
     assert actor.call(second, "acquire") is True
@@ -78,28 +74,26 @@ def test_a_wait_that_ends_by_itself(subject: Subject, actor: Actor) -> None:
     assert lost == [Reason.EXPIRED]
 
 
-@some
-def test_a_key_that_is_freed_meanwhile(subject: Subject, actor: Actor) -> None:
+def test_a_key_that_is_freed_meanwhile(either: Subject, actor: Actor) -> None:
     """Goes to the flow that waits for itself, which has lost what it held."""
-    first, second = subject.lock("k", reentrant=False), subject.lock("k", reentrant=False)
+    first, second = either.lock("k", reentrant=False), either.lock("k", reentrant=False)
     actor.call(first, "acquire")
-    waiting = actor.start(lambda: getattr(second, subject.method("acquire"))(timeout=20))
+    waiting = actor.start(lambda: getattr(second, either.method("acquire"))(timeout=20))
     deadline = time.monotonic() + 10
-    while not subject.run("SELECT * FROM lock_waiters") and time.monotonic() < deadline:
+    while not either.run("SELECT * FROM lock_waiters") and time.monotonic() < deadline:
         time.sleep(0.01)
-    subject.run("UPDATE locks SET owner = NULL, count = 0, expires_at = acquired_at WHERE lock_key = 'k'")
+    either.run("UPDATE locks SET owner = NULL, count = 0, expires_at = acquired_at WHERE lock_key = 'k'")
     assert waiting.result(20) is True
     assert (actor.get(first, "state"), actor.get(second, "state")) == ("lost", "held")
     actor.call(second, "release")
 
 
-@some
-def test_one_after_the_other(subject: Subject, actor: Actor) -> None:
+def test_one_after_the_other(either: Subject, actor: Actor) -> None:
     """What a flow has left it may take again; a decorated function may be called again, but not by itself."""
-    lock = subject.lock("k", reentrant=False, timeout=0)
+    lock = either.lock("k", reentrant=False, timeout=0)
     for _ in range(2):
         actor.within(lock)
-    decorated = actor.decorate(lock, lambda: subject.row("k")["count"])
+    decorated = actor.decorate(lock, lambda: either.row("k")["count"])
     assert (decorated(), decorated()) == (1, 1)
     actor.call(lock, "acquire")
     with pytest.raises(LockTimeout, match="this very thread or task"):

@@ -16,7 +16,7 @@ from dblock.core.errors import Reason, StoreBusy, StoreConflict
 from dblock.core.lock.executor import BaseStore
 from dblock.core.protocol.steps import Execute
 from tests.conftest import ALIASES, timed
-from tests.support.lab import some, until
+from tests.support.lab import until
 from tests.support.subjects import Actor, Subject, twin
 
 
@@ -28,40 +28,43 @@ def release_all(subject: Subject) -> Any:
 
 
 def test_it_gives_back_what_any_flow_holds(
-    subject: Subject, actors: Callable[[int], list[Actor]], caplog: pytest.LogCaptureFixture
+    everywhere: Subject, actors: Callable[[int], list[Actor]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Entered twice, with `min_hold`, by another flow: the count, the rows, and what their flows are told."""
     mine, theirs, end = actors(3)
     told: list[Reason] = []
-    twice, other = subject.lock("twice", ttl=60, on_lost=lambda _, reason: told.append(reason)), subject.lock("other")
+    twice, other = (
+        everywhere.lock("twice", ttl=60, on_lost=lambda _, reason: told.append(reason)),
+        everywhere.lock("other"),
+    )
     assert [mine.call(twice, "acquire") for _ in range(2)] == [True, True]
     assert theirs.call(other, "acquire")
-    assert mine.call(subject.lock("short", min_hold=0.05), "acquire")
-    assert end.do(lambda: release_all(subject)) == 3
-    assert end.do(lambda: release_all(subject)) == 0
-    assert subject.row("twice")["owner"] is None
-    assert subject.row("other")["owner"] is None
+    assert mine.call(everywhere.lock("short", min_hold=0.05), "acquire")
+    assert end.do(lambda: release_all(everywhere)) == 3
+    assert end.do(lambda: release_all(everywhere)) == 0
+    assert everywhere.row("twice")["owner"] is None
+    assert everywhere.row("other")["owner"] is None
     assert (mine.get(twice, "state"), theirs.get(other, "state"), mine.get(twice, "remaining")) == ("lost", "lost", 0)
     for actor, lock in ((mine, twice), (theirs, other)):
         with pytest.raises(LockLost, match="given all its locks back") as caught:
             actor.call(lock, "release")
         assert caught.value.reason is Reason.RELEASED
     assert until(lambda: told == [Reason.RELEASED], 5)
-    assert theirs.call(subject.lock("twice"), "acquire"), "and it can be taken again"
-    theirs.call(subject.lock("twice"), "release")
+    assert theirs.call(everywhere.lock("twice"), "acquire"), "and it can be taken again"
+    theirs.call(everywhere.lock("twice"), "release")
     assert not [record for record in caplog.records if record.levelno > logging.WARNING]
 
 
-def test_who_waits_gets_the_key(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
+def test_who_waits_gets_the_key(either: Subject, actors: Callable[[int], list[Actor]]) -> None:
     """In this process and behind another engine or alias; the others of the process wait on."""
     holder, near, far, end = actors(4)
-    lock, elsewhere = subject.lock("k", timeout=20), twin(subject).lock("k", timeout=20)
+    lock, elsewhere = either.lock("k", timeout=20), twin(either).lock("k", timeout=20)
     holder.call(lock, "acquire")
-    waiting = near.start(getattr(lock, subject.method("acquire")))
-    assert until(lambda: subject.run("SELECT count(*) FROM lock_waiters") == [(1,)], 5)
-    beyond = far.start(getattr(elsewhere, subject.method("acquire")))
-    assert until(lambda: subject.run("SELECT count(*) FROM lock_waiters") == [(2,)], 5)
-    assert end.do(lambda: release_all(subject)) == 1
+    waiting = near.start(getattr(lock, either.method("acquire")))
+    assert until(lambda: either.run("SELECT count(*) FROM lock_waiters") == [(1,)], 5)
+    beyond = far.start(getattr(elsewhere, either.method("acquire")))
+    assert until(lambda: either.run("SELECT count(*) FROM lock_waiters") == [(2,)], 5)
+    assert end.do(lambda: release_all(either)) == 1
     assert waiting.result(5) is True
     near.call(lock, "release")
     assert beyond.result(5) is True
@@ -70,12 +73,11 @@ def test_who_waits_gets_the_key(subject: Subject, actors: Callable[[int], list[A
         holder.call(lock, "release")
 
 
-@some
 def test_a_database_that_fails_is_asked_once(
-    subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    either: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it keeps ends with its lease: no renewal follows, and no error."""
-    locks = [subject.lock(key, ttl=0.6) for key in "abc"]
+    locks = [either.lock(key, ttl=0.6) for key in "abc"]
     for lock in locks:
         actor.call(lock, "acquire")
     execute, asked = BaseStore.execute, []
@@ -89,12 +91,12 @@ def test_a_database_that_fails_is_asked_once(
     with monkeypatch.context() as patch:
         timed(patch, retry_budget=0.1)
         patch.setattr(BaseStore, "execute", refuse)
-        assert other.do(lambda: release_all(subject)) == 0
+        assert other.do(lambda: release_all(either)) == 0
     assert set(asked) == {"c"}, "the last one taken comes first"
     assert "could not release 'c': down" in caplog.text
     assert not runtime.current.watchdog._holds
-    assert other.call(subject.lock("a", timeout=5), "acquire"), "within its ttl"
-    other.call(subject.lock("a"), "release")
+    assert other.call(either.lock("a", timeout=5), "acquire"), "within its ttl"
+    other.call(either.lock("a"), "release")
 
 
 def attached(subject: Subject, actor: Actor, token: str) -> Any:
@@ -112,28 +114,27 @@ def attached(subject: Subject, actor: Actor, token: str) -> Any:
     return actor.do(lambda: sqlalchemy_dblock.attach(subject.engine, token))
 
 
-def test_what_others_hold_too_stays_theirs(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
+def test_what_others_hold_too_stays_theirs(protocol: Subject, actors: Callable[[int], list[Actor]]) -> None:
     """A tenure that was handed over: our entries are taken off the count once, whatever their flows do afterwards."""
     first, mine, end = actors(3)
-    lock = subject.lock("k", ttl=60)
+    lock = protocol.lock("k", ttl=60)
     first.call(lock, "acquire")
     token = first.call(lock, "detach")
-    shared = attached(subject, mine, token)
-    subject.run("UPDATE locks SET count = count + 1")  # another process has attached
-    assert end.do(lambda: release_all(subject)) == 1
-    assert subject.row("k")["count"] == 1
+    shared = attached(protocol, mine, token)
+    protocol.run("UPDATE locks SET count = count + 1")  # another process has attached
+    assert end.do(lambda: release_all(protocol)) == 1
+    assert protocol.row("k")["count"] == 1
     with pytest.raises(LockLost):
         mine.call(shared, "release")
-    assert (subject.row("k")["count"], subject.row("k")["owner"] is None) == (1, False)
+    assert (protocol.row("k")["count"], protocol.row("k")["owner"] is None) == (1, False)
 
 
-@some
 def test_a_row_that_is_locked_is_passed_over(
-    subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
+    protocol: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By whomever: the others are given back; and a call that is broken off is gone on with."""
     for key in "abc":
-        actor.call(subject.lock(key, ttl=60), "acquire")
+        actor.call(protocol.lock(key, ttl=60), "acquire")
     execute, broken = BaseStore.execute, list[int]()
 
     def refuse(store: BaseStore, step: Execute) -> Any:
@@ -147,11 +148,11 @@ def test_a_row_that_is_locked_is_passed_over(
     with monkeypatch.context() as patch:
         timed(patch, retry_budget=1.0)
         patch.setattr(BaseStore, "execute", refuse)
-        if subject.face == "sync":
+        if protocol.face == "sync":
             with pytest.raises(KeyboardInterrupt):
-                other.do(lambda: release_all(subject))
+                other.do(lambda: release_all(protocol))
         else:
             broken.append(1)
-        other.do(lambda: release_all(subject))
-    assert subject.row("a")["owner"] is None
-    assert subject.row("c")["owner"] is not None
+        other.do(lambda: release_all(protocol))
+    assert protocol.row("a")["owner"] is None
+    assert protocol.row("c")["owner"] is not None

@@ -34,7 +34,7 @@ from tests.conftest import ALIASES, INNODB, SERVERS, ready
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
 from tests.contract.test_several import several
-from tests.support.lab import some, until
+from tests.support.lab import until
 from tests.support.subjects import Actor, Subject
 
 Actors = Callable[[int], list[Actor]]
@@ -57,15 +57,15 @@ def readers(subject: Subject) -> int:
     return int(number)
 
 
-def test_readers_share_and_a_writer_excludes(subject: Subject, actors: Actors) -> None:
+def test_readers_share_and_a_writer_excludes(everywhere: Subject, actors: Actors) -> None:
     """Both are locks, with the methods and attributes of one; the row of a reader is gone once it has left."""
     one, two, three = actors(3)
-    rw = rwlock(subject)
+    rw = rwlock(everywhere)
     assert rw.key == "k"
     read, again, write = rw.read(), rw.read(), rw.write()
     assert one.call(read, "acquire", blocking=False) is True
     assert two.call(again, "acquire", blocking=False) is True
-    assert readers(subject) == 2
+    assert readers(everywhere) == 2
     assert three.call(write, "acquire", blocking=False) is False
     for actor, lock in ((one, read), (two, again)):
         assert actor.get(lock, "state") == "held"
@@ -82,7 +82,7 @@ def test_readers_share_and_a_writer_excludes(subject: Subject, actors: Actors) -
     fence = one.get(read, "fence")
     one.call(read, "release")
     two.call(again, "release")
-    assert readers(subject) == 0
+    assert readers(everywhere) == 0
     assert three.call(read, "locked") is False
     assert three.call(write, "acquire", blocking=False) is True
     assert three.call(write, "locked") is True
@@ -97,14 +97,14 @@ def test_readers_share_and_a_writer_excludes(subject: Subject, actors: Actors) -
         one.call(read, "release")
 
 
-def test_first_come_first_served(subject: Subject, actors: Actors) -> None:
+def test_first_come_first_served(protocol: Subject, actors: Actors) -> None:
     """A writer that waits is not passed by readers that come later, which then enter together."""
     flows = actors(6)
-    rw, order = rwlock(subject, timeout=30), list[str]()
+    rw, order = rwlock(protocol, timeout=30), list[str]()
     inside: dict[str, float] = {}
 
     def enter(actor: Actor, name: str, lock: Any, seconds: float) -> Any:
-        if subject.face == "sync":
+        if protocol.face == "sync":
 
             def work() -> None:
                 with lock:
@@ -137,21 +137,20 @@ def test_first_come_first_served(subject: Subject, actors: Actors) -> None:
     assert sorted(order[2:4]) == ["r2", "r3"]
     assert order[4:] == ["w2"]
     assert abs(inside["r2"] - inside["r3"]) < 0.35, "they entered together"
-    assert readers(subject) == waiters(subject) == 0
+    assert readers(protocol) == waiters(protocol) == 0
 
 
-@some
-def test_entering_again(subject: Subject, actor: Actor, actors: Actors) -> None:
+def test_entering_again(either: Subject, actor: Actor, actors: Actors) -> None:
     """Read in read, read in write, write in write, also while a writer waits; read to write is refused at once."""
     [other] = actors(1)
-    rw = rwlock(subject, timeout=30)
+    rw = rwlock(either, timeout=30)
     read, write = rw.read(), rw.write()
     actor.call(read, "acquire")
-    waiting = other.start(getattr(rw.write(), subject.method("acquire")))
+    waiting = other.start(getattr(rw.write(), either.method("acquire")))
     time.sleep(0.1)
     assert actor.call(rw.read(), "acquire", blocking=False) is True
     assert actor.get(read, "count") == 2
-    statements = subject.run("SELECT count(*) FROM locks")
+    statements = either.run("SELECT count(*) FROM locks")
     with pytest.raises(LockUpgradeRefused, match="must release that before it writes"):
         actor.call(write, "acquire")
     with pytest.raises(RuntimeError):
@@ -159,7 +158,7 @@ def test_entering_again(subject: Subject, actor: Actor, actors: Actors) -> None:
     assert actor.get(write, "state") is None, "the lock of the writer is not held by a reader"
     with pytest.raises(LockNotHeld):
         actor.call(write, "release")
-    assert subject.run("SELECT count(*) FROM locks") == statements
+    assert either.run("SELECT count(*) FROM locks") == statements
     actor.call(read, "release")
     assert not waiting.done()
     actor.call(read, "release")
@@ -169,7 +168,7 @@ def test_entering_again(subject: Subject, actor: Actor, actors: Actors) -> None:
     assert other.call(mine, "acquire", blocking=False) is True
     assert other.call(rw.write(), "acquire", blocking=False) is True
     assert other.get(mine, "count") == 3
-    assert readers(subject) == 0, "it is the writer's own tenure"
+    assert readers(either) == 0, "it is the writer's own tenure"
     assert actor.call(rw.read(), "acquire", blocking=False) is False
     for _ in range(3):
         assert other.get(mine, "state") == "held"
@@ -177,32 +176,31 @@ def test_entering_again(subject: Subject, actor: Actor, actors: Actors) -> None:
     assert actor.call(rw.read(), "acquire", blocking=False) is True
 
 
-@some
-def test_a_reader_that_does_not_enter_twice(subject: Subject, actor: Actor) -> None:
+def test_a_reader_that_does_not_enter_twice(either: Subject, actor: Actor) -> None:
     """With reentrant=False it is told at once, as nothing could refuse it otherwise; the first is held as before."""
-    read = rwlock(subject, reentrant=False).read()
+    read = rwlock(either, reentrant=False).read()
     actor.call(read, "acquire")
     with pytest.raises(LockDeadlock):
         actor.call(read, "acquire", timeout=1)
     assert actor.call(read, "verify")
     actor.call(read, "release")
-    assert readers(subject) == 0
+    assert readers(either) == 0
 
 
-def test_downgrade(subject: Subject, actors: Actors) -> None:
+def test_downgrade(protocol: Subject, actors: Actors) -> None:
     """The writer becomes a reader without a moment in which a writer that waits could come between."""
     one, two, three = actors(3)
-    rw = rwlock(subject, timeout=30)
+    rw = rwlock(protocol, timeout=30)
     write, other = rw.write(), rw.write()
     one.call(write, "acquire")
     fence = one.get(write, "fence")
-    waiting = two.start(getattr(other, subject.method("acquire")))
-    assert until(lambda: waiters(subject) == 1)
+    waiting = two.start(getattr(other, protocol.method("acquire")))
+    assert until(lambda: waiters(protocol) == 1)
     one.call(write, "downgrade")
     assert one.get(write, "fence") > fence
     assert one.get(write, "state") == "held"
     assert one.call(write, "verify")
-    assert readers(subject) == 1
+    assert readers(protocol) == 1
     one.call(write, "downgrade")  # it is a reader already
     with pytest.raises(LockUpgradeRefused):
         one.call(rw.write(), "acquire")
@@ -217,9 +215,8 @@ def test_downgrade(subject: Subject, actors: Actors) -> None:
     assert three.call(rw.read(), "acquire", blocking=False)
 
 
-@some
 def test_a_downgrade_whose_answer_comes_too_late(
-    subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
+    protocol: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was lost meanwhile stays lost, and no reader is left."""
     downgrade = Sharing.downgrade
@@ -230,21 +227,20 @@ def test_a_downgrade_whose_answer_comes_too_late(
         return grant
 
     monkeypatch.setattr(Sharing, "downgrade", late)
-    write = rwlock(subject, ttl=0.5, renew=False).write()
+    write = rwlock(protocol, ttl=0.5, renew=False).write()
     actor.call(write, "acquire")
     with pytest.raises(LockLost):
         actor.call(write, "downgrade")
     assert actor.get(write, "state") == "lost"
-    assert readers(subject) == 0
+    assert readers(protocol) == 0
 
 
-@some
-def test_downgrade_in_a_block(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_downgrade_in_a_block(either: Subject, actor: Actor, other: Actor) -> None:
     """The block ends as that of a reader, and readers enter before that."""
-    rw = rwlock(subject)
+    rw = rwlock(either)
     write, read = rw.write(), rw.read()
 
-    if subject.face == "sync":
+    if either.face == "sync":
 
         def block() -> bool:
             with write:
@@ -256,49 +252,47 @@ def test_downgrade_in_a_block(subject: Subject, actor: Actor, other: Actor) -> N
 
         async def ablock() -> Any:
             async with write:
-                await getattr(write, subject.method("downgrade"))()
+                await getattr(write, either.method("downgrade"))()
                 return write.state
 
         assert actor.do(ablock) == "held"
         assert other.call(read, "acquire", blocking=False) is True
     other.call(read, "release")
-    assert readers(subject) == 0
+    assert readers(either) == 0
     assert other.call(rw.write(), "acquire", blocking=False) is True
 
 
-@some
-def test_a_writer_that_gives_up_lets_readers_in(subject: Subject, actors: Actors) -> None:
+def test_a_writer_that_gives_up_lets_readers_in(protocol: Subject, actors: Actors) -> None:
     """It had the door, and waited for a reader: those that stand behind it enter when its time is up."""
     one, two, three = actors(3)
-    rw = rwlock(subject, timeout=30)
+    rw = rwlock(protocol, timeout=30)
     one.call(first := rw.read(), "acquire")
-    gives_up = two.start(lambda: getattr(rw.write(), subject.method("acquire"))(timeout=0.6))
+    gives_up = two.start(lambda: getattr(rw.write(), protocol.method("acquire"))(timeout=0.6))
     time.sleep(0.2)
-    behind = three.start(getattr(rw.read(), subject.method("acquire")))
+    behind = three.start(getattr(rw.read(), protocol.method("acquire")))
     time.sleep(0.1)
     assert not behind.done()
     assert gives_up.result(30) is False
     assert behind.result(30) is True
     with pytest.raises(LockTimeout, match="could not acquire 'k' within 0.1 s: it is held by") as caught:
-        two.within(rwlock(subject, timeout=0.1).write())
+        two.within(rwlock(protocol, timeout=0.1).write())
     assert caught.value.holder is not None
     one.call(first, "release")
 
 
-@some
-def test_a_waiting_writer_is_not_shown_as_the_holder(subject: Subject, actors: Actors) -> None:
+def test_a_waiting_writer_is_not_shown_as_the_holder(protocol: Subject, actors: Actors) -> None:
     """It is the next: the key is not locked for writing, and who is refused is told that others hold it."""
     one, two, three = actors(3)
-    rw = rwlock(subject, timeout=30)
+    rw = rwlock(protocol, timeout=30)
     one.call(first := rw.read(), "acquire")
-    entered = two.start(getattr(second := rw.write(), subject.method("acquire")))
+    entered = two.start(getattr(second := rw.write(), protocol.method("acquire")))
     assert until(lambda: (info := three.call(rw.write(), "inspect")) is not None and info.waits)
     assert three.call(rw.write(), "locked") is False
     assert three.call(rw.read(), "locked") is True
-    desk = Desk(subject)
+    desk = Desk(protocol)
     assert [(row.state, row.info.key) for row in desk.survey()][:1] == [("waiting", "k")]
     with pytest.raises(LockTimeout, match="others hold it, and before this one comes .* until the readers have left"):
-        three.within(rwlock(subject, timeout=0.1).write())
+        three.within(rwlock(protocol, timeout=0.1).write())
     one.call(first, "release")
     assert entered.result(30)
     assert three.call(rw.write(), "locked") is True
@@ -307,16 +301,15 @@ def test_a_waiting_writer_is_not_shown_as_the_holder(subject: Subject, actors: A
     two.call(second, "release")
 
 
-@some
-def test_a_dead_reader_delays_the_writer_by_its_lease(subject: Subject, actors: Actors) -> None:
+def test_a_dead_reader_delays_the_writer_by_its_lease(protocol: Subject, actors: Actors) -> None:
     """Its row is deleted; if it comes back, it has lost the lock."""
     one, two = actors(2)
-    read, write = rwlock(subject, ttl=0.6, renew=False).read(), rwlock(subject, timeout=30).write()
+    read, write = rwlock(protocol, ttl=0.6, renew=False).read(), rwlock(protocol, timeout=30).write()
     one.call(read, "acquire")
     begun = time.monotonic()
     assert two.call(write, "acquire") is True
     assert 0.4 < time.monotonic() - begun < 3
-    assert readers(subject) == 0
+    assert readers(protocol) == 0
     assert one.get(read, "state") == "lost"
     with pytest.raises(LockLost) as caught:
         one.call(read, "release")
@@ -324,15 +317,14 @@ def test_a_dead_reader_delays_the_writer_by_its_lease(subject: Subject, actors: 
     assert two.call(write, "verify")
 
 
-@some
-def test_a_reader_is_renewed(subject: Subject, actors: Actors) -> None:
+def test_a_reader_is_renewed(protocol: Subject, actors: Actors) -> None:
     """Each has its own lease, which the watchdog renews, as that of any lock."""
     one, two, three = actors(3)
-    rw = rwlock(subject, ttl=0.9)
+    rw = rwlock(protocol, ttl=0.9)
     for actor in (one, two):
         actor.call(rw.read(), "acquire")
     time.sleep(1.5)
-    assert readers(subject) == 2
+    assert readers(protocol) == 2
     assert three.call(rw.write(), "acquire", blocking=False) is False
     for actor in (one, two):
         lock = rw.read()
@@ -341,10 +333,9 @@ def test_a_reader_is_renewed(subject: Subject, actors: Actors) -> None:
         actor.call(lock, "release")
 
 
-@some
-def test_kinds_are_not_mixed(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_kinds_are_not_mixed(either: Subject, actor: Actor, other: Actor) -> None:
     """A key of a read-write lock is no plain lock's, held or not; nor the other way round."""
-    rw, plain = rwlock(subject), subject.lock("k")
+    rw, plain = rwlock(either), either.lock("k")
     for lock in (rw.read(), rw.write()):
         actor.call(lock, "acquire")
         for flow in (actor, other):
@@ -356,64 +347,62 @@ def test_kinds_are_not_mixed(subject: Subject, actor: Actor, other: Actor) -> No
         other.call(plain, "acquire", blocking=False)
     with pytest.raises(ValueError, match="read-write"):
         other.within(plain)
-    other.call(subject.lock("other"), "acquire")
-    for lock in (rwlock(subject, "other").read(), rwlock(subject, "other").write()):
+    other.call(either.lock("other"), "acquire")
+    for lock in (rwlock(either, "other").read(), rwlock(either, "other").write()):
         with pytest.raises(WrongKind, match="'other' is the key of a lock, not of a read-write lock"):
             actor.call(lock, "acquire")
-    assert actor.do(lambda: subject.reap(0)) is not None
+    assert actor.do(lambda: either.reap(0)) is not None
     assert actor.call(plain, "acquire", blocking=False) is True, "an unused key may be used otherwise once it is reaped"
 
 
-def test_what_cannot_be_a_key(subject: Subject) -> None:
+def test_what_cannot_be_a_key(face: Subject) -> None:
     """Refused before any I/O: the rows of shares have longer keys."""
     for key in ("", "x" * 231, "a\x1fb"):
         with pytest.raises(InvalidKey):
-            rwlock(subject, key)
+            rwlock(face, key)
     with pytest.raises(InvalidKey, match=r"U\+001F"):
-        subject.lock("a\x1fb")
+        face.lock("a\x1fb")
     with pytest.raises(TypeError, match="ttl"):
-        rwlock(subject, tll=3)
+        rwlock(face, tll=3)
 
 
-@some
-def test_decorators(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_decorators(face: Subject, actor: Actor, other: Actor) -> None:
     """Each call reads or writes under the key of its arguments; a call that is busy may be skipped."""
-    rw = rwlock(subject, "report:{number}", on_busy="skip", otherwise="skipped", timeout=0)
-    if subject.face == "sync":
-        work = rw.write()(lambda number: subject.row(f"report:{number}")["owner"] is not None)
+    rw = rwlock(face, "report:{number}", on_busy="skip", otherwise="skipped", timeout=0)
+    if face.face == "sync":
+        work = rw.write()(lambda number: face.row(f"report:{number}")["owner"] is not None)
     else:
 
         async def awork(number: int) -> bool:
-            return subject.row(f"report:{number}")["owner"] is not None
+            return face.row(f"report:{number}")["owner"] is not None
 
         work = rw.write()(awork)
     assert actor.do(lambda: work(7)) is True
-    read = rwlock(subject, "report:7").read()
+    read = rwlock(face, "report:7").read()
     other.call(read, "acquire")
     assert actor.do(lambda: work(7)) == "skipped"
     assert actor.do(lambda: work(8)) is True
     other.call(read, "release")
 
 
-@some
-def test_handing_a_reader_over(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_handing_a_reader_over(either: Subject, actor: Actor, other: Actor) -> None:
     """detach() and attach() carry it to another flow; a sequencer proves it, and says that it is shared."""
-    rw = rwlock(subject)
+    rw = rwlock(either)
     read = rw.read()
     actor.call(read, "acquire")
     sequencer = actor.get(read, "sequencer")
-    if subject.variant == "django":
+    if either.variant == "django":
         import dblock
 
-        alias = ALIASES[subject.database]
-        check = getattr(dblock, subject.method("check_sequencer"))
+        alias = ALIASES[either.database]
+        check = getattr(dblock, either.method("check_sequencer"))
         found = actor.do(lambda: check(sequencer, using=alias))
-        attach = partial(getattr(dblock.db_lock, subject.method("attach")), using=alias)
+        attach = partial(getattr(dblock.db_lock, either.method("attach")), using=alias)
     else:
         import sqlalchemy_dblock
 
-        found = actor.do(lambda: sqlalchemy_dblock.check_sequencer(subject.engine, sequencer))
-        attach = partial(sqlalchemy_dblock.attach, subject.engine)
+        found = actor.do(lambda: sqlalchemy_dblock.check_sequencer(either.engine, sequencer))
+        attach = partial(sqlalchemy_dblock.attach, either.engine)
     assert (found.mode, found.fence) == ("shared", actor.get(read, "fence"))
     token = actor.call(read, "detach")
     assert actor.get(read, "state") is None
@@ -421,24 +410,23 @@ def test_handing_a_reader_over(subject: Subject, actor: Actor, other: Actor) -> 
     async def aattach() -> Any:
         return await attach(token)
 
-    lock = other.do((lambda: attach(token)) if subject.face == "sync" else aattach)
+    lock = other.do((lambda: attach(token)) if either.face == "sync" else aattach)
     assert other.get(lock, "fence") == found.fence
     assert actor.call(rw.write(), "acquire", blocking=False) is False
     other.call(lock, "release")
     assert actor.call(rw.write(), "acquire", blocking=False) is True
 
 
-@some
-def test_a_reader_among_several(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_reader_among_several(either: Subject, actor: Actor, other: Actor) -> None:
     """db_locks takes ready-made locks of mixed kinds."""
-    if subject.variant == "django":
+    if either.variant == "django":
         from dblock import db_locks
     else:
         from sqlalchemy_dblock import db_locks  # type: ignore[assignment]
-    locks = db_locks(subject.lock("a"), rwlock(subject).read(), subject.lock("z"))
+    locks = db_locks(either.lock("a"), rwlock(either).read(), either.lock("z"))
     actor.call(locks, "acquire")
-    assert other.call(rwlock(subject).read(), "acquire", blocking=False) is True
-    assert other.call(several(subject, "z"), "acquire", blocking=False) is False
+    assert other.call(rwlock(either).read(), "acquire", blocking=False) is True
+    assert other.call(several(either, "z"), "acquire", blocking=False) is False
     actor.call(locks, "release")
 
 
@@ -494,17 +482,16 @@ def test_a_guarded_writer_keeps_readers_out(request: pytest.FixtureRequest, data
         read.release()
 
 
-@some
-def test_one_reader_is_freed_from_outside(subject: Subject, actors: Actors) -> None:
+def test_one_reader_is_freed_from_outside(protocol: Subject, actors: Actors) -> None:
     """As any lock, by the key of its row; the writer enters, and the reader has lost it."""
     one, two = actors(2)
-    read, write = rwlock(subject).read(), rwlock(subject, timeout=30).write()
+    read, write = rwlock(protocol).read(), rwlock(protocol, timeout=30).write()
     one.call(read, "acquire")
-    waiting = two.start(getattr(write, subject.method("acquire")))
+    waiting = two.start(getattr(write, protocol.method("acquire")))
     time.sleep(0.2)
     info = one.call(read, "inspect")
-    store = subject.lock("k")._store()
-    if subject.face == "sync":
+    store = protocol.lock("k")._store()
+    if protocol.face == "sync":
         assert one.do(lambda: drive(administration.force_release(store, info.key, info.fence, "enough"), store))
     else:
 
@@ -537,39 +524,37 @@ def test_a_guard_of_a_neighbour_keeps_no_reader_out(request: pytest.FixtureReque
             session.commit()
 
 
-@some
-def test_what_a_token_brings_is_of_its_kind(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_what_a_token_brings_is_of_its_kind(either: Subject, actor: Actor, other: Actor) -> None:
     """A writer's token makes the lock of a writer, which can be downgraded, and re-entered to read."""
-    write = rwlock(subject).write()
+    write = rwlock(either).write()
     actor.call(write, "acquire")
     token = actor.call(write, "detach")
-    if subject.variant == "django":
+    if either.variant == "django":
         import dblock
 
-        attach: Any = partial(getattr(dblock.db_lock, subject.method("attach")), token, using=ALIASES[subject.database])
+        attach: Any = partial(getattr(dblock.db_lock, either.method("attach")), token, using=ALIASES[either.database])
     else:
         import sqlalchemy_dblock
 
-        attach = partial(sqlalchemy_dblock.attach, subject.engine, token)
+        attach = partial(sqlalchemy_dblock.attach, either.engine, token)
 
     async def aattach() -> Any:
         return await attach()
 
-    lock = other.do(attach if subject.face == "sync" else aattach)
-    assert other.call(rwlock(subject).read(), "acquire", blocking=False) is True
+    lock = other.do(attach if either.face == "sync" else aattach)
+    assert other.call(rwlock(either).read(), "acquire", blocking=False) is True
     other.call(lock, "release")
     with pytest.raises(WrongKind):
-        other.call(subject.lock("k"), "acquire")
+        other.call(either.lock("k"), "acquire")
     assert other.get(lock, "state") == "held"
     other.call(lock, "release")
 
 
-@some
-def test_a_wait_for_readers_is_logged(subject: Subject, actors: Actors, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_for_readers_is_logged(either: Subject, actors: Actors, caplog: pytest.LogCaptureFixture) -> None:
     """As any slow wait, with the reader that is in the way."""
     one, two = actors(2)
-    one.call(rwlock(subject).read(), "acquire")
-    assert two.call(rwlock(subject, slow_wait=0.2).write(), "acquire", timeout=0.6) is False
+    one.call(rwlock(either).read(), "acquire")
+    assert two.call(rwlock(either, slow_wait=0.2).write(), "acquire", timeout=0.6) is False
     [line] = [each.getMessage() for each in caplog.records if "has been waiting" in each.getMessage()]
     told = rf"for 'k': 'k \(reader [0-9a-f]{{16}}\)' is held by .* pid {os.getpid()}, .*, for \d\.\d s$"
     assert re.search(rf"has been waiting 0\.\d s {told}", line)
@@ -618,10 +603,9 @@ def test_a_reader_is_kept_out_by_its_own_min_hold(request: pytest.FixtureRequest
             assert time.monotonic() - began > 1.49
 
 
-@some
-def test_a_downgrade_without_a_hold(subject: Subject, actor: Actor) -> None:
+def test_a_downgrade_without_a_hold(either: Subject, actor: Actor) -> None:
     """It says that this flow writes not, also of one that reads; nothing of where a lock is released."""
-    rw = rwlock(subject)
+    rw = rwlock(either)
     for _ in range(2):
         with pytest.raises(
             LockNotHeld, match="cannot downgrade 'k': as a writer this thread or task does not"
@@ -653,62 +637,60 @@ def test_it_is_no_lock_itself(subject: Subject) -> None:
         several(subject, "a", rw)
 
 
-@some
 @pytest.mark.parametrize("loses", ["before it looks", "while it waits"])
 def test_a_writer_that_loses_the_door_begins_again(
-    subject: Subject, actors: Actors, monkeypatch: pytest.MonkeyPatch, loses: str
+    protocol: Subject, actors: Actors, monkeypatch: pytest.MonkeyPatch, loses: str
 ) -> None:
     """As a process that was frozen until its lease was over: it neither believes that it is in, nor looks for ever."""
     reader, writer = actors(2)
-    rw = rwlock(subject, timeout=20)
+    rw = rwlock(protocol, timeout=20)
     read, write = rw.read(), rw.write()
     assert reader.call(read, "acquire")
     if loses == "before it looks":
         reader.call(read, "release")
     store: Any = write._store()
-    name = "aexecute" if subject.face == "async" else "execute"
+    name = "aexecute" if protocol.face == "async" else "execute"
     execute, sent = getattr(store, name), list[str]()
 
     def lose(step: Execute) -> Any:
         sent.append(step.statement.name)
         if step.statement.name == "alone" and sent.count("alone") == (1 if loses == "before it looks" else 3):
-            subject.run("UPDATE locks SET owner = NULL, fence = fence + 2 WHERE lock_key = 'k'")
+            protocol.run("UPDATE locks SET owner = NULL, fence = fence + 2 WHERE lock_key = 'k'")
             if loses == "while it waits":
-                subject.run("DELETE FROM locks WHERE lock_key > :low AND lock_key < :high", low="k\x1f", high="k\x1fs")
+                protocol.run("DELETE FROM locks WHERE lock_key > :low AND lock_key < :high", low="k\x1f", high="k\x1fs")
         return execute(step)
 
     monkeypatch.setattr(store, name, lose)
     assert writer.call(write, "acquire") is True
     assert sent.count("take") >= 2, "the door was acquired once more"
     assert sent.count("alone") < 12
-    assert subject.row("k")["fence"] == writer.get(write, "fence")
+    assert protocol.row("k")["fence"] == writer.get(write, "fence")
     writer.call(write, "release")
 
 
-def test_min_hold_counts_from_when_a_writer_is_in(subject: Subject, actors: Actors) -> None:
+def test_min_hold_counts_from_when_a_writer_is_in(protocol: Subject, actors: Actors) -> None:
     """However long it has waited for readers before."""
     one, two, three = actors(3)
-    one.call(read := rwlock(subject).read(), "acquire")
-    write = rwlock(subject, min_hold=0.8, timeout=30).write()
-    waiting = two.start(getattr(write, subject.method("acquire")))
+    one.call(read := rwlock(protocol).read(), "acquire")
+    write = rwlock(protocol, min_hold=0.8, timeout=30).write()
+    waiting = two.start(getattr(write, protocol.method("acquire")))
     time.sleep(1)
     one.call(read, "release")
     assert waiting.result(30) is True
     begun = time.monotonic()
     two.call(write, "release")
-    assert three.call(rwlock(subject, timeout=30).write(), "acquire") is True
+    assert three.call(rwlock(protocol, timeout=30).write(), "acquire") is True
     assert time.monotonic() - begun > 0.6
 
 
-@some
-def test_readers_that_do_not_wait_are_let_in_at_once(subject: Subject, actors: Actors) -> None:
+def test_readers_that_do_not_wait_are_let_in_at_once(protocol: Subject, actors: Actors) -> None:
     """Right after a writer too, when all of them come to the door."""
     flows = actors(4)
     for _ in range(20):
-        flows[0].within(rwlock(subject).write())
-        reads = [rwlock(subject).read() for _ in flows]
+        flows[0].within(rwlock(protocol).write())
+        reads = [rwlock(protocol).read() for _ in flows]
         tries = [
-            flow.start(partial(getattr(read, subject.method("acquire")), blocking=False))
+            flow.start(partial(getattr(read, protocol.method("acquire")), blocking=False))
             for flow, read in zip(flows, reads, strict=True)
         ]
         assert [each.result(30) for each in tries] == [True] * 4
@@ -716,10 +698,9 @@ def test_readers_that_do_not_wait_are_let_in_at_once(subject: Subject, actors: A
             flow.call(read, "release")
 
 
-@some
-def test_the_fence_of_a_reader_lies_between_those_of_writers(subject: Subject, actor: Actor) -> None:
+def test_the_fence_of_a_reader_lies_between_those_of_writers(protocol: Subject, actor: Actor) -> None:
     """Whatever the clock says: it is counted."""
-    rw, fences = rwlock(subject), list[int]()
+    rw, fences = rwlock(protocol), list[int]()
     for lock in (rw.write(), rw.read(), rw.write(), rw.read(), rw.write()):
         actor.call(lock, "acquire")
         fences.append(actor.get(lock, "fence"))

@@ -17,8 +17,8 @@ from django.db import connections
 from dblock.core.acquire.request import Request
 from dblock.core.errors import InvalidToken, LockError, LockStoreError, LockTimeout
 from dblock.drivers.mariadb import OFTEN
-from tests.conftest import run
-from tests.contract.test_guard import KINDS, Client, client
+from tests.conftest import DATABASES, run
+from tests.contract.test_guard import Client, client, on
 from tests.contract.test_lease import attach
 from tests.support.subjects import Actor, Subject
 
@@ -72,7 +72,7 @@ def said(error: BaseException | None) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@on(DATABASES)
 def test_no_token_is_told(
     database: str,
     client: Callable[..., Client],
@@ -171,7 +171,7 @@ def without(database: str, table: str) -> Iterator[None]:
         run(database, f"ALTER TABLE {table}_away RENAME TO {table}")
 
 
-def test_no_report_of_an_error_shows_a_token(subject: Subject, actor: Actor, other: Actor, tokens: list[str]) -> None:
+def test_no_report_of_an_error_shows_a_token(driver: Subject, actor: Actor, other: Actor, tokens: list[str]) -> None:
     """Whatever the database refuses: the locals of all frames, the driver's among them, are without owner tokens."""
     shown = list[tuple[str, str, str]]()
 
@@ -180,25 +180,25 @@ def test_no_report_of_an_error_shows_a_token(subject: Subject, actor: Actor, oth
             function()
         shown.extend(frames(caught.value))
 
-    held = subject.lock("held", ttl=30)
+    held = driver.lock("held", ttl=30)
     actor.call(held, "acquire")
     for _ in range(OFTEN):  # MariaDB is then sent the values alone
         actor.call(held, "extend")
-    refused(lambda: other.within(subject.lock("held", timeout=0)), LockTimeout)
-    detached = subject.lock("detached", ttl=30)
+    refused(lambda: other.within(driver.lock("held", timeout=0)), LockTimeout)
+    detached = driver.lock("detached", ttl=30)
     actor.call(detached, "acquire")
     token = actor.call(detached, "detach")
-    with without(subject.database, "locks"):
+    with without(driver.database, "locks"):
         refused(lambda: actor.call(held, "acquire"))
         refused(lambda: actor.call(held, "extend"))
         refused(lambda: actor.call(held, "verify"))
         refused(lambda: actor.call(held, "detach"))
-        refused(lambda: actor.do(lambda: attach(subject, token)))
-        refused(lambda: other.call(subject.lock("new"), "acquire"))
+        refused(lambda: actor.do(lambda: attach(driver, token)))
+        refused(lambda: other.call(driver.lock("new"), "acquire"))
         refused(lambda: actor.call(held, "release"))
-    refused(lambda: other.do(lambda: attach(subject, token[:-8])), InvalidToken)
-    with without(subject.database, "lock_waiters"):
-        refused(lambda: other.call(subject.lock("held", timeout=30), "acquire"), LockError)
+    refused(lambda: other.do(lambda: attach(driver, token[:-8])), InvalidToken)
+    with without(driver.database, "lock_waiters"):
+        refused(lambda: other.call(driver.lock("held", timeout=30), "acquire"), LockError)
     assert len(tokens) >= 3
     names = {function for function, _, _ in shown}
     assert {"BaseStore.execute", "send"} <= names

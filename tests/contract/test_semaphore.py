@@ -29,7 +29,7 @@ from dblock.core.errors import (
 from tests.conftest import ALIASES, DATABASES, ready
 from tests.contract.test_administration import Desk
 from tests.contract.test_queue import waiters
-from tests.support.lab import some, until
+from tests.support.lab import until
 from tests.support.model import Interrupted
 from tests.support.subjects import Actor, Subject
 
@@ -56,14 +56,14 @@ def by_slot(sem: Any) -> list[Any]:
     return sorted(sem.held, key=lambda permit: permit.slot)
 
 
-def test_so_many_and_no_more(subject: Subject, actors: Actors) -> None:
+def test_so_many_and_no_more(everywhere: Subject, actors: Actors) -> None:
     """Each permit is a lock on a slot of its own; the object owns it, so that any flow may release it."""
     one, two = actors(2)
-    sem, other = semaphore(subject, 2), semaphore(subject, 2)
+    sem, other = semaphore(everywhere, 2), semaphore(everywhere, 2)
     assert (sem.key, sem.permits, sem.held) == ("k", 2, [])
     assert one.call(sem, "acquire", blocking=False) is True
     assert one.call(sem, "acquire", blocking=False) is True, "each acquire is a further permit"
-    assert sorted(permit.slot for permit in sem.held) == in_use(subject) == [0, 1]
+    assert sorted(permit.slot for permit in sem.held) == in_use(everywhere) == [0, 1]
     for permit in sem.held:
         assert permit.key == "k"
         assert permit.fence > 0
@@ -83,14 +83,14 @@ def test_so_many_and_no_more(subject: Subject, actors: Actors) -> None:
     assert isinstance(caught.value, (ValueError, LockNotHeld))
     one.call(sem, "release")
     two.call(other, "release")
-    assert in_use(subject) == []
+    assert in_use(everywhere) == []
     with pytest.raises(ValueError, match="released too many times"):
         one.call(sem, "release")
 
 
-def test_a_block_has_a_permit(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_block_has_a_permit(face: Subject, actor: Actor, other: Actor) -> None:
     """Which is what `with` gives: its slot is a number that nobody else has at the time."""
-    sem = semaphore(subject, 3, timeout=0.1, ttl=5)
+    sem = semaphore(face, 3, timeout=0.1, ttl=5)
     found: list[Any] = []
 
     def look() -> None:
@@ -101,7 +101,7 @@ def test_a_block_has_a_permit(subject: Subject, actor: Actor, other: Actor) -> N
     assert slot in {0, 1, 2}
     assert state == "held"
     assert fence > 0
-    assert in_use(subject) == []
+    assert in_use(face) == []
     assert other.call(sem, "acquire", n=3)
     with pytest.raises(LockTimeout, match="could not acquire 'k' within 0.1 s: it is held by") as caught:
         actor.within(sem)
@@ -109,7 +109,7 @@ def test_a_block_has_a_permit(subject: Subject, actor: Actor, other: Actor) -> N
     other.call(sem, "release", 3)
     with pytest.raises(ZeroDivisionError):
         actor.within(sem, lambda: 1 / 0)
-    assert in_use(subject) == []
+    assert in_use(face) == []
     assert sem.held == []
 
 
@@ -145,30 +145,28 @@ def crowd(subject: Subject, flows: list[Actor], make: Callable[[], Any], seconds
     return most[0]
 
 
-@some
-def test_at_most_so_many_are_in(subject: Subject, actors: Actors) -> None:
+def test_at_most_so_many_are_in(protocol: Subject, actors: Actors) -> None:
     """Be it one object for all, or one for each."""
     flows = actors(7)
-    shared = semaphore(subject, 3, timeout=30)
-    assert crowd(subject, flows, lambda: shared, 0.02) == 3
-    assert crowd(subject, flows, partial(semaphore, subject, 3, timeout=30), 0.02) == 3
-    assert in_use(subject) == []
-    assert waiters(subject) == 0
+    shared = semaphore(protocol, 3, timeout=30)
+    assert crowd(protocol, flows, lambda: shared, 0.02) == 3
+    assert crowd(protocol, flows, partial(semaphore, protocol, 3, timeout=30), 0.02) == 3
+    assert in_use(protocol) == []
+    assert waiters(protocol) == 0
 
 
-@some
-def test_first_come_first_served(subject: Subject, actors: Actors) -> None:
+def test_first_come_first_served(protocol: Subject, actors: Actors) -> None:
     """Who asks for several is not passed by those that ask for one, and gets all or none."""
     one, two, three, four = actors(4)
-    first, several, later = (semaphore(subject, 3, timeout=30) for _ in range(3))
+    first, several, later = (semaphore(protocol, 3, timeout=30) for _ in range(3))
     assert one.call(first, "acquire", n=2)
-    waiting = two.start(lambda: getattr(several, subject.method("acquire"))(n=3))
+    waiting = two.start(lambda: getattr(several, protocol.method("acquire"))(n=3))
     time.sleep(0.2)
-    behind = three.start(getattr(later, subject.method("acquire")))
+    behind = three.start(getattr(later, protocol.method("acquire")))
     time.sleep(0.2)
     assert not waiting.done()
     assert not behind.done(), "one is free, and kept for the one that came first"
-    assert four.call(semaphore(subject, 3), "acquire", blocking=False) is False
+    assert four.call(semaphore(protocol, 3), "acquire", blocking=False) is False
     one.call(first, "release")
     time.sleep(0.2)
     assert not waiting.done()
@@ -182,15 +180,14 @@ def test_first_come_first_served(subject: Subject, actors: Actors) -> None:
     assert one.call(first, "acquire", n=2)
     assert two.call(several, "acquire", n=2, timeout=0.3) is False
     assert several.held == []
-    assert len(in_use(subject)) == 3
+    assert len(in_use(protocol)) == 3
     assert one.call(first, "available") == 0
 
 
-@some
-def test_other_numbers(subject: Subject, actors: Actors, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_numbers(protocol: Subject, actors: Actors, caplog: pytest.LogCaptureFixture) -> None:
     """The number is the caller's own: while 2 and 4 run, at most 4 are in; it may be changed at any time."""
     one, two = actors(2)
-    small, large = semaphore(subject, 2), semaphore(subject, 4)
+    small, large = semaphore(protocol, 2), semaphore(protocol, 4)
     assert two.call(large, "acquire", n=4)
     assert one.call(small, "acquire", blocking=False) is False
     assert len([each for each in caplog.records if "somebody holds number" in each.getMessage()]) == 1
@@ -208,16 +205,15 @@ def test_other_numbers(subject: Subject, actors: Actors, caplog: pytest.LogCaptu
         with pytest.raises((TypeError, ValueError)):
             small.permits = wrong
         with pytest.raises((TypeError, ValueError)):
-            semaphore(subject, wrong)  # type: ignore[arg-type]
+            semaphore(protocol, wrong)  # type: ignore[arg-type]
     for n in (0, -1, 6):
         with pytest.raises(ValueError, match="permit"):
             one.call(small, "acquire", n=n)
 
 
-@some
-def test_a_dead_holder(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_dead_holder(protocol: Subject, actor: Actor, other: Actor) -> None:
     """Its permit is free when its lease is over; if it comes back, it has lost it."""
-    dead, sem = semaphore(subject, 1, ttl=0.6, renew=False), semaphore(subject, 1, timeout=30)
+    dead, sem = semaphore(protocol, 1, ttl=0.6, renew=False), semaphore(protocol, 1, timeout=30)
     assert actor.call(dead, "acquire")
     [permit] = dead.held
     begun = time.monotonic()
@@ -230,18 +226,17 @@ def test_a_dead_holder(subject: Subject, actor: Actor, other: Actor) -> None:
     assert other.call(sem.held[0], "verify")
 
 
-@some
-def test_it_is_renewed(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_it_is_renewed(protocol: Subject, actor: Actor, other: Actor) -> None:
     """Also while several are gathered; and no longer once the object is gone."""
-    sem = semaphore(subject, 3, ttl=0.9)
+    sem = semaphore(protocol, 3, ttl=0.9)
     assert actor.call(sem, "acquire", n=2)
     time.sleep(1.5)
     assert [permit.state for permit in sem.held] == ["held", "held"]
-    assert len(in_use(subject)) == 2
-    slow = semaphore(subject, 3, ttl=0.9)
-    waiting = other.start(lambda: getattr(slow, subject.method("acquire"))(n=2, timeout=9))
+    assert len(in_use(protocol)) == 2
+    slow = semaphore(protocol, 3, ttl=0.9)
+    waiting = other.start(lambda: getattr(slow, protocol.method("acquire"))(n=2, timeout=9))
     time.sleep(1.5)
-    assert len(in_use(subject)) == 3, "the one that it has by now"
+    assert len(in_use(protocol)) == 3, "the one that it has by now"
     actor.call(sem, "release")
     assert waiting.result(30) is True
     assert [permit.state for permit in slow.held] == ["held", "held"]
@@ -251,33 +246,31 @@ def test_it_is_renewed(subject: Subject, actor: Actor, other: Actor) -> None:
     assert other.call(slow, "acquire", timeout=9), "of an object that is gone"
 
 
-@some
-def test_kinds_are_not_mixed(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_kinds_are_not_mixed(either: Subject, actor: Actor, other: Actor) -> None:
     """A key of a semaphore is no lock's, nor the other way round."""
-    sem = semaphore(subject, 2)
+    sem = semaphore(either, 2)
     assert actor.call(sem, "acquire")
     with pytest.raises(WrongKind, match="'k' is the key of a semaphore, not of a lock"):
-        other.call(subject.lock("k"), "acquire")
+        other.call(either.lock("k"), "acquire")
     actor.call(sem, "release")
     with pytest.raises(WrongKind):
-        actor.call(subject.lock("k"), "acquire")
-    assert other.call(subject.lock("other"), "acquire")
+        actor.call(either.lock("k"), "acquire")
+    assert other.call(either.lock("other"), "acquire")
     for flow in (actor, other):
         with pytest.raises(WrongKind, match="'other' is the key of a lock, not of a semaphore"):
-            flow.call(semaphore(subject, 2, "other"), "acquire")
+            flow.call(semaphore(either, 2, "other"), "acquire")
     for key in ("", "x" * 231, "a\x1fb"):
         with pytest.raises(InvalidKey):
-            semaphore(subject, 2, key)
+            semaphore(either, 2, key)
     for option in ("interrupt", "reentrant"):
         with pytest.raises(TypeError, match=f"{option} is not for semaphores"):
-            semaphore(subject, 2, "k", **{option: True})
+            semaphore(either, 2, "k", **{option: True})
 
 
-@some
-def test_decorators(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_decorators(face: Subject, actor: Actor, other: Actor) -> None:
     """Each call has a permit of the key of its arguments; a call for which none is free may be skipped."""
-    sem = semaphore(subject, 1, "{name}", timeout=0, on_busy="skip", otherwise="skipped")
-    if subject.face == "sync":
+    sem = semaphore(face, 1, "{name}", timeout=0, on_busy="skip", otherwise="skipped")
+    if face.face == "sync":
 
         @sem
         def work(name: str) -> str:
@@ -290,7 +283,7 @@ def test_decorators(subject: Subject, actor: Actor, other: Actor) -> None:
             return name
 
     assert actor.do(lambda: work("k")) == "k"
-    holder = semaphore(subject, 1)
+    holder = semaphore(face, 1)
     assert other.call(holder, "acquire")
     assert actor.do(lambda: work("k")) == "skipped"
     assert actor.do(lambda: work("other")) == "other"
@@ -300,16 +293,15 @@ def test_decorators(subject: Subject, actor: Actor, other: Actor) -> None:
         actor.within(sem)
 
 
-@some
-def test_who_is_interrupted_leaves_nothing(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_who_is_interrupted_leaves_nothing(either: Subject, actor: Actor, other: Actor) -> None:
     """A waiter that is cancelled has no permit, nor any of those that it has gathered."""
-    if subject.face == "sync":
+    if either.face == "sync":
         pytest.skip("a thread is not cancelled")
-    sem, holder = semaphore(subject, 3, timeout=30), semaphore(subject, 3)
+    sem, holder = semaphore(either, 3, timeout=30), semaphore(either, 3)
     assert other.call(holder, "acquire")
 
     async def work() -> str:
-        task = asyncio.create_task(getattr(sem, subject.method("acquire"))(n=3))
+        task = asyncio.create_task(getattr(sem, either.method("acquire"))(n=3))
         await asyncio.sleep(0.3)
         task.cancel()
         try:
@@ -320,16 +312,15 @@ def test_who_is_interrupted_leaves_nothing(subject: Subject, actor: Actor, other
 
     assert actor.do(work) == "cancelled"
     assert sem.held == []
-    assert until(lambda: len(in_use(subject)) == 1)
-    assert actor.call(semaphore(subject, 3), "acquire", n=2) is True
+    assert until(lambda: len(in_use(either)) == 1)
+    assert actor.call(semaphore(either, 3), "acquire", n=2) is True
 
 
-@some
 def test_an_interrupt_once_they_are_held_leaves_nothing(
-    subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
+    either: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the last moment of acquire(), and of the beginning of a block."""
-    sem = semaphore(subject, 3)
+    sem = semaphore(either, 3)
     add = sem._add
 
     def interrupted(*given: Any, **more: Any) -> None:
@@ -341,13 +332,12 @@ def test_an_interrupt_once_they_are_held_leaves_nothing(
     for begin in (lambda: actor.call(sem, "acquire", n=2), lambda: actor.within(sem)):
         with pytest.raises(Interrupted):
             begin()
-        assert sem.held == in_use(subject) == []
+        assert sem.held == in_use(either) == []
 
 
-@some
-def test_an_interrupted_release_leaves_all(subject: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_release_leaves_all(either: Subject, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those whose turn had not come; the interrupt is raised afterwards."""
-    sem, leave, interrupts = semaphore(subject, 3), handover._leave_share, [Interrupted()]
+    sem, leave, interrupts = semaphore(either, 3), handover._leave_share, [Interrupted()]
 
     def interrupted(*given: Any) -> Any:
         if interrupts:
@@ -358,7 +348,7 @@ def test_an_interrupted_release_leaves_all(subject: Subject, actor: Actor, monke
     monkeypatch.setattr(handover, "_leave_share", interrupted)
     with pytest.raises(Interrupted):
         actor.call(sem, "release", 3)
-    assert sem.held == in_use(subject) == []
+    assert sem.held == in_use(either) == []
 
 
 @pytest.mark.parametrize("database", DATABASES)
@@ -377,10 +367,9 @@ def test_a_permit_is_kept_until_the_transaction_ends(request: pytest.FixtureRequ
     assert until(lambda: in_use(subject) == [])
 
 
-@some
-def test_a_permit_by_its_own_methods(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_permit_by_its_own_methods(either: Subject, actor: Actor, other: Actor) -> None:
     """A permit of `permit()` is a lock, which is acquired, detached and released; a block that lost its own ends."""
-    sem = semaphore(subject, 2)
+    sem = semaphore(either, 2)
     permit = sem.permit()
     assert actor.call(permit, "acquire")
     assert actor.get(permit, "slot") in {0, 1}
@@ -388,109 +377,104 @@ def test_a_permit_by_its_own_methods(subject: Subject, actor: Actor, other: Acto
     with pytest.raises(PermitNotHeld):
         actor.call(sem, "release")
     actor.call(permit, "release")
-    assert in_use(subject) == []
+    assert in_use(either) == []
     assert actor.call(sem, "acquire", n=2)
     first, second = sem.held
     token = actor.call(first, "detach")
-    assert len(in_use(subject)) == 2
+    assert len(in_use(either)) == 2
     with pytest.raises(PermitNotHeld):
         actor.call(sem, "release", 2)
     actor.call(sem, "release")
     assert second.slot is None
-    if subject.variant == "django":
+    if either.variant == "django":
         import dblock
 
-        attach: Any = partial(getattr(dblock.db_lock, subject.method("attach")), token, using=ALIASES[subject.database])
+        attach: Any = partial(getattr(dblock.db_lock, either.method("attach")), token, using=ALIASES[either.database])
     else:
         import sqlalchemy_dblock
 
-        attach = partial(sqlalchemy_dblock.attach, subject.engine, token)
+        attach = partial(sqlalchemy_dblock.attach, either.engine, token)
 
     async def aattach() -> Any:
         return await attach()
 
-    attached = other.do(attach if subject.face == "sync" else aattach)
-    assert [attached.slot] == in_use(subject)
+    attached = other.do(attach if either.face == "sync" else aattach)
+    assert [attached.slot] == in_use(either)
     other.call(attached, "release")
-    assert in_use(subject) == []
+    assert in_use(either) == []
 
 
-@some
-def test_one_that_waits_for_a_permit_is_not_shown_as_the_holder(subject: Subject, actors: Actors) -> None:
+def test_one_that_waits_for_a_permit_is_not_shown_as_the_holder(protocol: Subject, actors: Actors) -> None:
     """It is the next, as the row of the semaphore's key says; the permits are rows of their own."""
     one, two, three = actors(3)
-    holder, sem = semaphore(subject, 1), semaphore(subject, 1)
+    holder, sem = semaphore(protocol, 1), semaphore(protocol, 1)
     assert one.call(holder, "acquire")
-    entered = two.start(lambda: getattr(sem, subject.method("acquire"))(timeout=9))
-    desk = Desk(subject)
+    entered = two.start(lambda: getattr(sem, protocol.method("acquire"))(timeout=9))
+    desk = Desk(protocol)
     assert until(lambda: [row.state for row in desk.survey()] == ["waiting", "held"])
     with pytest.raises(LockTimeout, match="others hold it, and before this one comes .* until permits are free"):
-        three.within(semaphore(subject, 1, timeout=0.1))
+        three.within(semaphore(protocol, 1, timeout=0.1))
     one.call(holder, "release")
     assert entered.result(30)
     assert [row.state for row in desk.survey()] == ["held"]
     two.call(sem, "release")
 
 
-@some
-def test_fewer_permits_than_one_waits_for(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_fewer_permits_than_one_waits_for(protocol: Subject, actor: Actor, other: Actor) -> None:
     """It is told, and leaves nothing."""
-    holder, sem = semaphore(subject, 3), semaphore(subject, 3)
+    holder, sem = semaphore(protocol, 3), semaphore(protocol, 3)
     assert actor.call(holder, "acquire")
-    waiting = other.start(lambda: getattr(sem, subject.method("acquire"))(n=3, timeout=9))
+    waiting = other.start(lambda: getattr(sem, protocol.method("acquire"))(n=3, timeout=9))
     time.sleep(0.2)
     sem.permits = 2
     actor.call(holder, "release")
     with pytest.raises(ValueError, match="has 2 permits by now, and so never 3"):
         waiting.result(30)
-    assert in_use(subject) == []
+    assert in_use(protocol) == []
     assert actor.call(holder, "acquire", n=3)
 
 
-@some
-def test_the_semaphore_releases_its_permits(subject: Subject, actor: Actor) -> None:
+def test_the_semaphore_releases_its_permits(either: Subject, actor: Actor) -> None:
     """A permit's own release() is refused, in a block and after acquire(), unless the permit was entered once more."""
-    sem = semaphore(subject, 4)
+    sem = semaphore(either, 4)
 
     def release() -> Any:
-        return getattr(sem.held[0], subject.method("release"))()
+        return getattr(sem.held[0], either.method("release"))()
 
     wrong: Callable[[], Any]
     for wrong in (lambda: actor.within(sem, release), lambda: actor.call(sem.held[0], "release")):
         with pytest.raises(PermitNotHeld, match="released by the end of its `with`, or by the semaphore's release"):
             wrong()
-        assert len(in_use(subject)) == len(sem.held)
+        assert len(in_use(either)) == len(sem.held)
         assert actor.call(sem, "acquire", n=2)
-    assert [permit.slot for permit in sem.held[:2]] == in_use(subject)[:2], "one acquire's in the order of the slots"
+    assert [permit.slot for permit in sem.held[:2]] == in_use(either)[:2], "one acquire's in the order of the slots"
     again = sem.held[0]
     assert actor.call(again, "acquire")
     actor.call(again, "release")
     assert actor.get(again, "count") == 1
     actor.call(sem, "release", len(sem.held))
-    assert in_use(subject) == []
+    assert in_use(either) == []
 
 
-@some
-def test_a_permit_shows_its_slot(subject: Subject, actor: Actor) -> None:
+def test_a_permit_shows_its_slot(protocol: Subject, actor: Actor) -> None:
     """In its repr, and in what tells of its row."""
-    sem = semaphore(subject, 3)
+    sem = semaphore(protocol, 3)
     assert actor.call(sem, "acquire")
     [permit], [info] = sem.held, actor.call(sem, "holders")
     assert repr(permit).endswith(f"count 1, slot {permit.slot}>")
     assert info.slot == permit.slot == actor.call(permit, "inspect").slot
     actor.call(sem, "release")
     assert repr(permit).endswith("'k': not held here>")
-    plain = subject.lock("plain")
+    plain = protocol.lock("plain")
     actor.call(plain, "acquire")
     assert actor.call(plain, "inspect").slot is None
     actor.call(plain, "release")
 
 
-@some
-def test_a_wait_for_permits_is_logged(subject: Subject, actors: Actors, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_for_permits_is_logged(either: Subject, actors: Actors, caplog: pytest.LogCaptureFixture) -> None:
     """As any slow wait, with one who holds a permit that is in the way."""
     one, two = actors(2)
-    holder, waiter = semaphore(subject, 1, "slow", label="theirs"), semaphore(subject, 1, "slow", slow_wait=0.2)
+    holder, waiter = semaphore(either, 1, "slow", label="theirs"), semaphore(either, 1, "slow", slow_wait=0.2)
     assert one.call(holder, "acquire") is True
     assert two.call(waiter, "acquire", timeout=0.6) is False
     [line] = [each.getMessage() for each in caplog.records if "has been waiting" in each.getMessage()]
@@ -499,14 +483,13 @@ def test_a_wait_for_permits_is_logged(subject: Subject, actors: Actors, caplog: 
     one.call(holder, "release")
 
 
-@some
 def test_a_skipped_call_of_a_semaphore(
-    subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
+    either: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log names the function and who holds a permit, and does not advise to wait longer."""
-    holder = semaphore(subject, 1, key="k-1")
+    holder = semaphore(either, 1, key="k-1")
     assert actor.call(holder, "acquire")
-    call = other.decorate(semaphore(subject, 1, key="k-{n}", timeout=0.05, on_busy="skip"), lambda n: n)
+    call = other.decorate(semaphore(either, 1, key="k-{n}", timeout=0.05, on_busy="skip"), lambda n: n)
     with caplog.at_level(logging.INFO, "dblock"):
         assert call(1) is None
         assert deliveries.flush(5)

@@ -470,7 +470,7 @@ class Through:
 
 
 NOT_HERE = {"pin", "call"}
-"""Runs on the application's own connection; is only answered where somebody listens. `test_a_lock_lives` has both."""
+"""Runs on the application's own connection; is only answered where somebody listens. `a_lock_lives` has both."""
 
 
 def telling(database: str) -> list[Case]:
@@ -491,7 +491,15 @@ def telling(database: str) -> list[Case]:
 
 
 @one_of_each("database")
-def test_every_statement(
+def test_it_does_not_reach_the_lock(
+    subject: Configured, actors: Callable[[], Actor], laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every statement answers, and a lock lives."""
+    every_statement(subject, actors, laboratory, monkeypatch)
+    a_lock_lives(subject, actors, monkeypatch)
+
+
+def every_statement(
     subject: Configured, actors: Callable[[], Actor], laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answers and changes what it does without the setting."""
@@ -565,8 +573,7 @@ def column(subject: Configured, name: str, table: str = "locks") -> Any:
     return rows[0][0] if rows else None
 
 
-@one_of_each("database")
-def test_a_lock_lives(subject: Configured, actors: Callable[[], Actor], monkeypatch: pytest.MonkeyPatch) -> None:
+def a_lock_lives(subject: Configured, actors: Callable[[], Actor], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is taken, entered again, renewed, extended, guarded, waited for, handed over, asked back, freed and reaped."""
     timed(monkeypatch, waiter_ttl=0.6)
     holder, waiter = actors(), actors()

@@ -15,8 +15,7 @@ import pytest
 from dblock.core.errors import InvalidKey, LockLost, LockNotHeld, LockTimeout, WrongKind
 from tests.conftest import ALIASES
 from tests.contract.test_queue import waiters
-from tests.support.lab import both, until
-from tests.support.lab import some as each
+from tests.support.lab import until
 from tests.support.subjects import Actor, Subject, twin
 
 
@@ -35,16 +34,15 @@ def owners(subject: Subject) -> dict[str, bool]:
     return {key: owner is not None for key, owner in subject.run("SELECT lock_key, owner FROM locks")}
 
 
-@each
-def test_all_of_them_are_taken_or_none(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_all_of_them_are_taken_or_none(either: Subject, actor: Actor, other: Actor) -> None:
     """And none is left behind by one that was busy."""
-    locks, busy = several(subject, "b", "a", "c"), subject.lock("b")
+    locks, busy = several(either, "b", "a", "c"), either.lock("b")
     assert actor.call(locks, "acquire") is True
-    assert owners(subject) == dict.fromkeys("abc", True)
+    assert owners(either) == dict.fromkeys("abc", True)
     assert actor.get(locks, "state") == "held"
     assert actor.get(locks, "keys") == ["b", "a", "c"]
     fences = actor.get(locks, "fences")
-    assert fences == dict(subject.run("SELECT lock_key, fence FROM locks"))
+    assert fences == dict(either.run("SELECT lock_key, fence FROM locks"))
     assert actor.get(locks, "fence") == max(fences.values())
     assert actor.do(lambda: locks["a"].fence) == fences["a"]
     assert 0 < actor.get(locks, "remaining") <= 30
@@ -54,7 +52,7 @@ def test_all_of_them_are_taken_or_none(subject: Subject, actor: Actor, other: Ac
     actor.call(locks, "extend", 60)
     assert actor.get(locks, "remaining") > 31
     actor.call(locks, "release")
-    assert owners(subject) == dict.fromkeys("abc", False)
+    assert owners(either) == dict.fromkeys("abc", False)
     assert actor.get(locks, "state") is None
     with pytest.raises(LockNotHeld):
         actor.get(locks, "fence")
@@ -62,40 +60,38 @@ def test_all_of_them_are_taken_or_none(subject: Subject, actor: Actor, other: Ac
     begun = time.monotonic()
     assert actor.call(locks, "acquire", timeout=0.4) is False
     assert 0.3 < time.monotonic() - begun < 3
-    assert owners(subject) == {"a": False, "b": True, "c": False}
+    assert owners(either) == {"a": False, "b": True, "c": False}
     with pytest.raises(LockTimeout, match="'b'"):
-        actor.within(several(subject, "b", "a", timeout=0.1))
-    assert owners(subject) == {"a": False, "b": True, "c": False}
-    assert until(lambda: waiters(subject) == 0)
+        actor.within(several(either, "b", "a", timeout=0.1))
+    assert owners(either) == {"a": False, "b": True, "c": False}
+    assert until(lambda: waiters(either) == 0)
     other.call(busy, "release")
 
 
-@each
-def test_a_block_holds_them_all(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_block_holds_them_all(everywhere: Subject, actor: Actor, other: Actor) -> None:
     """Whatever the body raises, they are released; a lost one is told at the end."""
-    locks = several(subject, "a", "b", ttl=5)
-    actor.within(locks, lambda: owners(subject).values())
-    assert owners(subject) == {"a": False, "b": False}
+    locks = several(everywhere, "a", "b", ttl=5)
+    actor.within(locks, lambda: owners(everywhere).values())
+    assert owners(everywhere) == {"a": False, "b": False}
 
     def fails() -> None:
-        assert owners(subject) == {"a": True, "b": True}
+        assert owners(everywhere) == {"a": True, "b": True}
         raise KeyError("body")
 
     with pytest.raises(KeyError):
         actor.within(locks, fails)
-    assert owners(subject) == {"a": False, "b": False}
+    assert owners(everywhere) == {"a": False, "b": False}
 
     def loses() -> None:
-        subject.run("UPDATE locks SET owner = 'thief', fence = fence + 1 WHERE lock_key = 'a'")
+        everywhere.run("UPDATE locks SET owner = 'thief', fence = fence + 1 WHERE lock_key = 'a'")
 
     with pytest.raises(LockLost) as caught:
         actor.within(locks, loses)
     assert caught.value.key == "a"
-    assert subject.run("SELECT lock_key FROM locks WHERE owner IS NOT NULL") == [("a",)]
+    assert everywhere.run("SELECT lock_key FROM locks WHERE owner IS NOT NULL") == [("a",)]
 
 
-@each
-def test_sets_that_overlap_never_wait_in_a_circle(subject: Subject, actors: Callable[[int], list[Actor]]) -> None:
+def test_sets_that_overlap_never_wait_in_a_circle(protocol: Subject, actors: Callable[[int], list[Actor]]) -> None:
     """However their keys are ordered."""
     inside, total, guard = dict.fromkeys("abcd", 0), [0], threading.Lock()
 
@@ -113,7 +109,7 @@ def test_sets_that_overlap_never_wait_in_a_circle(subject: Subject, actors: Call
     def work(actor: Actor, chance: random.Random) -> None:
         for _ in range(6):
             keys = chance.sample("abcd", chance.randint(1, 4))
-            actor.within(several(subject, *keys, timeout=30), partial(body, keys))
+            actor.within(several(protocol, *keys, timeout=30), partial(body, keys))
 
     threads = [
         threading.Thread(target=work, args=(actor, random.Random(number))) for number, actor in enumerate(actors(4))
@@ -125,80 +121,75 @@ def test_sets_that_overlap_never_wait_in_a_circle(subject: Subject, actors: Call
     assert total == [24]
 
 
-@each
-def test_a_decorated_call_formats_each_key(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_decorated_call_formats_each_key(face: Subject, actor: Actor, other: Actor) -> None:
     """A key that comes twice is taken once; a busy call can be skipped."""
-    locks = several(subject, "account:{source}", "account:{target}")
+    locks = several(face, "account:{source}", "account:{target}")
 
     def transfer(source: int, target: int) -> dict[str, bool]:
-        return owners(subject)
+        return owners(face)
 
     decorated = actor.decorate(locks, transfer)
     assert decorated(2, target=1) == {"account:1": True, "account:2": True}
     assert decorated(1, 1)["account:1"] is True
-    assert not any(owners(subject).values())
-    busy = subject.lock("account:7")
+    assert not any(owners(face).values())
+    busy = face.lock("account:7")
     assert other.call(busy, "acquire")
-    skipping = several(subject, "account:{source}", "account:{target}", timeout=0, on_busy="skip", otherwise="busy")
+    skipping = several(face, "account:{source}", "account:{target}", timeout=0, on_busy="skip", otherwise="busy")
     assert actor.decorate(skipping, transfer)(6, 7) == "busy"
-    assert owners(subject)["account:6"] is False
-    hasty = several(subject, "account:{source}", "account:{target}", timeout=0)
+    assert owners(face)["account:6"] is False
+    hasty = several(face, "account:{source}", "account:{target}", timeout=0)
     with pytest.raises(LockTimeout):
         actor.decorate(hasty, transfer)(6, 7)
     other.call(busy, "release")
 
 
-@each
-def test_locks_of_several_databases(subject: Subject, actor: Actor) -> None:
+def test_locks_of_several_databases(either: Subject, actor: Actor) -> None:
     """Ready-made locks are taken with the others; one that is held already is entered again."""
-    ready_made = twin(subject).lock("x")
-    mixed = several(subject, "y", ready_made)
+    ready_made = twin(either).lock("x")
+    mixed = several(either, "y", ready_made)
     assert actor.call(ready_made, "acquire")
     assert actor.call(mixed, "acquire")
     assert actor.get(ready_made, "count") == 2
     actor.call(mixed, "release")
-    assert owners(subject) == {"x": True, "y": False}
+    assert owners(either) == {"x": True, "y": False}
     actor.call(ready_made, "release")
 
 
-@each
-def test_what_was_held_before_stays(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_what_was_held_before_stays(either: Subject, actor: Actor, other: Actor) -> None:
     """A flow that cannot have them all keeps the lock that it had entered before."""
-    mine, busy = subject.lock("a"), subject.lock("b")
+    mine, busy = either.lock("a"), either.lock("b")
     assert actor.call(mine, "acquire")
     assert other.call(busy, "acquire")
-    assert actor.call(several(subject, mine, "b"), "acquire", timeout=0.1) is False
+    assert actor.call(several(either, mine, "b"), "acquire", timeout=0.1) is False
     assert actor.get(mine, "count") == 1
-    assert owners(subject)["a"] is True
+    assert owners(either)["a"] is True
     actor.call(mine, "release")
     other.call(busy, "release")
 
 
-@both
-def test_the_timeout_is_for_all_of_them(subject: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
+def test_the_timeout_is_for_all_of_them(either: Subject, actor: Actor, actors: Callable[[int], list[Actor]]) -> None:
     """What the wait for the first has used, the second has not."""
     one, two = actors(2)
-    first, second = subject.lock("a"), subject.lock("b")
+    first, second = either.lock("a"), either.lock("b")
     assert one.call(first, "acquire")
     assert two.call(second, "acquire")
     begun = time.monotonic()
-    waiting = actor.start(partial(getattr(several(subject, "a", "b"), subject.method("acquire")), timeout=2.0))
+    waiting = actor.start(partial(getattr(several(either, "a", "b"), either.method("acquire")), timeout=2.0))
     time.sleep(1.6)
     one.call(first, "release")
     assert waiting.result(20) is False
     assert 1.9 < time.monotonic() - begun < 3.2
-    assert owners(subject) == {"a": False, "b": True}
+    assert owners(either) == {"a": False, "b": True}
     two.call(second, "release")
 
 
-@each
-def test_what_makes_no_sense(subject: Subject) -> None:
+def test_what_makes_no_sense(face: Subject) -> None:
     """Is refused before any I/O."""
     for keys, options in (((), {}), (("",), {}), (("a",), {"otherwise": 1}), (("a",), {"on_busy": "later"})):
         with pytest.raises((TypeError, ValueError)):
-            several(subject, *keys, **options)
+            several(face, *keys, **options)
     with pytest.raises(TypeError):
-        several(subject, "a", no_such_option=1)
+        several(face, "a", no_such_option=1)
 
 
 @pytest.mark.parametrize("subject", [Subject("django", "sync", "postgresql")], indirect=True, ids=str)
@@ -222,17 +213,16 @@ def test_a_guard_of_them_all(subject: Subject, actor: Actor, other: Actor) -> No
         other.call(subject.lock(key), "release")
 
 
-@each
-def test_threads_may_share_them(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_threads_may_share_them(either: Subject, actor: Actor, other: Actor) -> None:
     """One that times out leaves what the other one holds."""
-    locks, inside, go_on = several(subject, "a", "b", timeout=0.2), threading.Event(), threading.Event()
+    locks, inside, go_on = several(either, "a", "b", timeout=0.2), threading.Event(), threading.Event()
 
     def body() -> None:
         inside.set()
         assert go_on.wait(20)
-        assert owners(subject) == {"a": True, "b": True}
+        assert owners(either) == {"a": True, "b": True}
 
-    running = actor.start(lambda: entered(subject, locks, body))
+    running = actor.start(lambda: entered(either, locks, body))
     assert inside.wait(20)
     with pytest.raises(LockTimeout, match=r"within 0\.2 s|at one try"):
         other.within(locks)
@@ -240,7 +230,7 @@ def test_threads_may_share_them(subject: Subject, actor: Actor, other: Actor) ->
     go_on.set()
     running.result(20)
     # The place of the one that timed out is withdrawn in the background, with what is granted to it meanwhile.
-    assert until(lambda: owners(subject) == {"a": False, "b": False})
+    assert until(lambda: owners(either) == {"a": False, "b": False})
 
 
 def entered(subject: Subject, locks: Any, body: Callable[[], object]) -> Any:
@@ -255,40 +245,38 @@ def entered(subject: Subject, locks: Any, body: Callable[[], object]) -> Any:
     return block()
 
 
-@both
-def test_a_lock_that_is_lost_meanwhile(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_lock_that_is_lost_meanwhile(either: Subject, actor: Actor, other: Actor) -> None:
     """None is held then, and the error is that of the lost one; an old loss of the same flow changes nothing."""
-    busy = subject.lock("b")
+    busy = either.lock("b")
     assert other.call(busy, "acquire")
-    locks = several(subject, "a", "b", ttl=0.6, renew=False, timeout=20)
-    waiting = actor.start(getattr(locks, subject.method("acquire")))
-    assert until(lambda: waiters(subject) == 1)
+    locks = several(either, "a", "b", ttl=0.6, renew=False, timeout=20)
+    waiting = actor.start(getattr(locks, either.method("acquire")))
+    assert until(lambda: waiters(either) == 1)
     time.sleep(0.8)
     other.call(busy, "release")
     with pytest.raises(LockLost) as caught:
         waiting.result(20)
     assert caught.value.key == "a"
-    assert owners(subject)["b"] is False
-    lost = subject.lock("a", ttl=0.3, renew=False)
+    assert owners(either)["b"] is False
+    lost = either.lock("a", ttl=0.3, renew=False)
     assert actor.call(lost, "acquire")
     time.sleep(0.4)
     assert other.call(busy, "acquire")
-    assert actor.call(several(subject, "a", "b"), "acquire", timeout=0.2) is False
-    assert owners(subject)["a"] is False
+    assert actor.call(several(either, "a", "b"), "acquire", timeout=0.2) is False
+    assert owners(either)["a"] is False
     other.call(busy, "release")
 
 
-@each
-def test_a_cancellation_stays_one(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_a_cancellation_stays_one(either: Subject, actor: Actor, other: Actor) -> None:
     """Though what was taken cannot be released in order any more."""
-    if subject.face == "sync":
+    if either.face == "sync":
         pytest.skip("a thread is not cancelled")
-    busy = subject.lock("b")
+    busy = either.lock("b")
     assert other.call(busy, "acquire")
 
     async def main() -> None:
-        locks = several(subject, "a", "b", ttl=0.5, renew=False, timeout=20)
-        task = asyncio.ensure_future(getattr(locks, subject.method("acquire"))())
+        locks = several(either, "a", "b", ttl=0.5, renew=False, timeout=20)
+        task = asyncio.ensure_future(getattr(locks, either.method("acquire"))())
         await asyncio.sleep(1.0)
         _ = task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -296,7 +284,7 @@ def test_a_cancellation_stays_one(subject: Subject, actor: Actor, other: Actor) 
 
     actor.do(main)
     other.call(busy, "release")
-    assert until(lambda: waiters(subject) == 0)
+    assert until(lambda: waiters(either) == 0)
 
 
 @pytest.mark.parametrize("subject", [Subject("sqlalchemy", "sync", "sqlite")], indirect=True, ids=str)
@@ -314,13 +302,12 @@ def test_what_is_refused_before_anything_is_taken(subject: Subject) -> None:
     assert owners(subject) == {"a": False}
 
 
-@each
-def test_free_keys_are_taken_by_one_statement(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_free_keys_are_taken_by_one_statement(either: Subject, actor: Actor, other: Actor) -> None:
     """With one fence above every earlier one of each key; each of them may still be left, lost and waited for alone."""
-    locks = several(subject, "b", "a", "c", timeout=30)
+    locks = several(either, "b", "a", "c", timeout=30)
     earlier = []
     for key in "abc":
-        lock = subject.lock(key)
+        lock = either.lock(key)
         actor.call(lock, "acquire")
         earlier.append(actor.get(lock, "fence"))
         actor.call(lock, "release")
@@ -328,45 +315,43 @@ def test_free_keys_are_taken_by_one_statement(subject: Subject, actor: Actor, ot
     fences = actor.get(locks, "fences")
     assert len(set(fences.values())) == 1
     assert min(fences.values()) > max(earlier)
-    waiting = other.start(partial(getattr(subject.lock("b", timeout=30), subject.method("acquire"))))
-    assert until(lambda: waiters(subject) == 1)
+    waiting = other.start(partial(getattr(either.lock("b", timeout=30), either.method("acquire"))))
+    assert until(lambda: waiters(either) == 1)
     actor.call(actor.do(lambda: locks["a"]), "release")
-    assert owners(subject) == {"a": False, "b": True, "c": True}, "one of them is released at once"
-    assert actor.call(subject.lock("a"), "acquire", blocking=False) is True
+    assert owners(either) == {"a": False, "b": True, "c": True}, "one of them is released at once"
+    assert actor.call(either.lock("a"), "acquire", blocking=False) is True
     assert actor.call(locks, "verify")
     actor.call(locks, "release")
     assert waiting.result(30) is True
-    assert owners(subject) == {"a": False, "b": True, "c": False}
-    other.call(subject.lock("b"), "release")
+    assert owners(either) == {"a": False, "b": True, "c": False}
+    other.call(either.lock("b"), "release")
 
 
-@each
-def test_one_of_them_was_freed(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_one_of_them_was_freed(either: Subject, actor: Actor, other: Actor) -> None:
     """The others are released, and the end says which was lost."""
-    locks = several(subject, "a", "b", "c")
+    locks = several(either, "a", "b", "c")
     for _ in range(2):
         actor.call(locks, "acquire")
-        subject.run("UPDATE locks SET owner = NULL, freed_fence = fence, expires_at = acquired_at WHERE lock_key = 'b'")
-        assert other.call(subject.lock("b"), "acquire", blocking=False) is True
+        either.run("UPDATE locks SET owner = NULL, freed_fence = fence, expires_at = acquired_at WHERE lock_key = 'b'")
+        assert other.call(either.lock("b"), "acquire", blocking=False) is True
         with pytest.raises(LockLost, match="'b'"):
             actor.call(locks, "release")
-        assert owners(subject) == {"a": False, "b": True, "c": False}
-        other.call(subject.lock("b"), "release")
+        assert owners(either) == {"a": False, "b": True, "c": False}
+        other.call(either.lock("b"), "release")
     assert actor.get(locks, "state") is None
 
 
-@each
-def test_two_modes_of_one_key(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_two_modes_of_one_key(either: Subject, actor: Actor, other: Actor) -> None:
     """A reader's and a writer's lock of one key are the writer's; two permits are two; two kinds are an error."""
     from tests.contract.test_rwlock import rwlock
     from tests.contract.test_semaphore import in_use, semaphore
 
     db_locks: Any
-    if subject.variant == "django":
+    if either.variant == "django":
         from dblock import db_locks
     else:
         from sqlalchemy_dblock import db_locks
-    rw, sem = rwlock(subject, "rw"), semaphore(subject, 2)
+    rw, sem = rwlock(either, "rw"), semaphore(either, 2)
     for pair in ((rw.read(), rw.write()), (rw.write(), rw.read())):
         locks = db_locks(*pair)
         actor.call(locks, "acquire")
@@ -375,12 +360,12 @@ def test_two_modes_of_one_key(subject: Subject, actor: Actor, other: Actor) -> N
         actor.call(locks, "release")
     permits = db_locks(sem.permit(), sem.permit())
     actor.call(permits, "acquire")
-    assert len(in_use(subject)) == 2
+    assert len(in_use(either)) == 2
     actor.call(permits, "release")
-    assert in_use(subject) == []
+    assert in_use(either) == []
     with pytest.raises(WrongKind):
-        actor.call(db_locks(rw.read(), subject.lock("rw")), "acquire")
+        actor.call(db_locks(rw.read(), either.lock("rw")), "acquire")
     assert other.call(rw.write(), "acquire", blocking=False) is True, "nothing is left of it"
     other.call(rw.write(), "release")
     with pytest.raises((TypeError, InvalidKey)):
-        db_locks(sem, subject.lock("a"))
+        db_locks(sem, either.lock("a"))

@@ -15,7 +15,6 @@ from dblock import LockTimeout
 from dblock.celery import locked_task
 from dblock.core.deliveries import deliveries
 from sqlalchemy_dblock import attach, create_tables, db_lock
-from tests.support.lab import some
 from tests.support.subjects import Actor, Subject
 
 
@@ -35,14 +34,13 @@ def job(subject: Subject, body: Callable[[str], object], key: str = "report:{nam
     return lock(coroutine)
 
 
-@some
 def test_a_call_is_skipped_while_the_key_is_busy(
-    subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
+    face: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its body does not run, `otherwise` is returned, and the log says who holds the key; another key is not busy."""
     ran: list[str] = []
-    build, plain = job(subject, ran.append, otherwise="skipped"), job(subject, ran.append)
-    holder = subject.lock("report:daily", label="the first")
+    build, plain = job(face, ran.append, otherwise="skipped"), job(face, ran.append)
+    holder = face.lock("report:daily", label="the first")
     actor.call(holder, "acquire")
     with caplog.at_level(logging.INFO, "dblock"):
         assert other.do(lambda: build("daily")) == "skipped"
@@ -60,37 +58,34 @@ def test_a_call_is_skipped_while_the_key_is_busy(
     assert not actor.call(holder, "locked")
 
 
-@some
-def test_a_time_out_of_the_body_is_its_own(subject: Subject, actor: Actor) -> None:
+def test_a_time_out_of_the_body_is_its_own(either: Subject, actor: Actor) -> None:
     """It is raised, and the lock is released."""
 
     def body(name: str) -> None:
         raise LockTimeout("of another lock", key=name)
 
-    build = job(subject, body)
+    build = job(either, body)
     with pytest.raises(LockTimeout, match="of another lock"):
         actor.do(lambda: build("daily"))
-    assert not actor.call(subject.lock("report:daily"), "locked")
+    assert not actor.call(either.lock("report:daily"), "locked")
 
 
-@some
-def test_a_flow_that_holds_the_key_is_not_skipped(subject: Subject, actor: Actor) -> None:
+def test_a_flow_that_holds_the_key_is_not_skipped(either: Subject, actor: Actor) -> None:
     """It enters once more; with reentrant=False it is busy as anybody else's."""
     ran: list[str] = []
-    holder = subject.lock("report:daily")
+    holder = either.lock("report:daily")
     actor.call(holder, "acquire")
-    actor.do(lambda: job(subject, ran.append)("daily"))
+    actor.do(lambda: job(either, ran.append)("daily"))
     assert ran == ["daily"]
-    assert actor.do(lambda: job(subject, ran.append, reentrant=False, otherwise=0)("daily")) == 0
+    assert actor.do(lambda: job(either, ran.append, reentrant=False, otherwise=0)("daily")) == 0
     assert ran == ["daily"]
     assert actor.get(holder, "count") == 1
     actor.call(holder, "release")
 
 
-@some
-def test_where_nothing_can_be_skipped(subject: Subject, actor: Actor, other: Actor) -> None:
+def test_where_nothing_can_be_skipped(either: Subject, actor: Actor, other: Actor) -> None:
     """A `with` says so at once, also while the key is free; `acquire` returns False, as ever."""
-    lock = subject.lock("k", on_busy="skip")
+    lock = either.lock("k", on_busy="skip")
 
     def block() -> None:
         with lock:
@@ -101,10 +96,10 @@ def test_where_nothing_can_be_skipped(subject: Subject, actor: Actor, other: Act
             raise AssertionError("the body ran")
 
     with pytest.raises(TypeError, match="cannot be skipped"):
-        actor.do(block if subject.face == "sync" else ablock)
+        actor.do(block if either.face == "sync" else ablock)
     assert not actor.call(lock, "locked")
     assert actor.call(lock, "acquire")
-    assert other.call(subject.lock("k", on_busy="skip"), "acquire", blocking=False) is False
+    assert other.call(either.lock("k", on_busy="skip"), "acquire", blocking=False) is False
     actor.call(lock, "release")
 
 
@@ -124,12 +119,8 @@ def test_elsewhere_it_is_refused(tmp_path: Path) -> None:
         locked_task("k", on_busy="skip", otherwise=0)(lambda: None)
 
 
-@some
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({"on_busy": "wait"}, 'on_busy is "raise" or "skip"'), ({"otherwise": 1}, 'say on_busy="skip" as well')],
-    ids=["unknown", "otherwise alone"],
-)
-def test_options_that_make_no_sense(subject: Subject, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        subject.lock("k", **options)
+def test_options_that_make_no_sense(face: Subject) -> None:
+    with pytest.raises(ValueError, match='on_busy is "raise" or "skip"'):
+        face.lock("k", on_busy="wait")
+    with pytest.raises(ValueError, match='say on_busy="skip" as well'):
+        face.lock("k", otherwise=1)

@@ -17,31 +17,23 @@ from dblock.core.acquire.services import WaiterServices
 from dblock.core.acquire.slow import SlowWait
 from dblock.core.lock.base import BaseLock
 from dblock.core.protocol.steps import Execute
-from tests.conftest import ready
-from tests.support.lab import SOME, SYNC, both, until
+from tests.support.lab import until
 from tests.support.subjects import Actor, Subject, twin
 
 
-@pytest.fixture(params=SOME, ids=str)
-def subject(request: pytest.FixtureRequest) -> Subject:
-    """Each database, both faces, sync and async."""
-    subject: Subject = request.param
-    ready(request, subject.database)
-    return subject
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "has been waiting" in record.getMessage()]
 
 
-@both
 def test_who_waits_long_is_named_and_for_whom(
-    subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
+    either: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its thread or task and label, the holder's, and how long."""
-    holder = subject.lock("k", label="import")
+    holder = either.lock("k", label="import")
     assert actor.call(holder, "acquire")
-    waiter = subject.lock("k", timeout=0.6, slow_wait=0.2, label="checkout")
+    waiter = either.lock("k", timeout=0.6, slow_wait=0.2, label="checkout")
     assert not other.call(waiter, "acquire")
     [line] = lines(caplog)
     assert '"checkout" has been waiting' in line
@@ -56,41 +48,38 @@ def test_who_waits_long_is_named_and_for_whom(
     actor.call(holder, "release")
 
 
-@both
 def test_a_holder_elsewhere_is_as_it_was_seen(
-    subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
+    either: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of another process, or through another engine or alias: named, with when that was; no statement more is sent."""
-    holder = twin(subject).lock("k", label="import")
+    holder = twin(either).lock("k", label="import")
     assert actor.call(holder, "acquire")
-    assert not other.call(subject.lock("k", timeout=0.8, slow_wait=0.2), "acquire")
+    assert not other.call(either.lock("k", timeout=0.8, slow_wait=0.2), "acquire")
     [line] = lines(caplog)
     assert 'held it as "import", for ' in line
     assert "when seen" in line
     actor.call(holder, "release")
 
 
-@both
 def test_short_waits_are_not_logged(
-    subject: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
+    either: Subject, actor: Actor, other: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor busy locks that nobody waits for, nor any wait with None."""
-    holder = subject.lock("k")
+    holder = either.lock("k")
     assert actor.call(holder, "acquire")
     for options in ({"timeout": 0.3}, {"timeout": 0}, {"timeout": 0.5, "slow_wait": None}):
-        assert not other.call(subject.lock("k", **options), "acquire")
-    waiting = other.start(getattr(subject.lock("k", slow_wait=20), subject.method("acquire")))
+        assert not other.call(either.lock("k", **options), "acquire")
+    waiting = other.start(getattr(either.lock("k", slow_wait=20), either.method("acquire")))
     actor.call(holder, "release")
     assert waiting.result(20)
-    other.call(subject.lock("k"), "release")
+    other.call(either.lock("k"), "release")
     assert not lines(caplog)
     assert not [record for record in caplog.records if record.levelno > logging.WARNING]
 
 
-@pytest.mark.parametrize("subject", SYNC[-1:], ids=str, indirect=True)
-def test_it_costs_no_statement(subject: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_costs_no_statement(either: Subject, actor: Actor, other: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A waiter whose wait is logged sends what one does whose wait is not."""
-    lock = subject.lock("k")
+    lock = either.lock("k")
     store: Any = lock._store()
     execute, sent = store.execute, list[tuple[int, str]]()
 
@@ -104,7 +93,7 @@ def test_it_costs_no_statement(subject: Subject, actor: Actor, other: Actor, mon
     for slow_wait in (None, 0):
         sent.clear()
         # Shorter than the time after which a waiter listens at the database, and polls when that begins.
-        assert not other.call(subject.lock("k", timeout=0.5, slow_wait=slow_wait), "acquire")
+        assert not other.call(either.lock("k", timeout=0.5, slow_wait=slow_wait), "acquire")
         assert until(lambda: any(name == "leave_queue" for _, name in sent)), "in the background"
         seen.append({name for _, name in sent} - {"heartbeat", "call"})  # the latter tries a listener
     assert seen[0] == seen[1]
@@ -129,13 +118,13 @@ def test_a_wait_that_begins_again_is_logged_once(caplog: pytest.LogCaptureFixtur
     assert line.endswith("waiting 9.0 s for 'k': its holder was not seen")
 
 
-def test_the_default_is_django_s_setting(subject: Subject) -> None:
+def test_the_default_is_django_s_setting(face: Subject) -> None:
     """Or five seconds; and the option stands before it."""
-    lock: BaseLock = subject.lock("k")
+    lock: BaseLock = face.lock("k")
     assert lock._slow_wait() == 5
-    assert subject.lock("k", slow_wait=7)._slow_wait() == 7
+    assert face.lock("k", slow_wait=7)._slow_wait() == 7
     with override_settings(DBLOCK={"SLOW_WAIT": None}):
-        assert lock._slow_wait() == (float("inf") if subject.variant == "django" else 5)
+        assert lock._slow_wait() == (float("inf") if face.variant == "django" else 5)
     for wrong in (-1, "a"):
         with pytest.raises((TypeError, ValueError), match="slow_wait"):
-            subject.lock("k", slow_wait=wrong)
+            face.lock("k", slow_wait=wrong)

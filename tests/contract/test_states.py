@@ -18,10 +18,9 @@ from dblock.core.protocol.drive import drive
 from dblock.core.protocol.steps import Execute, Steps
 from sqlalchemy_dblock import db_lock
 from tests.conftest import INNODB, run, url
-from tests.support.lab import FEW
 from tests.support.subjects import Subject
 
-pytestmark = pytest.mark.parametrize("subject", FEW, indirect=True, ids=str)
+pytestmark = pytest.mark.usefixtures("protocol")
 
 
 class States:

@@ -17,7 +17,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -26,7 +25,7 @@ from dblock.core.holding.flow import Hold
 from dblock.core.runtime import current_flow
 from tests.conftest import ALIASES, INNODB, run, url
 from tests.support.subjects import LONG as LONG  # noqa: PLC0414 - for those who import it from here
-from tests.support.subjects import MATRIX, Subject
+from tests.support.subjects import MATRIX, PSYCOPG2, Subject
 
 ROOT = Path(__file__).parents[2]
 SYNC = [subject for subject in MATRIX if subject.face == "sync"]
@@ -49,26 +48,24 @@ SOME = (
     else [*FEW[1:], Subject("django", "async", "sqlite"), Subject("sqlalchemy", "async", "postgresql", "asyncpg")]
 )
 """For those that both kinds of faces should take: each database, and each variant with each kind of face."""
-some = pytest.mark.parametrize("subject", SOME, indirect=True, ids=str)
-"""The same for tests of a suite that goes over the whole matrix otherwise."""
-ONCE = list(MATRIX) if LONG else [FEW[0], *FEW[2:], Subject("sqlalchemy", "async", "postgresql", "asyncpg")]
-"""For those that wait for seconds: each database once, and each variant and each kind of face among them."""
-once = pytest.mark.parametrize("subject", ONCE, indirect=True, ids=str)
-"""The same as a mark."""
-BOTH = list(MATRIX) if LONG else [ONCE[0], ONCE[-1]]
-"""For those that wait for seconds, and do not ask the database for anything of their own."""
-both = pytest.mark.parametrize("subject", BOTH, indirect=True, ids=str)
-"""The same as a mark."""
 DRIVEN = list(MATRIX) if LONG else [*SOME, *(each for each in MATRIX if each.driver and each not in SOME)]
 """For those that a driver may answer in its own way: the same, and every asynchronous driver of SQLAlchemy."""
-driven = pytest.mark.parametrize("subject", DRIVEN, indirect=True, ids=str)
-"""The same as a mark."""
-LOOPED = [
-    each
-    for each in MATRIX
-    if each.face == "async" and (LONG or each in SOME or each.driver == "aiomysql" or each.database == "mysql")
+
+PROTOCOL = [Subject("sqlalchemy", "sync", database) for database in ALIASES]
+"""What the database decides: each of them, on one face."""
+FACES = [
+    Subject("django", "sync", "postgresql"),
+    Subject("django", "async", "postgresql"),
+    Subject("sqlalchemy", "sync", "postgresql"),
+    Subject("sqlalchemy", "async", "postgresql", "asyncpg"),
 ]
-"""For those of event loops: each database once."""
+"""What the API decides: each face, on one database."""
+PAIR_OF_FACES = [Subject("django", "sync", "sqlite"), FACES[3]]
+"""The same for those that wait for seconds: each variant, and each kind of face."""
+EVERYWHERE = list(MATRIX)
+"""The essential promises: every database, face and asynchronous driver."""
+DRIVERS = [each for each in (*MATRIX, PSYCOPG2) if each.variant == "sqlalchemy" or each.database == "postgresql"]
+"""What a driver answers in its own way: each of them, and one through Django."""
 
 
 def times(short: int, long: int) -> int:

@@ -87,8 +87,10 @@ class Subject:
 
 LONG = os.environ.get("DBLOCK_FAULTS", "short") == "long"
 """The contract's own numbers, or as many as fit into a run of the suite."""
+PRODUCT = bool(os.environ.get("DBLOCK_PRODUCT"))
+"""Whether the contract runs in every cell, whatever a test is about: `make product`."""
 PSYCOPG2 = Subject("sqlalchemy", "sync", "postgresql", "psycopg2")
-"""In few tests; `tests/servers/test_psycopg2.py` names them."""
+"""On the axes of the contract, and in `tests/servers/test_psycopg2.py`."""
 EVERY = tuple(
     [Subject("django", face, database) for face in ("sync", "async") for database in ALIASES]
     + [Subject("sqlalchemy", "sync", database) for database in ALIASES]
@@ -106,7 +108,6 @@ EVERY = tuple(
 _TWINS = {
     Subject("django", "sync", "mysql"),
     Subject("django", "async", "mariadb"),
-    Subject("sqlalchemy", "sync", "mariadb"),
     Subject("sqlalchemy", "async", "mariadb", "asyncmy"),
     Subject("sqlalchemy", "async", "mysql", "aiomysql"),
 }
