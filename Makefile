@@ -2,7 +2,7 @@
 
 PYTHON := .venv/bin/python
 
-.PHONY: demo serve test mysql mysqlclient celery lint mypy pyright imports mutants bench race faults nemesis pooler matrix versions dist messages screenshots docs pictures clean
+.PHONY: demo serve test mysql mysqlclient celery lint mypy pyright imports mutants bench race faults product nemesis pooler matrix versions dist messages screenshots docs pictures clean
 
 demo: ## Sell the last items without and with the lock: make demo [DB=sqlite|postgresql|mysql] [PROCS=8] [STOCK=200] [APP=celery]
 	@sh scripts/setup demo $(DB)
@@ -59,10 +59,14 @@ celery: ## Locked tasks on RabbitMQ and Redis in full numbers, with kills and re
 
 faults: docs ## Kills, cuts, pauses and races in the numbers that the contract asks for; `make test` has a short form
 	@sh scripts/setup test
-	@DBLOCK_FAULTS=long $(PYTHON) -m pytest --timeout 7200 tests/faults tests/contract tests/servers/test_listener.py tests/servers/test_pooler.py \
+	@DBLOCK_FAULTS=long $(PYTHON) -m pytest --timeout 7200 tests/faults tests/servers/test_listener.py tests/servers/test_pooler.py \
 	    tests/servers/test_sessions.py tests/servers/test_fork.py tests/core/test_small_worlds.py tests/core/test_sharing_worlds.py tests/statements/test_texts.py \
 	    tests/django/test_inspector.py tests/django/test_users_suites.py tests/testing/test_recorder.py \
 	    tests/commands/test_run.py tests/commands/test_foreign_texts.py tests/browser/test_shop.py tests/browser/test_documentation.py $(ARGS)
+
+product: ## The contract in every cell: each test on each database, face and driver, whatever it is about
+	@sh scripts/setup test
+	@DBLOCK_PRODUCT=1 $(PYTHON) -m pytest --timeout 600 tests/contract $(ARGS)
 
 nemesis: ## One random run over all databases, faults and kinds of locks, and its table in docs/proof.md: make nemesis [OPERATIONS=1000000] [SEED=] [MINUTES=] [WORLDS=4]
 	@sh scripts/setup test

@@ -54,7 +54,7 @@ from tests.statements.families import CASES
 from tests.statements.laboratory import Laboratory, statements
 from tests.support.configured import Configured, Setting, cells, configured
 from tests.support.lab import until
-from tests.support.subjects import LONG, Actor, Subject
+from tests.support.subjects import PRODUCT, Actor, Subject
 
 PSYCOPG = ("psycopg",)
 PSYCOPG2 = ("psycopg2",)
@@ -392,11 +392,11 @@ CELLS = cells(SETTINGS)
 
 
 def in_turn(known: list[tuple[Setting, Subject]], *names: str) -> list[tuple[Setting, Subject]]:
-    """Of each setting one cell of those that agree in `names`, which take turns; all of them in `make faults`."""
+    """Of each setting one cell of those that agree in `names`, which take turns; all of them in `make product`."""
     groups: dict[tuple[str, ...], list[tuple[Setting, Subject]]] = {}
     for cell in known:
         groups.setdefault((cell[0].name, *(getattr(cell[1], name) for name in names)), []).append(cell)
-    return known if LONG else [group[n % len(group)] for n, group in enumerate(groups.values())]
+    return known if PRODUCT else [group[n % len(group)] for n, group in enumerate(groups.values())]
 
 
 def one_of_each(*names: str) -> Any:
@@ -664,9 +664,9 @@ def test_drivers_that_datadog_traces() -> None:
         "DD_TRACE_AGENT_URL": "http://127.0.0.1:9",
         # Else it imports asyncio anew where gevent is installed, and asyncio.timeout() raises CancelledError.
         "DD_UNLOAD_MODULES_FROM_SITECUSTOMIZE": "0",
-        "DBLOCK_FAULTS": "long",  # every driver
+        "DBLOCK_PRODUCT": "1",  # every driver
     }
-    which = "test_a_lock_lives and nothing and not mysql"
+    which = "test_it_does_not_reach_the_lock and nothing and not mysql"
     command = ["ddtrace.commands.ddtrace_run", sys.executable, "-m", "pytest", "-n", "0", "-q", "-k", which, __file__]
     plain = ["-W", "default", "-p", "no:ddtrace", "-p", "no:ddtrace.pytest_bdd"]
     done = subprocess.run(

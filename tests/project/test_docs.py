@@ -482,31 +482,6 @@ def test_the_documented_settings_are_the_defaults() -> None:
     assert valid_tables(names["TABLE_PREFIX"], names["SCHEMA"]).name("locks", '"') == '"ops"."dblock_locks"'
 
 
-def sources(*folders: str) -> dict[str, str]:
-    """What is in the Python files of these folders, by their paths."""
-    paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
-
-
-def test_docstrings_are_statements() -> None:
-    """None begins with a question."""
-    asked: list[str] = []
-    for path, source in sources(*PACKAGES, "tests", "benchmarks", "example_project").items():
-        for node in ast.walk(ast.parse(source)):
-            value = node.value if isinstance(node, ast.Expr) else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                first, *_ = value.value.strip().split("\n")
-                asked += [f"{path}:{value.lineno}"] * first.endswith("?")
-    assert not asked
-
-
-def test_actors_are_named() -> None:
-    """As holder, waiter, caller, process: nobody is "whoever"."""
-    words = {page: text(page) for page in PAGES} | sources(*PACKAGES)
-    words["docs/architecture.md"] = re.sub("```.*?```", "", words["docs/architecture.md"], count=1, flags=re.DOTALL)
-    assert not [path for path in words if "whoever" in words[path].lower()]
-
-
 @pytest.mark.parametrize("subject", FEW, ids=str)
 def test_freeing_by_hand(request: pytest.FixtureRequest, subject: Subject) -> None:
     """The first in the queue gets the key within some seconds, the holder learns of it at its next renewal."""

@@ -40,7 +40,7 @@ FEW = "postgresql and not (django and async) and not async-postgresql-psycopg an
 @pytest.mark.parametrize(
     ("which", "least"),
     [
-        (("-k", FEW, "tests/contract/test_queue.py"), 50),
+        (("-k", FEW, "tests/contract/test_queue.py"), 25),
         (("-k", "crowd_uses", "tests/sqlalchemy/test_engines.py"), 2),
         *([(("-k", FEW, "tests/contract/test_guard.py"), 50)] if LONG else []),
     ],

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import SELDOM, ready, timed
-from tests.contract.test_driver_errors import test_every_statement as every_statement
 from tests.servers.test_listener import ELSEWHERE, hand_overs
 from tests.support.lab import ROOT
-from tests.support.subjects import PSYCOPG2, Actor, Subject
+from tests.support.subjects import PSYCOPG2, Subject
 
 
 @pytest.fixture
@@ -22,25 +21,11 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     PSYCOPG2.engine.dispose()
 
 
-@pytest.fixture
-def actor(subject: Subject) -> Iterator[Actor]:
-    made = Actor(subject)
-    yield made
-    made.close()
-
-
 @pytest.mark.direct
 def test_the_database_calls(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """A waiter hears of a release on another machine."""
     timed(monkeypatch, **SELDOM)
     hand_overs(subject, ELSEWHERE)
-
-
-@pytest.mark.direct
-@pytest.mark.parametrize("kind", ["syntax", "data", "cut"])
-def test_errors(subject: Subject, actor: Actor, kind: str) -> None:
-    """Of the server and of the connection are told apart."""
-    every_statement(subject, actor, kind)
 
 
 SITE = """

@@ -64,7 +64,9 @@ PAIR_OF_FACES = [Subject("django", "sync", "sqlite"), FACES[3]]
 """The same for those that wait for seconds: each variant, and each kind of face."""
 EVERYWHERE = list(MATRIX)
 """The essential promises: every database, face and asynchronous driver."""
-DRIVERS = [each for each in (*MATRIX, PSYCOPG2) if each.variant == "sqlalchemy" or each.database == "postgresql"]
+DRIVERS = [
+    each for each in dict.fromkeys((*MATRIX, PSYCOPG2)) if each.variant == "sqlalchemy" or each.database == "postgresql"
+]
 """What a driver answers in its own way: each of them, and one through Django."""
 
 

@@ -17,7 +17,7 @@ from dblock import LockError, LockLost, LockNotHeld, LockTimeout, testing
 from dblock.core import runtime
 from dblock.core.errors import Reason
 from tests.conftest import ALIASES, ready
-from tests.support.lab import SOME, both
+from tests.support.lab import PAIR_OF_FACES, SOME
 from tests.support.subjects import Actor, Subject
 
 
@@ -108,7 +108,7 @@ def test_taken_away(subject: Subject, actor: Actor, other: Actor) -> None:
     assert [attempt.outcome for attempt in locks.history] == ["lost", "released"]
 
 
-@both
+@pytest.mark.parametrize("subject", PAIR_OF_FACES, indirect=True, ids=str)
 def test_frozen_renewal(subject: Subject, actor: Actor) -> None:
     """A lease that would be renewed for ever is lost when its ttl has passed; afterwards all is as ever."""
     lock = subject.lock("k", ttl=0.6)
