@@ -7,12 +7,12 @@ import itertools
 import pytest
 
 from tests.conftest import ready
-from tests.support.lab import FACES, FEW
+from tests.support.lab import FACES, FEW, PROTOCOL
 from tests.support.subjects import EVERY, PRODUCT, Actor, Subject
 
 PAIRS = [
     (one, two)
-    for one, two in itertools.combinations(EVERY if PRODUCT else (*FACES, *FEW), 2)
+    for one, two in itertools.combinations(EVERY if PRODUCT else dict.fromkeys((*FACES, *PROTOCOL, *FEW)), 2)
     if one.database == two.database and (one.variant != two.variant or one.face != two.face)
 ]
 
