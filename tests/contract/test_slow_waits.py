@@ -21,8 +21,6 @@ from tests.support.lab import until
 from tests.support.subjects import Actor, Subject, twin
 
 
-
-
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "has been waiting" in record.getMessage()]
 
