@@ -58,22 +58,9 @@ def main() -> int:
                 )
             table.add_section()
         console.print(table)
-        missed += _compare_memory_speed(console, ports, rounds)
         missed += _count(console, ports)
     console.print("all targets reached" if not missed else f"[red]missed: {', '.join(missed)}")
     return 1 if missed else 0
-
-
-def _compare_memory_speed(console: Console, ports: dict[str, int], rounds: int) -> list[str]:
-    """Takes that do not wait for the disk, as a ratio to those that do; in tables of their own."""
-    url = f"postgresql+psycopg://dblock@127.0.0.1:{ports['postgresql']}/postgres"
-    durable = Candidate("durable", _sqlalchemy(url))
-    light = Candidate("DURABLE = False", _sqlalchemy(url, dblock_durable=False, dblock_prefix="light_"))
-    rates = measure([durable, light], rounds)
-    ratio = statistics.median(a / b for a, b in zip(rates[light.name], rates[durable.name], strict=True))
-    middle = statistics.median(rates[light.name])
-    console.print(f"PostgreSQL, DURABLE = False: {middle:,.0f} cycles/s, {ratio:.2f} x durable (target >= 1.60)")
-    return [] if ratio >= 1.6 else [light.name]
 
 
 def measure(candidates: list[Candidate], rounds: int) -> dict[str, list[float]]:
@@ -161,14 +148,12 @@ def _floor(connection: Any, mark: str) -> Cycle:
     return run
 
 
-def _sqlalchemy(url: str, **options: Any) -> Cycle:
+def _sqlalchemy(url: str) -> Cycle:
     from sqlalchemy import create_engine
 
-    from sqlalchemy_dblock import create_tables, db_lock
+    from sqlalchemy_dblock import db_lock
 
-    engine = create_engine(url, execution_options=options)
-    if options:
-        create_tables(engine)
+    engine = create_engine(url)
 
     def run(count: int) -> None:
         for _ in range(count):

@@ -78,10 +78,9 @@ def check_settings(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[Ch
     except (TypeError, ValueError) as error:
         hint = 'Seconds or a timedelta, "auto" or None. See docs/clusters.md.'
         found.append(Error(f"{error}.", hint=hint, id="dblock.E002"))
-    for name in ("LISTEN", "DURABLE"):
-        if not isinstance(given.get(name, True), bool):
-            hint = "A bool. See docs/reference.md."
-            found.append(Error(f"DBLOCK[{name!r}] is neither True nor False.", hint=hint, id="dblock.E002"))
+    if not isinstance(given.get("LISTEN", True), bool):
+        hint = "A bool. See docs/reference.md."
+        found.append(Error("DBLOCK['LISTEN'] is neither True nor False.", hint=hint, id="dblock.E002"))
     alias = given.get("USING")
     if alias is not None and alias not in connections:
         hint = f"DATABASES has {', '.join(sorted(connections))}. See docs/reference.md."
@@ -206,17 +205,6 @@ def check_quarantine(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[
     hint = "Make DBLOCK['FAILOVER_QUARANTINE'] as long as the longest ttl and grace in use. See docs/clusters.md."
     text = f"DBLOCK['TTL'] ({ttl:g} s) is longer than keys are closed after a failover ({quarantine:g} s)."
     return [Warning(text, hint=hint, id="dblock.W011")]
-
-
-@register("dblock")
-def check_durable(app_configs: Sequence[AppConfig] | None, **_: Any) -> list[CheckMessage]:
-    """W012: DURABLE = False where it has no effect."""
-    connection = _locks_connection()
-    if connection is None or connection.vendor == "postgresql" or conf.settings().DURABLE is not False:
-        return []
-    hint = "Leave it out, or keep the locks in PostgreSQL. See docs/clusters.md."
-    text = f"DBLOCK['DURABLE'] is False, and {connection.display_name} waits for the disk all the same."
-    return [Warning(text, hint=hint, id="dblock.W012")]
 
 
 @register("dblock")

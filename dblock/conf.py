@@ -14,7 +14,6 @@ from django.conf import settings as django_settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
-from dblock.core import values
 from dblock.core.statements.base import Tables
 from dblock.core.validation import (
     valid_history,
@@ -50,8 +49,6 @@ class Settings:
     """Whether PostgreSQL notifies waiters with NOTIFY. It takes one connection for each process that waits."""
     FAILOVER_QUARANTINE: Seconds | str | None = "auto"
     """Seconds for which keys are closed after a failover; "auto": 60, None: none, for synchronous standbys only."""
-    DURABLE: bool = True
-    """False, on PostgreSQL: do not wait for the disk, and close the keys for as long as TTL after each restart."""
     TABLE_PREFIX: str = ""
     """Stands before the tables' names, `locks` and `lock_waiters`. Read when Django starts, as models are."""
     SCHEMA: str | None = None
@@ -111,12 +108,6 @@ def quarantine() -> float:
     return valid_quarantine(settings().FAILOVER_QUARANTINE, "DBLOCK['FAILOVER_QUARANTINE']")
 
 
-@cache
-def asynchronous_ttl() -> float:
-    """The longest lease that takes do not wait for the disk for; 0.0 if they do."""
-    return values.asynchronous_ttl(ttl()) if settings().DURABLE is False else 0.0
-
-
 def history() -> int:
     """How many events are kept. Raises TypeError or ValueError for a bad value."""
     return valid_history(settings().HISTORY, "DBLOCK['HISTORY']")
@@ -140,7 +131,7 @@ def follow_history() -> None:
 
 def _changed(*, setting: str, **_: object) -> None:
     if setting == "DBLOCK":
-        for reading in (settings, ttl, timeout, slow_wait, reaping, quarantine, asynchronous_ttl):
+        for reading in (settings, ttl, timeout, slow_wait, reaping, quarantine):
             reading.cache_clear()
         follow_history()
 

@@ -225,8 +225,6 @@ class LockEpoch(_Row):
     since = MomentField("first found at")
     opens_at = MomentField("keys open at")
     floor = models.BigIntegerField("fence above all of earlier servers")
-    restarted_at = MomentField("restarted at", null=True)  # type: ignore[misc]
-    asynchronous_ttl = models.FloatField("longest ttl that a crash may undo", db_default=0.0)
 
     class Meta:
         db_table = table("lock_epoch")

@@ -69,7 +69,6 @@ class DjangoStore(BaseStore):
             dialect_for(vendor, tables),
             refuse_waiting=self._refuse_waiting,
             quarantine=conf.quarantine,
-            asynchronous_ttl=conf.asynchronous_ttl,
         )
         self._alias = self.name = alias
         self._described = f"database {alias!r}"

@@ -17,7 +17,6 @@ from dblock.core import runtime
 from dblock.core.errors import SynchronousOnlyOperation, UnsupportedDatabase
 from dblock.core.holding.flow import current_task
 from dblock.core.lock.executor import BaseStore
-from dblock.core.log import warn
 from dblock.core.protocol.drive import plain_task, to_its_end
 from dblock.core.protocol.sending import Database
 from dblock.core.protocol.steps import Execute, Rows
@@ -25,7 +24,7 @@ from dblock.core.protocol.store import Subscription
 from dblock.core.statements import DIALECTS, dialect_for
 from dblock.core.statements.base import Tables
 from dblock.core.validation import valid_history, valid_quarantine, valid_reaping, valid_tables
-from dblock.core.values import TTL, Seconds, asynchronous_ttl
+from dblock.core.values import Seconds
 from dblock.core.wakeup.registry import Wakeups
 from dblock.core.worker import start
 from sqlalchemy_dblock.connections import EnginePool, in_greenlet_of_its_own, rest, source_for
@@ -46,7 +45,6 @@ class Options(NamedTuple):
     reaping: tuple[float, float] | None
     history: int
     quarantine: float
-    durable: bool
 
 
 def _options(engine: Engine) -> Options:
@@ -54,10 +52,8 @@ def _options(engine: Engine) -> Options:
     get = engine.get_execution_options().get
     schema, translated = get("dblock_schema"), get("schema_translate_map") or {}
     listens, retention = get("dblock_listen", True), get("dblock_retention", 3600.0)
-    durable = get("dblock_durable", True)
-    for name, value in (("dblock_listen", listens), ("dblock_durable", durable)):
-        if not isinstance(value, bool):
-            raise TypeError(f"the execution option {name} is True or False, not {value!r}")
+    if not isinstance(listens, bool):
+        raise TypeError(f"the execution option dblock_listen is True or False, not {listens!r}")
     return Options(
         valid_tables(get("dblock_prefix", ""), translated.get(schema, schema)),
         listens,
@@ -65,7 +61,6 @@ def _options(engine: Engine) -> Options:
         valid_reaping(get("dblock_reap_every"), retention, "dblock_reap_every"),
         valid_history(get("dblock_history", 0), "the execution option dblock_history"),
         valid_quarantine(get("dblock_failover_quarantine", "auto"), "the execution option dblock_failover_quarantine"),
-        durable,
     )
 
 
@@ -91,10 +86,7 @@ class EngineStore(BaseStore):
             dialect_for(name, tables),
             refuse_waiting=refuse_waiting,
             quarantine=lambda: options.quarantine,
-            asynchronous_ttl=lambda: 0.0 if options.durable else asynchronous_ttl(TTL),
         )
-        if not options.durable and (self.database.dialect.epoch is None or self.database.dialect.epoch.relax is None):
-            warn("dblock_durable=False has no effect: takes wait for the disk on every database but PostgreSQL")
         self._source = source_for(engine)
         if isinstance(engine.pool, SingletonThreadPool):
             self._create_table += (

@@ -173,8 +173,6 @@ def _add_lock_epoch(made: MetaData, prefix: str) -> None:
         Column("since", _moment, nullable=False),
         Column("opens_at", _moment, nullable=False),
         Column("floor", BigInteger, nullable=False),
-        Column("restarted_at", _moment),
-        Column("asynchronous_ttl", _seconds, nullable=False, server_default=text("0")),
         **_INNODB,
     )
     # An Alembic migration without this row closes the keys for FAILOVER_QUARANTINE at the first use, on MySQL, MariaDB,

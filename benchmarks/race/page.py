@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from benchmarks.race.peers import BARE_QUEUE, BARE_STATEMENTS, MEMORY, MINE, TWO_UPDATES
+from benchmarks.race.peers import BARE_QUEUE, BARE_STATEMENTS, MINE, TWO_UPDATES
 
 Results = dict[str, Any]
 BAND = 1.05
@@ -205,14 +205,6 @@ KEPT = [
         1.0,
         most=False,
     ),
-    Kept("DURABLE = False: one client, x durable", *_pair("alone", MEMORY, MINE, "rate"), 1.6, most=False),
-    Kept(
-        "DURABLE = False: own keys, 8 clients: rate, x redis-py on disk",
-        *_pair("own", MEMORY, "redis-py, on disk", "rate"),
-        1.5,
-        most=False,
-    ),
-    Kept("DURABLE = False: hand-off p50, x session lock", *_pair("handoff", MEMORY, SESSION, "p50"), 1.3, most=True),
     Kept(
         "MariaDB, 32 x 5 ms: rate, x GET_LOCK",
         _hot(MARIADB, "rate", 32, 0.005),
@@ -443,7 +435,7 @@ connection that it waits with, which is then not over when counting begins. Run 
 def _comparison(results: Results, drawn: dict[str, str]) -> Section:
     theirs, ours = ahead(results)
     yield "## Where others are ahead\n"
-    yield "Of this project on PostgreSQL, durable, through SQLAlchemy; by 5 % at least; the best first.\n"
+    yield "Of this project on PostgreSQL, through SQLAlchemy; by 5 % at least; the best first.\n"
     yield table(["", "dblock", "ahead of it"], theirs, words=True) if theirs else "Nowhere in this run.\n"
     yield """A session lock (`pg_advisory_lock`, `GET_LOCK`, and the libraries on them) and a lock in Redis's memory write
 nothing to a disk. A session lock has no lease and no fence, needs a connection for as long as it is held, and does not

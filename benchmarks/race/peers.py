@@ -57,19 +57,10 @@ class Peer(NamedTuple):
     """Whether it runs in all scenarios, rather than in a few."""
 
 
-def sqlalchemy_face(url: str, key: str, **options: Any) -> Lock:
+def sqlalchemy_face(url: str, key: str) -> Lock:
     """This project by `sqlalchemy_dblock`."""
-    lock = db_lock(create_engine(url, execution_options=options), key, ttl=TTL, timeout=None)
+    lock = db_lock(create_engine(url), key, ttl=TTL, timeout=None)
     return Lock(lock.acquire, lock.release, lambda: lock.acquire(blocking=False))
-
-
-LIGHT = {"dblock_durable": False, "dblock_prefix": "light_"}
-"""Whether takes wait for the disk is a property of the tables: these have tables of their own."""
-
-
-def light_face(url: str, key: str) -> Lock:
-    """The same without waiting for the disk."""
-    return sqlalchemy_face(url, key, **LIGHT)
 
 
 class OneTask:
@@ -100,18 +91,13 @@ class OneTask:
             self._loop.stop()
 
 
-def sqlalchemy_async_face(url: str, key: str, **options: Any) -> Lock:
+def sqlalchemy_async_face(url: str, key: str) -> Lock:
     """The same in an event loop, over asyncpg."""
     from sqlalchemy.ext.asyncio import create_async_engine
 
     run, driver = OneTask(), make_url(url).set(drivername="postgresql+asyncpg")
-    lock = db_lock(create_async_engine(driver, execution_options=options), key, ttl=TTL, timeout=None)
+    lock = db_lock(create_async_engine(driver), key, ttl=TTL, timeout=None)
     return Lock(lambda: run(lock.acquire), lambda: run(lock.release))
-
-
-def light_async_face(url: str, key: str) -> Lock:
-    """The same without waiting for the disk."""
-    return sqlalchemy_async_face(url, key, **LIGHT)
 
 
 def django_face(url: str, key: str) -> Lock:
@@ -416,7 +402,6 @@ NOTIFIED = "in a queue, notified by the one before"
 OURS = "PostgreSQL"
 """The place of the row of this project that others are compared with."""
 MINE = "dblock (PostgreSQL)"
-MEMORY = "dblock (PostgreSQL, DURABLE = False)"
 BARE_QUEUE = "bare queue in SQL (PostgreSQL)"
 BARE_STATEMENTS = "its statements, bare (PostgreSQL)"
 TWO_UPDATES = "two durable UPDATEs (PostgreSQL)"
@@ -424,7 +409,6 @@ DISK = "all of it"
 
 PEERS = [
     Peer(MINE, "PostgreSQL", sqlalchemy_face, NOTIFIED, "lease, renewed", DISK, ours=True),
-    Peer(MEMORY, "PostgreSQL", light_face, NOTIFIED, "lease, renewed", "later", ours=True),
     Peer("dblock (MariaDB)", "MariaDB", sqlalchemy_face, NOTIFIED, "lease, renewed", DISK, ours=True),
     Peer("dblock (SQLite)", "SQLite", sqlalchemy_face, "in a queue, polls", "lease, renewed", DISK, ours=True),
     *(
@@ -433,7 +417,6 @@ PEERS = [
         )
         for name, make in (
             ("SQLAlchemy async", sqlalchemy_async_face),
-            ("SQLAlchemy async, DURABLE = False", light_async_face),
             ("Django", django_face),
             ("Django async", django_async_face),
         )
@@ -465,7 +448,7 @@ PEERS = [
     Peer(BARE_QUEUE, "PostgreSQL", bare_queue, NOTIFIED, floor=True),
 ]
 QUICK = (
-    *(MINE, MEMORY, "dblock (MariaDB)", "dblock (SQLite)", "pg_advisory_lock", "django-pglock", "GET_LOCK (MariaDB)"),
+    *(MINE, "dblock (MariaDB)", "dblock (SQLite)", "pg_advisory_lock", "django-pglock", "GET_LOCK (MariaDB)"),
     *("redis-py", "redis-py, on disk", "python-redis-lock", "etcd", "ZooKeeper, kazoo"),
     *(TWO_UPDATES, BARE_QUEUE),
 )

@@ -20,8 +20,7 @@ from typing import Any, Self
 from sqlalchemy import create_engine, text
 
 from benchmarks import FORK
-from benchmarks.race.peers import LIGHT
-from sqlalchemy_dblock import create_tables, metadata
+from sqlalchemy_dblock import metadata
 from tests.support.servers import (
     MariaDB,
     MissingServer,
@@ -262,8 +261,6 @@ def _prepare(place: Place) -> None:
         return
     engine = create_engine(place.url())
     metadata.create_all(engine)
-    if place.name == "PostgreSQL":
-        create_tables(engine.execution_options(**LIGHT))
     with engine.begin() as connection:
         if place.name == "SQLite":
             _ = connection.execute(text("PRAGMA journal_mode = WAL"))

@@ -25,9 +25,6 @@ QUARANTINE: Final = 60.0
 MARGIN: Final = 2.5
 """Seconds by which the clocks of a primary and of its standby may differ."""
 
-ASYNCHRONOUS_MAX: Final = 60.0
-"""The longest lease in seconds that a statement may begin without waiting for the disk."""
-
 MACHINE: Final = 8
 """Number of leading hexadecimal digits of an owner token that name a machine (`dblock.core.machine`)."""
 
@@ -55,11 +52,6 @@ def slot_of(key: str) -> int | None:
     """The number of a slot by the key of its row; None for any other row."""
     kind, _, number = key.partition(SHARE)[2].partition(" ")
     return int(number) if kind == "p" else None
-
-
-def asynchronous_ttl(ttl: float) -> float:
-    """The longest lease that does not wait for the disk, for a process whose leases last so long by default."""
-    return min(max(ttl, MARGIN), ASYNCHRONOUS_MAX)
 
 
 Seconds = float | int | timedelta

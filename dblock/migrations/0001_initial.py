@@ -184,11 +184,6 @@ class Migration(migrations.Migration):
                 ("since", dblock.models.MomentField(verbose_name="first found at")),
                 ("opens_at", dblock.models.MomentField(verbose_name="keys open at")),
                 ("floor", models.BigIntegerField(verbose_name="fence above all of earlier servers")),
-                ("restarted_at", dblock.models.MomentField(null=True, verbose_name="restarted at")),  # type: ignore[misc]
-                (
-                    "asynchronous_ttl",
-                    models.FloatField(db_default=0.0, verbose_name="longest ttl that a crash may undo"),
-                ),
             ],
             options={
                 "verbose_name": "lock epoch",

@@ -445,7 +445,7 @@ def test_the_commands_of_the_docs() -> None:
     lines = [shlex.split(line, comments=True) for line in block("docs/operating.md", "commands").splitlines()]
     assert {line[0] for line in lines} == {"dblock"}
     verbs = [parser().parse_args(line[1:]).command for line in lines]
-    assert set(verbs) == {"ls", "show", "quarantine", "durability", "release", "top", "doctor", "run"}
+    assert set(verbs) == {"ls", "show", "quarantine", "release", "top", "doctor", "run"}
 
 
 # -- how things are said

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 from django.test import override_settings
 from prometheus_client import CollectorRegistry, generate_latest
-from sqlalchemy import URL, Engine, create_engine
+from sqlalchemy import Engine, create_engine
 
-from dblock import conf
-from dblock.checks import check_durable, check_quarantine, check_settings
+from dblock.checks import check_quarantine, check_settings
 from dblock.contrib import prometheus
 from dblock.operating.commands import checkup
 from sqlalchemy_dblock import LockTimeout, attach, db_lock
@@ -102,61 +101,3 @@ def test_a_lease_that_outlasts_it() -> None:
     assert ids(USING="default", TTL=61) == []
     for bad in ("sometimes", 0, -1, True):
         assert ids(USING="postgresql", FAILOVER_QUARANTINE=bad) == ["dblock.E002"]
-
-
-def test_whether_takes_wait_for_the_disk(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> None:
-    """It is a property of the tables, which the first take of an engine sets, and a command takes back."""
-    ready(request, "postgresql")
-    shell = Shell("sqlalchemy", "postgresql")
-    assert "all takes wait for the disk" in shell("durability").stdout
-    light = create_engine(url("postgresql"), execution_options={"dblock_durable": False})
-    try:
-        for _ in range(2):
-            with db_lock(light, "k"):
-                pass
-        assert "leases of up to 30 s do not wait for the disk" in shell("durability").stdout
-        assert json.loads(shell("durability", "--json").stdout) == {"asynchronous_ttl": 30.0}
-        assert "leases of up to 30 s" in shell("ls").stderr
-        [found] = findings("postgresql", checkup.failover)["durability"]
-        assert "--restore" in found.hint
-        assert "wait for the disk again; the next restart" in shell("durability", "--restore").stdout
-    finally:
-        run("postgresql", "UPDATE lock_epoch SET asynchronous_ttl = 0")
-        light.dispose()
-    db_lock(create_engine("sqlite://", execution_options={"dblock_durable": False}), "k")._store()
-    assert "dblock_durable=False has no effect" in caplog.text
-    with pytest.raises(TypeError, match="dblock_durable is True or False"):
-        db_lock(create_engine(url("postgresql"), execution_options={"dblock_durable": 0}), "k")._store()
-
-
-def test_without_the_right_to_say_it(lowly: Callable[..., URL], caplog: pytest.LogCaptureFixture) -> None:
-    """A user who may read `lock_epoch`, and not write it: takes wait for the disk, which a warning says once."""
-    where = lowly("postgresql", "SELECT", "INSERT", "UPDATE", "DELETE")
-    run("postgresql", "REVOKE INSERT, UPDATE, DELETE ON lock_epoch FROM lowly")
-    light = create_engine(where, execution_options={"dblock_durable": False})
-    for key in ("a", "b", "a"):
-        with db_lock(light, key, ttl=5) as lock:
-            assert lock.verify()
-            lock.extend(6)
-    light.dispose()
-    assert run("postgresql", "SELECT asynchronous_ttl FROM lock_epoch") == [(0.0,)]
-    [warned] = [record.getMessage() for record in caplog.records if "DURABLE" in record.getMessage()]
-    assert warned.startswith("takes wait for the disk, though DURABLE is False: ")
-    assert "lock_epoch" in warned
-
-
-def test_the_setting() -> None:
-    """How long keys are closed follows TTL; a value that is no bool, and other databases, are told by system checks."""
-
-    def ids(**settings: object) -> list[str | None]:
-        with override_settings(DBLOCK=settings):
-            return [each.id for each in (*check_settings(None), *check_durable(None))]
-
-    for ttl, seconds in ((30, 30.0), (1, 2.5), (3600, 60.0)):
-        with override_settings(DBLOCK={"DURABLE": False, "TTL": ttl}):
-            assert conf.asynchronous_ttl() == seconds
-    assert conf.asynchronous_ttl() == 0.0
-    assert ids(USING="postgresql", DURABLE=False) == []
-    assert ids(USING="default", DURABLE=False) == ["dblock.W012"]
-    assert ids(USING="default") == []
-    assert ids(USING="postgresql", DURABLE="no") == ["dblock.E002"]

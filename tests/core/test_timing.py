@@ -20,7 +20,6 @@ OF_OPTIONS = {
     ("validation.py", "TTL_MAX"),
     ("lock/leading.py", "TTL"),
     ("values.py", "QUARANTINE"),
-    ("values.py", "ASYNCHRONOUS_MAX"),
     ("values.py", "MARGIN"),
     ("values.py", "TTL"),
 }

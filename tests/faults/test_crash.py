@@ -6,17 +6,15 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import random
 import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import create_engine, text
 
 from dblock.core import runtime, timing
 from dblock.core.acquire.request import Request
@@ -27,7 +25,7 @@ from dblock.core.protocol.sending import send
 from dblock.core.runtime import current_flow
 from dblock.core.values import Tenure
 from dblock.core.wakeup.registry import Message
-from sqlalchemy_dblock import LockLost, LockTimeout, db_lock, metadata
+from sqlalchemy_dblock import LockLost, db_lock, metadata
 from tests.conftest import timed
 from tests.support.lab import LONG, until
 from tests.support.servers import MariaDB, MySQL, PostgreSQL, Server, running
@@ -346,181 +344,4 @@ def _member(url: str, stay: Any, stop: Any, told: Any) -> None:
                     stays.append((begin, min(time.monotonic(), begin + sure), fence))
         except LockError:
             time.sleep(0.01)
-    told.put(stays)
-
-
-def test_a_restart_closes_the_keys_where_takes_do_not_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a session was killed, power failed, and a shutdown in order: until leases of before are over."""
-    monkeypatch.setattr("sqlalchemy_dblock.store.TTL", 3.0)
-    with running(lambda: PostgreSQL(**LAZY)) as server:
-        assert isinstance(server, PostgreSQL)
-        url = SERVERS["postgresql"][1].format(server.port)
-        engine = create_engine(url, execution_options={"dblock_durable": False})
-        metadata.create_all(engine)
-
-        def value(sql: str) -> Any:
-            with engine.connect() as connection:
-                return connection.execute(text(sql)).scalar()
-
-        store = db_lock(engine, "k")._store()
-        for number, how in enumerate(("session", "session", "power", "order")):
-            key = f"k {number}"
-            lock = db_lock(engine, key, ttl=3, renew=False)
-            lock.acquire()
-            hold = lock._hold()
-            assert hold is not None
-            assert value("SELECT asynchronous_ttl FROM lock_epoch") == 3
-            _restart(server, engine, how)
-            known = value(f"SELECT count(*) FROM locks WHERE lock_key = '{key}' AND fence = {hold.tenure.fence}")
-            assert known == (how == "order"), "a crash has undone it"
-            told = pytest.raises(LockTimeout, match=r"restarted \d s ago: keys open in \d s")
-            with told, db_lock(engine, f"other {number}", timeout=0):
-                pass
-            with contextlib.suppress(LockError):
-                lock.release()
-            with db_lock(engine, key, ttl=3, timeout=10) as heir:
-                assert store.database.now() >= hold.lease.trusted_until
-                assert (heir.fence or 0) > hold.tenure.fence
-        engine.dispose()
-        engine = create_engine(url)  # of a process that waits for the disk
-        store = db_lock(engine, "k")._store()
-        drive(epoch.restore(store.database, store.database.now() + 5), store)
-        _restart(server, engine, "power")
-        assert not db_lock(engine, "other").acquire(blocking=False), "the last time"
-        with db_lock(engine, "other", timeout=10):
-            pass
-        _restart(server, engine, "power")
-        with db_lock(engine, "last", timeout=0):
-            pass
-        engine.dispose()
-
-
-MARK = 4.0
-"""Seconds for which keys are closed after a crash where takes do not wait for the disk."""
-
-
-@pytest.mark.skipif(not LONG, reason="part of `make faults`: two crashes would show too little")
-@pytest.mark.timeout(3600)
-def test_crashes_where_nobody_waits_for_the_disk() -> None:
-    """Power fails, or one session dies: no two believe that they have a key, fences go up, and tenures were undone."""
-    crashes = int(os.environ.get("CRASHES", "100"))
-    with running(lambda: PostgreSQL(**LAZY)) as server:
-        assert isinstance(server, PostgreSQL)
-        url = SERVERS["postgresql"][1].format(server.port)
-        engine = create_engine(url, isolation_level="AUTOCOMMIT")
-        metadata.create_all(engine)
-        spawn = multiprocessing.get_context("spawn")
-        stay, stop, told, turn = spawn.Event(), spawn.Event(), spawn.Queue(), spawn.Value("i", 0)
-        arguments = url, turn, stay, stop, told
-        members = [spawn.Process(target=_light_member, args=arguments, daemon=True) for _ in range(3)]
-
-        def query(sql: str) -> list[Any]:
-            with engine.connect() as connection:
-                return list(connection.execute(text(sql)))
-
-        with engine.connect() as connection:
-            connection.execute(text(f"UPDATE lock_epoch SET asynchronous_ttl = {MARK}"))
-        for member in members:
-            member.start()
-        assert until(lambda: query("SELECT 1 FROM locks WHERE lock_key = 'b 0'"), 30)
-        after: list[tuple[float, dict[str, int]]] = []
-        for number in range(crashes):
-            time.sleep(random.uniform(0.2, 1.0))
-            if number % 4 < 2:  # else the keys go from hand to hand
-                stay.set()
-                turn.value = number + 1  # of keys that nobody has had the server has nothing on the disk
-                time.sleep(random.uniform(0.1, 2.5))
-            before = time.monotonic()
-            if number % 2:
-                for member in members:
-                    os.kill(member.pid or 0, signal.SIGSTOP)
-                server.lose_power()
-                engine.dispose()
-                server.start()
-                for member in members:
-                    os.kill(member.pid or 0, signal.SIGCONT)
-            else:
-                [(session,)] = query(
-                    "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'dblock%' ORDER BY random() LIMIT 1"
-                )
-                os.kill(session, signal.SIGKILL)
-                assert until(partial(_answers, server, session), 30)
-                engine.dispose()
-            after.append((before, dict(query("SELECT lock_key, fence FROM locks"))))
-            time.sleep(random.uniform(0.0, 1.0))
-            stay.clear()
-            time.sleep(MARK + 0.5)
-        stop.set()
-        stays = sorted(each for _ in members for each in told.get(timeout=60))
-        for member in members:
-            member.join(60)
-        engine.dispose()
-    assert len(stays) > 20 * crashes
-    for key in {key for key, *_ in stays}:
-        of_key = [each[1:] for each in stays if each[0] == key]
-        for (_, end, fence), (begin, _, later) in itertools.pairwise(of_key):
-            assert end <= begin, "two had it"
-            assert fence < later
-    undone = sum(
-        begin < moment and fence > rows.get(key, 0) for moment, rows in after for key, begin, _, fence in stays
-    )
-    assert undone >= crashes / 2, "a crash that undoes nothing proves nothing"
-
-
-def _restart(server: PostgreSQL, engine: Engine, how: str) -> None:
-    """After the death of one session, a failure of the power, or a shutdown in order."""
-    if how == "session":
-        with engine.connect() as connection:
-            session = connection.execute(text("SELECT pg_backend_pid()")).scalar() or 0
-        os.kill(session, signal.SIGKILL)
-        assert until(partial(_answers, server, session), 30)
-    else:
-        if how == "power":
-            server.lose_power()
-        else:
-            server.stop(signal.SIGINT)
-        server.start()
-    engine.dispose()
-
-
-def _answers(server: PostgreSQL, session: int) -> bool:
-    """Whether the server has started anew without that session."""
-    with (
-        contextlib.suppress(psycopg.Error),
-        psycopg.connect(host="127.0.0.1", port=server.port, user="dblock", dbname="postgres") as connection,
-    ):
-        return not connection.execute("SELECT 1 FROM pg_stat_activity WHERE pid = %s", [session]).fetchone()
-    return False
-
-
-def _light_member(url: str, turn: Any, stay: Any, stop: Any, told: Any) -> None:
-    """Two threads take the two keys of the turn again and again, and stay if told to; says when each was trusted."""
-    timing.DEFAULT = timing.DEFAULT._replace(poll_notified=0.05, waiter_ttl=MARK)  # no heartbeat waits for the disk
-    engine, stays = create_engine(url), list[tuple[str, float, float, int]]()
-
-    def work(number: int) -> None:
-        while not stop.is_set():
-            key = f"{random.choice('ab')} {turn.value}"
-            lock = db_lock(engine, key, ttl=MARK, timeout=5, renew=random.random() < 0.5)
-            try:
-                with lock:
-                    begin, fence = time.monotonic(), lock.fence or 0
-                    sure = time.monotonic()
-                    if not lock.remaining:
-                        continue
-                    time.sleep(0.01)
-                    while True:
-                        now = time.monotonic()
-                        if not lock.remaining:
-                            break
-                        sure = now
-                        if not stay.is_set():
-                            break
-                        time.sleep(0.01)
-                    stays.append((key, begin, sure, fence))
-            except LockError:
-                time.sleep(0.02)
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(work, range(2)))
     told.put(stays)

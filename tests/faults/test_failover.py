@@ -136,48 +136,6 @@ def test_a_hundred_promotions(kind: str, capsys: pytest.CaptureFixture[str]) -> 
         print(f"\n{kind}: {promotions} promotions, {tenures} tenures, no two at once")  # noqa: T201 - to be read
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets that a cut has ended
-@pytest.mark.parametrize("number", range(10 if LONG else 1))
-def test_a_promotion_where_nobody_waits_for_the_disk(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are closed for as long as a lease that did not wait, though the setting for a failover says less."""
-    chance, mark = random.Random(number), 4.0
-    monkeypatch.setattr("sqlalchemy_dblock.store.TTL", mark)
-    with pair_of("postgresql") as pair, Proxy(0, pair.primary.port) as proxy:
-        first = pair.engine(pair.primary, durable=False)
-        with db_lock(first, "first", ttl=mark):
-            pass
-        assert until(lambda: pair.has("first"))
-        assert pair.ask(pair.replica, "SELECT asynchronous_ttl FROM lock_epoch") == [(mark,)]
-        places = [URLS["postgresql"].format(proxy.port)] * (4 if LONG else 1)
-        with crowd(places, (), chance, quarantine=None, longest=2 * mark) as load:
-            time.sleep(chance.uniform(0.3, 1.0))
-            pair.cut()
-            lost = db_lock(first, "a new one", ttl=mark, renew=False)
-            assert lost.acquire()
-            hold = hold_of(lost)
-            pair.promote()
-            promoted, new = clock.now(), pair.engine(pair.replica, failover_quarantine=None)
-            # The first who finds it.
-            told = pytest.raises(LockTimeout, match=r"promoted \d s ago: keys open in \d s")
-            with told, db_lock(new, "k", timeout=1):
-                pass
-            proxy.lead_to(pair.replica.port)
-            with db_lock(new, "a new one", timeout=20) as heir:
-                assert clock.now() >= hold.lease.trusted_until
-                assert (heir.fence or 0) > hold.tenure.fence
-            assert until(lambda: load.since(promoted), 30)
-            time.sleep(2.0 if LONG else 0.0)
-            spans = "SELECT CAST(extract(epoch FROM opens_at - since) AS double precision) FROM lock_epoch"
-            [(span,)] = pair.ask(pair.replica, spans)
-            assert span == pytest.approx(mark, abs=1e-5), "for no longer than it must be"
-        assert min(each.since for each in load.since(promoted)) > promoted + mark - 0.2
-        runtime.current.watchdog.discard(hold)
-        current_flow().holds.clear()
-        for engine in (first, new):
-            engine.dispose()
-
-
 def door_is_taken(engine: Engine) -> bool:
     """Whether somebody waits for a permit."""
     with engine.connect() as connection:

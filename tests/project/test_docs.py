@@ -180,7 +180,6 @@ SERVED = {"asgi", "celery-shutdown", "fastapi", "fastapi-dependency", "gunicorn"
 ELSEWHERE = SERVED | {
     "alembic",
     "defaults",
-    "durable",
     "free",
     "health",
     "health-django",
@@ -475,8 +474,6 @@ def test_the_documented_settings_are_the_defaults() -> None:
     exec(block("docs/reference.md", "defaults"), space)
     assert Settings(**space["DBLOCK"]) == Settings()  # type: ignore[arg-type]
     assert set(space["DBLOCK"]) == set(Settings.__dataclass_fields__)
-    exec(block("docs/clusters.md", "durable"), space)
-    assert Settings(**space["DBLOCK"]) == Settings(DURABLE=False)  # type: ignore[arg-type]
     exec(block("docs/databases.md", "names-settings"), space)
     names = space["DBLOCK"]
     assert valid_tables(names["TABLE_PREFIX"], names["SCHEMA"]).name("locks", '"') == '"ops"."dblock_locks"'

@@ -174,44 +174,6 @@ def _families() -> Iterator[Case]:
                 yield replace(case, beside=[lock], reply=BUSY, after={})
 
 
-_LASTING: Final = ("take", "take_several", "create", "reenter", "extend", "renew", "accept", "read", "take_slot")
-UNDOABLE: Final = dict.fromkeys((*_LASTING, "hand_over_local", "await_leaving"), 61.0) | {"heartbeat": 9.0}
-"""The statements that do not wait for the disk if lock_epoch says so of leases as long as their case's."""
-
-
-_AHEAD: Final = 10**17
-"""A fence of a clock that was far ahead."""
-
-
-def _of_memory_speed() -> Iterator[Case]:
-    for statement, seconds in UNDOABLE.items():
-        case = replace(_plain(statement, "postgresql"), on=("postgresql",))
-        epoch = {"asynchronous_ttl": seconds}
-        behaviour = "it does not wait for the disk where a crash closes the keys for long enough"
-        yield replace(case, behaviour=behaviour, epoch=epoch, durable=False)
-        behaviour = "it waits for the disk if its lease is longer than a crash closes the keys"
-        yield replace(case, behaviour=behaviour, epoch={"asynchronous_ttl": seconds - 0.5}, durable=True)
-    for statement in ("take", "take_several", "take_slot", "read", "accept", "hand_over_local"):
-        case = replace(_plain(statement, "postgresql"), on=("postgresql",))
-        some = 1 if statement == "take_several" else len(case.keys)  # the others' fences are of the clock
-        keys = [{**key, "fence": _AHEAD} for key in case.keys[:some]] + [*case.keys[some:]]
-        given, fence = dict(case.given), _AHEAD + int(statement != "accept")
-        if statement == "hand_over_local":
-            given["fence"] = _AHEAD
-        behaviour = "it waits for the disk if its fence does not come from the clock, which was set back"
-        answered: Any = case.reply
-        reply = [(fence, *row[1:]) for row in answered]
-        after = {key: row and {**row, "fence": fence} for key, row in case.after.items()}
-        epoch = {"asynchronous_ttl": 61.0}
-        yield replace(
-            case, behaviour=behaviour, keys=keys, given=given, epoch=epoch, reply=reply, after=after, durable=True
-        )
-    for statement in sorted({*DURABLE} - {*UNDOABLE} - {"grant"}):
-        case = replace(_plain(statement, "postgresql"), on=("postgresql",))
-        behaviour = "it waits for the disk even where takes do not"
-        yield replace(case, behaviour=behaviour, epoch={"asynchronous_ttl": 60.0}, durable=True)
-
-
 ASKING: Final = (
     *("take", "take_several", "create", "grant", "accept", "hand_over_local", "attach", "adopt"),
     *("read", "take_slot", "end_expired", "reap"),
@@ -243,12 +205,9 @@ def _of_epochs() -> Iterator[Case]:
                 behaviour = "a writer of the old primary's time goes on as a reader, once its ttl has passed since"
                 yield replace(mine, behaviour=behaviour, epoch=later)
                 yield replace(mine, behaviour="not before that", epoch=of_old, reply=(), after={})
-    read = replace(_plain("read", "postgresql"), on=("postgresql",))
-    behaviour = "not behind a fence from before a restart, which one that the crash has undone may exceed"
-    yield replace(read, behaviour=behaviour, reply=(), after={}, epoch={"restarted_at": At(-1)})
 
 
-CASES: Final = (*_OF_EACH, *_families(), *_of_epochs(), *_of_memory_speed())
+CASES: Final = (*_OF_EACH, *_families(), *_of_epochs())
 
 
 def cases_of(statement: str, database: str) -> list[Case]:

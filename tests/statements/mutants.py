@@ -45,7 +45,6 @@ _READING: Final = (
 
 EQUIVALENT: Final = (
     Excuse("*", "*", "epoch.id = 1 -> TRUE*", "the table has one row; it is so that an index is read"),
-    Excuse("postgresql", "*", "id = 1 -> TRUE*", "the same"),
     Excuse(
         *("*", "[lc]*", "held.owner IS NOT NULL -> TRUE*"),
         "what follows, `held.owner <> waiter.owner`, is not true of NULL either",

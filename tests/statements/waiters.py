@@ -289,27 +289,6 @@ def _grants(
             )
 
 
-def _undoable(mark: float, *, ttl: float = 30.0) -> Iterator[Case]:
-    """A grant where takes do not wait for the disk: it is not cut to the holder's lease, and says when it ends."""
-    undoable, ends = mark >= ttl, At(min(ttl, 60.0))
-    for behaviour, row, given in (
-        ("of a free key", free(last_ticket=12), {}),
-        ("by a holder with little left", held(last_ticket=12, expires_at=At(1.0)), {"fence": 7}),
-    ):
-        yield Case(
-            "grant",
-            f"a waiter for {ttl:g} s where leases up to {mark:g} s do not wait for the disk, {behaviour}",
-            keys=[row],
-            places=[waiter("w", 11, ttl=ttl, expires_at=At(60.0), reading=1)],
-            epoch={"asynchronous_ttl": mark},
-            given={**given, "here": HERE},
-            reply=[(11, "", "w", CLOCK, ... if undoable else 0, ...)],
-            after={"k": _granted(ttl=ttl, reading=1, fence=CLOCK, expires_at=ends), "w": None},
-            durable=not undoable,
-            on=POSTGRESQL,
-        )
-
-
 HERE, THERE = "dblock_00000001_", "dblock_00000000_0123456789abcdef.5"
 """What the channels of this machine begin with, and a channel of another one."""
 
@@ -445,8 +424,6 @@ _GRANT: Final = (
     *_covered("waiting, if the clock is behind the fence", False, fence=AHEAD),
     *_covered("without, to a neighbour", True, channel=f"{HERE}0123456789abcdef.5"),
     *_covered("waiting, to who is notified", False, channel=THERE),
-    *_undoable(30.0),
-    *_undoable(29.5),
     *_covered("waiting, by a reader to a writer", False, reading=(1, 0)),
     *_covered("without, by a writer to a writer", True, reading=(0, 0)),
     *_covered("without, by a reader to a reader", True, reading=(1, 1)),
@@ -671,22 +648,6 @@ _RELAYED: Final = {
 }
 
 
-def _undoable_here(mark: float, *, covers: int = 1, left: float = 50) -> Iterator[Case]:
-    """A hand-over inside a process where takes do not wait for the disk."""
-    undoable = mark >= 61
-    yield Case(
-        "hand_over_local",
-        f"{left:g} s are left, covers={covers}, and leases up to {mark:g} s do not wait for the disk",
-        keys=[held(expires_at=At(left))],
-        epoch={"asynchronous_ttl": mark},
-        given={"fence": 7, "covers": covers},
-        reply=[(CLOCK, 0)],
-        after={"k": _RELAYED},
-        durable=not undoable,
-        on=POSTGRESQL,
-    )
-
-
 def _covered_here(
     behaviour: str,
     left: float,
@@ -726,9 +687,6 @@ _RELAY: Final = (
     *_covered_here("for as long as was asked for, where more is left", 90, lasts=61),
     *_covered_here("waiting for the disk, if too little is left", 45, covered=False),
     *_covered_here("waiting, if somebody has a token, or nobody renews what begins", 90, covers=0, covered=False),
-    *_undoable_here(61.0),
-    *_undoable_here(61.0, covers=0, left=5),
-    *_undoable_here(60.0, covers=0, left=5),
     *_covered_here("waiting, if the clock is behind the fence", 90, fence=AHEAD, covered=False),
     *_covered_here("waiting, by a reader to a writer", 50, reading=(1, 0), covered=False),
     *_covered_here("without, by a writer to a writer", 50, reading=(0, 0)),

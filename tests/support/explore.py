@@ -59,15 +59,13 @@ FAULTS = {
     "stranger": "somebody says that a waiter has been granted the key",
     "mislay": "a message to another process is lost",
     "promotion": "a standby is promoted that lacks some of the latest commits",
-    "restart": "the same, where takes do not wait for the disk either",
     "crash": "the database crashes, and forgets some of the latest commits that did not wait for the disk",
+    "restart": "the same, and the server has another name then",
 }
 READER = f"k{SHARE}r "
 """What the key of a reader's row begins with."""
 ASYNCHRONOUS = {"join", "announce", "release", "clear", "leave_queue", "adopt_place"}
 """The statements that do not wait for the disk, on PostgreSQL; nor does a grant or a hand-over that is covered."""
-UNDOABLE = {"take", "create", "grant", "accept", "hand_over_local", "heartbeat"}
-"""Those that do not if lock_epoch says so."""
 UNDOING = frozenset({"crash", "restart", "promotion"})
 """The faults that undo commits."""
 
@@ -232,7 +230,6 @@ class Small(World):
         if (self.rows, self.waiters) != before[:2]:
             name = step.statement.name
             light = name in ASYNCHRONOUS or self.covered or "promotion" in self.kinds
-            light = light or (name in UNDOABLE and self.undoable(TTL))
             self.undone = [*self.undone, before] if light and self.dialect.name == "postgresql" else []
         return rows
 
@@ -379,8 +376,6 @@ def small(
     """A world with so many flows in each process, of which each waits for so long."""
     dialects = DIALECTS if {"promotion", "restart"} & {*kinds} else UNREPLICATED
     world = Small(dialect=dialects[dialect], faults=faults, kinds=kinds, preemptions=preemptions)
-    if "restart" in kinds:
-        world.epoch["asynchronous_ttl"] = TTL
     world.houses = [House(world, number) for number, _ in enumerate(sizes)]
     owners = [house for house, size in zip(world.houses, sizes, strict=True) for _ in range(size)]
     world.flows = [Flow(house, n, timeouts[n]) for n, house in enumerate(owners)]

@@ -92,7 +92,6 @@ class World:
             "since": 0.0,
             "opens_at": 0.0,
             "floor": 0,
-            "asynchronous_ttl": 0.0,
         }
     )
     """The row of `lock_epoch`."""
@@ -196,7 +195,7 @@ class World:
             if (row["owner"], row["fence"]) != (p["owner"], p["fence"]):
                 return []
             self.covered = self.dialect.queue.grant_leaves and handed >= life * 0.75 and row["fence"] < self.micros
-            self.covered = self.covered and row["reading"] <= heir.get("reading", 0) and not self.undoable(heir["ttl"])
+            self.covered = self.covered and row["reading"] <= heir.get("reading", 0)
             row["expires_at"] = self.time
         life = min(life, handed) if self.covered else life
         self._begin(row, {**heir, "life": life})
@@ -210,7 +209,7 @@ class World:
         if self.dialect.queue.grant_leaves:
             del self.waiters[heir["owner"]]
         lasts = int((self.rows[p["key"]]["expires_at"] - heir["joined_at"]) * 1000)
-        lasts = lasts if self.covered or self.undoable(heir["ttl"]) else 0
+        lasts = lasts if self.covered else 0
         return [(heir["ticket"], heir["channel"], heir["owner"], fence, lasts, None)]
 
     def _first_waiter(self, p: dict[str, Any]) -> Rows:
@@ -229,30 +228,19 @@ class World:
     def _epoch_status(self, p: dict[str, Any]) -> Rows:
         epoch = self.epoch
         since, opens_in = self.time - epoch["since"], epoch["opens_at"] - self.time
-        return [(int(epoch["server"] == self.server), since, opens_in, epoch["floor"], None, epoch["asynchronous_ttl"])]
+        return [(int(epoch["server"] == self.server), since, opens_in, epoch["floor"])]
 
     def _begin_epoch(self, p: dict[str, Any]) -> Rows:
         if self.epoch["server"] == self.server:
             return []
         old, named = self.epoch, {"server": self.server, "history": self.history}
         if old["history"] == self.history:
-            opens_at = max(old["opens_at"], self.time + old["asynchronous_ttl"])
-            self.epoch = {**old, **named, "opens_at": opens_at}
+            self.epoch = {**old, **named}
             return [()]
-        opens_at = self.time + max(p["seconds"], MARGIN, old["asynchronous_ttl"])
+        opens_at = self.time + max(p["seconds"], MARGIN)
         floor = (self.micros + int(MARGIN * 1e6)) * (1 if p["seconds"] else -1)
         self.epoch = {**old, **named, "since": self.time, "opens_at": opens_at, "floor": floor}
         return [()]
-
-    def _relax(self, p: dict[str, Any]) -> Rows:
-        if self.epoch["asynchronous_ttl"] >= p["seconds"]:
-            return []
-        self.epoch["asynchronous_ttl"] = max(abs(self.epoch["asynchronous_ttl"]), p["seconds"])
-        return [()]
-
-    def undoable(self, seconds: float) -> bool:
-        """Whether a statement that gives so long a lease does not wait for the disk."""
-        return bool(self.epoch["asynchronous_ttl"] >= seconds)
 
     def _in_epoch(self, row: dict[str, Any] | None) -> bool:
         epoch = self.epoch
@@ -279,7 +267,6 @@ class World:
             return []
         left = row["expires_at"] - self.time
         able = self.dialect.queue.grant_leaves and p["covers"] and row["reading"] <= p.get("reading", 0)
-        able = able and not self.undoable(p["life"])
         self.covered = bool(able and left >= p["life"] * 0.75 and row["fence"] < self.micros)
         row["expires_at"] = self.time
         life = min(p["life"], left) if self.covered else p["life"]

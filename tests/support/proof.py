@@ -361,7 +361,7 @@ ABOUT: Final = {
     "test_sharing_worlds": "family",
     **dict.fromkeys(("trusts_from_the_answer", "trusts_too_long", "covered_by_nothing", "takes_lightly"), "trust"),
     **dict.fromkeys(("opens_at_once", "any_server_will_do", "creates_without_asking"), "quarantine"),
-    **dict.fromkeys(("a_restart_is_not_seen", "a_restart_closes_nothing", "grants_without_asking"), "quarantine"),
+    "grants_without_asking": "quarantine",
     **dict.fromkeys(("grants_what_is_held", "hands_over_what_is_over", "nothing_is_undone", "credulous"), "protocol"),
     **dict.fromkeys(("given_back_twice", "frees_what_it_handed_over"), "protocol"),
     "test_small_worlds": "queue",

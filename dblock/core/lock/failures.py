@@ -239,8 +239,7 @@ def quarantined(lock: BaseLock, refused: Refused) -> Steps[str]:
     seconds = yield from epoch.closed_for(database, found, database.now() + database.timing.pinned_answer)
     if not seconds:
         return ""
-    now, restarted = database.now(), database.epoch.restarted
-    return str(epoch.Quarantine(now - database.epoch.since, seconds, None if restarted is None else now - restarted))
+    return str(epoch.Quarantine(database.now() - database.epoch.since, seconds))
 
 
 def _who_pins(lock: BaseLock, refused: Refused) -> Steps[Pinned | None]:

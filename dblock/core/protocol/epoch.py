@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dblock.core.errors import LockStoreError, StoreConflict, StoreUnanswered
-from dblock.core.log import warn
+from dblock.core.errors import StoreConflict, StoreUnanswered
 from dblock.core.protocol.sending import Database, send
 from dblock.core.protocol.steps import Steps
-from dblock.core.statements.base import Failure
 from dblock.core.values import LockInfo
 
 
@@ -26,25 +24,9 @@ class Quarantine(NamedTuple):
     """Seconds since it was found."""
     opens_in: float
     """Seconds until keys open; 0.0 if they are open."""
-    restarted: float | None = None
-    """Seconds since it was found to have restarted; None if it has not."""
-    asynchronous_ttl: float = 0.0
-    """Leases of at most so many seconds do not wait for the disk; negative after that was ended."""
 
     def __str__(self) -> str:
-        what = f"promoted {self.since:.0f}" if self.restarted is None else f"restarted {self.restarted:.0f}"
-        return f"{what} s ago: keys open in {max(self.opens_in, 1):.0f} s"
-
-    @property
-    def durability(self) -> str:
-        """Whether takes wait for the disk, for people."""
-        seconds = abs(self.asynchronous_ttl)
-        if not seconds:
-            return "all takes wait for the disk"
-        if self.asynchronous_ttl < 0:
-            return f"all takes wait for the disk again; the next restart closes the keys for {seconds:g} s, a last time"
-        light = f"leases of up to {seconds:g} s do not wait for the disk (DURABLE = False)"
-        return f"{light}, and each restart closes the keys for that long"
+        return f"promoted {self.since:.0f} s ago: keys open in {max(self.opens_in, 1):.0f} s"
 
 
 def closed_for(database: Database, info: LockInfo | None, until: float, *, anew: bool = False) -> Steps[float]:
@@ -82,44 +64,12 @@ def read(database: Database, until: float, *, begins: bool = True) -> Steps[Quar
         if not begins:
             return None
         if not tried:
-            parameters = {"seconds": database.quarantine()}
-            if statements.relax is not None:
-                parameters["asynchronous_ttl"] = database.asynchronous_ttl()
-            _ = yield from send(database, statements.begin, parameters, until, resend=True)
+            _ = yield from send(database, statements.begin, {"seconds": database.quarantine()}, until, resend=True)
     else:  # others have begun one on yet another server
         return None
-    _, since, opens_in, floor, restarted, asynchronous_ttl = rows[0]
+    _, since, opens_in, floor = rows[0]
     epoch.since, epoch.opens, epoch.floor = sent - float(since), sent + float(opens_in), int(floor)
-    epoch.restarted = None if restarted is None else sent - float(restarted)
-    restarted = None if restarted is None else float(restarted)
-    return Quarantine(float(since), max(float(opens_in), 0.0), restarted, float(asynchronous_ttl))
-
-
-def relax(database: Database, until: float) -> Steps[None]:
-    """Before the first take of a process that does not want to wait for the disk: say so in the database.
-
-    Until it is said there, takes are durable; so it is said again later if there is no answer, or the wait for it is
-    interrupted. A user without the right to say it is warned once.
-    """
-    epoch, statements = database.epoch, database.dialect.epoch
-    seconds = 0.0 if statements is None or statements.relax is None else database.asynchronous_ttl()
-    if seconds and statements is not None and statements.relax is not None:
-        try:
-            _ = yield from send(database, statements.relax, {"seconds": seconds}, until, resend=True)
-        except (StoreConflict, StoreUnanswered):
-            return
-        except LockStoreError as error:
-            if error.__cause__ is None or database.dialect.classify(error.__cause__) is not Failure.NO_RIGHT:
-                raise
-            warn("takes wait for the disk, though DURABLE is False: %s", error)
-    epoch.relaxed = True
-
-
-def restore(database: Database, until: float) -> Steps[None]:
-    """Let all commit durably again, on an administrator's word."""
-    statements = database.dialect.epoch
-    if statements is not None and statements.restore is not None:
-        _ = yield from send(database, statements.restore, {}, until, resend=True)
+    return Quarantine(float(since), max(float(opens_in), 0.0))
 
 
 def end(database: Database, until: float) -> Steps[bool]:

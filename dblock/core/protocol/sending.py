@@ -32,14 +32,11 @@ from dblock.core.values import QUARANTINE
 class Epoch:
     """What this process last read of the database's epoch (`dblock.core.protocol.epoch`), as local times."""
 
-    __slots__ = ("asked", "floor", "opens", "relaxed", "restarted", "since")
+    __slots__ = ("asked", "floor", "opens", "since")
 
     def __init__(self) -> None:
         self.asked = self.since = self.opens = -math.inf
         self.floor = 0
-        self.restarted: float | None = None
-        self.relaxed = False
-        """Whether this process has told the database that it does not wait for the disk, if it does not."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +52,6 @@ class Database:
     epoch: Epoch = field(default_factory=Epoch)
     quarantine: Callable[[], float] = lambda: QUARANTINE
     """Seconds for which keys are closed after a failover."""
-    asynchronous_ttl: Callable[[], float] = lambda: 0.0
-    """The longest lease that this process does not want to wait for the disk for; 0.0: it waits."""
 
     @property
     def timing(self) -> Timing:

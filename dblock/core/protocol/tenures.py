@@ -102,8 +102,6 @@ def begin(database: Database, statement: Statement, request: Parameters, until: 
     one to create. `until` is the local time after which conflicts are not retried. Raises Unresolved when the answer
     was lost for good.
     """
-    if not database.epoch.relaxed:
-        yield from epoch.relax(database, until)
     if statement is database.dialect.create and database.dialect.tick:
         yield from sleep(database.dialect.tick)
     sent = database.now()

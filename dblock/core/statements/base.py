@@ -304,17 +304,11 @@ class Epochs:
     """Write the row of tables that were made a moment ago."""
     status: Statement
     """Read the row -> whether this server wrote it, seconds since it was first found, seconds until keys open (0 or
-    less if they are open), floor, seconds since it was found to have restarted (null if it was not), asynchronous_ttl;
-    nothing if there is no row."""
+    less if they are open), floor; nothing if there is no row."""
     begin: Statement
-    """Write the row, unless this server wrote it: keys are closed for `seconds`, or after a restart for what the row
-    says. `asynchronous_ttl` is at least the number given, where the database has `relax`."""
+    """Write the row, unless this server wrote it: keys are closed for `seconds`, unless it has only restarted."""
     end: Statement
     """Open the keys now, if this server wrote the row -> one row."""
-    relax: Statement | None
-    """Let statements on leases of at most so many `seconds` commit asynchronously; None if the database cannot."""
-    restore: Statement | None
-    """Let all commit durably again."""
 
 
 def _over(statements: Dialect | Queue | Shares | Epochs, tables: Tables, quote: str) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def take_if(words: Vocabulary, condition: str, *, fence: str = "", answer: str =
     owner = :owner,{begun(words, count=" count = 1,", fence=fence)}
 WHERE lock_key = :key AND kind = {words.integer(":kind")} AND {free}
   AND {condition}
-  {words.begins(":life")}
+  {words.is_open()} {words.durable}
 {words.returning(answer)}
 """
 
@@ -218,7 +218,7 @@ def reenter(words: Vocabulary) -> Statement:
 {words.change()}
     count = {words.integer(":count")} + 1,
     {_longer(words)}
-WHERE {_alive(words)} {words.lasting(":life")}
+WHERE {_alive(words)} {words.durable}
 """
     return Statement("reenter", sql, Reply.COUNT, critical=True)
 
@@ -232,7 +232,7 @@ def extend(words: Vocabulary) -> Statement:
 {words.change()}
     ttl = :ttl,
     expires_at = {words.after(":life")}
-WHERE {_alive(words)} {words.lasting(":life")}
+WHERE {_alive(words)} {words.durable}
 """
     return Statement("extend", sql, Reply.COUNT, critical=True)
 
@@ -490,7 +490,7 @@ def accept(words: Vocabulary) -> Statement:
     sql = f"""
 {words.change_at_once(words.by_key)}
     {words.unchanged("fence")}{_longer(words)}
-WHERE lock_key = :key AND owner = :owner AND expires_at > {words.now} {words.begins(":life")}
+WHERE lock_key = :key AND owner = :owner AND expires_at > {words.now} {words.is_open()} {words.durable}
 {words.returning("fence")}
 """
     return Statement("accept", sql, words.numbers, critical=True, priority=True)
@@ -683,8 +683,6 @@ CREATE TABLE lock_epoch (
     history {long} NOT NULL,
     since {words.time} NOT NULL,
     opens_at {words.time} NOT NULL,
-    floor bigint NOT NULL,
-    restarted_at {words.time},
-    asynchronous_ttl {words.seconds} DEFAULT 0 NOT NULL
+    floor bigint NOT NULL
 ){words.table_options};
 {f"{epochs(words).first.sql.strip()};{chr(10)}" if words.server else ""}"""

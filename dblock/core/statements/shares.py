@@ -116,7 +116,7 @@ def await_leaving(words: Vocabulary) -> Statement:
     awaiting_channel = :channel,
     expires_at = {words.greatest}(expires_at, {words.after(":life")})
 WHERE lock_key = :key AND owner = :owner AND fence = {words.bigint(":fence")} AND expires_at > {words.now}
-  {words.lasting(":life")}
+  {words.durable}
 """
     return Statement("await_leaving", sql, Reply.COUNT, critical=True, priority=True)
 

@@ -53,10 +53,6 @@ class Vocabulary:
     """Text that a promotion changes and a restart does not; empty if the database has none."""
     epoch_table = ""
     """The number of the table lock_epoch, where a restored one has another."""
-    crash = ""
-    """Null if the server has started from a clean shutdown; else text that another crash changes."""
-    started = ""
-    """When the server has started."""
 
     def after(self, seconds: str, start: str = "") -> str:
         """The time so many seconds after `start`, by default after now."""
@@ -152,17 +148,6 @@ class Vocabulary:
     def asynchronous_unless(self, condition: str) -> str:
         """The end of a condition: as `asynchronous`, or as `durable` if the condition holds."""
         return self.asynchronous
-
-    def lasting(self, seconds: str) -> str:
-        """The end of a condition: as `durable`, unless a crash may undo a lease of so many seconds.
-
-        Whether it may says `asynchronous_ttl` of lock_epoch; only PostgreSQL reads it.
-        """
-        return self.durable
-
-    def begins(self, seconds: str, row: str = "locks") -> str:
-        """`is_open` and `lasting` in one."""
-        return f"{self.is_open(row)} {self.durable}"
 
     def change(self) -> str:
         """The beginning of an UPDATE of the key's row that may wait for it for a short time."""

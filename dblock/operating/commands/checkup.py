@@ -512,26 +512,14 @@ def replication(checkup: Checkup) -> Checked:
 
 
 def failover(checkup: Checkup) -> Checked:
-    """Whether keys are closed after a failover, and whether takes wait for the disk."""
+    """Whether keys are closed after a failover."""
     found = checkup.context.quarantine()
-    if found is not None and found.asynchronous_ttl:
-        yield Finding(
-            Level.NOTE,
-            "durability",
-            found.durability,
-            f"To go back: DURABLE = True in all processes, then {checkup.context.command} durability --restore.",
-        )
     if found is not None and found.opens_in > 0:
-        safe = (
-            "the old primary is dead and had sent everything"
-            if found.restarted is None
-            else "it was shut down in order"
-        )
         yield Finding(
             Level.WARNING,
             "failover",
             f"the server was {found}",
-            f"Wait. If {safe}: {checkup.context.command} quarantine --end.",
+            f"Wait. If the old primary is dead and had sent everything: {checkup.context.command} quarantine --end.",
         )
 
 

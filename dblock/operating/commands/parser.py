@@ -11,7 +11,7 @@ from typing import Any
 from dblock.core.validation import valid_span
 from dblock.operating.commands.context import Context
 from dblock.operating.commands.doctor import doctor
-from dblock.operating.commands.release import durability, quarantine, reap, release
+from dblock.operating.commands.release import quarantine, reap, release
 from dblock.operating.commands.running import BUSY, run
 from dblock.operating.commands.show import ls, show
 from dblock.operating.commands.top import top
@@ -53,9 +53,6 @@ def add_verbs(commands: _SubParsersAction[Any]) -> None:
     closing = _add(commands, "quarantine", quarantine, "say whether keys are closed after a failover (1: they are)")
     closing.add_argument("--end", action="store_true", help="open them now: nobody of before the failover holds a key")
     closing.add_argument("-y", "--yes", action="store_true", help="do not ask whether to go on")
-
-    lasting = _add(commands, "durability", durability, "say whether takes wait for the disk (DURABLE)")
-    lasting.add_argument("--restore", action="store_true", help="let all wait again: no process has DURABLE = False")
 
     _add_run(commands)
 

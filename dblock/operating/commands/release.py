@@ -1,4 +1,4 @@
-"""`release`, `quarantine`, `durability` and `reap`: what changes something."""
+"""`release`, `quarantine` and `reap`: what changes something."""
 
 from __future__ import annotations
 
@@ -102,21 +102,6 @@ def quarantine(context: Context, options: Namespace) -> int:
         open_ = f"keys are open, and are given away by this server since {span(found.since)} ago"
         say(f"{context.where}: {found if found.opens_in > 0 else open_}")
     return NOT_HELD if found is not None and found.opens_in > 0 else DONE
-
-
-def durability(context: Context, options: Namespace) -> int:
-    """Say whether takes wait for the disk, or let them wait again; 0."""
-    database = context.store.database
-    if options.restore:
-        context.do(epoch.restore(database, database.now() + database.timing.retry_budget))
-    found = context.quarantine(begins=options.restore)
-    if options.json:
-        say_json({"asynchronous_ttl": None if found is None else found.asynchronous_ttl})
-    elif database.dialect.epoch is None or database.dialect.epoch.relax is None:
-        say(f"{context.where}: all takes wait for the disk; only on PostgreSQL they need not")
-    else:
-        say(f"{context.where}: {_UNKNOWN if found is None else found.durability}")
-    return DONE
 
 
 _UNKNOWN: Final = "nobody has taken a lock since the server has started; the first who does will know more"

@@ -70,8 +70,6 @@ def ls(context: Context, options: Namespace) -> int:
         closed = context.quarantine()
     if closed is not None and closed.opens_in > 0:
         complain(f"{context.where} was {closed}")
-    if closed is not None and closed.asynchronous_ttl:
-        complain(f"{context.where}: {closed.durability}")
     if more:
         complain(f"there are more: the first {options.limit} are shown (--limit)")
     return 0

@@ -65,12 +65,10 @@ CREATE TABLE lock_epoch (
     history varchar(255) COLLATE "C" NOT NULL,
     since timestamp with time zone NOT NULL,
     opens_at timestamp with time zone NOT NULL,
-    floor bigint NOT NULL,
-    restarted_at timestamp with time zone,
-    asynchronous_ttl double precision DEFAULT 0 NOT NULL
+    floor bigint NOT NULL
 );
 INSERT INTO lock_epoch (id, server, history, since, opens_at, floor)
-SELECT 1, concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid), pg_last_wal_replay_lsn()), concat_ws(' ', substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8), CAST(CAST('lock_epoch' AS regclass) AS oid), (SELECT system_identifier FROM pg_control_system())), clock_timestamp(), clock_timestamp(), 0;
+SELECT 1, concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid)), concat_ws(' ', substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8), CAST(CAST('lock_epoch' AS regclass) AS oid), (SELECT system_identifier FROM pg_control_system())), clock_timestamp(), clock_timestamp(), 0;
 
 -- take: the rows it returns
 UPDATE locks
@@ -79,14 +77,13 @@ WHERE lock_key = :key
 AND kind = CAST(:kind AS integer)
 AND CASE WHEN owner IS NULL OR expires_at <= clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
 AND (last_ticket = served_ticket OR CAST(:fair AS integer) = 0)
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid), pg_last_wal_replay_lsn())
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
-AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp())
-AND CASE WHEN epoch.asynchronous_ttl >= :life
-AND locks.fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint) THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END)
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING fence;
 
 -- take_several: the rows it returns
@@ -98,32 +95,30 @@ AND kind = 0
 AND (last_ticket = served_ticket OR CAST(:fair AS integer) = 0)
 AND CASE WHEN lock_key = ANY (ARRAY(SELECT json_array_elements_text(CAST(:keys AS json))))
 AND (owner IS NULL OR expires_at <= clock_timestamp()) THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid), pg_last_wal_replay_lsn())
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
-AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp())
-AND CASE WHEN epoch.asynchronous_ttl >= :life
-AND locks.fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint) THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END) ORDER BY lock_key FOR UPDATE ), all_of_them AS MATERIALIZED (
-SELECT count(*) AS number, greatest(max(fence) + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)) AS next, max(fence) AS last FROM mine )
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) ORDER BY lock_key FOR UPDATE ), all_of_them AS MATERIALIZED (
+SELECT count(*) AS number, greatest(max(fence) + 1, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)) AS next FROM mine )
 UPDATE locks
 SET owner = :owner, fence = all_of_them.next, count = 1, reading = CAST(:reading AS integer), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => :life), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task FROM all_of_them
 WHERE all_of_them.number = CAST(:number AS bigint)
 AND locks.lock_key IN (SELECT mine.lock_key FROM mine)
-AND (all_of_them.last < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint) OR (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL))
 RETURNING locks.fence;
 
 -- create: the rows it returns
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
 SELECT CAST(:key AS text), :owner, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint), 1, :ttl, clock_timestamp(), clock_timestamp() + make_interval(secs => :life), :label, :host, CAST(:pid AS integer), :thread, :program, :task, CAST(:kind AS integer), CAST(:reading AS integer)
 WHERE pg_try_advisory_xact_lock(hashtextextended(CAST(:key AS text) COLLATE "C", CAST(CAST('locks' AS regclass) AS bigint)))
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid), pg_last_wal_replay_lsn())
-AND epoch.opens_at <= clock_timestamp()
-AND CASE WHEN epoch.asynchronous_ttl >= :life THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END)
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
+AND epoch.opens_at <= clock_timestamp())
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 ON CONFLICT (lock_key) DO NOTHING
 RETURNING fence;
 
@@ -140,8 +135,7 @@ AND owner = :owner
 AND fence = :fence
 AND expires_at > clock_timestamp()
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-AND CASE WHEN (SELECT asynchronous_ttl FROM lock_epoch
-WHERE id = 1) >= :life THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END;
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL);
 
 -- extend: one empty row for each row that it changed
 UPDATE locks
@@ -151,8 +145,7 @@ AND owner = :owner
 AND fence = :fence
 AND expires_at > clock_timestamp()
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-AND CASE WHEN (SELECT asynchronous_ttl FROM lock_epoch
-WHERE id = 1) >= :life THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END;
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL);
 
 -- renew: one empty row for each row that it changed
 UPDATE locks
@@ -163,8 +156,7 @@ AND locks.fence = due.fence
 AND expires_at > clock_timestamp()
 AND (revoked_fence <> locks.fence OR not_notified = 0)
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-AND CASE WHEN (SELECT asynchronous_ttl FROM lock_epoch
-WHERE id = 1) >= (SELECT max(life) FROM json_to_recordset(CAST(:leases AS json)) AS due (key text, owner text, fence bigint, life double precision, not_notified integer)) THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END;
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL);
 
 -- alive: the rows it returns
 SELECT lock_key, locks.owner, locks.fence, CASE WHEN revoked_fence = locks.fence THEN revocation END FROM json_to_recordset(CAST(:leases AS json)) AS due (key text, owner text, fence bigint, life double precision, not_notified integer) JOIN locks
@@ -182,7 +174,7 @@ AND fence = :fence
 AND expires_at > clock_timestamp()
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid), pg_last_wal_replay_lsn())
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
@@ -199,7 +191,7 @@ AND expires_at > clock_timestamp()
 AND count = 0
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid), pg_last_wal_replay_lsn())
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
@@ -284,7 +276,7 @@ AND fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)
 AND (last_ticket <= served_ticket OR last_ticket < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint) - 10000000)
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid), pg_last_wal_replay_lsn())
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
@@ -334,30 +326,28 @@ WHERE locks.lock_key = :key;
 
 -- grant: the rows it returns
 WITH next AS MATERIALIZED (
-SELECT owner, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, reading, joined_at, expires_at, (SELECT asynchronous_ttl FROM lock_epoch
-WHERE id = 1) >= ttl AS undoable FROM lock_waiters
+SELECT owner, ticket, ttl, label, host, pid, thread, program, celery_task_id, channel, reading, joined_at, expires_at FROM lock_waiters
 WHERE lock_key = :key
 AND ticket >= CAST(:first AS bigint)
 AND expires_at > clock_timestamp()
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL ORDER BY ticket LIMIT 1 FOR UPDATE ), granted AS (
 UPDATE locks
-SET owner = next.owner, fence = greatest(locks.fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = next.reading, tokens = 0, bearers = 0, ttl = next.ttl, acquired_at = clock_timestamp(), expires_at = least(least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)), CASE WHEN current_setting('synchronous_commit') = 'off'
-AND next.undoable = false THEN locks.expires_at END), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = greatest(last_ticket, next.ticket), served_ticket = next.ticket FROM next
+SET owner = next.owner, fence = greatest(locks.fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), count = 1, reading = next.reading, tokens = 0, bearers = 0, ttl = next.ttl, acquired_at = clock_timestamp(), expires_at = least(least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)), CASE WHEN current_setting('synchronous_commit') = 'off' THEN locks.expires_at END), label = next.label, host = next.host, pid = next.pid, thread = next.thread, program = next.program, celery_task_id = next.celery_task_id, last_ticket = greatest(last_ticket, next.ticket), served_ticket = next.ticket FROM next
 WHERE locks.lock_key = :key
 AND served_ticket < next.ticket
 AND CASE WHEN locks.owner IS NULL OR locks.expires_at <= clock_timestamp() OR (locks.owner = :owner
 AND locks.fence = CAST(:fence AS bigint)) THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid), pg_last_wal_replay_lsn())
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND CASE WHEN locks.fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)
-AND (next.undoable OR (locks.owner IS NOT NULL
+AND locks.owner IS NOT NULL
 AND (channel = '' OR left(channel, length(:here)) = :here)
 AND locks.reading <= next.reading
 AND current_setting('synchronous_standby_names') = ''
-AND locks.expires_at - clock_timestamp() >= (least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)) - clock_timestamp()) * 0.75)) THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END
+AND locks.expires_at - clock_timestamp() >= (least(next.expires_at, clock_timestamp() + make_interval(secs => next.ttl)) - clock_timestamp()) * 0.75 THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END
 RETURNING next.ticket, next.channel, next.owner, locks.fence, CASE WHEN current_setting('synchronous_commit') = 'off' THEN CAST(floor(extract(epoch
 FROM locks.expires_at - next.joined_at) * 1000) AS bigint) ELSE 0 END AS lasts ), gone AS ( DELETE FROM lock_waiters
 WHERE lock_key = :key
@@ -370,14 +360,13 @@ SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => 
 WHERE lock_key = :key
 AND owner = :owner
 AND expires_at > clock_timestamp()
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid), pg_last_wal_replay_lsn())
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
-AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp())
-AND CASE WHEN epoch.asynchronous_ttl >= :life
-AND locks.fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint) THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END)
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING fence;
 
 -- adopt_place: one empty row for each row that it changed
@@ -390,9 +379,7 @@ AND set_config('synchronous_commit', 'off', true) IS NOT NULL;
 
 -- hand_over_local: the rows it returns
 UPDATE locks
-SET owner = :heir, fence = greatest(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), reading = CAST(:reading AS integer), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = least(clock_timestamp() + make_interval(secs => :life), CASE WHEN current_setting('synchronous_commit') = 'off'
-AND this.undoable = false THEN expires_at END), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task FROM (SELECT (SELECT asynchronous_ttl FROM lock_epoch
-WHERE id = 1) >= :life AS undoable) AS this
+SET owner = :heir, fence = greatest(fence + CASE kind WHEN 1 THEN 2 ELSE 1 END, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), reading = CAST(:reading AS integer), tokens = 0, bearers = 0, ttl = :ttl, acquired_at = clock_timestamp(), expires_at = least(clock_timestamp() + make_interval(secs => :life), CASE WHEN current_setting('synchronous_commit') = 'off' THEN expires_at END), label = :label, host = :host, pid = :pid, thread = :thread, program = :program, celery_task_id = :task
 WHERE lock_key = :key
 AND kind = CAST(:kind AS integer)
 AND CASE WHEN owner = :owner
@@ -402,17 +389,16 @@ AND expires_at > clock_timestamp() THEN pg_try_advisory_xact_lock(hashtextextend
 AND (last_ticket = served_ticket OR CAST(:handovers_left AS integer) > 0)
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid), pg_last_wal_replay_lsn())
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND CASE WHEN fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)
-AND (this.undoable OR (CAST(:covers AS integer) = 1
+AND CAST(:covers AS integer) = 1
 AND current_setting('synchronous_standby_names') = ''
 AND reading <= CAST(:reading AS integer)
-AND locks.expires_at - clock_timestamp() >= make_interval(secs => :life) * 0.75)) THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END
+AND locks.expires_at - clock_timestamp() >= make_interval(secs => :life) * 0.75 THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-RETURNING fence, CASE WHEN current_setting('synchronous_commit') = 'off'
-AND this.undoable = false THEN greatest(CAST(floor(extract(epoch
+RETURNING fence, CASE WHEN current_setting('synchronous_commit') = 'off' THEN greatest(CAST(floor(extract(epoch
 FROM locks.expires_at - clock_timestamp()) * 1000) AS bigint), 1) ELSE 0 END;
 
 -- leave_queue: one empty row for each row that it changed
@@ -436,8 +422,7 @@ SET expires_at = greatest(expires_at, clock_timestamp() + make_interval(secs => 
 WHERE owner = ANY (ARRAY[due.holder])
 AND expires_at > clock_timestamp()
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-AND CASE WHEN (SELECT asynchronous_ttl FROM lock_epoch
-WHERE id = 1) >= :waiter_ttl THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING owner;
 
 -- chain: the rows it returns
@@ -510,16 +495,14 @@ WHERE waiter.lock_key = :door
 AND waiter.ticket > locks.served_ticket
 AND waiter.expires_at > clock_timestamp()
 AND waiter.reading = 0))
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid), pg_last_wal_replay_lsn())
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp())
-AND (CAST(:holder AS text) <> '' OR abs(epoch.floor) < locks.fence
-AND COALESCE(CAST(extract(epoch FROM epoch.restarted_at) * 1000000 AS bigint), 0) < locks.fence)
-AND CASE WHEN epoch.asynchronous_ttl >= :life
-AND locks.fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint) THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END) FOR SHARE )
+AND (CAST(:holder AS text) <> '' OR abs(epoch.floor) < locks.fence))
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) FOR SHARE )
 INSERT INTO locks (lock_key, owner, fence, count, ttl, acquired_at, expires_at, label, host, pid, thread, program, celery_task_id, kind, reading)
 SELECT CAST(:key AS text), :owner, door.fence + 1, 1, :ttl, clock_timestamp(), clock_timestamp() + make_interval(secs => :life), :label, :host, CAST(:pid AS integer), :thread, :program, :task, CAST(:kind AS integer), 1 FROM door
 ON CONFLICT (lock_key) DO NOTHING
@@ -538,14 +521,13 @@ WHERE door.lock_key = :door
 AND door.kind = CAST(:kind AS integer)
 AND (door.last_ticket = door.served_ticket OR CAST(:fair AS integer) = 0)
 AND (door.owner IS NULL OR door.expires_at <= clock_timestamp()) LIMIT 1 ) AS seen)
-AND set_config('lock_timeout', '20ms', true) IS NOT NULL
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid), pg_last_wal_replay_lsn())
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
-AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp())
-AND CASE WHEN epoch.asynchronous_ttl >= :life
-AND locks.fence < CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint) THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END)
+AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
+AND set_config('lock_timeout', '20ms', true) IS NOT NULL
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL)
 RETURNING fence;
 
 -- alone: one empty row for each row that it changed
@@ -571,8 +553,7 @@ AND owner = :owner
 AND fence = CAST(:fence AS bigint)
 AND expires_at > clock_timestamp()
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL
-AND CASE WHEN (SELECT asynchronous_ttl FROM lock_epoch
-WHERE id = 1) >= :life THEN set_config('synchronous_commit', 'off', true) IS NOT NULL ELSE (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL) END;
+AND (current_setting('synchronous_commit') <> 'off' OR set_config('synchronous_commit', 'on', true) IS NOT NULL);
 
 -- listed: the rows it returns
 SELECT lock_key, owner, fence, CASE WHEN owner IS NULL THEN least(CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision), 0) ELSE CAST(extract(epoch FROM expires_at - clock_timestamp()) AS double precision) END
@@ -588,7 +569,7 @@ AND CASE WHEN lock_key = ANY (ARRAY(SELECT json_array_elements_text(CAST(:names 
 AND (owner IS NULL OR expires_at <= clock_timestamp()) THEN pg_try_advisory_xact_lock(hashtextextended(lock_key, CAST(CAST('locks' AS regclass) AS bigint))) ELSE false END
 AND EXISTS (SELECT 1 FROM lock_epoch AS epoch
 WHERE epoch.id = 1
-AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid), pg_last_wal_replay_lsn())
+AND epoch.server = concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid))
 AND epoch.opens_at <= clock_timestamp()
 AND (epoch.floor < locks.fence OR epoch.since + make_interval(secs => locks.ttl) <= clock_timestamp()))
 AND set_config('lock_timeout', '20ms', true) IS NOT NULL

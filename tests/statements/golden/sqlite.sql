@@ -65,9 +65,7 @@ CREATE TABLE lock_epoch (
     history varchar(255) NOT NULL,
     since datetime NOT NULL,
     opens_at datetime NOT NULL,
-    floor bigint NOT NULL,
-    restarted_at datetime,
-    asynchronous_ttl real DEFAULT 0 NOT NULL
+    floor bigint NOT NULL
 );
 
 -- take: the rows it returns

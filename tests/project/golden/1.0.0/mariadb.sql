@@ -65,9 +65,7 @@ CREATE TABLE lock_epoch (
     history varchar(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin NOT NULL,
     since datetime(6) NOT NULL,
     opens_at datetime(6) NOT NULL,
-    floor bigint NOT NULL,
-    restarted_at datetime(6),
-    asynchronous_ttl double precision DEFAULT 0 NOT NULL
+    floor bigint NOT NULL
 ) ENGINE = InnoDB;
 INSERT INTO lock_epoch (id, server, history, since, opens_at, floor)
 SELECT 1, /*M! CONCAT_WS(' ', @@server_id, @@hostname, @@port) */ /*!80017 @@server_uuid */, '', UTC_TIMESTAMP(6), UTC_TIMESTAMP(6), 0;

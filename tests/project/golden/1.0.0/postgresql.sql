@@ -65,12 +65,10 @@ CREATE TABLE lock_epoch (
     history varchar(255) COLLATE "C" NOT NULL,
     since timestamp with time zone NOT NULL,
     opens_at timestamp with time zone NOT NULL,
-    floor bigint NOT NULL,
-    restarted_at timestamp with time zone,
-    asynchronous_ttl double precision DEFAULT 0 NOT NULL
+    floor bigint NOT NULL
 );
 INSERT INTO lock_epoch (id, server, history, since, opens_at, floor)
-SELECT 1, concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid), pg_last_wal_replay_lsn()), concat_ws(' ', substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8), CAST(CAST('lock_epoch' AS regclass) AS oid), (SELECT system_identifier FROM pg_control_system())), clock_timestamp(), clock_timestamp(), 0;
+SELECT 1, concat_ws(' ', CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint), CAST(CAST('lock_epoch' AS regclass) AS oid)), concat_ws(' ', substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8), CAST(CAST('lock_epoch' AS regclass) AS oid), (SELECT system_identifier FROM pg_control_system())), clock_timestamp(), clock_timestamp(), 0;
 CREATE TABLE IF NOT EXISTS lock_states (
     lock_key varchar(255) COLLATE "C" NOT NULL PRIMARY KEY,
     fence bigint NOT NULL,
