@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from dblock.connections import DjangoPool
 from dblock.store import store_for
 from tests.conftest import INNODB, POOLER, ready
 from tests.support.lab import FEW, LONG, Wired, close_django, ledger, nobody_withdraws, threads, until
@@ -87,7 +88,9 @@ def wire(request: pytest.FixtureRequest) -> Iterator[Wire]:
         if variant == "django":
             close_django(database, "_wire")
             # The next test's first take would be sent on one of these, which are dead, and withdrawn in the background.
-            store_for(f"{database}_wire")._source.close_all()
+            pool = store_for(f"{database}_wire")._source
+            assert isinstance(pool, DjangoPool)
+            pool.close_all()
         elif face == "sync":
             subject.engine.dispose()
         else:
