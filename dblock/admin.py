@@ -51,7 +51,7 @@ from dblock.core.text import printable
 from dblock.core.values import SHARE, Identity, KeyKind
 from dblock.locks import default_alias
 from dblock.models import Lock, MomentField, Waiter
-from dblock.operating.inspector import QUEUED, Inspector, chains, holders, pinned_of, pins_of, pins_shown, queue
+from dblock.operating.inspector import QUEUED, Inspector, holders, pinned_of, pins_of, pins_shown, queue
 from dblock.operating.timeline import timeline, told
 from dblock.operating.wording import moment, span
 from dblock.store import store_for
@@ -312,13 +312,10 @@ class LockAdmin(Inspector):
         context: dict[str, Any] = {}
         if row is not None:
             events = self.history(request, lambda store: administration.events(store, key))
-            blocking = drive(administration.blocking(store, key), store)
             waiters = drive(administration.waiters(store, key, QUEUED), store)
             context = {
                 "events": told(events),
                 "timeline": timeline(events, _holding(row)),
-                "blocking": chains(blocking),
-                "more_blocked": blocking.more,
                 "is_held": bool(row.owner) and _state(row) != "free",
                 "may_revoke": self.may(request, "revoke"),
                 "may_force_release": self.may(request, "force_release"),

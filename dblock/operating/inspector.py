@@ -25,7 +25,7 @@ from django.utils.translation import ngettext
 
 from dblock.core.errors import InvalidKey, LockError, LockStoreError
 from dblock.core.lock import administration
-from dblock.core.lock.administration import Blocking, EventInfo, WaiterInfo
+from dblock.core.lock.administration import EventInfo, WaiterInfo
 from dblock.core.lock.pins import pinned
 from dblock.core.pinned import Pinned
 from dblock.core.protocol.drive import drive
@@ -290,22 +290,6 @@ def pins_shown(pinned: Pinned) -> SafeString:
     line = '<div class="dblock-pin">{}. {} <code>{}</code></div>'
     lines = format_html_join("", line, [(pin_told(pin), _("To end it:"), printable(pin.end)) for pin in pinned.pins])
     return format_html("{}{}", lines, hidden(pinned.hidden))
-
-
-def chains(blocking: Blocking) -> dict[str, list[dict[str, str]]]:
-    """As the templates show them."""
-    return {
-        name: [
-            {
-                "key": each.key,
-                "shown": printable(each.key),
-                "waiter": named(each.waiter),
-                "holder": named(each.holder),
-            }
-            for each in chain
-        ]
-        for name, chain in blocking.chains().items()
-    }
 
 
 def holders(key: str, store: DjangoStore) -> list[dict[str, Any]]:

@@ -107,30 +107,6 @@ def test_show_tells_what_happened(shell: Shell) -> None:
         engine.dispose()
 
 
-def test_show_tells_what_blocks_what(one: Shell) -> None:
-    """An operator who is to free a key sees what its holder waits for, and who waits for that in turn."""
-
-    def holder() -> None:
-        with one.lock("b"), one.lock("a", timeout=30):
-            pass
-
-    threads = [threading.Thread(target=holder, name="in the middle")]
-    with one.lock("a"):
-        threads[0].start()
-        assert until(lambda: one.run("SELECT 1 FROM lock_waiters WHERE lock_key = 'a'"), 10)
-        threads.append(threading.Thread(target=lambda: one.lock("b", timeout=30).acquire(), name="the last"))
-        threads[1].start()
-        assert until(lambda: one.run("SELECT 1 FROM lock_waiters WHERE lock_key = 'b'"), 10)
-        first, second = one("show", "a").stdout, one("show", "b").stdout
-        told = json.loads(one("show", "--json", "b").stdout)
-    for thread in threads:
-        thread.join()
-    assert re.search(r"blocks: .* the last, .* waits for 'b', which .* in the middle holds", first)
-    assert re.search(r"blocked by: .* in the middle waits for 'a', which .* MainThread holds", second)
-    assert [each["key"] for each in told["blocked_by"]] == ["a"]
-    assert told["blocks"] == []
-
-
 def test_show_without_a_history(one: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose table is missing, or may not be read: that is said, beside all else."""
     if one.face == "sqlalchemy":

@@ -68,7 +68,7 @@ _NOW = {
 
 
 def test_views(shell: Shell, text: str) -> None:
-    """Tables, facts, chains and findings show it escaped; what people write can be read there."""
+    """Tables, facts and findings show it escaped; what people write can be read there."""
     for arguments in (["ls"], ["ls", "-a", f"{KEY[:3]}*"], ["show", KEY], ["top", "-c", "1"], ["doctor"]):
         done = shell(*arguments)
         assert_clean(done.stdout, lines=True)

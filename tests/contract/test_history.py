@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -334,39 +333,3 @@ def test_where_no_history_is_kept_nothing_is_noted(request: pytest.FixtureReques
     assert store_for(engine).history == 0
     assert runtime.current.watchdog.observers is None
     engine.dispose()
-
-
-# -- who keeps whom waiting
-
-
-def test_what_a_key_blocks_and_what_blocks_it(request: pytest.FixtureRequest) -> None:
-    """Along the flows that hold several keys: `a` waits for `b`'s key, and `c` for that of `a`."""
-    plain = Subject("sqlalchemy", "sync", "sqlite")
-    ready(request, "sqlite")
-    actors = {name: Actor(plain) for name in "abcd"}
-    locks = {name: plain.lock(name, timeout=30) for name in actors}
-    store = store_for(observer("sqlite"))
-
-    def blocking(key: str) -> tuple[list[str], list[str]]:
-        found: administration.Blocking = drive(administration.blocking(store, key), store)
-        return [each.key for each in found.blocked_by], [each.key for each in found.blocks]
-
-    for name, actor in actors.items():
-        actor.call(locks[name], "acquire")
-
-    def wait(who: str, key: str) -> Future[Any]:
-        return actors[who].start(plain.lock(key, timeout=30).acquire)
-
-    waiting = [wait("a", "b"), wait("c", "a")]
-    assert until(lambda: blocking("c") == (["a", "b"], []), 10), blocking("c")
-    assert blocking("b") == ([], ["a"])
-    assert blocking("a") == (["b"], [])
-    assert blocking("d") == blocking("nothing") == ([], [])
-    found: administration.Blocking = drive(administration.blocking(store, "c"), store)
-    assert all(who.pid == os.getpid() for each in found.blocked_by for who in (each.waiter, each.holder))
-    actors["b"].call(locks["b"], "release")
-    assert waiting[0].result(30)
-    actors["a"].call(locks["a"], "release")
-    assert waiting[1].result(30)
-    for actor in actors.values():
-        actor.close()

@@ -18,16 +18,12 @@ from babel.messages.extract import DEFAULT_KEYWORDS, extract
 from babel.messages.pofile import read_po
 from django.conf import settings
 from django.contrib import admin
-from django.template.loader import render_to_string
 from django.test import Client, override_settings
 from django.utils.translation import deactivate, override
 from django.utils.translation.template import templatize
 
 from dblock.core.errors import Reason
-from dblock.core.lock.administration import Blocking, Wanted
 from dblock.core.observing.events import How
-from dblock.core.values import Identity
-from dblock.operating.inspector import chains
 from dblock.operating.wording import said, span
 from tests.browser.site import LIST, PERMISSIONS, session, world
 from tests.conftest import ready, run
@@ -186,10 +182,6 @@ def pages(language: str) -> Iterator[tuple[str, str]]:
     yield post(f"{stock}release/", **fence)
     yield get(f"{stock}history/")
     yield post(f"{LIST}reap/")
-    with override(LANGUAGES.get(language, language)):
-        wanted = [Wanted("stock:42", Identity("web-1", 811, "", "", ""), Identity("web-2", 802, "", "", ""))]
-        context = {"blocking": chains(Blocking(wanted, wanted))}
-        yield "blocking", render_to_string("admin/dblock/lock/blocking.html", context)
 
 
 def strangers() -> list[str]:

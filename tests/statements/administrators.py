@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from dblock.core.statements.common import FLOW
 from tests.statements.cases import DONE, NOW, SERVERS, Ago, At, Case, Do, Left, Record, event, free, held, waiter
 
 _WORDS: Final = {"words": "root: enough"}
@@ -135,58 +134,6 @@ _LIST_WAITERS: Final = (
             waiter("z", 13),
         ],
         reply=[(2,)],
-    ),
-)
-
-_FLOW: Final = "8" * FLOW
-"""The name of a flow, with which its tokens begin: it holds `k`, and waits for `j`."""
-_HERE: Final[Record] = {"host": "old host", "pid": 1, "thread": "old thread"}
-_MINE: Final = held("k", owner=_FLOW + "2", served_ticket=0, bearers=0)
-_WANTS: Final = waiter(_FLOW + "1", 11, lock_key="j", **_HERE)
-_WHO: Final = ("old host", 1, "old thread")
-_LINK: Final = ("k", _FLOW + "1", "j", 11, *_WHO, "other", *_WHO, f"circle of {_FLOW}1")
-
-
-def _links(behaviour: str, keys: list[Record], places: list[Record], *reply: tuple[Any, ...]) -> tuple[Case, Case]:
-    """What the holder of `k` waits for; by that key, and in the list of all keys that somebody waits for."""
-    somebody = waiter("w", 12)
-    return (
-        Case("list_awaited", behaviour, keys=keys, places=places, reply=list(reply)),
-        Case("list_blocked", behaviour, keys=keys, places=[*places, somebody], given={"most": 9}, reply=list(reply)),
-    )
-
-
-_OTHERS: Final = held("j", owner="other")
-_LINKS: Final = (
-    *_links("what its holder waits for, and who has that", [_MINE, _OTHERS, held("i")], [_WANTS], _LINK),
-    *_links("not with the dead", [_MINE, _OTHERS], [{**_WANTS, "expires_at": At(-0.5)}]),
-    *_links("not for a lease that has ended", [_MINE, {**_OTHERS, "expires_at": At(-0.5)}], [_WANTS]),
-    *_links("not for a free key", [_MINE, free("j", expires_at=At(100), count=1)], [_WANTS]),
-    *_links("not with one who was served", [_MINE, {**_OTHERS, "owner": _FLOW + "1"}], [_WANTS]),
-    *_links("nor when somebody else has the key since", [_MINE, {**_OTHERS, "served_ticket": 11}], [_WANTS]),
-    *_links("not for one that waits for the bearer of its token", [_MINE, {**_OTHERS, "count": 0}], [_WANTS]),
-    *_links("not with another flow's", [_MINE, _OTHERS], [{**_WANTS, "owner": "7" * FLOW + "1"}]),
-    *_links("not with a flow whose name is higher", [_MINE, _OTHERS], [{**_WANTS, "owner": "9" * FLOW + "1"}]),
-    *_links("not where a bearer has its token", [{**_MINE, "bearers": 1}, _OTHERS], [_WANTS]),
-    *_links("not if its own lease has ended", [{**_MINE, "expires_at": At(-0.5)}, _OTHERS], [_WANTS]),
-    Case("list_awaited", "not of another key's", keys=[{**_MINE, "lock_key": "i"}, _OTHERS], places=[_WANTS]),
-    Case(
-        "list_blocked", "not of a key that nobody waits for", keys=[_MINE, _OTHERS], places=[_WANTS], given={"most": 9}
-    ),
-    Case(
-        "list_blocked",
-        "of some keys, by their names",
-        keys=[_MINE, held("a"), _OTHERS],
-        places=[_WANTS, waiter("w", 12), waiter("v", 11, lock_key="a"), waiter("u", 13)],
-        given={"most": 2},
-    ),
-    Case(
-        "list_blocked",
-        "each of them once, for all of its waiters",
-        keys=[_MINE, _OTHERS],
-        places=[_WANTS, waiter("w", 12), waiter("u", 13)],
-        given={"most": 2},
-        reply=[_LINK],
     ),
 )
 
@@ -339,6 +286,6 @@ _LIST_EVENTS: Final = (
 )
 
 CASES: Final = (
-    *(*_NEXT_KEYS, *_LIST_KEYS, *_LIST_WAITERS, *_LIST_ALL_WAITERS, *_LINKS, *_FREE, *_REVOKE),
+    *(*_NEXT_KEYS, *_LIST_KEYS, *_LIST_WAITERS, *_LIST_ALL_WAITERS, *_FREE, *_REVOKE),
     *(*_NOTE, *_TRIM, *_LIST_EVENTS),
 )

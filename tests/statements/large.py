@@ -118,8 +118,6 @@ def asked(latest: int, waiters: int) -> dict[str, Asked]:
         "chain": Asked(queue, 2),
         "confirm": Asked(queue),
         "list_all_waiters": Asked(held, waiters),
-        "list_blocked": Asked({**held, "most": waiters}, waiters),
-        "list_awaited": Asked({**held, "key": "queue"}, 2),
         "count_waiters": Asked({**held, "key": "few"}, 3),
         "clear": Asked({"key": "done", "last": 12}),
         "dead": Asked({"after": "live"}, page),

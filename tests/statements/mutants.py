@@ -223,11 +223,6 @@ EQUIVALENT: Final = (
     Excuse(*("postgresql", "[cl]*", "LIMIT 16 -> nothing"), "only the plan changes, which test_plans looks at"),
     Excuse(*("postgresql", "[cl]*", "ORDER BY owner -> *"), "a flow has fewer places: only the plan changes"),
     Excuse(
-        *("*", "list_blocked", "ORDER BY lock_key -> nothing"),
-        "the index has the keys in order (the other order is noticed), where it is taken",
-        sure=False,
-    ),
-    Excuse(
         *("postgresql", "note", "set_config('lock_timeout', '20ms', true) IS NOT NULL -> TRUE"),
         "nobody else has a row that is new; it is said of all that is asynchronous",
     ),

@@ -24,7 +24,6 @@ from dblock.core.lock.pins import pinned
 from dblock.core.pinned import Pinned
 from dblock.core.protocol import tenures
 from dblock.core.protocol.administering import ask
-from dblock.core.protocol.deadlock import Waits
 from dblock.core.protocol.steps import Parameters, Rows, Steps
 from dblock.core.protocol.store import Store
 from dblock.core.share_keys import is_internal, valid_row_key
@@ -33,8 +32,6 @@ from dblock.core.values import SHARE, Identity, LockInfo
 
 PAGE = 1000
 """Most rows in the answer to one statement, and most keys of one survey."""
-LINKS = 20
-"""Most keys in each list of a `Blocking`."""
 WINDOW = 10_000
 """Most rows that one statement reads, so that it takes some hundredths of a second in a table of any size."""
 
@@ -192,80 +189,6 @@ def truly_held(event: EventInfo, events: Sequence[EventInfo]) -> float:
     over = [each.age for each in ours if each.kind == "acquired" and each.fence > event.fence]
     over += [each.age for each in ours if each.kind == "forced" and each.fence == event.fence]
     return max(event.seconds + event.age - max([event.age, *over]), 0.0)
-
-
-class Wanted(NamedTuple):
-    """A flow that waits for a key, and the flow that holds it."""
-
-    key: str
-    waiter: Identity
-    holder: Identity
-
-
-class Blocking(NamedTuple):
-    """Waits between keys, by flows that hold one and wait for another. Each list has at most `LINKS` entries."""
-
-    blocked_by: list[Wanted]
-    """What the key's holder waits for, what the holder of that key waits for, and so on."""
-    blocks: list[Wanted]
-    """The keys whose holders wait for this key, or for one that it blocks; each with its first waiter."""
-    more: int = 0
-    """Number of further keys that it blocks."""
-
-    def chains(self) -> dict[str, list[Wanted]]:
-        """Both lists by name."""
-        return {"blocked_by": self.blocked_by, "blocks": self.blocks}
-
-
-def blocking(store: Store, key: str) -> Steps[Blocking]:
-    """The waits that keep a key from being released, and those that it causes, at this moment.
-
-    Only the first waiter of each process is seen, as in the queue; and of all keys with waiters at most `PAGE`.
-    """
-    blocked_by = yield from _blocked_by(store, valid_row_key(key))
-    blocked = yield from _blocked(store, key)
-    blocks = list[Wanted]()
-    for name, holder in blocked[:LINKS]:
-        first = yield from waiters(store, name, 1)
-        blocks += [Wanted(name, each.identity, holder) for each in first]
-    return Blocking(blocked_by, blocks, max(len(blocked) - LINKS, 0))
-
-
-def _blocked_by(store: Store, key: str) -> Steps[list[Wanted]]:
-    """Follow the chain from holder to holder; a flow waits for one key at a time."""
-    found, seen = list[Wanted](), set[str]()
-    while key not in seen and len(found) < LINKS:
-        seen.add(key)
-        rows = yield from ask(store.database, "list_awaited", {"key": key})
-        for _, *columns in rows[:1]:
-            waits = Waits(*columns)
-            found.append(Wanted(waits.key, _waiting(waits), _holding(waits)))
-            key = waits.key
-    return found
-
-
-def _blocked(store: Store, key: str) -> Steps[list[tuple[str, Identity]]]:
-    """The keys whose holders wait for this one, those whose holders wait for these, and so on; each with its holder."""
-    rows = yield from ask(store.database, "list_blocked", {"most": PAGE})
-    behind: dict[str, list[tuple[str, Identity]]] = {}
-    for name, *columns in rows:
-        waits = Waits(*columns)
-        behind.setdefault(waits.key, []).append((name, _waiting(waits)))
-    found, seen, at = list[tuple[str, Identity]](), {key}, [key]
-    while at:
-        nearest = dict(each for name in at for each in behind.get(name, ()) if each[0] not in seen)
-        found += nearest.items()
-        at = list(nearest)
-        seen.update(nearest)
-    return found
-
-
-def _waiting(waits: Waits) -> Identity:
-    return Identity(waits.host, waits.pid, waits.thread, "", "")
-
-
-def _holding(waits: Waits) -> Identity:
-    return Identity(waits.holders_host, waits.holders_pid, waits.holders_thread, "", "")
 
 
 def force_release(store: Store, key: str, fence: int, words: str) -> Steps[bool]:

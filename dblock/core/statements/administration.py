@@ -26,10 +26,6 @@ class Administration(NamedTuple):
     that its place lasts, label, host, pid, thread, program, task."""
     list_all_waiters: Statement
     """Up to `most` waiters of all keys, the earliest first -> key; as `list_waiters`."""
-    list_awaited: Statement
-    """The wait of the flow that holds a key, if it waits -> key; as `chain`."""
-    list_blocked: Statement
-    """Of up to `most` keys with waiters, those whose holders wait themselves -> as `list_awaited`."""
     free: Statement
     """End a tenure from outside, with by whom and why."""
     revoke: Statement
@@ -79,20 +75,6 @@ SELECT {waiters} AND waiter.lock_key = :key ORDER BY waiter.ticket LIMIT {words.
     list_all_waiters = f"""
 SELECT waiter.lock_key, {waiters} ORDER BY waiter.joined_at, waiter.ticket LIMIT {words.integer(":most")}
 """
-    # Safe: both read only, without locks. A flow's places are found by its tokens, unless it has handed one over. With
-    # an equality on the key, MariaDB 11.8 takes the row for a constant, and then reads all waiters.
-    awaited = f"""{words.join_places_of(f"substr(mine.owner, 1, {common.FLOW})")} {common._wait(words)}
-  AND mine.expires_at > {words.now} AND mine.bearers = 0"""
-    list_awaited = f"""
-SELECT mine.lock_key, {common._WAIT} FROM locks AS mine{words.by_key}{awaited}
-  AND mine.lock_key >= :key AND mine.lock_key <= :key
-"""
-    wanted = f"SELECT DISTINCT lock_key FROM lock_waiters ORDER BY lock_key LIMIT {words.integer(':most')}"
-    list_blocked = f"""
-SELECT mine.lock_key, {common._WAIT} FROM (
-    SELECT locks.* FROM ({wanted}) AS wanted
-    {words.join} locks{words.by_key} ON {words.looked_up("locks.lock_key", "wanted.lock_key")}) AS mine{awaited}
-"""
     # Safe: names the tenure by its fence, which no other tenure of the key ever has, so it may be sent twice, or late.
     # Durable: the administrator gets the answer that it has happened.
     free = f"""
@@ -136,8 +118,6 @@ SELECT lock_key, kind, fence, {words.since("happened_at")}, seconds, detail, {WH
         Statement("count_waiters", count_waiters, Reply.ROWS),
         Statement("list_waiters", list_waiters, Reply.ROWS),
         Statement("list_all_waiters", list_all_waiters, Reply.ROWS),
-        Statement("list_awaited", list_awaited, Reply.ROWS, owners=(1, 7)),
-        Statement("list_blocked", list_blocked, Reply.ROWS, owners=(1, 7)),
         Statement("free", free, Reply.COUNT),
         Statement("revoke", revoke, Reply.COUNT),
         Statement("note", note, Reply.COUNT),

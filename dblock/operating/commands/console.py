@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from dblock.core.lock.administration import EventInfo, Surveyed, WaiterInfo, Wanted
+from dblock.core.lock.administration import EventInfo, Surveyed, WaiterInfo
 from dblock.core.pinned import Pinned
 from dblock.core.text import printable
 from dblock.core.values import Identity, KeyKind
@@ -151,11 +151,6 @@ def waiter_json(waiter: WaiterInfo) -> dict[str, Any]:
         "label": waiter.label,
         **who(waiter.identity),
     }
-
-
-def wanted_json(wanted: Wanted) -> dict[str, Any]:
-    """A flow that waits for a key that another one holds."""
-    return {"key": wanted.key, "waiter": who(wanted.waiter), "holder": who(wanted.holder)}
 
 
 def happened(event: EventInfo, now: datetime) -> datetime:

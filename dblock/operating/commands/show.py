@@ -16,7 +16,7 @@ from typing import Any
 
 from dblock.core.errors import LockStoreError
 from dblock.core.lock import administration
-from dblock.core.lock.administration import Blocking, EventInfo, Surveyed, WaiterInfo, truly_held
+from dblock.core.lock.administration import EventInfo, Surveyed, WaiterInfo, truly_held
 from dblock.core.text import printable
 from dblock.core.values import SHARE, KeyKind, LockInfo
 from dblock.operating.commands.console import (
@@ -32,7 +32,6 @@ from dblock.operating.commands.console import (
     span,
     table,
     waiter_json,
-    wanted_json,
 )
 from dblock.operating.commands.context import Context
 
@@ -91,7 +90,6 @@ def show(context: Context, options: Namespace) -> int:
     counts = Counter[str]()
     shares = list(islice(_counted(context.survey(key + SHARE), counts), options.waiters))
     row = Surveyed(info, waiting, pinned, counts[key])
-    blocking = context.do(administration.blocking(context.store, key))
     events: list[EventInfo] = []
     try:
         events = context.do(administration.events(context.store, key, options.events + 1))
@@ -102,11 +100,9 @@ def show(context: Context, options: Namespace) -> int:
         now = datetime.now(UTC)
         told: dict[str, Any] = {"shares": [lock_json(each) for each in shares]}
         told |= {"queue": [waiter_json(each) for each in waiters], "events": [event_json(each, now) for each in events]}
-        chains = {name: [wanted_json(each) for each in chain] for name, chain in blocking.chains().items()}
-        say_json({**lock_json(row), **told, **chains})
+        say_json({**lock_json(row), **told})
         return 0
-    facts = [*_facts(row), *_chains(blocking)]
-    say("\n".join(f"{name + ':':<14}{printable(value)}" for name, value in facts))
+    say("\n".join(f"{name + ':':<14}{printable(value)}" for name, value in _facts(row)))
     if shares:
         say("")
         say(table(("SHARE", *HEADER[1:]), [lock_row(each) for each in shares]))
@@ -173,16 +169,6 @@ def _kind(info: LockInfo) -> list[tuple[str, str]]:
     """What the key is used for, if that is no plain lock."""
     share = "a share of " if SHARE in info.key else ""
     return [("kind", f"{share}{KeyKind(info.kind)}")] if info.kind else []
-
-
-def _chains(blocking: Blocking) -> list[tuple[str, str]]:
-    """What keeps the key's holder from giving it back, and which holders the key keeps from giving back other keys."""
-    told = [
-        (name.replace("_", " "), f"{each.waiter} waits for {printable(each.key)!r}, which {each.holder} holds")
-        for name, chain in blocking.chains().items()
-        for each in chain
-    ]
-    return [*told, ("blocks", f"and {blocking.more} more keys")] if blocking.more else told
 
 
 def _event(event: EventInfo, events: list[EventInfo]) -> tuple[str, ...]:

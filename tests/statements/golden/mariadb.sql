@@ -591,39 +591,6 @@ ON locks.lock_key = waiter.lock_key
 WHERE waiter.ticket + 0 > locks.served_ticket
 AND waiter.expires_at > UTC_TIMESTAMP(6) ORDER BY waiter.joined_at, waiter.ticket LIMIT :most;
 
--- list_awaited: the rows it returns
-SELECT mine.lock_key, waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle
-FROM locks AS mine FORCE INDEX (PRIMARY) STRAIGHT_JOIN lock_waiters AS waiter FORCE INDEX (PRIMARY)
-ON waiter.owner >= substr(mine.owner, 1, 24)
-AND waiter.owner < CONCAT(substr(mine.owner, 1, 24), 'g') STRAIGHT_JOIN locks AS held FORCE INDEX (PRIMARY)
-ON held.lock_key = waiter.lock_key
-WHERE waiter.expires_at > UTC_TIMESTAMP(6)
-AND held.expires_at > UTC_TIMESTAMP(6)
-AND waiter.ticket + 0 > held.served_ticket
-AND held.owner IS NOT NULL
-AND held.owner <> waiter.owner
-AND held.count > 0
-AND mine.expires_at > UTC_TIMESTAMP(6)
-AND mine.bearers = 0
-AND mine.lock_key >= :key
-AND mine.lock_key <= :key;
-
--- list_blocked: the rows it returns
-SELECT mine.lock_key, waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM (
-SELECT locks.* FROM (SELECT DISTINCT lock_key FROM lock_waiters ORDER BY lock_key LIMIT :most) AS wanted STRAIGHT_JOIN locks FORCE INDEX (PRIMARY)
-ON locks.lock_key = wanted.lock_key) AS mine STRAIGHT_JOIN lock_waiters AS waiter FORCE INDEX (PRIMARY)
-ON waiter.owner >= substr(mine.owner, 1, 24)
-AND waiter.owner < CONCAT(substr(mine.owner, 1, 24), 'g') STRAIGHT_JOIN locks AS held FORCE INDEX (PRIMARY)
-ON held.lock_key = waiter.lock_key
-WHERE waiter.expires_at > UTC_TIMESTAMP(6)
-AND held.expires_at > UTC_TIMESTAMP(6)
-AND waiter.ticket + 0 > held.served_ticket
-AND held.owner IS NOT NULL
-AND held.owner <> waiter.owner
-AND held.count > 0
-AND mine.expires_at > UTC_TIMESTAMP(6)
-AND mine.bearers = 0;
-
 -- free: one empty row for each row that it changed
 UPDATE locks FORCE INDEX (PRIMARY)
 SET owner = NULL, expires_at = UTC_TIMESTAMP(6), count = 0, freed_fence = :fence, revocation = :words

@@ -657,41 +657,6 @@ ON locks.lock_key = ANY (ARRAY[waiter.lock_key])
 WHERE waiter.ticket + 0 > locks.served_ticket
 AND waiter.expires_at > clock_timestamp() ORDER BY waiter.joined_at, waiter.ticket LIMIT CAST(:most AS integer);
 
--- list_awaited: the rows it returns
-SELECT mine.lock_key, waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle
-FROM locks AS mine, LATERAL (
-SELECT * FROM lock_waiters
-WHERE owner >= substr(mine.owner, 1, 24)
-AND owner < substr(mine.owner, 1, 24) || 'g' ORDER BY owner LIMIT 16) AS waiter JOIN locks AS held
-ON held.lock_key = ANY (ARRAY[waiter.lock_key])
-WHERE waiter.expires_at > clock_timestamp()
-AND held.expires_at > clock_timestamp()
-AND waiter.ticket + 0 > held.served_ticket
-AND held.owner IS NOT NULL
-AND held.owner <> waiter.owner
-AND held.count > 0
-AND mine.expires_at > clock_timestamp()
-AND mine.bearers = 0
-AND mine.lock_key >= :key
-AND mine.lock_key <= :key;
-
--- list_blocked: the rows it returns
-SELECT mine.lock_key, waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM (
-SELECT locks.* FROM (SELECT DISTINCT lock_key FROM lock_waiters ORDER BY lock_key LIMIT CAST(:most AS integer)) AS wanted JOIN locks
-ON locks.lock_key = ANY (ARRAY[wanted.lock_key])) AS mine, LATERAL (
-SELECT * FROM lock_waiters
-WHERE owner >= substr(mine.owner, 1, 24)
-AND owner < substr(mine.owner, 1, 24) || 'g' ORDER BY owner LIMIT 16) AS waiter JOIN locks AS held
-ON held.lock_key = ANY (ARRAY[waiter.lock_key])
-WHERE waiter.expires_at > clock_timestamp()
-AND held.expires_at > clock_timestamp()
-AND waiter.ticket + 0 > held.served_ticket
-AND held.owner IS NOT NULL
-AND held.owner <> waiter.owner
-AND held.count > 0
-AND mine.expires_at > clock_timestamp()
-AND mine.bearers = 0;
-
 -- free: one empty row for each row that it changed
 UPDATE locks
 SET owner = NULL, expires_at = clock_timestamp(), count = 0, freed_fence = :fence, revocation = :words

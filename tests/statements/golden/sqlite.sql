@@ -494,39 +494,6 @@ ON locks.lock_key IN (SELECT waiter.lock_key)
 WHERE waiter.ticket + 0 > locks.served_ticket
 AND waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now') ORDER BY waiter.joined_at, waiter.ticket LIMIT :most;
 
--- list_awaited: the rows it returns
-SELECT mine.lock_key, waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle
-FROM locks AS mine INDEXED BY locks_pin CROSS JOIN lock_waiters AS waiter INDEXED BY sqlite_autoindex_lock_waiters_1
-ON waiter.owner >= substr(mine.owner, 1, 24)
-AND waiter.owner < substr(mine.owner, 1, 24) || 'g' CROSS JOIN locks AS held INDEXED BY locks_pin
-ON held.lock_key IN (SELECT waiter.lock_key)
-WHERE waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-AND held.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-AND waiter.ticket + 0 > held.served_ticket
-AND held.owner IS NOT NULL
-AND held.owner <> waiter.owner
-AND held.count > 0
-AND mine.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-AND mine.bearers = 0
-AND mine.lock_key >= :key
-AND mine.lock_key <= :key;
-
--- list_blocked: the rows it returns
-SELECT mine.lock_key, waiter.owner, waiter.lock_key, waiter.ticket, waiter.host, waiter.pid, waiter.thread, held.owner, held.host, held.pid, held.thread, waiter.circle FROM (
-SELECT locks.* FROM (SELECT DISTINCT lock_key FROM lock_waiters ORDER BY lock_key LIMIT :most) AS wanted CROSS JOIN locks INDEXED BY locks_pin
-ON locks.lock_key IN (SELECT wanted.lock_key)) AS mine CROSS JOIN lock_waiters AS waiter INDEXED BY sqlite_autoindex_lock_waiters_1
-ON waiter.owner >= substr(mine.owner, 1, 24)
-AND waiter.owner < substr(mine.owner, 1, 24) || 'g' CROSS JOIN locks AS held INDEXED BY locks_pin
-ON held.lock_key IN (SELECT waiter.lock_key)
-WHERE waiter.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-AND held.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-AND waiter.ticket + 0 > held.served_ticket
-AND held.owner IS NOT NULL
-AND held.owner <> waiter.owner
-AND held.count > 0
-AND mine.expires_at > strftime('%Y-%m-%d %H:%M:%f000', 'now')
-AND mine.bearers = 0;
-
 -- free: one empty row for each row that it changed
 UPDATE locks INDEXED BY locks_pin
 SET owner = NULL, expires_at = strftime('%Y-%m-%d %H:%M:%f000', 'now'), count = 0, freed_fence = :fence, revocation = :words
